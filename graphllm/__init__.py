@@ -1,0 +1,49 @@
+"""Decoder language models as lazy graphs, with op-level placement and profiles.
+
+    import graphllm
+    llm = graphllm.load("model.gguf")
+    print(llm.generate("The capital of France is", max_tokens=32).text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    ConfigError,
+    GraphError,
+    GraphllmError,
+    ModelFileError,
+    PlacementError,
+    RequestError,
+)
+
+if TYPE_CHECKING:
+    from .executor import Executor
+    from .llm import LLM, load
+
+__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "ConfigError",
+    "Executor",
+    "GraphError",
+    "GraphllmError",
+    "ModelFileError",
+    "PlacementError",
+    "RequestError",
+    "load",
+]
+
+_HOME = {"load": "llm", "LLM": "llm", "Executor": "executor"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names that are imported at first use, so that ``import graphllm`` stays light."""
+    from importlib import import_module
+
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if name in ("ops", "models"):
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'graphllm' has no attribute {name!r}")

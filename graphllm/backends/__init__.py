@@ -1,0 +1,265 @@
+"""What a backend is: a registry of kernels, and a device that runs plans of them.
+
+A backend is one directory (or module) here, or a third party's under the entry-point group
+``graphllm.backends``, that exposes ``BACKEND``. It registers kernels by op:
+
+    @BACKEND.kernel("rms_norm", dtypes={"x": "f32", "w": "f32"}, layout={"x": "rows"})
+    def rms_norm(step): ...
+
+That registration is the only statement of support: `Backend.select` returns a kernel, or says in
+words why there is none. What the decorated function receives and returns is between the backend and
+its own device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import PlacementError
+from ..ops import OpDef, get
+from ..tensor import WEIGHT, Dim, Meta, Tensor, Var
+from .order import ORDER
+
+# ------------------------------------------------------------------------------------- the choices
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose about execution; part of every plan's key.
+
+    ``linear``: auto or integer (quantise activations for integer formats) or float. ``threads``: 0
+    means the usable cores.
+    """
+
+    linear: str = "auto"
+    threads: int = 0
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+# How an operand must lie in memory: anything goes; each row (all axes but the first) contiguous;
+# wholly contiguous.
+ANY, ROWS, CONTIGUOUS = "any", "rows", "contiguous"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run one op on one backend.
+
+    ``layout``: what each operand must look like (by name; contiguous if not named); the compiler
+    inserts a layout op where it does not. ``lower``: replaces sources before the kernel sees them,
+    such as a float activation by its quantised form; it must accept its own result. ``pack``: for
+    weight operands, how the device rearranges the stored bytes, once, at load. ``scratch``: bytes
+    of workspace that one run needs, counted in the arena.
+    """
+
+    backend: str
+    op: str
+    name: str
+    build: Callable[..., Any]
+    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layout: Mapping[str, str] = field(default_factory=dict)
+    when: Callable[[Tensor, Options], str | None] | None = None
+    lower: Callable[[Tensor, Options], tuple[Tensor | None, ...]] | None = None
+    pack: Mapping[str, Callable[[np.ndarray, Meta], np.ndarray]] = field(default_factory=dict)
+    scratch: Callable[[Tensor, Options], int] | None = None
+
+    def refusal(self, node: Tensor, options: Options) -> str | None:
+        """Why this kernel cannot run ``node``; None when it can. Looks at Meta and attributes only."""
+        op = get(node.op)
+        for index, source in enumerate(node.src):
+            if source is None:
+                continue
+            name = op.operand(index)
+            allowed = self.dtypes.get(name)
+            if allowed is not None and source.dtype.name not in allowed:
+                return f"{name} is {source.dtype}, not {' or '.join(allowed)}"
+            if name in self.pack and source.base.op != WEIGHT:
+                return f"{name} is not a weight"
+        return self.when(node, options) if self.when else None
+
+    def needs_layout(self, op: OpDef, index: int, meta: Meta) -> bool:
+        """Whether operand ``index`` must be made contiguous first."""
+        wanted = self.layout.get(op.operand(index), CONTIGUOUS)
+        if wanted == ANY:
+            return False
+        return not (meta.inner_contiguous if wanted == ROWS else meta.contiguous)
+
+
+# ---------------------------------------------------------------------------------- bound operands
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor with its place: ``buffer`` is the device's handle (host: a uint8 array), and the
+    elements lie ``meta.offset`` bytes into it, at ``meta.strides``."""
+
+    meta: Meta
+    buffer: Any
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One step of a plan with every operand in place, as a device's ``build`` receives it."""
+
+    node: Tensor
+    kernel: Kernel
+    inputs: tuple[Operand | None, ...]
+    out: Operand
+    scratch: Operand | None = None
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return self.node.attrs
+
+
+class Header:
+    """The live values of the Vars of a run: an int64 array that kernels read, and its names."""
+
+    SLOTS = 16
+
+    def __init__(self) -> None:
+        self.values = np.zeros(self.SLOTS, np.int64)
+        self._slots: dict[str, int] = {}
+
+    def slot(self, var: Var) -> int:
+        return self._slots.setdefault(var.name, len(self._slots))
+
+    def set(self, env: Mapping[str, int]) -> None:
+        for name, value in env.items():
+            if name in self._slots:
+                self.values[self._slots[name]] = value
+
+    def live(self, dim: Dim) -> int:
+        return int(self.values[self._slots[dim.name]]) if isinstance(dim, Var) else dim
+
+
+class Segment(Protocol):
+    """Consecutive steps on one device, ready to run."""
+
+    def run(self, times: np.ndarray | None) -> None:
+        """Run all steps; with ``times`` (int64, one a step plus one) write a clock reading in
+        nanoseconds before the first step and after each. KeyboardInterrupt stops early."""
+
+
+class Device(Protocol):
+    """An instance of a backend: where buffers live and steps run."""
+
+    memory: str  # buffers may be shared between devices whose memory has the same name
+    progress: Callable[[str, int, int], None]  # told about long work: what, done, total
+
+    def alloc(self, nbytes: int) -> Any:
+        """A zeroed buffer, aligned to 64 bytes at least."""
+
+    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
+        """Write ``data`` (of the operand's shape; a block dtype's rows as uint8) there."""
+
+    def copy_out(self, operand: Operand) -> np.ndarray:
+        """A copy of the operand, whose shape has no Var, as a NumPy array."""
+
+    def prepare(
+        self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
+    ) -> Any:
+        """The device's buffer for a weight whose stored bytes are ``raw`` [rows, row_bytes]."""
+
+    def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
+
+
+class Backend:
+    """A kind of device. ``probe`` says whether it is usable here, and why not, in words."""
+
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], tuple[bool, str]],
+        open_device: Callable[[Options], Device],
+    ) -> None:
+        self.name = name
+        self.probe = probe
+        self.open_device = open_device
+        self.kernels: dict[str, list[Kernel]] = {}
+
+    def available(self) -> tuple[bool, str]:
+        """(usable, what it is or why it is not)."""
+        return self.probe()
+
+    def kernel(
+        self,
+        op: str,
+        *,
+        name: str = "",
+        dtypes: Mapping[str, str | Sequence[str]] | None = None,
+        layout: Mapping[str, str] | None = None,
+        **rules: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register the decorated builder as a kernel for ``op``; the first to fit is chosen.
+
+        ``dtypes`` maps an operand's name to a dtype name or several; see `Kernel` for the rest.
+        """
+        allowed = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in (dtypes or {}).items()}
+
+        def register(build: Callable[..., Any]) -> Callable[..., Any]:
+            kernel = Kernel(
+                self.name, op, name or build.__name__, build, allowed, layout or {}, **rules
+            )
+            self.kernels.setdefault(op, []).append(kernel)
+            return build
+
+        return register
+
+    def select(self, node: Tensor, options: Options) -> Kernel | str:
+        """The kernel for ``node``, or the reason in words. Never looks at runtime values."""
+        candidates = self.kernels.get(node.op)
+        if not candidates:
+            return f"{self.name} has no kernel for {node.op}"
+        reasons = []
+        for kernel in candidates:
+            reason = kernel.refusal(node, options)
+            if reason is None:
+                return kernel
+            reasons.append(f"{kernel.name}: {reason}" if len(candidates) > 1 else reason)
+        return "; ".join(dict.fromkeys(reasons))
+
+
+# ----------------------------------------------------------------------------------------- look-up
+
+
+@cache
+def find(name: str) -> Backend:
+    """The backend called ``name``: one of this package, or a third party's. PlacementError."""
+    if name in ORDER:
+        return importlib.import_module(f"{__name__}.{name}").BACKEND
+    for entry in entry_points(group="graphllm.backends"):
+        if entry.name == name:
+            return entry.load()
+    known = ", ".join([*ORDER, *(e.name for e in entry_points(group="graphllm.backends"))])
+    raise PlacementError(f"unknown backend {name!r}; known: {known}")
+
+
+def names() -> list[str]:
+    """All backends in order: third parties' first, since whoever installs one wants it used."""
+    return [e.name for e in entry_points(group="graphllm.backends")] + list(ORDER)
+
+
+__all__ = [
+    "ANY",
+    "CONTIGUOUS",
+    "ROWS",
+    "Backend",
+    "Bound",
+    "Device",
+    "Header",
+    "Kernel",
+    "Operand",
+    "Options",
+    "Segment",
+    "find",
+    "names",
+]

@@ -1,0 +1,146 @@
+"""The reference backend: every op's NumPy body, as it stands in the declaration.
+
+It supports everything, by construction, and so stands last in the order. It is also the oracle that
+the other backends are compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ..errors import GraphError
+from ..memory import ALIGN
+from ..ops import get
+from ..quant import Blocks
+from ..tensor import Meta, Tensor, Var
+from . import ANY, Backend, Bound, Header, Kernel, Operand, Options
+
+
+@cache
+def _kernel(name: str) -> Kernel:
+    op = get(name)
+    layout = dict.fromkeys((*op.params, "rest"), ANY)
+    return Kernel("reference", name, name, op.reference, layout=layout)
+
+
+class _Reference(Backend):
+    def select(self, node: Tensor, options: Options) -> Kernel | str:
+        return _kernel(node.op)
+
+
+def _view(buffer: np.ndarray, meta: Meta, rows: int) -> Any:
+    """The operand's first ``rows`` as an array on ``buffer``, or as Blocks."""
+    shape = (rows, *meta.inner) if meta.shape else ()
+    if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
+        buffer, meta = np.zeros(0, np.uint8), Meta.of(shape, meta.dtype)
+    if meta.dtype.numpy is not None:
+        return np.ndarray(shape, meta.dtype.numpy, buffer, meta.offset, meta.strides)
+    if meta.ndim != 2:
+        raise GraphError(f"{meta} is not a matrix of blocks")
+    wide = (rows, meta.dtype.row_nbytes(meta.inner[0]))
+    raw: np.ndarray = np.ndarray(wide, np.uint8, buffer, meta.offset, (meta.strides[0], 1))
+    return Blocks(raw, meta.dtype, meta.inner[0])
+
+
+def _rows(meta: Meta) -> int:
+    assert isinstance(meta.rows, int), meta
+    return meta.rows
+
+
+class _Live:
+    """An operand as an array of its live shape; the view is made once where nothing varies."""
+
+    def __init__(self, operand: Operand, header: Header) -> None:
+        self.operand, self.header = operand, header
+        rows = operand.meta.rows
+        if isinstance(rows, Var):
+            header.slot(rows)
+        self.fixed = None if isinstance(rows, Var) else _view(operand.buffer, operand.meta, rows)
+
+    def __call__(self) -> Any:
+        if self.fixed is not None:
+            return self.fixed
+        meta = self.operand.meta
+        return _view(self.operand.buffer, meta, self.header.live(meta.rows))
+
+
+class _Call:
+    """One step: the body on its operands' live views."""
+
+    def __init__(self, step: Bound, header: Header) -> None:
+        self.body, self.attrs = step.kernel.build, step.attrs
+        self.inputs = [i and _Live(i, header) for i in step.inputs]
+        in_place = bool(get(step.node.op).written(step.node))
+        self.out = None if in_place else _Live(step.out, header)
+
+    def __call__(self) -> None:
+        result = self.body(*(i and i() for i in self.inputs), **self.attrs)
+        if self.out is None:
+            return
+        out = self.out()
+        if isinstance(out, Blocks):
+            out.raw[...] = result.raw
+        else:
+            out[...] = result
+
+
+class _Segment:
+    def __init__(self, steps: Sequence[Bound], header: Header) -> None:
+        self.calls = [_Call(step, header) for step in steps]
+
+    def run(self, times: np.ndarray | None) -> None:
+        if times is None:
+            for call in self.calls:
+                call()
+            return
+        times[0] = time.perf_counter_ns()
+        for index, call in enumerate(self.calls, 1):
+            call()
+            times[index] = time.perf_counter_ns()
+
+
+class HostDevice:
+    """Buffers are uint8 arrays in the process's memory; steps are NumPy calls."""
+
+    memory = "host"
+
+    def __init__(self) -> None:
+        self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
+
+    def alloc(self, nbytes: int) -> np.ndarray:
+        """Zeros, beginning at a multiple of 64 bytes."""
+        spare = np.zeros(nbytes + ALIGN, np.uint8)
+        start = -spare.ctypes.data % ALIGN
+        return spare[start : start + nbytes]
+
+    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
+        """Write ``data``, of the operand's shape; for a block format its bytes, [rows, n]."""
+        view = _view(operand.buffer, operand.meta, _rows(operand.meta))
+        (view.raw if isinstance(view, Blocks) else view)[...] = data
+
+    def copy_out(self, operand: Operand) -> np.ndarray:
+        """A dense copy of the operand; for a block format its bytes, [rows, n]."""
+        view = _view(operand.buffer, operand.meta, _rows(operand.meta))
+        return np.array(view.raw if isinstance(view, Blocks) else view, order="C")
+
+    def prepare(
+        self,
+        pack: Callable[[np.ndarray, Meta], np.ndarray] | None,
+        raw: np.ndarray,
+        meta: Meta,
+    ) -> np.ndarray:
+        """The stored bytes as they are: without a copy wherever they are dense."""
+        if pack is not None:
+            raw = pack(raw, meta)
+        return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+
+    def build(self, steps: Sequence[Bound], header: Header) -> _Segment:
+        return _Segment(steps, header)
+
+
+BACKEND = _Reference("reference", lambda: (True, "NumPy"), lambda options: HostDevice())

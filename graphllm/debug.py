@@ -1,0 +1,18 @@
+"""The GRAPHLLM_DEBUG ladder: 1 backends and memory, 2 a line per op, 3 graphs, 4 kernel source."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def debug_level() -> int:
+    """The level asked for in the environment, 0 when there is none."""
+    value = os.environ.get("GRAPHLLM_DEBUG", "")
+    return int(value) if value.isdigit() else 0
+
+
+def debug(level: int, text: str) -> None:
+    """Print ``text`` on standard error at this level or above."""
+    if debug_level() >= level:
+        print(text, file=sys.stderr)

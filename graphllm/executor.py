@@ -1,0 +1,326 @@
+"""Runs graphs: places them once, keeps a plan for each bucket, owns all buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from . import backends as registry
+from . import graph
+from .backends import Backend, Bound, Device, Header, Operand, Options, Segment
+from .debug import debug
+from .errors import GraphError, PlacementError
+from .memory import aligned
+from .ops import get
+from .plan import Place, Placement, Plan, Step, compile_plan, place
+from .profiler.rows import Row, make_row
+from .tensor import WEIGHT, Tensor, Var
+from .weights import Arrays, Weights
+
+GUARD = 64  # bytes of canary on each side of a buffer while `poison` is set
+CANARY = 0xA5
+POISON = 0xFF  # makes every f32 and f16 a NaN
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass
+class _Program:
+    """A plan bound to buffers: its segments, ready to run."""
+
+    plan: Plan
+    segments: list[tuple[Segment, list[Step]]]
+    arenas: dict[str, Any]
+    outputs: dict[str, Operand]
+
+
+class Executor:
+    """Gives every op of a graph to the first backend that can run it, and runs the plans.
+
+    ``weights``: where weight leaves find their bytes. ``backends``: names in order of preference;
+    unusable ones are skipped, with their reason kept in ``skipped``. ``pins``: scope pattern ->
+    backend. ``strict``: PlacementError when an op misses the first usable backend. ``poison`` (for
+    tests): arenas are filled with NaN before each run and every buffer has canaries around it.
+    """
+
+    def __init__(
+        self,
+        weights: Weights | None = None,
+        backends: Sequence[str] | None = None,
+        options: Options | None = None,
+        *,
+        pins: Mapping[str, str] | None = None,
+        strict: bool = False,
+        poison: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.weights = weights or Arrays({})
+        self.options = options or Options()
+        self.pins, self.strict, self.poison = dict(pins or {}), strict, poison
+        self.progress = progress or (lambda what, done, total: None)
+        self.skipped: dict[str, str] = {}
+        self.backends = self._usable(backends or registry.names())
+        self.devices: dict[str, Device] = {}
+        self.header = Header()
+        self._leaves: dict[str, Tensor] = {}  # as the graphs have them, at their widest
+        self._buffers: dict[tuple[str, str], Operand] = {}  # of inputs and states: (name, memory)
+        self._prepared: dict[tuple[str, object, str], Any] = {}  # weights: (name, pack, memory)
+        self._arenas: dict[str, Any] = {}
+        self._guarded: list[tuple[Any, int, str]] = []  # buffer with canaries, payload, name
+        self._placements: dict[object, Placement] = {}
+        self._plans: dict[object, Plan] = {}
+        self._programs: dict[int, _Program] = {}  # by id of a kept plan
+
+    def _usable(self, names: Sequence[str]) -> list[Backend]:
+        usable = []
+        for name in names:
+            backend = registry.find(name)
+            ok, reason = backend.available()
+            debug(1, f"backend {name}: {'' if ok else 'not usable, '}{reason}")
+            if ok:
+                usable.append(backend)
+            else:
+                self.skipped[name] = reason
+        if not usable:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
+            raise PlacementError(f"no usable backend ({reasons})")
+        return usable
+
+    def device(self, backend: Backend) -> Device:
+        """The backend's device, opened at first use."""
+        if backend.name not in self.devices:
+            device = backend.open_device(self.options)
+            device.progress = self.progress
+            self.devices[backend.name] = device
+        return self.devices[backend.name]
+
+    def _memory(self, backend: Backend) -> str:
+        return self.device(backend).memory
+
+    def _owner(self, memory: str) -> Device:
+        """A device that can allocate and copy in ``memory``."""
+        return next(d for d in self.devices.values() if d.memory == memory)
+
+    # ------------------------------------------------------------------------------------- plans
+
+    def compile(
+        self,
+        outputs: Mapping[str, Tensor],
+        bounds: Mapping[str, tuple[int, int]] | None = None,
+    ) -> Plan:
+        """The plan that computes ``outputs`` while the Vars stay within ``bounds``.
+
+        Kept: the same call returns the same plan. PlacementError when an op has no backend.
+        """
+        which = tuple((name, id(node)) for name, node in outputs.items())
+        key = (which, tuple(sorted((bounds or {}).items())))
+        if key not in self._plans:
+            if which not in self._placements:
+                self._placements[which] = self._place(outputs)
+            guard = GUARD if self.poison else 0
+            plan = self._plans[key] = compile_plan(self._placements[which], bounds, guard)
+            debug(1, plan.explain())
+            debug(3, graph.dump(plan.outputs))
+        return self._plans[key]
+
+    def _place(self, outputs: Mapping[str, Tensor]) -> Placement:
+        debug(3, graph.dump(outputs))
+        placement = place(outputs, self.backends, self.options, self._memory, self.pins)
+        for node in graph.toposort(placement.outputs.values()):
+            if node.is_leaf:
+                known = self._leaves.setdefault(node.name, node)
+                if known.meta != node.meta:
+                    raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
+            choice = placement.choices.get(id(node))
+            if self.strict and choice is not None and choice.misses:
+                raise PlacementError(
+                    f"{node.scope}: {node.op} would run on {choice.backend.name} "
+                    f"({choice.why}), and strict placement forbids it"
+                )
+        return placement
+
+    # ----------------------------------------------------------------------------------- buffers
+
+    def _leaf(self, name: str, memory: str) -> Operand:
+        """The buffer of an input or a state in ``memory``, for the widest shape of the leaf."""
+        if (name, memory) not in self._buffers:
+            meta, device = self._leaves[name].meta, self._owner(memory)
+            nbytes, offset = meta.bound().nbytes, GUARD if self.poison else 0
+            if self.poison:
+                buffer = device.alloc(aligned(nbytes) + 2 * GUARD)
+                buffer[:GUARD] = CANARY
+                buffer[GUARD + nbytes :] = CANARY
+                self._guarded.append((buffer, nbytes, name))
+            else:
+                buffer = device.alloc(max(nbytes, 1))
+            self._buffers[name, memory] = Operand(replace(meta, offset=offset), buffer)
+        return self._buffers[name, memory]
+
+    def _weight(self, leaf: Tensor, step: Step, index: int) -> Any:
+        """The device's buffer of a weight, in the form that the step's kernel wants it."""
+        pack = step.kernel.pack.get(get(step.node.op).operand(index))
+        device = self.device(step.backend)
+        key = (leaf.name, pack, device.memory)
+        if key not in self._prepared:
+            stored = self.weights.meta(leaf.name)
+            if stored is None or (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
+                raise GraphError(f"weight {leaf.name!r} is {stored}, the graph wants {leaf.meta}")
+            try:
+                self._prepared[key] = device.prepare(pack, self.weights.raw(leaf.name), leaf.meta)
+            except GraphError as error:
+                raise GraphError(f"{leaf.name}: {error}") from None
+            if pack is not None:
+                self.weights.release(leaf.name)
+        return self._prepared[key]
+
+    def _arena(self, memory: str, nbytes: int) -> Any:
+        """The memory's arena. Growing it unbinds every plan that points into the old one."""
+        have = self._arenas.get(memory)
+        if have is None or have.nbytes < nbytes:
+            self._arenas[memory] = self._owner(memory).alloc(nbytes)
+            self._programs.clear()
+        return self._arenas[memory]
+
+    # ------------------------------------------------------------------------------------ binding
+
+    def bind(self, plan: Plan) -> None:
+        """Allocate buffers, pack weights and build the plan's segments, unless that was done."""
+        if id(plan) in self._programs:
+            return
+        arenas = {memory: self._arena(memory, nbytes) for memory, nbytes in plan.arena.items()}
+        total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
+        bound: list[Bound] = []
+        for index, step in enumerate(plan.steps):
+            inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
+            self.progress("preparing weights", min(len(self._prepared), total), total)
+            out = self._operand(plan, step.node, self._memory(step.backend), arenas)
+            spot = plan.scratch.get(index)
+            scratch = _in_arena(step.node, spot, arenas) if spot else None
+            bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
+        segments, at = [], 0
+        for steps in plan.segments():
+            device = self.device(steps[0].backend)
+            segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
+            at += len(steps)
+        outputs = {
+            name: self._operand(plan, node, plan.memory[id(graph.root(node))], arenas)
+            for name, node in plan.outputs.items()
+        }
+        self._programs[id(plan)] = _Program(plan, segments, arenas, outputs)
+
+    def _input(
+        self, plan: Plan, step: Step, index: int, arenas: Mapping[str, Any]
+    ) -> Operand | None:
+        source = step.node.src[index]
+        if source is None:
+            return None
+        if source.base.op == WEIGHT:
+            return Operand(source.meta, self._weight(source.base, step, index))
+        return self._operand(plan, source, self._memory(step.backend), arenas)
+
+    def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
+        own = graph.root(node)
+        if not own.is_leaf:
+            return _in_arena(node, plan.places[id(own)], arenas)
+        leaf = self._leaf(own.name, plan.memory.get(id(own), memory))
+        return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
+
+    # -------------------------------------------------------------------------------------- state
+
+    def set_state(self, name: str, data: np.ndarray) -> None:
+        """Write the leading rows of a state or an input, in every memory that holds it."""
+        for (_, memory), leaf in self._held(name):
+            meta = replace(leaf.meta, shape=data.shape)
+            self._owner(memory).copy_in(Operand(meta, leaf.buffer), data)
+
+    def get_state(self, name: str, rows: int | None = None) -> np.ndarray:
+        """A copy of a state or an input, or of its first ``rows``."""
+        (_, memory), leaf = self._held(name)[0]
+        meta = leaf.meta.bound()
+        shape = meta.shape if rows is None else (rows, *meta.inner)
+        return self._owner(memory).copy_out(Operand(replace(meta, shape=shape), leaf.buffer))
+
+    def _held(self, name: str) -> list[tuple[tuple[str, str], Operand]]:
+        found = [(key, leaf) for key, leaf in self._buffers.items() if key[0] == name]
+        if not found:
+            raise GraphError(f"no input or state {name!r} in any bound plan")
+        return found
+
+    # ---------------------------------------------------------------------------------------- run
+
+    def run(
+        self,
+        plan: Plan,
+        feeds: Mapping[str, np.ndarray] | None = None,
+        env: Mapping[str, int] | None = None,
+        profile: list[Row] | None = None,
+        fetch: Collection[str] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Run ``plan`` on ``feeds`` (leaf name -> array) and return copies of its outputs.
+
+        ``fetch``: the outputs to copy, all by default (a written KV pool is better left where it
+        is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``, a
+        `Row` for every step is appended to it. GraphError names a feed that does not fit.
+        """
+        self.bind(plan)
+        program = self._programs[id(plan)]
+        values = self._feed(plan, feeds or {}, dict(env or {}))
+        if self.poison:
+            for arena in program.arenas.values():
+                arena[:] = POISON
+        for segment, steps in program.segments:
+            times = np.zeros(len(steps) + 1, np.int64) if profile is not None else None
+            segment.run(times)
+            if profile is not None and times is not None:
+                profile += [make_row(s, values, int(t)) for s, t in zip(steps, np.diff(times))]
+        if self.poison:
+            self._check_canaries(program)
+        results = {}
+        for name, operand in program.outputs.items():
+            if fetch is not None and name not in fetch:
+                continue
+            device = self._owner(plan.memory[id(graph.root(plan.outputs[name]))])
+            results[name] = device.copy_out(replace(operand, meta=operand.meta.at(values)))
+        return results
+
+    def _feed(
+        self, plan: Plan, feeds: Mapping[str, np.ndarray], env: dict[str, int]
+    ) -> dict[str, int]:
+        """Copy the feeds that this plan reads into their buffers; the values of all its Vars."""
+        used = {name: data for name, data in feeds.items() if name in plan.leaves}
+        for name, data in used.items():
+            meta = plan.leaves[name].meta
+            if isinstance(meta.rows, Var) and data.ndim:
+                env.setdefault(meta.rows.name, data.shape[0])
+            if data.shape != meta.at(env).shape:
+                raise GraphError(f"feed {name!r} is {data.shape}, not {meta.at(env).shape}")
+        for name, var in plan.vars.items():
+            if not var.lo <= env.get(name, -1) <= var.hi:
+                raise GraphError(f"{name} = {env.get(name)} is not in {var.lo}..{var.hi}")
+        self.header.set(env)
+        for name, data in used.items():
+            self.set_state(name, data)
+        return env
+
+    def _check_canaries(self, program: _Program) -> None:
+        """GraphError naming a buffer that something wrote beside."""
+        for buffer, nbytes, name in self._guarded:
+            if (buffer[:GUARD] != CANARY).any() or (buffer[GUARD + nbytes :] != CANARY).any():
+                raise GraphError(f"a kernel wrote outside the buffer of {name!r}")
+        spots = [*program.plan.places.values(), *program.plan.scratch.values()]
+        for memory, arena in program.arenas.items():
+            outside = np.ones(arena.nbytes, bool)
+            for spot in spots:
+                if spot.memory == memory:
+                    outside[spot.offset : spot.offset + spot.nbytes] = False
+            strays = np.flatnonzero(outside & (arena != POISON))
+            if strays.size:
+                raise GraphError(f"a kernel wrote outside its buffers, at arena byte {strays[0]}")
+
+
+def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:
+    meta = replace(node.meta, offset=node.meta.offset + spot.offset)
+    return Operand(meta, arenas[spot.memory])

@@ -1,0 +1,168 @@
+"""Runs steps of one decoder: prefill in chunks, then one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..decoder import Decoder, Limits
+from ..errors import RequestError
+from ..executor import Executor
+from ..plan import Plan
+from ..profiler.rows import Row
+from .kv import BlockTable
+from .request import Sampling
+
+LOGITS_BYTES = 64 << 20  # of logits that one step may produce
+
+Seen = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
+
+
+class Engine:
+    """A decoder, its executor and the cache of one sequence.
+
+    The cache remembers its tokens: a prompt that begins like the last one prefills only the rest.
+    """
+
+    def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
+        self.executor, self.limits = executor, limits
+        self.outputs = decoder.build(limits)
+        self._pools = [name for name in self.outputs if name.startswith("kv.")]
+        self._vocab = decoder.cfg.vocab
+        self._tables = {
+            c.name: BlockTable(list(range(limits.blocks)), limits.block, limits.blocks)
+            for c in decoder.caches
+        }
+        self._cached: list[int] = []  # tokens whose keys and values are in the pools
+
+    # -- plans
+    def _plan(self, outputs: Sequence[str], tokens: int, rows: int = 1) -> Plan:
+        bounds = {"T": (1, tokens), "S": (1, 1), "Q": (2, 2), "N": (1, rows)}
+        return self.executor.compile({name: self.outputs[name] for name in outputs}, bounds)
+
+    def decode_plan(self) -> Plan:
+        """The plan of one token: sample, and advance the step's state."""
+        return self._plan(["ids"], 1)
+
+    def prepare(self) -> None:
+        """Bind the plans that every generation needs: pack weights, compile kernels."""
+        self.executor.bind(self._plan(["ids"], self.limits.tokens))
+        self.executor.bind(self.decode_plan())
+
+    # -- steps
+    def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Feeds of a step that appends ``tokens`` to the cached ones."""
+        start, stop = len(self._cached), len(self._cached) + len(tokens)
+        feeds = {
+            "ids": np.asarray(tokens, np.int32),
+            "pos": np.arange(start, stop, dtype=np.int32),
+            "q_start": np.array([0, len(tokens)], np.int32),
+            "kv_len": np.array([stop], np.int32),
+            "rows": rows.astype(np.int32),
+        }
+        for name, table in self._tables.items():
+            table.grow(min(stop + 1, self.limits.context))  # the step finds the next token's slot
+            feeds[f"slot.{name}"] = table.slots(start, stop)
+            feeds[f"table.{name}"] = table.table[None]
+        return feeds
+
+    def _sampling_feeds(self, sampling: Sampling, stops: Sequence[int]) -> dict[str, np.ndarray]:
+        stop = np.full(self.limits.stops, -1, np.int32)
+        stop[: len(stops)] = list(stops)[: self.limits.stops]
+        return {
+            "temperature": np.array([sampling.temperature], np.float32),
+            "top_k": np.array([sampling.top_k], np.int32),
+            "top_p": np.array([sampling.top_p], np.float32),
+            "min_p": np.array([sampling.min_p], np.float32),
+            "seed": np.array([sampling.seed or 0], np.int64),
+            "count": np.zeros(1, np.int32),
+            "done": np.zeros(1, np.int32),
+            "stop": stop,
+        }
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Forget what the cache holds beyond its common prefix with ``tokens``.
+
+        Returns the prefix's length; at least the last token is always left to compute.
+        """
+        common = 0
+        for a, b in zip(self._cached, tokens[:-1]):
+            if a != b:
+                break
+            common += 1
+        del self._cached[common:]
+        return common
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        stops: Sequence[int],
+        seen: Seen | None = None,
+        profile: tuple[list[Row], list[Row]] | None = None,
+    ) -> Iterator[int]:
+        """Ids one by one, the first after the prompt ``tokens``, until the context is full.
+
+        ``profile``: lists that receive the rows of prefill and of decode.
+        """
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        if len(tokens) > self.limits.context:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}"
+            )
+        prefill_rows, decode_rows = profile or (None, None)
+        sampled = self._sampling_feeds(sampling, stops)
+        at = self.reuse(tokens)
+        while at < len(tokens):
+            chunk = tokens[at : at + self.limits.tokens]
+            at += len(chunk)
+            feeds = self._feeds(chunk, np.array([len(chunk) - 1]))
+            wanted = ["ids"] if at == len(tokens) else self._pools
+            plan = self._plan(wanted, self.limits.tokens)
+            out = self.executor.run(
+                plan, {**feeds, **sampled}, profile=prefill_rows, fetch=("ids",)
+            )
+            self._cached += chunk
+            if seen is not None:
+                seen(at, len(tokens))
+        yield from self._decode(int(out["ids"][0]), decode_rows)
+
+    def _decode(self, token: int, rows: list[Row] | None) -> Iterator[int]:
+        """The tokens after a prefill whose plan has advanced the step's state already."""
+        plan = self.decode_plan()
+        feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
+        env = {"T": 1, "S": 1, "Q": 2, "N": 1}
+        while True:
+            yield token
+            length = len(self._cached) + 1
+            if length > self.limits.context:
+                return
+            for name, table in self._tables.items():
+                if table.grow(min(length + 1, self.limits.context)):
+                    feeds[f"table.{name}"] = table.table[None]
+            out = self.executor.run(plan, feeds, env, profile=rows)
+            feeds = {}
+            self._cached.append(token)
+            token = int(out["ids"][0])
+
+    def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
+        """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        if len(tokens) > self.limits.context:
+            raise RequestError(
+                f"{len(tokens)} tokens do not fit a context of {self.limits.context}"
+            )
+        self._cached.clear()
+        most = max(1, min(self.limits.tokens, LOGITS_BYTES // (4 * self._vocab)))
+        size = self.limits.tokens if last else most
+        for at in range(0, len(tokens), size):
+            chunk = tokens[at : at + size]
+            rows = np.arange(len(chunk)) if not last else np.array([len(chunk) - 1])
+            plan = self._plan(["logits", *self._pools], size, 1 if last else most)
+            out = self.executor.run(plan, self._feeds(chunk, rows), fetch=("logits",))
+            self._cached += chunk
+            if not last or at + size >= len(tokens):
+                yield out["logits"]

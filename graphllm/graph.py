@@ -1,0 +1,174 @@
+"""Passes over a lazy graph: order, merge, verify, rewrite, print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .errors import GraphError
+from .ops import get
+from .tensor import LEAVES, STATE, Tensor, Var, substitute
+
+
+def toposort(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Every node that ``outputs`` need, sources before users, in a deterministic order."""
+    order: list[Tensor] = []
+    seen: set[int] = set()
+    stack = [(node, False) for node in reversed(list(outputs))]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((s, False) for s in reversed(node.sources) if id(s) not in seen)
+    return order
+
+
+class Interner:
+    """Keeps one node of each kind: equal op, attributes and sources. A merged node has all scopes."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple, Tensor] = {}
+
+    def __call__(self, node: Tensor) -> Tensor:
+        key = (node.op, tuple(id(s) for s in node.src), tuple(sorted(node.attrs.items())))
+        known = self._nodes.setdefault(key, node)
+        if known is not node:
+            known.scopes = tuple(dict.fromkeys(known.scopes + node.scopes))
+        return known
+
+
+def rewrite(
+    outputs: Mapping[str, Tensor], rule: Callable[[Tensor], Tensor]
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """``outputs`` with ``rule`` applied to every node once, sources first.
+
+    Also returns where each old node went, by id.
+    """
+    new: dict[int, Tensor] = {}
+    for node in toposort(outputs.values()):
+        src = tuple(None if s is None else new[id(s)] for s in node.src)
+        new[id(node)] = rule(substitute(node, src))
+    return {name: new[id(node)] for name, node in outputs.items()}, new
+
+
+def merge(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Equal nodes shared."""
+    return rewrite(outputs, Interner())[0]
+
+
+def narrow(
+    outputs: Mapping[str, Tensor], bounds: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    """The graph with tighter ranges for its Vars."""
+
+    def rule(node: Tensor) -> Tensor:
+        rows = node.meta.rows
+        if not isinstance(rows, Var) or rows.name not in bounds:
+            return node
+        var = Var(rows.name, *bounds[rows.name])
+        meta = type(node.meta)(
+            (var, *node.meta.inner), node.dtype, node.meta.strides, node.meta.offset
+        )
+        return Tensor(node.op, node.src, node.attrs, meta, node.scopes, node.origin)
+
+    return rewrite(outputs, rule)
+
+
+# ---------------------------------------------------------------------------------------- verify
+
+
+def root(node: Tensor) -> Tensor:
+    """The node that owns the buffer: views look at their base, a writer's result at its state."""
+    node = node.base
+    while node.op not in LEAVES:
+        written = get(node.op).written(node)
+        if not written:
+            return node
+        target = node.src[written[0]]
+        assert target is not None
+        node = target.base
+    return node
+
+
+def verify(outputs: Mapping[str, Tensor]) -> None:
+    """GraphError when shapes contradict the ops' rules, leaves disagree, or state is misordered."""
+    order = toposort(outputs.values())
+    leaves: dict[str, Tensor] = {}
+    for node in order:
+        if node.is_leaf:
+            first = leaves.setdefault(node.name, node)
+            if (first.op, first.meta) != (node.op, node.meta):
+                raise GraphError(f"two leaves {node.name!r}: {first.meta} and {node.meta}")
+        elif not node.is_view:
+            _verify_shape(node)
+    _verify_state(order)
+
+
+def _verify_shape(node: Tensor) -> None:
+    metas = (s.meta if s is not None else None for s in node.src)
+    wanted = get(node.op).infer(*metas, **node.attrs)
+    if wanted != node.meta:
+        raise GraphError(f"{node.scope}: {node.op} is {node.meta}, its rule says {wanted}")
+
+
+def _verify_state(order: Sequence[Tensor]) -> None:
+    """State is written once a version, and every reader of the old version runs before the write."""
+    users: dict[int, list[Tensor]] = {}
+    for node in order:
+        for source in node.sources:
+            users.setdefault(id(source), []).append(node)
+    for node in order:
+        if node.is_leaf or node.is_view:
+            continue
+        for index in get(node.op).written(node):
+            target = node.src[index]
+            if target is None or target.is_view or root(target).op != STATE:
+                raise GraphError(f"{node.scope}: {node.op} writes something that is not a state")
+            others = [u for u in _readers(target, users) if u is not node]
+            ancestors = {id(n) for n in toposort([node])} if others else set()
+            for other in others:
+                if id(other) not in ancestors:
+                    raise GraphError(
+                        f"{other.scope}: {other.op} reads {root(target).name!r}, which "
+                        f"{node.op} overwrites; it must read the written value or come before"
+                    )
+
+
+def _readers(target: Tensor, users: Mapping[int, list[Tensor]]) -> list[Tensor]:
+    found = []
+    for user in users.get(id(target), []):
+        found.extend(_readers(user, users) if user.is_view else [user])
+    return found
+
+
+# ------------------------------------------------------------------------------------------ print
+
+
+def dump(outputs: Mapping[str, Tensor]) -> str:
+    """The graph as text, a line a node."""
+    order = toposort(outputs.values())
+    label = {id(n): f"%{i}" for i, n in enumerate(order)}
+    lines = []
+    for node in order:
+        src = ", ".join("-" if s is None else label[id(s)] for s in node.src)
+        attrs = "".join(f" {k}={v}" for k, v in node.attrs.items())
+        lines.append(f"{label[id(node)]} = {node.op}({src}){attrs} : {node.meta}  # {node.scope}")
+    lines += [f"{name} -> {label[id(node)]}" for name, node in outputs.items()]
+    return "\n".join(lines)
+
+
+def dot(outputs: Mapping[str, Tensor]) -> str:
+    """The graph in Graphviz' language."""
+    order = toposort(outputs.values())
+    label = {id(n): f"n{i}" for i, n in enumerate(order)}
+    lines = ["digraph graphllm {", "  node [shape=box, fontname=monospace];"]
+    for node in order:
+        text = f"{node.name if node.is_leaf else node.op}\\n{node.meta}\\n{node.scope}"
+        lines.append(f'  {label[id(node)]} [label="{text}"];')
+        lines += [f"  {label[id(s)]} -> {label[id(node)]};" for s in node.sources]
+    lines += [
+        f'  "{name}" [shape=oval]; {label[id(n)]} -> "{name}";' for name, n in outputs.items()
+    ]
+    return "\n".join([*lines, "}"])

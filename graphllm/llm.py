@@ -1,0 +1,212 @@
+"""A loaded model: text in, text or logits out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import tokenizer as tokenizers
+from .backends import Options
+from .decoder import Decoder, Limits
+from .errors import ModelFileError, RequestError
+from .executor import Executor, Progress
+from .generation.engine import Engine, Seen
+from .generation.request import Completion, Sampling
+from .profiler.report import Profile
+from .profiler.rows import Row
+from .weights.demo import demo_path
+from .weights.gguf import GGUF
+
+DEFAULT_CONTEXT = 4096
+
+
+def model_path(model: str | Path) -> Path:
+    """The file that MODEL names: a path, or ``demo``. ModelFileError when there is none."""
+    path = demo_path() if str(model) == "demo" else Path(model)
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file")
+    if path.is_dir():
+        raise ModelFileError(f"{path}: is a directory; give a .gguf file")
+    return path
+
+
+def decoder_for(file: GGUF) -> Decoder:
+    """The family's decoder over the file's weights. ModelFileError for an unknown architecture."""
+    from . import models
+    from .weights.gguf_model import GGUFWeights, Keys
+
+    family = models.for_gguf(file.architecture)
+    if family is None:
+        known = ", ".join(sorted(a for m in models.families() for a in m.GGUF))
+        raise ModelFileError(
+            f"{file.path}: unknown architecture {file.architecture!r}; known: {known}"
+        )
+    keys = Keys(file)
+    config = family.config(keys)
+    keys.finish()
+    return family.Model(config, GGUFWeights(file, family.RULES))
+
+
+class LLM:
+    """A model with its tokenizer, ready to run. Made by `load`; one request at a time."""
+
+    def __init__(self, file: GGUF, executor_options: Mapping[str, Any], limits: Limits) -> None:
+        self.file = file
+        self.decoder = decoder_for(file)
+        context = min(limits.context, self.decoder.cfg.context)
+        self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
+        self.tokenizer = tokenizers.load(file.path)
+        self.executor = Executor(self.decoder.weights, **executor_options)
+        self.engine = Engine(self.decoder, self.executor, self.limits)
+        self.load_s = 0.0
+
+    # -- text
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's ids, with the begin-of-text token if the model wants one."""
+        return self.tokenizer.encode(prompt, add_special=True)
+
+    def stream(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Iterator[str]:
+        """The continuation of ``prompt``, piece by piece; keywords as in `Sampling`."""
+        done = Completion([])
+        yield from self.complete(prompt, Sampling(**sampling), done, seen)
+
+    def generate(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Completion:
+        """The continuation of ``prompt``; keywords as in `Sampling`. RequestError for bad values."""
+        done = Completion([])
+        for _ in self.complete(prompt, Sampling(**sampling), done, seen):
+            pass
+        return done
+
+    def complete(
+        self,
+        prompt: str,
+        sampling: Sampling,
+        done: Completion,
+        seen: Seen | None = None,
+        profile: tuple[list[Row], list[Row]] | None = None,
+    ) -> Iterator[str]:
+        """Pieces of text; ``done`` is filled in on the way and is whole when the last is out."""
+        sampling = sampling.checked()
+        done.seed = sampling.seed or 0
+        done.prompt_ids = self.encode(prompt)
+        done.timings.load_s = self.load_s
+        stops = [] if sampling.ignore_eos else sorted(self.tokenizer.eog_ids)
+        pieces = self.tokenizer.stream()
+        start = last = time.perf_counter()
+        done.timings.prefill_tokens = len(done.prompt_ids)
+        done.finish_reason = "context" if sampling.max_tokens else "length"
+        ids = self.engine.generate(done.prompt_ids, sampling, stops, seen, profile)
+        for token in ids if sampling.max_tokens else ():
+            last = time.perf_counter()
+            if not done.ids and not done.timings.ttft_s:
+                done.timings.ttft_s = done.timings.prefill_s = last - start
+            done.timings.decode_s = last - start - done.timings.prefill_s
+            done.timings.decode_tokens = len(done.ids)
+            if token in stops:
+                done.finish_reason = "stop"
+                break
+            done.ids.append(token)
+            text = pieces.push(token)
+            done.text += text
+            if text:
+                yield text
+            if len(done.ids) == sampling.max_tokens:
+                done.finish_reason = "length"
+                break
+        rest = pieces.finish()
+        done.text += rest
+        if rest:
+            yield rest
+
+    # -- numbers
+    def logits(self, ids: Sequence[int], last: bool = False) -> np.ndarray:
+        """float32 [T, vocab] for the ids; with ``last`` [vocab], of the last position only."""
+        vocab = self.decoder.cfg.vocab
+        bad = [i for i in ids if not 0 <= i < vocab]
+        if bad:
+            raise RequestError(f"token id {bad[0]} is not in 0..{vocab - 1}")
+        pieces = list(self.engine.logits(list(ids), last))
+        return pieces[0][0] if last else np.concatenate(pieces)
+
+    def profile(self, prompt: str, decode: int = 64) -> Profile:
+        """What a prefill of ``prompt`` and ``decode`` tokens cost, op by op, after a warm-up."""
+        greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0)
+        for _ in self.complete(prompt, greedy, Completion([])):
+            pass
+        self.engine.reuse([])
+        rows: tuple[list[Row], list[Row]] = ([], [])
+        done = Completion([])
+        for _ in self.complete(prompt, replace(greedy, max_tokens=decode), done, None, rows):
+            pass
+        return Profile(*rows, done.timings, self.placement())
+
+    @property
+    def device(self) -> str:
+        """The first usable backend."""
+        return self.executor.backends[0].name
+
+    def placement(self) -> dict[str, dict[str, int]]:
+        """Steps of one token, by backend and op."""
+        counts: dict[str, dict[str, int]] = {}
+        for step in self.engine.decode_plan().steps:
+            ops = counts.setdefault(step.backend.name, {})
+            ops[step.node.op] = ops.get(step.node.op, 0) + 1
+        return counts
+
+    def misses(self) -> list[str]:
+        """A line for each kind of op that missed the first backend, with the reason."""
+        return [
+            f"{op} ran on {backend} ({count} steps a token): {why}"
+            for (op, backend, why), count in self.engine.decode_plan().misses().items()
+        ]
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    context: int = DEFAULT_CONTEXT,
+    kv_type: str | None = None,
+    linear: str = "auto",
+    threads: int = 0,
+    place: Mapping[str, str] | None = None,
+    strict: bool = False,
+    progress: Progress | None = None,
+) -> LLM:
+    """Load a model: a GGUF file, or ``demo``.
+
+    ``device``: ``auto`` (the first backend that can run each op) or one backend's name, with the
+    reference behind it. ``context``: tokens of prompt and answer, at most the model's own.
+    ``linear``: ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins
+    sites by scope pattern: ``{"model.layers.3.*": "reference"}``. ModelFileError, ConfigError and
+    PlacementError say in a line what is wrong.
+    """
+    start = time.perf_counter()
+    if linear not in ("auto", "integer", "float"):
+        raise RequestError(f"linear = {linear!r} must be auto, integer or float")
+    if context < 1:
+        raise RequestError(f"context = {context} must be at least 1")
+    if threads < 0:
+        raise RequestError(f"threads = {threads} must be at least 0")
+    order = None if device == "auto" else [device] + ["reference"] * (device != "reference")
+    file = GGUF(model_path(model))
+    limits = Limits(
+        context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
+    )
+    options = Options(linear=linear, threads=threads)
+    executor = {
+        "backends": order,
+        "options": options,
+        "pins": place,
+        "strict": strict,
+        "progress": progress,
+    }
+    llm = LLM(file, executor, limits)
+    llm.engine.prepare()
+    llm.load_s = time.perf_counter() - start
+    return llm

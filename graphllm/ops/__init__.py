@@ -1,0 +1,261 @@
+"""The op registry. An op is declared once, here-under, in the file of its family.
+
+`@op` takes the op's shape rule (``infer``), its price (``cost``), its tolerance by dtype (``tol``)
+and its test inputs (``samples``); the decorated NumPy body is the oracle and the last backend. The
+decorated name becomes a builder: called with Tensors it returns a graph node.
+
+    @op("scale", infer=lambda x, *, factor: same(x), ...)
+    def scale(x, *, factor):
+        return x * factor
+
+    y = ops.scale(x, factor=2.0)        # a node
+    REGISTRY["scale"].reference         # the NumPy body
+
+Every module in this package is a family, imported with the package; a new op needs no other file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..dtype import F32, DType, dtype
+from ..errors import GraphError
+from ..tensor import Build, Dim, Env, Meta, Tensor, current_scope
+
+# ----------------------------------------------------------------------------------- declarations
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of an op must do: floating or integer operations, and bytes of memory moved."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A test operand. ``shape`` may begin with a Var's name. ``layout``: contiguous, strided (a
+    slice of wider rows), permuted (axes 1.. stored in reverse) or expanded (axis 1 repeats).
+
+    ``leaf`` says what it is in the graph: input, state or weight. ``make(rng, shape)`` gives its
+    values (float32 or integers; quantised dtypes are quantised from them); normal by default.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: DType = F32
+    layout: str = "contiguous"
+    leaf: str = "input"
+    make: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One test call of an op: operands (None where left out), attributes, values of the Vars."""
+
+    args: tuple[Arg | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        parts = []
+        for arg in self.args:
+            if arg is None:
+                parts.append("-")
+                continue
+            dims = "x".join(str(self.env.get(d, d) if isinstance(d, str) else d) for d in arg.shape)
+            layout = "" if arg.layout == "contiguous" else f"~{arg.layout}"
+            parts.append(f"{arg.dtype}[{dims}]{layout}")
+        attrs = ",".join(f"{k}={v}" for k, v in self.attrs.items())
+        return " ".join(parts) + (f" {attrs}" if attrs else "")
+
+
+def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
+    """``make`` called on every combination of the named axes."""
+    return [
+        make(**dict(zip(axes, values))) for values in itertools.product(*map(list, axes.values()))
+    ]
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """One op: see the module's docstring. ``writes`` gives, for a count of operands, the indices of
+    those that it changes in place; its result then is the first of them. ``role`` marks the ops
+    that the compiler itself inserts."""
+
+    name: str
+    params: tuple[str, ...]  # operand names, in order, without the variadic rest
+    optional: int  # how many trailing operands may be None or left out
+    variadic: bool
+    defaults: Mapping[str, Any]  # attributes; inspect.Parameter.empty where required
+    infer: Callable[..., Meta]
+    cost: Callable[..., Cost]
+    tol: Mapping[str, float]
+    samples: Sequence[Sample]
+    reference: Callable[..., Any]
+    writes: Callable[[int], tuple[int, ...]] | None = None
+    role: str | None = None
+    decompose: Callable[..., Tensor] | None = None
+
+    def written(self, node: Tensor) -> tuple[int, ...]:
+        """Indices of the operands of ``node`` that it changes in place."""
+        return self.writes(len(node.src)) if self.writes else ()
+
+    def operand(self, index: int) -> str:
+        """The name of operand ``index``; variadic ones share the name ``rest``."""
+        return self.params[index] if index < len(self.params) else "rest"
+
+    def __call__(self, *src: Tensor | None, **attrs: Any) -> Tensor:
+        full = self._operands(src)
+        values = self._attributes(attrs)
+        try:
+            meta = self.infer(*(s.meta if s is not None else None for s in full), **values)
+        except GraphError as error:
+            shapes = ", ".join("-" if s is None else str(s.meta) for s in full)
+            raise GraphError(f"{current_scope()}: {self.name}({shapes}): {error}") from None
+        return Tensor(self.name, full, values, meta)
+
+    def _operands(self, src: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        count = len(self.params)
+        if len(src) < count:
+            src = (*src, *[None] * (count - len(src)))
+        needed = count - self.optional
+        if (len(src) > count and not self.variadic) or any(s is None for s in src[:needed]):
+            raise GraphError(f"{self.name} takes {', '.join(self.params)}, got {len(src)} operands")
+        return src
+
+    def _attributes(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        unknown = set(attrs) - set(self.defaults)
+        if unknown:
+            raise GraphError(f"{self.name} has no attribute {', '.join(sorted(unknown))}")
+        values = {**self.defaults, **attrs}
+        missing = [k for k, v in values.items() if v is inspect.Parameter.empty]
+        if missing:
+            raise GraphError(f"{self.name} needs the attribute {', '.join(missing)}")
+        return values
+
+    def price(self, node: Tensor, env: Env) -> Cost:
+        """The cost of ``node`` in a run with these values of its Vars."""
+        metas = (s.meta.at(env) if s is not None else None for s in node.src)
+        return self.cost(node.meta.at(env), *metas, env=env, **node.attrs)
+
+
+_REGISTRY: dict[str, OpDef] = {}
+
+
+def op(
+    name: str,
+    *,
+    infer: Callable[..., Meta],
+    cost: Callable[..., Cost],
+    tol: Mapping[str, float],
+    samples: Sequence[Sample],
+    writes: Callable[[int], tuple[int, ...]] | None = None,
+    role: str | None = None,
+    decompose: Callable[..., Tensor] | None = None,
+) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare an op: the decorated function is its NumPy body, positional operands first.
+
+    A body receives arrays of the live shape (`graphllm.quant.Blocks` for block-quantised operands)
+    and returns the result, or nothing when it ``writes`` operands in place.
+    """
+
+    def declare(body: Callable[..., Any]) -> OpDef:
+        if name in _REGISTRY:
+            raise GraphError(f"op {name!r} is declared twice")
+        params = inspect.signature(body).parameters.values()
+        operands = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+        declared = OpDef(
+            name=name,
+            params=tuple(p.name for p in operands if p.kind is not p.VAR_POSITIONAL),
+            optional=sum(p.default is None for p in operands),
+            variadic=any(p.kind is p.VAR_POSITIONAL for p in operands),
+            defaults={p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY},
+            infer=infer,
+            cost=cost,
+            tol=dict(tol),
+            samples=tuple(samples),
+            reference=body,
+            writes=writes,
+            role=role,
+            decompose=decompose,
+        )
+        _REGISTRY[name] = declared
+        return declared
+
+    return declare
+
+
+# ---------------------------------------------------------------------------------- shape helpers
+
+
+def same(x: Meta) -> Meta:
+    """A contiguous result with the shape and dtype of ``x``."""
+    return Meta.of(x.shape, x.dtype)
+
+
+def out(shape: tuple[Dim, ...], kind: DType | str = F32) -> Meta:
+    """A contiguous result."""
+    return Meta.of(shape, dtype(kind))
+
+
+def require(condition: bool, message: str) -> None:
+    """A line of a shape rule: GraphError with ``message`` unless ``condition``."""
+    if not condition:
+        raise GraphError(message)
+
+
+def expect(name: str, x: Meta, axes: int | None = None, *kinds: str) -> None:
+    """A line of a shape rule: GraphError unless ``x`` has so many axes and one of these dtypes."""
+    require(axes is None or x.ndim == axes, f"{name} has {x.ndim} axes, not {axes}")
+    require(not kinds or x.dtype.name in kinds, f"{name} is {x.dtype}, not {' or '.join(kinds)}")
+
+
+# ---------------------------------------------------------------------------------------- look-up
+
+
+def registry() -> Mapping[str, OpDef]:
+    """Every declared op by name."""
+    return _REGISTRY
+
+
+def get(name: str) -> OpDef:
+    """The op called ``name``. GraphError when there is none."""
+    found = _REGISTRY.get(name)
+    if found is None:
+        raise GraphError(f"unknown op {name!r}")
+    return found
+
+
+def role(name: str) -> OpDef:
+    """The op that plays a compiler's role: ``layout`` (make contiguous) or ``transfer`` (between
+    memories)."""
+    for declared in _REGISTRY.values():
+        if declared.role == name:
+            return declared
+    raise GraphError(f"no op has the role {name!r}")
+
+
+def __getattr__(name: str) -> Build:
+    """``ops.NAME`` for every op, those declared outside this package included."""
+    if name not in _REGISTRY:
+        raise AttributeError(f"no op {name!r}")
+    return _REGISTRY[name]
+
+
+for _family in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_family.name}")
+# A family may be called as one of its ops is; the op is what callers mean by the name.
+globals().update(_REGISTRY)

@@ -1,0 +1,169 @@
+"""Ops on each element: sums, products, activations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from . import Arg, Cost, Sample, expect, grid, op, require, same
+
+_INNER = ((1,), (63,), (64,), (640,), (3, 32))
+_ROWS = (0, 1, 7)
+
+
+def _unary(x, **_):
+    expect("x", x, None, "f32")
+    return same(x)
+
+
+def _binary(a, b):
+    expect("a", a, None, "f32")
+    expect("b", b, None, "f32")
+    require(b.shape in (a.shape, a.shape[-1:]), f"b {b.shape} is neither a {a.shape} nor its row")
+    return same(a)
+
+
+def _cost(flops):
+    """``flops`` an element; every operand read and the result written once."""
+
+    def cost(out, *operands, env, **_):
+        return Cost(flops * out.size, out.nbytes + sum(m.nbytes for m in operands))
+
+    return cost
+
+
+def _pair(rows, inner, layout, row):
+    a = Arg(("T", *inner), layout=layout)
+    b = Arg(inner[-1:], leaf="weight") if row else Arg(("T", *inner), layout=layout)
+    return Sample((a, b), {}, {"T": rows})
+
+
+_PAIRS = [
+    *grid(_pair, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), row=(False, True)),
+    Sample((Arg(("T", 5, 8), layout="permuted"), Arg(("T", 5, 8))), {}, {"T": 3}),
+    Sample((Arg(("T", 5, 8)), Arg(("T", 5, 8), layout="expanded")), {}, {"T": 3}),
+    Sample((Arg(("T", 1)), Arg(("T", 1), layout="strided")), {}, {"T": 1}),
+]
+
+
+def _wide(rng, shape):
+    """Values far into both tails of the activations, zero included."""
+    x = (rng.standard_normal(shape) * 6).astype(np.float32)
+    if x.size > 8:
+        x.flat[:8] = (0.0, -0.0, 100.0, -100.0, 1e-30, -1e-30, 20.0, -20.0)
+    return x
+
+
+def _samples(**attrs):
+    """Samples for each value of one attribute (none for an op without)."""
+    names, values = list(attrs), list(attrs.values()) or [(None,)]
+    return [
+        Sample(
+            (Arg(("T", *inner), layout=layout, make=_wide),),
+            {names[0]: value} if names else {},
+            {"T": rows},
+        )
+        for value in values[0]
+        for inner in _INNER
+        for layout in ("contiguous", "strided")
+        for rows in _ROWS
+    ]
+
+
+@op("add", infer=_binary, cost=_cost(1), tol={"f32": 1e-7}, samples=_PAIRS)
+def add(a, b):
+    """Sum of each element. a [T, ..., D], b the same or [D] (added to every row) -> [T, ..., D]."""
+    return a + b
+
+
+@op("mul", infer=_binary, cost=_cost(1), tol={"f32": 1e-7}, samples=_PAIRS)
+def mul(a, b):
+    """Product of each element. a [T, ..., D], b the same or [D] (for every row) -> [T, ..., D]."""
+    return a * b
+
+
+@op(
+    "scale",
+    infer=_unary,
+    cost=_cost(1),
+    tol={"f32": 1e-7},
+    samples=_samples(factor=(0.125, 25.298221281347036)),
+)
+def scale(x, *, factor):
+    """Product with a constant, which is rounded to float32 first. x [T, ...] -> [T, ...]."""
+    return x * np.float32(factor)
+
+
+@op("silu", infer=_unary, cost=_cost(4), tol={"f32": 1e-6}, samples=_samples())
+def silu(x):
+    """x / (1 + exp(-x)). x [T, ...] -> [T, ...]. Elfwing et al. 2017, eq. 4 (beta = 1: Swish)."""
+    with np.errstate(over="ignore"):  # exp(-x) is inf below -88, and x / inf is the zero wanted
+        return x / (1 + np.exp(-x))
+
+
+_ERF_STEPS = 256  # knots a unit
+_ERF_END = 6  # erf is 1 to double precision from here on
+_ERF_KNOTS = np.arange(_ERF_END * _ERF_STEPS + 2) / _ERF_STEPS
+_ERF = np.array([math.erf(v) for v in _ERF_KNOTS])
+_ERF_SLOPE = 2 / math.sqrt(math.pi) * np.exp(-_ERF_KNOTS * _ERF_KNOTS) / _ERF_STEPS
+
+
+def _erf(x):
+    """erf of float64 x by cubic Hermite interpolation of math.erf; absolute error below 1e-11.
+
+    NumPy has no erf, and calling Python's for every element takes as long as the linear before it.
+    """
+    at = np.minimum(np.abs(x), _ERF_END) * _ERF_STEPS
+    i = np.nan_to_num(at).astype(np.int64)
+    t = at - i
+    low, high, rise, fall = _ERF[i], _ERF[i + 1], _ERF_SLOPE[i], _ERF_SLOPE[i + 1]
+    step = high - low
+    value = low + t * (rise + t * (3 * step - 2 * rise - fall + t * (rise + fall - 2 * step)))
+    return np.copysign(value, x)
+
+
+def _gelu_infer(x, *, kind):
+    require(kind in ("tanh", "erf"), f"kind is {kind!r}, not 'tanh' or 'erf'")
+    return _unary(x)
+
+
+@op(
+    "gelu",
+    infer=_gelu_infer,
+    cost=_cost(9),
+    tol={"f32": 2e-6},
+    samples=_samples(kind=("tanh", "erf")),
+)
+def gelu(x, *, kind="tanh"):
+    """Gaussian error linear unit. x [T, ...] -> [T, ...]. Hendrycks & Gimpel 2016, section 2.
+
+    erf: x/2 (1 + erf(x / sqrt 2)). tanh: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    """
+    wide = x.astype(np.float64)  # 1 + tanh cancels in the lower tail
+    if kind == "erf":
+        gate = _erf(wide * math.sqrt(0.5))
+    else:
+        gate = np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+    return (0.5 * wide * (1 + gate)).astype(np.float32)
+
+
+def _softcap_infer(x, *, cap):
+    require(cap > 0, f"cap is {cap}, not above zero")
+    return _unary(x)
+
+
+@op(
+    "softcap",
+    infer=_softcap_infer,
+    cost=_cost(4),
+    tol={"f32": 1e-6},
+    samples=_samples(cap=(30.0, 0.5)),
+)
+def softcap(x, *, cap):
+    """cap * tanh(x / cap): the identity near zero, within +-cap. x [T, ...] -> [T, ...].
+
+    Gemma Team 2024 (Gemma 2), section 2.
+    """
+    cap = np.float32(cap)
+    return cap * np.tanh(x / cap)

@@ -1,0 +1,151 @@
+"""Ops that move values: other dtypes, other layouts, other memories, other rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..dtype import BF16, F16, F32, I8, I16, I32, I64
+from ..dtype import dtype as dtype_of
+from ..quant import Blocks
+from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+
+_FLOATS = ("f32", "f16", "bf16")
+_LAYOUTS = ("contiguous", "strided", "permuted", "expanded")
+
+
+def _moved(result, x, *_, env, **__):
+    return Cost(0, x.nbytes + result.nbytes)
+
+
+def _floats(rng, shape):
+    """Normal values, and those where rounding to 16 bits is delicate."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    edge = (65504.0, 65519.9, 65520.0, 1e-8, 6e-8, -0.0, 1.0009765625, 1.00390625, 1e38, np.inf)
+    count = min(x.size, len(edge))
+    x.flat[:count] = edge[:count]
+    return x
+
+
+def _cast_infer(x, *, dtype):
+    expect("x", x, None, *_FLOATS)
+    kind = dtype_of(dtype)
+    require(kind.name in _FLOATS, f"dtype is {kind}, not {' or '.join(_FLOATS)}")
+    return out(x.shape, kind)
+
+
+def _cast_sample(rows, inner, layout, source, target):
+    arg = Arg(("T", *inner), source, layout, make=_floats)
+    return Sample((arg,), {"dtype": target}, {"T": rows})
+
+
+@op(
+    "cast",
+    infer=_cast_infer,
+    cost=_moved,
+    tol={},
+    samples=grid(
+        _cast_sample,
+        rows=(0, 1, 5),
+        inner=((1,), (67,), (4, 16)),
+        layout=_LAYOUTS,
+        source=(F32, F16, BF16),
+        target=_FLOATS,
+    ),
+)
+def cast(x, *, dtype):
+    """The same values in another float type, rounded to nearest even. x [T, ...] -> [T, ...].
+
+    ``dtype``: f32, f16 or bf16. Beyond the range of the type a value becomes infinite.
+    """
+    with np.errstate(over="ignore"):
+        return x.astype(dtype_of(dtype).numpy)
+
+
+def _contiguous_infer(x):
+    require(not x.dtype.quantised, f"x is {x.dtype}; only plain dtypes can be rearranged")
+    require(x.ndim <= 4, f"x has {x.ndim} axes, more than 4")
+    return same(x)
+
+
+def _numbers(rng, shape):
+    return rng.integers(-100, 100, shape)
+
+
+def _any_sample(rows, inner, layout, kind):
+    make = None if kind.name in _FLOATS else _numbers
+    return Sample((Arg(("T", *inner), kind, layout, make=make),), {}, {"T": rows})
+
+
+@op(
+    "contiguous",
+    infer=_contiguous_infer,
+    cost=_moved,
+    tol={},
+    role="layout",
+    samples=grid(
+        _any_sample,
+        rows=(0, 1, 5),
+        inner=((1,), (67,), (5, 16), (3, 4, 7)),
+        layout=_LAYOUTS,
+        kind=(F32, F16, BF16, I8, I16, I32, I64),
+    ),
+)
+def contiguous(x):
+    """The same values, densely packed in row-major order. x [T, ...], at most 4 axes."""
+    return np.ascontiguousarray(x)
+
+
+def _copy_infer(x, *, memory):
+    return same(x)
+
+
+def _copy_sample(rows, inner, kind):
+    arg = _any_sample(rows, inner, "contiguous", kind).args
+    return Sample(arg, {"memory": "host"}, {"T": rows})
+
+
+@op(
+    "copy",
+    infer=_copy_infer,
+    cost=_moved,
+    tol={},
+    role="transfer",
+    samples=grid(_copy_sample, rows=(0, 1, 5), inner=((1,), (67,), (4, 16)), kind=(F32, F16, I32)),
+)
+def copy(x, *, memory):
+    """The same values in the memory called ``memory`` (see `Device.memory`), densely packed."""
+    if isinstance(x, Blocks):
+        return Blocks(x.raw.copy(), x.dtype, x.elements)
+    return x.copy()
+
+
+def _gather_infer(x, rows):
+    require(x.ndim >= 1 and not x.dtype.quantised, f"x is {x}, not rows of a plain dtype")
+    expect("rows", rows, 1, "i32")
+    return out((rows.shape[0], *x.inner), x.dtype)
+
+
+def _gather_sample(count, total, inner, layout):
+    def choose(rng, shape):
+        return rng.integers(0, total, shape)
+
+    x, rows = Arg(("T", *inner), layout=layout), Arg(("N",), I32, make=choose)
+    return Sample((x, rows), {}, {"T": total, "N": count})
+
+
+@op(
+    "gather_rows",
+    infer=_gather_infer,
+    cost=lambda out, x, rows, env, **_: Cost(0, 2 * out.nbytes + rows.nbytes),
+    tol={},
+    samples=grid(
+        _gather_sample,
+        count=(0, 1, 5),
+        total=(1, 9),
+        inner=((1,), (64,), (67,), (3, 20)),
+        layout=("contiguous", "strided"),
+    ),
+)
+def gather_rows(x, rows):
+    """Chosen rows, in the order given. x [T, ...], rows [N] i32 below T -> [N, ...]."""
+    return x[rows]

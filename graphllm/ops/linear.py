@@ -1,0 +1,152 @@
+"""Matrix products with weights, and the quantised activations that they may read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import quant
+from ..dtype import A8_32, A8_256, BF16, F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
+from ..dtype import dtype as dtype_of
+from ..quant import Blocks
+from . import Arg, Cost, Sample, expect, grid, op, out, require
+from .embedding import WEIGHT_FORMATS
+
+_TILE = 16 << 20  # bytes of weights that are float32 at one time
+
+
+def _infer(x, w, bias=None):
+    expect("x", x, 2, "f32", "a8_32", "a8_256")
+    expect("w", w, 2, *WEIGHT_FORMATS)
+    require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
+    if bias is not None:
+        expect("bias", bias, 1, "f32")
+        require(bias.shape == w.shape[:1], f"bias {bias.shape} does not fit {w.shape[0]} columns")
+    return out((x.shape[0], w.shape[0]))
+
+
+def _cost(out, x, w, bias=None, *, env):
+    if not out.size:
+        return Cost(0, 0)
+    extra = bias.nbytes if bias is not None else 0
+    return Cost(2 * out.size * w.shape[1], x.nbytes + w.nbytes + extra + out.nbytes)
+
+
+def _unit(rng, shape):
+    """Weights that keep a result's size near one, as the tolerance assumes."""
+    return rng.standard_normal(shape) / np.sqrt(shape[-1])
+
+
+def _sample(rows, shape, kind, x=F32, layout="contiguous", bias=False):
+    args = (
+        Arg(("T", shape[1]), x, layout),
+        Arg(shape, kind, leaf="weight", make=_unit),
+        Arg(shape[:1], leaf="weight") if bias else None,
+    )
+    return Sample(args, {}, {"T": rows})
+
+
+_ROWS = (0, 1, 2, 5, 33)
+_PLAIN = ((1, 1), (3, 63), (65, 100), (48, 256))
+_BY_32 = ((1, 32), (13, 96), (64, 320))
+_BY_256 = ((1, 256), (13, 768), (80, 512))
+_STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
+
+
+@op(
+    "linear",
+    infer=_infer,
+    cost=_cost,
+    # A float activation times an integer format may be quantised on the way (`Options.linear`):
+    # then each element is off by up to amax / 254 of its block. With quantised x nothing is left
+    # to choose but the order of the sum.
+    tol={
+        "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
+        "q8_0": 3e-2, "q5_0": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2,
+    },
+    samples=[
+        *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
+        *grid(_sample, rows=_ROWS, shape=_BY_32, kind=(Q8_0, Q5_0), x=(F32, A8_32)),
+        *grid(_sample, rows=_ROWS, shape=_BY_256, kind=(Q4_K, Q6_K), x=(F32, A8_256)),
+        *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
+        *grid(_sample, shape=((64, 256),), kind=(Q8_0, Q5_0, Q4_K, Q6_K), **_STRIDED),
+        *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
+    ],
+)  # fmt: skip
+def linear(x, w, bias=None):
+    """x w^T + bias. x [T, K] f32, or quantised to a8_32 or a8_256; w [N, K] any weight format;
+    bias [N] f32 -> f32 [T, N].
+
+    The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
+    """
+    if not x.shape[0]:
+        return np.empty((0, w.shape[0]), np.float32)
+    if isinstance(x, Blocks):
+        x = quant.dequantise_act(x.raw, x.dtype, x.elements)
+    x = np.ascontiguousarray(x, np.float32)
+    result = np.empty((x.shape[0], w.shape[0]), np.float32)
+    for start, tile in _tiles(w):
+        np.matmul(x, tile.T, out=result[:, start : start + len(tile)])
+    return result if bias is None else result + bias
+
+
+def _tiles(w):
+    """(first row, float32 rows) of ``w``, of about `_TILE` bytes each."""
+    if isinstance(w, Blocks):
+        yield from w.tiles(_TILE)
+        return
+    step = max(1, _TILE // (4 * max(1, w.shape[1])))
+    for start in range(0, w.shape[0], step):
+        yield start, w[start : start + step].astype(np.float32, copy=False)
+
+
+def _quantise_infer(x, *, dtype):
+    expect("x", x, 2, "f32")
+    kind = dtype_of(dtype)
+    require(kind in (A8_32, A8_256), f"dtype is {kind}, not a8_32 or a8_256")
+    kind.row_nbytes(x.shape[1])
+    return out(x.shape, kind)
+
+
+def _delicate(rng, shape):
+    """Rows of very different size, ties between two integers, a row of zeros and one of nothing."""
+    x = rng.standard_normal(shape).astype(np.float32)
+    x *= (10.0 ** rng.integers(-6, 6, (shape[0], 1))).astype(np.float32)
+    if shape[0] > 4:
+        x[1] = 0
+        x[2] = rng.integers(-254, 255, shape[1]) * 0.5
+        x[2, 0] = 127
+        x[3] *= np.float32(1e-38)
+        x[4, 3] = np.nan
+        x[4, -1] = np.inf
+    return x
+
+
+def _quantise_sample(rows, elements, layout, kind):
+    arg = Arg(("T", elements), layout=layout, make=_delicate)
+    return Sample((arg,), {"dtype": kind}, {"T": rows})
+
+
+_LAYOUTS = ("contiguous", "strided")
+
+
+@op(
+    "quantise_act",
+    infer=_quantise_infer,
+    cost=lambda out, x, *, env, dtype: Cost(5 * x.size, x.nbytes + out.nbytes),
+    tol={},
+    samples=[
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(32, 96, 640), layout=_LAYOUTS,
+              kind=("a8_32",)),
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(256, 768), layout=_LAYOUTS,
+              kind=("a8_256",)),
+    ],
+)  # fmt: skip
+def quantise_act(x, *, dtype):
+    """Activations as int8 in blocks. x [T, K] f32 -> [T, K] a8_32 or a8_256.
+
+    Bit-exact on every backend; the formula is that of `graphllm.quant.quantise_act`.
+    """
+    kind = dtype_of(dtype)
+    if not x.shape[0]:
+        return Blocks(np.empty((0, kind.row_nbytes(x.shape[1])), np.uint8), kind, x.shape[1])
+    return Blocks(quant.quantise_act(x, kind), kind, x.shape[1])

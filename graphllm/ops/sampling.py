@@ -1,0 +1,216 @@
+"""From logits to token ids, and the random numbers for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..dtype import I32, I64
+from . import Arg, Cost, Sample, expect, grid, op, out, require
+
+# --------------------------------------------------------------------------------- random numbers
+
+_MULTIPLY = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox4x32(counter, key, rounds=10):
+    """Four random words for each counter, uint32 [..., 4].
+
+    counter [..., 4], key [..., 2], unsigned 32-bit. Salmon et al. 2011 (Random123), section 3.3.
+    """
+    c0, c1, c2, c3 = (np.asarray(counter[..., i], np.uint64) for i in range(4))
+    k0, k1 = (np.asarray(key[..., i], np.uint64) for i in range(2))
+    for _ in range(rounds):
+        even, odd = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]  # 64-bit products of 32-bit words
+        c0, c1 = (odd >> np.uint64(32)) ^ c1 ^ k0, odd & _LOW
+        c2, c3 = (even >> np.uint64(32)) ^ c3 ^ k1, even & _LOW
+        k0, k1 = (k + np.uint64(w) & _LOW for k, w in zip((k0, k1), _WEYL, strict=True))
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def uniform(seed, count):
+    """One number in [0, 1) for each request: seed [N] i64, count [N] i32 -> float64 [N].
+
+    Philox4x32-10 with key (low, high half of the seed) and counter (output position, sample index
+    0, purpose 0 = token, 0); the number is the first word's upper 24 bits times 2^-24.
+    """
+    seed = np.asarray(seed, np.int64).view(np.uint64)
+    key = np.stack([seed & _LOW, seed >> np.uint64(32)], axis=-1)
+    counter = np.zeros((len(seed), 4), np.uint64)
+    counter[:, 0] = np.asarray(count, np.int32).view(np.uint32)
+    return (philox4x32(counter, key)[:, 0] >> 8) * 2.0**-24
+
+
+# ----------------------------------------------------------------------------------------- argmax
+
+
+def _argmax_infer(x):
+    expect("x", x, 2, "f32")
+    require(x.shape[1] > 0, "x has no columns")
+    return out(x.shape[:1], I32)
+
+
+def _rows_with_ties(rng, shape):
+    """Ties for the largest; then a row with NaN, a row of NaN alone, one of -inf after NaN."""
+    x = np.round(rng.standard_normal(shape) * 2).astype(np.float32)
+    if shape[0] > 4:
+        x[1, 0] = np.nan
+        x[2] = np.nan
+        x[3] = -np.inf
+        x[3, 0] = np.nan
+        x[4, -1] = np.inf
+    return x
+
+
+def _argmax_sample(rows, width, layout):
+    return Sample((Arg(("N", width), layout=layout, make=_rows_with_ties),), {}, {"N": rows})
+
+
+def _first_largest(x):
+    """Index of the largest number of each row, the lowest among equals; 0 where all is NaN."""
+    best = np.where(np.isnan(x), -np.inf, x).max(axis=-1, keepdims=True)
+    return np.argmax(x == best, axis=-1).astype(np.int32)
+
+
+@op(
+    "argmax",
+    infer=_argmax_infer,
+    cost=lambda out, x, *, env: Cost(x.size, x.nbytes + out.nbytes),
+    tol={},
+    samples=grid(
+        _argmax_sample,
+        rows=(0, 1, 7),
+        width=(1, 2, 63, 1000, 40001),
+        layout=("contiguous", "strided"),
+    ),
+)
+def argmax(x):
+    """Index of the largest value of each row. x [N, V] f32 -> i32 [N].
+
+    The lowest index wins ties; NaN never wins over a number, and a row of NaN gives 0.
+    """
+    return _first_largest(x)
+
+
+# ----------------------------------------------------------------------------------------- sample
+
+_SETTINGS = {
+    "temperature": "f32", "top_k": "i32", "top_p": "f32", "min_p": "f32", "seed": "i64",
+    "count": "i32",
+}  # fmt: skip
+
+
+def _sample_infer(logits, *settings):
+    expect("logits", logits, 2, "f32")
+    require(logits.shape[1] > 0, "logits has no columns")
+    for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
+        expect(name, x, 1, kind)
+        fixed = isinstance(x.shape[0], int) and isinstance(logits.shape[0], int)
+        # Two Vars may differ by name (sequences, rows of logits): a run gives them one value.
+        require(
+            not fixed or x.shape[0] == logits.shape[0], f"{name} {x.shape} for logits {logits.shape}"
+        )
+    return out(logits.shape[:1], I32)
+
+
+def _sample_cost(out, logits, *settings, env):
+    small = sum(m.nbytes for m in settings)
+    return Cost(8 * logits.size, logits.nbytes + small + out.nbytes)
+
+
+def _logits(rng, shape):
+    """Peaked rows, flat rows with many ties, rows with masked ids, and a row of one value."""
+    x = (rng.standard_normal(shape) * 3).astype(np.float32)
+    x[1::4] = np.round(x[1::4])
+    x[2::4, : shape[1] // 2] = -np.inf
+    x[3::4] = 1.5
+    return x
+
+
+def _cycle(*values):
+    """The values over and over, with a period that is no multiple of the others'."""
+
+    def make(rng, shape):
+        return np.array([values[i % len(values)] for i in range(shape[0])])
+
+    return make
+
+
+def _seeds(rng, shape):
+    return rng.integers(-(2**63), 2**63 - 1, shape)
+
+
+def _sample_sample(rows, width, layout):
+    n = ("N",)
+    args = (
+        Arg(("N", width), layout=layout, make=_logits),
+        Arg(n, make=_cycle(0.8, 1.0, 0.0, 2.5, 0.01, 0.8, -1.0)),
+        Arg(n, I32, make=_cycle(40, 0, 1, 3, 10**6)),
+        Arg(n, make=_cycle(0.95, 1.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.99, 0.8)),
+        Arg(n, make=_cycle(0.0, 0.05, 0.0, 1.0, 0.2, 0.0, 0.001, 0.0, 0.1, 0.5, 0.0)),
+        Arg(n, I64, make=_seeds),
+        Arg(n, I32, make=_cycle(0, 1, 2, 77, 2**31 - 1)),
+    )
+    return Sample(args, {}, {"N": rows})
+
+
+@op(
+    "sample",
+    infer=_sample_infer,
+    cost=_sample_cost,
+    tol={},
+    samples=grid(
+        _sample_sample,
+        rows=(0, 1, 64),
+        width=(1, 5, 63, 1000),
+        layout=("contiguous", "strided"),
+    )
+    + grid(_sample_sample, rows=(3,), width=(40001,), layout=("contiguous",)),
+)
+def sample(logits, temperature, top_k, top_p, min_p, seed, count):
+    """One random id for each row of logits [N, V] f32, by settings [N] each -> i32 [N].
+
+    temperature f32 (<= 0: the largest), top_k i32 (0: off), top_p f32 (1: off), min_p f32 (0: off),
+    seed i64, count i32 (the output position). Each filter works on what the one before left: top_k
+    keeps the k largest; top_p the fewest of the largest whose probabilities, untempered, reach
+    top_p; min_p those of at least min_p times the largest probability; among equals the lowest
+    index comes first. Then softmax(logits / temperature) is inverted at `uniform`, over the ids in
+    order; all sums are float64 and sequential. NaN counts as -inf.
+
+    top_k: Fan et al. 2018; top_p: Holtzman et al. 2019; min_p: Nguyen et al. 2024; the order of the
+    filters is that of llama.cpp's default chain.
+    """
+    greedy, numbers = _first_largest(logits), uniform(seed, count)
+    for n in range(len(logits)):
+        if temperature[n] > 0:
+            row = np.where(np.isnan(logits[n]), -np.inf, logits[n].astype(np.float64))
+            greedy[n] = _draw(
+                row, float(temperature[n]), int(top_k[n]), top_p[n], min_p[n], numbers[n]
+            )
+    return greedy
+
+
+def _draw(row, temperature, top_k, top_p, min_p, number):
+    """One id by ``number`` in [0, 1); row [V] float64."""
+    ids = np.arange(len(row))
+    if 0 < top_k < len(row):
+        least = np.partition(row, len(row) - top_k)[len(row) - top_k]
+        above, level = np.flatnonzero(row > least), np.flatnonzero(row == least)
+        ids = np.sort(np.concatenate([above, level[: top_k - len(above)]]))
+    if top_p < 1:
+        ids = ids[np.argsort(-row[ids], kind="stable")]
+        reached = np.cumsum(_weights(row[ids]))
+        ids = np.sort(ids[: np.searchsorted(reached, np.float64(top_p) * reached[-1]) + 1])
+    if min_p > 0:
+        ids = ids[_weights(row[ids]) >= np.float64(min_p)]
+    reached = np.cumsum(_weights(row[ids], temperature))
+    at = np.searchsorted(reached, number * reached[-1], side="right")
+    return ids[min(at, len(ids) - 1)]
+
+
+def _weights(row, temperature=1.0):
+    """exp((row - max) / temperature), 1 at the maximum even where that is infinite."""
+    top = row.max()
+    with np.errstate(invalid="ignore"):
+        return np.exp(np.where(row == top, 0, row - top) / temperature)

@@ -1,0 +1,286 @@
+"""From a lazy graph to a flat plan: merge, verify, place, narrow, select, lower, lay out memory.
+
+placement = place(outputs, ...)         # once, over the whole range of every Var
+plan = compile_plan(placement, bounds)  # for each bucket; chooses kernels, never backends
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from . import graph, memory
+from .backends import Backend, Kernel, Options
+from .errors import PlacementError
+from .ops import get, role
+from .tensor import INPUT, WEIGHT, Env, Tensor, Var
+
+HOST = "host"
+
+# ------------------------------------------------------------------------------------------- place
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of one site, and why each backend before it in the order was passed over."""
+
+    backend: Backend
+    misses: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def why(self) -> str:
+        return "; ".join(f"{name}: {reason}" for name, reason in self.misses)
+
+
+@dataclass
+class Placement:
+    """A verified graph with a backend for every node, made once at load."""
+
+    outputs: dict[str, Tensor]
+    choices: dict[int, Choice]  # by id of the node
+    backends: Sequence[Backend]
+    options: Options
+    memory_of: Callable[[Backend], str]  # buffers of backends with one memory need no copies
+
+
+def choose(
+    node: Tensor, backends: Sequence[Backend], options: Options, pins: Mapping[str, str]
+) -> Choice:
+    """The first backend that can run ``node``; a pin by scope pattern names the only candidate.
+
+    PlacementError when there is none.
+    """
+    misses: list[tuple[str, str]] = []
+    pinned = next(
+        (
+            (pattern, name)
+            for pattern, name in pins.items()
+            if any(fnmatch.fnmatchcase(s, pattern) for s in node.scopes)
+        ),
+        None,
+    )
+    for backend in backends:
+        if pinned and backend.name != pinned[1]:
+            misses.append((backend.name, f"pinned by {pinned[0]}={pinned[1]}"))
+            continue
+        found = backend.select(node, options)
+        if isinstance(found, Kernel):
+            return Choice(backend, tuple(misses))
+        misses.append((backend.name, found))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in misses)
+    raise PlacementError(f"{node.scope}: no backend can run {node.op} ({reasons})")
+
+
+def place(
+    outputs: Mapping[str, Tensor],
+    backends: Sequence[Backend],
+    options: Options,
+    memory_of: Callable[[Backend], str],
+    pins: Mapping[str, str] | None = None,
+) -> Placement:
+    """Merge and verify the graph, and choose a backend for every node."""
+    merged = graph.merge(outputs)
+    graph.verify(merged)
+    choices = {
+        id(node): choose(node, backends, options, pins or {})
+        for node in graph.toposort(merged.values())
+        if not node.is_leaf and not node.is_view
+    }
+    return Placement(merged, choices, backends, options, memory_of)
+
+
+# ------------------------------------------------------------------------------------------- lower
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel call of a plan."""
+
+    node: Tensor
+    kernel: Kernel
+    choice: Choice
+
+    @property
+    def backend(self) -> Backend:
+        return self.choice.backend
+
+
+class _Lowering:
+    """Selects kernels, and inserts what they ask for: lowered sources, layouts, transfers.
+
+    Inserted nodes are interned, so that all users of one activation share one copy of it.
+    """
+
+    def __init__(self, placement: Placement, choices: dict[int, Choice]) -> None:
+        self.placement = placement
+        self.choices = choices
+        self.intern = graph.Interner()
+        self.steps: dict[int, Step] = {}
+        self.memory: dict[
+            int, str
+        ] = {}  # of a buffer's root, by id; leaves are pinned at first use
+
+    def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
+        """The lowered form of ``node``, whose sources are lowered already."""
+        if node.is_leaf or node.is_view:
+            return self.intern(node)
+        assert choice is not None
+        options, backend = self.placement.options, choice.backend
+        kernel = self._kernel(backend, node)
+        src = kernel.lower(node, options) if kernel.lower else node.src
+        src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
+        src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
+        node = self.intern(graph.substitute(node, src))
+        self.steps[id(node)] = Step(node, self._kernel(backend, node), choice)
+        self.memory.setdefault(id(graph.root(node)), self.placement.memory_of(backend))
+        return node
+
+    def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
+        found = backend.select(node, self.placement.options)
+        if isinstance(found, Kernel):
+            return found
+        raise PlacementError(f"{node.scope}: {backend.name} cannot run {node.op}: {found}")
+
+    def _source(self, user: Tensor, i: int, new: Tensor | None, choice: Choice) -> Tensor | None:
+        """Source ``i`` of ``user``, made by its kernel's ``lower``, lowered in its turn."""
+        if new is None or new is user.src[i]:
+            return new
+        return self._insert(new, user, choice)
+
+    def _insert(self, new: Tensor, user: Tensor, choice: Choice) -> Tensor:
+        new.scopes, new.origin = user.scopes, user.origin
+        found = choice.backend.select(new, self.placement.options)
+        if not isinstance(found, Kernel):
+            choice = choose(new, self.placement.backends, self.placement.options, {})
+        return self.lower(new, Choice(choice.backend, choice.misses))
+
+    def _fit(
+        self, user: Tensor, kernel: Kernel, i: int, source: Tensor | None, choice: Choice
+    ) -> Tensor | None:
+        """``source`` as ``kernel`` can read it: in its memory, in its layout."""
+        if source is None:
+            return None
+        here = self.placement.memory_of(choice.backend)
+        base = graph.root(source)
+        if base.op not in (WEIGHT, INPUT) and self.memory.setdefault(id(base), here) != here:
+            source = self._insert(role("transfer")(source, memory=here), user, choice)
+        if kernel.needs_layout(get(user.op), i, source.meta):
+            source = self._insert(role("layout")(source), user, choice)
+        return source
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an intermediate lies: a memory's arena and the offset in it, in bytes."""
+
+    memory: str
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Plan:
+    """A flat list of steps with places for all intermediates. `Executor.run` runs it."""
+
+    outputs: dict[str, Tensor]
+    steps: list[Step]
+    places: dict[int, Place]  # of intermediates, by id of the node that owns the buffer
+    scratch: dict[int, Place]  # of workspaces, by index of the step
+    arena: dict[str, int]  # bytes of each memory's arena
+    memory: dict[int, str]  # the memory of every buffer's root, by id
+    guard: int = 0
+
+    @cached_property
+    def vars(self) -> dict[str, Var]:
+        nodes = graph.toposort(self.outputs.values())
+        rows = (n.meta.rows for n in nodes)
+        return {v.name: v for v in rows if isinstance(v, Var)}
+
+    @cached_property
+    def leaves(self) -> dict[str, Tensor]:
+        return {n.name: n for n in graph.toposort(self.outputs.values()) if n.is_leaf}
+
+    def segments(self) -> list[list[Step]]:
+        """Runs of consecutive steps on one backend."""
+        runs: list[list[Step]] = []
+        for step in self.steps:
+            if not runs or runs[-1][0].backend is not step.backend:
+                runs.append([])
+            runs[-1].append(step)
+        return runs
+
+    def misses(self) -> Counter[tuple[str, str, str]]:
+        """(op, backend, why) of the steps that the first backend passed over, with counts."""
+        return Counter(
+            (s.node.op, s.backend.name, s.choice.why) for s in self.steps if s.choice.misses
+        )
+
+    def explain(self, env: Env | None = None) -> str:
+        """Steps by op and backend, the reasons for every miss, and the memory, as text."""
+        counts = Counter((s.node.op, s.backend.name, s.kernel.name) for s in self.steps)
+        lines = [f"{len(self.steps)} steps in {len(self.segments())} segments"]
+        lines += [f"  {n:5d}  {op:<14} {b:<10} {k}" for (op, b, k), n in sorted(counts.items())]
+        lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
+        lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
+        return "\n".join(lines)
+
+
+def compile_plan(
+    placement: Placement, bounds: Mapping[str, tuple[int, int]] | None = None, guard: int = 0
+) -> Plan:
+    """Kernels, inserted nodes and memory for one range of the Vars.
+
+    ``guard``: bytes of canary around every intermediate (nothing is shared then).
+    """
+    outputs, moved = graph.narrow(placement.outputs, bounds or {})
+    choices = {
+        id(moved[id(node)]): placement.choices[id(node)]
+        for node in graph.toposort(placement.outputs.values())
+        if id(node) in placement.choices
+    }
+    lowering = _Lowering(placement, choices)
+    lowered: dict[int, Tensor] = {}
+    for node in graph.toposort(outputs.values()):
+        src = tuple(None if s is None else lowered[id(s)] for s in node.src)
+        lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
+    outputs = {name: lowered[id(node)] for name, node in outputs.items()}
+    order = graph.toposort(outputs.values())
+    steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
+    plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
+    _lay_out(plan, order, placement.options)
+    return plan
+
+
+def _lay_out(plan: Plan, order: Sequence[Tensor], options: Options) -> None:
+    """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(plan.steps):
+        first.setdefault(id(graph.root(step.node)), index)
+        for node in (step.node, *step.node.sources):
+            last[id(graph.root(node))] = index
+    for node in plan.outputs.values():
+        own = graph.root(node)
+        last[id(own)] = len(plan.steps)
+        plan.memory.setdefault(id(own), HOST)  # a leaf that is an output and nothing else
+    wanted: dict[str, list[tuple[dict[int, Place], int, memory.Interval]]] = {}
+    for index, step in enumerate(plan.steps):
+        key = id(step.node)
+        where = plan.memory[id(graph.root(step.node))]
+        if graph.root(step.node) is step.node:
+            size = step.node.meta.bound().nbytes
+            interval = memory.Interval(first[key], last[key], size)
+            wanted.setdefault(where, []).append((plan.places, key, interval))
+        if step.kernel.scratch:
+            interval = memory.Interval(index, index, step.kernel.scratch(step.node, options))
+            wanted.setdefault(where, []).append((plan.scratch, index, interval))
+    for where, requests in wanted.items():
+        offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)
+        for (table, key, interval), offset in zip(requests, offsets):
+            table[key] = Place(where, offset, interval.nbytes)

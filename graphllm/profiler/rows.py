@@ -1,0 +1,92 @@
+"""Profile rows: one for each step that ran, and tables of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..ops import get
+
+if TYPE_CHECKING:
+    from ..plan import Step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of one run. ``ns`` is its end minus the previous step's end on the device's clock;
+    ``bytes`` and ``flops`` are what the op must move and compute, by its declared cost."""
+
+    op: str
+    scope: str
+    origin: str
+    shape: str
+    weight: str  # the format of its weight operand, if it has one
+    backend: str
+    kernel: str
+    why: str  # why not on the first backend; empty when it is
+    ns: int
+    bytes: float
+    flops: float
+
+
+def make_row(step: Step, env: Mapping[str, int], ns: int) -> Row:
+    node = step.node
+    cost = get(node.op).price(node, env)
+    weight = next(
+        (s.dtype.name for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1), ""
+    )
+    return Row(
+        op=node.op,
+        scope=node.scope,
+        origin=node.origin,
+        shape=str(node.meta.at(env)),
+        weight=weight,
+        backend=step.backend.name,
+        kernel=step.kernel.name,
+        why=step.choice.why,
+        ns=ns,
+        bytes=cost.bytes,
+        flops=cost.flops,
+    )
+
+
+@dataclass
+class Total:
+    """Rows of one kind, summed."""
+
+    calls: int = 0
+    ns: int = 0
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def add(self, row: Row) -> None:
+        self.calls += 1
+        self.ns += row.ns
+        self.bytes += row.bytes
+        self.flops += row.flops
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes / self.ns if self.ns else 0.0
+
+    @property
+    def gflop_s(self) -> float:
+        return self.flops / self.ns if self.ns else 0.0
+
+
+KEYS = {
+    "op": lambda r: f"{r.op} {r.weight}".strip(),
+    "scope": lambda r: r.scope or "-",
+    "layer": lambda r: ".".join(r.scope.split(".")[:3]) or "-",
+    "backend": lambda r: r.backend,
+    "format": lambda r: r.weight or "-",
+}
+
+
+def totals(rows: Iterable[Row], by: str = "op") -> dict[str, Total]:
+    """Rows summed by op, scope, layer, backend or format, the longest first."""
+    sums: dict[str, Total] = {}
+    for row in rows:
+        sums.setdefault(KEYS[by](row), Total()).add(row)
+    return dict(sorted(sums.items(), key=lambda item: -item[1].ns))
