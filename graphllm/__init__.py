@@ -1,8 +1,8 @@
 """Decoder language models as lazy graphs, with op-level placement and profiles.
 
-    import graphllm
-    llm = graphllm.load("model.gguf")
-    print(llm.generate("The capital of France is", max_tokens=32).text)
+import graphllm
+llm = graphllm.load("model.gguf")
+print(llm.generate("The capital of France is", max_tokens=32).text)
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -160,26 +162,24 @@ def run(
         sys.stdout.write(text)
         sys.stdout.flush()
     with progress_line() as show:
-        pieces = llm.complete(
-            text, sampling, done, lambda at, of: show("reading the prompt", at, of)
-        )
-        first = next(pieces, None)
-    for piece in [first] if first is None else _chain(first, pieces):
-        if piece and not as_json:
+        pieces = llm.complete(text, sampling, done, partial(show, "reading the prompt"))
+        first = next(pieces, "")
+    for piece in itertools.chain([first], pieces):
+        if not as_json:
             sys.stdout.write(piece)
             sys.stdout.flush()
     if as_json:
-        result = {**done.as_dict(), "device": llm.device, "placement": llm.placement()}
-        result["reference_ops"] = llm.misses()
-        print(json.dumps(result, ensure_ascii=False))
+        ops = llm.placement()
+        where = {
+            "device": llm.device,
+            "placement": {backend: sum(counts.values()) for backend, counts in ops.items()},
+            "ops": ops,
+            "fallbacks": llm.misses(),
+        }
+        print(json.dumps({**done.as_dict(), **where}, ensure_ascii=False))
         return
     sys.stdout.write("\n")
     _tell(llm, done, seed)
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _tell(llm: LLM, done: Any, seed: int | None) -> None:
@@ -203,25 +203,24 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     from .weights.gguf import GGUF
 
     file = GGUF(model_path(model))
-    tensors = [
-        {"name": t.name, "shape": list(t.shape), "format": str(t.dtype), "bytes": t.nbytes}
-        for t in file.tensors.values()
-    ]
+    tensors = list(file.tensors.values())
     keys = {k: _short(v) for k, v in file.metadata.items()}
     if as_json:
-        print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": tensors}))
+        listed = [
+            {"name": t.name, "shape": list(t.shape), "format": str(t.dtype), "bytes": t.nbytes}
+            for t in tensors
+        ]
+        print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": listed}))
         return
     print(f"{file.path}: GGUF version {file.version}, {file.architecture}")
     for key, value in keys.items():
         print(f"  {key} = {value}")
-    sums: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for t in tensors:
-        counts = sums.setdefault(t["format"], [0, 0])
-        counts[0], counts[1] = counts[0] + 1, counts[1] + t["bytes"]
-    for t in tensors:
-        print(f"  {t['name']:<40} {t['format']:<6} {'x'.join(map(str, t['shape'])):>14}")
-    for name, (count, nbytes) in sorted(sums.items(), key=lambda s: -s[1][1]):
-        print(f"{name:<6} {count:>4} tensors {nbytes / 1e6:>9.1f} MB")
+        sizes.setdefault(str(t.dtype), []).append(t.nbytes)
+        print(f"  {t.name:<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
+    for name, parts in sorted(sizes.items(), key=lambda item: -sum(item[1])):
+        print(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
 
 
 def _short(value: Any) -> Any:

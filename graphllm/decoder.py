@@ -1,4 +1,4 @@
-"""The one shared decoder. A model file fills in `DecoderConfig`, and overrides what is new in it."""
+"""The one shared decoder. A model file fills in `DecoderConfig`, and overrides what is new."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ class Decoder(Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
     ) -> Tensor:
-        """Write k and v [T, Hkv, D] to layer ``i``'s cache and attend with q [T, H, D]: [T, H*D]."""
+        """Cache k and v [T, Hkv, D] of layer ``i``, and attend with q [T, H, D]: [T, H * D]."""
         c, group = self.cfg.attention, self._group[i]
         slot, table = batch.slot[group.name], batch.table[group.name]
         k, v = (self._cache(i, e, t, slot, batch.limits) for e, t in (("k", k), ("v", v)))

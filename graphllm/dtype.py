@@ -29,7 +29,7 @@ class DType:
         return self.numpy is None
 
     def row_nbytes(self, elements: int) -> int:
-        """Bytes of ``elements`` consecutive elements. GraphError when they are not whole blocks."""
+        """Bytes of ``elements`` consecutive elements. GraphError if they are not whole blocks."""
         if elements % self.block:
             raise GraphError(
                 f"{elements} elements are not whole {self.name} blocks of {self.block}"
@@ -75,8 +75,8 @@ IQ4_NL = _blocks("iq4_nl", 32, 18)
 IQ4_XS = _blocks("iq4_xs", 256, 136)
 MXFP4 = _blocks("mxfp4", 32, 17)
 
-# Quantised activations. Not a file format: an int8 value q with x ~= d * q, one f32 scale d a block,
-# and sums of q for formats with an offset. A row of K elements is laid out in planes, so that a
+# Quantised activations. Not a file format: an int8 value q with x ~= d * q, one f32 scale d a
+# block, and sums of q for formats with an offset. A row of K elements is laid out in planes, so that a
 # kernel streams each plane: K int8 values, then K/block f32 scales, then the sums (a8_32: one int32
 # per 32; a8_256: one int16 per 16).
 A8_32 = _blocks("a8_32", 32, 32 + 4 + 4)

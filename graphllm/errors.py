@@ -8,7 +8,7 @@ class GraphllmError(Exception):
 
 
 class ModelFileError(GraphllmError):
-    """A model file or directory is missing, malformed or not supported; names the file or tensor."""
+    """A model file is missing, malformed or not supported; names the file or tensor."""
 
 
 class ConfigError(GraphllmError):
@@ -16,7 +16,7 @@ class ConfigError(GraphllmError):
 
 
 class GraphError(GraphllmError):
-    """A graph cannot be built or verified: shapes, dtypes, state order; names the op and its scope."""
+    """A graph cannot be built or verified (shapes, dtypes, state order); names op and scope."""
 
 
 class PlacementError(GraphllmError):

@@ -26,7 +26,7 @@ def toposort(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 class Interner:
-    """Keeps one node of each kind: equal op, attributes and sources. A merged node has all scopes."""
+    """Keeps one node of each kind (equal op, attributes, sources), with the scopes of all."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple, Tensor] = {}
@@ -114,7 +114,7 @@ def _verify_shape(node: Tensor) -> None:
 
 
 def _verify_state(order: Sequence[Tensor]) -> None:
-    """State is written once a version, and every reader of the old version runs before the write."""
+    """A version of a state is written once, and whoever reads it runs before the write."""
     users: dict[int, list[Tensor]] = {}
     for node in order:
         for source in node.sources:

@@ -60,7 +60,7 @@ class LLM:
         self.decoder = decoder_for(file)
         context = min(limits.context, self.decoder.cfg.context)
         self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
-        self.tokenizer = tokenizers.load(file.path)
+        self.tokenizer = tokenizers.from_gguf(file)
         self.executor = Executor(self.decoder.weights, **executor_options)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
@@ -76,7 +76,7 @@ class LLM:
         yield from self.complete(prompt, Sampling(**sampling), done, seen)
 
     def generate(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Completion:
-        """The continuation of ``prompt``; keywords as in `Sampling`. RequestError for bad values."""
+        """The continuation of ``prompt``; keywords as in `Sampling`. RequestError if one is bad."""
         done = Completion([])
         for _ in self.complete(prompt, Sampling(**sampling), done, seen):
             pass
@@ -96,7 +96,7 @@ class LLM:
         done.prompt_ids = self.encode(prompt)
         done.timings.load_s = self.load_s
         stops = [] if sampling.ignore_eos else sorted(self.tokenizer.eog_ids)
-        pieces = self.tokenizer.stream()
+        pieces = self.tokenizer.stream(continuation=True)
         start = last = time.perf_counter()
         done.timings.prefill_tokens = len(done.prompt_ids)
         done.finish_reason = "context" if sampling.max_tokens else "length"
@@ -141,7 +141,8 @@ class LLM:
         self.engine.reuse([])
         rows: tuple[list[Row], list[Row]] = ([], [])
         done = Completion([])
-        for _ in self.complete(prompt, replace(greedy, max_tokens=decode), done, None, rows):
+        sampling = replace(greedy, max_tokens=decode + 1)  # the prefill gives the first
+        for _ in self.complete(prompt, sampling, done, None, rows):
             pass
         return Profile(*rows, done.timings, self.placement())
 

@@ -18,7 +18,8 @@ from .errors import PlacementError
 from .ops import get, role
 from .tensor import INPUT, WEIGHT, Env, Tensor, Var
 
-HOST = "host"
+HOST = "host"  # the memory that every device can copy from and to
+LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
 
 # ------------------------------------------------------------------------------------------- place
 
@@ -135,7 +136,9 @@ class _Lowering:
         src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
         node = self.intern(graph.substitute(node, src))
         self.steps[id(node)] = Step(node, self._kernel(backend, node), choice)
-        self.memory.setdefault(id(graph.root(node)), self.placement.memory_of(backend))
+        moved_to = node.attrs["memory"] if get(node.op).role == TRANSFER else None
+        memory = moved_to or self.placement.memory_of(backend)
+        self.memory.setdefault(id(graph.root(node)), memory)
         return node
 
     def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
@@ -163,13 +166,20 @@ class _Lowering:
         """``source`` as ``kernel`` can read it: in its memory, in its layout."""
         if source is None:
             return None
-        here = self.placement.memory_of(choice.backend)
-        base = graph.root(source)
-        if base.op not in (WEIGHT, INPUT) and self.memory.setdefault(id(base), here) != here:
-            source = self._insert(role("transfer")(source, memory=here), user, choice)
+        here, own = self.placement.memory_of(choice.backend), graph.root(source)
+        if own.op not in (WEIGHT, INPUT) and get(user.op).role != TRANSFER:
+            there = self.memory.setdefault(id(own), here)
+            if there != here:
+                source = self._transfer(source, there, here, user)
         if kernel.needs_layout(get(user.op), i, source.meta):
-            source = self._insert(role("layout")(source), user, choice)
+            source = self._insert(role(LAYOUT)(source), user, choice)
         return source
+
+    def _transfer(self, source: Tensor, there: str, here: str, user: Tensor) -> Tensor:
+        """``source`` copied between memories, by the backend that knows the one beside the host."""
+        far = there if here == HOST else here
+        backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == far)
+        return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
 
 
 # -------------------------------------------------------------------------------------------- plan

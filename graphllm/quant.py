@@ -198,7 +198,7 @@ def quantise_act(x: Array, dtype: DType) -> Array:
     x = np.ascontiguousarray(x, dtype=F32)
     rows, elements = x.shape
     per_sum = _act_check(dtype, elements)
-    blocks = x.reshape(rows, -1, dtype.block)
+    blocks = x.reshape(rows, elements // dtype.block, dtype.block)
     amax = np.abs(blocks).max(axis=-1, initial=0, keepdims=True)
     finite, live = np.isfinite(amax), amax >= ACT_TINY
     safe = np.where(finite & live, amax, F32(1))
@@ -206,8 +206,8 @@ def quantise_act(x: Array, dtype: DType) -> Array:
     q = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
     d = np.where(finite, np.where(live, safe / F32(127), F32(0)), F32(np.nan))
     kind = "<i4" if dtype == A8_32 else "<i2"
-    sums = q.reshape(rows, -1, per_sum).sum(axis=-1, dtype=kind)
-    planes = (q.reshape(rows, -1), d.astype("<f4").reshape(rows, -1), sums.reshape(rows, -1))
+    sums = q.reshape(rows, elements // per_sum, per_sum).sum(axis=-1, dtype=kind)
+    planes = (q.reshape(rows, elements), d.astype("<f4")[..., 0], sums)
     return np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in planes], axis=1)
 
 
@@ -229,7 +229,7 @@ def split_act(raw: Array, dtype: DType, elements: int) -> tuple[Array, Array, Ar
 def dequantise_act(raw: Array, dtype: DType, elements: int) -> Array:
     """Quantised activations as float32 [T, K]: d * q, rounded once."""
     q, d, _ = split_act(raw, dtype, elements)
-    blocks = q.reshape(q.shape[0], -1, dtype.block).astype(F32)
+    blocks = q.reshape(*d.shape, dtype.block).astype(F32)
     return (d[..., None] * blocks).reshape(q.shape)
 
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from .dtype import DType, dtype
 from .errors import GraphError
@@ -34,7 +34,7 @@ class Var:
         return self.name
 
 
-Dim = Union[int, Var]
+Dim = int | Var
 Env = Mapping[str, int]
 
 

@@ -14,7 +14,7 @@ NEEDS = {
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a marked test whose extra is not installed, or fail it where GRAPHLLM_REQUIRE names it."""
+    """Skip a marked test without its extra, or fail it where GRAPHLLM_REQUIRE names the mark."""
     required = os.environ.get("GRAPHLLM_REQUIRE", "").split()
     for mark, modules in NEEDS.items():
         if item.get_closest_marker(mark) is None:

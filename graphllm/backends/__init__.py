@@ -72,7 +72,7 @@ class Kernel:
     scratch: Callable[[Tensor, Options], int] | None = None
 
     def refusal(self, node: Tensor, options: Options) -> str | None:
-        """Why this kernel cannot run ``node``; None when it can. Looks at Meta and attributes only."""
+        """Why this kernel cannot run ``node``, by its Meta and attributes; None when it can."""
         op = get(node.op)
         for index, source in enumerate(node.src):
             if source is None:

@@ -121,9 +121,8 @@ class Engine:
             feeds = self._feeds(chunk, np.array([len(chunk) - 1]))
             wanted = ["ids"] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
-            out = self.executor.run(
-                plan, {**feeds, **sampled}, profile=prefill_rows, fetch=("ids",)
-            )
+            env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
+            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill_rows, ("ids",))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
@@ -142,7 +141,7 @@ class Engine:
             for name, table in self._tables.items():
                 if table.grow(min(length + 1, self.limits.context)):
                     feeds[f"table.{name}"] = table.table[None]
-            out = self.executor.run(plan, feeds, env, profile=rows)
+            out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, rows)
             feeds = {}
             self._cached.append(token)
             token = int(out["ids"][0])
@@ -166,3 +165,8 @@ class Engine:
             self._cached += chunk
             if not last or at + size >= len(tokens):
                 yield out["logits"]
+
+
+def _kv_sum(start: int, count: int) -> int:
+    """Keys at or before each of ``count`` queries after ``start`` cached tokens, summed."""
+    return count * start + count * (count + 1) // 2

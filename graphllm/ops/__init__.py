@@ -109,6 +109,9 @@ class OpDef:
     role: str | None = None
     decompose: Callable[..., Tensor] | None = None
 
+    def __repr__(self) -> str:
+        return f"<op {self.name}>"  # all samples would be pages of it
+
     def written(self, node: Tensor) -> tuple[int, ...]:
         """Indices of the operands of ``node`` that it changes in place."""
         return self.writes(len(node.src)) if self.writes else ()

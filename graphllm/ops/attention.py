@@ -100,7 +100,7 @@ def _infer(
 
 
 def _cost(out, q, k, v, q_start, kv_len, table, *rest, env, block, window, **_):
-    """``env["kv_sum"]``: keys visible to each query, summed over all queries.
+    """``env["kv_sum"]``: keys at or before each query, summed over all queries.
 
     Without it, a step of one token a sequence is priced at a full table, and a longer one as a
     prompt from its beginning. Keys are read once a sequence, whatever the count of queries.
@@ -111,6 +111,8 @@ def _cost(out, q, k, v, q_start, kv_len, table, *rest, env, block, window, **_):
     if pairs is None:
         longest = min(table.shape[1] * block, window or table.shape[1] * block)
         pairs = tokens * longest if each <= 1 else tokens * min((each + 1) / 2, longest)
+    elif window:
+        pairs = min(pairs, tokens * window)
     keys = pairs / each + sequences * (each - 1) / 2 if tokens else 0
     row = sum(prod(pool.inner) * pool.dtype.nbytes for pool in (k, v))
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
@@ -167,7 +169,8 @@ _BATCHES = (
     Packed((1, 1, 1), (3, 70, 16)),
     Packed((1, 9, 4, 20), (40, 9, 64, 21)),
 )
-_MIXED = _BATCHES[-1]
+# Longer than any one piece that a kernel may split the keys or the queries into.
+_LONG = Packed((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44)
 
 
 def _slopes(rng, shape):
@@ -226,6 +229,7 @@ def _featured(batch, feature, kind):
     samples=[
         *grid(_shaped, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
         *grid(_featured, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
+        *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16)),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
         *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),
         _sample(Packed((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),

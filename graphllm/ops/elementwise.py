@@ -71,13 +71,13 @@ def _samples(**attrs):
     ]
 
 
-@op("add", infer=_binary, cost=_cost(1), tol={"f32": 1e-7}, samples=_PAIRS)
+@op("add", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)
 def add(a, b):
     """Sum of each element. a [T, ..., D], b the same or [D] (added to every row) -> [T, ..., D]."""
     return a + b
 
 
-@op("mul", infer=_binary, cost=_cost(1), tol={"f32": 1e-7}, samples=_PAIRS)
+@op("mul", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)
 def mul(a, b):
     """Product of each element. a [T, ..., D], b the same or [D] (for every row) -> [T, ..., D]."""
     return a * b
@@ -87,7 +87,7 @@ def mul(a, b):
     "scale",
     infer=_unary,
     cost=_cost(1),
-    tol={"f32": 1e-7},
+    tol={},
     samples=_samples(factor=(0.125, 25.298221281347036)),
 )
 def scale(x, *, factor):
@@ -144,7 +144,7 @@ def gelu(x, *, kind="tanh"):
     if kind == "erf":
         gate = _erf(wide * math.sqrt(0.5))
     else:
-        gate = np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+        gate = np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide))
     return (0.5 * wide * (1 + gate)).astype(np.float32)
 
 

@@ -61,12 +61,13 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     # to choose but the order of the sum.
     tol={
         "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
-        "q8_0": 3e-2, "q5_0": 3e-2, "q4_k": 3e-2, "q6_k": 3e-2,
+        "q8_0": 4e-2, "q5_0": 4e-2, "q4_k": 5e-2, "q6_k": 5e-2,
     },
     samples=[
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
         *grid(_sample, rows=_ROWS, shape=_BY_32, kind=(Q8_0, Q5_0), x=(F32, A8_32)),
         *grid(_sample, rows=_ROWS, shape=_BY_256, kind=(Q4_K, Q6_K), x=(F32, A8_256)),
+        *grid(_sample, rows=(1, 7), shape=((300, 1024),), kind=(F32, F16, Q8_0, Q5_0, Q4_K, Q6_K)),
         *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
         *grid(_sample, shape=((64, 256),), kind=(Q8_0, Q5_0, Q4_K, Q6_K), **_STRIDED),
         *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
@@ -78,8 +79,6 @@ def linear(x, w, bias=None):
 
     The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
     """
-    if not x.shape[0]:
-        return np.empty((0, w.shape[0]), np.float32)
     if isinstance(x, Blocks):
         x = quant.dequantise_act(x.raw, x.dtype, x.elements)
     x = np.ascontiguousarray(x, np.float32)
@@ -147,6 +146,4 @@ def quantise_act(x, *, dtype):
     Bit-exact on every backend; the formula is that of `graphllm.quant.quantise_act`.
     """
     kind = dtype_of(dtype)
-    if not x.shape[0]:
-        return Blocks(np.empty((0, kind.row_nbytes(x.shape[1])), np.uint8), kind, x.shape[1])
     return Blocks(quant.quantise_act(x, kind), kind, x.shape[1])

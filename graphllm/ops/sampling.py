@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..dtype import I32, I64
+from ..tensor import Var
 from . import Arg, Cost, Sample, expect, grid, op, out, require
 
 # --------------------------------------------------------------------------------- random numbers
@@ -106,11 +107,10 @@ def _sample_infer(logits, *settings):
     require(logits.shape[1] > 0, "logits has no columns")
     for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
         expect(name, x, 1, kind)
-        fixed = isinstance(x.shape[0], int) and isinstance(logits.shape[0], int)
+        rows = {x.shape[0], logits.shape[0]}
         # Two Vars may differ by name (sequences, rows of logits): a run gives them one value.
-        require(
-            not fixed or x.shape[0] == logits.shape[0], f"{name} {x.shape} for logits {logits.shape}"
-        )
+        varies = any(isinstance(row, Var) for row in rows)
+        require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
     return out(logits.shape[:1], I32)
 
 

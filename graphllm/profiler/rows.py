@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..ops import get
+from ..tensor import WEIGHT
 
 if TYPE_CHECKING:
     from ..plan import Step

@@ -1,0 +1,234 @@
+"""What the kinds of GGUF vocabulary share: pieces and types, special tokens, decoding.
+
+Source: llama.cpp, `src/llama-vocab.cpp`, for the keys and their defaults, how special pieces are
+cut out of a text, and which tokens end a generation.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelFileError, RequestError
+from ..weights.gguf import GGUF, StringArray
+
+# Token types, as `tokenizer.ggml.token_type` and SentencePiece number them.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+# Pieces that end a generation, whatever their type says.
+_END_NAMES = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
+    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
+_END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# Where all of the first are present the second is no end, but of that type: o200k_harmony and
+# solar-open, Gemma 4.
+_NOT_ENDS = (
+    ({"<|return|>", "<|call|>"}, "<|end|>", USER_DEFINED),
+    ({"<|return|>", "<|calls|>"}, "<|end|>", USER_DEFINED),
+    ({"<|call|>", "<|flush|>"}, "<|end|>", USER_DEFINED),
+    ({"<|calls|>", "<|flush|>"}, "<|end|>", USER_DEFINED),
+    ({"<|tool_response>"}, "</s>", NORMAL),
+)
+
+
+class TextStream:
+    """Decodes ids one by one: the texts joined equal `Tokenizer.decode` of all ids.
+
+    A character whose UTF-8 bytes are spread over tokens appears with its last token.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, skip_special: bool, continuation: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skip_special = skip_special
+        self._strip = vocabulary.space_prefix and not continuation
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that became complete with this token; often empty."""
+        data = self._vocabulary.shown(token, self._skip_special)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that never became complete, else nothing."""
+        return self._decoder.decode(b"", True)
+
+
+class Specials:
+    """Cuts pieces out of a text before the rest is tokenized, the longest piece first."""
+
+    def __init__(self, pieces: Iterable[tuple[str, int]]) -> None:
+        self._ids = {text: token for text, token in pieces if text}
+        # Most texts hold none of the thousands of pieces; two characters rule most of them out.
+        self._by_head: dict[str, list[str]] = {}
+        for text in self._ids:
+            self._by_head.setdefault(text[:2], []).append(text)
+
+    def split(self, text: str) -> list[str | int]:
+        """``text`` as the pieces' ids and the texts between them; no empty texts."""
+        heads = [head for head in self._by_head if head in text]
+        found = [piece for head in heads for piece in self._by_head[head] if piece in text]
+        found.sort(key=lambda piece: (-len(piece.encode()), self._ids[piece]))
+        parts: list[str | int] = [text] if text else []
+        for piece in found:
+            cut: list[str | int] = []
+            for part in parts:
+                if isinstance(part, int) or piece not in part:
+                    cut.append(part)
+                    continue
+                for index, rest in enumerate(part.split(piece)):
+                    if index:
+                        cut.append(self._ids[piece])
+                    if rest:
+                        cut.append(rest)
+            parts = cut
+        return parts
+
+
+class Vocabulary:
+    """The base of the tokenizers; see `Tokenizer` for the methods' meaning."""
+
+    # bos, eos and unknown where the file does not say; whether bos, eos and a space are added.
+    default_ids: tuple[int | None, int | None, int | None] = (None, None, None)
+    default_adds = (False, False, False)
+
+    def __init__(self, file: GGUF) -> None:
+        self._file = file
+        tokens = file.metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, StringArray) or not len(tokens):
+            raise self._error("tokens", "missing, empty, or not an array of strings")
+        self._pieces = tokens.to_bytes()
+        self.vocab_size = len(self._pieces)
+        kinds = self._numbers("token_type", "iu")
+        if kinds is None:
+            kinds = np.full(self.vocab_size, NORMAL)
+        known = (kinds >= NORMAL) & (kinds <= BYTE)
+        self._kinds = np.where(known, kinds, UNUSED).astype(np.uint8)
+        self._index = {piece: token for token, piece in enumerate(self._pieces)}  # the last wins
+        self.bos_id, self.eos_id, self._unknown_id = (
+            self._token(key, default if default in range(self.vocab_size) else None)
+            for key, default in zip(("bos", "eos", "unknown"), self.default_ids, strict=True)
+        )
+        keys = ("add_bos_token", "add_eos_token", "add_space_prefix")
+        self.add_bos, self.add_eos, self.space_prefix = (
+            self._flag(key, default) for key, default in zip(keys, self.default_adds, strict=True)
+        )
+        self.eog_ids = self._find_ends()
+        plain = self._with_text(self._kinds == USER_DEFINED)
+        hidden = self._with_text((self._kinds == CONTROL) | (self._kinds == UNKNOWN))
+        self._plain_specials, self._all_specials = Specials(plain), Specials(plain + hidden)
+
+    def _error(self, key: str, text: str) -> ModelFileError:
+        return ModelFileError(f"{self._file.path}: key 'tokenizer.ggml.{key}': {text}")
+
+    def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
+        """An array with one number a piece, of NumPy's ``kinds``; None without the key."""
+        value: Any = self._file.metadata.get("tokenizer.ggml." + key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+            raise self._error(key, "not an array of the right type")
+        if len(value) != self.vocab_size:
+            raise self._error(key, f"{len(value)} values for {self.vocab_size} tokens")
+        return value
+
+    def _token(self, key: str, default: int | None = None) -> int | None:
+        key += "_token_id"
+        value = self._file.metadata.get("tokenizer.ggml." + key, default)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._error(key, "not an integer")
+        if not 0 <= value < self.vocab_size:
+            raise self._error(key, f"{value} is not one of the {self.vocab_size} tokens")
+        return value
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._file.metadata.get("tokenizer.ggml." + key, default)
+        if not isinstance(value, bool):
+            raise self._error(key, "not a boolean")
+        return value
+
+    def _find_ends(self) -> frozenset[int]:
+        """Tokens that end a generation, by key and by name. A name also makes a piece control."""
+        named = {n: self._index[n.encode()] for n in _END_NAMES if n.encode() in self._index}
+        self._kinds[list(named.values())] = CONTROL
+        ends = {self.eos_id, *named.values(), *map(self._token, _END_KEYS)}
+        for present, name, kind in _NOT_ENDS:
+            if name in named and present <= named.keys():
+                self._kinds[named[name]] = kind
+                ends.discard(named[name])
+        return frozenset(token for token in ends if token is not None)
+
+    def _with_text(self, mask: np.ndarray) -> list[tuple[str, int]]:
+        """Text and id of the chosen pieces, without those that no str can contain."""
+        pairs = []
+        for token in np.flatnonzero(mask).tolist():
+            text = self._pieces[token].decode("utf-8", "ignore")
+            if text.encode() == self._pieces[token]:
+                pairs.append((text, token))
+        return pairs
+
+    def _encode_text(self, text: str, starts: bool) -> list[int]:
+        """Ids of text without special pieces; ``starts`` at the beginning or after a special."""
+        raise NotImplementedError
+
+    def _bytes_of(self, token: int) -> bytes:
+        """`piece` of an id in range."""
+        raise NotImplementedError
+
+    def piece(self, token: int) -> bytes:
+        """See `Tokenizer.piece`."""
+        return self.shown(token, skip_special=False)
+
+    def shown(self, token: int, skip_special: bool) -> bytes:
+        """The bytes that decoding shows for a token. RequestError for an id out of range."""
+        if not 0 <= token < self.vocab_size:
+            raise RequestError(f"token id {token} is not one of the {self.vocab_size} tokens")
+        if skip_special and self._kinds[token] in (CONTROL, UNKNOWN):
+            return b""
+        return self._bytes_of(token)
+
+    def encode(
+        self, text: str, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """See `Tokenizer.encode`."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # lone surrogates, as from undecodable command-line bytes
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        ids: list[int] = []
+        if add_special and self.add_bos and self.bos_id is not None:
+            ids.append(self.bos_id)
+        starts = True
+        for part in (self._all_specials if parse_special else self._plain_specials).split(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self._encode_text(part, starts)
+            starts = isinstance(part, int)
+        if add_special and self.add_eos and self.eos_id is not None:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(
+        self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
+    ) -> str:
+        """See `Tokenizer.decode`."""
+        data = b"".join([self.shown(token, skip_special) for token in ids])
+        if self.space_prefix and not continuation:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def stream(self, skip_special: bool = True, continuation: bool = False) -> TextStream:
+        """See `Tokenizer.stream`."""
+        return TextStream(self, skip_special, continuation)

@@ -1,0 +1,98 @@
+"""Writes gemma3_greedy.json: llama.cpp's greedy tokens on the demo model (extra "peers").
+
+With quantised activations a tiny change of an activation flips the rounding of others, and the
+logits move by some tenths: llama.cpp itself often parts from itself between prompts read at once
+and token by token, or with flash attention on and off. A prompt is golden only where all of its own
+ways agree on every token, so that the tokens say something about the engine that is tested.
+
+Run by hand when the candidates change: ``python tests/golden/make_greedy.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from graphllm.weights.demo import demo_path
+
+CANDIDATES = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def quicksort(items):\n",
+    "Water boils at a temperature of",
+    "Die Hauptstadt von Deutschland ist",
+    "1, 2, 3, 4, 5,",
+    "The three laws of thermodynamics are:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "Ingredients for a simple pancake recipe:",
+    "In 1969, the first human",
+    "A B C D E F G",
+    "Monday, Tuesday, Wednesday,",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n",
+    "2, 4, 8, 16, 32,",
+    "January\nFebruary\nMarch\n",
+    "<html>\n<head>\n<title>",
+    "import numpy as np\nimport matplotlib.pyplot as plt\n",
+    "Row, row, row your boat,\nGently down the stream.\n",
+    "To be, or not to be, that is the question:",
+    "Q: What is 2 + 2?\nA: 4\nQ: What is 3 + 3?\nA: 6\nQ: What is 4 + 4?\nA:",
+    "We hold these truths to be self-evident, that all men are",
+    "Our Father, who art in heaven,",
+    "apple: red\nbanana: yellow\ngrass: green\nsky:",
+    "SELECT name, age FROM users WHERE",
+    "one two three four five six seven",
+    "10, 20, 30, 40, 50,",
+    "The quick brown fox jumps over the lazy dog. The quick brown fox",
+    "In the beginning God created the heaven and the earth.",
+    "int main(int argc, char **argv) {\n",
+    "100 99 98 97 96",
+    "ha ha ha ha ha ha",
+    "Mercury, Venus, Earth, Mars,",
+]
+PROMPTS, TOKENS = 10, 32
+
+
+def greedy(llm: llama_cpp.Llama, ids: list[int], one_by_one: bool) -> tuple[list[int], list[float]]:
+    """The most likely tokens after ``ids``, and by how much each beats the second."""
+    llm.reset()
+    for piece in [[i] for i in ids] if one_by_one else [ids]:
+        llm.eval(piece)
+    tokens, margins = [], []
+    for _ in range(TOKENS):
+        logits = np.array(llm.scores[llm.n_tokens - 1], np.float32)
+        first, second = np.argsort(-logits, kind="stable")[:2]
+        tokens.append(int(first))
+        margins.append(round(float(logits[first] - logits[second]), 4))
+        llm.eval([int(first)])
+    return tokens, margins
+
+
+def main() -> None:
+    ways = [
+        llama_cpp.Llama(
+            str(demo_path()), n_ctx=256, n_threads=2, logits_all=True, verbose=False, flash_attn=fa
+        )
+        for fa in (False, True)
+    ]
+    cases: list[dict] = []
+    tried = 0
+    for prompt in CANDIDATES:
+        if len(cases) == PROMPTS:
+            break
+        tried += 1
+        ids = ways[0].tokenize(prompt.encode(), add_bos=True, special=False)
+        runs = [greedy(llm, ids, one) for llm in ways for one in (False, True)]
+        tokens, margins = runs[0]
+        if all(other == tokens for other, _ in runs):
+            cases.append({"prompt": prompt, "ids": ids, "tokens": tokens, "margins": margins})
+        print(f"{len(cases)} of {tried}: {prompt!r}")
+    made = {"llama_cpp_python": llama_cpp.__version__, "tried": tried, "cases": cases}
+    path = Path(__file__).with_name("gemma3_greedy.json")
+    path.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Independent formulas for every op: plain loops in float64, written from the papers and formats.
+
+They share no code with the bodies that they check; each takes the body's operands and attributes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import gguf
+import numpy as np
+
+from graphllm.quant import Blocks
+
+F32 = np.float32
+
+
+def values(w: Any) -> np.ndarray:
+    """What a weight or an activation stands for, float64; block formats by the gguf package."""
+    if not isinstance(w, Blocks):
+        return w.astype(np.float64)
+    if w.dtype.name.startswith("a8_"):
+        return a8_values(w)
+    if not len(w):
+        return np.zeros(w.shape)
+    kind = gguf.GGMLQuantizationType[w.dtype.name.upper()]
+    return gguf.quants.dequantize(np.ascontiguousarray(w.raw), kind).astype(np.float64)
+
+
+def a8_values(x: Blocks) -> np.ndarray:
+    """float32(d * q), read from the bytes one row at a time: K int8, then K / block float32."""
+    result, block = np.zeros(x.shape), x.dtype.block
+    for t, row in enumerate(x.raw):
+        data = row.tobytes()
+        q = struct.unpack_from(f"<{x.elements}b", data)
+        d = struct.unpack_from(f"<{x.elements // block}f", data, x.elements)
+        result[t] = [float(F32(d[i // block]) * F32(v)) for i, v in enumerate(q)]
+    return result
+
+
+def each(formula):
+    """An oracle that applies a formula of one number."""
+
+    def oracle(x, **attrs):
+        flat = [formula(float(v), **attrs) for v in x.ravel()]
+        return np.array(flat, np.float64).reshape(x.shape)
+
+    return oracle
+
+
+def _silu(x):
+    return x / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _gelu(x, kind):
+    if kind == "erf":
+        return x * 0.5 * math.erfc(-x / math.sqrt(2))
+    inside = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return x / (1 + math.exp(-2 * inside)) if inside > -300 else 0.0  # (1 + tanh a) / 2
+
+
+def rms_norm(x, w, eps):
+    x = x.astype(np.float64)
+    result = np.empty_like(x)
+    for at in np.ndindex(x.shape[:-1]):
+        mean = math.fsum(v * v for v in x[at]) / x.shape[-1]
+        result[at] = [v * float(g) / math.sqrt(mean + eps) for v, g in zip(x[at], w, strict=True)]
+    return result
+
+
+def rope(x, pos, factors, base, dims, style, scale):
+    """Each pair as a complex number, turned by e^(i angle); the angle itself is float32's."""
+    dims = dims or x.shape[-1]
+    result = x.astype(np.float64)
+    for t, i in np.ndindex(x.shape[0], dims // 2):
+        frequency = F32(float(base) ** (-2 * i / dims)) * F32(scale)
+        if factors is not None:
+            frequency = frequency / factors[i]
+        angle = float(F32(pos[t]) * frequency)
+        a, b = (i, i + dims // 2) if style == "half" else (2 * i, 2 * i + 1)
+        for h in range(x.shape[1]):
+            z = complex(x[t, h, a], x[t, h, b]) * complex(math.cos(angle), math.sin(angle))
+            result[t, h, a], result[t, h, b] = z.real, z.imag
+    return result
+
+
+def attention(
+    q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
+    scale, block, causal=True, window=0, softcap=0.0,
+):  # fmt: skip
+    result = np.zeros((*q.shape[:2], v.shape[2]))
+    share = q.shape[1] // k.shape[1]
+    for s, length in enumerate(map(int, kv_len)):
+        count = int(q_start[s + 1] - q_start[s])
+        prefix = int(prefix_len[s]) if prefix_len is not None else 0
+        for i in range(count):
+            p = length - count + i
+            seen = [j for j in range(length) if _sees(p, j, causal, window, prefix)]
+            rows = [int(table[s, j // block]) * block + j % block for j in seen]
+            for h in range(q.shape[1]):
+                logits = []
+                for j, row in zip(seen, rows, strict=True):
+                    query = q[q_start[s] + i, h].astype(np.float64)
+                    z = float(query @ k[row, h // share].astype(np.float64)) * scale
+                    z = softcap * math.tanh(z / softcap) if softcap else z
+                    logits.append(z + (float(slopes[h]) * (j - p) if slopes is not None else 0))
+                sink = float(sinks[h]) if sinks is not None else -math.inf
+                result[q_start[s] + i, h] = _mix(logits, sink, v[rows, h // share])
+    return result
+
+
+def _sees(p, j, causal, window, prefix):
+    future = j > p and not (j < prefix and p < prefix)
+    return not (causal and future) and not (window and p - j >= window)
+
+
+def _mix(logits, sink, rows):
+    if not logits:
+        return 0.0
+    top = max(*logits, sink)
+    weights = [math.exp(z - top) for z in logits]
+    total = math.fsum([*weights, math.exp(sink - top)])
+    return np.array(weights) @ rows.astype(np.float64) / total
+
+
+def kv_write(pool, x, slot):
+    for t, row in enumerate(slot):
+        if row >= 0:
+            for at in np.ndindex(x.shape[1:]):
+                pool[(row, *at)] = half(float(x[(t, *at)])) if pool.itemsize == 2 else x[(t, *at)]
+    return pool
+
+
+def half(x: float) -> float:
+    """The nearest float16, by Python's own struct."""
+    try:
+        return struct.unpack("<e", struct.pack("<e", x))[0]
+    except OverflowError:
+        return math.copysign(math.inf, x)
+
+
+def brain(x: float) -> float:
+    """The nearest bfloat16: the float32's upper half, rounded to even."""
+    with np.errstate(over="ignore"):
+        bits = int(F32(x).view(np.uint32))
+    bits += 0x7FFF + (bits >> 16 & 1) if math.isfinite(x) else 0
+    return float(np.uint32(bits & 0xFFFF0000).view(F32))
+
+
+def cast(x, dtype):
+    rounded = {"f16": half, "bf16": brain, "f32": float}[dtype]
+    return np.array([rounded(float(v)) for v in x.ravel()], np.float64).reshape(x.shape)
+
+
+def gather_rows(x, rows):
+    return np.array([x[int(r)].tolist() for r in rows], x.dtype).reshape(len(rows), *x.shape[1:])
+
+
+def embedding(ids, w):
+    every = values(w)
+    return np.array([every[int(i)] for i in ids]).reshape(len(ids), w.shape[1])
+
+
+def linear(x, w, bias):
+    result = np.einsum("tk,nk->tn", values(x), values(w))
+    return result if bias is None else result + bias
+
+
+def quantise_act(x, dtype):
+    """The bytes of each row, from the format's definition."""
+    block, per_sum, code = (32, 32, "i") if dtype == "a8_32" else (256, 16, "h")
+    rows = []
+    for row in x:
+        q, d = [], []
+        for start in range(0, len(row), block):
+            part = row[start : start + block]
+            amax = max((abs(v) for v in part), default=F32(0))
+            if not all(np.isfinite(v) for v in part):
+                d, q = [*d, F32(np.nan)], q + [0] * block
+            elif amax < 2.0**-100:
+                d, q = [*d, F32(0)], q + [0] * block
+            else:
+                inverse = F32(127) / amax
+                d.append(amax / F32(127))
+                q += [max(-127, min(127, round(float(v * inverse)))) for v in part]
+        sums = [sum(q[i : i + per_sum]) for i in range(0, len(q), per_sum)]
+        data = struct.pack(f"<{len(q)}b", *q) + struct.pack(f"<{len(d)}f", *d)
+        rows.append(data + struct.pack(f"<{len(sums)}{code}", *sums))
+    width = x.shape[1] + x.shape[1] // block * 4 + x.shape[1] // per_sum * struct.calcsize(code)
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(x), width)
+
+
+def argmax(x):
+    result = []
+    for row in x:
+        best = 0
+        for i, v in enumerate(map(float, row)):
+            if v > float(row[best]) or (math.isnan(row[best]) and not math.isnan(v)):
+                best = i
+        result.append(best)
+    return np.array(result, np.int32)
+
+
+def philox(counter, key):
+    """Random123's Philox4x32-10 on Python integers, as the paper's figure states it."""
+    (a, b, c, d), (k0, k1) = counter, key
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = p1 >> 32 ^ b ^ k0, p1 % 2**32, p0 >> 32 ^ d ^ k1, p0 % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return a, b, c, d
+
+
+def sample(logits, temperature, top_k, top_p, min_p, seed, count):
+    result = []
+    for n, row in enumerate(logits.astype(np.float64).tolist()):
+        left = sorted(range(len(row)), key=lambda i: (-row[i], i))
+        if temperature[n] <= 0:
+            result.append(left[0])
+            continue
+        if top_k[n] > 0:
+            left = left[: top_k[n]]
+        if top_p[n] < 1:
+            total, reached, kept = sum(math.exp(row[i] - row[left[0]]) for i in left), 0.0, []
+            for i in left:
+                kept.append(i)
+                reached += math.exp(row[i] - row[left[0]])
+                if reached >= float(top_p[n]) * total:
+                    break
+            left = kept
+        most = row[left[0]]
+        left = sorted(i for i in left if math.exp(row[i] - most) >= float(min_p[n]))
+        key = int(seed[n]) % 2**32, int(seed[n]) >> 32 & 0xFFFFFFFF
+        u = (philox((int(count[n]), 0, 0, 0), key)[0] >> 8) / 2**24
+        weight = [math.exp((row[i] - most) / float(temperature[n])) for i in left]
+        target, reached, chosen = u * sum(weight), 0.0, left[-1]
+        for i, w in zip(left, weight, strict=True):
+            reached += w
+            if reached > target:
+                chosen = i
+                break
+        result.append(chosen)
+    return np.array(result, np.int32)
+
+
+def advance(sampled, stop, ids, pos, kv_len, count, done, *groups, block):
+    for s in range(len(kv_len)):
+        p = int(kv_len[s])
+        ids[s], pos[s], kv_len[s], count[s] = sampled[s], p, p + 1, count[s] + 1
+        if any(sampled[s] == e for e in stop if e >= 0):
+            done[s] = 1
+        for g in range(0, len(groups), 2):
+            slot, table = groups[g], groups[g + 1]
+            inside = p // block < table.shape[1] and table[s, p // block] >= 0
+            slot[s] = table[s, p // block] * block + p % block if inside else -1
+    return ids
+
+
+def same(x, memory=None):
+    return np.array(x.tolist(), x.dtype).reshape(x.shape)
+
+
+ORACLES = {
+    "add": lambda a, b: a.astype(np.float64) + b,
+    "mul": lambda a, b: a.astype(np.float64) * b,
+    "scale": each(lambda x, factor: x * float(F32(factor))),
+    "silu": each(_silu),
+    "gelu": each(_gelu),
+    "softcap": each(lambda x, cap: cap * math.tanh(x / cap)),
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "attention": attention,
+    "kv_write": kv_write,
+    "cast": cast,
+    "contiguous": same,
+    "copy": same,
+    "gather_rows": gather_rows,
+    "embedding": embedding,
+    "linear": linear,
+    "quantise_act": quantise_act,
+    "argmax": argmax,
+    "sample": sample,
+    "advance": advance,
+}

@@ -1,0 +1,95 @@
+"""Meta and views: the same shapes, strides and bytes as NumPy's views of the same array."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphllm import ops
+from graphllm.errors import GraphError
+from graphllm.tensor import Meta, Tensor, Var, current_scope, feed, scope, weight
+
+T = Var("T", 1, 16)
+
+
+def as_numpy(node: Tensor, data: np.ndarray) -> np.ndarray:
+    """What ``node``, a view of a leaf, sees of ``data``."""
+    meta = node.meta.at({"T": data.shape[0]})
+    return np.ndarray(meta.shape, data.dtype, data.data, meta.offset, meta.strides)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_views_match_numpy(rows):
+    data = np.arange(rows * 24, dtype=np.float32).reshape(rows, 24)
+    x = feed("x", (T, 24), "f32")
+    cases = [
+        (x.heads(4), data.reshape(rows, 4, 6)),
+        (x.slice(1, 6, 18), data[:, 6:18]),
+        (x.slice(1, 6, 18).heads(3), data[:, 6:18].reshape(rows, 3, 4)),
+        (x.heads(4).permute(0, 2, 1), data.reshape(rows, 4, 6).transpose(0, 2, 1)),
+        (x.heads(4).slice(2, 0, 3), data.reshape(rows, 4, 6)[:, :, :3]),
+        (x.heads(4).flatten(), data),
+        (x.heads(4).slice(1, 1, 3).flatten(), data[:, 6:18]),
+        (x.reshape(T, 2, 3, 4).permute(0, 3, 1, 2).reshape(T, 4, 6),
+         data.reshape(rows, 2, 3, 4).transpose(0, 3, 1, 2).reshape(rows, 4, 6)),
+        (x.reshape(T, 1, 24).expand(T, 3, 24), np.broadcast_to(data[:, None], (rows, 3, 24))),
+    ]  # fmt: skip
+    for node, want in cases:
+        assert node.is_view and node.base is x
+        np.testing.assert_array_equal(as_numpy(node, data), want)
+
+
+def test_a_reshape_that_strides_cannot_express_inserts_a_copy():
+    x = feed("x", (T, 4, 6), "f32").permute(0, 2, 1)
+    node = x.reshape(T, 24)
+    assert node.is_view and node.base.op == ops.role("layout").name
+
+
+def test_contiguity():
+    x = feed("x", (T, 8), "f32")
+    assert x.meta.contiguous and x.meta.inner_contiguous
+    part = x.slice(1, 2, 6)
+    assert not part.meta.contiguous and part.meta.inner_contiguous
+    turned = x.heads(2).permute(0, 2, 1)
+    assert not turned.meta.inner_contiguous
+
+
+def test_block_formats_count_blocks():
+    w = weight("w", (6, 96), "q8_0")
+    assert w.meta.strides == (3 * 34, 34) and w.meta.nbytes == 6 * 3 * 34
+    part = w.slice(1, 32, 96)
+    assert part.meta.offset == 34 and part.meta.strides == w.meta.strides
+    with pytest.raises(GraphError, match="cuts a q8_0 block"):
+        w.slice(1, 16, 96)
+    with pytest.raises(GraphError, match="whole q4_k blocks"):
+        Meta.of((2, 100), "q4_k")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: x.reshape(T, 5),
+        lambda x: x.heads(5),
+        lambda x: x.slice(1, 4, 30),
+        lambda x: x.slice(0, 0, 1),
+        lambda x: x.permute(1, 0),
+        lambda x: x.expand(T, 7),
+        lambda x: Meta.of((3, T), "f32"),
+        lambda x: Meta.of((3,), "f33"),
+    ],
+)
+def test_impossible_views_are_errors(build):
+    with pytest.raises(GraphError):
+        build(feed("x", (T, 24), "f32"))
+
+
+def test_scopes_and_origin():
+    with scope("model"), scope("layers.3"):
+        assert current_scope() == "model.layers.3"
+        x = feed("x", (T, 24), "f32")
+    assert x.scope == "model.layers.3"
+    assert x.origin.startswith(__file__)
+    with pytest.raises(GraphError, match="scale needs the attribute factor"):
+        ops.scale(x)
+    with pytest.raises(GraphError, match=r"layers\.0: rms_norm\("), scope("layers.0"):
+        ops.rms_norm(x, weight("w", (5,), "f32"), eps=1e-6)
