@@ -138,7 +138,7 @@ class LLM:
         greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0)
         for _ in self.complete(prompt, greedy, Completion([])):
             pass
-        self.engine.reuse([])
+        self.engine.forget()
         rows: tuple[list[Row], list[Row]] = ([], [])
         done = Completion([])
         sampling = replace(greedy, max_tokens=decode + 1)  # the prefill gives the first

@@ -94,6 +94,10 @@ class Engine:
         del self._cached[common:]
         return common
 
+    def forget(self) -> None:
+        """Begin anew: the next prompt is computed from its first token."""
+        self._cached.clear()
+
     def generate(
         self,
         tokens: Sequence[int],
@@ -154,17 +158,27 @@ class Engine:
             raise RequestError(
                 f"{len(tokens)} tokens do not fit a context of {self.limits.context}"
             )
-        self._cached.clear()
-        most = max(1, min(self.limits.tokens, LOGITS_BYTES // (4 * self._vocab)))
-        size = self.limits.tokens if last else most
+        self.forget()
+        size = self.limits.tokens if last else self._logits_rows
         for at in range(0, len(tokens), size):
-            chunk = tokens[at : at + size]
-            rows = np.arange(len(chunk)) if not last else np.array([len(chunk) - 1])
-            plan = self._plan(["logits", *self._pools], size, 1 if last else most)
-            out = self.executor.run(plan, self._feeds(chunk, rows), fetch=("logits",))
-            self._cached += chunk
+            logits = self.step_logits(tokens[at : at + size], last)
             if not last or at + size >= len(tokens):
-                yield out["logits"]
+                yield logits
+
+    @property
+    def _logits_rows(self) -> int:
+        """How many rows of logits one step may produce."""
+        return max(1, min(self.limits.tokens, LOGITS_BYTES // (4 * self._vocab)))
+
+    def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
+        """Append ``tokens`` to the cache in one step: their logits, or the last one's, as rows."""
+        rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
+        most = (self.limits.tokens, 1) if last else (self._logits_rows, self._logits_rows)
+        plan = self._plan(["logits", *self._pools], *most)
+        env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
+        out = self.executor.run(plan, self._feeds(tokens, rows), env, fetch=("logits",))
+        self._cached += tokens
+        return out["logits"]
 
 
 def _kv_sum(start: int, count: int) -> int:
