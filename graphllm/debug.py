@@ -1,4 +1,4 @@
-"""The GRAPHLLM_DEBUG ladder: 1 backends and memory, 2 a line per op, 3 graphs, 4 kernel source."""
+"""The GRAPHLLM_DEBUG ladder: 1 backends, plans and kernels, 3 graphs, 4 kernel source."""
 
 from __future__ import annotations
 

@@ -190,6 +190,8 @@ def load(
     start = time.perf_counter()
     if linear not in ("auto", "integer", "float"):
         raise RequestError(f"linear = {linear!r} must be auto, integer or float")
+    if kv_type not in (None, "f32", "f16"):
+        raise RequestError(f"kv_type = {kv_type!r} must be f32 or f16")
     if context < 1:
         raise RequestError(f"context = {context} must be at least 1")
     if threads < 0:

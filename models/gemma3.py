@@ -29,10 +29,13 @@ def config(keys: Keys) -> DecoderConfig:
         layer if i % period == period - 1 else Layer(local, window)
         for i, layer in enumerate(c.layers)
     )
+    # The 27B's queries are scaled by dim / heads, not by the width of a head (llama.cpp tells it by
+    # its layers, too: GGUF has no key for it).
+    scale = (c.dim / c.attention.heads) ** -0.5 if len(layers) == 62 else 0.0
     return replace(
         c,
         layers=layers,
-        attention=replace(c.attention, qk_norm=True),
+        attention=replace(c.attention, qk_norm=True, scale=scale),
         mlp=replace(c.mlp, act="gelu"),
         norm=Norm(c.norm.eps, sandwich=True),
         embed_scale=c.dim**0.5,

@@ -1,0 +1,5 @@
+"""``python -m graphllm``: the command line."""
+
+from .cli import main
+
+main()

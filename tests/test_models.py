@@ -1,0 +1,67 @@
+"""Model families on small random weights: against transformers, and strict about their files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+
+import graphllm
+from graphllm.errors import ConfigError, ModelFileError
+
+IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def llama(request, tmp_path_factory):
+    """(path, weights, tied) of a small llama."""
+    weights = tiny.llama_weights(tied=request.param)
+    path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
+    return tiny.write_llama(path, weights), weights, request.param
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_llama_agrees_with_transformers(llama, device):
+    import torch
+
+    path, weights, tied = llama
+    with torch.no_grad():
+        want = tiny.hf_llama(weights, tied)(torch.tensor([IDS])).logits[0].numpy()
+    have = graphllm.load(path, device=device, kv_type="f32").logits(IDS)
+    np.testing.assert_allclose(have, want, atol=2e-4)
+
+
+def test_cpu_runs_all_of_a_llama(llama):
+    model = graphllm.load(llama[0], strict=True)
+    assert list(model.placement()) == ["cpu"]
+    done = model.generate("hello", max_tokens=5, temperature=0, ignore_eos=True)
+    assert len(done.ids) == 5
+
+
+def test_a_missing_an_extra_and_a_misshapen_tensor_are_named(tmp_path):
+    weights = tiny.llama_weights()
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = {k: v for k, v in weights.items() if k != name}
+    with pytest.raises(ModelFileError, match=f"missing tensor '{name}'"):
+        graphllm.load(tiny.write_llama(tmp_path / "missing.gguf", missing))
+    misshapen = {**weights, name: weights[name][:-1]}
+    with pytest.raises(ModelFileError, match=rf"'{name}' is \(51, 60\), the model wants \(52, 60\)"):
+        graphllm.load(tiny.write_llama(tmp_path / "shape.gguf", misshapen))
+    extra = {**weights, "model.layers.7.input_layernorm.weight": weights["model.norm.weight"]}
+    with pytest.raises(ModelFileError, match=r"unexpected tensor 'model\.layers\.7\.input"):
+        graphllm.load(tiny.write_llama(tmp_path / "extra.gguf", extra))
+
+
+def test_an_unknown_key_is_an_error(tmp_path):
+    path = tiny.write_llama(tmp_path / "key.gguf", tiny.llama_weights(), **{"new.thing": 2.0})
+    with pytest.raises(ConfigError, match=r"does not know the key 'llama\.new\.thing'"):
+        graphllm.load(path)
+
+
+def test_unknown_architecture_lists_the_known(tmp_path):
+    from gguf_files import write_tensors
+
+    write_tensors(tmp_path / "test.gguf")
+    with pytest.raises(ModelFileError, match="unknown architecture 'test'; known: gemma3, llama"):
+        graphllm.load(tmp_path / "test.gguf")

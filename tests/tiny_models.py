@@ -1,0 +1,115 @@
+"""Small random models as GGUF files, with odd sizes, and the same weights for transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf_files import finish
+
+VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_text())
+# dim, heads, kv heads, head width, hidden, layers: multiples of nothing in particular
+DIM, HEADS, KV, WIDTH, HIDDEN, LAYERS = 60, 6, 2, 10, 52, 3
+
+
+def llama_weights(seed: int = 0, tied: bool = False) -> dict[str, np.ndarray]:
+    """Float32 weights by Hugging Face name, with q and k rows in Hugging Face's order."""
+    rng = np.random.default_rng(seed)
+    count = len(VOCAB["pieces"])
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+
+    def near_one(width: int) -> np.ndarray:
+        return (1 + 0.2 * rng.standard_normal(width)).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": matrix(count, DIM), "model.norm.weight": near_one(DIM)}
+    if not tied:
+        weights["lm_head.weight"] = matrix(count, DIM)
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        weights |= {
+            at + "input_layernorm.weight": near_one(DIM),
+            at + "post_attention_layernorm.weight": near_one(DIM),
+            at + "self_attn.q_proj.weight": matrix(HEADS * WIDTH, DIM),
+            at + "self_attn.k_proj.weight": matrix(KV * WIDTH, DIM),
+            at + "self_attn.v_proj.weight": matrix(KV * WIDTH, DIM),
+            at + "self_attn.o_proj.weight": matrix(DIM, HEADS * WIDTH),
+            at + "mlp.gate_proj.weight": matrix(HIDDEN, DIM),
+            at + "mlp.up_proj.weight": matrix(HIDDEN, DIM),
+            at + "mlp.down_proj.weight": matrix(DIM, HIDDEN),
+        }
+    return weights
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _interleaved(w: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from halves to pairs, as GGUF stores llama's q and k."""
+    half = w.reshape(heads, 2, -1, w.shape[1])
+    return np.ascontiguousarray(half.swapaxes(1, 2)).reshape(w.shape)
+
+
+def write_llama(path: Path, weights: dict[str, np.ndarray], **extra: float) -> Path:
+    """The weights as a GGUF file of the llama architecture, F32; ``extra`` keys are added to it."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(DIM)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV)
+    writer.add_rope_dimension_count(WIDTH)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in extra.items():
+        writer.add_float32(f"llama.{key}", value)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.encode() for piece in VOCAB["pieces"]])
+    writer.add_token_scores(VOCAB["scores"])
+    writer.add_token_types(VOCAB["types"])
+    for name, value in weights.items():
+        writer.add_tensor(stored_name(name), _stored(name, value))
+    return finish(writer, path)
+
+
+def stored_name(name: str) -> str:
+    """What GGUF calls a weight."""
+    path, kind = name.rsplit(".", 1)
+    parts = path.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.{kind}"
+    return f"{NAMES[path]}.{kind}"
+
+
+def _stored(name: str, value: np.ndarray) -> np.ndarray:
+    if name.endswith("q_proj.weight"):
+        return _interleaved(value, HEADS)
+    return _interleaved(value, KV) if name.endswith("k_proj.weight") else value
+
+
+def hf_llama(weights: dict[str, np.ndarray], tied: bool = False):
+    """transformers' Llama with the same weights, float32, eager attention."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(VOCAB["pieces"]), hidden_size=DIM, intermediate_size=HIDDEN,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV,
+        head_dim=WIDTH, rms_norm_eps=1e-5, max_position_embeddings=128, tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    state = {name: torch.from_numpy(value) for name, value in weights.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if tied else set())
+    model.tie_weights()
+    return model
