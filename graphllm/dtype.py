@@ -76,9 +76,9 @@ IQ4_XS = _blocks("iq4_xs", 256, 136)
 MXFP4 = _blocks("mxfp4", 32, 17)
 
 # Quantised activations. Not a file format: an int8 value q with x ~= d * q, one f32 scale d a
-# block, and sums of q for formats with an offset. A row of K elements is laid out in planes, so that a
-# kernel streams each plane: K int8 values, then K/block f32 scales, then the sums (a8_32: one int32
-# per 32; a8_256: one int16 per 16).
+# block, and sums of q for formats with an offset. A row of K elements is laid out in planes, so
+# that a kernel streams each plane: K int8 values, then K/block f32 scales, then the sums (a8_32:
+# one int32 per 32; a8_256: one int16 per 16).
 A8_32 = _blocks("a8_32", 32, 32 + 4 + 4)
 A8_256 = _blocks("a8_256", 256, 256 + 4 + 32)
 

@@ -262,8 +262,8 @@ class Executor:
         """Run ``plan`` on ``feeds`` (leaf name -> array) and return copies of its outputs.
 
         ``fetch``: the outputs to copy, all by default (a written KV pool is better left where it
-        is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``, a
-        `Row` for every step is appended to it. GraphError names a feed that does not fit.
+        is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``,
+        a `Row` for every step is appended to it. GraphError names a feed that does not fit.
         """
         self.bind(plan)
         program = self._programs[id(plan)]

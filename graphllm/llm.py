@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,17 +37,34 @@ def model_path(model: str | Path) -> Path:
     return path
 
 
-def decoder_for(file: GGUF) -> Decoder:
-    """The family's decoder over the file's weights. ModelFileError for an unknown architecture."""
+def _family(file: GGUF, model_def: str | Path | None) -> ModuleType:
+    """The model file for this architecture: the user's own, or one of `graphllm.models`."""
     from . import models
-    from .weights.gguf_model import GGUFWeights, Keys
 
+    if model_def is not None:
+        spec = importlib.util.spec_from_file_location(Path(model_def).stem, model_def)
+        if spec is None or spec.loader is None or not Path(model_def).is_file():
+            raise ModelFileError(f"{model_def}: is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        missing = [n for n in ("GGUF", "RULES", "Model", "config") if not hasattr(module, n)]
+        if missing:
+            raise ModelFileError(f"{model_def}: a model file needs {', '.join(missing)}")
+        return module
     family = models.for_gguf(file.architecture)
     if family is None:
         known = ", ".join(sorted(a for m in models.families() for a in m.GGUF))
         raise ModelFileError(
             f"{file.path}: unknown architecture {file.architecture!r}; known: {known}"
         )
+    return family
+
+
+def decoder_for(file: GGUF, model_def: str | Path | None = None) -> Decoder:
+    """The family's decoder over the file's weights. ModelFileError for an unknown architecture."""
+    from .weights.gguf_model import GGUFWeights, Keys
+
+    family = _family(file, model_def)
     keys = Keys(file)
     config = family.config(keys)
     keys.finish()
@@ -55,9 +74,14 @@ def decoder_for(file: GGUF) -> Decoder:
 class LLM:
     """A model with its tokenizer, ready to run. Made by `load`; one request at a time."""
 
-    def __init__(self, file: GGUF, executor_options: Mapping[str, Any], limits: Limits) -> None:
-        self.file = file
-        self.decoder = decoder_for(file)
+    def __init__(
+        self,
+        file: GGUF,
+        decoder: Decoder,
+        executor_options: Mapping[str, Any],
+        limits: Limits,
+    ) -> None:
+        self.file, self.decoder = file, decoder
         context = min(limits.context, self.decoder.cfg.context)
         self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
         self.tokenizer = tokenizers.from_gguf(file)
@@ -170,6 +194,7 @@ class LLM:
 def load(
     model: str | Path,
     *,
+    model_def: str | Path | None = None,
     device: str = "auto",
     context: int = DEFAULT_CONTEXT,
     kv_type: str | None = None,
@@ -181,10 +206,11 @@ def load(
 ) -> LLM:
     """Load a model: a GGUF file, or ``demo``.
 
-    ``device``: ``auto`` (the first backend that can run each op) or one backend's name, with the
-    reference behind it. ``context``: tokens of prompt and answer, at most the model's own.
-    ``linear``: ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins
-    sites by scope pattern: ``{"model.layers.3.*": "reference"}``. ModelFileError, ConfigError and
+    ``model_def``: a model file of your own instead of one of `graphllm.models`. ``device``:
+    ``auto`` (the first backend that can run each op) or one backend's name, with the reference
+    behind it. ``context``: tokens of prompt and answer, at most the model's own. ``linear``:
+    ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins sites by
+    scope pattern: ``{"model.layers.3.*": "reference"}``. ModelFileError, ConfigError and
     PlacementError say in a line what is wrong.
     """
     start = time.perf_counter()
@@ -209,7 +235,7 @@ def load(
         "strict": strict,
         "progress": progress,
     }
-    llm = LLM(file, executor, limits)
+    llm = LLM(file, decoder_for(file, model_def), executor, limits)
     llm.engine.prepare()
     llm.load_s = time.perf_counter() - start
     return llm

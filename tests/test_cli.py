@@ -120,7 +120,8 @@ def test_a_closed_pipe_is_a_quiet_stop(model):
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_ctrl_c_stops_at_once_with_one_line(when, tmp_path):
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text("The quick brown fox jumps over the lazy dog. " * (380 if when == "prefill" else 1))
+    times = 380 if when == "prefill" else 1
+    prompt.write_text("The quick brown fox jumps over the lazy dog. " * times)
     process = subprocess.Popen(
         [*COMMAND, "run", "demo", "-f", str(prompt), "-n", "4000", "--ignore-eos"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "GRAPHLLM_DEBUG": ""},

@@ -46,7 +46,8 @@ def test_a_missing_an_extra_and_a_misshapen_tensor_are_named(tmp_path):
     with pytest.raises(ModelFileError, match=f"missing tensor '{name}'"):
         graphllm.load(tiny.write_llama(tmp_path / "missing.gguf", missing))
     misshapen = {**weights, name: weights[name][:-1]}
-    with pytest.raises(ModelFileError, match=rf"'{name}' is \(51, 60\), the model wants \(52, 60\)"):
+    message = rf"'{name}' is \(51, 60\), the model wants \(52, 60\)"
+    with pytest.raises(ModelFileError, match=message):
         graphllm.load(tiny.write_llama(tmp_path / "shape.gguf", misshapen))
     extra = {**weights, "model.layers.7.input_layernorm.weight": weights["model.norm.weight"]}
     with pytest.raises(ModelFileError, match=r"unexpected tensor 'model\.layers\.7\.input"):
@@ -65,3 +66,24 @@ def test_unknown_architecture_lists_the_known(tmp_path):
     write_tensors(tmp_path / "test.gguf")
     with pytest.raises(ModelFileError, match="unknown architecture 'test'; known: gemma3, llama"):
         graphllm.load(tmp_path / "test.gguf")
+
+
+OWN = '''
+from graphllm import ops
+from graphllm.models.llama import GGUF, RULES, Decoder, config
+
+class Model(Decoder):
+    """A llama whose logits are capped."""
+    def head(self, x):
+        return ops.softcap(super().head(x), cap=0.5)
+'''
+
+
+def test_a_model_file_of_ones_own(tmp_path, llama):
+    own = tmp_path / "capped.py"
+    own.write_text(OWN)
+    capped = graphllm.load(llama[0], model_def=own, device="reference").logits(IDS)
+    plain = graphllm.load(llama[0], device="reference").logits(IDS)
+    np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), rtol=1e-5)
+    with pytest.raises(ModelFileError, match="is not a Python file"):
+        graphllm.load(llama[0], model_def=tmp_path / "none.py")
