@@ -281,31 +281,39 @@ def profile(
 # -------------------------------------------------------------------------------------------- main
 
 
+def _call() -> None:
+    """Parse the arguments and call the verb.
+
+    Not through the library's own ``main``, which has its own mind about Ctrl-C and closed pipes.
+    """
+    command = typer.main.get_command(app)
+    with command.make_context("graphllm", sys.argv[1:]) as context:
+        command.invoke(context)
+    sys.stdout.flush()
+
+
 def main() -> None:
     """The entry point: runs a verb and turns its failure into one line and an exit code."""
     try:
-        app(standalone_mode=False)
-        sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
-        print("\ninterrupted", file=sys.stderr)
+        _call()
+    except KeyboardInterrupt:
+        print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
         # The reader has gone: nothing more can be said, also not by the interpreter's last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except GraphllmError as error:
         if debug_level():
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # wrong usage
-            error.show()  # type: ignore[attr-defined]
+        if hasattr(error, "exit_code"):  # the library's: wrong usage, or --help has been shown
+            if hasattr(error, "show"):
+                error.show()
             sys.exit(error.exit_code)
         if debug_level():
             raise
-        print(
-            f"error: {type(error).__name__}: {error} (GRAPHLLM_DEBUG=1 shows where)",
-            file=sys.stderr,
-        )
+        what = f"{type(error).__name__}: {error}"
+        print(f"error: {what} (GRAPHLLM_DEBUG=1 shows where)", file=sys.stderr)
         sys.exit(1)

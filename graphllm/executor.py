@@ -122,6 +122,8 @@ class Executor:
                 self._placements[which] = self._place(outputs)
             guard = GUARD if self.poison else 0
             plan = self._plans[key] = compile_plan(self._placements[which], bounds, guard)
+            if self.strict:
+                self._check_strict(plan)
             debug(1, plan.explain())
             debug(3, graph.dump(plan.outputs))
         return self._plans[key]
@@ -134,13 +136,16 @@ class Executor:
                 known = self._leaves.setdefault(node.name, node)
                 if known.meta != node.meta:
                     raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
-            choice = placement.choices.get(id(node))
-            if self.strict and choice is not None and choice.misses:
-                raise PlacementError(
-                    f"{node.scope}: {node.op} would run on {choice.backend.name} "
-                    f"({choice.why}), and strict placement forbids it"
-                )
         return placement
+
+    def _check_strict(self, plan: Plan) -> None:
+        """PlacementError for the first step that is not on the first usable backend."""
+        for step in plan.steps:
+            if step.choice.misses:
+                raise PlacementError(
+                    f"{step.node.scope}: {step.node.op} would run on {step.backend.name} "
+                    f"({step.choice.why}), and strict placement forbids it"
+                )
 
     # ----------------------------------------------------------------------------------- buffers
 

@@ -1,9 +1,10 @@
 """Writes gemma3_greedy.json: llama.cpp's greedy tokens on the demo model (extra "peers").
 
 With quantised activations a tiny change of an activation flips the rounding of others, and the
-logits move by some tenths: llama.cpp itself often parts from itself between prompts read at once
-and token by token, or with flash attention on and off. A prompt is golden only where all of its own
-ways agree on every token, so that the tokens say something about the engine that is tested.
+logits move by some tenths: llama.cpp itself often parts from itself between prompts read at once,
+in pieces or token by token, with flash attention on or off, with the cache in f16 or f32. A prompt
+is golden only where all of its own ways agree on every token, so that the tokens say something
+about the engine that is tested.
 
 Run by hand when the candidates change: ``python tests/golden/make_greedy.py``.
 """
@@ -51,15 +52,31 @@ CANDIDATES = [
     "100 99 98 97 96",
     "ha ha ha ha ha ha",
     "Mercury, Venus, Earth, Mars,",
+    "a1 b2 c3 d4 e5",
+    "Spring, summer, autumn,",
+    "hello hello hello hello",
+    "3, 6, 9, 12, 15,",
+    "\\begin{itemize}\n\\item One\n\\item Two\n\\item",
+    "public static void main(String[] args) {\n",
+    "Paris is the capital of France. Berlin is the capital of Germany. Madrid is the capital of",
+    "x = 1\ny = 2\nz = 3\n",
+    "5 4 3 2 1\n5 4 3 2 1\n5 4 3 2",
+    "red, green, blue, red, green, blue, red,",
+    "She sells seashells by the seashore. She sells seashells by",
+    "Do, re, mi, fa, sol, la, ti, do, re, mi,",
+    "0.1, 0.2, 0.3, 0.4,",
+    "- [ ] task 1\n- [ ] task 2\n- [ ] task 3\n",
+    "Knock, knock. Who's there?",
+    "git add .\ngit commit -m",
 ]
 PROMPTS, TOKENS = 10, 32
 
 
-def greedy(llm: llama_cpp.Llama, ids: list[int], one_by_one: bool) -> tuple[list[int], list[float]]:
-    """The most likely tokens after ``ids``, and by how much each beats the second."""
+def greedy(llm: llama_cpp.Llama, ids: list[int], size: int) -> tuple[list[int], list[float]]:
+    """The most likely tokens after ``ids``, read ``size`` at a time, and each one's lead."""
     llm.reset()
-    for piece in [[i] for i in ids] if one_by_one else [ids]:
-        llm.eval(piece)
+    for at in range(0, len(ids), size):
+        llm.eval(ids[at : at + size])
     tokens, margins = [], []
     for _ in range(TOKENS):
         logits = np.array(llm.scores[llm.n_tokens - 1], np.float32)
@@ -73,9 +90,17 @@ def greedy(llm: llama_cpp.Llama, ids: list[int], one_by_one: bool) -> tuple[list
 def main() -> None:
     ways = [
         llama_cpp.Llama(
-            str(demo_path()), n_ctx=256, n_threads=2, logits_all=True, verbose=False, flash_attn=fa
-        )
+            str(demo_path()),
+            n_ctx=256,
+            n_threads=2,
+            logits_all=True,
+            verbose=False,
+            flash_attn=fa,
+            type_k=kind,
+            type_v=kind,
+        )  # fmt: skip
         for fa in (False, True)
+        for kind in (llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F32)
     ]
     cases: list[dict] = []
     tried = 0
@@ -84,7 +109,7 @@ def main() -> None:
             break
         tried += 1
         ids = ways[0].tokenize(prompt.encode(), add_bos=True, special=False)
-        runs = [greedy(llm, ids, one) for llm in ways for one in (False, True)]
+        runs = [greedy(llm, ids, size) for llm in ways for size in (256, 3, 1)]
         tokens, margins = runs[0]
         if all(other == tokens for other, _ in runs):
             cases.append({"prompt": prompt, "ids": ids, "tokens": tokens, "margins": margins})

@@ -1,0 +1,215 @@
+"""The CPU as a device: host memory, kernels bound to operands, programs for the thread team."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...ops import get
+from ...tensor import Dim, Meta, Var
+from .. import Bound, Header, Operand, Options
+from .isa import threads_for
+from .jit import Kernel
+from .team import Team, team
+
+_ALIGN = 64
+_HUGE = 4 << 20  # from here on, ask for huge pages
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and the 64-bit words of its argument block."""
+
+    kernel: Kernel
+    words: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
+
+    address: int
+    meta: Meta
+    operand: Operand
+
+    def array(self) -> np.ndarray:
+        """The values now, for an operand whose shape has no Var (a small weight, say)."""
+        return _array(self.operand)
+
+    @property
+    def dtype(self) -> DType:
+        return self.meta.dtype
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row (index of axis 0) to the next."""
+        return self.meta.strides[0] if self.meta.ndim else 0
+
+
+class Site:
+    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+
+    A builder returns a `Launch`, or several that run one after the other.
+    """
+
+    def __init__(self, bound: Bound, header: Header, threads: int) -> None:
+        op = get(bound.node.op)
+        count = len(op.params)
+        spots = [None if o is None else _spot(o) for o in bound.inputs]
+        spots += [None] * (count - len(spots))
+        self._operands = dict(zip(op.params, spots))
+        self._header = header
+        self.rest = [s for s in spots[count:] if s is not None]  # of a variadic op
+        self.out = _spot(bound.out)
+        self.attrs = bound.attrs
+        self.node = bound.node
+        self.threads = threads
+        self.scratch = _spot(bound.scratch).address if bound.scratch is not None else 0
+        self.kept: list[np.ndarray] = []
+
+    def op(self, name: str) -> Spot | None:
+        """The operand called ``name``, None where it was left out."""
+        return self._operands[name]
+
+    def need(self, name: str) -> Spot:
+        """The operand called ``name``, which cannot have been left out."""
+        spot = self._operands[name]
+        assert spot is not None, name
+        return spot
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_operands"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def live(self, dim: Dim) -> int:
+        """The address of an int64 that holds the dimension's value in each run."""
+        if isinstance(dim, Var):
+            return int(self._header.values.ctypes.data) + 8 * self._header.slot(dim)
+        return self.keep(np.array([dim], np.int64))
+
+    def keep(self, table: np.ndarray) -> int:
+        """The address of an array that lives as long as the plan."""
+        self.kept.append(table)
+        return int(table.ctypes.data)
+
+
+def _spot(operand: Operand) -> Spot:
+    return Spot(int(operand.buffer.ctypes.data) + operand.meta.offset, operand.meta, operand)
+
+
+class Program:
+    """Steps ready for the team: entries and argument blocks that stay where they are."""
+
+    def __init__(
+        self,
+        crew: Team,
+        launches: Sequence[Sequence[Launch]],
+        steps: Sequence[Bound],
+        keep: object,
+    ) -> None:
+        self._team = crew
+        # Argument blocks hold nothing but addresses: of kernels, tables and the steps' buffers.
+        self._keep = (keep, list(steps), _kernels(launches))
+        self._blocks: list[np.ndarray] = []
+        entries: list[tuple[int, int, int]] = []
+        for index, parts in enumerate(launches, 1):
+            for launch in parts:
+                block = np.array([crew.control, *launch.words], np.int64)
+                self._blocks.append(block)
+                entries.append((launch.kernel.address, int(block.ctypes.data) + 8, -1))
+            address, words = entries.pop()[:2] if parts else (0, 0)
+            entries.append((address, words, index))
+        self._entries = np.array(entries, np.int64).reshape(-1, 3)
+        self._size = len(steps)
+
+    def run(self, times: np.ndarray | None) -> None:
+        """Run all steps; ``times``: see `graphllm.backends.Segment`."""
+        stamps = 0
+        if times is not None:
+            assert times.dtype == np.int64 and times.size > self._size and times.flags.c_contiguous
+            stamps = int(times.ctypes.data)
+        self._team.run(int(self._entries.ctypes.data), len(self._entries), stamps)
+
+
+def _kernels(launches: Sequence[Sequence[Launch]]) -> list[Kernel]:
+    return [launch.kernel for parts in launches for launch in parts]
+
+
+class CpuDevice:
+    """Host memory and a team of threads. ``progress``, if set, is told of kernels to compile."""
+
+    memory = "host"
+
+    def __init__(self, options: Options) -> None:
+        self.threads = threads_for(options)
+        self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
+
+    def alloc(self, nbytes: int) -> np.ndarray:
+        """A zeroed uint8 array, aligned to 64 bytes; a large one in huge pages if possible."""
+        if nbytes >= _HUGE:
+            area = mmap.mmap(-1, nbytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without huge pages
+                    area.madvise(mmap.MADV_HUGEPAGE)
+            return np.frombuffer(area, np.uint8)
+        room = np.zeros(nbytes + _ALIGN, np.uint8)
+        skip = -int(room.ctypes.data) % _ALIGN
+        return room[skip : skip + nbytes]
+
+    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
+        view = _array(operand)
+        view[...] = data.reshape(view.shape)
+
+    def copy_out(self, operand: Operand) -> np.ndarray:
+        return _array(operand).copy()
+
+    def prepare(
+        self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
+    ) -> np.ndarray:
+        """The stored bytes where they lie (mapped, if they are), or as ``pack`` rearranges them."""
+        if pack is None:
+            return raw
+        packed = pack(raw, meta).reshape(-1).view(np.uint8)
+        if packed.ctypes.data % _ALIGN == 0:
+            return packed
+        aligned = self.alloc(packed.nbytes)
+        aligned[:] = packed
+        return aligned
+
+    def build(self, steps: Sequence[Bound], header: Header) -> Program:
+        """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
+        crew = team(self.threads)
+        sites = [Site(step, header, self.threads) for step in steps]
+        launches = []
+        for step, site in zip(steps, sites):
+            made = step.kernel.build(site)
+            launches.append([made] if isinstance(made, Launch) else list(made))
+        pending = {k: None for k in _kernels(launches) if not k.compiled}
+        total = len(pending)
+        for done, each in enumerate(pending):
+            self.progress("loading kernels" if each.cached else "compiling kernels", done, total)
+            _ = each.address
+        if total:
+            self.progress("compiling kernels", total, total)
+        return Program(crew, launches, steps, (sites, header))
+
+
+def _array(operand: Operand) -> np.ndarray:
+    """The operand, whose shape has no Var, as an array; a block format as uint8 rows."""
+    meta = operand.meta
+    shape: tuple[Any, ...] = meta.shape
+    strides, kind = meta.strides, meta.dtype.numpy
+    if kind is None:
+        shape = (*shape[:-1], meta.dtype.row_nbytes(shape[-1]))
+        strides, kind = (*strides[:-1], 1), np.dtype(np.uint8)
+    if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
+        return np.empty(shape, kind)
+    return np.ndarray(shape, kind, operand.buffer.data, meta.offset, strides)

@@ -1,0 +1,155 @@
+"""Rows of a weight table, dequantised where they lie (in the mapped file).
+
+Arithmetic rounds exactly as `graphllm.quant` writes it, hence `exact_helper`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, int32
+
+from . import BACKEND
+from .device import Launch, Site
+from .elementwise import share
+from .jit import (
+    Kernel,
+    args,
+    bf16_to_f32,
+    exact_helper,
+    f16_to_f32,
+    f32s,
+    i8s,
+    i32s,
+    kernel,
+    load_i64,
+    set_status,
+    u8s,
+    u16s,
+)  # fmt: skip
+from .team import STATUS_ID
+
+_PIECE = 256  # elements, a whole number of blocks of every format
+
+
+@exact_helper
+def _half(address):
+    return f16_to_f32(u16s(address)[0])
+
+
+@exact_helper
+def _f32(at, y, n):
+    for i in range(n):
+        f32s(y)[i] = f32s(at)[i]
+
+
+@exact_helper
+def _f16(at, y, n):
+    for i in range(n):
+        f32s(y)[i] = f16_to_f32(u16s(at)[i])
+
+
+@exact_helper
+def _bf16(at, y, n):
+    for i in range(n):
+        f32s(y)[i] = bf16_to_f32(u16s(at)[i])
+
+
+@exact_helper
+def _q8_0(at, y, n):
+    for b in range(n // 32):
+        d, q, out = _half(at + 34 * b), i8s(at + 34 * b + 2), f32s(y + 128 * b)
+        for i in range(32):
+            out[i] = d * float32(q[i])
+
+
+@exact_helper
+def _q4_0(at, y, n):
+    for b in range(n // 32):
+        d, q, out = _half(at + 18 * b), u8s(at + 18 * b + 2), f32s(y + 128 * b)
+        for i in range(16):
+            out[i] = d * float32(int32(q[i] & 15) - int32(8))
+            out[i + 16] = d * float32(int32(q[i] >> 4) - int32(8))
+
+
+@exact_helper
+def _q5_0(at, y, n):
+    for b in range(n // 32):
+        block, out = at + 22 * b, f32s(y + 128 * b)
+        d, q = _half(block), u8s(block + 6)
+        high = int32(u16s(block + 2)[0]) | (int32(u16s(block + 4)[0]) << int32(16))
+        for i in range(16):
+            low = int32(q[i] & 15) | (((high >> int32(i)) & int32(1)) << int32(4))
+            top = int32(q[i] >> 4) | (((high >> int32(i + 16)) & int32(1)) << int32(4))
+            out[i] = d * float32(low - int32(16))
+            out[i + 16] = d * float32(top - int32(16))
+
+
+@exact_helper
+def _q4_k(at, y, n):
+    d, dmin, s, q, out = _half(at), _half(at + 2), u8s(at + 4), u8s(at + 16), f32s(y)
+    for j in range(8):
+        if j < 4:
+            scale, least = s[j] & 63, s[j + 4] & 63
+        else:
+            scale = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4)
+            least = (s[j + 4] >> 4) | (s[j] >> 6 << 4)
+        a, m = d * float32(scale), dmin * float32(least)
+        shift = 4 * (j % 2)
+        for i in range(32):
+            out[32 * j + i] = a * float32((q[32 * (j // 2) + i] >> shift) & 15) - m
+
+
+@exact_helper
+def _q6_k(at, y, n):
+    low, top, scale, out = u8s(at), u8s(at + 128), i8s(at + 192), f32s(y)
+    d = _half(at + 208)
+    for run in range(8):  # four runs of 32 in each half
+        half, r = run // 4, run % 4
+        for i in range(32):
+            nibble = (low[64 * half + 32 * (r % 2) + i] >> (4 * (r // 2))) & 15
+            bits = (top[32 * half + i] >> (2 * r)) & 3
+            value = int32(nibble | (bits << 4)) - int32(32)
+            a = d * float32(scale[2 * run + i // 16])
+            out[32 * run + i] = a * float32(value)
+
+
+def _table(name: str, decode: Any, block: int, size: int) -> Kernel:
+    """A kernel for one format; ``size`` bytes a block."""
+
+    @kernel(key=(name,))
+    def rows(p, thread, threads):
+        ids, count_at, w, stride, total, y, width = args(p, 7)
+        index = i32s(ids)
+        pieces = (width + _PIECE - 1) // _PIECE
+        first, last = share(load_i64(count_at) * pieces, thread, threads)
+        for item in range(first, last):
+            line, column = item // pieces, item % pieces * _PIECE
+            row = index[line]
+            if row < 0 or row >= total:
+                set_status(p, STATUS_ID)
+                continue
+            source = w + row * stride + column // block * size
+            decode(source, y + (line * width + column) * 4, min(_PIECE, width - column))
+
+    return rows
+
+
+_FORMATS = {
+    "f32": _table("f32", _f32, 1, 4),
+    "f16": _table("f16", _f16, 1, 2),
+    "bf16": _table("bf16", _bf16, 1, 2),
+    "q8_0": _table("q8_0", _q8_0, 32, 34),
+    "q4_0": _table("q4_0", _q4_0, 32, 18),
+    "q5_0": _table("q5_0", _q5_0, 32, 22),
+    "q4_k": _table("q4_k", _q4_k, 256, 144),
+    "q6_k": _table("q6_k", _q6_k, 256, 210),
+}
+
+
+@BACKEND.kernel("embedding", dtypes={"w": tuple(_FORMATS)}, layout={"w": "rows"})
+def embedding(site: Site) -> Launch:
+    ids, w = site.ids, site.w
+    total, width = w.meta.shape
+    words = [ids.address, site.live(ids.meta.rows), w.address, w.row_stride, total]
+    return Launch(_FORMATS[w.dtype.name], [*words, site.out.address, width])

@@ -1,0 +1,295 @@
+"""Kernels compiled by Numba, and the few things they are written with.
+
+    @kernel
+    def double(p, thread, threads):
+        x, y, n_at = args(p, 3)              # the argument block: 64-bit integers
+        a, b, n = f32s(x), f32s(y), load_i64(n_at)
+        c = next_chunk(p)                    # tickets 0, 1, 2, ... shared out among the team
+        while c * 1024 < n:
+            for i in range(c * 1024, min(n, c * 1024 + 1024)):
+                b[i] = a[i] * float32(2)
+            c = next_chunk(p)
+
+Every thread of the team calls the kernel; they meet when all have returned, which also resets the
+tickets. A kernel never raises and never allocates. It is compiled, or loaded from the disk cache,
+when its address is first asked for. Word -1 of an argument block is the address of the team's
+control block.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import float32, float64, int64, njit, types, uint16
+from numba.core import cgutils
+from numba.core.ccallback import CFunc
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from ...debug import debug
+from .diskcache import DiskCache, foreign
+
+# ----------------------------------------------------------------------------------- control block
+
+# Words of the control block that kernels know; team.py knows the others. A cache line each.
+TICKET, ABORT, STATUS = 0, 8, 16
+STOPPED = 1 << 40  # the ticket that nobody has work for
+
+# --------------------------------------------------------------------------------------- compiling
+
+# Not nnan or ninf: masks are infinities, and NaN must come through.
+FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+OPTIONS: dict[str, Any] = {
+    "fastmath": FASTMATH,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "nopython": True,
+}
+SIGNATURE = types.void(int64, int64, int64)
+
+_PLAIN = (int, str, bool, float, type(None))
+
+
+_HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Decorator for a function that kernels call. It is compiled into each of them."""
+    return njit(**_HELPER)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
+    return njit(**_HELPER, forceinline=True)(function)
+
+
+def exact_helper(function: Callable[..., Any]) -> Any:
+    """As `helper`, for arithmetic that must round exactly as written."""
+    return njit(boundscheck=False, error_model="numpy")(function)
+
+
+class Kernel:
+    """A function ``f(p, thread, threads)`` that becomes machine code when it is first needed."""
+
+    def __init__(self, function: Callable[..., Any], key: tuple[Any, ...] | None = None) -> None:
+        self.function = function
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.seconds = 0.0  # spent compiling or loading
+        self._cfunc: Any = None
+        parts = (self.name, _closure(function) if key is None else key, foreign(function))
+        self._cache = DiskCache(repr(parts))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is in memory already."""
+        return self._cfunc is not None
+
+    @property
+    def cached(self) -> bool:
+        """Whether the disk cache has it."""
+        return self._cache.path.exists()
+
+    @property
+    def address(self) -> int:
+        """Where the machine code begins; compiles at the first call."""
+        if self._cfunc is None:
+            start, hit = time.perf_counter(), self.cached
+            made: Any = CFunc(self.function, SIGNATURE_PARTS, locals={}, options=OPTIONS)
+            made._cache = self._cache
+            made.compile()
+            self._cfunc = made
+            self.seconds = time.perf_counter() - start
+            debug(1, f"kernel {self.name}: {'loaded' if hit else 'compiled'}, {self.seconds:.3f} s")
+            debug(4, made.inspect_llvm() if not hit else "")
+        return int(self._cfunc.address)
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+
+SIGNATURE_PARTS = (SIGNATURE.args, SIGNATURE.return_type)
+
+
+def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The values a kernel closes over, which tell it apart from its siblings."""
+    cells = function.__closure__ or ()
+    values = tuple(cell.cell_contents for cell in cells)
+    vague = [v for v in values if not isinstance(v, _PLAIN)]
+    if vague:
+        raise TypeError(f"{function.__qualname__} closes over {vague}: give kernel(key=...)")
+    return values
+
+
+def kernel(function: Any = None, *, key: tuple[Any, ...] | None = None) -> Any:
+    """Decorator: a function of this package as a lazy `Kernel`.
+
+    A function made in a factory is told apart by the numbers and strings it closes over; one that
+    closes over anything else (an intrinsic made for a shape) needs a ``key`` of such values.
+    """
+    if function is None:
+        return lambda f: Kernel(f, key)
+    return Kernel(function, key)
+
+
+# ------------------------------------------------------------------------------- argument blocks
+
+
+def f32_bits(value: float) -> int:
+    """A float32 as the integer that `as_f32` undoes."""
+    return struct.unpack("<i", struct.pack("<f", np.float32(value)))[0]
+
+
+def f64_bits(value: float) -> int:
+    """A float64 as the integer that `as_f64` undoes."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+I64 = ir.IntType(64)
+
+
+def _word(builder: Any, address: Any, index: int) -> Any:
+    """Pointer to a 64-bit word, ``index`` words after ``address``."""
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.gep(pointer, [ir.Constant(I64, index)])
+
+
+@intrinsic(prefer_literal=True)
+def args(typingctx, p, n):
+    """The first ``n`` (a literal) words of the argument block, as a tuple of int64."""
+    if not isinstance(n, types.IntegerLiteral):
+        raise RequireLiteralValue("args(p, n) needs a literal n")
+    count = n.literal_value
+
+    def generate(context, builder, sig, values):
+        words = [builder.load(_word(builder, values[0], i)) for i in range(count)]
+        return context.make_tuple(builder, sig.return_type, words)
+
+    return types.UniTuple(int64, count)(int64, n), generate
+
+
+@intrinsic
+def next_chunk(typingctx, p):
+    """The next ticket, int64 from 0; a huge one once the run is being stopped."""
+
+    def generate(context, builder, sig, values):
+        control = builder.load(_word(builder, values[0], -1))
+        abort = builder.load_atomic(_word(builder, control, ABORT), "monotonic", 8)
+        one = ir.Constant(I64, 1)
+        ticket = builder.atomic_rmw("add", _word(builder, control, TICKET), one, "monotonic")
+        go = builder.icmp_signed("==", abort, ir.Constant(I64, 0))
+        return builder.select(go, ticket, ir.Constant(I64, STOPPED))
+
+    return int64(int64), generate
+
+
+@intrinsic
+def set_status(typingctx, p, code):
+    """Report that this run went wrong: the first code other than 0 is kept and raised later."""
+
+    def generate(context, builder, sig, values):
+        control = builder.load(_word(builder, values[0], -1))
+        zero = ir.Constant(I64, 0)
+        builder.cmpxchg(_word(builder, control, STATUS), zero, values[1], "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.none(int64, int64), generate
+
+
+# ----------------------------------------------------------------------------------- bits and views
+
+
+def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = int64) -> Any:
+    """An intrinsic that reinterprets one value."""
+
+    @intrinsic
+    def reinterpret(typingctx, value):
+        def generate(context, builder, sig, values):
+            return cast(builder, values[0])
+
+        return result(operand), generate
+
+    return reinterpret
+
+
+def _low_f32(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.trunc(value, ir.IntType(32)), ir.FloatType())
+
+
+def _half_to_f32(builder: Any, value: Any) -> Any:
+    return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+
+
+def _f32_to_half(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+
+
+I32_LL = ir.IntType(32)
+as_f32 = _bits(float32, _low_f32)  # the low 32 bits of a word
+as_f64 = _bits(float64, lambda b, v: b.bitcast(v, ir.DoubleType()))
+f16_to_f32 = _bits(float32, _half_to_f32, uint16)  # the bits of a float16
+f32_to_f16 = _bits(uint16, _f32_to_half, float32)  # nearest even
+bits_f32 = _bits(types.int32, lambda b, v: b.bitcast(v, I32_LL), float32)
+f32_of_bits = _bits(float32, lambda b, v: b.bitcast(v, ir.FloatType()), types.int32)
+f64_as_bits = _bits(int64, lambda b, v: b.bitcast(v, I64), float64)
+load_i64 = _bits(int64, lambda b, v: b.load(_word(b, v, 0)))
+
+
+def _view(element: Any) -> Any:
+    """An intrinsic that makes an address a pointer, indexed like an array without any check."""
+
+    @intrinsic
+    def view(typingctx, address, n=None):
+        pointer = types.CPointer(element)
+
+        def generate(context, builder, sig, values):
+            return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+        return pointer(int64, n or types.Omitted(None)), generate
+
+    return view
+
+
+f32s, f64s = _view(float32), _view(float64)
+f16s = u16s = _view(uint16)  # float16 is carried as its bits: see f16_to_f32
+u8s, i8s = _view(types.uint8), _view(types.int8)
+i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
+u32s = _view(types.uint32)
+
+
+@inlined
+def bf16_to_f32(bits):
+    """The value of a bfloat16 given as uint16."""
+    return f32_of_bits(types.int32(types.uint32(bits) << types.uint32(16)))
+
+
+@inlined
+def f32_to_bf16(value):
+    """Bits of the nearest bfloat16 (ties to even), as uint16; NaN stays NaN."""
+    bits = types.uint32(bits_f32(value))
+    if value != value:
+        return types.uint16((bits >> types.uint32(16)) | types.uint32(0x40))
+    odd = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16))
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at ``address``."""
+
+    def generate(context, builder, sig, values):
+        pointer = builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+        kinds = [ir.IntType(32)] * 3
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer.type, *kinds]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [pointer, *(ir.Constant(k, v) for k, v in zip(kinds, (0, 3, 1)))])
+        return context.get_dummy_value()
+
+    return types.none(int64), generate

@@ -1,0 +1,169 @@
+"""Weights from GGUF's rows to R16: see `formats.py` for what that is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...errors import GraphllmError
+from ...tensor import Meta
+from .formats import BY_CODE, FORMATS
+from .jit import Kernel, args, i64s, kernel
+from .simd import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
+
+_HUGE = 2 << 20  # bytes of a huge page
+
+# One block of one row: (offset in GGUF's block, offset in R16's block, bytes, bytes from one row to
+# the next in R16's). Scales that are float16 come first, and are checked.
+Move = tuple[int, int, int, int]
+
+
+def _quads(source: int, target: int, count: int, step: int = VECTOR) -> list[Move]:
+    """``count`` chunks of four bytes to vectors that are ``step`` apart."""
+    return [(source + 4 * j, target + step * j, 4, 4) for j in range(count)]
+
+
+def _q6_k() -> list[Move]:
+    moves = []
+    for h in range(2):
+        at = 8 * h * 3 * VECTOR
+        moves += _quads(128 + 32 * h, at, 8, 3 * VECTOR)
+        for z in range(2):
+            moves += _quads(64 * h + 32 * z, at + (1 + z) * VECTOR, 8, 3 * VECTOR)
+    place = (0, 2, 1, 3)  # of a scale among its four
+    moves += [(192 + k, (48 + k // 4) * VECTOR + place[k % 4], 1, 4) for k in range(16)]
+    return moves
+
+
+_SCALES: dict[str, list[Move]] = {
+    "q8_0": [(0, 8 * VECTOR, 2, 2)],
+    "q5_0": [(0, 5 * VECTOR, 2, 2)],
+    "q4_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
+    "q6_k": [(208, 52 * VECTOR, 2, 2)],
+}
+_MOVES: dict[str, list[Move]] = {
+    "q8_0": _quads(2, 0, 8),
+    "q5_0": _quads(6, 0, 4),
+    "q4_k": _quads(4, 64, 3) + _quads(16, 256, 32),
+    "q6_k": _q6_k(),
+    "f32": [(0, 0, 4, 4)],
+    "f16": [(0, 0, 2, 2)],
+    "bf16": [(0, 0, 2, 2)],
+}
+_INTEGERS = {1: I8, 2: I16, 4: I32}
+
+
+def _spread(b: Any, fifth: Value) -> Value:
+    """Bit 4 j + i of q5_0's fifth bits moved to bit 8 i + j."""
+    result = None
+    for j in range(8):
+        four = b.and_(b.lshr(fifth, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
+        # The product puts bit i at 8 i, among others.
+        apart = b.and_(b.mul(four, ir.Constant(I32, 0x00204081)), ir.Constant(I32, 0x01010101))
+        moved = b.shl(apart, ir.Constant(I32, j))
+        result = moved if result is None else b.or_(result, moved)
+    return result
+
+
+def _move_block(e: Emit, name: str, source: Value, target: Value, row: Value) -> Value:
+    """Move one block of one row; 1 if a scale of it is infinite or NaN, else 0 (int64)."""
+    b, bad = e.b, ir.Constant(ir.IntType(1), 0)
+    places = {step: e.at(target, e.times(row, step)) for step in (2, 4)}
+    for move in _SCALES.get(name, []) + _MOVES[name]:
+        start, to, size, step = move
+        value = e.load(source, _INTEGERS[size], start)
+        if move in _SCALES.get(name, []):
+            exponent = b.and_(value, ir.Constant(I16, 0x7C00))
+            bad = b.or_(bad, b.icmp_unsigned("==", exponent, ir.Constant(I16, 0x7C00)))
+        e.store(value, places[step], to)
+    if name == "q5_0":
+        e.store(_spread(b, e.load(source, I32, 2)), places[4], 4 * VECTOR)
+    return b.zext(bad, I64)
+
+
+@intrinsic(prefer_literal=True)
+def move_block(typingctx, fmt, source, target, row):
+    """Move a block at ``source`` to row ``row`` of the R16 block at ``target``: `_move_block`."""
+    name = BY_CODE[fmt.literal_value].name
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        return _move_block(Emit(builder), name, *given[1:])
+
+    return types.int64(fmt, types.int64, types.int64, types.int64), generate
+
+
+@cache
+def _packer(name: str) -> Kernel:
+    form = FORMATS[name]
+    code, nbytes = form.code, form.nbytes
+    stored = nbytes // LANES
+
+    @kernel
+    def packer(p, thread, threads):
+        source, stride, target, rows, blocks, report = args(p, 6)
+        found = i64s(report)
+        for first in range(0, rows, LANES):
+            group = target + first * stored * blocks
+            for b in range(blocks):
+                for r in range(min(LANES, rows - first)):
+                    at = source + (first + r) * stride + b * stored
+                    if move_block(code, at, group + b * nbytes, r) != 0:
+                        found[0] = first + r
+                        return
+
+    return packer
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """Zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages where the system has them."""
+    if nbytes < _HUGE:
+        room = np.zeros(nbytes + VECTOR, np.uint8)
+        skip = -int(room.ctypes.data) % VECTOR
+        return room[skip : skip + nbytes]
+    area = mmap.mmap(-1, nbytes + _HUGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(area, np.uint8)
+    skip = -int(room.ctypes.data) % _HUGE
+    return room[skip : skip + nbytes]
+
+
+def packed_bytes(meta: Meta) -> int:
+    """The size of a weight [N, K] in R16 form: that of its blocks, for N rounded up to 16."""
+    rows, columns = meta.bound().shape
+    assert isinstance(rows, int) and isinstance(columns, int)
+    form = FORMATS[meta.dtype.name]
+    return -(-rows // LANES) * (columns // form.block) * form.nbytes
+
+
+def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
+    """uint8 [N, row_bytes] of a weight [N, K] as R16, uint8 [bytes].
+
+    The last group is filled up with zeros. GraphllmError when a block's scale is infinite or NaN.
+    """
+    rows, columns = raw.shape[0], meta.shape[-1]
+    assert isinstance(columns, int)
+    assert raw.dtype == np.uint8 and raw.strides[1] == 1 and meta.shape[0] == rows
+    packed = allocate(packed_bytes(meta))
+    report = np.full(1, -1, np.int64)
+    block = np.array(
+        [
+            raw.ctypes.data, raw.strides[0], packed.ctypes.data, rows,
+            columns // FORMATS[meta.dtype.name].block, report.ctypes.data,
+        ],
+        np.int64,
+    )  # fmt: skip
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_packer(meta.dtype.name).address)
+    run(block.ctypes.data, 0, 1)
+    if report[0] >= 0:
+        raise GraphllmError(f"row {report[0]} has an infinite or NaN {meta.dtype} scale")
+    return packed

@@ -1,0 +1,105 @@
+"""quantise_act on the CPU, bit for bit as `graphllm.quant.quantise_act`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ...dtype import DTYPES
+from .. import ROWS
+from . import BACKEND
+from .device import Launch, Site
+from .jit import Kernel, args, kernel, load_i64, next_chunk
+from .simd import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
+
+_PIECE = 4096  # columns that a thread takes at a time
+_TINY, _ENDLESS, _NAN = 0x0D800000, 0x7F800000, 0x7FC00000  # bits of 2**-100, infinity, NaN
+# Added to a float32 below 2**22 in magnitude, it rounds to an integer, halves to even, and leaves
+# the integer in the low bits: on every target, which a rounding instruction would not.
+_ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
+
+
+def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
+    """(127 / amax, d, whether the block has values) from the bits of amax, an int32."""
+    b = e.b
+    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _ENDLESS))
+    some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY))
+    live = b.and_(finite, some)
+    one = ir.Constant(F32, 1.0)
+    amax, most = b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0)
+    d = b.bitcast(e.ratio(amax, most), I32)
+    d = b.select(live, d, b.select(finite, ir.Constant(I32, 0), ir.Constant(I32, _NAN)))
+    return e.ratio(most, amax), d, live
+
+
+def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
+    """One block: float32 at ``x``; int8, scale and sums to ``q``, ``d``, ``s``."""
+    b, count = e.b, block // LANES
+    values = [e.load(x, offset=VECTOR * i) for i in range(count)]
+    largest = e.mask(values[0], 0x7FFFFFFF)
+    for value in values[1:]:
+        size = e.mask(value, 0x7FFFFFFF)
+        largest = b.select(b.icmp_unsigned(">", size, largest), size, largest)
+    inverse, scale, live = _factors(e, e.reduce("umax", largest))
+    e.store(scale, d)
+    keep, inverse = e.splat(b.sext(live, I32)), e.splat(inverse)
+    sums = []
+    for i, value in enumerate(values):
+        value = b.bitcast(b.and_(value, keep), F32S)
+        moved = e.add(e.mul(value, inverse), e.f32(_ROUND))
+        rounded = b.sub(b.bitcast(moved, I32S), e.i32(_ROUND_BITS))
+        e.store(b.trunc(rounded, ir.VectorType(I8, LANES)), q, LANES * i)
+        sums.append(rounded)
+    if block == 32:
+        e.store(e.reduce("add", b.add(*sums)), s)
+        return
+    for i, vector in enumerate(sums):
+        e.store(b.trunc(e.reduce("add", vector), I16), s, 2 * i)
+
+
+@intrinsic(prefer_literal=True)
+def quantise_block(typingctx, block, x, q, d, s):
+    """One block of 32 or 256 (a literal); see `_quantise`."""
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        _quantise(Emit(builder), block.literal_value, *given[1:])
+        return context.get_dummy_value()
+
+    return types.none(block, *[types.int64] * 4), generate
+
+
+@cache
+def _kernel(block: int) -> Kernel:
+    per_piece = _PIECE // block
+    sum_bytes = 4 if block == 32 else 32  # of a block
+
+    @kernel
+    def quantise(p, thread, threads):
+        x, x_stride, y, y_stride, live, k = args(p, 6)
+        blocks = k // block
+        pieces = (blocks + per_piece - 1) // per_piece
+        todo = load_i64(live) * pieces
+        piece = next_chunk(p)
+        while piece < todo:
+            t, first = piece // pieces, piece % pieces * per_piece
+            source, target = x + t * x_stride, y + t * y_stride
+            for i in range(first, min(first + per_piece, blocks)):
+                d, s = target + k + 4 * i, target + k + 4 * blocks + sum_bytes * i
+                quantise_block(block, source + 4 * block * i, target + block * i, d, s)
+            piece = next_chunk(p)
+
+    return quantise
+
+
+@BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS})
+def quantise_act(site: Site) -> Launch:
+    x, out = site.x, site.out
+    words = [
+        x.address, x.row_stride, out.address, out.row_stride, site.live(x.meta.rows),
+        x.meta.shape[1],
+    ]  # fmt: skip
+    return Launch(_kernel(DTYPES[site.attrs["dtype"]].block), words)

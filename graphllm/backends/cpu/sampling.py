@@ -1,0 +1,329 @@
+"""argmax and sample, without a sort of the vocabulary.
+
+Logits are compared as integers (`_key`), which vectorises and settles what NaN and -0 mean. A first
+kernel finds the largest key of every 64 logits, with the whole team. From those the second one, a
+row to a thread, reads nearly everything: the largest logit lies in the block that shows it, and the
+k largest lie in blocks that reach the k-th largest block maximum.
+"""
+
+from __future__ import annotations
+
+from numba import float64, int32, int64, uint32, uint64
+
+from ...tensor import Tensor
+from .. import Options
+from . import BACKEND
+from .device import Launch, Site
+from .elementwise import share
+from .isa import threads_for
+from .jit import args, f32s, f64s, helper, i32s, i64s, inlined, kernel, load_i64, next_chunk
+from .maths import exp64
+
+BLOCK = 64
+_LEAST = int32(-(2**31))
+_MINUS_INF = int32(-(2**31) + (1 << 23) - 1)  # the key of -inf
+_SORTED = 4096  # survivors that are worth sorting for top_p
+
+
+@inlined
+def _key(bits, nan):
+    """An int32 that orders as the float32 with these bits; -0 equals 0; NaN becomes ``nan``."""
+    size = bits & int32(0x7FFFFFFF)
+    key = int32(0) - size if bits < int32(0) else size
+    return nan if size > int32(0x7F800000) else key
+
+
+@helper
+def _blocks(p, thread, threads, nan):
+    """The largest key of each block of each row."""
+    x, stride, rows_at, width, tops, count = args(p, 6)
+    first, last = share(load_i64(rows_at) * count, thread, threads)
+    out = i32s(tops)
+    for item in range(first, last):
+        row, start = item // count, item % count * BLOCK
+        bits = i32s(x + row * stride + start * 4)
+        top = _LEAST
+        for i in range(min(BLOCK, width - start)):
+            top = max(top, _key(bits[i], nan))
+        out[item] = top
+
+
+@kernel
+def _blocks_nan_last(p, thread, threads):
+    _blocks(p, thread, threads, _LEAST)
+
+
+@kernel
+def _blocks_nan_masked(p, thread, threads):
+    _blocks(p, thread, threads, _MINUS_INF)
+
+
+@helper
+def _highest(keys, count):
+    top = _LEAST
+    for i in range(count):
+        top = max(top, keys[i])
+    return top
+
+
+@helper
+def _first(bits, width, tops, count, nan):
+    """The lowest index among the largest of a row, and their key."""
+    top = _highest(tops, count)
+    for b in range(count):
+        if tops[b] == top:
+            for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
+                if _key(bits[i], nan) == top:
+                    return i, top
+    return int64(0), top
+
+
+@kernel
+def _argmax(p, thread, threads):
+    x, stride, rows_at, width, tops, count, y = args(p, 7)
+    first, last = share(load_i64(rows_at), thread, threads)
+    for row in range(first, last):
+        at, _ = _first(i32s(x + row * stride), width, i32s(tops + row * count * 4), count, _LEAST)
+        i32s(y)[row] = at
+
+
+# ------------------------------------------------------------------------------------------- draws
+
+
+@helper
+def _philox(seed, counter):
+    """The first word of Philox4x32-10 for (seed; counter, 0, 0, 0), uint64 below 2^32."""
+    low, shift = uint64(0xFFFFFFFF), uint64(32)
+    k0, k1 = uint64(seed) & low, uint64(seed) >> shift
+    c0, c1, c2, c3 = uint64(uint32(counter)), uint64(0), uint64(0), uint64(0)
+    for _ in range(10):
+        even, odd = c0 * uint64(0xD2511F53), c2 * uint64(0xCD9E8D57)
+        c0, c1 = (odd >> shift) ^ c1 ^ k0, odd & low
+        c2, c3 = (even >> shift) ^ c3 ^ k1, even & low
+        k0, k1 = (k0 + uint64(0x9E3779B9)) & low, (k1 + uint64(0xBB67AE85)) & low
+    return c0
+
+
+@helper
+def _kth(keys, count, k):
+    """The k-th largest of ``count`` keys: the largest value that k of them reach."""
+    low, high = int64(_LEAST), int64(2**31 - 1)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        reached = 0
+        for i in range(count):
+            reached += 1 if int64(keys[i]) >= middle else 0
+        if reached >= k:
+            low = middle
+        else:
+            high = middle - 1
+    return int32(low)
+
+
+@helper
+def _top_k(bits, width, tops, blocks, k, ids, keys):
+    """Indices and keys of the k largest, in index order; their count."""
+    least = _kth(tops, blocks, k) if k <= blocks else _LEAST
+    count = 0
+    for b in range(blocks):
+        if tops[b] >= least:
+            for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
+                key = _key(bits[i], _MINUS_INF)
+                if key >= least:
+                    ids[count], keys[count] = i, key
+                    count += 1
+    least = _kth(keys, count, k)
+    level = k  # how many of those equal to the k-th may stay
+    for i in range(count):
+        level -= 1 if keys[i] > least else 0
+    kept = 0
+    for i in range(count):
+        equal = keys[i] == least
+        if keys[i] > least or (equal and level > 0):
+            level -= 1 if equal else 0
+            ids[kept], keys[kept] = ids[i], keys[i]
+            kept += 1
+    return kept
+
+
+@helper
+def _weigh(logits, ids, keys, count, top, peak, temperature, weights):
+    """exp((logit - max) / temperature) of each survivor; 1 for the largest, if infinite too."""
+    for i in range(count):
+        gap = (float64(logits[ids[i]]) - peak) / temperature
+        weight = exp64(gap) if keys[i] > _MINUS_INF else 0.0
+        weights[i] = 1.0 if keys[i] == top else weight
+
+
+@helper
+def _order(order, keys, count):
+    """Positions of the survivors, largest first, in the low halves of ``order``. Shell's sort."""
+    for i in range(count):
+        order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
+    gap = 1
+    while gap < count // 3:
+        gap = 3 * gap + 1
+    while gap > 0:
+        for i in range(gap, count):
+            item, j = order[i], i
+            while j >= gap and order[j - gap] > item:
+                order[j] = order[j - gap]
+                j -= gap
+            order[j] = item
+        gap //= 3
+
+
+@helper
+def _cut_sorted(keys, weights, count, top_p, order):
+    """The last survivor that top_p keeps, as (key, position)."""
+    _order(order, keys, count)
+    total = 0.0
+    for i in range(count):
+        total += weights[order[i] & 0xFFFFFFFF]
+    reached, at = 0.0, int64(0)
+    for i in range(count):
+        at = order[i] & 0xFFFFFFFF
+        reached += weights[at]
+        if reached >= top_p * total:
+            break
+    return keys[at], at
+
+
+@helper
+def _cut_searched(keys, weights, count, top_p):
+    """The same by bisection on the key: for so many survivors that a sort would take longer."""
+    total = 0.0
+    for i in range(count):
+        total += weights[i]
+    low, high = int64(_LEAST), int64(2**31 - 1)
+    while low < high:  # the largest key whose survivors reach the sum
+        middle = (low + high + 1) >> 1
+        mass = 0.0
+        for i in range(count):
+            mass += weights[i] if int64(keys[i]) >= middle else 0.0
+        if mass >= top_p * total:
+            low = middle
+        else:
+            high = middle - 1
+    mass = 0.0
+    for i in range(count):
+        mass += weights[i] if int64(keys[i]) > low else 0.0
+    last = int64(0)
+    for i in range(count):
+        if int64(keys[i]) == low:
+            last = i
+            mass += weights[i]
+            if mass >= top_p * total:
+                break
+    return int32(low), last
+
+
+@helper
+def _filter(keys, ids, weights, count, top_p, min_p, order):
+    """Keep what top_p and then min_p keep, in index order; the count of survivors."""
+    cut, last = _LEAST, count
+    if top_p < 1:
+        if count <= _SORTED:
+            cut, last = _cut_sorted(keys, weights, count, top_p, order)
+        else:
+            cut, last = _cut_searched(keys, weights, count, top_p)
+    kept = 0
+    for i in range(count):
+        inside = keys[i] > cut or (keys[i] == cut and i <= last)
+        if inside and (min_p <= 0 or weights[i] >= min_p):
+            ids[kept], keys[kept] = ids[i], keys[i]
+            kept += 1
+    return max(kept, 1)
+
+
+@helper
+def _pick(weights, ids, count, number):
+    """The survivor at ``number`` of the way through the summed weights."""
+    total = 0.0
+    for i in range(count):
+        total += weights[i]
+    reached = 0.0
+    for i in range(count):
+        reached += weights[i]
+        if reached > number * total:
+            return ids[i]
+    return ids[count - 1]
+
+
+@kernel
+def _sample(p, thread, threads):
+    x, stride, rows_at, width, tops, blocks, y, work, each = args(p, 9)
+    temperatures, ks, ps, mins, seeds, counts = args(p + 72, 6)
+    own = work + thread * each
+    weights, order = f64s(own), i64s(own + width * 8)
+    keys, ids = i32s(own + (width + _SORTED) * 8), i32s(own + (width + _SORTED) * 8 + width * 4)
+    rows = load_i64(rows_at)
+    row = next_chunk(p)
+    while row < rows:
+        logits, bits = f32s(x + row * stride), i32s(x + row * stride)
+        mine = i32s(tops + row * blocks * 4)
+        best, top = _first(bits, width, mine, blocks, _MINUS_INF)
+        if not f32s(temperatures)[row] > 0:
+            i32s(y)[row] = best
+            row = next_chunk(p)
+            continue
+        peak, k, top_p = float64(logits[best]), int64(i32s(ks)[row]), float64(f32s(ps)[row])
+        count = width
+        if 0 < k < width:
+            count = _top_k(bits, width, mine, blocks, k, ids, keys)
+        else:
+            for i in range(width):
+                ids[i], keys[i] = i, _key(bits[i], _MINUS_INF)
+        least = float64(f32s(mins)[row])
+        if top_p < 1 or least > 0:
+            _weigh(logits, ids, keys, count, top, peak, 1.0, weights)
+            count = _filter(keys, ids, weights, count, top_p, least, order)
+        _weigh(logits, ids, keys, count, top, peak, float64(f32s(temperatures)[row]), weights)
+        number = float64(_philox(i64s(seeds)[row], i32s(counts)[row]) >> uint64(8)) * 2.0**-24
+        i32s(y)[row] = _pick(weights, ids, count, number)
+        row = next_chunk(p)
+
+
+# ---------------------------------------------------------------------------------------- builders
+
+
+def _count(width: int) -> int:
+    return -(-width // BLOCK)
+
+
+def _tops_nbytes(node: Tensor) -> int:
+    rows, width = node.sources[0].meta.bound().shape
+    return -(-rows * _count(width) * 4 // 64) * 64  # type: ignore[operator,arg-type]
+
+
+def _each_nbytes(width: int) -> int:
+    """One thread's weights, order, keys and ids."""
+    return -(-(width * 16 + _SORTED * 8) // 64) * 64
+
+
+def _sample_scratch(node: Tensor, options: Options) -> int:
+    width = int(node.sources[0].shape[1])  # type: ignore[arg-type]
+    return _tops_nbytes(node) + threads_for(options) * _each_nbytes(width)
+
+
+def _words(site: Site, name: str) -> list[int]:
+    spot = site.need(name)
+    (width,) = spot.meta.inner
+    rows = site.live(spot.meta.rows)
+    return [spot.address, spot.row_stride, rows, width, site.scratch, _count(width)]
+
+
+@BACKEND.kernel("argmax", layout={"x": "rows"}, scratch=lambda node, options: _tops_nbytes(node))
+def argmax(site: Site) -> list[Launch]:
+    words = _words(site, "x")
+    return [Launch(_blocks_nan_last, words), Launch(_argmax, [*words, site.out.address])]
+
+
+@BACKEND.kernel("sample", layout={"logits": "rows"}, scratch=_sample_scratch)
+def sample(site: Site) -> list[Launch]:
+    words = _words(site, "logits")
+    own = site.scratch + _tops_nbytes(site.node)
+    draw = [*words, site.out.address, own, _each_nbytes(words[3])]
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "count"):
+        draw.append(site.need(name).address)
+    return [Launch(_blocks_nan_masked, words), Launch(_sample, draw)]
