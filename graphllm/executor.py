@@ -16,7 +16,7 @@ from .errors import GraphError, PlacementError
 from .memory import aligned
 from .ops import get
 from .plan import Place, Placement, Plan, Step, compile_plan, place
-from .profiler.rows import Row, make_row
+from .profiler.rows import Recorder
 from .tensor import WEIGHT, Tensor, Var
 from .weights import Arrays, Weights
 
@@ -261,14 +261,14 @@ class Executor:
         plan: Plan,
         feeds: Mapping[str, np.ndarray] | None = None,
         env: Mapping[str, int] | None = None,
-        profile: list[Row] | None = None,
+        profile: Recorder | None = None,
         fetch: Collection[str] | None = None,
     ) -> dict[str, np.ndarray]:
         """Run ``plan`` on ``feeds`` (leaf name -> array) and return copies of its outputs.
 
         ``fetch``: the outputs to copy, all by default (a written KV pool is better left where it
         is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``,
-        a `Row` for every step is appended to it. GraphError names a feed that does not fit.
+        the time of every step is recorded in it. GraphError names a feed that does not fit.
         """
         self.bind(plan)
         program = self._programs[id(plan)]
@@ -280,7 +280,7 @@ class Executor:
             times = np.zeros(len(steps) + 1, np.int64) if profile is not None else None
             segment.run(times)
             if profile is not None and times is not None:
-                profile += [make_row(s, values, int(t)) for s, t in zip(steps, np.diff(times))]
+                profile.record(steps, values, times)
         if self.poison:
             self._check_canaries(program)
         results = {}

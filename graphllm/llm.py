@@ -20,7 +20,7 @@ from .executor import Executor, Progress
 from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
 from .profiler.report import Profile
-from .profiler.rows import Row
+from .profiler.rows import Recorder
 from .weights.demo import demo_path
 from .weights.gguf import GGUF
 
@@ -112,7 +112,7 @@ class LLM:
         sampling: Sampling,
         done: Completion,
         seen: Seen | None = None,
-        profile: tuple[list[Row], list[Row]] | None = None,
+        profile: tuple[Recorder, Recorder] | None = None,
     ) -> Iterator[str]:
         """Pieces of text; ``done`` is filled in on the way and is whole when the last is out."""
         sampling = sampling.checked()
@@ -163,12 +163,12 @@ class LLM:
         for _ in self.complete(prompt, greedy, Completion([])):
             pass
         self.engine.forget()
-        rows: tuple[list[Row], list[Row]] = ([], [])
+        phases = Recorder(), Recorder()
         done = Completion([])
         sampling = replace(greedy, max_tokens=decode + 1)  # the prefill gives the first
-        for _ in self.complete(prompt, sampling, done, None, rows):
+        for _ in self.complete(prompt, sampling, done, None, phases):
             pass
-        return Profile(*rows, done.timings, self.placement())
+        return Profile(phases[0].rows, phases[1].rows, done.timings, self.placement())
 
     @property
     def device(self) -> str:

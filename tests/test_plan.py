@@ -13,6 +13,7 @@ from graphllm.backends.reference import HostDevice
 from graphllm.errors import GraphError, PlacementError
 from graphllm.executor import Executor
 from graphllm.plan import compile_plan, place
+from graphllm.profiler.rows import Recorder
 from graphllm.tensor import Var, feed, scope, state, weight
 from graphllm.weights import Arrays
 
@@ -193,9 +194,9 @@ def test_rows_price_the_live_step():
     with scope("layer"):
         plan = ex.compile({"y": ops.linear(x, w)})
     for rows in (1, 5):
-        seen = []
+        seen = Recorder()
         ex.run(plan, {"x": np.ones((rows, 32), np.float32)}, profile=seen)
-        (row,) = seen
+        (row,) = seen.rows
         assert (row.op, row.backend, row.scope) == ("linear", "reference", "layer")
         assert row.flops == 2 * rows * 16 * 32
         assert row.bytes == 4 * (rows * 32 + 16 * 32 + rows * 16) and row.ns > 0

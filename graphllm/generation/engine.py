@@ -10,7 +10,7 @@ from ..decoder import Decoder, Limits
 from ..errors import RequestError
 from ..executor import Executor
 from ..plan import Plan
-from ..profiler.rows import Row
+from ..profiler.rows import Recorder
 from .kv import BlockTable
 from .request import Sampling
 
@@ -104,11 +104,11 @@ class Engine:
         sampling: Sampling,
         stops: Sequence[int],
         seen: Seen | None = None,
-        profile: tuple[list[Row], list[Row]] | None = None,
+        profile: tuple[Recorder, Recorder] | None = None,
     ) -> Iterator[int]:
         """Ids one by one, the first after the prompt ``tokens``, until the context is full.
 
-        ``profile``: lists that receive the rows of prefill and of decode.
+        ``profile``: where the times of prefill and of decode are recorded.
         """
         if not tokens:
             raise RequestError("the prompt is empty")
@@ -116,7 +116,7 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}"
             )
-        prefill_rows, decode_rows = profile or (None, None)
+        prefill, decode = profile or (None, None)
         sampled = self._sampling_feeds(sampling, stops)
         at = self.reuse(tokens)
         while at < len(tokens):
@@ -126,13 +126,13 @@ class Engine:
             wanted = ["ids"] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
             env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
-            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill_rows, ("ids",))
+            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill, ("ids",))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
-        yield from self._decode(int(out["ids"][0]), decode_rows)
+        yield from self._decode(int(out["ids"][0]), decode)
 
-    def _decode(self, token: int, rows: list[Row] | None) -> Iterator[int]:
+    def _decode(self, token: int, profile: Recorder | None) -> Iterator[int]:
         """The tokens after a prefill whose plan has advanced the step's state already."""
         plan = self.decode_plan()
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
@@ -145,7 +145,7 @@ class Engine:
             for name, table in self._tables.items():
                 if table.grow(min(length + 1, self.limits.context)):
                     feeds[f"table.{name}"] = table.table[None]
-            out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, rows)
+            out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)
             feeds = {}
             self._cached.append(token)
             token = int(out["ids"][0])

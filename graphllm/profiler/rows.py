@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..ops import get
-from ..tensor import WEIGHT
 
 if TYPE_CHECKING:
     from ..plan import Step
@@ -50,6 +51,25 @@ def make_row(step: Step, env: Mapping[str, int], ns: int) -> Row:
         bytes=cost.bytes,
         flops=cost.flops,
     )
+
+
+class Recorder:
+    """Collects what a run's segments measured; rows are made when asked for, not while it runs."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[Sequence[Step], Mapping[str, int], np.ndarray]] = []
+
+    def record(self, steps: Sequence[Step], env: Mapping[str, int], times: np.ndarray) -> None:
+        """``times``: clock readings in nanoseconds, before the first step and after each."""
+        self._runs.append((steps, env, times))
+
+    @property
+    def rows(self) -> list[Row]:
+        return [
+            make_row(step, env, int(ns))
+            for steps, env, times in self._runs
+            for step, ns in zip(steps, np.diff(times))
+        ]
 
 
 @dataclass

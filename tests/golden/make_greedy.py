@@ -92,13 +92,13 @@ def main() -> None:
         llama_cpp.Llama(
             str(demo_path()),
             n_ctx=256,
-            n_threads=2,
+            n_threads=1,
             logits_all=True,
             verbose=False,
             flash_attn=fa,
             type_k=kind,
             type_v=kind,
-        )  # fmt: skip
+        )
         for fa in (False, True)
         for kind in (llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F32)
     ]
@@ -109,11 +109,11 @@ def main() -> None:
             break
         tried += 1
         ids = ways[0].tokenize(prompt.encode(), add_bos=True, special=False)
-        runs = [greedy(llm, ids, size) for llm in ways for size in (256, 3, 1)]
-        tokens, margins = runs[0]
-        if all(other == tokens for other, _ in runs):
+        tokens, margins = greedy(ways[0], ids, len(ids))
+        others = ((llm, size) for size in (1, 3, len(ids)) for llm in reversed(ways))
+        if all(greedy(llm, ids, size)[0] == tokens for llm, size in others):
             cases.append({"prompt": prompt, "ids": ids, "tokens": tokens, "margins": margins})
-        print(f"{len(cases)} of {tried}: {prompt!r}")
+        print(f"{len(cases)} of {tried}: {prompt!r}", flush=True)
     made = {"llama_cpp_python": llama_cpp.__version__, "tried": tried, "cases": cases}
     path = Path(__file__).with_name("gemma3_greedy.json")
     path.write_text(json.dumps(made, ensure_ascii=False, indent=1) + "\n")
