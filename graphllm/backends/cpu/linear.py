@@ -23,6 +23,7 @@ from .microkernels import (
     CHUNK,
     FLOAT_PANEL,
     PANEL,
+    distinct,
     fused,
     fused_float,
     tile,
@@ -64,22 +65,24 @@ def _finish(c, count, y, stride, bias, first, n):
             row[r] = value + offsets[first + r] if bias != 0 else value
 
 
-def _each_tile(many, one):
-    """Tiles of ``many`` tokens, then of single ones, over ``count`` tokens.
+def _each_tile(name, many, one):
+    """A helper that goes over ``count`` tokens by ``many``, and by half as many at the end.
 
-    ``one(tokens)`` makes ``tile(panel, size, row, stride, columns before, all columns, c)``.
+    ``one(tokens)`` makes ``tile(left, panel, size, row, stride, columns before, columns, c)``.
     """
-    large, single = one(many), one(1)
+    few = many // 2
+    large, small = one(many), one(few)
 
     @helper
+    @distinct(name, many)
     def run(panel, size, row, stride, at, k, c, count):
         t = 0
         while t + many <= count:
-            large(panel, size, row + t * stride, stride, at, k, c + t * ROW)
+            large(many, panel, size, row + t * stride, stride, at, k, c + t * ROW)
             t += many
         while t < count:
-            single(panel, size, row + t * stride, stride, at, k, c + t * ROW)
-            t += 1
+            small(count - t, panel, size, row + t * stride, stride, at, k, c + t * ROW)
+            t += few
 
     return run
 
@@ -93,16 +96,18 @@ def _integer(name: str, many: int) -> Kernel:
 
     def one(tokens):
         @helper
-        def run(panel, size, row, stride, at, k, c):
+        @distinct(name, tokens)
+        def run(left, panel, size, row, stride, at, k, c):
             d = row + k + at // block * 4
             s = row + k + k // block * 4 + at // per_sums * sum_bytes
-            tile(code, tokens, panel, size, row + at, d, s, stride, c)
+            tile(code, tokens, left, panel, size, row + at, d, s, stride, c)
 
         return run
 
-    tiles = _each_tile(many, one)
+    tiles = _each_tile(name, many, one)
 
     @kernel(key=("integer", name, many))
+    @distinct(name, many)
     def integer(p, thread, threads):
         x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
         tokens, groups, blocks = load_i64(live), (n + GROUP - 1) // GROUP, k // block
@@ -137,14 +142,16 @@ def _float(name: str, many: int) -> Kernel:
 
     def one(tokens):
         @helper
-        def run(panel, size, row, stride, at, k, c):
-            tile_float(tokens, panel, size, row + 4 * at, stride, c)
+        @distinct(name, tokens)
+        def run(left, panel, size, row, stride, at, k, c):
+            tile_float(tokens, left, panel, size, row + 4 * at, stride, c)
 
         return run
 
-    tiles = _each_tile(many, one)
+    tiles = _each_tile(f"float_{name}", many, one)
 
     @helper
+    @distinct(name, many)
     def multiply(source, row, stride, size, panel, at, k, c, count):
         if plain and count == 1:
             fused_float(code, source, size, row + 4 * at, c)
@@ -155,6 +162,7 @@ def _float(name: str, many: int) -> Kernel:
             tiles(panel, size, row, stride, at, k, c, count)
 
     @kernel(key=("float", name, many))
+    @distinct(name, many)
     def floating(p, thread, threads):
         x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
         tokens, groups = load_i64(live), (n + GROUP - 1) // GROUP

@@ -31,28 +31,29 @@ PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
 FLOAT_PANEL = CHUNK * VECTOR
 
 
-def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
-    """What an intrinsic returns: ``emit(Emit, *numbers of the literals, *values)``.
+def distinct(*parts: object) -> Callable[[Any], Any]:
+    """Decorator for a function made in a factory: its name says which one it is.
 
-    The code goes into a function of its own, once a module: inlined into the loops around it, LLVM
-    spends half a minute on finding the best address computations.
+    Numba makes symbols of a function's name and a count of the functions seen so far. Siblings that
+    come from the disk cache, compiled by different processes, may have the same count; then one
+    would be called for the other.
     """
+
+    def rename(function: Any) -> Any:
+        function.__qualname__ += "_" + "_".join(map(str, parts))
+        return function
+
+    return rename
+
+
+def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
+    """What an intrinsic returns: ``emit(Emit, *numbers of the literals, *values)``."""
     if not all(isinstance(v, types.IntegerLiteral) for v in literals):
         raise RequireLiteralValue("what a microkernel emits is chosen by literal integers")
     numbers = [v.literal_value for v in literals]
-    name = "_".join(map(str, ("graphllm", emit.__name__, *numbers)))
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        function = builder.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(ir.VoidType(), [I64] * values)
-            function = ir.Function(builder.module, kind, name)
-            function.linkage = "internal"
-            function.attributes.add("alwaysinline")
-            inside = ir.IRBuilder(function.append_basic_block("entry"))
-            emit(Emit(inside), *numbers, *function.args)
-            inside.ret_void()
-        builder.call(function, given[len(literals) :])
+        emit(Emit(builder), *numbers, *given[len(literals) :])
         return context.get_dummy_value()
 
     return types.none(*literals, *[types.int64] * values), generate
@@ -65,9 +66,12 @@ def unpack(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, fmt, tokens, panel, blocks, q, d, s, stride, c):
-    """c += panel times ``tokens`` quantised activations."""
-    return _emitted((fmt, tokens), 7, _tile)
+def tile(typingctx, fmt, tokens, left, panel, blocks, q, d, s, stride, c):
+    """c += panel times quantised activations of ``tokens`` tokens, or ``left`` if those are fewer.
+
+    c has room for all of them; what it gets for missing ones means nothing.
+    """
+    return _emitted((fmt, tokens), 8, _tile)
 
 
 @intrinsic(prefer_literal=True)
@@ -83,9 +87,9 @@ def unpack_float(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile_float(typingctx, tokens, panel, columns, x, stride, c):
-    """c += panel times ``tokens`` float activations."""
-    return _emitted((tokens,), 5, _tile_float)
+def tile_float(typingctx, tokens, left, panel, columns, x, stride, c):
+    """c += panel times float activations; see `tile`."""
+    return _emitted((tokens,), 6, _tile_float)
 
 
 @intrinsic(prefer_literal=True)
@@ -121,9 +125,13 @@ def _pairs(e: Emit, words: list[Value], x: Value, offset: int = 0) -> list[tuple
     return [(word, e.all_i32(x, offset + 4 * j)) for j, word in enumerate(words)]
 
 
-def _starts(e: Emit, tokens: int, stride: Value) -> list[Value]:
-    """The byte offset of each token's row."""
-    return [e.times(stride, t) for t in range(tokens)]
+def _starts(e: Emit, tokens: int, left: Value, stride: Value) -> list[Value]:
+    """The byte offset of each token's row; a missing token reads the first one's."""
+    none, starts = e.count(0), [e.count(0)]
+    for t in range(1, tokens):
+        exists = e.b.icmp_signed("<", e.count(t), left)
+        starts.append(e.b.select(exists, e.times(stride, t), none))
+    return starts
 
 
 def _add_block32(
@@ -162,12 +170,14 @@ def _unpack_k(e: Emit, f: BlockK, w: Value, panel: Value) -> None:
         e.store(vector, panel, _K_WORDS + VECTOR * j)
 
 
-def _tile(e: Emit, code: int, tokens: int, panel: Value, blocks: Value, *rest: Value) -> None:
+def _tile(
+    e: Emit, code: int, tokens: int, left: Value, panel: Value, blocks: Value, q: Value, d: Value,
+    s: Value, stride: Value, c: Value,
+) -> None:  # fmt: skip
     f = BY_CODE[code]
+    starts = _starts(e, tokens, left, stride)
     if isinstance(f, BlockK):
-        return _tile_k(e, f, tokens, panel, *rest)
-    q, d, s, stride, c = rest
-    starts = _starts(e, tokens, stride)
+        return _tile_k(e, f, starts, panel, q, d, s, c)
     accs = [e.variable(e.load(c, F32S, VECTOR * t)) for t in range(tokens)]
     with e.loop(blocks) as loop:
         block = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
@@ -184,11 +194,9 @@ def _tile(e: Emit, code: int, tokens: int, panel: Value, blocks: Value, *rest: V
 
 
 def _tile_k(
-    e: Emit, f: BlockK, tokens: int, panel: Value, q: Value, d: Value, s: Value, stride: Value,
-    c: Value,
-) -> None:  # fmt: skip
-    starts = _starts(e, tokens, stride)
-    totals = [e.variable(e.i32(0)) for _ in range(tokens)]
+    e: Emit, f: BlockK, starts: list[Value], panel: Value, q: Value, d: Value, s: Value, c: Value
+) -> None:
+    totals = [e.variable(e.i32(0)) for _ in starts]
     per, subs = f.sub // 4, CHUNK // f.sub
     with e.loop(subs) as loop:
         block = e.at(panel, e.times(loop.index, VECTOR * per))
@@ -272,9 +280,10 @@ def _unpack_float(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> 
 
 
 def _tile_float(
-    e: Emit, tokens: int, panel: Value, columns: Value, x: Value, stride: Value, c: Value
-) -> None:
-    starts = _starts(e, tokens, stride)
+    e: Emit, tokens: int, left: Value, panel: Value, columns: Value, x: Value, stride: Value,
+    c: Value,
+) -> None:  # fmt: skip
+    starts = _starts(e, tokens, left, stride)
     accs = [e.variable(e.f32(0.0)) for _ in range(tokens)]
 
     def body(first: Value, count: int) -> None:
@@ -306,5 +315,5 @@ def _fused_float(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Valu
     e.store(e.add(e.load(c, F32S), e.get(acc)), c)
 
 
-__all__ = ["AHEAD", "CHUNK", "FLOAT_PANEL", "PANEL", "fused", "fused_float", "tile",
+__all__ = ["AHEAD", "CHUNK", "FLOAT_PANEL", "PANEL", "distinct", "fused", "fused_float", "tile",
            "tile_float", "unpack", "unpack_float", "workspace"]  # fmt: skip

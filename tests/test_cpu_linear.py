@@ -1,0 +1,228 @@
+"""linear and quantise_act on the CPU: against float64, against themselves, and across targets.
+
+Run as a script it prints a digest of what every integer kernel computes; the tests do that in
+processes whose kernels are compiled for other processors, and compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphllm import ops, quant
+from graphllm.backends import Bound, Header, Operand, Options, find
+from graphllm.backends.cpu.device import CpuDevice
+from graphllm.backends.cpu.formats import FORMATS
+from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, isa
+from graphllm.backends.cpu.layouts import pack, packed_bytes
+from graphllm.dtype import DType, dtype
+from graphllm.errors import GraphllmError
+from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor, Var
+
+MOST = 17  # tokens
+TOKENS = (0, 1, 2, 5, 7, 8, MOST)
+ROWS = (1, 15, 16, 33, 640)
+CANARY = np.float32(77)
+PLAIN, BLOCKS = ("f32", "f16", "bf16"), ("q8_0", "q5_0", "q4_k", "q6_k")
+COLUMNS = {1: (1, 63, 300), 32: (32, 320), 256: (256, 768)}
+CASES = [(n, "float") for n in FORMATS] + [(n, "auto") for n in BLOCKS]
+
+
+def any_bits(kind: DType, n: int, k: int, seed: int = 0) -> np.ndarray:
+    """Weights [n, k] as stored bytes; in block formats every bit but the float16 scales is random."""
+    rng = np.random.default_rng([seed, n, k])
+    values = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
+    raw = quant.quantise(values, kind)
+    if kind.block > 1:
+        scales = {"q4_k": (0, 4), "q6_k": (208, 210)}.get(kind.name, (0, 2))
+        blocks = raw.reshape(n, -1, kind.nbytes)
+        kept = blocks[..., slice(*scales)].copy()
+        blocks[:] = rng.integers(0, 256, blocks.shape)
+        blocks[..., slice(*scales)] = kept
+    return raw
+
+
+class Product:
+    """x w^T as a program of the CPU device: any count of tokens up to `MOST`."""
+
+    def __init__(
+        self, raw: np.ndarray, kind: DType, k: int, linear: str = "auto", bias: bool = False,
+        spare: int = 0, threads: int = 2,
+    ) -> None:  # fmt: skip
+        self.options = Options(linear, threads)
+        self.device, self.header = CpuDevice(self.options), Header()
+        self.tokens = Var("T", 0, MOST)
+        self.header.slot(self.tokens)
+        n = len(raw)
+        strides = (4 * (k + spare), 4)  # rows of x are this far apart
+        x = self._leaf(INPUT, "x", Meta((self.tokens, k), dtype("f32"), strides))
+        w = self._leaf(WEIGHT, "w", Meta.of((n, k), kind))
+        b = self._leaf(WEIGHT, "b", Meta.of((n,), "f32")) if bias else None
+        self.x = np.zeros((MOST, k + spare), np.float32)
+        self.bias = np.random.default_rng(3).standard_normal(n).astype(np.float32)
+        self.steps: list[Bound] = []
+        source = Operand(x.meta, self.x.view(np.uint8).reshape(-1))
+        node = ops.linear(x, w, b)
+        chosen = self._select(node)
+        if chosen.lower:
+            quantised = chosen.lower(node, self.options)[0]
+            source = self._step(quantised, source)
+            node = ops.linear(quantised, w, b)
+        packed = Operand(w.meta, self.device.prepare(pack, raw, w.meta))
+        offsets = Operand(b.meta, self.bias.view(np.uint8)) if b is not None else None
+        self.out = self._step(node, source, packed, offsets)
+        self.program = self.device.build(self.steps, self.header)
+        self.k, self.n = k, n
+
+    def _leaf(self, kind: str, name: str, meta: Meta) -> Tensor:
+        return Tensor(kind, (), {"name": name}, meta, scopes=("",))
+
+    def _select(self, node: Tensor):
+        chosen = find("cpu").select(node, self.options)
+        assert not isinstance(chosen, str), chosen
+        return chosen
+
+    def _step(self, node: Tensor, *inputs: Operand | None) -> Operand:
+        out = Operand(node.meta, self.device.alloc(node.meta.bound().nbytes))
+        self.steps.append(Bound(node, self._select(node), inputs, out))
+        return out
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """x [T, k] -> [T, n]; rows beyond T must stay as they are."""
+        self.x[...] = np.nan
+        self.x[: len(x), : self.k] = x
+        result = self.out.buffer.view(np.float32).reshape(MOST, self.n)
+        result[...] = CANARY
+        self.header.set({"T": len(x)})
+        self.program.run(None)
+        assert (result[len(x) :] == CANARY).all()
+        return result[: len(x)].copy()
+
+    def activations(self) -> tuple[np.ndarray, DType]:
+        """What quantise_act wrote, in the last run."""
+        operand = self.steps[0].out
+        return operand.buffer.reshape(MOST, -1), operand.meta.dtype
+
+
+def activation(k: int, tokens: int = MOST) -> np.ndarray:
+    x = np.random.default_rng([9, k]).standard_normal((tokens, k)).astype(np.float32)
+    x[0] = np.where(x[0] < 0, -1, 1)  # the largest sums that there are
+    return x
+
+
+def compare(product: Product, raw: np.ndarray, kind: DType, x: np.ndarray, bias: bool) -> None:
+    """Results of `MOST` tokens against float64, and those of fewer tokens against these."""
+    got = product(x)
+    w = quant.dequantise(raw, kind).astype(np.float64)
+    a = x.astype(np.float64)
+    if len(product.steps) > 1:  # exactly what the integer kernel was given
+        stored, form = product.activations()
+        assert np.array_equal(stored, quant.quantise_act(x, form))
+        a = quant.dequantise_act(stored, form, product.k).astype(np.float64)
+    offsets = product.bias.astype(np.float64) if bias else 0
+    np.testing.assert_array_less(
+        np.abs(got - (a @ w.T + offsets)),
+        1e-6 * (np.abs(a) @ np.abs(w).T + np.abs(offsets)) + 1e-30,
+    )
+    for tokens in TOKENS:
+        assert np.array_equal(product(x[:tokens]), got[:tokens]), f"{tokens} tokens"
+    assert np.array_equal(product(x[3:4]), got[3:4]), "alone"
+
+
+@pytest.mark.parametrize("name, linear", CASES)
+def test_linear(name, linear):
+    kind = dtype(name)
+    for k in COLUMNS[kind.block]:
+        for n in ROWS:
+            raw = any_bits(kind, n, k)
+            compare(Product(raw, kind, k, linear), raw, kind, activation(k), bias=False)
+
+
+@pytest.mark.parametrize("name, linear", [("f16", "float"), ("q8_0", "auto"), ("q6_k", "float")])
+def test_bias_and_strided_rows(name, linear):
+    kind, k = dtype(name), 512
+    raw = any_bits(kind, 33, k)
+    product = Product(raw, kind, k, linear, bias=True, spare=5)
+    compare(product, raw, kind, activation(k), bias=True)
+
+
+@pytest.mark.parametrize("name, linear", [("f32", "float"), ("q4_k", "auto")])
+def test_threads_change_nothing(name, linear):
+    kind, k = dtype(name), 512
+    raw, x = any_bits(kind, 640, k), activation(k)
+    results = [Product(raw, kind, k, linear, threads=t)(x) for t in (1, 2, 3)]
+    assert all(np.array_equal(r, results[0]) for r in results)
+
+
+def test_more_tokens_than_a_panel_serves(monkeypatch):
+    """A token's bits are the same in the second round over a group."""
+    monkeypatch.setattr(sys.modules[__name__], "MOST", 150)
+    kind, k = dtype("q8_0"), 320
+    raw, x = any_bits(kind, 33, k), activation(k, 150)
+    product = Product(raw, kind, k)
+    got = product(x)
+    for t in (0, 127, 128, 149):
+        assert np.array_equal(product(x[t : t + 1])[0], got[t]), t
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pack_fills_up_with_zeros(name):
+    kind = dtype(name)
+    k = 2 * kind.block
+    meta = Meta.of((5, k), kind)
+    packed = pack(any_bits(kind, 5, k), meta)
+    assert packed.nbytes == packed_bytes(meta) == 16 * kind.row_nbytes(k)
+    assert packed.ctypes.data % 64 == 0
+    full = np.zeros((16, kind.row_nbytes(k)), np.uint8)
+    full[:5] = any_bits(kind, 5, k)
+    assert np.array_equal(packed, pack(full, Meta.of((16, k), kind)))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_endless_scales_stop_the_load(name, scale):
+    kind = dtype(name)
+    raw = any_bits(kind, 20, 3 * kind.block)
+    at = 2 * kind.nbytes + (208 if name == "q6_k" else 0)
+    raw[18, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+    with pytest.raises(GraphllmError, match="row 18"):
+        pack(raw, Meta.of((20, 3 * kind.block), kind))
+
+
+# ------------------------------------------------------------------------------------- other targets
+
+TARGETS = {"haswell": "avx2", "skylake-avx512": "avx512", "x86-64": "x86"}
+
+
+def digests() -> str:
+    """A line a format: what its integer kernel computes, one token alone included."""
+    lines = []
+    for name in BLOCKS:
+        kind, k = dtype(name), 768
+        product, x = Product(any_bits(kind, 33, k), kind, k), activation(k)
+        found = hashlib.sha256(product(x).tobytes() + product(x[5:6]).tobytes())
+        found.update(product.activations()[0][:1].tobytes())
+        lines.append(f"{name} {found.hexdigest()}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_other_targets_give_the_same_bits(name):
+    if not getattr(isa(), TARGETS[name]):
+        pytest.skip(f"this processor cannot run code for {name}")
+    env = {**os.environ, CPU_NAME: name, CPU_FEATURES: ""}
+    done = subprocess.run(
+        [sys.executable, Path(__file__)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == digests()
+
+
+if __name__ == "__main__":
+    print(digests())
