@@ -96,7 +96,8 @@ class Limits:
     context: int = 4096  # tokens of one sequence
     block: int = 64  # tokens of one entry of a block table
     kv_dtype: str = "f16"
-    stops: int = 16  # ids that end a sequence
+    stops: int = 32  # ids that end a sequence
+    history: int = 64  # tokens that penalties look back on
 
     @property
     def blocks(self) -> int:
@@ -122,6 +123,7 @@ class Batch:
         self.slot = {c.name: state(f"slot.{c.name}", (t,), "i32") for c in caches}
         self.table = {c.name: feed(f"table.{c.name}", (s, limits.blocks), "i32") for c in caches}
         self.count, self.done = state("count", (s,), "i32"), state("done", (s,), "i32")
+        self.history = state("history", (s, limits.history), "i32")
         self.stop = feed("stop", (limits.stops,), "i32")
         # sampling parameters, one a sequence
         self.temperature = feed("temperature", (s,), "f32")
@@ -129,6 +131,10 @@ class Batch:
         self.top_p = feed("top_p", (s,), "f32")
         self.min_p = feed("min_p", (s,), "f32")
         self.seed = feed("seed", (s,), "i64")
+        self.repeat = feed("repeat", (s,), "f32")
+        self.presence = feed("presence", (s,), "f32")
+        self.frequency = feed("frequency", (s,), "f32")
+        self.min_tokens = feed("min_tokens", (s,), "i32")
 
 
 # ----------------------------------------------------------------------------------------- decoder
@@ -138,8 +144,8 @@ class Decoder(Module):
     """A pre-norm decoder with rotary positions, grouped-query attention and a gated MLP.
 
     `build` makes the graph: its outputs are ``logits`` [N, vocab], ``ids`` [T] (sampled and written
-    into the step's state, so that the next step can run at once), and ``kv.*`` (the written pools,
-    for a step that wants nothing else).
+    into the step's state, so that the next step can run at once), ``ids.penalised`` (the same, by
+    way of `ops.penalise`), and ``kv.*`` (the written pools, for a step that wants nothing else).
     """
 
     def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
@@ -170,17 +176,29 @@ class Decoder(Module):
         unused = sorted(set(self.weights.names()) - self.used)
         if unused:
             raise ModelFileError(f"unexpected tensor {unused[0]!r} ({len(unused)} in all)")
+        penalised = ops.penalise(
+            logits, batch.history, batch.count, batch.stop, batch.repeat, batch.presence,
+            batch.frequency, batch.min_tokens,
+        )  # fmt: skip
+        pools = {f"kv.{name}": pool for name, pool in self.pools.items()}
+        return {
+            "logits": logits,
+            "ids": self._next(logits, batch),
+            "ids.penalised": self._next(penalised, batch),
+            **pools,
+        }
+
+    def _next(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The ids drawn from ``logits``, as the next step's tokens."""
         ids = ops.sample(
             logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed,
             batch.count,
         )  # fmt: skip
         groups = [t for c in self.caches for t in (batch.slot[c.name], batch.table[c.name])]
-        advanced = ops.advance(
-            ids, batch.stop, batch.ids, batch.pos, batch.kv_len, batch.count, batch.done, *groups,
-            block=limits.block,
+        return ops.advance(
+            ids, batch.stop, batch.ids, batch.pos, batch.kv_len, batch.count, batch.done,
+            batch.history, *groups, block=batch.limits.block,
         )  # fmt: skip
-        pools = {f"kv.{name}": pool for name, pool in self.pools.items()}
-        return {"logits": logits, "ids": advanced, **pools}
 
     def forward(self, batch: Batch) -> Tensor:
         """The hidden states [T, dim] of all tokens, before the final norm."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from .backends import Options
 from .decoder import Decoder, Limits
 from .errors import ModelFileError, RequestError
 from .executor import Executor, Progress
+from .generation.answer import answer
 from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
 from .profiler.report import Profile
@@ -24,7 +25,11 @@ from .profiler.rows import Recorder
 from .weights.demo import demo_path
 from .weights.gguf import GGUF
 
+if TYPE_CHECKING:
+    from .chat import ChatTemplate, Conversation
+
 DEFAULT_CONTEXT = 4096
+TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 def model_path(model: str | Path) -> Path:
@@ -80,8 +85,11 @@ class LLM:
         decoder: Decoder,
         executor_options: Mapping[str, Any],
         limits: Limits,
+        chat_template: str | Path | None = None,
     ) -> None:
         self.file, self.decoder = file, decoder
+        self._template_choice = chat_template
+        self._template: ChatTemplate | None = None
         context = min(limits.context, self.decoder.cfg.context)
         self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
         self.tokenizer = tokenizers.from_gguf(file)
@@ -96,77 +104,138 @@ class LLM:
 
     def stream(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Iterator[str]:
         """The continuation of ``prompt``, piece by piece; keywords as in `Sampling`."""
-        done = Completion([])
-        yield from self.complete(prompt, Sampling(**sampling), done, seen)
+        yield from self.complete(prompt, Sampling(**sampling), Completion(), seen)
 
-    def generate(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Completion:
-        """The continuation of ``prompt``; keywords as in `Sampling`. RequestError if one is bad."""
-        done = Completion([])
+    @overload
+    def generate(self, prompt: str, seen: Seen | None = None, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[str], seen: Seen | None = None, **sampling: Any
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompt: str | Sequence[str], seen: Seen | None = None, **sampling: Any
+    ) -> Completion | list[Completion]:
+        """The continuation of ``prompt``; keywords as in `Sampling`. RequestError if one is bad.
+
+        Of several prompts: a list of their continuations, made one after another.
+        """
+        if not isinstance(prompt, str):
+            return [self.generate(each, seen, **sampling) for each in prompt]
+        done = Completion()
         for _ in self.complete(prompt, Sampling(**sampling), done, seen):
             pass
         return done
 
     def complete(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         sampling: Sampling,
         done: Completion,
         seen: Seen | None = None,
         profile: tuple[Recorder, Recorder] | None = None,
+        ends: Collection[int] | None = None,
     ) -> Iterator[str]:
-        """Pieces of text; ``done`` is filled in on the way and is whole when the last is out."""
+        """Pieces of text; ``done`` is filled in on the way and is whole when the last is out.
+
+        ``prompt``: a text, or token ids. ``ends``: the ids that end the answer, the model's end
+        tokens by default.
+        """
         sampling = sampling.checked()
         done.seed = sampling.seed or 0
-        done.prompt_ids = self.encode(prompt)
+        done.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_ids([*done.prompt_ids, *sampling.stop_ids])
         done.timings.load_s = self.load_s
-        stops = [] if sampling.ignore_eos else sorted(self.tokenizer.eog_ids)
-        pieces = self.tokenizer.stream(continuation=True)
-        start = last = time.perf_counter()
-        done.timings.prefill_tokens = len(done.prompt_ids)
-        done.finish_reason = "context" if sampling.max_tokens else "length"
-        ids = self.engine.generate(done.prompt_ids, sampling, stops, seen, profile)
-        for token in ids if sampling.max_tokens else ():
-            last = time.perf_counter()
-            if not done.ids and not done.timings.ttft_s:
-                done.timings.ttft_s = done.timings.prefill_s = last - start
-            done.timings.decode_s = last - start - done.timings.prefill_s
-            done.timings.decode_tokens = len(done.ids)
-            if token in stops:
-                done.finish_reason = "stop"
-                break
-            done.ids.append(token)
-            text = pieces.push(token)
-            done.text += text
-            if text:
-                yield text
-            if len(done.ids) == sampling.max_tokens:
-                done.finish_reason = "length"
-                break
-        rest = pieces.finish()
-        done.text += rest
-        if rest:
-            yield rest
+        ends = self.tokenizer.eog_ids if ends is None else ends
+        yield from answer(self.engine, self.tokenizer, sampling, done, ends, seen, profile)
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        """RequestError names an id that the model does not have."""
+        vocab = self.decoder.cfg.vocab
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise RequestError(f"token id {token} is not in 0..{vocab - 1}")
+
+    # -- chat
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template: the one asked for at load, or the model's own. RequestError if none.
+
+        ModelFileError when it is no valid template.
+        """
+        if self._template is None:
+            from .chat import find_template
+
+            ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
+            tokens = {
+                name: "" if i is None else self.tokenizer.piece(i).decode("utf-8", "replace")
+                for name, i in ids.items()
+            }
+            own = self.file.metadata.get(TEMPLATE_KEY)
+            self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
+        return self._template
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], seen: Seen | None = None, **sampling: Any
+    ) -> Completion:
+        """The answer to ``messages``; keywords as in `Sampling`.
+
+        messages: mappings with ``role`` (``system``, ``user``, ``assistant``) and ``content``. What
+        they have in common with the last request is not computed again. As everywhere, special
+        tokens written out in a message count as such.
+        """
+        done = Completion()
+        for _ in self.complete(self.encode_chat(messages), Sampling(**sampling), done, seen):
+            pass
+        return done
+
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], seen: Seen | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """As `chat`, piece by piece."""
+        ids = self.encode_chat(messages)
+        yield from self.complete(ids, Sampling(**sampling), Completion(), seen)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt that asks for the next answer: the messages through the template, as ids."""
+        from .chat import encode_chat
+
+        return encode_chat(self.tokenizer, self.template.render(messages))
+
+    def conversation(
+        self, system: str | None = None, seen: Seen | None = None, **sampling: Any
+    ) -> Conversation:
+        """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
+
+        for piece in conversation.ask("Hello"): print(piece, end="")
+        """
+        from .chat import Conversation
+
+        wanted = Sampling(**sampling).checked()
+        if "seed" not in sampling:
+            wanted = replace(wanted, seed=None)  # each answer draws its own
+
+        def answered(ids: list[int], done: Completion) -> Iterator[str]:
+            return self.complete(ids, wanted, done, seen)
+
+        return Conversation(self.template, self.tokenizer, answered, system)
 
     # -- numbers
     def logits(self, ids: Sequence[int], last: bool = False) -> np.ndarray:
         """float32 [T, vocab] for the ids; with ``last`` [vocab], of the last position only."""
-        vocab = self.decoder.cfg.vocab
-        bad = [i for i in ids if not 0 <= i < vocab]
-        if bad:
-            raise RequestError(f"token id {bad[0]} is not in 0..{vocab - 1}")
+        self._check_ids(ids)
         pieces = list(self.engine.logits(list(ids), last))
         return pieces[0][0] if last else np.concatenate(pieces)
 
     def profile(self, prompt: str, decode: int = 64) -> Profile:
         """What a prefill of ``prompt`` and ``decode`` tokens cost, op by op, after a warm-up."""
-        greedy = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, seed=0)
-        for _ in self.complete(prompt, greedy, Completion([])):
+        greedy = Sampling(max_tokens=4, temperature=0.0, seed=0)
+        for _ in self.complete(prompt, greedy, Completion(), ends=()):
             pass
         self.engine.forget()
         phases = Recorder(), Recorder()
-        done = Completion([])
+        done = Completion()
         sampling = replace(greedy, max_tokens=decode + 1)  # the prefill gives the first
-        for _ in self.complete(prompt, sampling, done, None, phases):
+        for _ in self.complete(prompt, sampling, done, None, phases, ends=()):
             pass
         return Profile(phases[0].rows, phases[1].rows, done.timings, self.placement())
 
@@ -202,6 +271,7 @@ def load(
     threads: int = 0,
     place: Mapping[str, str] | None = None,
     strict: bool = False,
+    chat_template: str | Path | None = None,
     progress: Progress | None = None,
 ) -> LLM:
     """Load a model: a GGUF file, or ``demo``.
@@ -210,7 +280,8 @@ def load(
     ``auto`` (the first backend that can run each op) or one backend's name, with the reference
     behind it. ``context``: tokens of prompt and answer, at most the model's own. ``linear``:
     ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins sites by
-    scope pattern: ``{"model.layers.3.*": "reference"}``. ModelFileError, ConfigError and
+    scope pattern: ``{"model.layers.3.*": "reference"}``. ``chat_template``: instead of the model's
+    own, a file's or one of gemma, chatml, llama3, mistral, phi3, zephyr. ModelFileError, ConfigError and
     PlacementError say in a line what is wrong.
     """
     start = time.perf_counter()
@@ -235,7 +306,9 @@ def load(
         "strict": strict,
         "progress": progress,
     }
-    llm = LLM(file, decoder_for(file, model_def), executor, limits)
+    llm = LLM(file, decoder_for(file, model_def), executor, limits, chat_template)
+    if chat_template is not None:
+        _ = llm.template  # a bad one is told now
     llm.engine.prepare()
     llm.load_s = time.perf_counter() - start
     return llm

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from typing import Any
 
 import gguf
@@ -59,6 +60,24 @@ def _gelu(x, kind):
         return x * 0.5 * math.erfc(-x / math.sqrt(2))
     inside = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return x / (1 + math.exp(-2 * inside)) if inside > -300 else 0.0  # (1 + tanh a) / 2
+
+
+def layer_norm(x, w, b, eps):
+    y = np.empty(x.shape)
+    for index in np.ndindex(x.shape[:-1]):
+        row = x[index].astype(np.float64)
+        y[index] = (row - row.mean()) / math.sqrt(row.var() + eps) * w
+        if b is not None:
+            y[index] += b
+    return y
+
+
+def softmax(x):
+    y = np.empty(x.shape)
+    for index in np.ndindex(x.shape[:-1]):
+        weights = [math.exp(float(v) - float(x[index].max())) for v in x[index]]
+        y[index] = np.array(weights) / math.fsum(weights)
+    return y
 
 
 def rms_norm(x, w, eps):
@@ -245,9 +264,24 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, count):
     return np.array(result, np.int32)
 
 
-def advance(sampled, stop, ids, pos, kv_len, count, done, *groups, block):
+def penalise(logits, history, count, stop, repeat, presence, frequency, min_tokens):
+    """The three penalties as llama.cpp's documentation states them, an id at a time."""
+    result = logits.astype(np.float64)
+    for n, row in enumerate(result):
+        for token, times in Counter(map(int, history[n])).items():
+            if 0 <= token < len(row):
+                row[token] *= 1 / float(repeat[n]) if row[token] > 0 else float(repeat[n])
+                row[token] -= float(presence[n]) + times * float(frequency[n])
+        for token in map(int, stop):
+            if count[n] < min_tokens[n] and 0 <= token < len(row):
+                row[token] = -math.inf
+    return result
+
+
+def advance(sampled, stop, ids, pos, kv_len, count, done, history, *groups, block):
     for s in range(len(kv_len)):
         p = int(kv_len[s])
+        history[s, p % history.shape[1]] = sampled[s]
         ids[s], pos[s], kv_len[s], count[s] = sampled[s], p, p + 1, count[s] + 1
         if any(sampled[s] == e for e in stop if e >= 0):
             done[s] = 1
@@ -269,7 +303,9 @@ ORACLES = {
     "silu": each(_silu),
     "gelu": each(_gelu),
     "softcap": each(lambda x, cap: cap * math.tanh(x / cap)),
+    "layer_norm": layer_norm,
     "rms_norm": rms_norm,
+    "softmax": softmax,
     "rope": rope,
     "attention": attention,
     "kv_write": kv_write,
@@ -282,5 +318,6 @@ ORACLES = {
     "quantise_act": quantise_act,
     "argmax": argmax,
     "sample": sample,
+    "penalise": penalise,
     "advance": advance,
 }

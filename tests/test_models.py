@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -12,31 +15,58 @@ from graphllm.errors import ConfigError, ModelFileError
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def llama(request, tmp_path_factory):
-    """(path, weights, tied) of a small llama."""
-    weights = tiny.llama_weights(tied=request.param)
+GOLDEN = Path(__file__).parent / "golden" / "tiny_logits.json"
+KINDS = [(arch, tied) for arch in ("llama", "qwen2") for tied in (False, True)]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=[f"{a}-{'un' * (not t)}tied" for a, t in KINDS])
+def small(request, tmp_path_factory):
+    """(path, architecture, weights, whether the head is the embedding)."""
+    arch, tied = request.param
+    weights = tiny.llama_weights(tied=tied, bias=arch == "qwen2")
+    path = tmp_path_factory.mktemp(arch) / "tiny.gguf"
+    return tiny.write_llama(path, weights, arch), arch, weights, tied
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A small llama's file."""
     path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
-    return tiny.write_llama(path, weights), weights, request.param
+    return tiny.write_llama(path, tiny.llama_weights())
+
+
+def nmse(have: np.ndarray, want: np.ndarray) -> float:
+    have, want = have.astype(np.float64), want.astype(np.float64)
+    return float(np.mean((have - want) ** 2) / np.mean(want**2))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("device", ["reference", "cpu"])
-def test_llama_agrees_with_transformers(llama, device):
+def test_logits_agree_with_transformers(small, device):
     import torch
 
-    path, weights, tied = llama
+    path, arch, weights, _ = small
     with torch.no_grad():
-        want = tiny.hf_llama(weights, tied)(torch.tensor([IDS])).logits[0].numpy()
+        want = tiny.hf_model(arch, weights)(torch.tensor([IDS])).logits[0].numpy()
     have = graphllm.load(path, device=device, kv_type="f32").logits(IDS)
     np.testing.assert_allclose(have, want, atol=2e-4)
 
 
-def test_cpu_runs_all_of_a_llama(llama):
-    model = graphllm.load(llama[0], strict=True)
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_logits_agree_with_llama_cpp(small, device):
+    path, arch, _, tied = small
+    golden = json.loads(GOLDEN.read_text())
+    assert golden["ids"] == IDS
+    want = np.array(golden["logits"][f"{arch} {'tied' if tied else 'untied'}"], np.float32)
+    have = graphllm.load(path, device=device).logits(IDS)[-len(want) :]
+    assert nmse(have, want) <= 1e-4
+
+
+def test_cpu_runs_all_of_a_model(small):
+    model = graphllm.load(small[0], strict=True)
     assert list(model.placement()) == ["cpu"]
-    done = model.generate("hello", max_tokens=5, temperature=0, ignore_eos=True)
-    assert len(done.ids) == 5
+    done = model.generate("hello", max_tokens=5, temperature=0)
+    assert 0 < len(done.ids) <= 5
 
 
 def test_a_missing_an_extra_and_a_misshapen_tensor_are_named(tmp_path):
@@ -64,7 +94,9 @@ def test_unknown_architecture_lists_the_known(tmp_path):
     from gguf_files import write_tensors
 
     write_tensors(tmp_path / "test.gguf")
-    with pytest.raises(ModelFileError, match="unknown architecture 'test'; known: gemma3, llama"):
+    with pytest.raises(
+        ModelFileError, match="unknown architecture 'test'; known: gemma3, llama, qwen2"
+    ):
         graphllm.load(tmp_path / "test.gguf")
 
 
@@ -82,8 +114,8 @@ class Model(Decoder):
 def test_a_model_file_of_ones_own(tmp_path, llama):
     own = tmp_path / "capped.py"
     own.write_text(OWN)
-    capped = graphllm.load(llama[0], model_def=own, device="reference").logits(IDS)
-    plain = graphllm.load(llama[0], device="reference").logits(IDS)
+    capped = graphllm.load(llama, model_def=own, device="reference").logits(IDS)
+    plain = graphllm.load(llama, device="reference").logits(IDS)
     np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), rtol=1e-5)
     with pytest.raises(ModelFileError, match="is not a Python file"):
-        graphllm.load(llama[0], model_def=tmp_path / "none.py")
+        graphllm.load(llama, model_def=tmp_path / "none.py")

@@ -14,8 +14,11 @@ VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_tex
 DIM, HEADS, KV, WIDTH, HIDDEN, LAYERS = 60, 6, 2, 10, 52, 3
 
 
-def llama_weights(seed: int = 0, tied: bool = False) -> dict[str, np.ndarray]:
-    """Float32 weights by Hugging Face name, with q and k rows in Hugging Face's order."""
+def llama_weights(seed: int = 0, tied: bool = False, bias: bool = False) -> dict[str, np.ndarray]:
+    """Float32 weights by Hugging Face name, with q and k rows in Hugging Face's order.
+
+    ``bias``: of q, k and v, as Qwen2 has them.
+    """
     rng = np.random.default_rng(seed)
     count = len(VOCAB["pieces"])
 
@@ -41,6 +44,10 @@ def llama_weights(seed: int = 0, tied: bool = False) -> dict[str, np.ndarray]:
             at + "mlp.up_proj.weight": matrix(HIDDEN, DIM),
             at + "mlp.down_proj.weight": matrix(DIM, HIDDEN),
         }
+        for name, heads in (("q", HEADS), ("k", KV), ("v", KV)) if bias else ():
+            weights[f"{at}self_attn.{name}_proj.bias"] = 0.3 * rng.standard_normal(
+                heads * WIDTH
+            ).astype(np.float32)
     return weights
 
 
@@ -59,25 +66,28 @@ def _interleaved(w: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(half.swapaxes(1, 2)).reshape(w.shape)
 
 
-def write_llama(path: Path, weights: dict[str, np.ndarray], **extra: float) -> Path:
-    """The weights as a GGUF file of the llama architecture, F32; ``extra`` keys are added to it."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_llama(
+    path: Path, weights: dict[str, np.ndarray], arch: str = "llama", **extra: float
+) -> Path:
+    """The weights as an F32 GGUF file of ``arch`` (llama or qwen2); ``extra`` keys are added."""
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(128)
     writer.add_embedding_length(DIM)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(HIDDEN)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV)
-    writer.add_rope_dimension_count(WIDTH)
     writer.add_layer_norm_rms_eps(1e-5)
+    if arch == "llama":
+        writer.add_rope_dimension_count(WIDTH)
     for key, value in extra.items():
-        writer.add_float32(f"llama.{key}", value)
+        writer.add_float32(f"{arch}.{key}", value)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([piece.encode() for piece in VOCAB["pieces"]])
     writer.add_token_scores(VOCAB["scores"])
     writer.add_token_types(VOCAB["types"])
     for name, value in weights.items():
-        writer.add_tensor(stored_name(name), _stored(name, value))
+        writer.add_tensor(stored_name(name), _permuted(name, value) if arch == "llama" else value)
     return finish(writer, path)
 
 
@@ -90,24 +100,29 @@ def stored_name(name: str) -> str:
     return f"{NAMES[path]}.{kind}"
 
 
-def _stored(name: str, value: np.ndarray) -> np.ndarray:
+def _permuted(name: str, value: np.ndarray) -> np.ndarray:
     if name.endswith("q_proj.weight"):
         return _interleaved(value, HEADS)
     return _interleaved(value, KV) if name.endswith("k_proj.weight") else value
 
 
-def hf_llama(weights: dict[str, np.ndarray], tied: bool = False):
-    """transformers' Llama with the same weights, float32, eager attention."""
+def hf_model(arch: str, weights: dict[str, np.ndarray]):
+    """transformers' Llama or Qwen2 with the same weights, float32, eager attention."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers as hf
 
-    config = LlamaConfig(
+    config_class, model_class = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+    }[arch]
+    tied = "lm_head.weight" not in weights
+    config = config_class(
         vocab_size=len(VOCAB["pieces"]), hidden_size=DIM, intermediate_size=HIDDEN,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV,
         head_dim=WIDTH, rms_norm_eps=1e-5, max_position_embeddings=128, tie_word_embeddings=tied,
         attn_implementation="eager",
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = model_class(config).eval()
     state = {name: torch.from_numpy(value) for name, value in weights.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if tied else set())

@@ -14,6 +14,7 @@ from ..profiler.rows import Recorder
 from .kv import BlockTable
 from .request import Sampling
 
+NEVER = 2**31 - 1  # more tokens than any sequence has
 LOGITS_BYTES = 64 << 20  # of logits that one step may produce
 
 Seen = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
@@ -35,15 +36,16 @@ class Engine:
             for c in decoder.caches
         }
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
+        self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
 
     # -- plans
     def _plan(self, outputs: Sequence[str], tokens: int, rows: int = 1) -> Plan:
         bounds = {"T": (1, tokens), "S": (1, 1), "Q": (2, 2), "N": (1, rows)}
         return self.executor.compile({name: self.outputs[name] for name in outputs}, bounds)
 
-    def decode_plan(self) -> Plan:
+    def decode_plan(self, output: str = "ids") -> Plan:
         """The plan of one token: sample, and advance the step's state."""
-        return self._plan(["ids"], 1)
+        return self._plan([output], 1)
 
     def prepare(self) -> None:
         """Bind the plans that every generation needs: pack weights, compile kernels."""
@@ -67,19 +69,39 @@ class Engine:
             feeds[f"table.{name}"] = table.table[None]
         return feeds
 
-    def _sampling_feeds(self, sampling: Sampling, stops: Sequence[int]) -> dict[str, np.ndarray]:
+    def _sampling_feeds(
+        self, tokens: Sequence[int], sampling: Sampling, stops: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """What the sampler reads: settings, and the state of a sequence that begins."""
+        if len(stops) > self.limits.stops:
+            raise RequestError(f"{len(stops)} end tokens are too many (most: {self.limits.stops})")
         stop = np.full(self.limits.stops, -1, np.int32)
-        stop[: len(stops)] = list(stops)[: self.limits.stops]
-        return {
-            "temperature": np.array([sampling.temperature], np.float32),
-            "top_k": np.array([sampling.top_k], np.int32),
-            "top_p": np.array([sampling.top_p], np.float32),
-            "min_p": np.array([sampling.min_p], np.float32),
-            "seed": np.array([sampling.seed or 0], np.int64),
-            "count": np.zeros(1, np.int32),
-            "done": np.zeros(1, np.int32),
-            "stop": stop,
+        stop[: len(stops)] = list(stops)
+        floats = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repeat": sampling.repeat_penalty,
+            "presence": sampling.presence_penalty,
+            "frequency": sampling.frequency_penalty,
         }
+        least = NEVER if sampling.ignore_eos else sampling.min_tokens
+        ints = {"top_k": sampling.top_k, "min_tokens": least, "count": 0, "done": 0}
+        return {
+            **{name: np.array([value], np.float32) for name, value in floats.items()},
+            **{name: np.array([value], np.int32) for name, value in ints.items()},
+            "seed": np.array([sampling.seed or 0], np.int64),
+            "stop": stop,
+            "history": self._history(tokens),
+        }
+
+    def _history(self, tokens: Sequence[int]) -> np.ndarray:
+        """The ring of the last ids [1, W]: the one at position p in column p % W, -1 where none."""
+        width = self.limits.history
+        ring = np.full((1, width), -1, np.int32)
+        first = max(0, len(tokens) - width)
+        ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
+        return ring
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Forget what the cache holds beyond its common prefix with ``tokens``.
@@ -108,7 +130,8 @@ class Engine:
     ) -> Iterator[int]:
         """Ids one by one, the first after the prompt ``tokens``, until the context is full.
 
-        ``profile``: where the times of prefill and of decode are recorded.
+        ``stops``: the ids that ``min_tokens`` and ``ignore_eos`` forbid; whoever takes the ids ends
+        at one of them. ``profile``: where the times of prefill and of decode are recorded.
         """
         if not tokens:
             raise RequestError("the prompt is empty")
@@ -117,24 +140,26 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}"
             )
         prefill, decode = profile or (None, None)
-        sampled = self._sampling_feeds(sampling, stops)
+        sampled = self._sampling_feeds(tokens, sampling, stops)
+        drawn = "ids.penalised" if sampling.penalises else "ids"
         at = self.reuse(tokens)
+        self.prefilled = len(tokens) - at
         while at < len(tokens):
             chunk = tokens[at : at + self.limits.tokens]
             at += len(chunk)
             feeds = self._feeds(chunk, np.array([len(chunk) - 1]))
-            wanted = ["ids"] if at == len(tokens) else self._pools
+            wanted = [drawn] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
             env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
-            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill, ("ids",))
+            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill, (drawn,))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
-        yield from self._decode(int(out["ids"][0]), decode)
+        yield from self._decode(drawn, int(out[drawn][0]), decode)
 
-    def _decode(self, token: int, profile: Recorder | None) -> Iterator[int]:
+    def _decode(self, drawn: str, token: int, profile: Recorder | None) -> Iterator[int]:
         """The tokens after a prefill whose plan has advanced the step's state already."""
-        plan = self.decode_plan()
+        plan = self.decode_plan(drawn)
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
         while True:
@@ -148,7 +173,7 @@ class Engine:
             out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)
             feeds = {}
             self._cached.append(token)
-            token = int(out["ids"][0])
+            token = int(out[drawn][0])
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""

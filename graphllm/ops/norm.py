@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import Arg, Cost, Sample, grid, op, require, same
+from . import Arg, Cost, Sample, expect, grid, op, require, same
 
 
 def _infer(x, w, *, eps):
@@ -39,3 +39,79 @@ def rms_norm(x, w, *, eps):
     """
     x = x.astype(np.float32)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + eps) * w
+
+
+def _layer_infer(x, w, b, *, eps):
+    for name, operand in (("weight", w), ("bias", b)):
+        if operand is not None:
+            fits = operand.shape == x.shape[-1:]
+            require(fits, f"{name} {operand.shape} does not fit rows of {x.shape[-1]}")
+    return same(x)
+
+
+def _layer_sample(rows, inner, layout, bias):
+    x, leaf = Arg(("T", *inner), layout=layout), Arg(inner[-1:], leaf="weight")
+    return Sample((x, leaf, leaf if bias else None), {"eps": 1e-5}, {"T": rows})
+
+
+@op(
+    "layer_norm",
+    infer=_layer_infer,
+    cost=lambda out, x, w, b, env, **_: Cost(
+        7 * x.size, x.nbytes + out.nbytes + sum(m.nbytes for m in (w, b) if m is not None)
+    ),
+    tol={"f32": 2e-5},
+    samples=grid(
+        _layer_sample,
+        rows=(0, 1, 7),
+        inner=((2,), (63,), (640,), (4, 256)),
+        layout=("contiguous", "strided"),
+        bias=(False, True),
+    ),
+)
+def layer_norm(x, w, b=None, *, eps):
+    """Layer norm over the last axis. x [T, ..., D], w [D], b [D] or none -> [T, ..., D].
+
+    Ba, Kiros & Hinton 2016: the row less its mean, over its standard deviation (of the whole
+    population), times w plus b.
+    """
+    x = x.astype(np.float32)
+    x = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
+    y = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + eps) * w
+    return y if b is None else y + b
+
+
+def _softmax_infer(x):
+    expect("x", x, None, "f32")
+    require(x.shape[-1] > 0, "a row of no columns has no softmax")
+    return same(x)
+
+
+def _logits(rng, shape):
+    """Ordinary rows, and one far from zero with a masked column."""
+    x = (rng.standard_normal(shape) * 4).astype(np.float32)
+    if len(x) > 1:
+        x[1] += 200
+        x[1].flat[0] = -np.inf
+    return x
+
+
+@op(
+    "softmax",
+    infer=_softmax_infer,
+    cost=lambda out, x, env, **_: Cost(5 * x.size, x.nbytes + out.nbytes),
+    tol={"f32": 1e-6},
+    samples=grid(
+        lambda rows, inner, layout: Sample(
+            (Arg(("T", *inner), layout=layout, make=_logits),), {}, {"T": rows}
+        ),
+        rows=(0, 1, 7),
+        inner=((2,), (63,), (640,), (4, 33)),
+        layout=("contiguous", "strided"),
+    ),
+)
+def softmax(x):
+    """exp(x) over its sum along the last axis, the row's largest subtracted first. [T, ..., D]."""
+    x = x.astype(np.float32)
+    e = np.exp(x - np.max(x, axis=-1, keepdims=True))
+    return e / np.sum(e, axis=-1, keepdims=True, dtype=np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..dtype import I32, I64
 from ..tensor import Var
-from . import Arg, Cost, Sample, expect, grid, op, out, require
+from . import Arg, Cost, Sample, expect, grid, op, out, require, same
 
 # --------------------------------------------------------------------------------- random numbers
 
@@ -107,11 +107,16 @@ def _sample_infer(logits, *settings):
     require(logits.shape[1] > 0, "logits has no columns")
     for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
         expect(name, x, 1, kind)
-        rows = {x.shape[0], logits.shape[0]}
-        # Two Vars may differ by name (sequences, rows of logits): a run gives them one value.
-        varies = any(isinstance(row, Var) for row in rows)
-        require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
+        _fit(name, x, logits)
     return out(logits.shape[:1], I32)
+
+
+def _fit(name, x, logits):
+    """GraphError unless ``x`` may have a row for each row of logits."""
+    rows = {x.shape[0], logits.shape[0]}
+    # Two Vars may differ by name (sequences, rows of logits): a run gives them one value.
+    varies = any(isinstance(row, Var) for row in rows)
+    require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
 
 
 def _sample_cost(out, logits, *settings, env):
@@ -214,3 +219,94 @@ def _weights(row, temperature=1.0):
     top = row.max()
     with np.errstate(invalid="ignore"):
         return np.exp(np.where(row == top, 0, row - top) / temperature)
+
+
+# --------------------------------------------------------------------------------------- penalties
+
+_PENALTIES = {
+    "count": "i32", "repeat": "f32", "presence": "f32", "frequency": "f32", "min_tokens": "i32",
+}  # fmt: skip
+
+
+def _penalise_infer(logits, history, count, stop, *settings):
+    expect("logits", logits, 2, "f32")
+    require(logits.shape[1] > 0, "logits has no columns")
+    expect("history", history, 2, "i32")
+    expect("stop", stop, 1, "i32")
+    _fit("history", history, logits)
+    for (name, kind), x in zip(_PENALTIES.items(), (count, *settings), strict=True):
+        expect(name, x, 1, kind)
+        _fit(name, x, logits)
+    return same(logits)
+
+
+def _penalise_cost(out, logits, *rest, env):
+    return Cost(4 * rest[0].size, logits.nbytes + out.nbytes + sum(m.nbytes for m in rest))
+
+
+def _past(width):
+    """Rows of few distinct ids, of ids all over, half empty, empty, and with ids out of range."""
+
+    def make(rng, shape):
+        past = rng.integers(0, width, shape)
+        past[::5] = rng.integers(0, min(width, 3), past[::5].shape)
+        past[1::5, ::2] = -1
+        past[2::5] = -1
+        past[3::5, :1] = width
+        return past
+
+    return make
+
+
+def _penalise_sample(rows, width, ring, layout):
+    n = ("N",)
+    args = (
+        Arg(("N", width), layout=layout, make=_logits),
+        Arg(("N", ring), I32, make=_past(width)),
+        Arg(n, I32, make=_cycle(0, 3, 2**31 - 1, 5)),
+        Arg((4,), I32, make=lambda rng, shape: np.array([0, -1, width - 1, width])),
+        Arg(n, make=_cycle(1.0, 1.1, 1.5, 0.5, 2.0, 1.0)),
+        Arg(n, make=_cycle(0.0, 0.5, -0.25, 0.0)),
+        Arg(n, make=_cycle(0.0, 0.3, 0.0, -0.1, 0.7)),
+        Arg(n, I32, make=_cycle(0, 4, 2**31 - 1)),
+    )
+    return Sample(args, {}, {"N": rows})
+
+
+@op(
+    "penalise",
+    infer=_penalise_infer,
+    cost=_penalise_cost,
+    tol={"f32": 1e-5},
+    samples=grid(
+        _penalise_sample,
+        rows=(0, 1, 23),
+        width=(1, 5, 1000),
+        ring=(1, 64),
+        layout=("contiguous", "strided"),
+    )
+    + grid(_penalise_sample, rows=(2,), width=(40001,), ring=(64,), layout=("contiguous",)),
+)
+def penalise(logits, history, count, stop, repeat, presence, frequency, min_tokens):
+    """Logits [N, V] f32 with what was said of late made less likely -> [N, V].
+
+    history [N, W] i32: the last ids of each sequence, in any order; stop [E] i32; and for each
+    sequence count i32 (its ids so far), repeat, presence, frequency f32, min_tokens i32. Entries
+    outside 0..V-1 are empty. An id that stands c > 0 times in the history has its logit divided by
+    ``repeat`` (multiplied where it is not above zero) and lessened by presence + c * frequency.
+    While count < min_tokens the ids in ``stop`` are -inf.
+
+    repeat: Keskar et al. 2019 (CTRL), section 4.1; presence and frequency: as OpenAI's API defines
+    them; all three together as in llama.cpp's penalties.
+    """
+    result, width = logits.copy(), logits.shape[1]
+    stop = stop[(stop >= 0) & (stop < width)]
+    for n, row in enumerate(result):
+        known = history[n][(history[n] >= 0) & (history[n] < width)]
+        ids, times = np.unique(known, return_counts=True)
+        value = row[ids]
+        value = np.where(value > 0, value / repeat[n], value * repeat[n])
+        row[ids] = value - (presence[n] + times.astype(np.float32) * frequency[n])
+        if count[n] < min_tokens[n]:
+            row[stop] = -np.inf
+    return result

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from ..errors import ModelFileError
 from ..weights.gguf import GGUF
-from .bpe import BpeTokenizer
 from .spm import SpmTokenizer
 from .vocabulary import TextStream, Vocabulary
 
@@ -54,11 +53,7 @@ class Tokenizer(Protocol):
         """The bytes that the token stands for, control pieces included; RequestError as decode."""
 
 
-_KINDS: dict[str, type[Vocabulary]] = {
-    "llama": SpmTokenizer,
-    "gpt2": BpeTokenizer,
-    "gemma4": BpeTokenizer,
-}
+_KINDS: dict[str, type[Vocabulary]] = {"llama": SpmTokenizer}
 
 
 def from_gguf(file: GGUF) -> Tokenizer:

@@ -9,8 +9,8 @@ folder a kernel is known by its name alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import pickle
 import platform
 import re
 import sys
@@ -24,6 +24,7 @@ from ...paths import cache_dir
 from .isa import target
 
 _SOURCES = Path(__file__).resolve().parent
+_FORMAT = b"graphllm kernel 1\n"
 
 
 def fingerprint(sources: Path = _SOURCES) -> str:
@@ -58,7 +59,12 @@ def _warn(reason: str) -> None:
 
 
 class DiskCache:
-    """The file of one compiled function, with the methods that Numba's `CFunc` calls."""
+    """The file of one compiled kernel: machine code under a checksum, and no pickle.
+
+    After a line that names the format come the SHA-256 of the rest, a line of JSON (the library's
+    name, the entry's symbol, bytes of machine code), the machine code, and the bitcode that says
+    which symbols it defines.
+    """
 
     def __init__(self, name: str) -> None:
         label = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")[:80]
@@ -68,30 +74,34 @@ class DiskCache:
     def path(self) -> Path:
         return folder() / self._file
 
-    def load_overload(self, sig: object, context: Any) -> Any:
-        """The stored result, None when there is none that can be read."""
-        from numba.core.compiler import CompileResult
-
-        context.refresh()
+    def load(self, codegen: Any) -> tuple[Any, str] | None:
+        """(library, symbol of its entry), None where there is no sound file."""
         try:
-            return CompileResult._rebuild(context, *pickle.loads(self.path.read_bytes()))
+            data = self.path.read_bytes()
         except OSError:  # not there; whether it can be written is seen when it is
             return None
-        except Exception as error:  # a damaged file is compiled again and replaced
-            _warn(f"{self.path}: {error}")
+        start = len(_FORMAT) + 32
+        body = data[start:]
+        if data[:start] != _FORMAT + hashlib.sha256(body).digest():
+            _warn(f"{self.path} is damaged, and is made again")
             return None
+        line, code = body.split(b"\n", 1)
+        name, symbol, size = json.loads(line)
+        stored = (name, "object", (code[:size], code[size:]))
+        return codegen.unserialize_library(stored), symbol
 
-    def save_overload(self, sig: object, result: Any) -> None:
-        from numba.core.serialize import dumps
-
-        if result.library.has_dynamic_globals:  # holds addresses of this process
+    def save(self, library: Any, symbol: str) -> None:
+        """Keep a compiled library whose entry is ``symbol``; a line of warning where that fails."""
+        if library.has_dynamic_globals:  # holds addresses of this process
             return
-        data, temporary = dumps(result._reduce()), ""
+        name, _, (code, bitcode) = library.serialize_using_object_code()
+        line = json.dumps([name, symbol, len(code)]).encode() + b"\n"
+        body, temporary = line + code + bitcode, ""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self.path.parent)
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.write(_FORMAT + hashlib.sha256(body).digest() + body)
             os.replace(temporary, self.path)
         except OSError as error:
             _warn(f"{self.path.parent}: {error.strerror}")

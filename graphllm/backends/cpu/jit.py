@@ -18,6 +18,8 @@ control block.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import struct
 import time
 from collections.abc import Callable
@@ -28,7 +30,9 @@ from llvmlite import ir
 from numba import float32, float64, int64, njit, types, uint16
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import RequireLiteralValue
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from ...debug import debug
@@ -55,39 +59,54 @@ SIGNATURE = types.void(int64, int64, int64)
 _PLAIN = (int, str, bool, float, type(None))
 
 
+_PROCESS, _made = secrets.token_hex(6), itertools.count()
+
+
+def distinct(function: Any) -> Any:
+    """Give a function a name that no other has, in this process or in another.
+
+    Numba makes symbols of a function's name and a count of the functions seen so far. Siblings from
+    one factory that come from the disk cache, compiled by different processes, may have the same
+    count; then one would be called for the other.
+    """
+    function.__qualname__ += f"_{_PROCESS}_{next(_made)}"
+    return function
+
+
 _HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """Decorator for a function that kernels call. It is compiled into each of them."""
-    return njit(**_HELPER)(function)
+    return njit(**_HELPER)(distinct(function))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
-    return njit(**_HELPER, forceinline=True)(function)
+    return njit(**_HELPER, forceinline=True)(distinct(function))
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
-    return njit(boundscheck=False, error_model="numpy")(function)
+    return njit(boundscheck=False, error_model="numpy")(distinct(function))
 
 
 class Kernel:
     """A function ``f(p, thread, threads)`` that becomes machine code when it is first needed."""
 
     def __init__(self, function: Callable[..., Any], key: tuple[Any, ...] | None = None) -> None:
-        self.function = function
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.seconds = 0.0  # spent compiling or loading
-        self._cfunc: Any = None
+        self._library: Any = None  # owns the machine code
+        self._address = 0
         parts = (self.name, _closure(function) if key is None else key, foreign(function))
         self._cache = DiskCache(repr(parts))
+        self.function = distinct(function)
 
     @property
     def compiled(self) -> bool:
         """Whether it is in memory already."""
-        return self._cfunc is not None
+        return self._address != 0
 
     @property
     def cached(self) -> bool:
@@ -97,16 +116,25 @@ class Kernel:
     @property
     def address(self) -> int:
         """Where the machine code begins; compiles at the first call."""
-        if self._cfunc is None:
-            start, hit = time.perf_counter(), self.cached
-            made: Any = CFunc(self.function, SIGNATURE_PARTS, locals={}, options=OPTIONS)
-            made._cache = self._cache
-            made.compile()
-            self._cfunc = made
+        if self._address == 0:
+            start = time.perf_counter()
+            with global_compiler_lock:
+                context: Any = cpu_target.target_context
+                context.refresh()  # the symbols of Numba's runtime
+                found = self._cache.load(context.codegen())
+                self._library, symbol = found or self._compile()
+                self._address = int(self._library.get_pointer_to_function(symbol))
             self.seconds = time.perf_counter() - start
-            debug(1, f"kernel {self.name}: {'loaded' if hit else 'compiled'}, {self.seconds:.3f} s")
-            debug(4, made.inspect_llvm() if not hit else "")
-        return int(self._cfunc.address)
+            how = "loaded" if found else "compiled"
+            debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
+        return self._address
+
+    def _compile(self) -> tuple[Any, str]:
+        made: Any = CFunc(self.function, SIGNATURE_PARTS, locals={}, options=OPTIONS)
+        made.compile()
+        debug(4, made.inspect_llvm())
+        self._cache.save(made._library, made.native_name)
+        return made._library, made.native_name
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"

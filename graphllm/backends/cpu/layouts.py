@@ -17,7 +17,6 @@ from ...errors import GraphllmError
 from ...tensor import Meta
 from .formats import BY_CODE, FORMATS
 from .jit import Kernel, args, i64s, kernel
-from .microkernels import distinct
 from .simd import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
@@ -108,7 +107,6 @@ def _packer(name: str) -> Kernel:
     stored = nbytes // LANES
 
     @kernel
-    @distinct(name)
     def packer(p, thread, threads):
         source, stride, target, rows, blocks, report = args(p, 6)
         found = i64s(report)

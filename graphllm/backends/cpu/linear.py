@@ -23,7 +23,6 @@ from .microkernels import (
     CHUNK,
     FLOAT_PANEL,
     PANEL,
-    distinct,
     fused,
     fused_float,
     tile,
@@ -74,7 +73,6 @@ def _each_tile(name, many, one):
     large, small = one(many), one(few)
 
     @helper
-    @distinct(name, many)
     def run(panel, size, row, stride, at, k, c, count):
         t = 0
         while t + many <= count:
@@ -96,7 +94,6 @@ def _integer(name: str, many: int) -> Kernel:
 
     def one(tokens):
         @helper
-        @distinct(name, tokens)
         def run(left, panel, size, row, stride, at, k, c):
             d = row + k + at // block * 4
             s = row + k + k // block * 4 + at // per_sums * sum_bytes
@@ -107,7 +104,6 @@ def _integer(name: str, many: int) -> Kernel:
     tiles = _each_tile(name, many, one)
 
     @kernel(key=("integer", name, many))
-    @distinct(name, many)
     def integer(p, thread, threads):
         x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
         tokens, groups, blocks = load_i64(live), (n + GROUP - 1) // GROUP, k // block
@@ -142,7 +138,6 @@ def _float(name: str, many: int) -> Kernel:
 
     def one(tokens):
         @helper
-        @distinct(name, tokens)
         def run(left, panel, size, row, stride, at, k, c):
             tile_float(tokens, left, panel, size, row + 4 * at, stride, c)
 
@@ -151,7 +146,6 @@ def _float(name: str, many: int) -> Kernel:
     tiles = _each_tile(f"float_{name}", many, one)
 
     @helper
-    @distinct(name, many)
     def multiply(source, row, stride, size, panel, at, k, c, count):
         if plain and count == 1:
             fused_float(code, source, size, row + 4 * at, c)
@@ -162,7 +156,6 @@ def _float(name: str, many: int) -> Kernel:
             tiles(panel, size, row, stride, at, k, c, count)
 
     @kernel(key=("float", name, many))
-    @distinct(name, many)
     def floating(p, thread, threads):
         x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
         tokens, groups = load_i64(live), (n + GROUP - 1) // GROUP

@@ -6,12 +6,20 @@ digits that it is there to keep. NaN comes through. Coefficients were fitted for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from numba import float32, float64, int32, int64, njit
 
-from .jit import as_f64, bits_f32, f32_of_bits, f64_as_bits
+from .jit import as_f64, bits_f32, distinct, f32_of_bits, f64_as_bits
 
 # Inlined by force: a loop with a call in it is not vectorised.
-_exact = njit(fastmath={"contract"}, boundscheck=False, error_model="numpy", forceinline=True)
+_njit = njit(fastmath={"contract"}, boundscheck=False, error_model="numpy", forceinline=True)
+
+
+def _exact(function: Callable[..., Any]) -> Any:
+    return _njit(distinct(function))
+
 
 _LOG2E = float32(1.4426950408889634)
 _LN2_HIGH = float32(0.693145751953125)  # 16 bits, so that n * it is exact

@@ -24,26 +24,11 @@ from .formats import BY_CODE, Block32, BlockK, Format
 from .simd import F32S, I8, I64, VECTOR, Emit, Value
 
 CHUNK = 256  # columns between two visits to c
-AHEAD = 4096  # bytes that decoding prefetches ahead
+AHEAD = 8192  # bytes to prefetch ahead: about what arrives while one line is on its way
 _BLOCK32_PANEL = 9 * VECTOR  # 8 vectors of q, and d
 _K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, offsets, factors follow
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
 FLOAT_PANEL = CHUNK * VECTOR
-
-
-def distinct(*parts: object) -> Callable[[Any], Any]:
-    """Decorator for a function made in a factory: its name says which one it is.
-
-    Numba makes symbols of a function's name and a count of the functions seen so far. Siblings that
-    come from the disk cache, compiled by different processes, may have the same count; then one
-    would be called for the other.
-    """
-
-    def rename(function: Any) -> Any:
-        function.__qualname__ += "_" + "_".join(map(str, parts))
-        return function
-
-    return rename
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
@@ -315,5 +300,5 @@ def _fused_float(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Valu
     e.store(e.add(e.load(c, F32S), e.get(acc)), c)
 
 
-__all__ = ["AHEAD", "CHUNK", "FLOAT_PANEL", "PANEL", "distinct", "fused", "fused_float", "tile",
+__all__ = ["AHEAD", "CHUNK", "FLOAT_PANEL", "PANEL", "fused", "fused_float", "tile",
            "tile_float", "unpack", "unpack_float", "workspace"]  # fmt: skip

@@ -14,7 +14,6 @@ from .. import ROWS
 from . import BACKEND
 from .device import Launch, Site
 from .jit import Kernel, args, kernel, load_i64, next_chunk
-from .microkernels import distinct
 from .simd import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
 
 _PIECE = 4096  # columns that a thread takes at a time
@@ -79,7 +78,6 @@ def _kernel(block: int) -> Kernel:
     sum_bytes = 4 if block == 32 else 32  # of a block
 
     @kernel
-    @distinct(block)
     def quantise(p, thread, threads):
         x, x_stride, y, y_stride, live, k = args(p, 6)
         blocks = k // block

@@ -1,4 +1,4 @@
-"""argmax and sample, without a sort of the vocabulary.
+"""argmax, sample and penalise, without a sort of the vocabulary.
 
 Logits are compared as integers (`_key`), which vectorises and settles what NaN and -0 mean. A first
 kernel finds the largest key of every 64 logits, with the whole team. From those the second one, a
@@ -8,7 +8,8 @@ k largest lie in blocks that reach the k-th largest block maximum.
 
 from __future__ import annotations
 
-from numba import float64, int32, int64, uint32, uint64
+import numpy as np
+from numba import float32, float64, int32, int64, uint32, uint64
 
 from ...tensor import Tensor
 from .. import Options
@@ -284,6 +285,45 @@ def _sample(p, thread, threads):
         row = next_chunk(p)
 
 
+# --------------------------------------------------------------------------------------- penalties
+
+
+@helper
+def _times(ids, first, count):
+    """How often ``ids[first]`` stands from there on; 0 where it has come before."""
+    token, times = ids[first], 0
+    for i in range(first):
+        if ids[i] == token:
+            return 0
+    for i in range(first, count):
+        times += 1 if ids[i] == token else 0
+    return times
+
+
+@kernel
+def _penalise(p, thread, threads):
+    x, stride, rows_at, width, y, history, ring, stop, stops = args(p, 9)
+    counts, repeats, presences, frequencies, least = args(p + 72, 5)
+    first, last = share(width, thread, threads)  # of the columns: no thread waits for another
+    for row in range(load_i64(rows_at)):
+        source, target = f32s(x + row * stride), f32s(y + row * width * 4)
+        for i in range(first, last):
+            target[i] = source[i]
+        past, repeat = i32s(history + row * ring * 4), f32s(repeats)[row]
+        for i in range(ring):
+            if first <= past[i] < last:
+                times = _times(past, i, ring)
+                if times > 0:
+                    value = target[past[i]]
+                    value = value / repeat if value > float32(0) else value * repeat
+                    less = f32s(presences)[row] + float32(times) * f32s(frequencies)[row]
+                    target[past[i]] = value - less
+        if i32s(counts)[row] < i32s(least)[row]:
+            for i in range(stops):
+                if first <= i32s(stop)[i] < last:
+                    target[i32s(stop)[i]] = -float32(np.inf)
+
+
 # ---------------------------------------------------------------------------------------- builders
 
 
@@ -327,3 +367,15 @@ def sample(site: Site) -> list[Launch]:
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "count"):
         draw.append(site.need(name).address)
     return [Launch(_blocks_nan_masked, words), Launch(_sample, draw)]
+
+
+@BACKEND.kernel("penalise", layout={"logits": "rows"})
+def penalise(site: Site) -> Launch:
+    logits, history = site.need("logits"), site.need("history")
+    (width,) = logits.meta.inner
+    words = [logits.address, logits.row_stride, site.live(logits.meta.rows), width]
+    words += [site.out.address, history.address, *history.meta.inner]
+    words += [site.need("stop").address, int(site.stop.meta.shape[0])]
+    for name in ("count", "repeat", "presence", "frequency", "min_tokens"):
+        words.append(site.need(name).address)
+    return Launch(_penalise, words)

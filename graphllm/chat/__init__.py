@@ -1,0 +1,14 @@
+"""Chats: templates that turn messages into a prompt, and conversations that remember."""
+
+from .builtin import TEMPLATES
+from .conversation import Conversation, encode_chat
+from .template import ChatTemplate, Message, find_template
+
+__all__ = [
+    "TEMPLATES",
+    "ChatTemplate",
+    "Conversation",
+    "Message",
+    "encode_chat",
+    "find_template",
+]

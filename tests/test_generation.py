@@ -1,0 +1,229 @@
+"""Generation: penalties, ends, stop texts, several prompts, reuse of what a prompt begins with."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+
+import graphllm
+from graphllm.errors import RequestError
+from graphllm.generation.answer import StopText
+from graphllm.generation.request import Completion, Sampling
+from graphllm.profiler.rows import Recorder
+
+PROMPT = "hello there, how are you"
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = tmp_path_factory.mktemp("generation") / "tiny.gguf"
+    return graphllm.load(tiny.write_llama(path, tiny.llama_weights()), kv_type="f32", strict=True)
+
+
+def ends(llm, monkeypatch, *ids):
+    """Make these the model's end tokens."""
+    monkeypatch.setattr(llm.tokenizer, "eog_ids", frozenset(ids))
+
+
+# --------------------------------------------------------------------------------------- penalties
+
+
+def greedy_by_hand(llm, ids, count, repeat=1.0, presence=0.0, frequency=0.0, banned=(), least=0):
+    """The likeliest tokens under the penalties' formula, from plain logits, one at a time."""
+    ids, drawn = list(ids), []
+    for step in range(count):
+        logits = llm.logits(ids, last=True).astype(np.float64)
+        for token, times in Counter(ids[-64:]).items():
+            logits[token] *= 1 / repeat if logits[token] > 0 else repeat
+            logits[token] -= presence + times * frequency
+        if step < least:
+            logits[list(banned)] = -np.inf
+        drawn.append(int(logits.argmax()))
+        ids.append(drawn[-1])
+    return drawn
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [{"repeat": 1.3}, {"presence": 0.7}, {"frequency": 0.4}, {"repeat": 0.8, "frequency": -0.2}],
+)
+def test_penalties_follow_their_formula(llm, penalties):
+    """Over a prompt and answer longer than the 64 tokens that are looked at."""
+    prompt = "and so on " * 8 + PROMPT
+    ids = llm.encode(prompt)
+    assert 45 < len(ids) < 64
+    want = greedy_by_hand(llm, ids, 30, **penalties, banned=llm.tokenizer.eog_ids, least=30)
+    named = {f"{name}_penalty": value for name, value in penalties.items()}
+    assert llm.generate(prompt, max_tokens=30, **GREEDY, **named).ids == want
+    assert llm.generate(prompt, max_tokens=30, **GREEDY).ids != want
+
+
+def test_neutral_penalties_change_nothing(llm):
+    """The plan with penalties, asked for none, draws what the plan without them draws."""
+    ask = {"max_tokens": 20, "temperature": 0.9, "seed": 5}
+    plain = Completion()
+    for _ in llm.complete(PROMPT, Sampling(**ask), plain, ends=()):
+        pass
+    least = Completion()
+    for _ in llm.complete(PROMPT, Sampling(**ask, min_tokens=1), least, ends=()):
+        pass
+    assert plain.ids == least.ids
+
+
+def test_a_seed_repeats_with_penalties(llm):
+    ask = {"max_tokens": 20, "repeat_penalty": 1.2, "frequency_penalty": 0.1}
+    a, b, c = (llm.generate(PROMPT, seed=seed, **ask).ids for seed in (3, 3, 4))
+    assert a == b != c
+
+
+def test_reference_and_cpu_draw_the_same(llm):
+    ask = {"max_tokens": 12, "temperature": 0.7, "seed": 11, "presence_penalty": 0.5}
+    other = graphllm.load(llm.file.path, device="reference")
+    assert other.generate(PROMPT, **ask).ids == llm.generate(PROMPT, **ask).ids
+
+
+# -------------------------------------------------------------------------------------------- ends
+
+
+def test_min_tokens_and_ignore_eos_forbid_the_end(llm, monkeypatch):
+    ids = llm.encode(PROMPT)
+    first = greedy_by_hand(llm, ids, 1)[0]
+    ends(llm, monkeypatch, first)
+    assert llm.generate(PROMPT, temperature=0).ids == []
+    assert llm.generate(PROMPT, temperature=0).finish_reason == "stop"
+    done = llm.generate(PROMPT, temperature=0, max_tokens=5, min_tokens=3)
+    want = greedy_by_hand(llm, ids, 5, banned=[first], least=3)
+    assert done.ids == (want[: want.index(first)] if first in want else want)
+    assert len(done.ids) >= 3
+    never = llm.generate(PROMPT, max_tokens=40, ignore_eos=True, temperature=2.0, top_k=0, top_p=1)
+    assert len(never.ids) == 40 and first not in never.ids
+
+
+def test_stop_ids_end_an_answer_after_min_tokens(llm):
+    free = llm.generate(PROMPT, max_tokens=8, **GREEDY).ids
+    at = free.index(free[4])
+    done = llm.generate(PROMPT, max_tokens=8, **GREEDY, stop_ids=[free[4]])
+    assert done.ids == free[:at] and done.finish_reason == "stop"
+    done = llm.generate(PROMPT, max_tokens=8, **GREEDY, stop_ids=[free[4]], min_tokens=8)
+    assert done.ids == free and done.finish_reason == "length"
+
+
+def test_the_context_ends_an_answer(llm):
+    small = graphllm.load(llm.file.path, context=24)
+    done = small.generate(PROMPT, max_tokens=64, **GREEDY)
+    assert done.finish_reason == "context"
+    assert len(done.prompt_ids) + len(done.ids) == 25  # the last token needs no cache
+    with pytest.raises(RequestError, match="tokens, the context holds 24"):
+        small.generate(PROMPT * 3)
+
+
+# ------------------------------------------------------------------------------------- stop texts
+
+
+def shown(stops, pieces):
+    """What a reader sees of the pieces, and whether a stop text ended them."""
+    texts, out = StopText(stops), ""
+    for piece in pieces:
+        out += texts.push(piece)
+        if texts.hit:
+            return out, True
+    return out + texts.finish(), False
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "want"),
+    [
+        (["END"], "so it ENDs here", "so it "),
+        (["END"], "so it EN", None),
+        (["aab"], "aaaab", "aa"),
+        (["\n\n", "x"], "one\ntwo\n\nx", "one\ntwo"),
+        (["abcd", "c"], "zabcd", "zab"),  # complete first, wherever the pieces' borders are
+        (["bc", "abc"], "zabcd", "z"),
+        (["ß…"], "straß…e", "stra"),
+        ([], "all of it", None),
+    ],
+)
+def test_stop_texts_at_every_border(stops, text, want):
+    expected = (text, False) if want is None else (want, True)
+    for first in range(len(text)):
+        for second in range(first, len(text)):
+            pieces = [text[:first], text[first:second], text[second:]]
+            assert shown(stops, pieces) == expected, pieces
+    assert shown(stops, text) == expected
+
+
+def test_nothing_is_shown_that_may_be_a_stop_text():
+    texts = StopText(["<end>"])
+    assert [texts.push(c) for c in "a<e<en"] == ["a", "", "", "<e", "", ""]
+    assert texts.finish() == "<en"
+
+
+def test_a_stop_text_across_tokens(llm):
+    free = llm.generate(PROMPT, max_tokens=24, **GREEDY)
+    parts = [llm.tokenizer.decode([i], continuation=True) for i in free.ids]
+    at = next(i for i in range(2, 20) if len(parts[i]) > 1 and len(parts[i + 1]) > 1)
+    stop = parts[at][1:] + parts[at + 1][:1]
+    done = llm.generate(PROMPT, max_tokens=24, **GREEDY, stop=[stop, "never there"])
+    assert done.text == free.text[: free.text.index(stop)] and done.finish_reason == "stop"
+    assert len(done.ids) <= at + 2
+    streamed = "".join(llm.stream(PROMPT, max_tokens=24, **GREEDY, stop=stop))
+    assert streamed == done.text
+    late = llm.generate(PROMPT, max_tokens=24, **GREEDY, stop=stop, min_tokens=24)
+    assert late.text == free.text
+
+
+# ---------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"repeat_penalty": 0.0}, "repeat_penalty = 0.0 must be above 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty = nan must be a finite number"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty = inf must be a finite number"),
+        ({"min_tokens": -1}, "min_tokens = -1 must be in"),
+        ({"stop": [""]}, "must be texts that are not empty"),
+        ({"stop_ids": [-3]}, "must be token ids"),
+        ({"stop_ids": [10**6]}, "token id 1000000 is not in 0.."),
+        ({"max_tokens": -1}, "max_tokens = -1 must be at least 0"),
+    ],
+)
+def test_a_bad_request_is_named(llm, bad, message):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(PROMPT, **bad)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_several_prompts_one_after_another(llm):
+    texts = ["hello", "what is", "hello"]
+    together = llm.generate(texts, max_tokens=6, **GREEDY)
+    assert [d.text for d in together] == [
+        llm.generate(t, max_tokens=6, **GREEDY).text for t in texts
+    ]
+
+
+def test_only_what_is_new_is_computed_and_counted(llm):
+    """The timings and the profile's rows both tell how many tokens were computed."""
+    ids = llm.encode(PROMPT)
+    llm.engine.forget()
+    ask = Sampling(max_tokens=2, temperature=0.0)
+    first, again = Completion(), Completion()
+    for _ in llm.complete(ids, ask, first, ends=()):
+        pass
+    assert first.timings.prefill_tokens == len(ids) and first.cached_tokens == 0
+    phases = Recorder(), Recorder()
+    longer = [*ids, 7, 8, 9]
+    for _ in llm.complete(longer, ask, again, profile=phases, ends=()):
+        pass
+    assert again.timings.prefill_tokens == 3 and again.cached_tokens == len(ids)
+    shapes = {row.shape for row in phases[0].rows if row.scope.endswith("gate_proj")}
+    assert shapes == {f"f32[3,{tiny.HIDDEN}]"}
+    llm.engine.forget()
+    fresh = Completion()
+    for _ in llm.complete(longer, ask, fresh, ends=()):
+        pass
+    assert fresh.ids == again.ids
