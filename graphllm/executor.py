@@ -17,7 +17,7 @@ from .memory import aligned
 from .ops import get
 from .plan import Place, Placement, Plan, Step, compile_plan, place
 from .profiler.rows import Recorder
-from .tensor import WEIGHT, Tensor, Var
+from .tensor import WEIGHT, Meta, Tensor, Var
 from .weights import Arrays, Weights
 
 GUARD = 64  # bytes of canary on each side of a buffer while `poison` is set
@@ -203,7 +203,7 @@ class Executor:
             self.progress("preparing weights", min(len(self._prepared), total), total)
             out = self._operand(plan, step.node, self._memory(step.backend), arenas)
             spot = plan.scratch.get(index)
-            scratch = _in_arena(step.node, spot, arenas) if spot else None
+            scratch = _workspace(spot, arenas) if spot else None
             bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
         segments, at = [], 0
         for steps in plan.segments():
@@ -328,4 +328,9 @@ class Executor:
 
 def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:
     meta = replace(node.meta, offset=node.meta.offset + spot.offset)
+    return Operand(meta, arenas[spot.memory])
+
+
+def _workspace(spot: Place, arenas: Mapping[str, Any]) -> Operand:
+    meta = replace(Meta.of((spot.nbytes,), "i8"), offset=spot.offset)
     return Operand(meta, arenas[spot.memory])

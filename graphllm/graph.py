@@ -25,6 +25,19 @@ def toposort(outputs: Iterable[Tensor]) -> list[Tensor]:
     return order
 
 
+def by_depth(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """As `toposort`, ordered by distance from the leaves: what is independent stands together.
+
+    A device then need not wait between, say, the linears that read one activation.
+    """
+    order = toposort(outputs)
+    depth: dict[int, int] = {}
+    for node in order:
+        below = max((depth[id(s)] for s in node.sources), default=0)
+        depth[id(node)] = below if node.is_leaf or node.is_view else below + 1
+    return sorted(order, key=lambda node: depth[id(node)])
+
+
 class Interner:
     """Keeps one node of each kind (equal op, attributes, sources), with the scopes of all."""
 

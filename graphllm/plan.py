@@ -260,7 +260,7 @@ def compile_plan(
         src = tuple(None if s is None else lowered[id(s)] for s in node.src)
         lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
     outputs = {name: lowered[id(node)] for name, node in outputs.items()}
-    order = graph.toposort(outputs.values())
+    order = graph.by_depth(outputs.values())
     steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
     _lay_out(plan, order, placement.options)

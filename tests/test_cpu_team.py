@@ -19,6 +19,7 @@ from graphllm.backends.cpu.device import CpuDevice
 from graphllm.backends.cpu.isa import threads_for, usable_cores
 from graphllm.backends.cpu.jit import args, i64s, kernel, next_chunk, set_status
 from graphllm.backends.cpu.team import Team, team
+from graphllm.backends.cpu.walk import MEET
 from graphllm.errors import GraphllmError
 
 PACKAGE = Path(graphllm.__file__).parent
@@ -52,12 +53,15 @@ class _Script:
 
     def __init__(self, crew: Team, body, steps: int, *words: int) -> None:
         self.crew, self.steps = crew, steps
-        self.block = np.array([crew.control, *words], np.int64)
-        entry = (body.address if body else 0, int(self.block.ctypes.data) + 8)
-        self.entries = np.array([(*entry, i + 1) for i in range(steps)], np.int64)
+        self.tickets = np.zeros((steps, 8), np.int64)
+        self.blocks = [np.array([t.ctypes.data, crew.control, *words]) for t in self.tickets]
+        address = body.address if body else 0
+        entries = [(address, b.ctypes.data + 16, i, MEET) for i, b in enumerate(self.blocks, 1)]
+        self.entries = np.array(entries, np.int64)
 
     def run(self, times: np.ndarray | None = None) -> None:
         stamps = 0 if times is None else int(times.ctypes.data)
+        self.tickets[:] = 0
         self.crew.run(int(self.entries.ctypes.data), self.steps, stamps)
 
 
@@ -145,8 +149,9 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         from graphllm.backends.cpu.team import team
         from endless import endless
         crew, steps = team(2), 1 if {busy} else 2_000_000
-        block = np.array([crew.control, 0], np.int64)
-        entry = (endless.address if {busy} else 0, block.ctypes.data + 8, -1)
+        tickets = np.zeros(1, np.int64)
+        block = np.array([tickets.ctypes.data, crew.control], np.int64)
+        entry = (endless.address if {busy} else 0, block.ctypes.data + 16, -1, {MEET})
         program = np.array([entry] * steps, np.int64)
         crew.run(0, 0)  # threads are up
         sent = []

@@ -187,8 +187,8 @@ def test_unknown_kind_and_missing_file(tmp_path: Path) -> None:
     from gguf_files import finish
 
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "x")
-    writer.add_tokenizer_model("gpt2")
-    with pytest.raises(ModelFileError, match="'gpt2' is not supported; known: llama"):
+    writer.add_tokenizer_model("bert")
+    with pytest.raises(ModelFileError, match="'bert' is not supported; known: llama, gpt2"):
         tokenizer.load(finish(writer, tmp_path / "k.gguf"))
     with pytest.raises(GraphllmError, match=r"none\.gguf"):
         tokenizer.load(tmp_path / "none.gguf")
@@ -197,7 +197,8 @@ def test_unknown_kind_and_missing_file(tmp_path: Path) -> None:
 def test_import_is_light() -> None:
     code = (
         "import sys; import graphllm.tokenizer, graphllm.weights.gguf, graphllm.quant;"
-        "print([m for m in ('numba', 'cupy', 'sentencepiece', 'torch') if m in sys.modules])"
+        "heavy = ('numba', 'cupy', 'sentencepiece', 'tokenizers', 'torch');"
+        "print([m for m in heavy if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

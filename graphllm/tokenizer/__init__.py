@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..errors import ModelFileError
 from ..weights.gguf import GGUF
+from .bpe import BpeTokenizer
 from .spm import SpmTokenizer
 from .vocabulary import TextStream, Vocabulary
 
@@ -53,7 +54,11 @@ class Tokenizer(Protocol):
         """The bytes that the token stands for, control pieces included; RequestError as decode."""
 
 
-_KINDS: dict[str, type[Vocabulary]] = {"llama": SpmTokenizer}
+_KINDS: dict[str, type[Vocabulary]] = {
+    "llama": SpmTokenizer,
+    "gpt2": BpeTokenizer,
+    "gemma4": BpeTokenizer,
+}
 
 
 def from_gguf(file: GGUF) -> Tokenizer:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..weights.gguf import GGUF
-from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
-
-SPACE = "▁".encode()  # how SentencePiece writes a space
+from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Vocabulary
 
 
 class SpmTokenizer(Vocabulary):
@@ -36,17 +34,6 @@ class SpmTokenizer(Vocabulary):
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise self._error("tokens", f"not a usable vocabulary: {reason}") from None
-
-    def _find_bytes(self) -> dict[int, bytes]:
-        """Token id -> byte; such tokens are named as in ``<0x0A>``."""
-        found = {}
-        names = {b"<0x%02X>" % value: bytes([value]) for value in range(256)}
-        for token in np.flatnonzero(self._kinds == BYTE).tolist():
-            name = self._pieces[token]
-            if name not in names:
-                raise self._error("tokens", f"{token} is a byte token, but is named {name[:20]!r}")
-            found[token] = names[name]
-        return found
 
     def _model(self, scores: np.ndarray) -> bytes:
         """The vocabulary as a SentencePiece ModelProto.
@@ -79,7 +66,7 @@ class SpmTokenizer(Vocabulary):
     def _bytes_of(self, token: int) -> bytes:
         kind = self._kinds[token]
         if kind == NORMAL:
-            return self._pieces[token].replace(SPACE, b" ")
+            return self._pieces[token].replace(SPACE.encode(), b" ")
         if kind == BYTE:
             return self._byte_tokens[token]
         return self._pieces[token] if kind in (CONTROL, UNKNOWN, USER_DEFINED) else b""

@@ -15,6 +15,8 @@ import numpy as np
 from ..errors import ModelFileError, RequestError
 from ..weights.gguf import GGUF, StringArray
 
+SPACE = "▁"  # how SentencePiece writes a space
+
 # Token types, as `tokenizer.ggml.token_type` and SentencePiece number them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -23,10 +25,30 @@ _END_NAMES = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
     "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
-    "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+    "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 _END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# Control pieces whatever their type says, unless the file has one of the keys; those of the second
+# part end a generation too.
+_FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("fim_pre", "prefix"), (
+        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+        "<|code_prefix|>", "<|prefix|>",
+    )),
+    (("fim_suf", "suffix"), (
+        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+        "<|code_suffix|>", "<|suffix|>",
+    )),
+    (("fim_mid", "middle"), (
+        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+        "<|code_middle|>", "<|middle|>",
+    )),
+    (("fim_pad",), ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
+    (("fim_rep",), ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
+    (("fim_sep",), ("<|file_sep|>",)),
+)  # fmt: skip
+# gpt-oss: its text is made of these, so they are always parsed and shown.
+_SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 # Where all of the first are present the second is no end, but of that type: o200k_harmony and
 # solar-open, Gemma 4.
 _NOT_ENDS = (
@@ -36,6 +58,9 @@ _NOT_ENDS = (
     ({"<|calls|>", "<|flush|>"}, "<|end|>", USER_DEFINED),
     ({"<|tool_response>"}, "</s>", NORMAL),
 )
+
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+_SPACES = " \t\n\v\f\r"
 
 
 class TextStream:
@@ -64,9 +89,13 @@ class TextStream:
 
 
 class Specials:
-    """Cuts pieces out of a text before the rest is tokenized, the longest piece first."""
+    """Cuts pieces out of a text before the rest is tokenized, the longest piece first.
 
-    def __init__(self, pieces: Iterable[tuple[str, int]]) -> None:
+    With ``strip`` the spaces after a piece go with it, except for those of `_KEEP_SPACES`.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[str, int]], strip: bool = False) -> None:
+        self._strip = strip
         self._ids = {text: token for text, token in pieces if text}
         # Most texts hold none of the thousands of pieces; two characters rule most of them out.
         self._by_head: dict[str, list[str]] = {}
@@ -85,9 +114,11 @@ class Specials:
                 if isinstance(part, int) or piece not in part:
                     cut.append(part)
                     continue
+                strip = self._strip and piece not in _KEEP_SPACES
                 for index, rest in enumerate(part.split(piece)):
                     if index:
                         cut.append(self._ids[piece])
+                        rest = rest.lstrip(_SPACES) if strip else rest
                     if rest:
                         cut.append(rest)
             parts = cut
@@ -123,9 +154,15 @@ class Vocabulary:
             self._flag(key, default) for key, default in zip(keys, self.default_adds, strict=True)
         )
         self.eog_ids = self._find_ends()
+        if self.add_bos and self.bos_id is None:
+            raise self._error("add_bos_token", "true, but there is no begin token")
+        if self.add_eos and self.eos_id is None:
+            raise self._error("add_eos_token", "true, but there is no end token")
         plain = self._with_text(self._kinds == USER_DEFINED)
         hidden = self._with_text((self._kinds == CONTROL) | (self._kinds == UNKNOWN))
-        self._plain_specials, self._all_specials = Specials(plain), Specials(plain + hidden)
+        strip = self._strips_spaces()
+        self._plain_specials = Specials(plain, strip)
+        self._all_specials = Specials(plain + hidden, strip)
 
     def _error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: key 'tokenizer.ggml.{key}': {text}")
@@ -158,16 +195,44 @@ class Vocabulary:
             raise self._error(key, "not a boolean")
         return value
 
+    def _named(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of the pieces that exist, with their ids."""
+        return {n: self._index[n.encode()] for n in names if n.encode() in self._index}
+
     def _find_ends(self) -> frozenset[int]:
         """Tokens that end a generation, by key and by name. A name also makes a piece control."""
-        named = {n: self._index[n.encode()] for n in _END_NAMES if n.encode() in self._index}
+        named = self._named(_END_NAMES)
+        for keys, names in _FIM_NAMES:
+            if any(self._token(key) is not None for key in keys):
+                continue
+            if keys[0] in _END_KEYS:
+                named |= self._named(names)
+            else:
+                self._kinds[list(self._named(names).values())] = CONTROL
         self._kinds[list(named.values())] = CONTROL
+        self._kinds[list(self._named(_SHOWN_NAMES).values())] = USER_DEFINED
         ends = {self.eos_id, *named.values(), *map(self._token, _END_KEYS)}
         for present, name, kind in _NOT_ENDS:
             if name in named and present <= named.keys():
                 self._kinds[named[name]] = kind
                 ends.discard(named[name])
         return frozenset(token for token in ends if token is not None)
+
+    def _strips_spaces(self) -> bool:
+        """Whether special pieces take the spaces after them: so llama.cpp for Phi-3, by name."""
+        name = self._file.metadata.get("general.name")
+        return isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+
+    def _find_bytes(self) -> dict[int, bytes]:
+        """Token id -> byte; such tokens are named as in ``<0x0A>``."""
+        found = {}
+        names = {b"<0x%02X>" % value: bytes([value]) for value in range(256)}
+        for token in np.flatnonzero(self._kinds == BYTE).tolist():
+            name = self._pieces[token]
+            if name not in names:
+                raise self._error("tokens", f"{token} is a byte token, but is named {name[:20]!r}")
+            found[token] = names[name]
+        return found
 
     def _with_text(self, mask: np.ndarray) -> list[tuple[str, int]]:
         """Text and id of the chosen pieces, without those that no str can contain."""

@@ -15,8 +15,10 @@ from ...ops import get
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options
 from .isa import threads_for
-from .jit import Kernel
+from .jit import HIDDEN, Kernel
+from .meetings import meetings
 from .team import Team, team
+from .walk import ALONE, ENTRY, MEET
 
 _ALIGN = 64
 _HUGE = 4 << 20  # from here on, ask for huge pages
@@ -119,15 +121,21 @@ class Program:
         # Argument blocks hold nothing but addresses: of kernels, tables and the steps' buffers.
         self._keep = (keep, list(steps), _kernels(launches))
         self._blocks: list[np.ndarray] = []
-        entries: list[tuple[int, int, int]] = []
-        for index, parts in enumerate(launches, 1):
+        count = len(self._keep[2])
+        self._tickets = np.zeros((count, _ALIGN // 8), np.int64)  # on a cache line each
+        entries: list[tuple[int, int, int, int]] = []
+        for index, (parts, flags) in enumerate(zip(launches, meetings(steps)), 1):
             for launch in parts:
-                block = np.array([crew.control, *launch.words], np.int64)
+                tickets = int(self._tickets[len(self._blocks)].ctypes.data)
+                block = np.array([tickets, crew.control, *launch.words], np.int64)
                 self._blocks.append(block)
-                entries.append((launch.kernel.address, int(block.ctypes.data) + 8, -1))
+                address = int(block.ctypes.data) + 8 * HIDDEN
+                # Parts of a step wait for each other, unless one thread runs them all.
+                between = flags & ALONE or MEET
+                entries.append((launch.kernel.address, address, -1, between))
             address, words = entries.pop()[:2] if parts else (0, 0)
-            entries.append((address, words, index))
-        self._entries = np.array(entries, np.int64).reshape(-1, 3)
+            entries.append((address, words, index, flags))
+        self._entries = np.array(entries, np.int64).reshape(-1, ENTRY)
         self._size = len(steps)
 
     def run(self, times: np.ndarray | None) -> None:
@@ -136,6 +144,7 @@ class Program:
         if times is not None:
             assert times.dtype == np.int64 and times.size > self._size and times.flags.c_contiguous
             stamps = int(times.ctypes.data)
+        self._tickets[:, 0] = 0
         self._team.run(int(self._entries.ctypes.data), len(self._entries), stamps)
 
 

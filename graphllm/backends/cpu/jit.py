@@ -10,10 +10,10 @@
                 b[i] = a[i] * float32(2)
             c = next_chunk(p)
 
-Every thread of the team calls the kernel; they meet when all have returned, which also resets the
-tickets. A kernel never raises and never allocates. It is compiled, or loaded from the disk cache,
-when its address is first asked for. Word -1 of an argument block is the address of the team's
-control block.
+Every thread of the team calls the kernel, or one thread alone as ``(p, 0, 1)`` where it is small;
+each launch has tickets of its own. A kernel never raises and never allocates. It is compiled, or
+loaded from the disk cache, when its address is first asked for. Two words before an argument block
+are the addresses of the team's control block and of the ticket counter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from .diskcache import DiskCache, foreign
 # ----------------------------------------------------------------------------------- control block
 
 # Words of the control block that kernels know; team.py knows the others. A cache line each.
-TICKET, ABORT, STATUS = 0, 8, 16
+ABORT, STATUS = 0, 8
+# Hidden words before an argument block: the control block, and the launch's ticket counter.
+CONTROL_AT, TICKET_AT, HIDDEN = -1, -2, 2
 STOPPED = 1 << 40  # the ticket that nobody has work for
 
 # --------------------------------------------------------------------------------------- compiling
@@ -205,10 +207,11 @@ def next_chunk(typingctx, p):
     """The next ticket, int64 from 0; a huge one once the run is being stopped."""
 
     def generate(context, builder, sig, values):
-        control = builder.load(_word(builder, values[0], -1))
+        control = builder.load(_word(builder, values[0], CONTROL_AT))
+        counter = builder.load(_word(builder, values[0], TICKET_AT))
         abort = builder.load_atomic(_word(builder, control, ABORT), "monotonic", 8)
         one = ir.Constant(I64, 1)
-        ticket = builder.atomic_rmw("add", _word(builder, control, TICKET), one, "monotonic")
+        ticket = builder.atomic_rmw("add", _word(builder, counter, 0), one, "monotonic")
         go = builder.icmp_signed("==", abort, ir.Constant(I64, 0))
         return builder.select(go, ticket, ir.Constant(I64, STOPPED))
 
@@ -220,7 +223,7 @@ def set_status(typingctx, p, code):
     """Report that this run went wrong: the first code other than 0 is kept and raised later."""
 
     def generate(context, builder, sig, values):
-        control = builder.load(_word(builder, values[0], -1))
+        control = builder.load(_word(builder, values[0], CONTROL_AT))
         zero = ir.Constant(I64, 0)
         builder.cmpxchg(_word(builder, control, STATUS), zero, values[1], "monotonic", "monotonic")
         return context.get_dummy_value()

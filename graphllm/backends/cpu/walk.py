@@ -1,8 +1,9 @@
 """The native part of the thread team: atomics, futex, barrier, and the walk through a program.
 
-A program is an array of three words an entry: kernel address (0: nothing to call), argument block,
-and where its time stamp goes (-1: nowhere). Every thread walks it and meets the others after each
-entry. All words below live in one control block, on a cache line each.
+A program is an array of four words an entry: kernel address (0: nothing to call), argument block,
+which time stamp follows it (-1: none), and flags. Every thread walks it; an entry marked ALONE is
+run by the first thread only, and all meet after an entry marked MEET. All words below live in one
+control block, on a cache line each.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from numba import int64, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import ABORT, I64, TICKET, _word, helper, kernel
+from .jit import ABORT, I64, _word, helper, kernel
 
-# Words of the control block, after TICKET, ABORT and STATUS (see jit.py).
+# Flags and size of a program's entry.
+ALONE, MEET = 1, 2
+ENTRY = 4  # words
+
+# Words of the control block, after ABORT and STATUS (see jit.py).
 ARRIVED, PHASE, SLEEPERS, STOP = 24, 32, 40, 48
 GENERATION, IDLE, DONE, QUIT = 56, 64, 72, 80
 PROGRAM, STEPS, TIMES, SPIN_NS = 88, 89, 90, 91  # written before a generation begins
@@ -214,7 +219,7 @@ def wait_change(control, word, sleepers, old):
 
 @helper
 def barrier(control, threads, stamp):
-    """Meet the whole team; tickets start again. True when the run must stop.
+    """Meet the whole team. True when the run must stop.
 
     Whoever comes last decides, and publishes it before letting the others go: were each thread to
     look at the abort word itself, some could leave while others wait for them. The last one also
@@ -225,7 +230,6 @@ def barrier(control, threads, stamp):
         if stamp != 0:
             store(stamp, clock_ns())
         atomic_swap(control, ARRIVED, 0)
-        atomic_swap(control, TICKET, 0)
         atomic_swap(control, STOP, atomic_load(control, ABORT))
         atomic_swap(control, PHASE, phase + 1)
         if atomic_load(control, SLEEPERS) > 0:
@@ -243,12 +247,19 @@ def walk(control, thread, threads):
     if times != 0 and barrier(control, threads, times):  # time begins when all are up
         return
     for i in range(steps):
-        entry = program + 24 * i
-        address, stamp = load(entry), load(entry + 16)
+        entry = program + 8 * ENTRY * i
+        address, block, flags = load(entry), load(entry + 8), load(entry + 24)
+        stamp = times + 8 * load(entry + 16) if times != 0 and load(entry + 16) >= 0 else 0
         if address != 0:
-            call_kernel(address, load(entry + 8), thread, threads)
-        if barrier(control, threads, times + 8 * stamp if times != 0 and stamp >= 0 else 0):
-            return
+            if flags & ALONE == 0:
+                call_kernel(address, block, thread, threads)
+            elif thread == 0:
+                call_kernel(address, block, 0, 1)
+        if flags & MEET != 0:
+            if barrier(control, threads, stamp):
+                return
+        elif thread == 0 and stamp != 0:
+            store(stamp, clock_ns())
 
 
 @kernel
