@@ -1,0 +1,48 @@
+"""Where the CPU's threads meet: exactly where a step touches what another thread may still use."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphllm import ops
+from graphllm.backends import Bound, Operand
+from graphllm.backends.cpu.meetings import meetings
+from graphllm.backends.cpu.walk import ALONE, MEET
+from graphllm.tensor import Meta, Tensor, Var, feed
+
+T = Var("T", 1, 1)
+BIG, SMALL = 100_000, 64
+ARENA = np.zeros(16 << 20, np.uint8)
+
+
+def step(out: int, *sources: int, width: int = BIG) -> Bound:
+    """A sum whose operands lie at these places of the arena, in units of the big row."""
+
+    def place(at: int) -> Operand:
+        meta = Meta.of((T, width), "f32")
+        return Operand(Meta(meta.shape, meta.dtype, meta.strides, at * 4 * BIG), ARENA)
+
+    leaves: list[Tensor] = [feed(f"x{at}", (T, width), "f32") for at in sources]
+    node = ops.add(*leaves) if len(leaves) == 2 else ops.silu(*leaves)
+    return Bound(node, None, tuple(map(place, sources)), place(out))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "want"),
+    [
+        ([step(1, 0), step(2, 0)], [0, MEET]),  # both read 0
+        ([step(1, 0), step(2, 1)], [MEET, MEET]),  # read after write
+        ([step(1, 0), step(0, 2)], [MEET, MEET]),  # write after read
+        ([step(1, 0), step(1, 2)], [MEET, MEET]),  # write after write
+        ([step(1, 0), step(2, 0), step(3, 1)], [0, MEET, MEET]),  # not only the last one counts
+        ([step(1, 0, width=SMALL), step(2, 1, width=SMALL)], [ALONE, ALONE | MEET]),
+        ([step(1, 0, width=SMALL), step(2, 1)], [ALONE | MEET, MEET]),
+        ([step(1, 0), step(2, 3, width=SMALL), step(4, 2, width=SMALL)],
+         [0, ALONE, ALONE | MEET]),
+        ([step(1, 0), step(2, 3, width=SMALL), step(4, 5, 2)], [0, ALONE | MEET, MEET]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_threads_meet_where_they_must_and_nowhere_else(steps, want):
+    assert meetings(steps) == want
