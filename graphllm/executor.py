@@ -12,7 +12,7 @@ from . import backends as registry
 from . import graph
 from .backends import Backend, Bound, Device, Header, Operand, Options, Segment
 from .debug import debug
-from .errors import GraphError, PlacementError
+from .errors import GraphError, PlacementError, RequestError
 from .memory import aligned
 from .ops import get
 from .plan import Place, Placement, Plan, Step, compile_plan, place
@@ -155,12 +155,12 @@ class Executor:
             meta, device = self._leaves[name].meta, self._owner(memory)
             nbytes, offset = meta.bound().nbytes, GUARD if self.poison else 0
             if self.poison:
-                buffer = device.alloc(aligned(nbytes) + 2 * GUARD)
+                buffer = _alloc(device, aligned(nbytes) + 2 * GUARD, name)
                 buffer[:GUARD] = CANARY
                 buffer[GUARD + nbytes :] = CANARY
                 self._guarded.append((buffer, nbytes, name))
             else:
-                buffer = device.alloc(max(nbytes, 1))
+                buffer = _alloc(device, max(nbytes, 1), name)
             self._buffers[name, memory] = Operand(replace(meta, offset=offset), buffer)
         return self._buffers[name, memory]
 
@@ -185,7 +185,7 @@ class Executor:
         """The memory's arena. Growing it unbinds every plan that points into the old one."""
         have = self._arenas.get(memory)
         if have is None or have.nbytes < nbytes:
-            self._arenas[memory] = self._owner(memory).alloc(nbytes)
+            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
             self._programs.clear()
         return self._arenas[memory]
 
@@ -324,6 +324,15 @@ class Executor:
             strays = np.flatnonzero(outside & (arena != POISON))
             if strays.size:
                 raise GraphError(f"a kernel wrote outside its buffers, at arena byte {strays[0]}")
+
+
+def _alloc(device: Device, nbytes: int, what: str) -> Any:
+    try:
+        return device.alloc(nbytes)
+    except MemoryError:  # what grows without bound is the cache
+        raise RequestError(
+            f"no memory for {what} ({nbytes / 1e9:.1f} GB); a smaller context needs less"
+        ) from None
 
 
 def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:

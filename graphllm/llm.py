@@ -174,6 +174,11 @@ class LLM:
             self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
         return self._template
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the file brings a chat template."""
+        return bool(self.file.metadata.get(TEMPLATE_KEY))
+
     def chat(
         self, messages: Sequence[Mapping[str, Any]], seen: Seen | None = None, **sampling: Any
     ) -> Completion:
@@ -281,8 +286,8 @@ def load(
     behind it. ``context``: tokens of prompt and answer, at most the model's own. ``linear``:
     ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins sites by
     scope pattern: ``{"model.layers.3.*": "reference"}``. ``chat_template``: instead of the model's
-    own, a file's or one of gemma, chatml, llama3, mistral, phi3, zephyr. ModelFileError, ConfigError and
-    PlacementError say in a line what is wrong.
+    own, a file's or one of gemma, chatml, llama3, mistral, phi3, zephyr. ModelFileError,
+    ConfigError and PlacementError say in a line what is wrong.
     """
     start = time.perf_counter()
     if linear not in ("auto", "integer", "float"):

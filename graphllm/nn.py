@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from . import ops
+from .dtype import F32
 from .errors import ModelFileError
 from .tensor import Tensor, current_scope, scope, weight
 from .weights import Weights
+
+_FLOATS = ("f32", "f16", "bf16")
 
 
 class Module:
@@ -33,6 +36,13 @@ class Module:
         self.used.add(path)
         return weight(path, shape, meta.dtype)
 
+    def vector(self, name: str, width: int) -> Tensor:
+        """The weight ``name`` [width] of the current scope as float32; ModelFileError."""
+        w = self.weight(name, width)
+        if w.dtype.name not in _FLOATS:
+            raise ModelFileError(f"tensor {w.name!r} is {w.dtype}, not {' or '.join(_FLOATS)}")
+        return w if w.dtype == F32 else ops.cast(w, dtype=F32.name)
+
     def has(self, name: str) -> bool:
         """Whether the source has the weight ``name`` of the current scope."""
         return self.weights.meta(f"{current_scope()}.{name}".lstrip(".")) is not None
@@ -41,12 +51,12 @@ class Module:
         """x [T, K] times the transposed ``name.weight`` [out, K], plus ``name.bias``: [T, out]."""
         with scope(name):
             w = self.weight("weight", out, x.shape[-1])  # type: ignore[arg-type]
-            return ops.linear(x, w, self.weight("bias", out) if bias else None)
+            return ops.linear(x, w, self.vector("bias", out) if bias else None)
 
     def rms_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
         """RMS norm over the last axis of x [..., D] with ``name.weight`` [D]."""
         with scope(name):
-            return ops.rms_norm(x, self.weight("weight", x.shape[-1]), eps=eps)  # type: ignore[arg-type]
+            return ops.rms_norm(x, self.vector("weight", x.shape[-1]), eps=eps)  # type: ignore[arg-type]
 
     def embedding(self, ids: Tensor, name: str, count: int, width: int) -> Tensor:
         """Rows ``ids`` [T] of ``name.weight`` [count, width]: [T, width]."""

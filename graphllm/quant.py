@@ -108,6 +108,9 @@ _DEQUANTISE: dict[str, Callable[[Array], Array]] = {
 }  # fmt: skip
 
 
+FORMATS = tuple(_DEQUANTISE)  # the block formats of weights that can be read
+
+
 def dequantise(raw: Array, dtype: DType) -> Array:
     """uint8 [..., row_bytes] of ``dtype`` as float32 [..., elements].
 
@@ -277,27 +280,61 @@ def _to_q5_0(x: Array) -> Array:
     return np.concatenate([_half_bytes(d), fifth, _pack_nibbles(q & 15)], axis=-1)
 
 
-def _to_q4_k(x: Array) -> Array:
-    """Each sub-block of 32 spans [min(x, 0), max(x, 0)]; ggml searches for a better fit."""
+def _from_least(x: Array, most: int) -> tuple[Array, Array]:
+    """q in 0..most and the bytes of d and m: each block spans [min(x), max(x)]."""
+    least = x.min(axis=-1, keepdims=True)
+    d = (x.max(axis=-1, keepdims=True) - least) / F32(most)
+    q = np.minimum((x - least) * _inverse(d) + F32(0.5), most).astype(np.uint8)
+    return q, np.concatenate([_half_bytes(d), _half_bytes(least)], axis=-1)
+
+
+def _to_q4_1(x: Array) -> Array:
+    q, factors = _from_least(x, 15)
+    return np.concatenate([factors, _pack_nibbles(q)], axis=-1)
+
+
+def _to_q5_1(x: Array) -> Array:
+    q, factors = _from_least(x, 31)
+    fifth = np.packbits(q >> 4, axis=-1, bitorder="little")
+    return np.concatenate([factors, fifth, _pack_nibbles(q & 15)], axis=-1)
+
+
+def _to_k_scales(x: Array, most: int) -> tuple[Array, Array]:
+    """q in 0..most, [n, 8, 32], and the 16 bytes that `_k_scales` reads.
+
+    Each sub-block of 32 spans [min(x, 0), max(x, 0)]; ggml searches for a better fit.
+    """
     sub = x.reshape(-1, 8, 32)
     least = -np.minimum(sub.min(axis=-1), 0)
-    span = (np.maximum(sub.max(axis=-1), 0) + least) / F32(15)
+    span = (np.maximum(sub.max(axis=-1), 0) + least) / F32(most)
     d = (span.max(axis=-1, keepdims=True) / F32(63)).astype("<f2")
     dmin = (least.max(axis=-1, keepdims=True) / F32(63)).astype("<f2")
     scale = np.clip(np.rint(span * _inverse(d.astype(F32))), 0, 63).astype(np.uint8)
     low = np.clip(np.rint(least * _inverse(dmin.astype(F32))), 0, 63).astype(np.uint8)
     step = (d.astype(F32) * scale.astype(F32))[..., None]
     base = (dmin.astype(F32) * low.astype(F32))[..., None]
-    q = np.clip(np.rint((sub + base) * _inverse(step)), 0, 15).astype(np.uint8)
+    q = np.clip(np.rint((sub + base) * _inverse(step)), 0, most).astype(np.uint8)
     packed = [
         _half_bytes(d),
         _half_bytes(dmin),
         scale[:, :4] | scale[:, 4:] >> 4 << 6,
         low[:, :4] | low[:, 4:] >> 4 << 6,
         (scale[:, 4:] & 15) | low[:, 4:] << 4,
-        _pack_nibbles(q.reshape(-1, 4, 64)).reshape(-1, 128),
     ]
-    return np.concatenate(packed, axis=-1)
+    return q, np.concatenate(packed, axis=-1)
+
+
+def _to_q4_k(x: Array) -> Array:
+    q, scales = _to_k_scales(x, 15)
+    return np.concatenate([scales, _pack_nibbles(q.reshape(-1, 4, 64)).reshape(-1, 128)], axis=-1)
+
+
+def _to_q5_k(x: Array) -> Array:
+    q, scales = _to_k_scales(x, 31)
+    bit = np.arange(8, dtype=np.uint8)[:, None]
+    fifth = np.bitwise_or.reduce(q >> 4 << bit, axis=1)
+    nibbles = _pack_nibbles((q & 15).reshape(-1, 4, 64)).reshape(-1, 128)
+    return np.concatenate([scales, fifth, nibbles], axis=-1)
 
 
 def _to_q6_k(x: Array) -> Array:
@@ -316,14 +353,15 @@ def _to_q6_k(x: Array) -> Array:
 
 
 _QUANTISE: dict[str, Callable[[Array], Array]] = {
-    "q4_0": _to_q4_0, "q5_0": _to_q5_0, "q8_0": _to_q8_0, "q4_k": _to_q4_k, "q6_k": _to_q6_k,
+    "q4_0": _to_q4_0, "q4_1": _to_q4_1, "q5_0": _to_q5_0, "q5_1": _to_q5_1, "q8_0": _to_q8_0,
+    "q4_k": _to_q4_k, "q5_k": _to_q5_k, "q6_k": _to_q6_k,
 }  # fmt: skip
 
 
 def quantise(x: Array, dtype: DType) -> Array:
     """Finite float32 [rows, K] in ``dtype``'s bytes, uint8 [rows, row_bytes].
 
-    q8_0, q4_0 and q5_0 follow ggml's reference quantisers; q4_k and q6_k are valid but plainer than
+    Blocks of 32 follow ggml's reference quantisers; q4_k, q5_k and q6_k are valid but plainer than
     ggml's, which search for the best scales. f32, f16 and bf16 round to nearest even. GraphError
     for other formats, ragged rows, and values that are not finite.
     """

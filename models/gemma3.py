@@ -21,9 +21,9 @@ RULES = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    window = keys("attention.sliding_window", int)
-    period = keys("attention.sliding_window_pattern", int, 6)
-    local = Rope(base=keys("rope.freq_base_swa", float, 10_000.0))
+    window = keys.positive("attention.sliding_window")
+    period = keys.positive("attention.sliding_window_pattern", 6)
+    local = Rope(base=keys.factor("rope.freq_base_swa", 10_000.0))
     c = base_config(keys, Rope())
     layers = tuple(
         layer if i % period == period - 1 else Layer(local, window)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 
+import gguf
 import pytest
 import tiny_models as tiny
 
@@ -35,6 +37,158 @@ def test_json_has_everything(model):
     assert result["prompt_tokens"] > 0 and result["device"] == "cpu"
     assert set(result["timings"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
     assert set(result["placement"]) == {"cpu"} and result["fallbacks"] == []
+
+
+def test_several_prompts_one_after_another(model):
+    rest = ("-n", "3", "--temp", "0", "--ignore-eos")
+    alone = [call("run", model, "-p", text, *rest).stdout for text in ("hello", "what")]
+    both = call("run", model, "-p", "hello", "-p", "what", *rest)
+    assert both.returncode == 0 and both.stdout == "".join(alone)
+    lines = call("run", model, "-p", "hello", "-p", "what", *rest, "--json").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == [
+        text.removesuffix("\n").removeprefix(word) for text, word in zip(alone, ("hello", "what"))
+    ]
+
+
+def test_flags_reach_the_sampler(model):
+    """Both spellings; what they do is tested in test_generation."""
+    ask = ("run", model, "-p", "hello", "--temp", "0", "--json")
+    free = json.loads(call(*ask, "-n", "9", "--ignore-eos").stdout)
+    stop = free["text"][3:5]
+    ours = ("-n", "9", "--ignore-eos", "--repeat-penalty", "1.4", "--stop", stop, "--min-p", "0.1")
+    theirs = (
+        "--max-new-tokens", "9", "--ignore-eos", "--repetition-penalty", "1.4",
+        "--stop-strings", stop, "--min-p", "0.1",
+    )  # fmt: skip
+    a, b = (json.loads(call(*ask, *words).stdout) for words in (ours, theirs))
+    assert a["tokens"] == b["tokens"] != free["tokens"]
+    cut = json.loads(call(*ask, "-n", "9", "--ignore-eos", "--stop", stop).stdout)
+    assert cut["text"] == free["text"][: free["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+    ended = json.loads(call(*ask, "-n", "9", "--stop-id", str(free["tokens"][0])).stdout)
+    assert ended["tokens"] == []
+
+
+def test_tokenize(model):
+    ids = json.loads(call("tokenize", model, "hello world", "--ids").stdout)
+    lines = call("tokenize", model, "-", input=b"hello world").stdout.splitlines()
+    assert [int(line.split()[0]) for line in lines] == ids
+    assert lines[0].split(maxsplit=1) == ["1", "'<s>'"]
+    assert json.loads(call("tokenize", model, "</s>", "--ids", "--special").stdout)[-1] == 2
+    assert json.loads(call("tokenize", model, "hello world", "--ids", "--no-bos").stdout) == ids[1:]
+
+
+# -------------------------------------------------------------------------------------------- chat
+
+CHAT = ("--chat-template", "zephyr", "-n", "6", "--temp", "0", "--ignore-eos")
+
+
+def test_chat_reads_messages_and_commands_from_a_pipe(model, tmp_path):
+    saved, template = tmp_path / "said.json", tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    words = (*CHAT, "--chat-template", str(template), "--system", "Be brief.")
+    typed = [
+        "hello", '"""', "one", "", "two", '"""', "three\\", "four",
+        f"/save {saved}", "/reset", "hello", "/exit", "never read",
+    ]  # fmt: skip
+    done = call("chat", model, *words, input="\n".join(typed).encode())
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(saved.read_text())
+    assert said[0] == {"role": "system", "content": "Be brief."}
+    asked = [m["content"] for m in said if m["role"] == "user"]
+    assert asked == ["hello", "one\n\ntwo", "three\nfour"]
+    answers = [m["content"] for m in said if m["role"] == "assistant"]
+    assert done.stdout == "".join(f"{a}\n" for a in [*answers, answers[0]])
+    once = call("run", model, "--chat", *words, "-p", "hello")
+    assert once.stdout == answers[0] + "\n"
+
+
+def test_a_template_in_the_file_is_mentioned_and_used(tmp_path, monkeypatch):
+    """`run` at a terminal tells of it; `run --chat` applies it."""
+    import pty
+
+    class Writer(gguf.GGUFWriter):
+        def add_tokenizer_model(self, model: str) -> None:
+            super().add_tokenizer_model(model)
+            self.add_chat_template("{% for m in messages %}Q {{ m.content }} A{% endfor %}")
+
+    monkeypatch.setattr(gguf, "GGUFWriter", Writer)
+    model = str(tiny.write_llama(tmp_path / "own.gguf", tiny.llama_weights()))
+    rest = ("-n", "4", "--temp", "0", "--ignore-eos")
+    plain = call("run", model, "-p", "Q hello A", *rest).stdout.removeprefix("Q hello A")
+    asked = call("run", model, "--chat", "-p", "hello", *rest)
+    assert (asked.stdout, asked.stderr) == (plain, "")
+    assert call("chat", model, *rest, input=b"hello").stdout == plain
+    ours, theirs = pty.openpty()
+    subprocess.run([*COMMAND, "run", model, "-p", "hello", *rest], stderr=theirs, check=True)
+    os.close(theirs)
+    assert "the model has a chat template" in os.read(ours, 10_000).decode()
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "message"),
+    [
+        (["chat", "MODEL"], b"hi", "has no chat template; give one with --chat-template"),
+        (["run", "MODEL", "--chat", "-p", "x"], b"", "has no chat template"),
+        (["run", "MODEL", "--system", "x", "-p", "x"], b"", "--system need --chat"),
+        (["chat", "MODEL", "--chat-template", "none"], b"hi", "chat template none: No such file"),
+        (["chat", "MODEL", *CHAT], b"/sing\n", "unknown command /sing; known: /reset, /save"),
+        (["chat", "MODEL", *CHAT], b"/save\n", "/save needs a file's name"),
+        (["chat", "MODEL", *CHAT], b"/save /no/where\n", "/no/where: No such file"),
+        (["chat", "MODEL", *CHAT], b"ab\xff\n", "standard input is not valid UTF-8"),
+        (["run", "MODEL", "-p", b"ab\xff"], b"", "-p: character 2 is not valid UTF-8"),
+        (["run", "MODEL", "-p", "x", "--repeat-penalty", "0"], b"", "must be above 0"),
+        (["run", "MODEL", "-p", "x", "--stop", ""], b"", "must be texts that are not empty"),
+    ],
+)
+def test_an_error_of_a_chat_is_one_line(model, words, typed, message):
+    done = call(*[model if w == "MODEL" else w for w in words], input=typed)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.realmodel
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
+    """At a terminal: an answer is cut, the next is given, Ctrl-D ends."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "demo", "--chat-template", "gemma", "-n", "3000", "--ignore-eos"],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+
+    unread = ""
+
+    def read_until(text: str, seconds: float = 60) -> None:
+        """Take what is shown, up to and with ``text``."""
+        nonlocal unread
+        end = time.monotonic() + seconds
+        while text not in unread:
+            ready, _, _ = select.select([ours], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {text!r} in {unread!r}"
+            unread += os.read(ours, 1000).decode("utf-8", "replace")
+        unread = unread.partition(text)[2]
+
+    try:
+        read_until("> ")
+        for _ in range(2):
+            os.write(ours, b"Tell me a story\n")
+            read_until("\n")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            read_until("[stopped]", 10)
+            read_until("> ", 10)
+        os.write(ours, b"/help\n")
+        read_until("stops the answer only", 10)
+        read_until("> ", 10)
+        os.write(ours, b"\x04")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        os.close(ours)
 
 
 def test_text_begins_with_the_prompt_and_repeats_with_the_seed(model):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
+import gguf
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -196,6 +198,19 @@ def test_a_bad_request_is_named(llm, bad, message):
     with pytest.raises(RequestError) as caught:
         llm.generate(PROMPT, **bad)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_in_parts(llm, tmp_path, monkeypatch):
+    """Split by the `gguf` package: the same tokens as from one file."""
+    split = functools.partial(gguf.GGUFWriter, split_max_tensors=12)
+    monkeypatch.setattr(gguf, "GGUFWriter", split)
+    tiny.write_llama(tmp_path / "m.gguf", tiny.llama_weights())
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3
+    whole = graphllm.load(parts[0], kv_type="f32")
+    assert whole.generate(PROMPT, max_tokens=8, **GREEDY).ids == (
+        llm.generate(PROMPT, max_tokens=8, **GREEDY).ids
+    )
 
 
 def test_several_prompts_one_after_another(llm):

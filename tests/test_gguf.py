@@ -183,7 +183,72 @@ def test_bad_counts_and_metadata(tmp_path: Path) -> None:
         fails(build(path, [array + u32(kind) + u64(9) + bytes(8)]), "'k'")
     fails(build(path, [array + u32(8) + u64(1) + u64(2**64 - 1) + bytes(64)]), "'k'", "past")
     fails(build(path, [array + u32(8) + u64(2) + u64(2**63 - 60) + bytes(64)]), "'k'", "past")
-    fails(build(path, [text("split.count") + u32(2) + struct.pack("<H", 3)]), "3", "join")
+    fails(build(path, [text("split.count") + u32(2) + struct.pack("<H", 3)]), "-00001-of-00003")
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def write_parts(folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
+    """Five tensors in files of two, by the `gguf` package."""
+    rng = np.random.default_rng(4)
+    tensors = {f"t{i}": rng.standard_normal((i + 1, 8)).astype(np.float32) for i in range(5)}
+    writer = gguf.GGUFWriter(folder / "m.gguf", "test", split_max_tensors=2)
+    writer.add_string("t.text", "of the first part")
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("m-*.gguf")), tensors
+
+
+def test_parts_are_one_file(tmp_path: Path) -> None:
+    parts, tensors = write_parts(tmp_path)
+    assert [p.name for p in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    with GGUF(parts[0]) as file:
+        assert file.path == parts[0] and file.metadata["t.text"] == "of the first part"
+        assert list(file.tensors) == list(tensors) and file.architecture == "test"
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(file.raw(name).view(np.float32), value)
+            file.release(name)
+    with pytest.raises(ModelFileError, match="the file is closed"):
+        file.raw("t4")
+
+
+def part(path: Path, number: int, count: int, *names: str, total: int | None = None) -> Path:
+    """A part by hand."""
+    keys = [text(f"split.{k}") + u32(2) + struct.pack("<H", v)
+            for k, v in (("no", number), ("count", count))]  # fmt: skip
+    if total is not None:
+        keys.append(text("split.tensors.count") + u32(5) + struct.pack("<i", total))
+    entries = [tensor(name, [8], offset=32 * i) for i, name in enumerate(names)]
+    return build(path, keys, entries, bytes(32 * len(names)))
+
+
+def test_parts_that_do_not_fit(tmp_path: Path) -> None:
+    parts, _ = write_parts(tmp_path)
+    with pytest.raises(ModelFileError, match=r"part 2 of 3; give the first, m-00001-of-00003.gguf"):
+        GGUF(parts[1])
+    parts[0].rename(tmp_path / "other.gguf")
+    fails(tmp_path / "other.gguf", "part 1 of 3, but its name does not end in '-00001-of-00003")
+    (tmp_path / "other.gguf").rename(parts[0])
+    parts[2].rename(tmp_path / "away")
+    with pytest.raises(ModelFileError, match=r"m-00003-of-00003.gguf: missing, one of 3 parts"):
+        GGUF(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(ModelFileError, match=r"m-00003-of-00003.gguf: .*part 2 of 3, not 3"):
+        GGUF(parts[0])
+    a, b = (tmp_path / f"x-0000{i}-of-00002.gguf" for i in (1, 2))
+    part(b, 1, 2, "w")
+    with pytest.raises(ModelFileError, match=r"x-00002.*tensor 'w': also in x-00001-of-00002"):
+        GGUF(part(a, 0, 2, "v", "w"))
+    fails(part(a, 0, 2, "v", total=7), "'split.tensors.count': 7 tensors, but the parts have 2")
+    assert list(GGUF(part(a, 0, 2, "v", total=2)).tensors) == ["v", "w"]
+    b.write_bytes(b.read_bytes()[:-1])
+    with pytest.raises(ModelFileError, match=r"x-00002-of-00002.gguf: tensor 'w': its 32 bytes"):
+        GGUF(a)
 
 
 def test_bad_tensors(tmp_path: Path) -> None:

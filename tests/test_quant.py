@@ -59,7 +59,7 @@ def test_dequantise_refuses() -> None:
         dequantise(np.zeros((2, 136), np.uint8), DTYPES["iq4_xs"])
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q5_0"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_quantise_is_the_reference(name: str) -> None:
     x = np.random.default_rng(2).standard_normal((9, 320)).astype(np.float32)
     x[1] = 0
@@ -72,8 +72,11 @@ def test_quantise_is_the_reference(name: str) -> None:
 # Half a step of the largest sub-block for values of +-4, and a little for rounded scales.
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("q8_0", 0.02), ("q5_0", 0.3), ("q4_0", 0.55), ("q4_k", 0.3), ("q6_k", 0.15), ("bf16", 0.016)],
-)
+    [
+        ("q8_0", 0.02), ("q4_0", 0.55), ("q4_1", 0.28), ("q5_0", 0.3), ("q5_1", 0.14),
+        ("q4_k", 0.3), ("q5_k", 0.16), ("q6_k", 0.15), ("bf16", 0.016),
+    ],
+)  # fmt: skip
 def test_quantise_is_close(name: str, limit: float) -> None:
     rng = np.random.default_rng(3)
     x = np.clip(rng.standard_normal((16, 512)), -4, 4).astype(np.float32)
@@ -89,8 +92,8 @@ def test_quantise_refuses() -> None:
         quantise(np.full((1, 32), np.nan, np.float32), Q8_0)
     with pytest.raises(GraphError, match="whole"):
         quantise(np.zeros((1, 33), np.float32), Q8_0)
-    with pytest.raises(GraphError, match="no quantiser for q5_1"):
-        quantise(np.zeros((1, 32), np.float32), DTYPES["q5_1"])
+    with pytest.raises(GraphError, match="no quantiser for iq4_nl"):
+        quantise(np.zeros((1, 32), np.float32), DTYPES["iq4_nl"])
 
 
 @pytest.mark.parametrize("dtype", [Q4_K, F32])

@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -238,9 +238,25 @@ def find(name: str) -> Backend:
         return importlib.import_module(f"{__name__}.{name}").BACKEND
     for entry in entry_points(group="graphllm.backends"):
         if entry.name == name:
-            return entry.load()
+            return _third_party(entry)
     known = ", ".join([*ORDER, *(e.name for e in entry_points(group="graphllm.backends"))])
     raise PlacementError(f"unknown backend {name!r}; known: {known}")
+
+
+def _third_party(entry: EntryPoint) -> Backend:
+    """What the entry point names, or a backend that is not usable, and says why."""
+    try:
+        found = entry.load()
+        problem = "" if isinstance(found, Backend) else f"{entry.value} is not a Backend"
+    except Exception as error:  # whatever the import of somebody's package may raise
+        problem = f"{type(error).__name__}: {error}"
+    if not problem:
+        return found
+
+    def no_device(options: Options) -> Device:
+        raise PlacementError(f"{entry.name}: {problem}")
+
+    return Backend(entry.name, lambda: (False, problem), no_device)
 
 
 def names() -> list[str]:

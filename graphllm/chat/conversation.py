@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from ..generation.request import Completion
@@ -44,7 +44,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
         self._text, self._ids = "", list[int]()
 
-    def ask(self, text: str, done: Completion | None = None) -> Iterator[str]:
+    def ask(self, text: str, done: Completion | None = None) -> Generator[str, None, None]:
         """Say ``text`` and get the answer piece by piece.
 
         What was said is remembered with as much of the answer as was taken: an answer that is
@@ -69,7 +69,7 @@ class Conversation:
         if self._text and rendered.startswith(self._text):
             rest = self.tokenizer.encode(rendered[len(self._text) :], parse_special=True)
             # Text is encoded on its own only where a special piece parts it from the text before.
-            if rest and self.tokenizer.decode(rest[:1]) == "":
+            if rest and self.tokenizer.decode(rest[:1], continuation=True) == "":
                 return self._ids + rest
         return encode_chat(self.tokenizer, rendered)
 

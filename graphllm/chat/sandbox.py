@@ -29,15 +29,21 @@ STEP = 256  # of an iteration or a call: a million of them at most
 LARGEST = 100_000  # number that a filter or a method may be given; also the sandbox's longest range
 
 _STR_METHODS = frozenset(
-    """capitalize casefold center count endswith find format format_map index isalnum isalpha
-    isascii isdecimal isdigit islower isnumeric isspace istitle isupper join ljust lower lstrip
-    partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split
-    splitlines startswith strip swapcase title upper zfill""".split()
+    re.split(
+        r"\s+",
+        "capitalize casefold center count endswith find format format_map index isalnum isalpha "
+        "isascii isdecimal isdigit islower isnumeric isspace istitle isupper join ljust lower "
+        "lstrip partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit "
+        "rstrip split splitlines startswith strip swapcase title upper zfill",
+    )
 )
 _WITHOUT = ("pprint", "random", "urlize", "wordwrap", "xmlattr")  # filters that are not there
 _TEXT_FILTERS = frozenset(  # which make text of whatever they are given
-    """capitalize center e escape forceescape format indent join lower replace safe string
-    striptags title tojson trim truncate upper urlencode wordcount""".split()
+    re.split(
+        r"\s+",
+        "capitalize center e escape forceescape format indent join lower replace safe string "
+        "striptags title tojson trim truncate upper urlencode wordcount",
+    )
 )
 # A width of thousands, or one that is an argument: of the operator %, and of the method format.
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*\d*\.?(\d{4}|\*)")
@@ -65,15 +71,15 @@ class Budget:
 
     def walk(self, value: Any) -> Any:
         """Pay for the text that would show ``value``, with all that it refers to."""
-        self.spend(STEP // 2)
+        self.spend(STEP)
         if isinstance(value, str):
             self.spend(len(value))
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                self.walk(key)
-                self.walk(item)
         elif isinstance(value, (list, tuple, set)):
             for item in value:
+                self.walk(item)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                self.walk(key)
                 self.walk(item)
         return value
 
@@ -91,7 +97,7 @@ class Budget:
 class Generation(Extension):
     """``{% generation %}`` ... ``{% endgeneration %}``, which marks answers for training."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -101,7 +107,7 @@ class Generation(Extension):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox with a budget; set ``budget`` anew before each rendering."""
 
-    intercepted_binops = frozenset("+ * % **".split())
+    intercepted_binops = frozenset(["+", "*", "%", "**"])
 
     def __init__(self) -> None:
         self.budget = Budget()
@@ -200,7 +206,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_widths(_WIDE_FORMAT, text)
         return super().wrap_str_format(value)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget, text = __self.budget, getattr(__obj, "__self__", None)
         budget.spend(STEP)
         if isinstance(text, str):
@@ -271,7 +277,7 @@ def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 def _join(tree: Any) -> None:
     """Make every ``a ~ b`` in the tree the filter ``join``, which pays."""
-    for parent in list(tree.find_all(nodes.Node)) + [tree]:
+    for parent in [tree, *tree.find_all(nodes.Node)]:
         for field, value in parent.iter_fields():
             if isinstance(value, nodes.Concat):
                 setattr(parent, field, _as_join(value))

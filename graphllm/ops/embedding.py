@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import BF16, DTYPES, F16, F32, I32, Q4_K, Q5_0, Q6_K, Q8_0
+from .. import quant
+from ..dtype import BF16, F16, F32, I32, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+from ..errors import ModelFileError
 from ..quant import Blocks
+from ..tensor import Meta, current_scope
 from . import Arg, Cost, Sample, expect, grid, op, out
 
-WEIGHT_FORMATS = tuple(
-    name
-    for name, kind in DTYPES.items()
-    if name in ("f32", "f16", "bf16") or (kind.quantised and not name.startswith("a8_"))
-)
+WEIGHT_FORMATS = ("f32", "f16", "bf16", *quant.FORMATS)
+
+
+def expect_weight(w: Meta) -> None:
+    """A line of a shape rule: ``w`` is a matrix in a weight format.
+
+    ModelFileError for a block format that no code here can read.
+    """
+    if w.dtype.quantised and w.dtype.name not in quant.FORMATS:
+        where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
+        raise ModelFileError(f"{where}: weights in {w.dtype} are not supported, only in {known}")
+    expect("w", w, 2, *WEIGHT_FORMATS)
 
 
 def _infer(ids, w):
     expect("ids", ids, 1, "i32")
-    expect("w", w, 2, *WEIGHT_FORMATS)
+    expect_weight(w)
     return out((ids.shape[0], w.shape[1]))
 
 
@@ -44,6 +54,8 @@ def _sample(rows, shape, kind):
         *grid(_sample, rows=(0, 1, 9), shape=((1, 1), (13, 63), (50, 640)), kind=(F32, F16, BF16)),
         *grid(_sample, rows=(0, 1, 9), shape=((1, 32), (13, 96), (50, 640)), kind=(Q8_0, Q5_0)),
         *grid(_sample, rows=(0, 1, 9), shape=((1, 256), (37, 768)), kind=(Q4_K, Q6_K)),
+        *grid(_sample, rows=(1, 9), shape=((13, 96), (50, 640)), kind=(Q4_0, Q4_1, Q5_1)),
+        *grid(_sample, rows=(1, 9), shape=((37, 768),), kind=(Q5_K,)),
     ],
 )
 def embedding(ids, w):

@@ -5,18 +5,32 @@ from __future__ import annotations
 import numpy as np
 
 from .. import quant
-from ..dtype import A8_32, A8_256, BF16, F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
+from ..dtype import (
+    A8_32,
+    A8_256,
+    BF16,
+    F16,
+    F32,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+)  # fmt: skip
 from ..dtype import dtype as dtype_of
 from ..quant import Blocks
 from . import Arg, Cost, Sample, expect, grid, op, out, require
-from .embedding import WEIGHT_FORMATS
+from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
 
 
 def _infer(x, w, bias=None):
     expect("x", x, 2, "f32", "a8_32", "a8_256")
-    expect("w", w, 2, *WEIGHT_FORMATS)
+    expect_weight(w)
     require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
     if bias is not None:
         expect("bias", bias, 1, "f32")
@@ -61,12 +75,16 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     # to choose but the order of the sum.
     tol={
         "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
-        "q8_0": 4e-2, "q5_0": 4e-2, "q4_k": 5e-2, "q6_k": 5e-2,
+        "q8_0": 4e-2, "q4_0": 4e-2, "q4_1": 4e-2, "q5_0": 4e-2, "q5_1": 4e-2,
+        "q4_k": 5e-2, "q5_k": 5e-2, "q6_k": 5e-2,
     },
     samples=[
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
         *grid(_sample, rows=_ROWS, shape=_BY_32, kind=(Q8_0, Q5_0), x=(F32, A8_32)),
         *grid(_sample, rows=_ROWS, shape=_BY_256, kind=(Q4_K, Q6_K), x=(F32, A8_256)),
+        *grid(_sample, rows=(1, 33), shape=((13, 96), (64, 320)), kind=(Q4_0, Q4_1, Q5_1),
+              x=(F32, A8_32)),
+        *grid(_sample, rows=(1, 33), shape=((13, 768),), kind=(Q5_K,), x=(F32, A8_256)),
         *grid(_sample, rows=(1, 7), shape=((300, 1024),), kind=(F32, F16, Q8_0, Q5_0, Q4_K, Q6_K)),
         *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
         *grid(_sample, shape=((64, 256),), kind=(Q8_0, Q5_0, Q4_K, Q6_K), **_STRIDED),

@@ -1,204 +1,38 @@
-"""Reader of GGUF files, versions 2 and 3, little-endian, memory-mapped.
+"""Reader of GGUF files, versions 2 and 3, little-endian, memory-mapped; whole or in parts.
 
-Source of the format: ggml, `docs/gguf.md`. The file is read as hostile: every count, length and
-offset is checked against the bytes that are there before it is used, so a malformed file costs at
-most one pass over it and ends in a ModelFileError that names the file and the key or tensor.
+A malformed file ends in a ModelFileError that names the file and the key or tensor; see
+`gguf_format`, which reads the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 import os
+import re
 import stat
-import struct
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from ..dtype import DTYPES, DType
 from ..errors import ModelFileError
+from .gguf_format import (
+    Cursor,
+    StringArray,
+    TensorInfo,
+    read_header,
+    read_metadata,
+    read_tensors,
+    shown,
+)
 
-# ggml_type -> name, for the formats that graphllm has a dtype for.
-_FORMATS: dict[int, str] = {
-    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k",
-    11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 24: "i8", 25: "i16",
-    26: "i32", 27: "i64", 28: "f64", 30: "bf16", 39: "mxfp4",
-}  # fmt: skip
+__all__ = ["GGUF", "StringArray", "TensorInfo"]
 
-# The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
-_FOREIGN: dict[int, DType] = {
-    number: DType(name, block, nbytes)
-    for number, name, block, nbytes in (
-        (9, "q8_1", 32, 36), (15, "q8_k", 256, 292), (16, "iq2_xxs", 256, 66),
-        (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50),
-        (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (29, "iq1_m", 256, 56),
-        (34, "tq1_0", 256, 54), (35, "tq2_0", 256, 66), (40, "nvfp4", 64, 36),
-        (41, "q1_0", 128, 18),
-    )
-}  # fmt: skip
-
-# Metadata value type -> struct and NumPy code. Strings and arrays are apart.
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4",
-          "Q": "<u8", "q": "<i8", "d": "<f8"}  # fmt: skip
-_STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
-_MAX_DIMS = 4
-_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above any model: what a hostile file may cost us
-_MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a file. ``shape`` is outermost first; ``offset`` is from the file's start."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    nbytes: int
-    offset: int
-
-    @property
-    def supported(self) -> bool:
-        """Whether graphllm knows the format; otherwise the tensor can be listed but not read."""
-        return DTYPES.get(self.dtype.name) == self.dtype
-
-
-class StringArray(Sequence[str]):
-    """An array of strings in the file, decoded when asked for."""
-
-    def __init__(self, data: memoryview, starts: array[int], end: int) -> None:
-        self._data = data
-        self._starts = starts  # of each string's bytes; its length is the 8 bytes before
-        self._end = end
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        start = self._starts[index]
-        size: int = _STRUCTS["Q"].unpack_from(self._data, start - 8)[0]
-        return str(self._data[start : start + size], "utf-8", "replace")
-
-    def to_bytes(self) -> list[bytes]:
-        """All strings as the file has them: the fast way to read a vocabulary."""
-        if not self._starts:
-            return []
-        starts = np.frombuffer(self._starts, np.int64)
-        first = int(starts[0])
-        blob = bytes(self._data[first : self._end])
-        ends = [*(starts[1:] - 8 - first).tolist(), len(blob)]
-        return [blob[b:e] for b, e in zip((starts - first).tolist(), ends, strict=True)]
-
-    def __repr__(self) -> str:
-        return f"StringArray({len(self)} strings)"
-
-
-class _Cursor:
-    """A checked position in the file's bytes."""
-
-    def __init__(self, data: memoryview, path: Path) -> None:
-        self.data = data
-        self.path = path
-        self.pos = 0
-        self.where = "header"  # what is being read, for errors
-
-    def error(self, text: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {self.where}: {text}")
-
-    def skip(self, count: int) -> int:
-        """Move over ``count`` bytes that must exist; their start."""
-        start = self.pos
-        if count > len(self.data) - start:
-            raise self.error(
-                f"the file ends at byte {len(self.data)}, but {count} bytes are needed at {start}"
-            )
-        self.pos = start + count
-        return start
-
-    def number(self, code: str) -> Any:
-        form = _STRUCTS[code]
-        return form.unpack_from(self.data, self.skip(form.size))[0]
-
-    def string(self, limit: int | None = None) -> str:
-        size = self.number("Q")
-        if limit is not None and size > limit:
-            raise self.error(f"a name of {size} bytes (at most {limit})")
-        start = self.skip(size)
-        try:
-            return str(self.data[start : start + size], "utf-8")
-        except UnicodeDecodeError:
-            raise self.error(f"the string at byte {start} is not UTF-8") from None
-
-    def value(self) -> object:
-        """A metadata value with its leading type."""
-        kind = self.number("I")
-        if kind in _NUMBERS:
-            return self.number(_NUMBERS[kind])
-        if kind == _BOOL:
-            flag = self.number("B")
-            if flag > 1:
-                raise self.error(f"a boolean of value {flag}")
-            return bool(flag)
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            return self.array()
-        raise self.error(f"unknown value type {kind}")
-
-    def array(self) -> np.ndarray | StringArray:
-        kind, count = self.number("I"), self.number("Q")
-        if kind == _STRING:
-            return self.strings(count)
-        if kind != _BOOL and kind not in _NUMBERS:
-            known = "arrays of arrays are not supported" if kind == _ARRAY else "unknown type"
-            raise self.error(f"array of value type {kind}: {known}")
-        code = np.dtype(_NUMPY[_NUMBERS.get(kind, "B")])
-        start = self.skip(count * code.itemsize)
-        values = np.frombuffer(self.data, code, count, start)
-        if kind == _BOOL:
-            if count and values.max() > 1:
-                raise self.error("a boolean that is neither 0 nor 1")
-            return values.view(np.bool_)
-        return values
-
-    def strings(self, count: int) -> StringArray:
-        """Finding where a string array ends takes a walk over its lengths, so keep the starts."""
-        if count > (len(self.data) - self.pos) // 8:
-            raise self.error(f"{count} strings do not fit in the file")
-        data, pos, size_at = self.data, self.pos, _STRUCTS["Q"].unpack_from
-        starts = array("q")
-        append = starts.append
-        try:  # unpack_from and append check the range; no check of our own in a loop this hot
-            for _ in range(count):
-                (size,) = size_at(data, pos)
-                pos += 8
-                append(pos)
-                pos += size
-        except (struct.error, OverflowError):
-            pos = len(data) + 1
-        if pos > len(data):
-            raise self.error(f"a string of the array goes past the file's end ({len(data)} bytes)")
-        self.pos = pos
-        return StringArray(data, starts, pos)
-
-
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= 80 else name[:77] + "...")
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def _open_map(path: Path) -> mmap.mmap:
@@ -213,43 +47,107 @@ def _open_map(path: Path) -> mmap.mmap:
         raise ModelFileError(f"{path}: cannot be opened: {reason}") from None
 
 
+class _Part:
+    """One mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = _open_map(path)
+        cursor = Cursor(memoryview(self._map), path)
+        self.version, tensor_count, key_count = read_header(cursor)
+        self.metadata = MappingProxyType(read_metadata(cursor, key_count))
+        alignment = self.integer("general.alignment", 32)
+        if alignment < 8 or alignment & (alignment - 1):
+            raise self.error("general.alignment", f"{alignment} is not a power of two from 8 up")
+        self.tensors = read_tensors(cursor, tensor_count, alignment)
+
+    def error(self, key: str, text: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: key {key!r}: {text}")
+
+    def integer(self, key: str, default: int) -> int:
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.error(key, f"{value!r} is not an integer")
+        return value
+
+    def raw(self, info: TensorInfo) -> np.ndarray:
+        """See `GGUF.raw`."""
+        if self._map is None:
+            raise ModelFileError(f"{self.path}: tensor {shown(info.name)}: the file is closed")
+        rows = math.prod(info.shape[:-1])
+        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(rows, -1)
+
+    def release(self, info: TensorInfo) -> None:
+        """See `GGUF.release`."""
+        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length > 0:
+            with contextlib.suppress(OSError):  # advice only
+                self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def close(self) -> None:
+        mapped, self._map = self._map, None
+        if mapped is not None:
+            with contextlib.suppress(BufferError):  # views are alive
+                mapped.close()
+
+
+def _open_parts(path: Path) -> list[_Part]:
+    """The file, or all parts of which it is the first."""
+    first = _Part(path)
+    count = first.integer("split.count", 1)
+    if count <= 1:
+        return [first]
+    number = first.integer("split.no", 0)
+    ending = f"-{number + 1:05d}-of-{count:05d}.gguf"
+    named = _PART.fullmatch(path.name)
+    if named is None or not path.name.endswith(ending):
+        raise ModelFileError(
+            f"{path}: part {number + 1} of {count}, but its name does not end in {ending!r}"
+        )
+    names = [f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    if number != 0:
+        raise ModelFileError(f"{path}: part {number + 1} of {count}; give the first, {names[0]}")
+    missing = [name for name in names if not path.with_name(name).exists()]
+    if missing:
+        raise ModelFileError(f"{path.with_name(missing[0])}: missing, one of {count} parts")
+    parts = [first, *(_Part(path.with_name(name)) for name in names[1:])]
+    for index, part in enumerate(parts):
+        own = part.integer("split.no", -1), part.integer("split.count", 1)
+        if own != (index, count):
+            raise part.error("split.no", f"part {own[0] + 1} of {own[1]}, not {index + 1}")
+    return parts
+
+
 class GGUF:
-    """An open GGUF file; a context manager.
+    """An open GGUF file, or the parts of one; a context manager.
 
     ``metadata`` maps keys to int, float, bool, str, a read-only NumPy array or a `StringArray`;
     ``tensors`` maps names to `TensorInfo`, in file order. Views keep the mapping alive after
-    `close`. ModelFileError when the file is missing, malformed or one part of several.
+    `close`. Of a file in parts (``-00001-of-00003.gguf``) ``path`` is the first, whose metadata
+    counts. ModelFileError when a file is missing or malformed.
     """
-
-    path: Path
-    version: int
-    metadata: Mapping[str, Any]
-    tensors: dict[str, TensorInfo]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._map: mmap.mmap | None = _open_map(self.path)
-        cursor = _Cursor(memoryview(self._map), self.path)
-        self.version, tensor_count, key_count = _header(cursor)
-        self.metadata = MappingProxyType(_metadata(cursor, key_count))
-        if self._integer("split.count", 1) > 1:
-            parts = self.metadata["split.count"]
-            raise ModelFileError(
-                f"{self.path}: key 'split.count': one part of {parts}; join them into one file "
-                "first (llama-gguf-split --merge)"
-            )
-        alignment = self._integer("general.alignment", 32)
-        if alignment < 8 or alignment & (alignment - 1):
-            raise ModelFileError(
-                f"{self.path}: key 'general.alignment': {alignment} is not a power of two from 8 up"
-            )
-        self.tensors = _tensors(cursor, tensor_count, alignment)
-
-    def _integer(self, key: str, default: int) -> int:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ModelFileError(f"{self.path}: key {key!r}: {value!r} is not an integer")
-        return value
+        self._parts = _open_parts(self.path)
+        self.version: int = self._parts[0].version
+        self.metadata: Mapping[str, Any] = self._parts[0].metadata
+        self.tensors: dict[str, TensorInfo] = {}
+        self._home: dict[str, _Part] = {}
+        for part in self._parts:
+            for name, info in part.tensors.items():
+                if name in self.tensors:
+                    raise ModelFileError(
+                        f"{part.path}: tensor {shown(name)}: also in {self._home[name].path.name}"
+                    )
+                self.tensors[name], self._home[name] = info, part
+        wanted = self._parts[0].integer("split.tensors.count", len(self.tensors))
+        if len(self._parts) > 1 and wanted != len(self.tensors):
+            have = f"{wanted} tensors, but the parts have {len(self.tensors)}"
+            raise self._parts[0].error("split.tensors.count", have)
 
     @property
     def architecture(self) -> str:
@@ -262,7 +160,7 @@ class GGUF:
     def info(self, name: str) -> TensorInfo:
         """The tensor's facts; ModelFileError names a missing one."""
         if name not in self.tensors:
-            raise ModelFileError(f"{self.path}: tensor {_shown(name)}: not in the file")
+            raise ModelFileError(f"{self.path}: tensor {shown(name)}: not in the file")
         return self.tensors[name]
 
     def raw(self, name: str) -> np.ndarray:
@@ -273,13 +171,11 @@ class GGUF:
         """
         info = self.info(name)
         if not info.supported:
+            where = self._home[name].path
             raise ModelFileError(
-                f"{self.path}: tensor {_shown(name)}: format {info.dtype} is not supported"
+                f"{where}: tensor {shown(name)}: format {info.dtype} is not supported"
             )
-        if self._map is None:
-            raise ModelFileError(f"{self.path}: tensor {_shown(name)}: the file is closed")
-        rows = math.prod(info.shape[:-1])
-        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(rows, -1)
+        return self._home[name].raw(info)
 
     def release(self, name: str) -> None:
         """Tell the kernel that the tensor's pages are not needed now; they can be read again.
@@ -287,104 +183,15 @@ class GGUF:
         Only whole pages inside the tensor are given up. Does nothing where madvise is missing.
         """
         info = self.info(name)
-        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0:
-            with contextlib.suppress(OSError):  # advice only
-                self._map.madvise(mmap.MADV_DONTNEED, start, length)
+        self._home[name].release(info)
 
     def close(self) -> None:
         """Let go of the mapping; it stays until the last view of it is gone."""
-        mapped, self._map = self._map, None
-        if mapped is not None:
-            with contextlib.suppress(BufferError):  # views are alive
-                mapped.close()
+        for part in self._parts:
+            part.close()
 
     def __enter__(self) -> GGUF:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _header(cursor: _Cursor) -> tuple[int, int, int]:
-    """Version, number of tensors, number of metadata keys."""
-    start = cursor.skip(4)
-    magic = bytes(cursor.data[start : start + 4])
-    if magic != b"GGUF":
-        raise cursor.error(f"not a GGUF file: it starts with {magic!r}")
-    version = cursor.number("I")
-    if version not in (2, 3):
-        if version & 0xFFFF == 0 and version:
-            raise cursor.error("a big-endian GGUF file; only little-endian is supported")
-        raise cursor.error(f"GGUF version {version}; supported are 2 and 3")
-    tensor_count, key_count = cursor.number("Q"), cursor.number("Q")
-    if key_count > _MAX_KEYS or tensor_count > _MAX_TENSORS:
-        raise cursor.error(f"{key_count} keys and {tensor_count} tensors are too many")
-    return version, tensor_count, key_count
-
-
-def _metadata(cursor: _Cursor, count: int) -> dict[str, object]:
-    metadata: dict[str, object] = {}
-    for number in range(count):
-        cursor.where = f"metadata key {number}"
-        key = cursor.string(_MAX_NAME)
-        cursor.where = f"key {_shown(key)}"
-        if key in metadata:
-            raise cursor.error("appears twice")
-        metadata[key] = cursor.value()
-    return metadata
-
-
-def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """Tensor entries, their offsets made absolute and their extents checked."""
-    entries: dict[str, tuple[tuple[int, ...], DType, int]] = {}
-    for number in range(count):
-        cursor.where = f"tensor {number}"
-        name = cursor.string(_MAX_NAME)
-        cursor.where = f"tensor {_shown(name)}"
-        if name in entries:
-            raise cursor.error("appears twice")
-        entries[name] = _entry(cursor)
-    data_start = -(-cursor.pos // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
-    for name, (shape, dtype, offset) in entries.items():
-        cursor.where = f"tensor {_shown(name)}"
-        nbytes = math.prod(shape) // dtype.block * dtype.nbytes
-        start = data_start + offset
-        if offset % alignment:
-            raise cursor.error(f"offset {offset} is not aligned to {alignment}")
-        if start + nbytes > len(cursor.data):
-            raise cursor.error(
-                f"its {nbytes} bytes at {start} end past the file's {len(cursor.data)} bytes"
-            )
-        tensors[name] = TensorInfo(name, shape, dtype, nbytes, start)
-    _no_overlap(cursor, tensors)
-    return tensors
-
-
-def _entry(cursor: _Cursor) -> tuple[tuple[int, ...], DType, int]:
-    """Shape outermost first, dtype, and offset from the start of the data."""
-    dims = cursor.number("I")
-    if dims > _MAX_DIMS:
-        raise cursor.error(f"{dims} dimensions (at most {_MAX_DIMS})")
-    shape = tuple(cursor.number("Q") for _ in range(dims))[::-1] or (1,)
-    kind, offset = cursor.number("I"), cursor.number("Q")
-    dtype = DTYPES[_FORMATS[kind]] if kind in _FORMATS else _FOREIGN.get(kind)
-    if dtype is None:
-        raise cursor.error(f"unknown tensor type {kind}")
-    if 0 in shape:
-        raise cursor.error(f"shape {list(shape)} has no elements")
-    if shape[-1] % dtype.block:
-        raise cursor.error(f"rows of {shape[-1]} are not whole {dtype} blocks of {dtype.block}")
-    return shape, dtype, offset
-
-
-def _no_overlap(cursor: _Cursor, tensors: dict[str, TensorInfo]) -> None:
-    ordered = sorted(tensors.values(), key=lambda t: t.offset)
-    for before, after in itertools.pairwise(ordered):
-        if before.offset + before.nbytes > after.offset:
-            cursor.where = f"tensor {_shown(after.name)}"
-            raise cursor.error(f"overlaps tensor {_shown(before.name)}")

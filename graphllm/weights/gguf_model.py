@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -70,11 +71,32 @@ class Keys:
         return value
 
     def positive(self, name: str, default: Any = ...) -> int:
-        """A count that must be at least 1."""
+        """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
         value = self(name, int, default)
-        if value < 1:
-            raise ConfigError(f"{self.file.path}: {self._prefix}{name} = {value} is not positive")
+        if not 1 <= value < 2**31:
+            raise self.error(name, f"= {value} is not in 1..2^31-1")
         return value
+
+    def factor(self, name: str, default: Any = ...) -> float:
+        """A number above 0, of a size that float32 can compute with."""
+        value = self(name, float, default)
+        if not 1e-12 < value < 1e12:
+            raise self.error(name, f"= {value} is not in 1e-12..1e12")
+        return value
+
+    def layers(self) -> int:
+        """The count of layers, of which the file has the last: it may be any number in the key."""
+        count = self.positive("block_count")
+        last = f"blk.{count - 1}."
+        if not any(name.startswith(last) for name in self.file.tensors):
+            raise ModelFileError(
+                f"{self.file.path}: missing tensor '{last}*', of the last of {count} layers"
+            )
+        return count
+
+    def error(self, name: str, text: str) -> ConfigError:
+        """For the key ``<architecture>.name``."""
+        return ConfigError(f"{self.file.path}: {self._prefix}{name} {text}")
 
     def has_tensor(self, name: str) -> bool:
         return name in self.file.tensors
@@ -90,31 +112,22 @@ class Keys:
 def base_config(keys: Keys, rope: Rope) -> DecoderConfig:
     """What the llama family has in common; ``rope`` gives what its keys do not say."""
     dim, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
+    # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
     head_dim = keys.positive("attention.key_length", dim // heads)
     if keys.positive("attention.value_length", head_dim) != head_dim:
         raise ConfigError(f"{keys.file.path}: key_length and value_length differ")
     kv_heads = keys.positive("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise ConfigError(f"{keys.file.path}: {heads} heads do not share {kv_heads} KV heads")
-    scaling = keys("rope.scaling.type", str, "none")
-    factor = keys("rope.scaling.factor", float, 1.0)
-    if scaling not in ("none", "linear"):
-        raise ConfigError(f"{keys.file.path}: rope.scaling.type {scaling!r} is not supported")
-    rope = Rope(
-        base=keys("rope.freq_base", float, 10_000.0),
-        dims=keys("rope.dimension_count", int, 0),
-        style=rope.style,
-        scale=1.0 / factor if scaling == "linear" else 1.0,
-        factors=rope.factors,
-    )
-    embedding = keys.file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelFileError(f"{keys.file.path}: missing tensor 'token_embd.weight'")
+    eps = keys("attention.layer_norm_rms_epsilon", float)
+    if not 0 <= eps < 1:
+        raise keys.error("attention.layer_norm_rms_epsilon", f"= {eps} is not in [0, 1)")
+    rope = _rope(keys, rope, head_dim)
     return DecoderConfig(
-        vocab=embedding.shape[0],
+        vocab=_vocab(keys.file),
         dim=dim,
         context=keys.positive("context_length"),
-        layers=(Layer(rope),) * keys.positive("block_count"),
+        layers=(Layer(rope),) * keys.layers(),
         attention=Attention(
             heads,
             kv_heads,
@@ -123,8 +136,38 @@ def base_config(keys: Keys, rope: Rope) -> DecoderConfig:
             out_bias=keys.has_tensor("blk.0.attn_output.bias"),
         ),
         mlp=Mlp(keys.positive("feed_forward_length")),
-        norm=Norm(keys("attention.layer_norm_rms_epsilon", float)),
+        norm=Norm(eps),
         tied=not keys.has_tensor("output.weight"),
+    )
+
+
+def _vocab(file: GGUF) -> int:
+    """The rows of the embedding, one for each token: else there were ids without a piece."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelFileError(f"{file.path}: missing tensor 'token_embd.weight'")
+    rows, tokens = embedding.shape[0], file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != rows:
+        raise ModelFileError(
+            f"{file.path}: 'token_embd.weight' has {rows} rows for {len(tokens)} tokens"
+        )
+    return rows
+
+
+def _rope(keys: Keys, rope: Rope, head_dim: int) -> Rope:
+    """Rotary positions as the llama family's keys state them."""
+    scaling = keys("rope.scaling.type", str, "none")
+    factor = keys.factor("rope.scaling.factor", 1.0)
+    if scaling not in ("none", "linear"):
+        raise keys.error("rope.scaling.type", f"= {scaling!r} is not supported")
+    dims = keys.positive("rope.dimension_count", head_dim)
+    if dims % 2 or dims > head_dim:
+        raise keys.error("rope.dimension_count", f"= {dims} are no pairs within {head_dim}")
+    return replace(
+        rope,
+        base=keys.factor("rope.freq_base", 10_000.0),
+        dims=dims,
+        scale=1.0 / factor if scaling == "linear" else 1.0,
     )
 
 

@@ -108,35 +108,38 @@ def _spot(operand: Operand) -> Spot:
 
 
 class Program:
-    """Steps ready for the team: entries and argument blocks that stay where they are."""
+    """Steps ready for the team: entries and argument blocks that stay where they are.
+
+    ``launches`` and ``flags`` (see meetings.py): one for each step. ``keep``: what the argument
+    blocks, which hold nothing but addresses, point at.
+    """
 
     def __init__(
         self,
         crew: Team,
         launches: Sequence[Sequence[Launch]],
-        steps: Sequence[Bound],
+        flags: Sequence[int],
         keep: object,
     ) -> None:
         self._team = crew
-        # Argument blocks hold nothing but addresses: of kernels, tables and the steps' buffers.
-        self._keep = (keep, list(steps), _kernels(launches))
+        self._keep = (keep, _kernels(launches))
         self._blocks: list[np.ndarray] = []
-        count = len(self._keep[2])
+        count = len(self._keep[1])
         self._tickets = np.zeros((count, _ALIGN // 8), np.int64)  # on a cache line each
         entries: list[tuple[int, int, int, int]] = []
-        for index, (parts, flags) in enumerate(zip(launches, meetings(steps)), 1):
+        for index, (parts, flag) in enumerate(zip(launches, flags), 1):
             for launch in parts:
                 tickets = int(self._tickets[len(self._blocks)].ctypes.data)
                 block = np.array([tickets, crew.control, *launch.words], np.int64)
                 self._blocks.append(block)
                 address = int(block.ctypes.data) + 8 * HIDDEN
                 # Parts of a step wait for each other, unless one thread runs them all.
-                between = flags & ALONE or MEET
+                between = flag & ALONE or MEET
                 entries.append((launch.kernel.address, address, -1, between))
             address, words = entries.pop()[:2] if parts else (0, 0)
-            entries.append((address, words, index, flags))
+            entries.append((address, words, index, flag))
         self._entries = np.array(entries, np.int64).reshape(-1, ENTRY)
-        self._size = len(steps)
+        self._size = len(flags)
 
     def run(self, times: np.ndarray | None) -> None:
         """Run all steps; ``times``: see `graphllm.backends.Segment`."""
@@ -208,7 +211,7 @@ class CpuDevice:
             _ = each.address
         if total:
             self.progress("compiling kernels", total, total)
-        return Program(crew, launches, steps, (sites, header))
+        return Program(crew, launches, meetings(steps), (list(steps), sites, header))
 
 
 def _array(operand: Operand) -> np.ndarray:

@@ -73,31 +73,77 @@ def _q4_0(at, y, n):
 
 
 @exact_helper
+def _q4_1(at, y, n):
+    for b in range(n // 32):
+        block, out = at + 20 * b, f32s(y + 128 * b)
+        d, m, q = _half(block), _half(block + 2), u8s(block + 4)
+        for i in range(16):
+            out[i] = d * float32(q[i] & 15) + m
+            out[i + 16] = d * float32(q[i] >> 4) + m
+
+
+@exact_helper
+def _fives(high, q, i):
+    """Elements i and i + 16 of 32: nibbles of ``q`` below the fifth bits at ``high``."""
+    bits = int32(u16s(high)[0]) | (int32(u16s(high + 2)[0]) << int32(16))
+    low = int32(q[i] & 15) | (((bits >> int32(i)) & int32(1)) << int32(4))
+    top = int32(q[i] >> 4) | (((bits >> int32(i + 16)) & int32(1)) << int32(4))
+    return low, top
+
+
+@exact_helper
 def _q5_0(at, y, n):
     for b in range(n // 32):
         block, out = at + 22 * b, f32s(y + 128 * b)
         d, q = _half(block), u8s(block + 6)
-        high = int32(u16s(block + 2)[0]) | (int32(u16s(block + 4)[0]) << int32(16))
         for i in range(16):
-            low = int32(q[i] & 15) | (((high >> int32(i)) & int32(1)) << int32(4))
-            top = int32(q[i] >> 4) | (((high >> int32(i + 16)) & int32(1)) << int32(4))
+            low, top = _fives(block + 2, q, i)
             out[i] = d * float32(low - int32(16))
             out[i + 16] = d * float32(top - int32(16))
 
 
 @exact_helper
+def _q5_1(at, y, n):
+    for b in range(n // 32):
+        block, out = at + 24 * b, f32s(y + 128 * b)
+        d, m, q = _half(block), _half(block + 2), u8s(block + 8)
+        for i in range(16):
+            low, top = _fives(block + 4, q, i)
+            out[i] = d * float32(low) + m
+            out[i + 16] = d * float32(top) + m
+
+
+@exact_helper
+def _k_scales(at, j):
+    """Scale and minimum of sub-block j of q4_k and q5_k: see `graphllm.quant`."""
+    d, dmin, s = _half(at), _half(at + 2), u8s(at + 4)
+    if j < 4:
+        scale, least = s[j] & 63, s[j + 4] & 63
+    else:
+        scale = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4)
+        least = (s[j + 4] >> 4) | (s[j] >> 6 << 4)
+    return d * float32(scale), dmin * float32(least)
+
+
+@exact_helper
 def _q4_k(at, y, n):
-    d, dmin, s, q, out = _half(at), _half(at + 2), u8s(at + 4), u8s(at + 16), f32s(y)
+    q, out = u8s(at + 16), f32s(y)
     for j in range(8):
-        if j < 4:
-            scale, least = s[j] & 63, s[j + 4] & 63
-        else:
-            scale = (s[j + 4] & 15) | (s[j - 4] >> 6 << 4)
-            least = (s[j + 4] >> 4) | (s[j] >> 6 << 4)
-        a, m = d * float32(scale), dmin * float32(least)
+        a, m = _k_scales(at, j)
         shift = 4 * (j % 2)
         for i in range(32):
             out[32 * j + i] = a * float32((q[32 * (j // 2) + i] >> shift) & 15) - m
+
+
+@exact_helper
+def _q5_k(at, y, n):
+    high, q, out = u8s(at + 16), u8s(at + 48), f32s(y)
+    for j in range(8):
+        a, m = _k_scales(at, j)
+        shift = 4 * (j % 2)
+        for i in range(32):
+            low = (q[32 * (j // 2) + i] >> shift) & 15
+            out[32 * j + i] = a * float32(low | (((high[i] >> j) & 1) << 4)) - m
 
 
 @exact_helper
@@ -141,8 +187,11 @@ _FORMATS = {
     "bf16": _table("bf16", _bf16, 1, 2),
     "q8_0": _table("q8_0", _q8_0, 32, 34),
     "q4_0": _table("q4_0", _q4_0, 32, 18),
+    "q4_1": _table("q4_1", _q4_1, 32, 20),
     "q5_0": _table("q5_0", _q5_0, 32, 22),
+    "q5_1": _table("q5_1", _q5_1, 32, 24),
     "q4_k": _table("q4_k", _q4_k, 256, 144),
+    "q5_k": _table("q5_k", _q5_k, 256, 176),
     "q6_k": _table("q6_k", _q6_k, 256, 210),
 }
 

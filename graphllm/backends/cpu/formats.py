@@ -6,14 +6,18 @@ activation is one broadcast and no sum crosses lanes. A group of 16 rows follows
 it, block follows block. Per block of 16 rows:
 
     q8_0   8 vectors of int8; 16 d
-    q5_0   4 vectors of nibbles (low: elements 0..15, high: 16..31); 1 of fifth bits; 16 d
+    q4_0   4 vectors of nibbles (low: elements 0..15, high: 16..31); 16 d
+    q5_0   4 vectors of nibbles; 1 of fifth bits; 16 d
+    q4_1   as q4_0, and 16 m at the end
+    q5_1   as q5_0, and 16 m at the end
     q4_k   16 d; 16 dmin; 3 vectors of scales; 32 of nibbles
+    q5_k   16 d; 16 dmin; 3 vectors of scales; 8 of fifth bits; 32 of nibbles
     q6_k   16 times (half h, chunk j): top bits, low nibbles of runs 0 and 2, of runs 1 and 3;
            4 vectors of scales; 16 d
     f32, f16, bf16   16 elements, for each k
 
-Two things are moved so that they unpack in few steps: bit 8 b + j of q5_0's fifth bits belongs to
-element 4 j + b, and q6_k's scales are stored 0 2 1 3 in each four. `layouts.py` packs.
+Two things are moved so that they unpack in few steps: bit 8 b + j of q5_0's and q5_1's fifth bits
+belongs to element 4 j + b, and q6_k's scales are stored 0 2 1 3 in each four. `layouts.py` packs.
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ class Plain(Format):
 
 @dataclass(frozen=True)
 class Block32(Format):
-    """Integers with one scale for 32 elements: x = d (q - offset)."""
+    """Integers with one scale for 32 elements: x = d (q - offset), or x = d q + m."""
 
     largest: int  # of q, where it is unsigned
+    least: bool = False  # has an m; then the offset is 0
 
     def words(self, e: Emit, at: Value) -> list[Value]:
         """Eight vectors of q, elements 4 j .. 4 j + 3 in vector j."""
@@ -71,19 +76,22 @@ class Block32(Format):
     def offset(self, e: Emit) -> int:
         raise NotImplementedError
 
-    def scale(self, e: Emit, at: Value) -> Value:
-        return e.halves(at, self.nbytes - HALVES)
+    def factors(self, e: Emit, at: Value) -> list[Value]:
+        """d, and m where there is one, f32x16."""
+        count = 2 if self.least else 1
+        return [e.halves(at, self.nbytes - HALVES * (count - i)) for i in range(count)]
 
     def dot(self, e: Emit, words: list[Value], x: list[Value]) -> Value:
         return e.dot(list(zip(words, x)), self.largest)
 
     def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
-        d, offset = self.scale(e, at), e.i32(self.offset(e))
+        (d, *m), offset = self.factors(e, at), self.offset(e)
         for j, word in enumerate(self.words(e, at)):
             for i in range(4):
-                signed = self.offset(e) == 0
-                q = e.signed_byte(word, i) if signed else e.b.sub(e.byte(word, i), offset)
-                yield 4 * j + i, e.mul(e.to_f32(q), d)
+                q = e.byte(word, i) if offset or m else e.signed_byte(word, i)
+                q = e.b.sub(q, e.i32(offset)) if offset else q
+                x = e.mul(e.to_f32(q), d)
+                yield 4 * j + i, e.add(x, m[0]) if m else x
 
 
 class Q8(Block32):
@@ -100,20 +108,26 @@ class Q8(Block32):
         return super().dot(e, words, x) if e.isa.vnni else e.dot_signed(list(zip(words, x)))
 
 
-class Q5(Block32):
+class Nibbles(Block32):
+    """Four bits of each q, and a vector of fifth ones where q goes up to 31."""
+
     def words(self, e: Emit, at: Value) -> list[Value]:
         nibbles = [e.load(at, offset=VECTOR * j) for j in range(4)]
-        fifth = e.load(at, offset=4 * VECTOR)
         low = [e.mask(v, NIBBLES) for v in nibbles]
-        high = [e.mask(e.shr(v, 4), NIBBLES) for v in nibbles]
-        words = []
-        for j, word in enumerate(low + high):
-            moved = e.shl(fifth, 4 - j) if j < 4 else e.shr(fifth, j - 4)
-            words.append(e.b.or_(word, e.mask(moved, 0x10101010)))
-        return words
+        words = low + [e.mask(e.shr(v, 4), NIBBLES) for v in nibbles]
+        if self.largest == 15:
+            return words
+        fifth = e.load(at, offset=4 * VECTOR)
+        return [_with_fifth(e, word, fifth, j) for j, word in enumerate(words)]
 
     def offset(self, e: Emit) -> int:
-        return 16
+        return 0 if self.least else (self.largest + 1) // 2
+
+
+def _with_fifth(e: Emit, word: Value, fifth: Value, bit: int) -> Value:
+    """Bit ``bit`` of each byte of ``fifth`` put above the nibble in that byte of ``word``."""
+    moved = e.shl(fifth, 4 - bit) if bit < 4 else e.shr(fifth, bit - 4)
+    return e.b.or_(word, e.mask(moved, 0x10101010))
 
 
 # ------------------------------------------------------------------------------------ super-blocks
@@ -162,7 +176,7 @@ class Q4K(BlockK):
         )
 
     def parts(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
-        first = 2 * HALVES + 3 * VECTOR
+        first = self.nbytes - 32 * VECTOR
         for c in range(4):
             both = [e.load(at, offset=first + VECTOR * (8 * c + j)) for j in range(8)]
             yield 2 * c, [e.mask(v, NIBBLES) for v in both]
@@ -191,6 +205,17 @@ class Q4K(BlockK):
             for j in range(32):
                 q = e.to_f32(e.byte(words[j // 4], j % 4))
                 yield 32 * k + j, e.sub(e.mul(q, scale), least)
+
+
+class Q5K(Q4K):
+    """Bit k of byte i of the fifth bits belongs to element i of sub-block k."""
+
+    _FIFTH = 2 * HALVES + 3 * VECTOR
+
+    def parts(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+        fifth = [e.load(at, offset=self._FIFTH + VECTOR * j) for j in range(8)]
+        for k, words in super().parts(e, at):
+            yield k, [_with_fifth(e, word, five, k) for word, five in zip(words, fifth)]
 
 
 class Q6K(BlockK):
@@ -245,9 +270,13 @@ FORMATS: dict[str, Any] = {
         Plain("f16", 1, 1, 32, "halves"),
         Plain("bf16", 2, 1, 32, "brains"),
         Q8("q8_0", 3, 32, 16 * 34, 255),
-        Q5("q5_0", 4, 32, 16 * 22, 31),
+        Nibbles("q5_0", 4, 32, 16 * 22, 31),
         Q4K("q4_k", 5, 256, 16 * 144, 32, 15),
         Q6K("q6_k", 6, 256, 16 * 210, 16, 63),
+        Nibbles("q4_0", 7, 32, 16 * 18, 15),
+        Nibbles("q4_1", 8, 32, 16 * 20, 15, True),
+        Nibbles("q5_1", 9, 32, 16 * 24, 31, True),
+        Q5K("q5_k", 10, 256, 16 * 176, 32, 31),
     )
 }
 BY_CODE: dict[int, Any] = {f.code: f for f in FORMATS.values()}

@@ -22,7 +22,7 @@ class ISA:
     avx2: bool  # with FMA
     avx512: bool  # F, BW, VL and DQ
     vnni: bool  # AVX512-VNNI
-    f16c: bool  # float16 conversion in hardware
+    f16c: bool  # float16 conversion in hardware; without it LLVM calls a library that is not there
     width: int
 
     @property
@@ -52,6 +52,7 @@ def target() -> tuple[str, str]:
 
 
 # What names imply that somebody may force with an empty feature string.
+_F16C = ("ivybridge",)
 _AVX2 = ("haswell", "broadwell", "skylake", "alderlake", "znver1", "znver2", "znver3", "x86-64-v3")
 _AVX512 = ("skylake-avx512", "x86-64-v4")
 _VNNI = ("cascadelake", "icelake-server", "sapphirerapids", "znver4", "znver5")
@@ -64,7 +65,7 @@ def _implied(name: str) -> set[str]:
         return _AVX2_SET | _AVX512_SET | {"avx512vnni"}
     if name in _AVX512:
         return _AVX2_SET | _AVX512_SET
-    return _AVX2_SET if name in _AVX2 else set()
+    return _AVX2_SET if name in _AVX2 else {"f16c"} if name in _F16C else set()
 
 
 @cache

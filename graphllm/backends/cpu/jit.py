@@ -23,6 +23,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -121,9 +122,7 @@ class Kernel:
         if self._address == 0:
             start = time.perf_counter()
             with global_compiler_lock:
-                context: Any = cpu_target.target_context
-                context.refresh()  # the symbols of Numba's runtime
-                found = self._cache.load(context.codegen())
+                found = self._cache.load(_codegen())
                 self._library, symbol = found or self._compile()
                 self._address = int(self._library.get_pointer_to_function(symbol))
             self.seconds = time.perf_counter() - start
@@ -140,6 +139,14 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
+
+
+@cache
+def _codegen() -> Any:
+    """What loads machine code, with the symbols of Numba's runtime."""
+    context: Any = cpu_target.target_context
+    context.refresh()
+    return context.codegen()
 
 
 SIGNATURE_PARTS = (SIGNATURE.args, SIGNATURE.return_type)

@@ -45,24 +45,33 @@ def _q6_k() -> list[Move]:
 
 _SCALES: dict[str, list[Move]] = {
     "q8_0": [(0, 8 * VECTOR, 2, 2)],
+    "q4_0": [(0, 4 * VECTOR, 2, 2)],
+    "q4_1": [(0, 4 * VECTOR, 2, 2), (2, 4 * VECTOR + 32, 2, 2)],
     "q5_0": [(0, 5 * VECTOR, 2, 2)],
+    "q5_1": [(0, 5 * VECTOR, 2, 2), (2, 5 * VECTOR + 32, 2, 2)],
     "q4_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
+    "q5_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
     "q6_k": [(208, 52 * VECTOR, 2, 2)],
 }
 _MOVES: dict[str, list[Move]] = {
     "q8_0": _quads(2, 0, 8),
+    "q4_0": _quads(2, 0, 4),
+    "q4_1": _quads(4, 0, 4),
     "q5_0": _quads(6, 0, 4),
+    "q5_1": _quads(8, 0, 4),
     "q4_k": _quads(4, 64, 3) + _quads(16, 256, 32),
+    "q5_k": _quads(4, 64, 3) + _quads(16, 256, 8 + 32),
     "q6_k": _q6_k(),
     "f32": [(0, 0, 4, 4)],
     "f16": [(0, 0, 2, 2)],
     "bf16": [(0, 0, 2, 2)],
 }
+_FIFTH = {"q5_0": 2, "q5_1": 4}  # where a block of 32 has fifth bits
 _INTEGERS = {1: I8, 2: I16, 4: I32}
 
 
 def _spread(b: Any, fifth: Value) -> Value:
-    """Bit 4 j + i of q5_0's fifth bits moved to bit 8 i + j."""
+    """Bit 4 j + i of a block's fifth bits moved to bit 8 i + j."""
     result = None
     for j in range(8):
         four = b.and_(b.lshr(fifth, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
@@ -84,8 +93,8 @@ def _move_block(e: Emit, name: str, source: Value, target: Value, row: Value) ->
             exponent = b.and_(value, ir.Constant(I16, 0x7C00))
             bad = b.or_(bad, b.icmp_unsigned("==", exponent, ir.Constant(I16, 0x7C00)))
         e.store(value, places[step], to)
-    if name == "q5_0":
-        e.store(_spread(b, e.load(source, I32, 2)), places[4], 4 * VECTOR)
+    if name in _FIFTH:
+        e.store(_spread(b, e.load(source, I32, _FIFTH[name])), places[4], 4 * VECTOR)
     return b.zext(bad, I64)
 
 

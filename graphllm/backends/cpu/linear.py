@@ -217,7 +217,10 @@ def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
 
 @BACKEND.kernel(
     "linear",
-    dtypes={"x": ("f32", "a8_32", "a8_256"), "w": ("q8_0", "q5_0", "q4_k", "q6_k")},
+    dtypes={
+        "x": ("f32", "a8_32", "a8_256"),
+        "w": tuple(name for name, form in FORMATS.items() if form.block > 1),
+    },
     layout={"x": ROWS},
     when=_integer_when,
     lower=_quantised,

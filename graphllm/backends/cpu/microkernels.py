@@ -21,11 +21,11 @@ from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 from .formats import BY_CODE, Block32, BlockK, Format
-from .simd import F32S, I8, I64, VECTOR, Emit, Value
+from .simd import F32, F32S, I8, I32, I64, VECTOR, Emit, Value
 
 CHUNK = 256  # columns between two visits to c
 AHEAD = 8192  # bytes to prefetch ahead: about what arrives while one line is on its way
-_BLOCK32_PANEL = 9 * VECTOR  # 8 vectors of q, and d
+_BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
 _K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, offsets, factors follow
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
 FLOAT_PANEL = CHUNK * VECTOR
@@ -120,13 +120,18 @@ def _starts(e: Emit, tokens: int, left: Value, stride: Value) -> list[Value]:
 
 
 def _add_block32(
-    e: Emit, f: Block32, acc: Value, dot: Value, scale: Value, d: Value, s: Value
+    e: Emit, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
 ) -> Value:
-    """acc + (dot - offset * sum of activations) * (scale * the activations' scale)."""
+    """acc + (dot - offset * sum of activations) * (scale * the activations' scale), and then
+    + m * (sum of activations * their scale) where there is an m."""
     if f.offset(e):
         moved = e.b.mul(e.all_i32(s), e.i32(f.offset(e)))
         dot = e.b.sub(dot, moved)
-    return e.add(acc, e.mul(e.to_f32(dot), e.mul(scale, e.all_f32(d))))
+    acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.all_f32(d))))
+    if not f.least:
+        return acc
+    total = e.mul(e.b.sitofp(e.load(s, I32), F32), e.load(d, F32))
+    return e.add(acc, e.mul(factors[1], e.splat(total)))
 
 
 # ------------------------------------------------------------------------------------ integer
@@ -142,7 +147,8 @@ def _unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
         _prefetch(e, source, f.nbytes)
         for j, word in enumerate(f.words(e, source)):
             e.store(word, target, VECTOR * j)
-        e.store(f.scale(e, source), target, 8 * VECTOR)
+        for j, factor in enumerate(f.factors(e, source)):
+            e.store(factor, target, VECTOR * (8 + j))
 
 
 def _unpack_k(e: Emit, f: BlockK, w: Value, panel: Value) -> None:
@@ -168,12 +174,12 @@ def _tile(
         block = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
         quads, four = e.at(q, e.times(loop.index, 32)), e.times(loop.index, 4)
         words = [e.load(block, offset=VECTOR * j) for j in range(8)]
-        scale = e.load(block, F32S, 8 * VECTOR)
+        factors = [e.load(block, F32S, VECTOR * (8 + j)) for j in range(1 + f.least)]
         for acc, start in zip(accs, starts):
             x = e.at(quads, start)
             dot = f.dot(e, words, [e.all_i32(x, 4 * j) for j in range(8)])
             at = [e.at(plane, four, start) for plane in (d, s)]
-            e.set(acc, _add_block32(e, f, e.get(acc), dot, scale, *at))
+            e.set(acc, _add_block32(e, f, e.get(acc), dot, factors, *at))
     for t, acc in enumerate(accs):
         e.store(e.get(acc), c, VECTOR * t)
 
@@ -231,7 +237,7 @@ def _fused(
             e.set(acc, _add_k(e, f, e.get(acc), total, offsets, factors, *at))
         else:
             dot = f.dot(e, f.words(e, block), [e.all_i32(x, 4 * j) for j in range(8)])
-            e.set(acc, _add_block32(e, f, e.get(acc), dot, f.scale(e, block), *at))
+            e.set(acc, _add_block32(e, f, e.get(acc), dot, f.factors(e, block), *at))
     e.store(e.get(acc), c)
 
 

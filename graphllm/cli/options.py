@@ -1,0 +1,222 @@
+"""What the verbs have in common: groups of options, loading a model, a progress bar."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from ..generation.request import Sampling
+    from ..llm import LLM
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Run decoder language models, and see op by op where the time goes.",
+)
+
+Model = Annotated[str, typer.Argument(help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        help="A Jinja2 file, or gemma, chatml, llama3, mistral, phi3, zephyr; else the model's.",
+    ),
+]
+System = Annotated[str | None, typer.Option("--system", help="A system message to begin with.")]
+
+
+@dataclass
+class Loading:
+    """How to load a model."""
+
+    context: Annotated[
+        int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
+    ] = 4096
+    threads: Annotated[
+        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
+    ] = 0
+    device: Annotated[
+        str, typer.Option("--device", help="auto, or the first backend to ask: cpu, reference.")
+    ] = "auto"
+    kv_type: Annotated[
+        str | None,
+        typer.Option("--kv-type", help="f16 or f32; f16 by default, f32 on the reference."),
+    ] = None
+    linear: Annotated[
+        str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
+    ] = "auto"
+    place: Annotated[
+        list[str] | None,
+        typer.Option("--place", help="PATTERN=BACKEND: pin sites by scope.", show_default=False),
+    ] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
+    ] = False
+
+    def load(self, model: str, **more: Any) -> LLM:
+        """The model, with a progress bar while it loads."""
+        from .. import llm
+
+        pins = {}
+        for pin in self.place or []:
+            pattern, equals, backend = pin.rpartition("=")
+            if not equals:
+                raise RequestError(f"--place {pin!r} must be PATTERN=BACKEND")
+            pins[pattern] = backend
+        own = {f.name: getattr(self, f.name) for f in fields(self)} | {"place": pins}
+        with progress_line() as show:
+            return llm.load(model, progress=show, **own, **more)
+
+
+@dataclass
+class Drawing:
+    """How tokens are drawn, and when to end; the fields are those of `Sampling`."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "-n", "--max-tokens", "--n-predict", "--max-new-tokens", help="Tokens to generate."
+        ),
+    ] = 128
+    seed: Annotated[int | None, typer.Option("-s", "--seed", help="Drawn if not given.")] = None
+    temperature: Annotated[
+        float, typer.Option("--temp", "--temperature", help="0 takes the most likely token.")
+    ] = 0.8
+    top_k: Annotated[int, typer.Option("--top-k", help="0: off.")] = 40
+    top_p: Annotated[float, typer.Option("--top-p", help="1: off.")] = 0.95
+    min_p: Annotated[float, typer.Option("--min-p", help="0: off.")] = 0.0
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repeat-penalty", "--repetition-penalty", help="Of the last 64 tokens; 1: off."
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[float, typer.Option("--presence-penalty", help="0: off.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", help="0: off.")] = 0.0
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop", "--stop-strings", help="A text to end before; repeatable.", show_default=False
+        ),
+    ] = None
+    stop_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--stop-id",
+            "--stop-token-ids",
+            help="A token to end at; repeatable.",
+            show_default=False,
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int,
+        typer.Option("--min-tokens", "--min-new-tokens", help="No end before so many tokens."),
+    ] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never draw an end token.")] = (
+        False
+    )
+
+    def sampling(self) -> Sampling:
+        """The request. RequestError names a value out of range."""
+        from ..generation.request import Sampling
+
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own["stop"], own["stop_ids"] = tuple(self.stop or ()), tuple(self.stop_ids or ())
+        return Sampling(**own).checked()
+
+
+@dataclass
+class Answering(Drawing):
+    """As `Drawing`, for answers, which end by themselves."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "-n", "--max-tokens", "--n-predict", "--max-new-tokens", help="Tokens of an answer."
+        ),
+    ] = 1024
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a verb. A parameter whose type is a group stands for all options of the group."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    hints = get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters.append(_option(parameter.name, kind, parameter.default))
+            continue
+        inner = get_type_hints(kind, include_extras=True)
+        groups[parameter.name] = kind, [f.name for f in fields(kind)]  # type: ignore[assignment]
+        parameters += [_option(f.name, inner[f.name], f.default) for f in fields(kind)]
+
+    def call(**values: Any) -> None:
+        for name, (kind, names) in groups.items():
+            values[name] = kind(**{n: values.pop(n) for n in names})
+        function(**values)
+
+    call.__name__, call.__doc__ = function.__name__, function.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    app.command()(call)
+    return function
+
+
+def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str, int, int], None]]:
+    """A callback (what, done, total) that shows a bar on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show
+
+
+def read_text(file: Path | None) -> str:
+    """A file, or standard input for None. RequestError for what is not there or no UTF-8."""
+    try:
+        data = file.read_bytes() if file is not None else sys.stdin.buffer.read()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise RequestError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        where = file or "standard input"
+        raise RequestError(f"{where}: byte {error.start} is not valid UTF-8") from None
+
+
+def say(text: str) -> None:
+    """Write to standard output at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Tell something beside the output, on standard error."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,150 @@
+"""``run``: continue one prompt or several."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import RequestError
+from .options import (
+    AsJson,
+    Drawing,
+    Loading,
+    Model,
+    System,
+    Template,
+    note,
+    progress_line,
+    read_text,
+    say,
+    verb,
+)
+
+if TYPE_CHECKING:
+    from ..generation.request import Completion, Sampling
+    from ..llm import LLM
+
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-p", "--prompt", help="The text to continue; repeatable; '-' reads it.", show_default=False
+    ),
+]
+PromptFile = Annotated[
+    Path | None, typer.Option("-f", "--file", help="A file with the text to continue.")
+]
+
+
+@verb
+def run(
+    model: Model,
+    drawing: Drawing,
+    loading: Loading,
+    prompt: Prompts = None,
+    file: PromptFile = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message: apply the chat template.")
+    ] = False,
+    chat_template: Template = None,
+    system: System = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt, or several, one after another.
+
+    graphllm run demo -p "The capital of France is" -n 32 --temp 0
+    """
+    if not chat and (chat_template is not None or system is not None):
+        raise RequestError("--chat-template and --system need --chat")
+    texts = _prompts(prompt, file)
+    sampling = drawing.sampling()
+    llm = loading.load(model, chat_template=chat_template)
+    if not chat and sys.stderr.isatty() and llm.has_template:
+        note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
+    for text in texts:
+        if chat:
+            _one(llm, _asked(llm, text, system), "", sampling, drawing.seed, as_json)
+        else:
+            _one(llm, text, text, sampling, drawing.seed, as_json)
+
+
+def _prompts(texts: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts from -p, from -f or from standard input."""
+    if texts and file is not None:
+        raise RequestError("give -p or -f, not both")
+    if file is not None:
+        return [read_text(file)]
+    if not texts:
+        raise RequestError("give a prompt with -p TEXT, -p - or -f FILE")
+    return [read_text(None) if text == "-" else _valid(text) for text in texts]
+
+
+def _valid(text: str) -> str:
+    """The argument, if its bytes were UTF-8: Python hides others as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"-p: character {error.start} is not valid UTF-8") from None
+    return text
+
+
+def _asked(llm: LLM, text: str, system: str | None) -> list[int]:
+    """The ids that ask the model to answer ``text``."""
+    before = [{"role": "system", "content": system}] if system is not None else []
+    return llm.encode_chat([*before, {"role": "user", "content": text}])
+
+
+def _one(
+    llm: LLM,
+    prompt: str | list[int],
+    shown: str,
+    sampling: Sampling,
+    seed: int | None,
+    as_json: bool,
+) -> None:
+    """Continue one prompt, and print what is ``shown`` of it and the rest as it comes."""
+    from ..generation.request import Completion
+
+    done = Completion()
+    if not as_json:
+        say(shown)
+    with progress_line() as show:
+        pieces = llm.complete(prompt, sampling, done, partial(show, "reading the prompt"))
+        first = next(pieces, "")
+    for piece in itertools.chain([first], pieces):
+        if not as_json:
+            say(piece)
+    if as_json:
+        print(json.dumps({**done.as_dict(), **_where(llm)}, ensure_ascii=False), flush=True)
+        return
+    say("\n")
+    _tell(llm, done, seed)
+
+
+def _where(llm: LLM) -> dict[str, Any]:
+    """Which backend ran what."""
+    ops = llm.placement()
+    return {
+        "device": llm.device,
+        "placement": {backend: sum(counts.values()) for backend, counts in ops.items()},
+        "ops": ops,
+        "fallbacks": llm.misses(),
+    }
+
+
+def _tell(llm: LLM, done: Completion, seed: int | None) -> None:
+    """After a run: the drawn seed and the rates on a terminal; always what fell back."""
+    if sys.stderr.isatty():
+        t = done.timings.as_dict()
+        drawn = f", seed {done.seed}" if seed is None else ""
+        note(
+            f"[{len(done.prompt_ids)} + {len(done.ids)} tokens, load {t['load_s']:.2f} s, first "
+            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{drawn}]"
+        )
+    for line in llm.misses():
+        note(f"note: {line}")

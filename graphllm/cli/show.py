@@ -1,0 +1,118 @@
+"""The verbs that show something: ``inspect``, ``tokenize``, ``doctor``, ``profile``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import RequestError
+from .options import AsJson, Loading, Model, read_text, verb
+
+
+@verb
+def inspect(model: Model, as_json: AsJson = False) -> None:
+    """Show a model file's architecture, configuration, tensors, formats and sizes."""
+    from ..llm import model_path
+    from ..weights.gguf import GGUF
+
+    file = GGUF(model_path(model))
+    tensors = list(file.tensors.values())
+    keys = {k: _short(v) for k, v in file.metadata.items()}
+    if as_json:
+        listed = [
+            {"name": t.name, "shape": list(t.shape), "format": str(t.dtype), "bytes": t.nbytes}
+            for t in tensors
+        ]
+        print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": listed}))
+        return
+    print(f"{file.path}: GGUF version {file.version}, {file.architecture}")
+    for key, value in keys.items():
+        print(f"  {key} = {value}")
+    sizes: dict[str, list[int]] = {}
+    for t in tensors:
+        sizes.setdefault(str(t.dtype), []).append(t.nbytes)
+        print(f"  {t.name:<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
+    for name, parts in sorted(sizes.items(), key=lambda item: -sum(item[1])):
+        print(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
+
+
+def _short(value: Any) -> Any:
+    """A metadata value as shown: long arrays by their kind and length only."""
+    if isinstance(value, str):
+        return value if len(value) <= 200 else value[:200] + "..."
+    if hasattr(value, "__len__"):
+        return f"[{len(value)} values]" if len(value) > 16 else [_short(v) for v in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+@verb
+def tokenize(
+    model: Model,
+    text: Annotated[str, typer.Argument(help="The text; '-' reads it.", show_default=False)],
+    ids: Annotated[bool, typer.Option("--ids", help="Only the ids, as a JSON list.")] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="Special pieces in the text become their tokens.")
+    ] = False,
+    bare: Annotated[
+        bool, typer.Option("--no-bos", help="Without the begin and end tokens of a prompt.")
+    ] = False,
+) -> None:
+    """Show the tokens of a text: an id and the bytes of its piece on each line.
+
+    graphllm tokenize demo "Hello, world" --ids
+    """
+    from .. import tokenizer
+    from ..llm import model_path
+
+    own = tokenizer.load(model_path(model))
+    text = read_text(None) if text == "-" else text
+    found = own.encode(text, add_special=not bare, parse_special=special)
+    if ids:
+        print(json.dumps(found))
+        return
+    for token in found:
+        shown = own.piece(token).decode("utf-8", "backslashreplace")
+        print(f"{token:>7} {shown!r}")
+
+
+@verb
+def doctor() -> None:
+    """Show which backends can be used here, and why the others can not."""
+    from .. import __version__, backends
+    from ..ops import registry
+    from ..paths import cache_dir
+
+    print(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
+    for name in backends.names():
+        backend = backends.find(name)
+        ok, reason = backend.available()
+        print(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
+        if ok and backend.kernels:
+            without = sorted(op for op in registry() if op not in backend.kernels)
+            have = len(registry()) - len(without)
+            print(f"{'':<10} kernels for {have} of {len(registry())} ops")
+            for op in without:
+                print(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
+
+
+@verb
+def profile(
+    model: Model,
+    loading: Loading,
+    prompt: Annotated[
+        str, typer.Option("-p", "--prompt", help="The text to continue.")
+    ] = "The capital of France is",
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Tokens to generate.")
+    ] = 64,
+    by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op",
+) -> None:
+    """Show what each op of a prefill and of a decode costs: time, share, GB/s, GFLOP/s."""
+    from ..profiler.rows import KEYS
+
+    if by not in KEYS:
+        raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
+    print(loading.load(model).profile(prompt, max_tokens).table(by))

@@ -1,0 +1,279 @@
+"""The bytes of a GGUF file: header, metadata, tensor entries.
+
+Source of the format: ggml, `docs/gguf.md`. The file is read as hostile: every count, length and
+offset is checked against the bytes that are there before it is used, so a malformed file costs at
+most one pass over it and ends in a ModelFileError that names the file and the key or tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from ..dtype import DTYPES, DType
+from ..errors import ModelFileError
+
+# ggml_type -> name, for the formats that graphllm has a dtype for.
+_FORMATS: dict[int, str] = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k",
+    11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 24: "i8", 25: "i16",
+    26: "i32", 27: "i64", 28: "f64", 30: "bf16", 39: "mxfp4",
+}  # fmt: skip
+
+# The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
+_FOREIGN: dict[int, DType] = {
+    number: DType(name, block, nbytes)
+    for number, name, block, nbytes in (
+        (9, "q8_1", 32, 36), (15, "q8_k", 256, 292), (16, "iq2_xxs", 256, 66),
+        (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50),
+        (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (29, "iq1_m", 256, 56),
+        (34, "tq1_0", 256, 54), (35, "tq2_0", 256, 66), (40, "nvfp4", 64, 36),
+        (41, "q1_0", 128, 18),
+    )
+}  # fmt: skip
+
+# Metadata value type -> struct and NumPy code. Strings and arrays are apart.
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4",
+          "Q": "<u8", "q": "<i8", "d": "<f8"}  # fmt: skip
+_STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
+_MAX_DIMS = 4
+_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above any model: what a hostile file may cost us
+_MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file. ``shape`` is outermost first; ``offset`` is from the file's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    nbytes: int
+    offset: int
+
+    @property
+    def supported(self) -> bool:
+        """Whether graphllm knows the format; otherwise the tensor can be listed but not read."""
+        return DTYPES.get(self.dtype.name) == self.dtype
+
+
+class StringArray(Sequence[str]):
+    """An array of strings in the file, decoded when asked for."""
+
+    def __init__(self, data: memoryview, starts: array[int], end: int) -> None:
+        self._data = data
+        self._starts = starts  # of each string's bytes; its length is the 8 bytes before
+        self._end = end
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        start = self._starts[index]
+        size: int = _STRUCTS["Q"].unpack_from(self._data, start - 8)[0]
+        return str(self._data[start : start + size], "utf-8", "replace")
+
+    def to_bytes(self) -> list[bytes]:
+        """All strings as the file has them: the fast way to read a vocabulary."""
+        if not self._starts:
+            return []
+        starts = np.frombuffer(self._starts, np.int64)
+        first = int(starts[0])
+        blob = bytes(self._data[first : self._end])
+        ends = [*(starts[1:] - 8 - first).tolist(), len(blob)]
+        return [blob[b:e] for b, e in zip((starts - first).tolist(), ends, strict=True)]
+
+    def __repr__(self) -> str:
+        return f"StringArray({len(self)} strings)"
+
+
+class Cursor:
+    """A checked position in the file's bytes."""
+
+    def __init__(self, data: memoryview, path: Path) -> None:
+        self.data = data
+        self.path = path
+        self.pos = 0
+        self.where = "header"  # what is being read, for errors
+
+    def error(self, text: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {self.where}: {text}")
+
+    def skip(self, count: int) -> int:
+        """Move over ``count`` bytes that must exist; their start."""
+        start = self.pos
+        if count > len(self.data) - start:
+            raise self.error(
+                f"the file ends at byte {len(self.data)}, but {count} bytes are needed at {start}"
+            )
+        self.pos = start + count
+        return start
+
+    def number(self, code: str) -> Any:
+        form = _STRUCTS[code]
+        return form.unpack_from(self.data, self.skip(form.size))[0]
+
+    def string(self, limit: int | None = None) -> str:
+        size = self.number("Q")
+        if limit is not None and size > limit:
+            raise self.error(f"a name of {size} bytes (at most {limit})")
+        start = self.skip(size)
+        try:
+            return str(self.data[start : start + size], "utf-8")
+        except UnicodeDecodeError:
+            raise self.error(f"the string at byte {start} is not UTF-8") from None
+
+    def value(self) -> object:
+        """A metadata value with its leading type."""
+        kind = self.number("I")
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind == _BOOL:
+            flag = self.number("B")
+            if flag > 1:
+                raise self.error(f"a boolean of value {flag}")
+            return bool(flag)
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array()
+        raise self.error(f"unknown value type {kind}")
+
+    def array(self) -> np.ndarray | StringArray:
+        kind, count = self.number("I"), self.number("Q")
+        if kind == _STRING:
+            return self.strings(count)
+        if kind != _BOOL and kind not in _NUMBERS:
+            known = "arrays of arrays are not supported" if kind == _ARRAY else "unknown type"
+            raise self.error(f"array of value type {kind}: {known}")
+        code = np.dtype(_NUMPY[_NUMBERS.get(kind, "B")])
+        start = self.skip(count * code.itemsize)
+        values = np.frombuffer(self.data, code, count, start)
+        if kind == _BOOL:
+            if count and values.max() > 1:
+                raise self.error("a boolean that is neither 0 nor 1")
+            return values.view(np.bool_)
+        return values
+
+    def strings(self, count: int) -> StringArray:
+        """Finding where a string array ends takes a walk over its lengths, so keep the starts."""
+        if count > (len(self.data) - self.pos) // 8:
+            raise self.error(f"{count} strings do not fit in the file")
+        data, pos, size_at = self.data, self.pos, _STRUCTS["Q"].unpack_from
+        starts = array("q")
+        append = starts.append
+        try:  # unpack_from and append check the range; no check of our own in a loop this hot
+            for _ in range(count):
+                (size,) = size_at(data, pos)
+                pos += 8
+                append(pos)
+                pos += size
+        except (struct.error, OverflowError):
+            pos = len(data) + 1
+        if pos > len(data):
+            raise self.error(f"a string of the array goes past the file's end ({len(data)} bytes)")
+        self.pos = pos
+        return StringArray(data, starts, pos)
+
+
+def shown(name: str) -> str:
+    """A name from the file, as errors show it."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")
+
+
+def read_header(cursor: Cursor) -> tuple[int, int, int]:
+    """Version, number of tensors, number of metadata keys."""
+    start = cursor.skip(4)
+    magic = bytes(cursor.data[start : start + 4])
+    if magic != b"GGUF":
+        raise cursor.error(f"not a GGUF file: it starts with {magic!r}")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        if version & 0xFFFF == 0 and version:
+            raise cursor.error("a big-endian GGUF file; only little-endian is supported")
+        raise cursor.error(f"GGUF version {version}; supported are 2 and 3")
+    tensor_count, key_count = cursor.number("Q"), cursor.number("Q")
+    if key_count > _MAX_KEYS or tensor_count > _MAX_TENSORS:
+        raise cursor.error(f"{key_count} keys and {tensor_count} tensors are too many")
+    return version, tensor_count, key_count
+
+
+def read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
+    """The metadata by key."""
+    metadata: dict[str, object] = {}
+    for number in range(count):
+        cursor.where = f"metadata key {number}"
+        key = cursor.string(_MAX_NAME)
+        cursor.where = f"key {shown(key)}"
+        if key in metadata:
+            raise cursor.error("appears twice")
+        metadata[key] = cursor.value()
+    return metadata
+
+
+def read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
+    """The tensors by name, their offsets made absolute and their extents checked."""
+    entries: dict[str, tuple[tuple[int, ...], DType, int]] = {}
+    for number in range(count):
+        cursor.where = f"tensor {number}"
+        name = cursor.string(_MAX_NAME)
+        cursor.where = f"tensor {shown(name)}"
+        if name in entries:
+            raise cursor.error("appears twice")
+        entries[name] = _entry(cursor)
+    data_start = -(-cursor.pos // alignment) * alignment
+    tensors: dict[str, TensorInfo] = {}
+    for name, (shape, dtype, offset) in entries.items():
+        cursor.where = f"tensor {shown(name)}"
+        nbytes = math.prod(shape) // dtype.block * dtype.nbytes
+        start = data_start + offset
+        if offset % alignment:
+            raise cursor.error(f"offset {offset} is not aligned to {alignment}")
+        if start + nbytes > len(cursor.data):
+            raise cursor.error(
+                f"its {nbytes} bytes at {start} end past the file's {len(cursor.data)} bytes"
+            )
+        tensors[name] = TensorInfo(name, shape, dtype, nbytes, start)
+    _no_overlap(cursor, tensors)
+    return tensors
+
+
+def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:
+    """Shape outermost first, dtype, and offset from the start of the data."""
+    dims = cursor.number("I")
+    if dims > _MAX_DIMS:
+        raise cursor.error(f"{dims} dimensions (at most {_MAX_DIMS})")
+    shape = tuple(cursor.number("Q") for _ in range(dims))[::-1] or (1,)
+    kind, offset = cursor.number("I"), cursor.number("Q")
+    dtype = DTYPES[_FORMATS[kind]] if kind in _FORMATS else _FOREIGN.get(kind)
+    if dtype is None:
+        raise cursor.error(f"unknown tensor type {kind}")
+    if 0 in shape:
+        raise cursor.error(f"shape {list(shape)} has no elements")
+    if shape[-1] % dtype.block:
+        raise cursor.error(f"rows of {shape[-1]} are not whole {dtype} blocks of {dtype.block}")
+    return shape, dtype, offset
+
+
+def _no_overlap(cursor: Cursor, tensors: dict[str, TensorInfo]) -> None:
+    ordered = sorted(tensors.values(), key=lambda t: t.offset)
+    for before, after in itertools.pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            cursor.where = f"tensor {shown(after.name)}"
+            raise cursor.error(f"overlaps tensor {shown(before.name)}")

@@ -1,0 +1,154 @@
+"""The CPU kernels compiled for other processors: every op's samples, and the same bits in linear.
+
+Run as a script, with kernels for the processor that Numba's environment names, it prints that
+target, a digest of what each integer format computes, and whatever is wrong with any sample. The
+tests do that in processes of their own: code for another processor may stop a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llvmlite import binding, ir
+from test_cpu_linear import BLOCKS, digests
+from test_ops_generated import OPS, run_all
+
+from graphllm.backends import Options
+from graphllm.backends.cpu import layouts, microkernels, quantise
+from graphllm.backends.cpu.formats import FORMATS
+from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, ISA, isa
+from graphllm.backends.cpu.simd import Emit
+
+# What the processor must have, and how the target describes itself.
+TARGETS = {
+    "haswell": ("avx2", "haswell (avx2, f16c, 256-bit vectors)"),
+    "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
+    "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # nothing but the generic code
+}
+KEPT = 8  # folders of kernels: one for each target and version of the sources
+
+
+@pytest.fixture(scope="session")
+def kernels(request, tmp_path_factory):
+    """A cache for these kernels alone, kept from session to session where pytest keeps things."""
+    kept = getattr(request.config, "cache", None)
+    folder = Path(kept.mkdir("kernels")) if kept else tmp_path_factory.mktemp("kernels")
+    yield folder
+    versions = sorted(folder.glob("kernels/*"), key=lambda path: path.stat().st_mtime)
+    for old in versions[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
+    """Lines that Python prints when it compiles for ``target``."""
+    env = {**os.environ, CPU_NAME: target, CPU_FEATURES: "", "GRAPHLLM_CACHE": str(kernels)}
+    done = subprocess.run(
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def need(feature: str) -> None:
+    if not getattr(isa(), feature):
+        pytest.skip(f"this processor has no {feature}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_op_and_the_same_bits(target, kernels):
+    feature, description = TARGETS[target]
+    need(feature)
+    said, *lines = run(target, kernels, Path(__file__))
+    assert said == description
+    assert lines[: len(BLOCKS)] == digests(BLOCKS)
+    wrong = lines[len(BLOCKS) :]
+    assert not wrong, "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
+
+
+def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
+    """But linear, which converts by itself, does not need it."""
+    need("x86")
+    ask = "from graphllm.backends import find; print(*find('cpu').available())"
+    said = run("x86-64-v2", kernels, "-c", ask)
+    assert said == ["False x86-64-v2 does not convert float16 in hardware"]
+    tests = Path(__file__).parent
+    program = f"import sys; sys.path.insert(0, {str(tests)!r}); from test_cpu_linear import digests"
+    some = ("q8_0", "q5_1", "q4_k")
+    assert run("x86-64-v2", kernels, "-c", f"{program}; print(*digests({some}), sep='\\n')") == (
+        digests(some)
+    )
+
+
+# --------------------------------------------------------------------------------------- AArch64
+
+ARM = ISA("generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True, width=16)
+
+
+def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | str) -> str:
+    """What ``emit(Emit, *literals, *values)`` becomes on a 64-bit Arm processor."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    triple = "aarch64-unknown-linux-gnu"
+    module = ir.Module(name)
+    module.triple = triple
+    word = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * values), name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    emit(Emit(builder, ARM), *literals, *function.args)
+    builder.ret_void()
+    machine = binding.Target.from_triple(triple).create_target_machine(opt=2)
+    return machine.emit_assembly(binding.parse_assembly(str(module)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_microkernels_compile_for_arm(name):
+    """To Arm's own vector instructions, with no call of a function that may not be there."""
+    form = FORMATS[name]
+    floating = [
+        assembly("unpack_float", microkernels._unpack_float, 3, form.code),
+        assembly("move_block", layouts._move_block, 3, name),
+    ]
+    if form.block == 1:
+        floating.append(assembly("fused_float", microkernels._fused_float, 4, form.code))
+    else:
+        for code in (
+            assembly("unpack", microkernels._unpack, 3, form.code),
+            assembly("fused", microkernels._fused, 6, form.code),
+            assembly("tile", microkernels._tile, 8, form.code, 4),
+        ):
+            assert ".16b" in code or ".4s" in code
+            floating.append(code)
+    assert not [line for code in floating for line in calls(code)]
+
+
+def test_the_rest_compiles_for_arm():
+    codes = [assembly("tile_float", microkernels._tile_float, 6, 4)]
+    codes += [assembly("quantise", quantise._quantise, 4, block) for block in (32, 256)]
+    assert "fmla" in codes[0]
+    assert not [line for code in codes for line in calls(code)]
+
+
+def calls(code: str) -> list[str]:
+    return re.findall(r"^\s+blr?\s.*$", code, re.MULTILINE)
+
+
+def main() -> None:
+    print(isa())
+    print("\n".join(digests(BLOCKS)))
+    for name in OPS:
+        for line in run_all(name, ("cpu",), Options()):
+            print(f"{name}: {line}")
+    for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
+        print(f"linear, float: {line}")
+
+
+if __name__ == "__main__":
+    main()
