@@ -25,7 +25,10 @@ app = typer.Typer(
     help="Run decoder language models, and see op by op where the time goes.",
 )
 
-Model = Annotated[str, typer.Argument(help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Template = Annotated[
     str | None,
