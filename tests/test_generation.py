@@ -242,3 +242,18 @@ def test_only_what_is_new_is_computed_and_counted(llm):
     for _ in llm.complete(longer, ask, fresh, ends=()):
         pass
     assert fresh.ids == again.ids
+
+
+def test_an_answer_cannot_go_on_after_another_has_begun(llm):
+    first = llm.stream("hello", max_tokens=8, **GREEDY)
+    next(first)
+    llm.generate("another", max_tokens=2, **GREEDY)
+    with pytest.raises(RequestError, match="another request has begun"):
+        list(first)
+
+
+@pytest.mark.parametrize("bad", [{"top_k": 2**31}, {"temperature": 1e300}, {"max_tokens": 1.5},
+                                 {"temperature": "1"}, {"repeat_penalty": 1e39}])  # fmt: skip
+def test_values_that_kernels_cannot_hold_are_named(llm, bad):
+    with pytest.raises(RequestError, match=next(iter(bad))):
+        llm.generate("hello", **bad)

@@ -156,9 +156,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     """Register a verb. A parameter whose type is a group stands for all options of the group."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
-    hints = get_type_hints(function, include_extras=True)
-    for parameter in inspect.signature(function).parameters.values():
-        kind = hints[parameter.name]
+    # Not get_type_hints: Python 3.10's hides Annotated below Optional where the default is None.
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        kind = parameter.annotation
         if not is_dataclass(kind):
             parameters.append(_option(parameter.name, kind, parameter.default))
             continue

@@ -36,6 +36,7 @@ class Engine:
             for c in decoder.caches
         }
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
+        self._turn = 0  # counts requests: only the last may go on
         self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
 
     # -- plans
@@ -114,11 +115,13 @@ class Engine:
                 break
             common += 1
         del self._cached[common:]
+        self._turn += 1
         return common
 
     def forget(self) -> None:
         """Begin anew: the next prompt is computed from its first token."""
         self._cached.clear()
+        self._turn += 1
 
     def generate(
         self,
@@ -130,8 +133,9 @@ class Engine:
     ) -> Iterator[int]:
         """Ids one by one, the first after the prompt ``tokens``, until the context is full.
 
-        ``stops``: the ids that ``min_tokens`` and ``ignore_eos`` forbid; whoever takes the ids ends
-        at one of them. ``profile``: where the times of prefill and of decode are recorded.
+        RequestError if it is asked to go on after another request has begun. ``stops``: the ids
+        that ``min_tokens`` and ``ignore_eos`` forbid; whoever takes the ids ends at one of them.
+        ``profile``: where the times of prefill and of decode are recorded.
         """
         if not tokens:
             raise RequestError("the prompt is empty")
@@ -162,8 +166,11 @@ class Engine:
         plan = self.decode_plan(drawn)
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
+        turn = self._turn
         while True:
             yield token
+            if self._turn != turn:
+                raise RequestError("another request has begun on this model; this one is over")
             length = len(self._cached) + 1
             if length > self.limits.context:
                 return

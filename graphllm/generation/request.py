@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RequestError
+
+_MOST = 1e30  # what float32 holds, with room for products
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,22 @@ class Sampling:
         """This request with its seed drawn. RequestError names a value out of range."""
         if isinstance(self.stop, str):
             return replace(self, stop=(self.stop,)).checked()
+        for name in ("max_tokens", "top_k", "min_tokens"):
+            if not isinstance(getattr(self, name), int):
+                raise RequestError(f"{name} = {getattr(self, name)!r} must be a whole number")
+        for name in ("temperature", "top_p", "min_p"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise RequestError(f"{name} = {getattr(self, name)!r} must be a number")
         rules = (
             ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
+            ("temperature", 0 <= self.temperature < _MOST, "at least 0"),
+            ("top_k", 0 <= self.top_k < 2**31, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in 0..2^63-1"),
-            ("repeat_penalty", 0 < self.repeat_penalty < math.inf, "above 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("repeat_penalty", 0 < self.repeat_penalty < _MOST, "above 0"),
+            ("presence_penalty", abs(self.presence_penalty) < _MOST, "a finite number"),
+            ("frequency_penalty", abs(self.frequency_penalty) < _MOST, "a finite number"),
             ("min_tokens", 0 <= self.min_tokens < 2**31, "in 0..2^31-1"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
             ("stop_ids", all(i >= 0 for i in self.stop_ids), "token ids"),
