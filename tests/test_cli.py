@@ -297,3 +297,9 @@ def test_importing_is_light():
         "sys.exit(f'imported {bad}' if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "tokenize", "inspect", "doctor", "profile"])
+def test_help_shows_an_example(verb):
+    lines = [line.strip() for line in call(verb, "--help").stdout.splitlines()]
+    assert any(line.startswith(f"graphllm {verb}") for line in lines)

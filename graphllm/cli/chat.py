@@ -38,6 +38,10 @@ def chat(
 
     Without a terminal on standard input its lines are the messages, and the answers are all that is
     printed. An answer ends at -n tokens.
+
+    graphllm chat model.gguf --system "Answer in one sentence."
+
+    graphllm chat demo --chat-template gemma
     """
     sampling = drawing.sampling()
     llm = loading.load(model, chat_template=chat_template)

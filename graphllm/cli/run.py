@@ -58,6 +58,8 @@ def run(
     """Continue a prompt, or several, one after another.
 
     graphllm run demo -p "The capital of France is" -n 32 --temp 0
+
+    graphllm run model.gguf -f question.txt --chat --json
     """
     if not chat and (chat_template is not None or system is not None):
         raise RequestError("--chat-template and --system need --chat")

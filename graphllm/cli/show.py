@@ -14,7 +14,12 @@ from .options import AsJson, Loading, Model, read_text, verb
 
 @verb
 def inspect(model: Model, as_json: AsJson = False) -> None:
-    """Show a model file's architecture, configuration, tensors, formats and sizes."""
+    """Show a model file's architecture, configuration, tensors, formats and sizes.
+
+    graphllm inspect demo
+
+    graphllm inspect model.gguf --json
+    """
     from ..llm import model_path
     from ..weights.gguf import GGUF
 
@@ -80,7 +85,10 @@ def tokenize(
 
 @verb
 def doctor() -> None:
-    """Show which backends can be used here, and why the others can not."""
+    """Show which backends can be used here, and why the others can not.
+
+    graphllm doctor
+    """
     from .. import __version__, backends
     from ..ops import registry
     from ..paths import cache_dir
@@ -110,7 +118,12 @@ def profile(
     ] = 64,
     by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op",
 ) -> None:
-    """Show what each op of a prefill and of a decode costs: time, share, GB/s, GFLOP/s."""
+    """Show what each op of a prefill and of a decode costs: time, share, GB/s, GFLOP/s.
+
+    graphllm profile demo -n 64
+
+    graphllm profile demo --by layer -t 1
+    """
     from ..profiler.rows import KEYS
 
     if by not in KEYS:
