@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,16 @@ class Executor:
     def _owner(self, memory: str) -> Device:
         """A device that can allocate and copy in ``memory``."""
         return next(d for d in self.devices.values() if d.memory == memory)
+
+    def check_pins(self, outputs: Mapping[str, Tensor]) -> None:
+        """PlacementError for a pin to an unknown backend, or one that matches no site."""
+        scopes = {s for n in graph.toposort(outputs.values()) for s in n.scopes}
+        for pattern, name in self.pins.items():
+            if name not in [backend.name for backend in self.backends]:
+                usable = ", ".join(backend.name for backend in self.backends)
+                raise PlacementError(f"{pattern}={name}: no such usable backend; usable: {usable}")
+            if not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
+                raise PlacementError(f"{pattern}={name}: no site of the model matches {pattern!r}")
 
     # ------------------------------------------------------------------------------------- plans
 

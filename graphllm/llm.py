@@ -294,6 +294,8 @@ def load(
         raise RequestError(f"linear = {linear!r} must be auto, integer or float")
     if kv_type not in (None, "f32", "f16"):
         raise RequestError(f"kv_type = {kv_type!r} must be f32 or f16")
+    if not isinstance(context, int) or not isinstance(threads, int):
+        raise RequestError(f"context = {context!r} and threads = {threads!r} must be whole numbers")
     if context < 1:
         raise RequestError(f"context = {context} must be at least 1")
     if threads < 0:

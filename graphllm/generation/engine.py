@@ -29,6 +29,7 @@ class Engine:
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
         self.executor, self.limits = executor, limits
         self.outputs = decoder.build(limits)
+        executor.check_pins(self.outputs)
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
         self._tables = {
