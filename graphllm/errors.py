@@ -25,7 +25,3 @@ class PlacementError(GraphllmError):
 
 class RequestError(GraphllmError):
     """A generation request has an impossible value; names the parameter."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """The user stopped a run; state written so far is consistent up to the last finished step."""

@@ -43,10 +43,6 @@ class Module:
             raise ModelFileError(f"tensor {w.name!r} is {w.dtype}, not {' or '.join(_FLOATS)}")
         return w if w.dtype == F32 else ops.cast(w, dtype=F32.name)
 
-    def has(self, name: str) -> bool:
-        """Whether the source has the weight ``name`` of the current scope."""
-        return self.weights.meta(f"{current_scope()}.{name}".lstrip(".")) is not None
-
     def linear(self, x: Tensor, name: str, out: int, bias: bool = False) -> Tensor:
         """x [T, K] times the transposed ``name.weight`` [out, K], plus ``name.bias``: [T, out]."""
         with scope(name):

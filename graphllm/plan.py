@@ -115,14 +115,11 @@ class _Lowering:
     Inserted nodes are interned, so that all users of one activation share one copy of it.
     """
 
-    def __init__(self, placement: Placement, choices: dict[int, Choice]) -> None:
+    def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.choices = choices
         self.intern = graph.Interner()
         self.steps: dict[int, Step] = {}
-        self.memory: dict[
-            int, str
-        ] = {}  # of a buffer's root, by id; leaves are pinned at first use
+        self.memory: dict[int, str] = {}  # of a root, by id; a state is pinned at first use
 
     def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
         """The lowered form of ``node``, whose sources are lowered already."""
@@ -254,7 +251,7 @@ def compile_plan(
         for node in graph.toposort(placement.outputs.values())
         if id(node) in placement.choices
     }
-    lowering = _Lowering(placement, choices)
+    lowering = _Lowering(placement)
     lowered: dict[int, Tensor] = {}
     for node in graph.toposort(outputs.values()):
         src = tuple(None if s is None else lowered[id(s)] for s in node.src)

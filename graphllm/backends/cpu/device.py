@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +14,12 @@ from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options
 from .isa import threads_for
 from .jit import HIDDEN, Kernel
+from .layouts import allocate
 from .meetings import meetings
 from .team import Team, team
 from .walk import ALONE, ENTRY, MEET
 
 _ALIGN = 64
-_HUGE = 4 << 20  # from here on, ask for huge pages
 
 
 @dataclass(frozen=True)
@@ -166,15 +164,7 @@ class CpuDevice:
 
     def alloc(self, nbytes: int) -> np.ndarray:
         """A zeroed uint8 array, aligned to 64 bytes; a large one in huge pages if possible."""
-        if nbytes >= _HUGE:
-            area = mmap.mmap(-1, nbytes)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a kernel without huge pages
-                    area.madvise(mmap.MADV_HUGEPAGE)
-            return np.frombuffer(area, np.uint8)
-        room = np.zeros(nbytes + _ALIGN, np.uint8)
-        skip = -int(room.ctypes.data) % _ALIGN
-        return room[skip : skip + nbytes]
+        return allocate(nbytes)
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         view = _array(operand)

@@ -181,11 +181,6 @@ def f32_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", np.float32(value)))[0]
 
 
-def f64_bits(value: float) -> int:
-    """A float64 as the integer that `as_f64` undoes."""
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
 I64 = ir.IntType(64)
 
 
