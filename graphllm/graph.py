@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from .errors import GraphError
 from .ops import get
 from .tensor import LEAVES, STATE, Tensor, Var, substitute
 
 
-def toposort(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Every node that ``outputs`` need, sources before users, in a deterministic order."""
+def toposort(
+    outputs: Iterable[Tensor],
+    stop: Collection[int] = (),
+    sources: Callable[[Tensor], Sequence[Tensor]] = attrgetter("sources"),
+) -> list[Tensor]:
+    """Every node that ``outputs`` need, sources before users, in a deterministic order.
+
+    ``stop``: ids of nodes that are left out, with what only they need. ``sources``: what a node
+    needs, if not its own sources.
+    """
     order: list[Tensor] = []
-    seen: set[int] = set()
+    seen: set[int] = set(stop)
     stack = [(node, False) for node in reversed(list(outputs))]
     while stack:
         node, expanded = stack.pop()
@@ -21,7 +30,7 @@ def toposort(outputs: Iterable[Tensor]) -> list[Tensor]:
         elif id(node) not in seen:
             seen.add(id(node))
             stack.append((node, True))
-            stack.extend((s, False) for s in reversed(node.sources) if id(s) not in seen)
+            stack.extend((s, False) for s in reversed(sources(node)) if id(s) not in seen)
     return order
 
 
@@ -41,15 +50,24 @@ def by_depth(outputs: Iterable[Tensor]) -> list[Tensor]:
 class Interner:
     """Keeps one node of each kind (equal op, attributes, sources), with the scopes of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Iterable[Tensor] = ()) -> None:
         self._nodes: dict[tuple, Tensor] = {}
+        for node in nodes:
+            self(node)
+
+    def find(self, node: Tensor, src: Sequence[Tensor | None]) -> Tensor | None:
+        """The kept node that is as ``node`` would be over other sources."""
+        return self._nodes.get(_identity(node, src))
 
     def __call__(self, node: Tensor) -> Tensor:
-        key = (node.op, tuple(id(s) for s in node.src), tuple(sorted(node.attrs.items())))
-        known = self._nodes.setdefault(key, node)
+        known = self._nodes.setdefault(_identity(node, node.src), node)
         if known is not node:
             known.scopes = tuple(dict.fromkeys(known.scopes + node.scopes))
         return known
+
+
+def _identity(node: Tensor, src: Sequence[Tensor | None]) -> tuple:
+    return node.op, tuple(id(s) for s in src), tuple(sorted(node.attrs.items()))
 
 
 def rewrite(
@@ -84,7 +102,8 @@ def narrow(
         meta = type(node.meta)(
             (var, *node.meta.inner), node.dtype, node.meta.strides, node.meta.offset
         )
-        return Tensor(node.op, node.src, node.attrs, meta, node.scopes, node.origin)
+        attrs = {**node.attrs, "shape": meta.shape} if node.is_view else node.attrs
+        return Tensor(node.op, node.src, attrs, meta, node.scopes, node.origin)
 
     return rewrite(outputs, rule)
 
@@ -96,11 +115,9 @@ def root(node: Tensor) -> Tensor:
     """The node that owns the buffer: views look at their base, a writer's result at its state."""
     node = node.base
     while node.op not in LEAVES:
-        written = get(node.op).written(node)
-        if not written:
+        target = get(node.op).alias(node)
+        if target is None:
             return node
-        target = node.src[written[0]]
-        assert target is not None
         node = target.base
     return node
 

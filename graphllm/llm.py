@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from . import fusion
 from . import tokenizer as tokenizers
 from .backends import Options
 from .decoder import Decoder, Limits
@@ -276,6 +277,7 @@ def load(
     threads: int = 0,
     place: Mapping[str, str] | None = None,
     strict: bool = False,
+    no_fuse: Sequence[str] = (),
     chat_template: str | Path | None = None,
     progress: Progress | None = None,
 ) -> LLM:
@@ -285,9 +287,10 @@ def load(
     ``auto`` (the first backend that can run each op) or one backend's name, with the reference
     behind it. ``context``: tokens of prompt and answer, at most the model's own. ``linear``:
     ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins sites by
-    scope pattern: ``{"model.layers.3.*": "reference"}``. ``chat_template``: instead of the model's
-    own, a file's or one of gemma, chatml, llama3, mistral, phi3, zephyr. ModelFileError,
-    ConfigError and PlacementError say in a line what is wrong.
+    scope pattern: ``{"model.layers.3.*": "reference"}``. ``no_fuse``: fusion rules to leave out, or
+    ``all``. ``chat_template``: instead of the model's own, a file's or one of gemma, chatml,
+    llama3, mistral, phi3, zephyr. ModelFileError, ConfigError and PlacementError say in a line what
+    is wrong.
     """
     start = time.perf_counter()
     if linear not in ("auto", "integer", "float"):
@@ -305,7 +308,8 @@ def load(
     limits = Limits(
         context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
     )
-    options = Options(linear=linear, threads=threads)
+    fusion.check_names(no_fuse)
+    options = Options(linear=linear, threads=threads, without=tuple(no_fuse))
     executor = {
         "backends": order,
         "options": options,

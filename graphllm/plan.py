@@ -1,4 +1,5 @@
-"""From a lazy graph to a flat plan: merge, verify, place, narrow, select, lower, lay out memory.
+"""From a lazy graph to a flat plan: merge, verify, place, narrow, select, lower, fuse, lay out
+memory.
 
 placement = place(outputs, ...)         # once, over the whole range of every Var
 plan = compile_plan(placement, bounds)  # for each bucket; chooses kernels, never backends
@@ -9,14 +10,14 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from . import graph, memory
+from . import fusion, graph, memory
 from .backends import Backend, Kernel, Options
 from .errors import PlacementError
 from .ops import get, role
-from .tensor import INPUT, WEIGHT, Env, Tensor, Var
+from .tensor import INPUT, WEIGHT, Env, Meta, Tensor, Var
 
 HOST = "host"  # the memory that every device can copy from and to
 LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
@@ -132,12 +133,45 @@ class _Lowering:
         src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
         src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
         node = self.intern(graph.substitute(node, src))
-        self.steps[id(node)] = Step(node, self._kernel(backend, node), choice)
-        moved_to = node.attrs["memory"] if get(node.op).role == TRANSFER else None
-        memory = moved_to or self.placement.memory_of(backend)
-        self.memory.setdefault(id(graph.root(node)), memory)
+        self._add(Step(node, self._kernel(backend, node), choice))
         return node
 
+    def _add(self, step: Step) -> None:
+        node = step.node
+        self.steps[id(node)] = step
+        moved_to = node.attrs["memory"] if get(node.op).role == TRANSFER else None
+        memory = moved_to or self.placement.memory_of(step.backend)
+        self.memory.setdefault(id(graph.root(node)), memory)
+
+    # -- what fusion asks
+    def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
+        """See `fusion.Steps`."""
+        steps = [self.steps[id(part)] for part in parts]
+        backend = steps[0].backend
+        if any(step.backend is not backend for step in steps):
+            return False
+        kernel = backend.select(node, self.placement.options)
+        if not isinstance(kernel, Kernel):
+            return False
+        if not all(_reads(kernel, node, i, s.meta) for i, s in enumerate(node.src) if s):
+            return False
+        self._add(Step(node, kernel, steps[0].choice))
+        return True
+
+    def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
+        """See `fusion.Steps`."""
+        return _reads(self.steps[id(user)].kernel, user, index, meta)
+
+    def follow(self, moved: Mapping[int, Tensor]) -> None:
+        """See `fusion.Steps`."""
+        self.steps = {
+            id(moved[old]): replace(step, node=moved[old])
+            for old, step in self.steps.items()
+            if old in moved
+        }
+        self.memory = {id(moved[old]): m for old, m in self.memory.items() if old in moved}
+
+    # -- pieces
     def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
         found = backend.select(node, self.placement.options)
         if isinstance(found, Kernel):
@@ -168,7 +202,7 @@ class _Lowering:
             there = self.memory.setdefault(id(own), here)
             if there != here:
                 source = self._transfer(source, there, here, user)
-        if kernel.needs_layout(get(user.op), i, source.meta):
+        if not _reads(kernel, user, i, source.meta):
             source = self._insert(role(LAYOUT)(source), user, choice)
         return source
 
@@ -177,6 +211,11 @@ class _Lowering:
         far = there if here == HOST else here
         backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == far)
         return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
+
+
+def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
+    """Whether ``kernel`` can read operand ``index`` of ``node`` as it lies in memory."""
+    return not kernel.needs_layout(get(node.op), index, meta)
 
 
 # -------------------------------------------------------------------------------------------- plan
@@ -257,6 +296,7 @@ def compile_plan(
         src = tuple(None if s is None else lowered[id(s)] for s in node.src)
         lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
     outputs = {name: lowered[id(node)] for name, node in outputs.items()}
+    outputs = fusion.fuse(outputs, placement.options.without, lowering)
     order = graph.by_depth(outputs.values())
     steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)

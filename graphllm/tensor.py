@@ -386,7 +386,8 @@ def substitute(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
     if node.is_view:
         base = src[0]
         assert base is not None
-        meta = replace(meta, dtype=base.dtype, offset=base.meta.offset + node.attrs["offset"])
+        kind = node.attrs.get("dtype", base.dtype)
+        meta = replace(meta, dtype=kind, offset=base.meta.offset + node.attrs["offset"])
     return Tensor(node.op, src, node.attrs, meta, node.scopes, node.origin)
 
 

@@ -70,7 +70,7 @@ class Group:
     def node(self) -> Tensor:
         """The graph of the one op over its leaves."""
         src = [a and self._source(i, a) for i, a in enumerate(self.args)]
-        return self.op(*src, **self.samples[0].attrs)
+        return self.op.node(*src, **self.samples[0].attrs)
 
     @cached_property
     def cases(self) -> list[Case]:

@@ -35,11 +35,12 @@ class Options:
     """What a user may choose about execution; part of every plan's key.
 
     ``linear``: auto or integer (quantise activations for integer formats) or float. ``threads``: 0
-    means the usable cores.
+    means the usable cores. ``without``: names of fusion rules to leave out, or ``all``.
     """
 
     linear: str = "auto"
     threads: int = 0
+    without: tuple[str, ...] = ()
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -172,6 +173,10 @@ class Device(Protocol):
     def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
 
 
+# (bytes to go over, progress) -> bytes a second by what was run, and by count of threads.
+Measure = Callable[[int, Callable[[str, int, int], None]], dict[str, dict[int, float]]]
+
+
 class Backend:
     """A kind of device. ``probe`` says whether it is usable here, and why not, in words."""
 
@@ -185,6 +190,8 @@ class Backend:
         self.probe = probe
         self.open_device = open_device
         self.kernels: dict[str, list[Kernel]] = {}
+        # What its memory gives at best, if it can tell; see `graphllm.profiler.ceilings`.
+        self.measure: Measure | None = None
 
     def available(self) -> tuple[bool, str]:
         """(usable, what it is or why it is not)."""

@@ -30,6 +30,8 @@ def _kernel(name: str) -> Kernel:
 
 class _Reference(Backend):
     def select(self, node: Tensor, options: Options) -> Kernel | str:
+        if get(node.op).fusion:
+            return "the reference runs the parts of fused ops"
         return _kernel(node.op)
 
 
@@ -75,7 +77,7 @@ class _Call:
     def __init__(self, step: Bound, header: Header) -> None:
         self.body, self.attrs = step.kernel.build, step.attrs
         self.inputs = [i and _Live(i, header) for i in step.inputs]
-        in_place = bool(get(step.node.op).written(step.node))
+        in_place = get(step.node.op).alias(step.node) is not None
         self.out = None if in_place else _Live(step.out, header)
 
     def __call__(self) -> None:

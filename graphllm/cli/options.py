@@ -68,6 +68,11 @@ class Loading:
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
     ] = False
 
+    no_fuse: Annotated[
+        list[str] | None,
+        typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
+    ] = None
+
     def load(self, model: str, **more: Any) -> LLM:
         """The model, with a progress bar while it loads."""
         from .. import llm
@@ -78,7 +83,8 @@ class Loading:
             if not equals:
                 raise RequestError(f"--place {pin!r} must be PATTERN=BACKEND")
             pins[pattern] = backend
-        own = {f.name: getattr(self, f.name) for f in fields(self)} | {"place": pins}
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own |= {"place": pins, "no_fuse": self.no_fuse or ()}
         with progress_line() as show:
             return llm.load(model, progress=show, **own, **more)
 

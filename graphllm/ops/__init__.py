@@ -11,6 +11,9 @@ decorated name becomes a builder: called with Tensors it returns a graph node.
     y = ops.scale(x, factor=2.0)        # a node
     REGISTRY["scale"].reference         # the NumPy body
 
+An op that does the work of several is declared with `parts.fused`: its function builds the parts,
+which is what a call gives; `graphllm.fusion` puts the op in their place where there is a kernel.
+
 Every module in this package is a family, imported with the package; a new op needs no other file.
 """
 
@@ -92,8 +95,8 @@ def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
 @dataclass(frozen=True)
 class OpDef:
     """One op: see the module's docstring. ``writes`` gives, for a count of operands, the indices of
-    those that it changes in place; its result then is the first of them. ``role`` marks the ops
-    that the compiler itself inserts."""
+    those that it changes in place; its result then is the first of them (a fused op's own result is
+    not). ``role`` marks the ops that the compiler itself inserts."""
 
     name: str
     params: tuple[str, ...]  # operand names, in order, without the variadic rest
@@ -107,7 +110,7 @@ class OpDef:
     reference: Callable[..., Any]
     writes: Callable[[int], tuple[int, ...]] | None = None
     role: str | None = None
-    decompose: Callable[..., Tensor] | None = None
+    fusion: Fusion | None = None
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"  # all samples would be pages of it
@@ -116,11 +119,25 @@ class OpDef:
         """Indices of the operands of ``node`` that it changes in place."""
         return self.writes(len(node.src)) if self.writes else ()
 
+    def alias(self, node: Tensor) -> Tensor | None:
+        """The operand that ``node``'s result is, where it has no buffer of its own."""
+        written = () if self.fusion else self.written(node)
+        return node.src[written[0]] if written else None
+
     def operand(self, index: int) -> str:
-        """The name of operand ``index``; variadic ones share the name ``rest``."""
+        """The name of operand ``index``; variadic ones share the name ``rest``, or repeat."""
+        if self.fusion and self.fusion.repeats:
+            return self.params[index % len(self.params)]
         return self.params[index] if index < len(self.params) else "rest"
 
-    def __call__(self, *src: Tensor | None, **attrs: Any) -> Tensor:
+    def __call__(self, *src: Tensor | None, **attrs: Any) -> Any:
+        """A node; of a fused op its parts' results, as its function returns them."""
+        if self.fusion:
+            return self.fusion.build(*src, **attrs)
+        return self.node(*src, **attrs)
+
+    def node(self, *src: Tensor | None, **attrs: Any) -> Tensor:
+        """One node of this op. GraphError names the scope, the shapes and what does not fit."""
         full = self._operands(src)
         values = self._attributes(attrs)
         try:
@@ -167,7 +184,6 @@ def op(
     samples: Sequence[Sample],
     writes: Callable[[int], tuple[int, ...]] | None = None,
     role: str | None = None,
-    decompose: Callable[..., Tensor] | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare an op: the decorated function is its NumPy body, positional operands first.
 
@@ -176,29 +192,53 @@ def op(
     """
 
     def declare(body: Callable[..., Any]) -> OpDef:
-        if name in _REGISTRY:
-            raise GraphError(f"op {name!r} is declared twice")
-        params = inspect.signature(body).parameters.values()
-        operands = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-        declared = OpDef(
-            name=name,
-            params=tuple(p.name for p in operands if p.kind is not p.VAR_POSITIONAL),
-            optional=sum(p.default is None for p in operands),
-            variadic=any(p.kind is p.VAR_POSITIONAL for p in operands),
-            defaults={p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY},
-            infer=infer,
-            cost=cost,
-            tol=dict(tol),
-            samples=tuple(samples),
-            reference=body,
-            writes=writes,
-            role=role,
-            decompose=decompose,
-        )
-        _REGISTRY[name] = declared
-        return declared
+        return register(
+            name, body, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
+            reference=body, writes=writes, role=role,
+        )  # fmt: skip
 
     return declare
+
+
+def register(name: str, function: Callable[..., Any], **fields: Any) -> OpDef:
+    """Declare an op whose operands and attributes are those of ``function``."""
+    if name in _REGISTRY:
+        raise GraphError(f"op {name!r} is declared twice")
+    params = inspect.signature(function).parameters.values()
+    operands = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    _REGISTRY[name] = OpDef(
+        name=name,
+        params=tuple(p.name for p in operands if p.kind is not p.VAR_POSITIONAL),
+        optional=sum(p.default is None for p in operands),
+        variadic=any(p.kind is p.VAR_POSITIONAL for p in operands),
+        defaults={p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY},
+        **fields,
+    )
+    return _REGISTRY[name]
+
+
+# --------------------------------------------------------------------------------------- fused ops
+
+Users = Callable[[Tensor], Sequence[Tensor]]  # the nodes that read a node, in order
+Proposal = tuple[tuple[Tensor | None, ...], dict[str, Any]]  # operands and attributes
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What makes an op a fused one.
+
+    ``build`` makes the parts and returns their results, one Tensor or a tuple. Results of which one
+    is a state that the op writes are that state; the others share a buffer, side by side in each
+    row, so all have the same axis 0. ``propose(node, users)`` may name operands and attributes
+    that would have ``node``, whose op is ``anchor``, among the parts: the compiler builds the parts
+    from them and looks whether the graph has just these, so a proposal cannot be wrong, only vain.
+    ``repeats``: variadic operands come in groups named as the first ones.
+    """
+
+    build: Callable[..., Any]
+    anchor: str
+    propose: Callable[[Tensor, Users], Proposal | None]
+    repeats: bool = False
 
 
 # ---------------------------------------------------------------------------------- shape helpers

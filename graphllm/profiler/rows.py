@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..ops import get
+from ..ops.parts import parts
 
 if TYPE_CHECKING:
     from ..plan import Step
@@ -23,33 +24,35 @@ class Row:
     scope: str
     origin: str
     shape: str
-    weight: str  # the format of its weight operand, if it has one
+    weight: str  # the formats of its weight matrices, if it has any
     backend: str
     kernel: str
     why: str  # why not on the first backend; empty when it is
     ns: int
     bytes: float
     flops: float
+    parts: tuple[str, ...] = ()  # the ops that a fused one stands for
 
 
 def make_row(step: Step, env: Mapping[str, int], ns: int) -> Row:
-    node = step.node
-    cost = get(node.op).price(node, env)
-    weight = next(
-        (s.dtype.name for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1), ""
-    )
+    node, op = step.node, get(step.node.op)
+    cost = op.price(node, env)
+    weights = [s.dtype.name for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1]
+    own = parts(node) if op.fusion else None
+    shapes = [r.meta for r, s in zip(own.results, own.states) if s is None] if own else [node.meta]
     return Row(
         op=node.op,
         scope=node.scope,
         origin=node.origin,
-        shape=str(node.meta.at(env)),
-        weight=weight,
+        shape=" ".join(str(meta.at(env)) for meta in shapes),
+        weight="+".join(dict.fromkeys(weights)),
         backend=step.backend.name,
         kernel=step.kernel.name,
         why=step.choice.why,
         ns=ns,
         bytes=cost.bytes,
         flops=cost.flops,
+        parts=tuple(part.op for part in own.nodes) if own else (),
     )
 
 

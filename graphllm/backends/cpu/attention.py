@@ -4,8 +4,7 @@ A tile is up to 16 rows: the query heads that share a kv head, of as many neighb
 fit. It goes through the keys in pieces that begin at multiples of PIECE, whoever asks: each piece
 has a softmax of its own, and the pieces are merged in order. So the result for a token does not
 depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles to go
-round: then each piece is an item of its own, whose part waits in scratch until a second kernel
-merges the parts, with the same arithmetic.
+round: then each piece is an item, whose part waits until a second kernel merges the parts.
 """
 
 from __future__ import annotations
@@ -362,7 +361,8 @@ def _sizes(node: Tensor) -> tuple[int, int, int, int]:
     return (*q.meta.inner, *v.meta.inner)  # type: ignore[return-value]
 
 
-def _scratch(node: Tensor, options: Options) -> int:
+def scratch(node: Tensor, options: Options) -> int:
+    """Bytes of workspace: every thread's memory, and the parts that wait to be merged."""
     heads, depth, kv_heads, width = _sizes(node)
     parts = _split_tokens(heads, kv_heads) * heads * _pieces(node) * (_padded(width) + 16) * 4
     return threads_for(options) * _own_nbytes(depth, width) + parts
@@ -371,18 +371,23 @@ def _scratch(node: Tensor, options: Options) -> int:
 _ATTEND = {(k, v): _attend(k, v) for k in (False, True) for v in (False, True)}
 
 
-@BACKEND.kernel("attention", layout={"q": "rows"}, scratch=_scratch)
+@BACKEND.kernel("attention", layout={"q": "rows"}, scratch=scratch)
 def attention(site: Site) -> list[Launch]:
+    return launches(site, site.out.address, site.scratch)
+
+
+def launches(site: Site, result: int, room: int) -> list[Launch]:
+    """Attention with its result [T, H, D] f32 at address ``result``, its workspace at ``room``."""
     heads, depth, kv_heads, width = _sizes(site.node)
     attrs, own = site.attrs, _own_nbytes(depth, width)
     q, k, v, table = site.q, site.k, site.v, site.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [site.q_start.address, site.kv_len.address, table.address, table.meta.shape[1]]
     words += [_address(site.op(name)) for name in ("sinks", "slopes", "prefix_len")]
-    words += [site.out.address, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]
+    words += [result, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]
     words += [heads, kv_heads, depth, width, f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
-    words += [attrs["block"], int(attrs["causal"]), attrs["window"], site.scratch, own]
-    words += [site.scratch + site.threads * own, _split_tokens(heads, kv_heads)]
+    words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
+    words += [room + site.threads * own, _split_tokens(heads, kv_heads)]
     words.append(_pieces(site.node))
     return [Launch(_ATTEND[_is_half(k), _is_half(v)], words), Launch(_join, words)]
 

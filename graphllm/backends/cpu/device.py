@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ...dtype import DType
 from ...ops import get
+from ...ops.parts import results
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options
 from .isa import threads_for
@@ -24,10 +25,14 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and the 64-bit words of its argument block."""
+    """A kernel and the 64-bit words of its argument block.
+
+    ``joined``: a thread may begin with it before the others have finished the step's launch before.
+    """
 
     kernel: Kernel
     words: Sequence[int]
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Site:
     def __init__(self, bound: Bound, header: Header, threads: int) -> None:
         op = get(bound.node.op)
         count = len(op.params)
-        spots = [None if o is None else _spot(o) for o in bound.inputs]
-        spots += [None] * (count - len(spots))
+        self.inputs = [None if o is None else _spot(o) for o in bound.inputs]
+        spots = self.inputs + [None] * (count - len(self.inputs))
         self._operands = dict(zip(op.params, spots))
         self._header = header
         self.rest = [s for s in spots[count:] if s is not None]  # of a variadic op
@@ -88,6 +93,14 @@ class Site:
             return self.__dict__["_operands"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+    @property
+    def results(self) -> list[Spot]:
+        """A fused op's own results, in order: where each lies in the op's buffer."""
+        views = [v for v in results(self.node) if v.base is self.node]
+        base, start = self.out.operand, self.node.meta.offset
+        metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
+        return [_spot(Operand(meta, base.buffer)) for meta in metas]
 
     def live(self, dim: Dim) -> int:
         """The address of an int64 that holds the dimension's value in each run."""
@@ -131,6 +144,8 @@ class Program:
                 block = np.array([tickets, crew.control, *launch.words], np.int64)
                 self._blocks.append(block)
                 address = int(block.ctypes.data) + 8 * HIDDEN
+                if launch.joined:
+                    entries[-1] = (*entries[-1][:3], flag & ALONE)
                 # Parts of a step wait for each other, unless one thread runs them all.
                 between = flag & ALONE or MEET
                 entries.append((launch.kernel.address, address, -1, between))

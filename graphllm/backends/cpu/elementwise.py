@@ -74,6 +74,14 @@ _SOFTCAP = _unary("softcap", _capped)
 _SILU = _unary("silu", _silu)
 _GELU = {"tanh": _unary("gelu_tanh", _gelu_tanh), "erf": _unary("gelu_erf", _gelu_erf)}
 
+
+def activation(name: str, kind: str) -> Any:
+    """silu, or gelu of one ``kind``, as an inlined function of a value and an unused one."""
+    return {("silu", ""): _silu, ("gelu", "tanh"): _gelu_tanh, ("gelu", "erf"): _gelu_erf}[
+        name, kind
+    ]
+
+
 _ROWS: dict[str, Any] = {"layout": {"x": "rows"}, "dtypes": {"x": "f32"}}
 
 

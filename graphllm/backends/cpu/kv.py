@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from numba import int64
 
 from . import BACKEND
-from .device import Launch, Site
+from .device import Launch, Site, Spot
 from .elementwise import share
 from .jit import Kernel, args, f32_to_f16, f32s, i32s, kernel, load_i64, u16s
 
@@ -34,9 +36,17 @@ def _store(half: bool) -> Kernel:
 _STORE = {half: _store(half) for half in (False, True)}
 
 
+def store(pool: Spot, x: int, stride: int, slot: Spot, rows: int, joined: bool = False) -> Launch:
+    """Rows at address ``x`` to their slots; ``rows``: the address of their live count.
+
+    Every thread stores what `share` gives it of the rows.
+    """
+    width = prod(pool.meta.inner)
+    words = [pool.address, x, stride, slot.address, rows, width]
+    return Launch(_STORE[pool.dtype.name == "f16"], words, joined)
+
+
 @BACKEND.kernel("kv_write", layout={"x": "rows"})
 def kv_write(site: Site) -> Launch:
-    pool, x = site.pool, site.x
-    heads, depth = x.meta.inner
-    words = [pool.address, x.address, x.row_stride, site.slot.address]
-    return Launch(_STORE[pool.dtype.name == "f16"], [*words, site.live(x.meta.rows), heads * depth])
+    x = site.x
+    return store(site.pool, x.address, x.row_stride, site.slot, site.live(x.meta.rows))

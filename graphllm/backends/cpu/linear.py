@@ -6,15 +6,15 @@ alone, so a token's results have the same bits alone, in a batch, and for any nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from ... import ops
-from ...dtype import F32
+from ...dtype import F32, DType
 from ...tensor import Tensor
 from .. import ROWS, Options
 from . import BACKEND
-from .device import Launch, Site
+from .device import Launch, Site, Spot
 from .formats import FORMATS
 from .isa import isa
 from .jit import Kernel, args, f32s, helper, kernel, load_i64, next_chunk
@@ -53,15 +53,17 @@ def _clear(c, count):
 
 
 @helper
-def _finish(c, count, y, stride, bias, first, n):
-    """Write ``count`` tokens' results for 16 rows, of which those beyond ``n`` do not exist."""
+def _finish(c, count, y, stride, bias, added, added_stride, first, n):
+    """Write ``count`` tokens' results for 16 rows, of which those beyond ``n`` do not exist; with
+    the bias, and with a row of its own added for each token, unless their address is 0."""
     results, offsets = f32s(c), f32s(bias)
     rows = min(n - first, GROUP)
     for t in range(count):
-        row = f32s(y + t * stride + 4 * first)
+        row, before = f32s(y + t * stride + 4 * first), f32s(added + t * added_stride + 4 * first)
         for r in range(rows):
             value = results[t * GROUP + r]
-            row[r] = value + offsets[first + r] if bias != 0 else value
+            value = value + offsets[first + r] if bias != 0 else value
+            row[r] = before[r] + value if added != 0 else value
 
 
 def _each_tile(name, many, one):
@@ -105,7 +107,7 @@ def _integer(name: str, many: int) -> Kernel:
 
     @kernel(key=("integer", name, many))
     def integer(p, thread, threads):
-        x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
+        x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
         tokens, groups, blocks = load_i64(live), (n + GROUP - 1) // GROUP, k // block
         panel = workspace(_ROOM)
         c = panel + PANEL
@@ -123,7 +125,9 @@ def _integer(name: str, many: int) -> Kernel:
                             size = min(per_chunk, blocks - b)
                             unpack(code, source + b * nbytes, panel, size)
                             tiles(panel, size, row, stride, b * block, k, c, count)
-                    _finish(c, count, y + first * y_stride, y_stride, bias, g * GROUP, n)
+                    before = added + first * added_stride if added != 0 else 0
+                    to = y + first * y_stride
+                    _finish(c, count, to, y_stride, bias, before, added_stride, g * GROUP, n)
             group = next_chunk(p) * per
 
     return integer
@@ -157,7 +161,7 @@ def _float(name: str, many: int) -> Kernel:
 
     @kernel(key=("float", name, many))
     def floating(p, thread, threads):
-        x, stride, w, bias, y, y_stride, live, n, k, per = args(p, 10)
+        x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
         tokens, groups = load_i64(live), (n + GROUP - 1) // GROUP
         panel = workspace(_FLOAT_ROOM)
         c = panel + FLOAT_PANEL
@@ -171,7 +175,9 @@ def _float(name: str, many: int) -> Kernel:
                     for at in range(0, k, CHUNK):
                         here, size = source + at // block * nbytes, min(CHUNK, k - at)
                         multiply(here, row, stride, size, panel, at, k, c, count)
-                    _finish(c, count, y + first * y_stride, y_stride, bias, g * GROUP, n)
+                    before = added + first * added_stride if added != 0 else 0
+                    to = y + first * y_stride
+                    _finish(c, count, to, y_stride, bias, before, added_stride, g * GROUP, n)
             group = next_chunk(p) * per
 
     return floating
@@ -180,58 +186,54 @@ def _float(name: str, many: int) -> Kernel:
 # ------------------------------------------------------------------------------------ registration
 
 
-def _launch(make: Callable[[str, int], Kernel], site: Site) -> Launch:
-    (n, k), bias = site.w.meta.shape, site.op("bias")
-    group_bytes = max(1, packed_bytes(site.w.meta) * GROUP // (n + GROUP - 1))
-    groups = -(-n // GROUP)
+def launch(
+    site: Site, x: Spot, w: Spot, bias: Spot | None, out: Spot, added: Spot | None = None,
+    joined: bool = False,
+) -> Launch:  # fmt: skip
+    """out = added + x w^T + bias: one linear, or one of several of a fused step."""
+    n, k = w.meta.bound().shape
+    assert isinstance(n, int) and isinstance(k, int)
+    groups = max(1, -(-n // GROUP))
+    group_bytes = max(1, packed_bytes(w.meta) // groups)
     per = max(1, min(groups // (_TICKETS * site.threads), _TICKET_BYTES // group_bytes))
     words = [
-        site.x.address, site.x.row_stride, site.w.address, bias.address if bias else 0,
-        site.out.address, site.out.row_stride, site.live(site.x.meta.rows), n, k, per,
+        x.address, x.row_stride, w.address, bias.address if bias else 0, out.address,
+        out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
+        site.live(x.meta.rows), n, k, per,
     ]  # fmt: skip
-    return Launch(make(site.w.dtype.name, _tile_tokens()), words)
+    make = _float if x.dtype == F32 else _integer
+    return Launch(make(w.dtype.name, _tile_tokens()), words, joined)
 
 
-def _activation(node: Tensor) -> str:
-    """The activations that the weight's format is multiplied with."""
-    w = node.src[1]
-    assert w is not None
-    return "a8_32" if w.dtype.block == 32 else "a8_256"
+def activation(w: DType) -> str:
+    """The quantised activations that the weight's format is multiplied with."""
+    return "a8_32" if w.block == 32 else "a8_256"
 
 
 def _integer_when(node: Tensor, options: Options) -> str | None:
-    x = node.src[0]
-    assert x is not None
+    x, w = node.src[:2]
+    assert x is not None and w is not None
     if x.dtype == F32:
         return "linear is float" if options.linear == "float" else None
-    wanted = _activation(node)
-    return None if x.dtype.name == wanted else f"x is {x.dtype}, not {wanted}"
+    return None if x.dtype.name == activation(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
 
 
 def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
-    x, *rest = node.src
-    if x is not None and x.dtype == F32:
-        x = ops.quantise_act(x, dtype=_activation(node))
-    return (x, *rest)
+    x, w, *rest = node.src
+    if x is not None and w is not None and x.dtype == F32:
+        x = ops.quantise_act(x, dtype=activation(w.dtype))
+    return (x, w, *rest)
 
 
+_BLOCKS = tuple(name for name, form in FORMATS.items() if form.block > 1)
+RULES: dict[str, Any] = {"layout": {"x": ROWS}, "pack": {"w": pack}}
+
+
+@BACKEND.kernel("linear", name="linear_float", dtypes={"x": "f32", "w": tuple(FORMATS)}, **RULES)
 @BACKEND.kernel(
-    "linear",
-    dtypes={
-        "x": ("f32", "a8_32", "a8_256"),
-        "w": tuple(name for name, form in FORMATS.items() if form.block > 1),
-    },
-    layout={"x": ROWS},
-    when=_integer_when,
-    lower=_quantised,
-    pack={"w": pack},
-)
-def linear_integer(site: Site) -> Launch:
-    return _launch(_integer, site)
-
-
-@BACKEND.kernel(
-    "linear", dtypes={"x": "f32", "w": tuple(FORMATS)}, layout={"x": ROWS}, pack={"w": pack}
-)
-def linear_float(site: Site) -> Launch:
-    return _launch(_float, site)
+    "linear", name="linear_integer", dtypes={"x": ("f32", "a8_32", "a8_256"), "w": _BLOCKS},
+    when=_integer_when, lower=_quantised, **RULES,
+)  # fmt: skip
+def linear(site: Site) -> Launch:
+    """Integer, which is asked first, or float."""
+    return launch(site, site.x, site.w, site.op("bias"), site.out)

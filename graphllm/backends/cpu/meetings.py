@@ -59,7 +59,7 @@ def _touched(step: Bound) -> _Touched:
     written = get(step.node.op).written(step.node)
     reads = [_span(o) for o in step.inputs if o is not None]
     writes = [_span(o) for i, o in enumerate(step.inputs) if o is not None and i in written]
-    if not written:
+    if get(step.node.op).alias(step.node) is None:
         writes.append(_span(step.out))
     if step.scratch is not None:
         writes.append(_span(step.scratch))

@@ -73,7 +73,8 @@ def quantise_block(typingctx, block, x, q, d, s):
 
 
 @cache
-def _kernel(block: int) -> Kernel:
+def quantise_kernel(block: int) -> Kernel:
+    """Rows of float32 in blocks of 32 or 256: addresses and strides of both, rows, columns."""
     per_piece = _PIECE // block
     sum_bytes = 4 if block == 32 else 32  # of a block
 
@@ -102,4 +103,4 @@ def quantise_act(site: Site) -> Launch:
         x.address, x.row_stride, out.address, out.row_stride, site.live(x.meta.rows),
         x.meta.shape[1],
     ]  # fmt: skip
-    return Launch(_kernel(DTYPES[site.attrs["dtype"]].block), words)
+    return Launch(quantise_kernel(DTYPES[site.attrs["dtype"]].block), words)

@@ -1,0 +1,225 @@
+"""Fusion: every fused op against its parts, the rules on whole decoders, and what stops a rule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from cases import Group, groups, mismatch
+from tiny_models import llama_weights, write_llama
+
+import graphllm
+from graphllm import fusion, ops, quant
+from graphllm.backends import Options
+from graphllm.dtype import Q4_K, Q8_0
+from graphllm.errors import GraphError
+from graphllm.executor import Executor
+from graphllm.ops.parts import parts, results
+from graphllm.tensor import Tensor, Var, feed, state, weight
+from graphllm.weights import Arrays
+
+FUSED = sorted(fusion.rules())
+T = Var("T", 1, 8)
+
+
+@cache
+def grouped(name: str) -> list[Group]:
+    return groups(ops.get(name))
+
+
+def named(results) -> dict[str, Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return {f"y{i}": result for i, result in enumerate(results)}
+
+
+def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
+    """A result as numbers, and how far two roundings of the same number may lie apart."""
+    if not node.dtype.name.startswith("a8_"):
+        return array, 0.0
+    found = quant.dequantise_act(array, node.dtype, int(node.shape[-1]))
+    return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_equals_its_parts(name):
+    """On cpu as one step, in an arena of NaN and with canaries, and on the reference in parts."""
+    weights = {k: v for g in grouped(name) if g.cases for k, v in g.weights.items()}
+    cpu = Executor(Arrays(weights), ("cpu",), poison=True)
+    reference = Executor(Arrays(weights), ("reference",))
+    wrong = []
+    for group in grouped(name):
+        one = named(results(group.node))
+        many = named(group.op(*group.node.src, **group.node.attrs))
+        plans = cpu.compile(one), reference.compile(many)
+        assert name in [s.node.op for s in plans[0].steps]
+        assert name not in [s.node.op for s in plans[1].steps]
+        for case in group.cases:
+            for executor, plan in zip((cpu, reference), plans):
+                executor.bind(plan)
+                for leaf in plan.leaves.values():
+                    if leaf.op == "state":
+                        meta = leaf.meta.bound()
+                        executor.set_state(leaf.name, np.full(meta.shape, 7, meta.dtype.numpy))
+            got, want = (
+                e.run(p, case.feeds, case.sample.env) for e, p in zip((cpu, reference), plans)
+            )
+            for key, node in one.items():
+                (a, step), (b, _) = values(got[key], node), values(want[key], node)
+                problem = mismatch(a, b, max(case.tolerance, step))
+                if problem:
+                    wrong.append(f"{case.sample.label} {key}: {problem}")
+    assert not wrong, "\n".join([f"{len(wrong)} results are wrong", *wrong[:8]])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_every_rule_finds_its_own_parts(name):
+    """The op's parts, as a graph, are fused to it again (all of them, or by a larger rule)."""
+    for group in grouped(name):
+        if name in ("linears", "rope_write"):
+            continue  # see test_linears_are_found and test_rope_write_is_found
+        weights = {k: v for g in grouped(name) if g.cases for k, v in g.weights.items()}
+        many = named(group.op(*group.node.src, **group.node.attrs))
+        plan = Executor(Arrays(weights), ("cpu",)).compile(many)
+        assert name in [s.node.op for s in plan.steps], group.samples[0].label
+        off = Executor(Arrays(weights), ("cpu",), Options(without=(name,))).compile(many)
+        assert name not in [s.node.op for s in off.steps]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_price_of_a_fused_op(name):
+    """As many operations as its parts have, and no more bytes."""
+    for group in grouped(name):
+        own = parts(group.node)
+        for case in group.cases:
+            env = case.sample.env
+            joint = ops.get(name).price(group.node, env)
+            single = [ops.get(p.op).price(p, env) for p in own.nodes]
+            assert joint.flops == sum(c.flops for c in single)
+            assert 0 <= joint.bytes <= sum(c.bytes for c in single)
+
+
+# ------------------------------------------------------------------------------ what stops a rule
+
+
+def steps(outputs, weights, **options) -> list[str]:
+    plan = Executor(Arrays(weights), ("cpu", "reference"), Options(**options)).compile(outputs)
+    return [s.node.op for s in plan.steps]
+
+
+def glu_parts():
+    gate, up = feed("gate", (T, 64), "f32"), feed("up", (T, 64), "f32")
+    activated = ops.silu(gate)
+    return activated, ops.mul(activated, up)
+
+
+def test_a_value_that_somebody_else_reads_is_not_fused_away():
+    activated, y = glu_parts()
+    assert steps({"y": y}, {}) == ["glu"]
+    assert sorted(steps({"y": y, "also": activated}, {})) == ["mul", "silu"]
+    assert sorted(steps({"y": y, "z": ops.scale(activated, factor=2.0)}, {})) == [
+        "mul", "scale", "silu",
+    ]  # fmt: skip
+
+
+def test_other_attributes_than_the_rule_builds_are_not_fused():
+    gate, up = feed("gate", (T, 64), "f32"), feed("up", (T, 64), "f32")
+    assert steps({"y": ops.mul(ops.softcap(gate, cap=2.0), up)}, {}) == ["softcap", "mul"]
+
+
+def test_a_rule_stays_within_one_backend():
+    _, y = glu_parts()
+    pins = {"": "reference"}
+    ex = Executor(backends=("cpu", "reference"), pins=pins)
+    assert "glu" not in [s.node.op for s in ex.compile({"y": y}).steps]
+
+
+def test_linears_are_found():
+    """Those that read one activation, of any format; not those behind them."""
+    w: dict = {n: np.eye(256, dtype=np.float32) for n in ("w1", "w2", "w3")}
+    w |= {k.name: quant.Blocks(quant.quantise(w["w1"], k), k, 256) for k in (Q8_0, Q4_K)}
+    x = feed("x", (T, 256), "f32")
+    a, b, c, d, e = (weight(n, (256, 256), n if n[0] == "q" else "f32") for n in w)
+    both = {"y": ops.linear(ops.silu(ops.linear(x, a)), b), "z": ops.linear(x, c)}
+    assert sorted(steps(both, w)) == ["linear", "linears", "silu"]
+    assert "linears" not in steps({"y": ops.linear(ops.silu(ops.linear(x, a)), b)}, w)
+    mixed = {str(i): ops.linear(x, m) for i, m in enumerate((a, d, e))}
+    assert sorted(steps(mixed, w)) == ["linears", "quantise_act", "quantise_act"]
+    assert sorted(steps(mixed, w, linear="float")) == ["linears"]
+
+
+def test_parts_that_need_each_other_are_not_one_step():
+    """Values made of the turned queries: fused, the step would wait for itself."""
+    assert "rope_write" in steps({"y": attended(lambda q: None)}, {})
+    assert "rope_write" not in steps({"y": attended(lambda q: ops.scale(q, factor=2.0))}, {})
+
+
+def test_unknown_rules_are_named():
+    with pytest.raises(GraphError, match=r"no fusion rule 'glue'; known: all, .*glu"):
+        fusion.check_names(["glue"])
+    fusion.check_names(["all", "glu"])
+
+
+def attended(values, normed: bool = False) -> Tensor:
+    """Attention over pools that this step writes; ``values(q)`` may make v of the turned q."""
+    q, k, v = (feed(n, (T, 2, 32), "f32") for n in "qkv")
+    pos, slot, s = feed("pos", (T,), "i32"), feed("slot", (T,), "i32"), Var("S", 1, 1)
+    k_pool, v_pool = (state(n, (32, 2, 32), "f16") for n in ("kp", "vp"))
+    turn = {"base": 1e4, "dims": 0, "style": "half", "scale": 1.0}
+    n = weight("n", (32,), "f32")
+    q, k = (ops.rms_norm(t, n, eps=1e-6) if normed else t for t in (q, k))
+    q = ops.rope(q, pos, **turn)
+    k = ops.kv_write(k_pool, ops.rope(k, pos, **turn), slot)
+    v = ops.kv_write(v_pool, values(q) or v, slot)
+    batch = (feed("qs", (Var("Q", 2, 2),), "i32"), feed("kl", (s,), "i32"),
+             feed("table", (s, 2), "i32"))  # fmt: skip
+    return ops.attention(q, k, v, *batch, scale=0.2, block=16, window=0, softcap=0.0, causal=True)
+
+
+def test_rope_write_is_found():
+    """With and without norms, where attention reads what was written."""
+    w = {"n": np.ones(32, np.float32)}
+    for normed in (False, True):
+        y = attended(lambda q: None, normed)
+        assert steps({"y": y}, w) == ["rope_write", "attention"]
+        assert steps({"y": y, "kv.k": y.src[1]}, w) == ["rope_write", "attention"]
+
+
+# ---------------------------------------------------------------------------------- whole decoders
+
+
+IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
+
+
+def nmse(have: np.ndarray, want: np.ndarray) -> float:
+    have, want = have.astype(np.float64), want.astype(np.float64)
+    return float(np.mean((have - want) ** 2) / np.mean(want**2))
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_small_decoders_agree_fused_and_unfused(arch, tmp_path):
+    path = write_llama(tmp_path / "tiny.gguf", llama_weights(bias=arch == "qwen2"), arch)
+    plain = graphllm.load(path, device="cpu", no_fuse=["all"])
+    want, count = plain.logits(IDS), len(plain.engine.decode_plan().steps)
+    for rules in ([], *([name] for name in FUSED)):
+        llm = graphllm.load(path, device="cpu", no_fuse=rules)
+        assert nmse(llm.logits(IDS), want) < 1e-9, rules
+        assert len(llm.engine.decode_plan().steps) < count
+
+
+@pytest.mark.realmodel
+@pytest.mark.parametrize("linear, most", [("float", 1e-9), ("integer", 3e-3)])
+def test_the_real_model_agrees_and_is_short(demo_path, linear, most):
+    """Logits as without fusion (quantised activations part where a rounding falls the other way),
+    and at most nine steps a layer."""
+    options = {"device": "cpu", "context": 256, "linear": linear, "kv_type": "f32"}
+    plain = graphllm.load("demo", **options, no_fuse=["all"])
+    ids = plain.encode("Fusion joins what neighbours compute, so that less goes through memory.")
+    want = plain.logits(ids)
+    del plain
+    llm = graphllm.load("demo", **options)
+    assert nmse(llm.logits(ids), want) < most
+    steps = llm.engine.decode_plan().steps
+    for layer in range(18):
+        own = [s for s in steps if s.node.scope.startswith(f"model.layers.{layer}.")]
+        assert 0 < len(own) <= 9, [s.node.op for s in own]
