@@ -132,15 +132,7 @@ def norm_quantise(x, w, *, eps, dtypes):
     return _finished(get("rms_norm")(x, w, eps=eps), dtypes)
 
 
-# ----------------------------------------------------------------------------------------- linears
-
-
-def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
-    x, made = node.src
-    if not made_by(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
-        return None
-    a, w, bias = made.src  # type: ignore[union-attr]
-    return (a, w, x, bias), {}
+# --------------------------------------------------------------------------------------------- glu
 
 
 def _unit(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -155,14 +147,97 @@ def _act(k: int, kind: Any) -> Arg:
     return Arg(("T", k), kind)
 
 
-_FLOAT = {"f32": 2e-5}
+_ACTIVATIONS = ("silu", "gelu")
+
+
+def _propose_glu(node: Tensor, users: Users) -> Proposal | None:
+    act, up = node.src
+    if not (act is not None and act.op in _ACTIVATIONS and len(node.shape) == 2):
+        return None
+    attrs = {"act": act.op, "kind": act.attrs.get("kind", ""), "dtypes": _quantised(node, users)}
+    return (act.src[0], up), attrs
+
+
+def _propose_gated(node: Tensor, users: Users) -> Proposal | None:
+    found = _propose_glu(node, users)
+    if found is None:
+        return None
+    (gate, up), attrs = found
+    if not (made_by(gate, "linear") and made_by(up, "linear")):
+        return None
+    return (*gate.src, *up.src), attrs  # type: ignore[union-attr]
+
+
+@fused(
+    "gated",
+    anchor="mul",
+    propose=_propose_gated,
+    repeats=True,
+    tol=_TOL,
+    samples=grid(
+        lambda rows, format, bias, dtypes: Sample(
+            (
+                _act(256, format[0]), _matrix(256, 256, format[1]), _weight(256) if bias else None,
+                _act(256, format[0]), _matrix(256, 256, format[2]), None,
+            ),
+            {"act": "silu", "kind": "", "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        format=((F32, F16, F16), (A8_32, Q8_0, Q5_0)),
+        bias=(False, True),
+        dtypes=((), ("a8_32",), ("a8_256",)),
+    ),
+)  # fmt: skip
+def gated(x, w, bias=None, *up, act, kind, dtypes):
+    """`glu` of two linears: x, w, bias of the gate, then of the other. -> [T, N], or its forms."""
+    linear = get("linear")
+    return get("glu")(linear(x, w, bias), linear(*up), act=act, kind=kind, dtypes=dtypes)
+
+
+@fused(
+    "glu",
+    anchor="mul",
+    propose=_propose_glu,
+    tol=_TOL,
+    samples=grid(
+        lambda rows, width, layout, act, dtypes: Sample(
+            (_rows(width, layout), _rows(width, layout)),
+            {"act": act[0], "kind": act[1], "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(256, 2816),
+        layout=_LAYOUTS,
+        act=(("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
+        dtypes=((), ("a8_32",), ("a8_256",)),
+    ),
+)
+def glu(gate, up, *, act, kind, dtypes):
+    """act(gate) * up, as it is or quantised to each of ``dtypes``. [T, D] each. Shazeer 2020.
+
+    ``kind``: gelu's, or empty.
+    """
+    activated = get(act)(gate, **({"kind": kind} if kind else {}))
+    return _finished(get("mul")(activated, up), dtypes)
+
+
+# ----------------------------------------------------------------------------------------- linears
+
+
+def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
+    x, made = node.src
+    if not made_by(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+        return None
+    a, w, bias = made.src  # type: ignore[union-attr]
+    return (a, w, x, bias), {}
 
 
 @fused(
     "linear_add",
     anchor="add",
     propose=_propose_linear_add,
-    tol=_FLOAT,
+    tol=_TOL,
     samples=grid(
         lambda rows, format, bias, layout: Sample(
             (
@@ -202,7 +277,7 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
     anchor="linear",
     propose=_propose_linears,
     repeats=True,
-    tol=_FLOAT,
+    tol=_TOL,
     samples=[
         *grid(
             lambda rows, format, bias: Sample(
@@ -233,43 +308,3 @@ def linears(x, w, bias=None, *more):
     each."""
     operands = (x, w, bias, *more)
     return tuple(get("linear")(*operands[i : i + 3]) for i in range(0, len(operands), 3))
-
-
-# --------------------------------------------------------------------------------------------- glu
-
-_ACTIVATIONS = ("silu", "gelu")
-
-
-def _propose_glu(node: Tensor, users: Users) -> Proposal | None:
-    act, up = node.src
-    if not (act is not None and act.op in _ACTIVATIONS and len(node.shape) == 2):
-        return None
-    attrs = {"act": act.op, "kind": act.attrs.get("kind", ""), "dtypes": _quantised(node, users)}
-    return (act.src[0], up), attrs
-
-
-@fused(
-    "glu",
-    anchor="mul",
-    propose=_propose_glu,
-    tol=_TOL,
-    samples=grid(
-        lambda rows, width, layout, act, dtypes: Sample(
-            (_rows(width, layout), _rows(width, layout)),
-            {"act": act[0], "kind": act[1], "dtypes": dtypes},
-            {"T": rows},
-        ),
-        rows=(0, 1, 7),
-        width=(256, 2816),
-        layout=_LAYOUTS,
-        act=(("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
-        dtypes=((), ("a8_32",), ("a8_256",)),
-    ),
-)
-def glu(gate, up, *, act, kind, dtypes):
-    """act(gate) * up, as it is or quantised to each of ``dtypes``. [T, D] each. Shazeer 2020.
-
-    ``kind``: gelu's, or empty.
-    """
-    activated = get(act)(gate, **({"kind": kind} if kind else {}))
-    return _finished(get("mul")(activated, up), dtypes)

@@ -8,10 +8,12 @@ from typing import Any
 
 from numba import float32
 
+from ...dtype import F32
+from ...memory import aligned
 from ...tensor import Meta, Tensor
 from .. import ROWS, Options
 from . import BACKEND, linear
-from .device import Launch, Site
+from .device import Launch, Site, Spot
 from .elementwise import activation, share
 from .formats import FORMATS
 from .jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
@@ -216,9 +218,42 @@ def _glu(act: str, kind: str) -> Kernel:
 
 @BACKEND.kernel("glu", when=_one_or_two, **_FLOATS)
 def glu(site: Site) -> Launch:
-    gate, up = site.gate, site.up
+    return _glu_launch(site, site.gate, site.up)
+
+
+def _glu_launch(site: Site, gate: Spot, up: Spot) -> Launch:
     words = [gate.address, gate.row_stride, up.address, up.row_stride]
-    words += [site.live(gate.meta.rows), gate.meta.shape[1]]
+    words += [site.live(gate.meta.rows), gate.meta.inner[0]]
     for target in [*_targets(site), _NOWHERE][:2]:
         words += target
     return Launch(_glu(site.attrs["act"], site.attrs["kind"]), words)
+
+
+def _gated_when(node: Tensor, options: Options) -> str | None:
+    return _all_matched(node, options) or _one_or_two(node, options)
+
+
+def _half(node: Tensor) -> Meta:
+    """Of what one of the two linears gives."""
+    x, w = node.src[:2]
+    assert x is not None and w is not None
+    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), F32)
+
+
+@BACKEND.kernel(
+    "gated",
+    when=_gated_when,
+    scratch=lambda node, options: 2 * aligned(_half(node).bound().nbytes),
+    **linear.RULES,
+)
+def gated(site: Site) -> list[Launch]:
+    """Both linears without a meeting between, then their product."""
+    meta = _half(site.node)
+    found, halves = [], []
+    for i in range(2):
+        x, w, bias = site.inputs[3 * i : 3 * i + 3]
+        assert x is not None and w is not None
+        half = Spot(site.scratch + i * aligned(meta.bound().nbytes), meta, site.out.operand)
+        halves.append(half)
+        found.append(linear.launch(site, x, w, bias, half, joined=i > 0))
+    return [*found, _glu_launch(site, *halves)]
