@@ -3,9 +3,11 @@
     python benchmarks/linear_cpu.py [--formats q8_0,q4_k] [--tokens 128] [--shape 1536x8960]
 
 Decode multiplies one token with enough different matrices (N x K each) to leave the caches behind;
-its bytes are the weights'. Prefill counts 2 T N K operations. The read ceiling, in GB/s, is taken
-before each row: all threads read as many bytes, and do nothing with them. Medians; the first round,
-which also compiles, is left out. Quantising the activation has its own column.
+its bytes are the weights'. The read ceiling, in GB/s, is taken in turn with it: all threads read as
+many bytes, and do nothing with them. Prefill counts 2 T N K operations; its peak, taken in turn
+with it, is what all threads reach with the same instructions on registers, no scales applied.
+Medians; the first round, which also compiles, is left out. Quantising the activation has its own
+column.
 """
 
 from __future__ import annotations
@@ -18,47 +20,68 @@ from numba.extending import intrinsic
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
+from graphllm.backends.cpu.ceiling import Run, reader
 from graphllm.backends.cpu.device import CpuDevice, Launch, Program
 from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import isa
-from graphllm.backends.cpu.jit import args, i64s, kernel, next_chunk
+from graphllm.backends.cpu.isa import isa, threads_for
+from graphllm.backends.cpu.jit import args, kernel
 from graphllm.backends.cpu.layouts import allocate
-from graphllm.backends.cpu.simd import VECTOR, Emit
-from graphllm.backends.cpu.team import team
+from graphllm.backends.cpu.simd import F32S, VECTOR, Emit
 from graphllm.backends.cpu.walk import MEET
 from graphllm.dtype import DType, dtype
 from graphllm.quant import quantise
 from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor
 
-_CHUNK = 256 << 10  # bytes that a reader takes at a time
-_AHEAD = 4096
+_CHAINS, _TURNS = 12, 1 << 16  # of the peak: sums that do not wait for each other; their terms
 
 
-@intrinsic
-def _read(typingctx, at, nbytes):
-    """Load every vector of a piece of memory; an int64 that depends on all of them."""
+@intrinsic(prefer_literal=True)
+def _calculate(typingctx, integer, at):
+    """Add up products of the vectors at ``at`` in registers; the sums follow them there."""
 
     def generate(context, builder, sig, values):
-        e = Emit(builder)
-        total = e.variable(e.i32(0))
-        with e.loop(e.b.sdiv(values[1], e.count(4 * VECTOR))) as loop:
-            line = e.at(values[0], e.times(loop.index, 4 * VECTOR))
-            for i in range(4):
-                e.prefetch(line, _AHEAD + i * VECTOR)
-                e.set(total, e.b.xor(e.get(total), e.load(line, offset=i * VECTOR)))
-        return e.b.zext(e.reduce("add", e.get(total)), context.get_value_type(types.int64))
+        e, fixed = Emit(builder), integer.literal_value
+        u, s = (e.load(values[1], offset=VECTOR * i) for i in range(2))
+        x, y = (e.b.bitcast(v, F32S) for v in (u, s))
+        sums = [e.variable(u if fixed else x) for _ in range(_CHAINS)]
+        with e.loop(_TURNS):
+            for total in sums:
+                old = e.get(total)
+                e.set(total, e.dot([(u, s)], 15, old) if fixed else e.madd(x, y, old))
+        for i, total in enumerate(sums):
+            e.store(e.get(total), values[1], VECTOR * (2 + i))
+        return context.get_dummy_value()
 
-    return types.int64(types.int64, types.int64), generate
+    return types.none(integer, types.int64), generate
 
 
-@kernel(key=("benchmark", "read", _AHEAD))
-def read(p, thread, threads):
-    start, nbytes, sink = args(p, 3)
-    chunk, total = next_chunk(p), 0
-    while chunk * _CHUNK < nbytes:
-        total += _read(start + chunk * _CHUNK, min(_CHUNK, nbytes - chunk * _CHUNK))
-        chunk = next_chunk(p)
-    i64s(sink)[thread] = total
+@kernel
+def integers(p, thread, threads):
+    (room,) = args(p, 1)
+    _calculate(1, room + thread * (2 + _CHAINS) * VECTOR)
+
+
+@kernel
+def floats(p, thread, threads):
+    (room,) = args(p, 1)
+    _calculate(0, room + thread * (2 + _CHAINS) * VECTOR)
+
+
+class Turns:
+    """Programs whose steps are timed in turn, so that what else happens here meets all alike."""
+
+    def __init__(self, **programs: tuple[Run, int]) -> None:
+        self.programs = programs  # and how many steps each has
+
+    def medians(self, rounds: int) -> dict[str, np.ndarray]:
+        """Seconds of each step; the first round does not count."""
+        found: dict[str, list[np.ndarray]] = {name: [] for name in self.programs}
+        for _ in range(rounds + 1):
+            for name, (run, steps) in self.programs.items():
+                stamps = np.zeros(steps + 1, np.int64)
+                run(stamps)
+                found[name].append(np.diff(stamps) / 1e9)
+        return {name: np.median(each[1:], axis=0) for name, each in found.items()}
 
 
 class Bench:
@@ -77,6 +100,7 @@ class Bench:
             packed = self.device.prepare(chosen.pack["w"], raw, leaf.meta)
             self.weights.append((leaf, packed))
         self.nbytes = count * leaf.meta.nbytes
+        self.threads = threads_for(options)
 
     def _select(self, node: Tensor):
         chosen = find("cpu").select(node, self.options)
@@ -90,12 +114,12 @@ class Bench:
         out = Operand(node.meta, self.device.alloc(node.meta.nbytes))
         return Bound(node, self._select(node), inputs, out)
 
-    def times(self, tokens: int, rounds: int, most: int = 1 << 30) -> tuple[float, float]:
-        """Seconds to quantise the activation, and of a product, medians."""
+    def program(self, tokens: int, most: int = 1 << 30) -> tuple[Run, int, int]:
+        """Products with each matrix, how many steps that is, and how many of them quantise."""
         x = self._input(tokens)
         data = np.random.default_rng(1).standard_normal((tokens, self.k)).astype(np.float32)
         place = Operand(x.meta, data.view(np.uint8).reshape(-1))
-        steps = []
+        steps: list[Bound] = []
         for leaf, packed in self.weights[:most]:
             node = ops.linear(x, leaf)
             chosen = self._select(node)
@@ -105,32 +129,31 @@ class Bench:
                 place = steps[0].out
             node = ops.linear(source if source is not x else x, leaf)
             steps.append(self._bound(node, place, Operand(leaf.meta, packed)))
-        program = self.device.build(steps, Header())
-        stamps = np.zeros(len(steps) + 1, np.int64)
-        found = []
-        for _ in range(rounds + 1):
-            program.run(stamps)
-            found.append(np.diff(stamps) / 1e9)
         first = int(steps[0].node.op != "linear")
+        return self.device.build(steps, Header()).run, len(steps), first
+
+    def decode(self, rounds: int) -> tuple[float, float, float]:
+        """Bytes a second, those of a plain read, and seconds to quantise the activation."""
+        area = allocate(self.nbytes)
+        area[:] = 1
+        run, steps, first = self.program(1)
+        turns = Turns(read=(reader(area, self.threads), 1), linear=(run, steps))
+        found = turns.medians(rounds)
         # The threads do not wait for each other between products: only their sum is a time.
-        products = [sum(each[first:]) / (len(each) - first) for each in found[1:]]
-        quantise = np.median([each[0] for each in found[1:]]) if first else 0.0
-        return float(quantise), float(np.median(products))
+        rate = self.nbytes / found["linear"][first:].sum()
+        return rate, self.nbytes / found["read"][0], float(found["linear"][:first].sum())
 
-
-def ceiling(options: Options, nbytes: int, rounds: int) -> float:
-    """Bytes a second that all threads can read."""
-    device = CpuDevice(options)
-    area = allocate(nbytes)
-    area[:] = 1
-    sink = np.zeros(device.threads, np.int64)
-    launch = Launch(read, [area.ctypes.data, nbytes, sink.ctypes.data])
-    program = Program(team(device.threads), [[launch]], [MEET], (area, sink))
-    stamps, found = np.zeros(2, np.int64), []
-    for _ in range(rounds + 1):
-        program.run(stamps)
-        found.append(int(stamps[1] - stamps[0]))
-    return nbytes / float(np.median(found[1:])) * 1e9
+    def prefill(self, tokens: int, rounds: int) -> tuple[float, float]:
+        """Operations a second, and those of the peak."""
+        run, steps, first = self.program(tokens, most=2)
+        fixed = first > 0
+        room = allocate(self.threads * (2 + _CHAINS) * VECTOR)
+        launch = Launch(integers if fixed else floats, [room.ctypes.data])
+        peak = Program(self.threads, [[launch]], [MEET], room).run
+        found = Turns(peak=(peak, 1), linear=(run, steps)).medians(rounds)
+        most = self.threads * _CHAINS * _TURNS * (128 if fixed else 32)
+        done = 2 * tokens * self.n * self.k * (steps - first)
+        return done / found["linear"][first:].sum(), most / found["peak"][0]
 
 
 def main() -> None:
@@ -139,30 +162,26 @@ def main() -> None:
     parser.add_argument("--linear", default="auto,float")
     parser.add_argument("--tokens", default="128", help="of prefill; several with commas")
     parser.add_argument("--shape", default="1536x8960", help="N x K")
-    parser.add_argument("--mib", type=int, default=128, help="of weights that decode reads")
+    parser.add_argument("--mib", type=int, default=1024, help="of weights that decode reads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     opts = parser.parse_args()
     n, k = map(int, opts.shape.split("x"))
     total = opts.mib << 20
     print(f"{isa()}; N x K = {n} x {k}")
-    head = "".join(f" | GOP/s T={t}" for t in opts.tokens.split(","))
-    print(f"format | linear  | decode GB/s | ceiling | part | quantise us{head}")
+    head = "".join(f" | GOP/s T={t} | part" for t in opts.tokens.split(","))
+    print(f"format  | linear  | decode GB/s | ceiling | part | quantise us{head}")
     for name in opts.formats.split(","):
         for linear in opts.linear.split(","):
             if linear == "auto" and not dtype(name).quantised:
                 continue
             bench = Bench(dtype(name), n, k, Options(linear, opts.threads), total)
-            each = bench.nbytes / len(bench.weights)
-            roof = ceiling(bench.options, total, opts.rounds)
-            first, seconds = bench.times(1, opts.rounds)
-            rate = each / seconds
-            row = f"{name:6} | {linear:7} | {rate / 1e9:11.1f}"
-            row += f" | {roof / 1e9:7.1f} | {rate / roof:4.0%}"
-            row += f" | {first * 1e6:11.1f}"
+            rate, roof, first = bench.decode(opts.rounds)
+            row = f"{name:7} | {linear:7} | {rate / 1e9:11.1f}"
+            row += f" | {roof / 1e9:7.1f} | {rate / roof:4.0%} | {first * 1e6:11.1f}"
             for tokens in map(int, opts.tokens.split(",")):
-                _, seconds = bench.times(tokens, 3, most=2)
-                row += f" | {2 * tokens * n * k / seconds / 1e9:{len(f'GOP/s T={tokens}')}.0f}"
+                rate, peak = bench.prefill(tokens, opts.rounds)
+                row += f" | {rate / 1e9:{len(f'GOP/s T={tokens}')}.0f} | {rate / peak:4.0%}"
             print(row, flush=True)
 
 

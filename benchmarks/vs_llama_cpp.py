@@ -1,75 +1,144 @@
-"""Decode and prefill rates beside llama.cpp's, in turns within one run, on the same file.
+"""graphllm beside llama.cpp, in turns within one run, on the same file and the same threads.
 
     pip install 'graphllm[demo,peers]'
-    python benchmarks/vs_llama_cpp.py demo -p 128 -n 64 -t 2 -r 5
+    python benchmarks/vs_llama_cpp.py demo -p 128,512 -n 64 -d 0,4096 -t 2 -r 5 --rss
 
+Each test reads a prompt (pp) or generates (tg), after some tokens that are in both caches already.
 Rates are medians over the rounds; the ratio is taken round by round, since the speed of a shared
-machine drifts. Tokenisation and sampling are left out on llama.cpp's side and cost ours little.
+machine drifts, and its smallest and largest values stand beside its median. The first round warms
+up. Nothing is tokenised; llama.cpp's side does not sample, ours takes the most likely token.
+``--rss``: the most memory that each side has held, in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import llama_cpp
 
 import graphllm
-from graphllm.generation.request import Sampling
+from graphllm.cli.bench import Grid, numbers
 from graphllm.llm import LLM, model_path
+from graphllm.profiler.bench import Test, fillers, once
 
 
-def ours(llm: LLM, ids: list[int], count: int) -> tuple[float, float]:
-    """(prefill, decode) in tokens a second."""
-    llm.engine.forget()
-    greedy = Sampling(count + 1, temperature=0.0, seed=0)
-    start = time.perf_counter()
-    tokens = llm.engine.generate(ids, greedy, [])
-    next(tokens)
-    first = time.perf_counter()
-    for _ in range(count):
-        next(tokens)
-    return len(ids) / (first - start), count / (time.perf_counter() - first)
+class Peer:
+    """llama.cpp with one sequence in its cache."""
+
+    def __init__(self, path: Path, threads: int, context: int, flash: bool) -> None:
+        self.llama = llama_cpp.Llama(
+            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads,
+            flash_attn=flash, verbose=False,
+        )  # fmt: skip
+        self._kept: list[int] = []  # what the cache begins with
+
+    def _rewind(self, tokens: list[int]) -> None:
+        """Leave ``tokens``, and no others, in the cache."""
+        if self._kept[: len(tokens)] != tokens:
+            self.llama.reset()
+            if tokens:
+                self.llama.eval(tokens)
+        self._kept = tokens
+        self.llama.n_tokens = len(tokens)  # the next `eval` removes what lies behind
+
+    def once(self, test: Test, tokens: list[int]) -> int:
+        """Nanoseconds of one run of the test."""
+        depth = test.depth if test.prompt else max(test.depth, 1)
+        self._rewind(tokens[:depth])
+        rest = tokens[depth : depth + test.tokens]
+        start = time.perf_counter_ns()
+        for piece in [rest] if test.prompt else [[token] for token in rest]:
+            self.llama.eval(piece)
+        return time.perf_counter_ns() - start
 
 
-def theirs(llm: llama_cpp.Llama, ids: list[int], count: int) -> tuple[float, float]:
-    llm.reset()
-    start = time.perf_counter()
-    llm.eval(ids)
-    first = time.perf_counter()
-    for i in range(count):
-        llm.eval([ids[i % len(ids)]])
-    return len(ids) / (first - start), count / (time.perf_counter() - first)
+def row(name: str, test: Test, threads: int, llm: LLM, peer: Peer, rounds: int) -> str:
+    """One test as a row of the table."""
+    tokens = fillers(test.context, llm.decoder.cfg.vocab)
+    once(llm.engine, test, tokens), peer.once(test, tokens)
+    pairs = [(once(llm.engine, test, tokens), peer.once(test, tokens)) for _ in range(rounds)]
+    us, them = ([test.tokens * 1e9 / ns for ns in side] for side in zip(*pairs))
+    ratios = [u / t for u, t in zip(us, them)]
+    return (
+        f"| {name} | {test.name} | {threads} | {statistics.median(us):.1f} | "
+        f"{statistics.median(them):.1f} | {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f}-{max(ratios):.2f}) |"
+    )
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def peak_mb() -> float:
+    """The most memory that this process has held, in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+
+
+def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None:
+    """Load one side, read 128 tokens, generate 16, and print the peak: a process of its own."""
+    tests = Test(128, 0), Test(0, 16)
+    if side == "ours":
+        llm = graphllm.load(model, threads=threads, context=context)
+        for test in tests:
+            once(llm.engine, test, fillers(test.context, llm.decoder.cfg.vocab))
+    else:
+        peer = Peer(model_path(model), threads, context, flash)
+        for test in tests:
+            peer.once(test, fillers(test.context, peer.llama.n_vocab()))
+    print(peak_mb())
+
+
+def memory_row(a: argparse.Namespace, name: str, threads: int) -> str:
+    """Both sides' peaks as a row."""
+    words = [sys.executable, __file__, a.model, "-t", str(threads), "-c", str(a.context)]
+    words += ["--flash-attn"] * a.flash_attn
+    us, them = (
+        float(subprocess.check_output([*words, "--hold", side], text=True))
+        for side in ("ours", "theirs")
+    )
+    return f"| {name} | peak MB | {threads} | {us:.0f} | {them:.0f} | {us / them:.2f} |"
+
+
+# -------------------------------------------------------------------------------------------- main
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("-p", default="128", help="prompt tokens; 0: none; several with commas")
+    parser.add_argument("-n", default="64", help="generated tokens; the same")
+    parser.add_argument("-d", default="0", help="tokens in the cache before; the same")
+    parser.add_argument("-t", default="2", help="threads; the same")
+    parser.add_argument("-c", dest="context", type=int, default=4096, help="context, at least")
+    parser.add_argument("-r", dest="rounds", type=int, default=5)
+    parser.add_argument("--rss", action="store_true", help="also the peak of memory")
+    parser.add_argument("--flash-attn", action="store_true", help="on llama.cpp's side")
+    parser.add_argument("--hold", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("-p", type=int, default=128, help="prompt tokens")
-    parser.add_argument("-n", type=int, default=64, help="generated tokens")
-    parser.add_argument("-t", type=int, default=2, help="threads")
-    parser.add_argument("-c", type=int, default=4096, help="context")
-    parser.add_argument("-r", type=int, default=5, help="rounds")
-    a = parser.parse_args()
-    mine = graphllm.load(a.model, threads=a.t, context=a.c)
-    peer = llama_cpp.Llama(
-        str(model_path(a.model)), n_ctx=a.c, n_threads=a.t, n_threads_batch=a.t, verbose=False
-    )
-    ids = [2] + [(i * 7919) % (mine.decoder.cfg.vocab - 1000) + 500 for i in range(a.p - 1)]
-    rounds = []
-    for i in range(a.r + 1):
-        pair = ours(mine, ids, a.n), theirs(peer, ids, a.n)
-        if i:  # the first round warms caches
-            rounds.append(pair)
-    for phase, name in enumerate((f"prefill {a.p}", f"decode {a.n}")):
-        us, them = ([side[phase] for side in sides] for sides in zip(*rounds))
-        ratios = [u / t for u, t in zip(us, them)]
-        print(
-            f"{name:<12} graphllm {statistics.median(us):8.1f} tok/s   llama.cpp "
-            f"{statistics.median(them):8.1f} tok/s   ratio {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f})"
-        )
+    a = arguments()
+    if a.hold:
+        hold(a.hold, a.model, int(a.t), a.context, a.flash_attn)
+        return
+    path, tests = model_path(a.model), Grid(a.p, a.n, a.d).tests()
+    context = max([a.context, *(test.context for test in tests)])
+    print("| model | test | threads | graphllm t/s | llama.cpp t/s | ratio |")
+    print("|---|---|---:|---:|---:|---:|", flush=True)
+    for threads in numbers("-t", a.t):
+        if a.rss:
+            print(memory_row(a, path.stem, threads), flush=True)
+        llm = graphllm.load(path, threads=threads, context=context)
+        peer = Peer(path, threads, context, a.flash_attn)
+        for test in tests:
+            print(row(path.stem, test, threads, llm, peer, a.rounds), flush=True)
 
 
 if __name__ == "__main__":

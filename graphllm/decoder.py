@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import ops
-from .errors import ModelFileError
+from .dtype import dtype
+from .errors import ModelFileError, RequestError
 from .nn import Module
 from .tensor import Tensor, Var, feed, scope, state
 from .weights import Weights
@@ -78,7 +79,7 @@ class DecoderConfig:
 class CacheSpec:
     """Layers that cache alike: shapes of what one token adds, and how far back they look (0: all).
 
-    Each has slots and a block table of its own.
+    Each has slots and a block table of its own; with a window, only as many as `Limits.kept` says.
     """
 
     name: str
@@ -103,6 +104,15 @@ class Limits:
     def blocks(self) -> int:
         """Blocks of one sequence."""
         return -(-self.context // self.block)
+
+    def kept(self, window: int) -> int:
+        """Blocks of one sequence that layers with this window (0: none) keep at a time.
+
+        Those before a step that its first token sees, the step's own, and the next token's.
+        """
+        if not window:
+            return self.blocks
+        return min(self.blocks, -(-(window + self.tokens) // self.block) + 1)
 
 
 class Batch:
@@ -167,7 +177,9 @@ class Decoder(Module):
 
     # -- the graph
     def build(self, limits: Limits) -> dict[str, Tensor]:
-        """The outputs of one step, by name. ModelFileError names a missing or unused weight."""
+        """The outputs of one step, by name. ModelFileError names a missing or unused weight,
+        RequestError a cache dtype that the entries do not fit."""
+        self._check_cache(limits)
         batch = Batch(self.caches, limits)
         self._group = {i: c for c in self.caches for i in c.layers}
         self.pools: dict[str, Tensor] = {}
@@ -187,6 +199,16 @@ class Decoder(Module):
             "ids.penalised": self._next(penalised, batch),
             **pools,
         }
+
+    def _check_cache(self, limits: Limits) -> None:
+        kind = dtype(limits.kv_dtype)
+        for group in self.caches:
+            for width in {shape[-1] for shape in group.entries.values()}:
+                if width % kind.block:
+                    raise RequestError(
+                        f"kv_type = {kind.name!r} (--kv-type) keeps blocks of {kind.block}, and a "
+                        f"head size of {width} is no multiple of that"
+                    )
 
     def _next(self, logits: Tensor, batch: Batch) -> Tensor:
         """The ids drawn from ``logits``, as the next step's tokens."""
@@ -293,7 +315,7 @@ class Decoder(Module):
 
     def _cache(self, i: int, entry: str, x: Tensor, slot: Tensor, limits: Limits) -> Tensor:
         """Layer ``i``'s pool [slots, Hkv, D] with x [T, Hkv, D] written to it."""
-        slots = limits.sequences * limits.blocks * limits.block
+        slots = limits.sequences * limits.kept(self._group[i].window) * limits.block
         shape = (slots, *self._group[i].entries[entry])
         name = f"{self._group[i].name}.{i}.{entry}"
         self.pools[name] = ops.kv_write(state(name, shape, limits.kv_dtype), x, slot)

@@ -82,6 +82,8 @@ MXFP4 = _blocks("mxfp4", 32, 17)
 A8_32 = _blocks("a8_32", 32, 32 + 4 + 4)
 A8_256 = _blocks("a8_256", 256, 256 + 4 + 32)
 
+CACHED = ("f32", "f16", "q8_0")  # what keys and values may be kept in
+
 
 def dtype(name: str | DType) -> DType:
     """The dtype called ``name``. GraphError lists the known names otherwise."""

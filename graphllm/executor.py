@@ -13,7 +13,7 @@ from . import backends as registry
 from . import graph
 from .backends import Backend, Bound, Device, Header, Operand, Options, Segment
 from .debug import debug
-from .errors import GraphError, PlacementError, RequestError
+from .errors import GraphError, GraphllmError, PlacementError, RequestError
 from .memory import aligned
 from .ops import get
 from .plan import Place, Placement, Plan, Step, compile_plan, place
@@ -35,7 +35,24 @@ class _Program:
     plan: Plan
     segments: list[tuple[Segment, list[Step]]]
     arenas: dict[str, Any]
-    outputs: dict[str, Operand]
+    outputs: dict[str, _Output]
+
+
+class _Output:
+    """Where a plan's output lies. What is known about it is found once: decoding reads it often."""
+
+    def __init__(self, device: Device, operand: Operand) -> None:
+        self._device, self._operand = device, operand
+        self._live: dict[int, Operand] = {}  # by count of rows
+
+    def fetch(self, env: Mapping[str, int]) -> np.ndarray:
+        """A copy of the values after a run with these values of the Vars."""
+        rows = self._operand.meta.rows
+        count = env[rows.name] if isinstance(rows, Var) else rows
+        if count not in self._live:
+            meta = self._operand.meta.at(env)
+            self._live[count] = replace(self._operand, meta=meta)
+        return self._device.copy_out(self._live[count])
 
 
 class Executor:
@@ -184,10 +201,11 @@ class Executor:
             stored = self.weights.meta(leaf.name)
             if stored is None or (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
                 raise GraphError(f"weight {leaf.name!r} is {stored}, the graph wants {leaf.meta}")
+            raw = self.weights.raw(leaf.name)
             try:
-                self._prepared[key] = device.prepare(pack, self.weights.raw(leaf.name), leaf.meta)
-            except GraphError as error:
-                raise GraphError(f"{leaf.name}: {error}") from None
+                self._prepared[key] = device.prepare(pack, raw, leaf.meta)
+            except GraphllmError as error:
+                raise type(error)(f"tensor {leaf.name!r}: {error}") from None
             if pack is not None:
                 self.weights.release(leaf.name)
         return self._prepared[key]
@@ -221,10 +239,11 @@ class Executor:
             device = self.device(steps[0].backend)
             segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
             at += len(steps)
-        outputs = {
-            name: self._operand(plan, node, plan.memory[id(graph.root(node))], arenas)
-            for name, node in plan.outputs.items()
-        }
+        outputs = {}
+        for name, node in plan.outputs.items():
+            memory = plan.memory[id(graph.root(node))]
+            operand = self._operand(plan, node, memory, arenas)
+            outputs[name] = _Output(self._owner(memory), operand)
         self._programs[id(plan)] = _Program(plan, segments, arenas, outputs)
 
     def _input(
@@ -247,9 +266,13 @@ class Executor:
     # -------------------------------------------------------------------------------------- state
 
     def set_state(self, name: str, data: np.ndarray) -> None:
-        """Write the leading rows of a state or an input, in every memory that holds it."""
+        """Write the leading rows of a state or an input, in every memory that holds it.
+
+        ``data``: of a block format its bytes, [rows, n].
+        """
         for (_, memory), leaf in self._held(name):
-            meta = replace(leaf.meta, shape=data.shape)
+            shape = data.shape if leaf.meta.dtype.numpy else (len(data), *leaf.meta.inner)
+            meta = replace(leaf.meta, shape=shape)
             self._owner(memory).copy_in(Operand(meta, leaf.buffer), data)
 
     def get_state(self, name: str, rows: int | None = None) -> np.ndarray:
@@ -294,13 +317,8 @@ class Executor:
                 profile.record(steps, values, times)
         if self.poison:
             self._check_canaries(program)
-        results = {}
-        for name, operand in program.outputs.items():
-            if fetch is not None and name not in fetch:
-                continue
-            device = self._owner(plan.memory[id(graph.root(plan.outputs[name]))])
-            results[name] = device.copy_out(replace(operand, meta=operand.meta.at(values)))
-        return results
+        outputs = program.outputs.items()
+        return {n: out.fetch(values) for n, out in outputs if fetch is None or n in fetch}
 
     def _feed(
         self, plan: Plan, feeds: Mapping[str, np.ndarray], env: dict[str, int]

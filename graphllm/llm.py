@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
@@ -16,6 +17,7 @@ from . import fusion
 from . import tokenizer as tokenizers
 from .backends import Options
 from .decoder import Decoder, Limits
+from .dtype import CACHED
 from .errors import ModelFileError, RequestError
 from .executor import Executor, Progress
 from .generation.answer import answer
@@ -93,12 +95,18 @@ class LLM:
         self._template: ChatTemplate | None = None
         context = min(limits.context, self.decoder.cfg.context)
         self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
-        self.tokenizer = tokenizers.from_gguf(file)
+        if file.has_vocabulary:
+            _ = self.tokenizer  # a bad one is told now
         self.executor = Executor(self.decoder.weights, **executor_options)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
 
     # -- text
+    @cached_property
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """The file's tokenizer. ModelFileError where it has none, or a bad one."""
+        return tokenizers.from_gguf(self.file)
+
     def encode(self, prompt: str) -> list[int]:
         """The prompt's ids, with the begin-of-text token if the model wants one."""
         return self.tokenizer.encode(prompt, add_special=True)
@@ -267,7 +275,7 @@ class LLM:
 
 
 def load(
-    model: str | Path,
+    model: str | Path | GGUF,
     *,
     model_def: str | Path | None = None,
     device: str = "auto",
@@ -281,7 +289,7 @@ def load(
     chat_template: str | Path | None = None,
     progress: Progress | None = None,
 ) -> LLM:
-    """Load a model: a GGUF file, or ``demo``.
+    """Load a model: a GGUF file, ``demo``, or an open file (`weights.random.RandomFile`, say).
 
     ``model_def``: a model file of your own instead of one of `graphllm.models`. ``device``:
     ``auto`` (the first backend that can run each op) or one backend's name, with the reference
@@ -295,8 +303,9 @@ def load(
     start = time.perf_counter()
     if linear not in ("auto", "integer", "float"):
         raise RequestError(f"linear = {linear!r} must be auto, integer or float")
-    if kv_type not in (None, "f32", "f16"):
-        raise RequestError(f"kv_type = {kv_type!r} must be f32 or f16")
+    if kv_type not in (None, *CACHED):
+        known = f"{', '.join(CACHED[:-1])} or {CACHED[-1]}"
+        raise RequestError(f"kv_type = {kv_type!r} must be {known}")
     if not isinstance(context, int) or not isinstance(threads, int):
         raise RequestError(f"context = {context!r} and threads = {threads!r} must be whole numbers")
     if context < 1:
@@ -304,7 +313,7 @@ def load(
     if threads < 0:
         raise RequestError(f"threads = {threads} must be at least 0")
     order = None if device == "auto" else [device] + ["reference"] * (device != "reference")
-    file = GGUF(model_path(model))
+    file = model if isinstance(model, GGUF) else GGUF(model_path(model))
     limits = Limits(
         context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
     )

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,17 @@ class Case:
 
     def expected(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The body's result, and the states after it."""
-        own = [x.copy() if i in self.states.values() else x for i, x in enumerate(self.operands)]
+        own = self.own_operands()
         result = self.op.reference(*own, **self.sample.attrs)
         written = self.op.writes(len(own)) if self.op.writes else ()
         if written:
             result = own[written[0]]
-        return plain(result), {name: own[i] for name, i in self.states.items()}
+        return plain(result), {name: plain(own[i]) for name, i in self.states.items()}
+
+    def own_operands(self) -> list[Any]:
+        """The operands, of the states copies: a body may write to them."""
+        written = self.states.values()
+        return [_copied(x) if i in written else x for i, x in enumerate(self.operands)]
 
     @property
     def tolerance(self) -> float:
@@ -119,7 +125,7 @@ class Group:
                 stored = self.weights[name]
             else:
                 stored = _values(arg, _stored_shape(shape, arg.layout), rng)
-                case.feeds[name] = stored
+                case.feeds[name] = plain(stored)
             if arg.leaf == "state":
                 case.states[name] = index
             if arg.dtype.name.startswith("a8_"):
@@ -145,6 +151,12 @@ def cases(name: str) -> Iterable[Case]:
 def plain(value: Any) -> np.ndarray:
     """An operand or result as an array; blocks as their bytes."""
     return value.raw if isinstance(value, Blocks) else value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Blocks):
+        return Blocks(value.raw.copy(), value.dtype, value.elements)
+    return value.copy()
 
 
 def mismatch(got: np.ndarray, want: np.ndarray, tolerance: float) -> str:
@@ -202,7 +214,8 @@ def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
         values = np.asarray(make(rng, inner))
         assert values.shape == inner, f"make gave {values.shape} for {inner}"
         if kind.numpy is None:
-            return Blocks(quant.quantise(values.astype(np.float32), kind), kind, inner[-1])
+            rows = values.astype(np.float32).reshape(inner[0], -1)
+            return Blocks(quant.quantise(rows, kind), kind, prod(inner[1:]))
         values = np.ascontiguousarray(values.astype(kind.numpy))
     if arg.layout != "strided":
         return values

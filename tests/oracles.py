@@ -109,6 +109,9 @@ def attention(
     q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
     scale, block, causal=True, window=0, softcap=0.0,
 ):  # fmt: skip
+    if isinstance(k, Blocks):
+        k = values(k).reshape(len(k), -1, q.shape[2])
+        v = values(v).reshape(len(v), k.shape[1], -1)
     result = np.zeros((*q.shape[:2], v.shape[2]))
     share = q.shape[1] // k.shape[1]
     for s, length in enumerate(map(int, kv_len)):
@@ -146,10 +149,26 @@ def _mix(logits, sink, rows):
 
 def kv_write(pool, x, slot):
     for t, row in enumerate(slot):
-        if row >= 0:
+        if row >= 0 and isinstance(pool, Blocks):
+            blocks = x[t].reshape(-1, 32)
+            pool.raw[row] = np.frombuffer(b"".join(map(_q8_0, blocks)), np.uint8)
+        elif row >= 0:
             for at in np.ndindex(x.shape[1:]):
                 pool[(row, *at)] = half(float(x[(t, *at)])) if pool.itemsize == 2 else x[(t, *at)]
     return pool
+
+
+def _q8_0(block) -> bytes:
+    """d = amax / 127 as float16, then each x / d to the nearest integer, halves away from zero."""
+    amax = max(map(abs, block))
+    if not all(map(np.isfinite, block)):
+        return struct.pack("<e32b", math.nan, *[0] * 32)
+    if amax < 2.0**-100:
+        return bytes(34)
+    d = amax / F32(127)
+    steps = [float(x * (F32(1) / d)) for x in block]
+    q = [int(math.copysign(math.floor(F32(abs(s)) + F32(0.5)), s)) for s in steps]
+    return struct.pack("<e32b", half(float(d)), *q)
 
 
 def half(x: float) -> float:

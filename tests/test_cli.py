@@ -216,7 +216,7 @@ def test_prompt_from_file_and_standard_input(model, tmp_path):
         (["run", "MODEL", "-p", "x", "-c", "0"], "context = 0 must be at least 1"),
         (["run", "MODEL", "-p", "x", "-t", "-2"], "threads = -2 must be at least 0"),
         (["run", "MODEL", "-p", "x", "--device", "abacus"], "unknown backend 'abacus'"),
-        (["run", "MODEL", "-p", "x", "--kv-type", "q3"], "kv_type = 'q3' must be f32 or f16"),
+        (["run", "MODEL", "-p", "x", "--kv-type", "q3"], "kv_type = 'q3' must be f32, f16 or q8_0"),
         (["run", "MODEL", "-p", "x", "--place", "abc"], "must be PATTERN=BACKEND"),
         (["run", "MODEL", "-p", "x", "--place", "a.*=cpu"], "no site of the model matches 'a.*'"),
         (["run", "MODEL", "-p", "x", "--place", "*=gpu"], "no such usable backend; usable: cpu"),
@@ -301,7 +301,9 @@ def test_importing_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("verb", ["run", "chat", "tokenize", "inspect", "doctor", "profile"])
+@pytest.mark.parametrize(
+    "verb", ["run", "chat", "tokenize", "inspect", "doctor", "profile", "bench"]
+)
 def test_help_shows_an_example(verb):
     lines = [line.strip() for line in call(verb, "--help").stdout.splitlines()]
     assert any(line.startswith(f"graphllm {verb}") for line in lines)

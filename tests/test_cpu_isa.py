@@ -22,7 +22,7 @@ from test_cpu_linear import BLOCKS, digests
 from test_ops_generated import OPS, run_all
 
 from graphllm.backends import Options
-from graphllm.backends.cpu import layouts, microkernels, quantise
+from graphllm.backends.cpu import float_ir, integer_ir, layouts, quantise
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd import Emit
@@ -113,16 +113,16 @@ def test_microkernels_compile_for_arm(name):
     """To Arm's own vector instructions, with no call of a function that may not be there."""
     form = FORMATS[name]
     floating = [
-        assembly("unpack_float", microkernels._unpack_float, 3, form.code),
+        assembly("unpack_float", float_ir.unpack, 3, form.code),
         assembly("move_block", layouts._move_block, 3, name),
     ]
     if form.block == 1:
-        floating.append(assembly("fused_float", microkernels._fused_float, 4, form.code))
+        floating.append(assembly("fused_float", float_ir.fused, 4, form.code))
     else:
         for code in (
-            assembly("unpack", microkernels._unpack, 3, form.code),
-            assembly("fused", microkernels._fused, 6, form.code),
-            assembly("tile", microkernels._tile, 8, form.code, 4),
+            assembly("unpack", integer_ir.unpack, 3, form.code),
+            assembly("fused", integer_ir.fused, 6, form.code),
+            assembly("tile", integer_ir.tile, 8, form.code, 1, 4),
         ):
             assert ".16b" in code or ".4s" in code
             floating.append(code)
@@ -130,7 +130,7 @@ def test_microkernels_compile_for_arm(name):
 
 
 def test_the_rest_compiles_for_arm():
-    codes = [assembly("tile_float", microkernels._tile_float, 6, 4)]
+    codes = [assembly("tile_float", float_ir.tile, 7, 1, 4)]
     codes += [assembly("quantise", quantise._quantise, 4, block) for block in (32, 256)]
     assert "fmla" in codes[0]
     assert not [line for code in codes for line in calls(code)]

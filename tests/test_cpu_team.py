@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,11 @@ import pytest
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu import diskcache
+from graphllm.backends.cpu import diskcache, isa
 from graphllm.backends.cpu.device import CpuDevice
-from graphllm.backends.cpu.isa import threads_for, usable_cores
+from graphllm.backends.cpu.isa import MAX_THREADS, quota, threads_for, usable_cores
 from graphllm.backends.cpu.jit import args, i64s, kernel, next_chunk, set_status
-from graphllm.backends.cpu.team import Team, team
+from graphllm.backends.cpu.team import TEAM, Team
 from graphllm.backends.cpu.walk import MEET
 from graphllm.errors import GraphllmError
 
@@ -51,55 +53,96 @@ def _fail(p, thread, threads):
 class _Script:
     """``steps`` times one kernel, as a program."""
 
-    def __init__(self, crew: Team, body, steps: int, *words: int) -> None:
-        self.crew, self.steps = crew, steps
+    def __init__(self, threads: int, body, steps: int, *words: int, short=False, crew=TEAM):
+        self.crew, self.threads, self.short = crew, threads, short
         self.tickets = np.zeros((steps, 8), np.int64)
         self.blocks = [np.array([t.ctypes.data, crew.control, *words]) for t in self.tickets]
         address = body.address if body else 0
         entries = [(address, b.ctypes.data + 16, i, MEET) for i, b in enumerate(self.blocks, 1)]
         self.entries = np.array(entries, np.int64)
+        self.words = np.array([self.entries.ctypes.data, steps, 0, self.tickets.ctypes.data, steps])
 
     def run(self, times: np.ndarray | None = None) -> None:
-        stamps = 0 if times is None else int(times.ctypes.data)
-        self.tickets[:] = 0
-        self.crew.run(int(self.entries.ctypes.data), self.steps, stamps)
+        self.words[2] = 0 if times is None else times.ctypes.data
+        self.crew.run(int(self.words.ctypes.data), self.threads, self.short)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_every_thread_meets_the_others_after_each_step(threads):
+def _counting(threads: int, steps: int, **options) -> tuple[_Script, np.ndarray, np.ndarray]:
+    """A program that checks itself, the steps of each thread, the turns of each ticket."""
     counts, marks = np.zeros(8 * threads, np.int64), np.zeros(TICKETS, np.int64)
     words = (counts.ctypes.data, marks.ctypes.data, TICKETS)
+    return _Script(threads, _meet, steps, *words, **options), counts[::8], marks
+
+
+@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_thread_meets_the_others_after_each_step(threads, short):
     steps = 2000 if threads <= usable_cores() else 200
-    script = _Script(team(threads), _meet, steps, *words)
+    script, counts, marks = _counting(threads, steps, short=short)
     for _ in range(3):
         script.run()
-    assert (counts[::8] == 3 * steps).all()
+    assert (counts == 3 * steps).all()
     assert (marks == 3 * steps).all()  # every ticket once a step
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_time_stamps_never_go_back(threads):
     times = np.zeros(101, np.int64)
-    _Script(team(threads), None, 100).run(times)
-    assert times[0] > 0
-    assert (np.diff(times) >= 0).all()
+    for short in (True, False):
+        _Script(threads, None, 100, short=short).run(times)
+        assert times[0] > 0
+        assert (np.diff(times) >= 0).all()
 
 
 def test_a_kernel_reports_by_status_and_the_team_lives_on():
-    with pytest.raises(GraphllmError, match="1234"):
-        _Script(team(2), _fail, 3).run()
-    _Script(team(2), None, 3).run()
+    for short in (True, False):
+        with pytest.raises(GraphllmError, match="1234"):
+            _Script(2, _fail, 3, short=short).run()
+        _Script(2, None, 3, short=short).run()
 
 
 def test_a_team_can_be_stopped_and_used_again():
-    crew = Team(2)
-    for _ in range(2):
-        _Script(crew, None, 10).run()
+    crew = Team()
+    for short in (True, False, True):
+        _Script(2, None, 10, short=short, crew=crew).run()
         crew.stop()
+        assert crew.size == 0
 
 
-def test_a_forked_child_has_its_own_threads():
-    script = _Script(team(2), None, 10)
+def test_a_team_grows_to_the_most_threads_and_no_further():
+    """Whatever comes after one another: programs of fewer threads use the first of them."""
+    crew = Team()
+    for threads, size in ((2, 2), (1, 2), (4, 4), (3, 4), (2, 4)):
+        for short in (False, True):
+            script, counts, marks = _counting(threads, 50, short=short, crew=crew)
+            script.run()
+            assert (counts == 50).all() and (marks == 50).all()
+            assert crew.size == size
+    names = [t.name for t in threading.enumerate()]
+    crew.stop()
+    assert len(names) - len(threading.enumerate()) == 4
+
+
+def test_programs_of_several_threads_take_turns():
+    """Each checks itself; more of them than cores, wider and narrower than each other."""
+    scripts = [_counting(n, 300, short=n % 2 == 0) for n in (1, 2, 3, 4)]
+
+    def repeat(script: _Script) -> None:
+        for _ in range(20):
+            script.run()
+
+    callers = [threading.Thread(target=repeat, args=(s,), daemon=True) for s, _, _ in scripts]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    for _, counts, marks in scripts:
+        assert (counts == 20 * 300).all() and (marks == 20 * 300).all()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_forked_child_has_its_own_threads(short):
+    script = _Script(2, None, 10, short=short)
     script.run()
     child = os.fork()
     if child == 0:
@@ -118,7 +161,77 @@ def test_buffers_are_zeroed_and_aligned():
         buffer = device.alloc(nbytes)
         assert buffer.nbytes == nbytes and not buffer.any()
         assert nbytes == 0 or buffer.ctypes.data % 64 == 0
-    assert threads_for(Options(threads=3)) == 3
+
+
+# ------------------------------------------------------------------------------------------- cores
+
+
+def _fake(folder: Path, groups: str, mounts: list[str], limits: dict[str, str]) -> Path:
+    """A /proc/self in ``folder`` whose control groups are mounted in ``folder``, too."""
+    process = folder / "self"
+    process.mkdir()
+    (process / "cgroup").write_text(groups)
+    lines = [f"3{i} 23 0:2{i} {m.replace('@', str(folder))}\n" for i, m in enumerate(mounts)]
+    (process / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda rw\n" + "".join(lines))
+    for name, text in limits.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return process
+
+
+V2 = "/ @/sys rw,nosuid shared:9 - cgroup2 cgroup2 rw"
+V1 = "/ @/sys/cpu rw - cgroup cgroup rw,cpu,cpuacct"
+MEMORY = "/ @/sys/memory rw - cgroup cgroup rw,memory"
+INSIDE = "/docker/abc @/sys/cpu rw - cgroup cgroup rw,cpu"  # a container's view of version 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "limits", "want"),
+    [
+        ("0::/\n", [V2], {}, inf),
+        ("0::/a\n", [V2], {"sys/a/cpu.max": "max 100000\n"}, inf),
+        ("0::/a\n", [V2], {"sys/a/cpu.max": "150000 100000\n"}, 1.5),
+        # The smallest on the path counts, and no neighbour's.
+        ("0::/a/b/c\n", [V2], {"sys/a/cpu.max": "200000 100000", "sys/a/b/c/cpu.max": "3 1",
+                               "sys/a/d/cpu.max": "1 1"}, 2),
+        ("0::/a/b\n", [V2], {"sys/a/b/cpu.max": "50000 100000", "sys/a/cpu.max": "max 1"}, 0.5),
+        ("0::/../up\n", [V2], {"sys/cpu.max": "2 1"}, 2),  # outside of what is mounted
+        ("4:cpu,cpuacct:/a/b\n2:memory:/c\n", [MEMORY, V1],
+         {"sys/cpu/a/cpu.cfs_quota_us": "250000\n", "sys/cpu/a/cpu.cfs_period_us": "100000\n",
+          "sys/cpu/a/b/cpu.cfs_quota_us": "-1\n", "sys/cpu/a/b/cpu.cfs_period_us": "100000\n",
+          "sys/memory/c/cpu.max": "1 1"}, 2.5),
+        ("4:cpu:/docker/abc\n0::/\n", [INSIDE, V2.replace("/sys", "/sys/unified")],
+         {"sys/cpu/cpu.cfs_quota_us": "300000", "sys/cpu/cpu.cfs_period_us": "100000"}, 3),
+        ("0::/a\n", [V2], {"sys/a/cpu.max": "nonsense\n"}, inf),
+        ("nonsense\n", [V2], {"sys/cpu.max": "1 1"}, inf),
+        ("0::/\n", [], {"sys/cpu.max": "1 1"}, inf),
+    ],
+)  # fmt: skip
+def test_the_smallest_quota_on_the_path_counts(tmp_path, groups, mounts, limits, want):
+    assert quota(_fake(tmp_path, groups, mounts, limits)) == want
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path):
+    assert quota(tmp_path / "nothing") == inf
+
+
+@pytest.mark.parametrize(("allowed", "cores"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
+def test_part_of_a_core_counts_as_one(monkeypatch, allowed, cores):
+    monkeypatch.setattr(isa, "quota", lambda: allowed)
+    affinity = len(os.sched_getaffinity(0))
+    assert usable_cores.__wrapped__() == min(affinity, cores or affinity)
+
+
+def test_more_threads_than_cores_is_one_line_of_warning():
+    """They are asked for in vain: threads on one core are held up by each other."""
+    ask = "from graphllm.backends import Options\n"
+    ask += "from graphllm.backends.cpu.isa import threads_for\n"
+    ask += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    ask += "print(*(threads_for(Options(threads=n)) for n in (0, 1, 9, 9)))"
+    done = _python(ask, PYTHONPATH=str(PACKAGE.parent))
+    assert done.stdout.split() == ["1"] * 4
+    assert done.stderr == "graphllm: 9 threads wanted, 1 used: there are no more cores\n"
+    assert threads_for(Options(threads=10 * MAX_THREADS)) <= MAX_THREADS
 
 
 # -------------------------------------------------------------------------------- other processes
@@ -146,14 +259,16 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         f"""
         import os, signal, threading, time
         import numpy as np
-        from graphllm.backends.cpu.team import team
+        from graphllm.backends.cpu.team import TEAM
         from endless import endless
-        crew, steps = team(2), 1 if {busy} else 2_000_000
-        tickets = np.zeros(1, np.int64)
-        block = np.array([tickets.ctypes.data, crew.control], np.int64)
+        steps = 1 if {busy} else 2_000_000
+        tickets = np.zeros(8, np.int64)
+        block = np.array([tickets.ctypes.data, TEAM.control], np.int64)
         entry = (endless.address if {busy} else 0, block.ctypes.data + 16, -1, {MEET})
-        program = np.array([entry] * steps, np.int64)
-        crew.run(0, 0)  # threads are up
+        entries = np.array([entry] * steps, np.int64)
+        words = np.array([entries.ctypes.data, steps, 0, tickets.ctypes.data, 1])
+        nothing = np.zeros(5, np.int64)
+        TEAM.run(nothing.ctypes.data, 2)  # threads are up
         sent = []
         def interrupt():
             sent.append(time.monotonic())
@@ -161,10 +276,11 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         threading.Timer(0.2, interrupt).start()
         try:
             while True:
-                crew.run(program.ctypes.data, steps)
+                TEAM.run(words.ctypes.data, 2)
         except KeyboardInterrupt:
             print(time.monotonic() - sent[0])
-        crew.run(0, 0)
+        TEAM.run(nothing.ctypes.data, 2)
+        TEAM.run(nothing.ctypes.data, 2, True)
         """,
         PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}",
     )

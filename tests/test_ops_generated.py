@@ -7,6 +7,7 @@ ones must stay as they were.
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from cases import SPARE, Case, Group, groups, mismatch
 from graphllm import backends, ops
 from graphllm.backends import Kernel, Options
 from graphllm.executor import Executor
+from graphllm.tensor import Meta
 from graphllm.weights import Arrays
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
@@ -49,12 +51,16 @@ def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float
     """Words about what is wrong with one run, empty when nothing is."""
     leaves = {leaf.name: leaf.meta.bound() for leaf in plan.leaves.values() if leaf.op == "state"}
     for name, meta in leaves.items():  # rows beyond the live ones keep this
-        executor.set_state(name, np.full(meta.shape, SENTINEL, meta.dtype.numpy))
+        executor.set_state(name, sentinels(meta))
     want, states = case.expected()
     meta = group.node.meta.at(case.sample.env)
     if meta.dtype.numpy is not None and (meta.shape, meta.dtype.numpy) != (want.shape, want.dtype):
         return f"the rule says {meta}, the body gives {want.dtype}{list(want.shape)}"
-    got = executor.run(plan, case.feeds, case.sample.env)["y"]
+    blocks = {n for n, meta in leaves.items() if meta.dtype.numpy is None}  # no feed has those
+    for name in blocks:
+        executor.set_state(name, case.feeds[name])
+    feeds = {name: data for name, data in case.feeds.items() if name not in blocks}
+    got = executor.run(plan, feeds, case.sample.env)["y"]
     problem = mismatch(got, want, tolerance)
     if problem:
         return problem
@@ -66,6 +72,13 @@ def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float
         if (got[len(want) :] != SENTINEL).any():
             return f"state {name}: rows beyond the live ones were written"
     return ""
+
+
+def sentinels(meta: Meta) -> np.ndarray:
+    """As many of them as there is room for; of a block format, bytes."""
+    if meta.dtype.numpy is not None:
+        return np.full(meta.shape, SENTINEL, meta.dtype.numpy)
+    return np.full((meta.rows, meta.dtype.row_nbytes(prod(meta.inner))), SENTINEL, np.uint8)
 
 
 def report(wrong: list[str]) -> str:

@@ -15,6 +15,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
+from graphllm import quant
 from graphllm.errors import ConfigError, GraphllmError, ModelFileError, RequestError
 
 COMMAND = [sys.executable, "-m", "graphllm"]
@@ -114,6 +115,19 @@ def test_a_norm_of_whole_numbers_is_named(tmp_path):
     path = tiny.write_llama(tmp_path / "x.gguf", weights)
     with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is i32, not f32 or f16"):
         graphllm.load(path)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(16, "iq2_xxs"), (34, "tq1_0"), (40, "nvfp4")])
+def test_a_format_that_nothing_reads_is_named(tmp_path, number, kind):
+    file = fuzz_gguf.valid("llama").copy()
+    up = next(t for t in file.tensors if t.name == "blk.1.ffn_up.weight")
+    up.kind, up.dims, up.offset = number, [256, 1], len(file.data)
+    file.data += bytes(256)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(file.header() + file.data)
+    done = python("-m", "graphllm", "run", str(path), "-p", "hello")
+    fails(done, f"x.gguf: tensor 'blk.1.ffn_up.weight': format {kind} is not supported, only f32,")
+    assert all(name in done.stderr for name in quant.WEIGHT_FORMATS)
 
 
 # ------------------------------------------------------------------------------- files and folders

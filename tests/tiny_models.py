@@ -9,6 +9,9 @@ import gguf
 import numpy as np
 from gguf_files import finish
 
+from graphllm.dtype import dtype
+from graphllm.quant import quantise
+
 VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_text())
 # dim, heads, kv heads, head width, hidden, layers: multiples of nothing in particular
 DIM, HEADS, KV, WIDTH, HIDDEN, LAYERS = 60, 6, 2, 10, 52, 3
@@ -67,9 +70,10 @@ def _interleaved(w: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_llama(
-    path: Path, weights: dict[str, np.ndarray], arch: str = "llama", **extra: float
+    path: Path, weights: dict[str, np.ndarray], arch: str = "llama", kind: str = "", **extra: float
 ) -> Path:
-    """The weights as an F32 GGUF file of ``arch`` (llama or qwen2); ``extra`` keys are added."""
+    """The weights as a GGUF file of ``arch`` (llama or qwen2), matrices in the block format
+    ``kind`` or all as they are; ``extra`` keys are added."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(128)
     writer.add_embedding_length(DIM)
@@ -87,7 +91,11 @@ def write_llama(
     writer.add_token_scores(VOCAB["scores"])
     writer.add_token_types(VOCAB["types"])
     for name, value in weights.items():
-        writer.add_tensor(stored_name(name), _permuted(name, value) if arch == "llama" else value)
+        value = _permuted(name, value) if arch == "llama" else value
+        form = None
+        if kind and value.ndim == 2:
+            value, form = quantise(value, dtype(kind)), gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor(stored_name(name), value, raw_dtype=form)
     return finish(writer, path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,12 @@ def _view(buffer: np.ndarray, meta: Meta, rows: int) -> Any:
         buffer, meta = np.zeros(0, np.uint8), Meta.of(shape, meta.dtype)
     if meta.dtype.numpy is not None:
         return np.ndarray(shape, meta.dtype.numpy, buffer, meta.offset, meta.strides)
-    if meta.ndim != 2:
-        raise GraphError(f"{meta} is not a matrix of blocks")
-    wide = (rows, meta.dtype.row_nbytes(meta.inner[0]))
+    if meta.ndim < 2 or not meta.inner_contiguous:
+        raise GraphError(f"{meta} is not rows of blocks")
+    elements = prod(meta.inner)
+    wide = (rows, meta.dtype.row_nbytes(elements))
     raw: np.ndarray = np.ndarray(wide, np.uint8, buffer, meta.offset, (meta.strides[0], 1))
-    return Blocks(raw, meta.dtype, meta.inner[0])
+    return Blocks(raw, meta.dtype, elements)
 
 
 def _rows(meta: Meta) -> int:

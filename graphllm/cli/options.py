@@ -17,6 +17,7 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from ..generation.request import Sampling
     from ..llm import LLM
+    from ..weights.gguf import GGUF
 
 app = typer.Typer(
     add_completion=False,
@@ -41,22 +42,12 @@ System = Annotated[str | None, typer.Option("--system", help="A system message t
 
 
 @dataclass
-class Loading:
-    """How to load a model."""
+class Placing:
+    """Where a model's ops run, and how."""
 
-    context: Annotated[
-        int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
-    ] = 4096
-    threads: Annotated[
-        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
-    ] = 0
     device: Annotated[
         str, typer.Option("--device", help="auto, or the first backend to ask: cpu, reference.")
     ] = "auto"
-    kv_type: Annotated[
-        str | None,
-        typer.Option("--kv-type", help="f16 or f32; f16 by default, f32 on the reference."),
-    ] = None
     linear: Annotated[
         str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
     ] = "auto"
@@ -67,14 +58,13 @@ class Loading:
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
     ] = False
-
     no_fuse: Annotated[
         list[str] | None,
         typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
     ] = None
 
-    def load(self, model: str, **more: Any) -> LLM:
-        """The model, with a progress bar while it loads."""
+    def load(self, model: str | GGUF, **more: Any) -> LLM:
+        """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
         from .. import llm
 
         pins = {}
@@ -84,9 +74,25 @@ class Loading:
                 raise RequestError(f"--place {pin!r} must be PATTERN=BACKEND")
             pins[pattern] = backend
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own |= {"place": pins, "no_fuse": self.no_fuse or ()}
+        own |= {"place": pins, "no_fuse": self.no_fuse or (), **more}
         with progress_line() as show:
-            return llm.load(model, progress=show, **own, **more)
+            return llm.load(model, progress=show, **own)
+
+
+@dataclass
+class Loading(Placing):
+    """How to load a model."""
+
+    context: Annotated[
+        int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
+    ] = 4096
+    threads: Annotated[
+        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
+    ] = 0
+    kv_type: Annotated[
+        str | None,
+        typer.Option("--kv-type", help="f32, f16 or q8_0; f16 by default, f32 on the reference."),
+    ] = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, Loading, Model, read_text, verb
+from .options import AsJson, Loading, Model, progress_line, read_text, verb
 
 
 @verb
@@ -84,10 +84,16 @@ def tokenize(
 
 
 @verb
-def doctor() -> None:
-    """Show which backends can be used here, and why the others can not.
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure what memory gives at best (10 s and more).")
+    ] = False,
+) -> None:
+    """Show which backends can be used here, why the others can not, and what memory gives.
 
     graphllm doctor
+
+    graphllm doctor --measure
     """
     from .. import __version__, backends
     from ..ops import registry
@@ -104,6 +110,20 @@ def doctor() -> None:
             print(f"{'':<10} kernels for {have} of {len(registry())} ops")
             for op in without:
                 print(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
+        if ok and backend.measure is not None:
+            for line in _ceiling(name, measure):
+                print(f"{'':<10} {line}")
+
+
+def _ceiling(backend: str, measure: bool) -> list[str]:
+    """What the backend's memory gives, measured now or before, as lines."""
+    from ..profiler import ceilings
+
+    if not measure:
+        found = ceilings.kept(backend)
+        return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
+    with progress_line() as show:
+        return ceilings.measure(backend, show).lines()
 
 
 @verb

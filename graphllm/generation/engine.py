@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..decoder import Decoder, Limits
+from ..decoder import CacheSpec, Decoder, Limits
 from ..errors import RequestError
 from ..executor import Executor
 from ..plan import Plan
@@ -32,13 +32,15 @@ class Engine:
         executor.check_pins(self.outputs)
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
-        self._tables = {
-            c.name: BlockTable(list(range(limits.blocks)), limits.block, limits.blocks)
-            for c in decoder.caches
-        }
+        self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
         self._turn = 0  # counts requests: only the last may go on
         self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
+
+    def _table(self, group: CacheSpec) -> BlockTable:
+        kept = self.limits.kept(group.window)
+        free = list(range(kept))
+        return BlockTable(free, self.limits.block, self.limits.blocks, kept, group.window)
 
     # -- plans
     def _plan(self, outputs: Sequence[str], tokens: int, rows: int = 1) -> Plan:
@@ -108,19 +110,27 @@ class Engine:
     def reuse(self, tokens: Sequence[int]) -> int:
         """Forget what the cache holds beyond its common prefix with ``tokens``.
 
-        Returns the prefix's length; at least the last token is always left to compute.
+        Returns the prefix's length; at least the last token is always left to compute. It is 0
+        where layers with a window have lost what comes before the prefix's end.
         """
         common = 0
         for a, b in zip(self._cached, tokens[:-1]):
             if a != b:
                 break
             common += 1
+        if not all(table.holds(common) for table in self._tables.values()):
+            common = 0
+        if common == 0:
+            self.forget()
+            return 0
         del self._cached[common:]
         self._turn += 1
         return common
 
     def forget(self) -> None:
         """Begin anew: the next prompt is computed from its first token."""
+        for table in self._tables.values():
+            table.release()
         self._cached.clear()
         self._turn += 1
 

@@ -11,16 +11,18 @@ from math import prod
 
 import numpy as np
 
-from ..dtype import F16, F32, I32
+from ..dtype import CACHED, F16, F32, I32, Q8_0, DType
+from ..quant import ACT_TINY, Blocks, quantise
 from . import Arg, Cost, Sample, expect, grid, op, out, require
 
 _SCORES = 16 << 20  # bytes of scores that live at one time
+_NAN = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
 
 # --------------------------------------------------------------------------------------- kv_write
 
 
 def _write_infer(pool, x, slot):
-    expect("pool", pool, 3, "f32", "f16")
+    expect("pool", pool, 3, *CACHED)
     expect("x", x, 3, "f32")
     expect("slot", slot, 1, "i32")
     require(x.inner == pool.inner, f"rows {x.inner} do not fit the pool's {pool.inner}")
@@ -29,10 +31,22 @@ def _write_infer(pool, x, slot):
 
 
 def _write_cost(out, pool, x, slot, *, env):
-    return Cost(0, x.nbytes + slot.nbytes + x.size * pool.dtype.nbytes)
+    return Cost(0, x.nbytes + slot.nbytes + x.size // pool.dtype.block * pool.dtype.nbytes)
 
 
-def _write_sample(rows, inner, kind, layout):
+def _extremes(rng, shape):
+    """Blocks of 32 of every kind: huge, tiny, subnormal, zero, with infinity, with NaN, and halves
+    between two steps."""
+    sizes = np.array([1.0, 1e30, 1e-30, 1e-40, 0.0, 1.0, 1.0, 127.0])
+    x = rng.uniform(-1, 1, (*shape[:-1], shape[-1] // 32, 32))
+    which = np.arange(x[..., 0].size).reshape(x.shape[:-1]) % len(sizes)
+    x *= sizes[which, None]
+    x[which == 5, 3], x[which == 6, 31] = -np.inf, np.nan
+    x[which == 7] = np.append(np.arange(31) - 15.5, 127)
+    return x.reshape(shape)
+
+
+def _write_sample(rows, inner, kind, layout, values=None):
     slots = 24
 
     def free(rng, shape):
@@ -41,7 +55,7 @@ def _write_sample(rows, inner, kind, layout):
         return slot
 
     pool = Arg((slots, *inner), kind, leaf="state")
-    args = (pool, Arg(("T", *inner), layout=layout), Arg(("T",), I32, make=free))
+    args = (pool, Arg(("T", *inner), layout=layout, make=values), Arg(("T",), I32, make=free))
     return Sample(args, {}, {"T": rows})
 
 
@@ -51,23 +65,49 @@ def _write_sample(rows, inner, kind, layout):
     cost=_write_cost,
     tol={},
     writes=lambda count: (0,),
-    samples=grid(
-        _write_sample,
-        rows=(0, 1, 7),
-        inner=((1, 1), (3, 20), (2, 64)),
-        kind=(F32, F16),
-        layout=("contiguous", "strided"),
-    ),
+    samples=[
+        *grid(
+            _write_sample,
+            rows=(0, 1, 7),
+            inner=((1, 1), (3, 20), (2, 64)),
+            kind=(F32, F16),
+            layout=("contiguous", "strided"),
+        ),
+        *grid(
+            _write_sample,
+            rows=(0, 1, 7),
+            inner=((1, 32), (2, 96)),
+            kind=(Q8_0,),
+            layout=("contiguous", "strided"),
+            values=(None, _extremes),
+        ),
+    ],
 )
 def kv_write(pool, x, slot):
     """Store rows in the pool: pool[slot[t]] = x[t], rounded to its dtype.
 
-    pool [slots, H, D] f32 or f16 (written in place, and the result), x [T, H, D], slot [T] i32.
-    A slot below zero writes nothing; no two slots of one call are equal.
+    pool [slots, H, D] f32, f16 or q8_0 (written in place, and the result), x [T, H, D], slot [T]
+    i32. A slot below zero writes nothing; no two slots of one call are equal. q8_0 (D in whole
+    blocks): as `quantise`, where all of a block is below 2**-100 zero, and where any of it is NaN
+    or infinite a scale of NaN.
     """
     keep = slot >= 0
+    if isinstance(pool, Blocks):
+        pool.raw[slot[keep]] = _quantised(x[keep].reshape(-1, pool.elements), pool.dtype)
+        return
     with np.errstate(over="ignore"):  # beyond f16 a value becomes infinite
         pool[slot[keep]] = x[keep].astype(pool.dtype)
+
+
+def _quantised(x: np.ndarray, kind: DType) -> np.ndarray:
+    """Rows of any floats in blocks, uint8 [rows, row_bytes]."""
+    blocks = x.reshape(-1, kind.block)
+    size = np.abs(blocks).max(axis=-1, keepdims=True, initial=0)
+    fine = np.isfinite(size)  # NaN is a maximum, too
+    with np.errstate(over="ignore"):  # a scale beyond f16 becomes infinite
+        raw = quantise(np.where(fine & (size >= ACT_TINY), blocks, np.float32(0)), kind)
+    raw[~fine[:, 0], :2] = _NAN
+    return raw.reshape(len(x), kind.row_nbytes(x.shape[1]))
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -78,7 +118,7 @@ def _infer(
     *, scale, block, causal, window, softcap,
 ):  # fmt: skip
     for name, pool in (("k", k), ("v", v)):
-        expect(name, pool, 3, "f32", "f16")
+        expect(name, pool, 3, *CACHED)
     expect("q", q, 3, "f32")
     expect("q_start", q_start, 1, "i32")
     expect("kv_len", kv_len, 1, "i32")
@@ -114,7 +154,7 @@ def _cost(out, q, k, v, q_start, kv_len, table, *rest, env, block, window, **_):
     elif window:
         pairs = min(pairs, tokens * window)
     keys = pairs / each + sequences * (each - 1) / 2 if tokens else 0
-    row = sum(prod(pool.inner) * pool.dtype.nbytes for pool in (k, v))
+    row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in (k, v))
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
     flops = 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(flops, q.nbytes + out.nbytes + keys * row + small)
@@ -199,6 +239,7 @@ def _sample(
 
 
 _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((8, 1), (80, 48)))
+_BLOCK_SHAPES = (((1, 1), (32, 32)), ((6, 2), (64, 96)), ((7, 1), (128, 32)), ((8, 4), (96, 96)))
 _FEATURES: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
     ({"causal": False}, ()),
     ({"window": 1}, ()),
@@ -229,7 +270,8 @@ def _featured(batch, feature, kind):
     samples=[
         *grid(_shaped, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
         *grid(_featured, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
-        *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16)),
+        *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16, Q8_0)),
+        *grid(_shaped, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
         *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),
         _sample(Packed((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
@@ -242,8 +284,9 @@ def attention(
 ):  # fmt: skip
     """Softmax attention of packed queries over paged keys and values, heads in groups.
 
-    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32 or f16 (H a multiple of Hkv; head h
-    reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 -> [T, H, Dv] f32.
+    q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16 or q8_0 (H a multiple of Hkv;
+    head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
+    [T, H, Dv] f32.
 
     Sequence s owns the queries q_start[s]..q_start[s+1], the last of its kv_len[s] tokens; its key
     j is pool row table[s, j // block] * block + j % block. With p the query's position, it sees the
@@ -254,7 +297,9 @@ def attention(
     Vaswani et al. 2017, eq. 1; grouped heads: Ainslie et al. 2023; paging: Kwon et al. 2023;
     slopes: Press et al. 2021; softcap: Gemma Team 2024; sinks: OpenAI 2025 (gpt-oss).
     """
-    result = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
+    kv_heads = (k.elements if isinstance(k, Blocks) else k[0].size) // q.shape[2]
+    width = (v.elements if isinstance(v, Blocks) else v[0].size) // kv_heads
+    result = np.zeros((*q.shape[:2], width), np.float32)
     for s in range(len(kv_len)):
         first, last, length = int(q_start[s]), int(q_start[s + 1]), int(kv_len[s])
         if last == first:
@@ -264,7 +309,7 @@ def attention(
         low = max(0, start - window + 1) if window else 0  # older blocks may be gone
         j = np.arange(low, length)
         rows = table[s, j // block] * block + j % block
-        keys, values = (pool[rows].astype(np.float32) for pool in (k, v))  # [J, Hkv, D]
+        keys, values = (_floats(pool[rows], kv_heads) for pool in (k, v))  # [J, Hkv, D]
         step = max(1, _SCORES // (4 * q.shape[1] * max(1, len(j))))
         for at in range(first, last, step):
             end = min(at + step, last)
@@ -275,6 +320,13 @@ def attention(
                 q[at:end], keys, values, seen, bias, sinks, slopes, scale, softcap
             )
     return result
+
+
+def _floats(rows, heads):
+    """Rows of a pool as float32 [J, heads, width]."""
+    if isinstance(rows, Blocks):
+        return rows.dequantise().reshape(len(rows), heads, -1)
+    return rows.astype(np.float32)
 
 
 def _visible(p, j, causal, window, prefix):

@@ -5,13 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from .. import quant
-from ..dtype import BF16, F16, F32, I32, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+from ..dtype import (
+    BF16,
+    F16,
+    F32,
+    I32,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+)  # fmt: skip
 from ..errors import ModelFileError
-from ..quant import Blocks
+from ..quant import WEIGHT_FORMATS, Blocks
 from ..tensor import Meta, current_scope
 from . import Arg, Cost, Sample, expect, grid, op, out
-
-WEIGHT_FORMATS = ("f32", "f16", "bf16", *quant.FORMATS)
 
 
 def expect_weight(w: Meta) -> None:
@@ -54,10 +70,11 @@ def _sample(rows, shape, kind):
         *grid(_sample, rows=(0, 1, 9), shape=((1, 1), (13, 63), (50, 640)), kind=(F32, F16, BF16)),
         *grid(_sample, rows=(0, 1, 9), shape=((1, 32), (13, 96), (50, 640)), kind=(Q8_0, Q5_0)),
         *grid(_sample, rows=(0, 1, 9), shape=((1, 256), (37, 768)), kind=(Q4_K, Q6_K)),
-        *grid(_sample, rows=(1, 9), shape=((13, 96), (50, 640)), kind=(Q4_0, Q4_1, Q5_1)),
-        *grid(_sample, rows=(1, 9), shape=((37, 768),), kind=(Q5_K,)),
+        *grid(_sample, rows=(1, 9), shape=((13, 96), (50, 640)),
+              kind=(Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4)),
+        *grid(_sample, rows=(1, 9), shape=((37, 768),), kind=(Q2_K, Q3_K, Q5_K, IQ4_XS)),
     ],
-)
+)  # fmt: skip
 def embedding(ids, w):
     """Rows of the table as float32. ids [T] i32 below V, w [V, D] any weight format -> [T, D].
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError
+from ..quant import WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
     StringArray,
@@ -130,6 +131,8 @@ class GGUF:
     counts. ModelFileError when a file is missing or malformed.
     """
 
+    has_vocabulary = True  # a model file without one is malformed
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._parts = _open_parts(self.path)
@@ -163,18 +166,23 @@ class GGUF:
             raise ModelFileError(f"{self.path}: tensor {shown(name)}: not in the file")
         return self.tensors[name]
 
+    def readable(self, name: str) -> TensorInfo:
+        """The tensor's facts; ModelFileError if it is missing, or its format has no dtype here."""
+        info = self.info(name)
+        if not info.supported:
+            known = ", ".join(WEIGHT_FORMATS)
+            raise ModelFileError(
+                f"{self._home[name].path}: tensor {shown(name)}: format {info.dtype} is not "
+                f"supported, only {known}"
+            )
+        return info
+
     def raw(self, name: str) -> np.ndarray:
         """The tensor's bytes in the mapping, read-only uint8 [rows, row_bytes].
 
-        A row is the last axis of `TensorInfo.shape`. ModelFileError for a missing tensor or a
-        format without a dtype here.
+        A row is the last axis of `TensorInfo.shape`. ModelFileError as from `readable`.
         """
-        info = self.info(name)
-        if not info.supported:
-            where = self._home[name].path
-            raise ModelFileError(
-                f"{where}: tensor {shown(name)}: format {info.dtype} is not supported"
-            )
+        info = self.readable(name)
         return self._home[name].raw(info)
 
     def release(self, name: str) -> None:

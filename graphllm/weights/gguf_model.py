@@ -182,10 +182,11 @@ class GGUFWeights:
         return self._stored.keys()
 
     def meta(self, name: str) -> Meta | None:
+        """ModelFileError for a format that nothing here reads."""
         stored = self._stored.get(name)
         if stored is None:
             return None
-        info = self.file.tensors[stored]
+        info = self.file.readable(stored)
         return Meta.of(tuple(info.shape), info.dtype)
 
     def raw(self, name: str) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from .. import Bound, Header, Operand, Options
 from .isa import threads_for
 from .jit import HIDDEN, Kernel
 from .layouts import allocate
-from .meetings import meetings
-from .team import Team, team
-from .walk import ALONE, ENTRY, MEET
+from .meetings import meetings, short
+from .team import TEAM
+from .walk import ALONE, ENTRY, MEET, TICKET, TIMES
 
 _ALIGN = 64
 
@@ -122,26 +123,27 @@ class Program:
     """Steps ready for the team: entries and argument blocks that stay where they are.
 
     ``launches`` and ``flags`` (see meetings.py): one for each step. ``keep``: what the argument
-    blocks, which hold nothing but addresses, point at.
+    blocks, which hold nothing but addresses, point at. ``short``: see `Team.run`.
     """
 
     def __init__(
         self,
-        crew: Team,
+        threads: int,
         launches: Sequence[Sequence[Launch]],
         flags: Sequence[int],
         keep: object,
+        short: bool = False,
     ) -> None:
-        self._team = crew
+        self._threads, self._short = threads, short
         self._keep = (keep, _kernels(launches))
         self._blocks: list[np.ndarray] = []
         count = len(self._keep[1])
-        self._tickets = np.zeros((count, _ALIGN // 8), np.int64)  # on a cache line each
+        self._tickets = np.zeros((count, TICKET), np.int64)
         entries: list[tuple[int, int, int, int]] = []
         for index, (parts, flag) in enumerate(zip(launches, flags), 1):
             for launch in parts:
                 tickets = int(self._tickets[len(self._blocks)].ctypes.data)
-                block = np.array([tickets, crew.control, *launch.words], np.int64)
+                block = np.array([tickets, TEAM.control, *launch.words], np.int64)
                 self._blocks.append(block)
                 address = int(block.ctypes.data) + 8 * HIDDEN
                 if launch.joined:
@@ -153,6 +155,9 @@ class Program:
             entries.append((address, words, index, flag))
         self._entries = np.array(entries, np.int64).reshape(-1, ENTRY)
         self._size = len(flags)
+        where = int(self._entries.ctypes.data), int(self._tickets.ctypes.data)
+        self._words = np.array([where[0], len(entries), 0, where[1], count], np.int64)
+        self._address = int(self._words.ctypes.data)
 
     def run(self, times: np.ndarray | None) -> None:
         """Run all steps; ``times``: see `graphllm.backends.Segment`."""
@@ -160,8 +165,8 @@ class Program:
         if times is not None:
             assert times.dtype == np.int64 and times.size > self._size and times.flags.c_contiguous
             stamps = int(times.ctypes.data)
-        self._tickets[:, 0] = 0
-        self._team.run(int(self._entries.ctypes.data), len(self._entries), stamps)
+        self._words[TIMES] = stamps
+        TEAM.run(self._address, self._threads, self._short)
 
 
 def _kernels(launches: Sequence[Sequence[Launch]]) -> list[Kernel]:
@@ -203,7 +208,6 @@ class CpuDevice:
 
     def build(self, steps: Sequence[Bound], header: Header) -> Program:
         """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
-        crew = team(self.threads)
         sites = [Site(step, header, self.threads) for step in steps]
         launches = []
         for step, site in zip(steps, sites):
@@ -216,7 +220,8 @@ class CpuDevice:
             _ = each.address
         if total:
             self.progress("compiling kernels", total, total)
-        return Program(crew, launches, meetings(steps), (list(steps), sites, header))
+        keep = (list(steps), sites, header)
+        return Program(self.threads, launches, meetings(steps), keep, short(steps))
 
 
 def _array(operand: Operand) -> np.ndarray:
@@ -225,8 +230,8 @@ def _array(operand: Operand) -> np.ndarray:
     shape: tuple[Any, ...] = meta.shape
     strides, kind = meta.strides, meta.dtype.numpy
     if kind is None:
-        shape = (*shape[:-1], meta.dtype.row_nbytes(shape[-1]))
-        strides, kind = (*strides[:-1], 1), np.dtype(np.uint8)
+        shape = (*shape[:1], meta.dtype.row_nbytes(prod(shape[1:])))
+        strides, kind = (*strides[:1], 1), np.dtype(np.uint8)
     if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
         return np.empty(shape, kind)
     return np.ndarray(shape, kind, operand.buffer.data, meta.offset, strides)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import float32, int32
 
+from ...quant_formats import IQ4_VALUES, MXFP4_VALUES
 from . import BACKEND
 from .device import Launch, Site
 from .elementwise import share
@@ -30,6 +32,7 @@ from .jit import (
 from .team import STATUS_ID
 
 _PIECE = 256  # elements, a whole number of blocks of every format
+_IQ4, _MXFP4 = np.array(IQ4_VALUES, np.float32), np.array(MXFP4_VALUES, np.float32)
 
 
 @exact_helper
@@ -160,6 +163,66 @@ def _q6_k(at, y, n):
             out[32 * run + i] = a * float32(value)
 
 
+@exact_helper
+def _q2_k(at, y, n):
+    both, q, out = u8s(at), u8s(at + 16), f32s(y)
+    d, dmin = _half(at + 80), _half(at + 82)
+    for run in range(8):  # four runs of 32 in each half
+        for i in range(32):
+            factors = both[2 * run + i // 16]
+            bits = (q[32 * (run // 4) + i] >> (2 * (run % 4))) & 3
+            least = dmin * float32(factors >> 4)
+            out[32 * run + i] = d * float32(factors & 15) * float32(bits) - least
+
+
+@exact_helper
+def _q3_k(at, y, n):
+    third, q, scales, out = u8s(at), u8s(at + 32), u8s(at + 96), f32s(y)
+    d = _half(at + 108)
+    for k in range(16):
+        top = (scales[8 + k % 4] >> (2 * (k // 4))) & 3
+        scale = ((scales[k % 8] >> (4 * (k // 8))) & 15) | (top << 4)
+        a, run = d * float32(int32(scale) - int32(32)), k // 2
+        for i in range(16 * (k % 2), 16 * (k % 2) + 16):
+            low = (q[32 * (run // 4) + i] >> (2 * (run % 4))) & 3
+            value = int32(low | (((third[i] >> run) & 1) << 2)) - int32(4)
+            out[32 * run + i] = a * float32(value)
+
+
+@exact_helper
+def _coded(table, d, q, out):
+    """Elements of 32 whose nibbles number values of ``table``."""
+    for i in range(16):
+        out[i] = d * table[q[i] & 15]
+        out[i + 16] = d * table[q[i] >> 4]
+
+
+@exact_helper
+def _iq4_nl(at, y, n):
+    for b in range(n // 32):
+        block = at + 18 * b
+        _coded(_IQ4, _half(block), u8s(block + 2), f32s(y + 128 * b))
+
+
+@exact_helper
+def _iq4_xs(at, y, n):
+    d, top, low = _half(at), int32(u16s(at + 2)[0]), u8s(at + 4)
+    for k in range(8):
+        scale = int32((low[k // 2] >> (4 * (k % 2))) & 15) | (((top >> (2 * k)) & 3) << 4)
+        a = d * float32(scale - 32)
+        _coded(_IQ4, a, u8s(at + 8 + 16 * k), f32s(y + 128 * k))
+
+
+@exact_helper
+def _mxfp4(at, y, n):
+    for b in range(n // 32):
+        block = at + 17 * b
+        e = int32(u8s(block)[0])
+        # 2 ** (e - 128) as a bfloat16, which is subnormal where e is 0 or 1.
+        bits = (e - 1) << 7 if e > 1 else 0x20 << e
+        _coded(_MXFP4, bf16_to_f32(bits), u8s(block + 1), f32s(y + 128 * b))
+
+
 def _table(name: str, decode: Any, block: int, size: int) -> Kernel:
     """A kernel for one format; ``size`` bytes a block."""
 
@@ -193,6 +256,11 @@ _FORMATS = {
     "q4_k": _table("q4_k", _q4_k, 256, 144),
     "q5_k": _table("q5_k", _q5_k, 256, 176),
     "q6_k": _table("q6_k", _q6_k, 256, 210),
+    "q2_k": _table("q2_k", _q2_k, 256, 84),
+    "q3_k": _table("q3_k", _q3_k, 256, 110),
+    "iq4_nl": _table("iq4_nl", _iq4_nl, 32, 18),
+    "iq4_xs": _table("iq4_xs", _iq4_xs, 256, 136),
+    "mxfp4": _table("mxfp4", _mxfp4, 32, 17),
 }
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import ceil, inf
 from pathlib import Path
 
 from .. import Options
@@ -94,39 +97,71 @@ def _limit(folder: Path) -> float:
     except (OSError, ValueError):
         try:  # version 1
             limit, period = ((folder / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period"))
-        except (OSError, ValueError):
-            return float("inf")
-    limited = limit.strip().isdigit()  # not "max" or -1
-    return int(limit) / int(period) if limited else float("inf")
+        except OSError:
+            return inf
+    limited = limit.strip().isdigit() and period.strip().isdigit()  # not "max" or -1
+    return int(limit) / max(1, int(period)) if limited else inf
 
 
-def _quota() -> float:
-    """Cores that the process's control groups allow, those around them included."""
-    root, folders = Path("/sys/fs/cgroup"), [Path("/sys/fs/cgroup/cpu")]
+def _groups(process: Path) -> Iterator[Path]:
+    """The folders of the process's control groups that may limit it, those around them included.
+
+    ``process``: /proc/self. A container may see its groups mounted as if they were the root.
+    """
+    own = {}  # by controllers, "" for version 2
+    for line in (process / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    for line in (process / "mountinfo").read_text().splitlines():
+        mount, _, system = line.partition(" - ")
+        root, point = mount.split()[3:5]
+        kind, _, options = system.split()[:3]
+        which = {"cgroup": "cpu", "cgroup2": ""}.get(kind)
+        if which not in own or (which and which not in options.split(",")):
+            continue
+        inner = os.path.relpath(own[which], root)
+        group = Path(point) if inner.startswith("..") else Path(point) / inner
+        yield from (f for f in (group, *group.parents) if f.is_relative_to(point))
+
+
+def quota(process: Path = Path("/proc/self")) -> float:
+    """Cores that the process's control groups allow, infinity where they do not limit it."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("0::"):
-            own = root / line[3:].lstrip("/")
-            folders += [own, *own.parents]
-    return min(_limit(folder) for folder in [*folders, root])
+        return min(map(_limit, _groups(process)), default=inf)
+    except (OSError, ValueError):  # no Linux
+        return inf
 
 
+@cache
 def usable_cores() -> int:
-    """Cores this process may run on, by affinity and by the control group's quota."""
+    """Cores this process may run on, by affinity and by the control groups' quota.
+
+    A fraction of a core counts as one: a thread more is held up now and then, a thread less never
+    uses what is there. Asked once: a plan's buffers are made for a count of threads.
+    """
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         cores = os.cpu_count() or 1
-    quota = _quota()
-    return max(1, cores if quota == float("inf") else min(cores, round(quota)))
+    return max(1, ceil(min(cores, quota())))
 
 
 MAX_THREADS = 256
 
 
 def threads_for(options: Options) -> int:
-    """The size of the thread team that these options ask for."""
-    return min(options.threads, MAX_THREADS) if options.threads > 0 else usable_cores()
+    """The size of the thread team that these options ask for: at most one thread a core.
+
+    Threads that share cores are held up by each other at every meeting and compute nothing sooner.
+    """
+    return min(_capped(options.threads) if options.threads > 0 else usable_cores(), MAX_THREADS)
+
+
+@cache
+def _capped(threads: int) -> int:
+    """As many of the threads asked for as there are cores; a line of warning if that is fewer."""
+    cores = usable_cores()
+    if threads > cores:
+        said = f"{threads} threads wanted, {cores} used: there are no more cores"
+        print(f"graphllm: {said}", file=sys.stderr)
+    return min(threads, cores)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -13,22 +14,30 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...errors import GraphllmError
+from ...errors import ModelFileError
 from ...tensor import Meta
+from .blocks_k import PLACE
 from .formats import BY_CODE, FORMATS
+from .isa import usable_cores
 from .jit import Kernel, args, i64s, kernel
 from .simd import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
+_PACKERS = 8  # threads at most: memory, not arithmetic, is what packing waits for
 
 # One block of one row: (offset in GGUF's block, offset in R16's block, bytes, bytes from one row to
-# the next in R16's). Scales that are float16 come first, and are checked.
+# the next in R16's). Scales that are float16, or mxfp4's bytes, come first and are checked.
 Move = tuple[int, int, int, int]
 
 
 def _quads(source: int, target: int, count: int, step: int = VECTOR) -> list[Move]:
     """``count`` chunks of four bytes to vectors that are ``step`` apart."""
     return [(source + 4 * j, target + step * j, 4, 4) for j in range(count)]
+
+
+def _fours(source: int, target: int, count: int) -> list[Move]:
+    """``count`` bytes of scales of 16 sub-blocks: in each four their order is 0 2 1 3."""
+    return [(source + k, target + k // 4 * VECTOR + PLACE[k % 4], 1, 4) for k in range(count)]
 
 
 def _q6_k() -> list[Move]:
@@ -38,9 +47,7 @@ def _q6_k() -> list[Move]:
         moves += _quads(128 + 32 * h, at, 8, 3 * VECTOR)
         for z in range(2):
             moves += _quads(64 * h + 32 * z, at + (1 + z) * VECTOR, 8, 3 * VECTOR)
-    place = (0, 2, 1, 3)  # of a scale among its four
-    moves += [(192 + k, (48 + k // 4) * VECTOR + place[k % 4], 1, 4) for k in range(16)]
-    return moves
+    return moves + _fours(192, 48 * VECTOR, 16)
 
 
 _SCALES: dict[str, list[Move]] = {
@@ -52,6 +59,11 @@ _SCALES: dict[str, list[Move]] = {
     "q4_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
     "q5_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
     "q6_k": [(208, 52 * VECTOR, 2, 2)],
+    "q2_k": [(80, 20 * VECTOR, 2, 2), (82, 20 * VECTOR + 32, 2, 2)],
+    "q3_k": [(108, 27 * VECTOR, 2, 2)],
+    "iq4_nl": [(0, 4 * VECTOR, 2, 2)],
+    "iq4_xs": [(0, 0, 2, 2)],
+    "mxfp4": [(0, 4 * VECTOR, 1, 1)],
 }
 _MOVES: dict[str, list[Move]] = {
     "q8_0": _quads(2, 0, 8),
@@ -62,12 +74,18 @@ _MOVES: dict[str, list[Move]] = {
     "q4_k": _quads(4, 64, 3) + _quads(16, 256, 32),
     "q5_k": _quads(4, 64, 3) + _quads(16, 256, 8 + 32),
     "q6_k": _q6_k(),
+    "q2_k": _quads(16, 0, 16) + _fours(0, 16 * VECTOR, 16),
+    "q3_k": _quads(0, 0, 8 + 16) + _fours(96, 24 * VECTOR, 12),
+    "iq4_nl": _quads(2, 0, 4),
+    "iq4_xs": [(2, 32, 2, 2), *_quads(4, 64, 1), *_quads(8, 128, 32)],
+    "mxfp4": _quads(1, 0, 4),
     "f32": [(0, 0, 4, 4)],
     "f16": [(0, 0, 2, 2)],
     "bf16": [(0, 0, 2, 2)],
 }
 _FIFTH = {"q5_0": 2, "q5_1": 4}  # where a block of 32 has fifth bits
 _INTEGERS = {1: I8, 2: I16, 4: I32}
+_ENDLESS = {1: 0xFF, 2: 0x7C00}  # bits that are all set in an infinite or NaN scale, by its bytes
 
 
 def _spread(b: Any, fifth: Value) -> Value:
@@ -85,13 +103,13 @@ def _spread(b: Any, fifth: Value) -> Value:
 def _move_block(e: Emit, name: str, source: Value, target: Value, row: Value) -> Value:
     """Move one block of one row; 1 if a scale of it is infinite or NaN, else 0 (int64)."""
     b, bad = e.b, ir.Constant(ir.IntType(1), 0)
-    places = {step: e.at(target, e.times(row, step)) for step in (2, 4)}
+    places = {step: e.at(target, e.times(row, step)) for step in (1, 2, 4)}
     for move in _SCALES.get(name, []) + _MOVES[name]:
         start, to, size, step = move
         value = e.load(source, _INTEGERS[size], start)
         if move in _SCALES.get(name, []):
-            exponent = b.and_(value, ir.Constant(I16, 0x7C00))
-            bad = b.or_(bad, b.icmp_unsigned("==", exponent, ir.Constant(I16, 0x7C00)))
+            endless = ir.Constant(value.type, _ENDLESS[size])
+            bad = b.or_(bad, b.icmp_unsigned("==", b.and_(value, endless), endless))
         e.store(value, places[step], to)
     if name in _FIFTH:
         e.store(_spread(b, e.load(source, I32, _FIFTH[name])), places[4], 4 * VECTOR)
@@ -119,13 +137,13 @@ def _packer(name: str) -> Kernel:
     def packer(p, thread, threads):
         source, stride, target, rows, blocks, report = args(p, 6)
         found = i64s(report)
-        for first in range(0, rows, LANES):
+        for first in range(LANES * thread, rows, LANES * threads):
             group = target + first * stored * blocks
             for b in range(blocks):
                 for r in range(min(LANES, rows - first)):
                     at = source + (first + r) * stride + b * stored
                     if move_block(code, at, group + b * nbytes, r) != 0:
-                        found[0] = first + r
+                        found[thread] = first + r
                         return
 
     return packer
@@ -157,13 +175,14 @@ def packed_bytes(meta: Meta) -> int:
 def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     """uint8 [N, row_bytes] of a weight [N, K] as R16, uint8 [bytes].
 
-    The last group is filled up with zeros. GraphllmError when a block's scale is infinite or NaN.
+    The last group is filled up with zeros. ModelFileError if a block's scale is infinite or NaN.
     """
     rows, columns = raw.shape[0], meta.shape[-1]
     assert isinstance(columns, int)
     assert raw.dtype == np.uint8 and raw.strides[1] == 1 and meta.shape[0] == rows
     packed = allocate(packed_bytes(meta))
-    report = np.full(1, -1, np.int64)
+    threads = max(1, min(_PACKERS, usable_cores(), packed.nbytes // _HUGE))
+    report = np.full(threads, -1, np.int64)
     block = np.array(
         [
             raw.ctypes.data, raw.strides[0], packed.ctypes.data, rows,
@@ -172,7 +191,9 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
         np.int64,
     )  # fmt: skip
     run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_packer(meta.dtype.name).address)
-    run(block.ctypes.data, 0, 1)
-    if report[0] >= 0:
-        raise GraphllmError(f"row {report[0]} has an infinite or NaN {meta.dtype} scale")
+    with ThreadPoolExecutor(threads) as pool:  # native code, without the interpreter's lock
+        list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
+    if report.max() >= 0:
+        row = report[report >= 0].min()
+        raise ModelFileError(f"row {row} has an infinite or NaN {meta.dtype} scale")
     return packed

@@ -15,14 +15,13 @@ from ...tensor import Tensor
 from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site, Spot
+from .float_ir import FLOAT_CHUNK
 from .formats import FORMATS
+from .integer_ir import CHUNK, PANEL
 from .isa import isa
 from .jit import Kernel, args, f32s, helper, kernel, load_i64, next_chunk
 from .layouts import pack, packed_bytes
 from .microkernels import (
-    CHUNK,
-    FLOAT_PANEL,
-    PANEL,
     fused,
     fused_float,
     tile,
@@ -31,18 +30,30 @@ from .microkernels import (
     unpack_float,
     workspace,
 )
+from .simd import VECTOR
 
 GROUP = 16  # rows
-TOKENS = 128  # whose results are kept in the first-level cache at a time
-ROW = 4 * GROUP  # bytes of a token's results for a group
+TOKENS = 128  # whose results are kept in the first-level cache at a time; whole tiles
 # A thread takes so many bytes of weights at a time, or fewer, so that each comes back a few times.
 _TICKET_BYTES, _TICKETS = 64 << 10, 8
-_ROOM, _FLOAT_ROOM = PANEL + TOKENS * ROW, FLOAT_PANEL + TOKENS * ROW  # bytes of workspace
 
 
-def _tile_tokens() -> int:
-    """Tokens of a tile: as many accumulators as registers, less what weights need."""
-    return 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
+def _shape(floating: bool) -> tuple[int, int]:
+    """(Groups, tokens) of a tile: as many accumulators as registers, less what else needs some.
+
+    Groups share each activation that is read, tokens each weight.
+    """
+    if isa().vnni or (floating and isa().avx512):
+        return 3, 4
+    return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
+
+
+@helper
+def _share(tokens, many):
+    """Tokens to take at a time: in equal parts of at most `TOKENS`, in whole tiles of ``many``."""
+    parts = max(tokens + TOKENS - 1, TOKENS) // TOKENS
+    each = (tokens + parts - 1) // parts
+    return (each + many - 1) // many * many
 
 
 @helper
@@ -53,134 +64,149 @@ def _clear(c, count):
 
 
 @helper
-def _finish(c, count, y, stride, bias, added, added_stride, first, n):
-    """Write ``count`` tokens' results for 16 rows, of which those beyond ``n`` do not exist; with
-    the bias, and with a row of its own added for each token, unless their address is 0."""
+def _finish(c, width, count, y, stride, bias, added, added_stride, first, n):
+    """Write ``count`` tokens' results for ``width`` rows, of which those from ``n`` on are not
+    wanted; with the bias, and with a row of its own added for each token, unless their address is
+    0."""
     results, offsets = f32s(c), f32s(bias)
-    rows = min(n - first, GROUP)
+    rows = min(n - first, width)
     for t in range(count):
         row, before = f32s(y + t * stride + 4 * first), f32s(added + t * added_stride + 4 * first)
         for r in range(rows):
-            value = results[t * GROUP + r]
+            value = results[t * width + r]
             value = value + offsets[first + r] if bias != 0 else value
             row[r] = before[r] + value if added != 0 else value
 
 
-def _each_tile(name, many, one):
+@helper
+def _never(w, g, x, k, c):
+    """Where one token is multiplied as several are."""
+
+
+def _each_tile(wide, many, make):
     """A helper that goes over ``count`` tokens by ``many``, and by half as many at the end.
 
-    ``one(tokens)`` makes ``tile(left, panel, size, row, stride, columns before, columns, c)``.
+    ``make(tokens)`` makes ``tile(left, panel, step, size, row, stride, columns before, columns,
+    c)``; ``wide``: groups in a tile, whose panels are ``step`` bytes apart.
     """
-    few = many // 2
-    large, small = one(many), one(few)
+    few, each = many // 2, wide * 4 * GROUP
+    large, small = make(many), make(few)
 
     @helper
-    def run(panel, size, row, stride, at, k, c, count):
+    def run(panel, step, size, row, stride, at, k, c, count):
         t = 0
         while t + many <= count:
-            large(many, panel, size, row + t * stride, stride, at, k, c + t * ROW)
+            large(many, panel, step, size, row + t * stride, stride, at, k, c + t * each)
             t += many
         while t < count:
-            small(count - t, panel, size, row + t * stride, stride, at, k, c + t * ROW)
+            small(count - t, panel, step, size, row + t * stride, stride, at, k, c + t * each)
             t += few
 
     return run
 
 
-@cache
-def _integer(name: str, many: int) -> Kernel:
-    """The kernel for quantised activations; ``many``: tokens of a tile."""
+def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
+    """Helpers for quantised activations, for one token and for several, and bytes of panels."""
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     per_sums, sum_bytes = (32, 4) if block == 32 else (16, 2)
 
-    def one(tokens):
+    def make(tokens):
         @helper
-        def run(left, panel, size, row, stride, at, k, c):
+        def run(left, panel, step, size, row, stride, at, k, c):
             d = row + k + at // block * 4
             s = row + k + k // block * 4 + at // per_sums * sum_bytes
-            tile(code, tokens, left, panel, size, row + at, d, s, stride, c)
+            tile(code, wide, tokens, left, panel, size, row + at, d, s, stride, c)
 
         return run
 
-    tiles = _each_tile(name, many, one)
+    tiles = _each_tile(wide, many, make)
 
-    @kernel(key=("integer", name, many))
-    def integer(p, thread, threads):
-        x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
-        tokens, groups, blocks = load_i64(live), (n + GROUP - 1) // GROUP, k // block
-        panel = workspace(_ROOM)
-        c = panel + PANEL
-        group = next_chunk(p) * per
-        while tokens > 0 and group < groups:
-            for g in range(group, min(group + per, groups)):
-                source = w + g * blocks * nbytes
-                for first in range(0, tokens, TOKENS):
-                    count, row = min(TOKENS, tokens - first), x + first * stride
-                    _clear(c, count)
-                    if tokens == 1:
-                        fused(code, source, blocks, row, row + k, row + k + 4 * blocks, c)
-                    else:
-                        for b in range(0, blocks, per_chunk):
-                            size = min(per_chunk, blocks - b)
-                            unpack(code, source + b * nbytes, panel, size)
-                            tiles(panel, size, row, stride, b * block, k, c, count)
-                    before = added + first * added_stride if added != 0 else 0
-                    to = y + first * y_stride
-                    _finish(c, count, to, y_stride, bias, before, added_stride, g * GROUP, n)
-            group = next_chunk(p) * per
+    @helper
+    def one(w, g, x, k, c):
+        blocks = k // block
+        fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
 
-    return integer
+    @helper
+    def several(w, g, last, row, stride, k, panel, c, count):
+        for b in range(0, k // block, per_chunk):
+            size = min(per_chunk, k // block - b)
+            for i in range(wide):
+                source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
+                unpack(code, source, panel + i * PANEL, size)
+            tiles(panel, PANEL, size, row, stride, b * block, k, c, count)
+
+    return one, several, wide * PANEL
+
+
+def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
+    """Helpers for float activations, as `_integer`; weights in blocks have none for one token."""
+    form = FORMATS[name]
+    code, block, nbytes = form.code, form.block, form.nbytes
+    chunk = max(FLOAT_CHUNK, block)
+    each = chunk * VECTOR  # bytes of a panel
+
+    def make(tokens):
+        @helper
+        def run(left, panel, step, size, row, stride, at, k, c):
+            tile_float(wide, tokens, left, panel, step, size, row + 4 * at, stride, c)
+
+        return run
+
+    tiles = _each_tile(wide, many, make)
+
+    @helper
+    def one(w, g, x, k, c):
+        for at in range(0, k, chunk):
+            fused_float(code, w + (g * k + at) * nbytes, min(chunk, k - at), x + 4 * at, c)
+
+    @helper
+    def several(w, g, last, row, stride, k, panel, c, count):
+        for at in range(0, k, chunk):
+            size = min(chunk, k - at)
+            for i in range(wide):
+                source = w + (min(g + i, last - 1) * k + at) // block * nbytes
+                unpack_float(code, source, panel + i * each, size // block)
+            tiles(panel, each, size, row, stride, at, k, c, count)
+
+    return one if block == 1 else _never, several, wide * each
 
 
 @cache
-def _float(name: str, many: int) -> Kernel:
-    """The kernel for float activations; ``many``: tokens of a tile."""
-    form = FORMATS[name]
-    code, block, nbytes = form.code, form.block, form.nbytes
-    plain, as_is = block == 1, name == "f32"
+def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
+    """The kernel for a format; ``wide``, ``many``: groups and tokens of a tile."""
+    one, several, panels = (_float if floating else _integer)(name, wide, many)
+    fusable, width = one is not _never, wide * GROUP
+    room = panels + TOKENS * 4 * width
 
-    def one(tokens):
-        @helper
-        def run(left, panel, size, row, stride, at, k, c):
-            tile_float(tokens, left, panel, size, row + 4 * at, stride, c)
-
-        return run
-
-    tiles = _each_tile(f"float_{name}", many, one)
-
-    @helper
-    def multiply(source, row, stride, size, panel, at, k, c, count):
-        if plain and count == 1:
-            fused_float(code, source, size, row + 4 * at, c)
-        elif as_is:
-            tiles(source, size, row, stride, at, k, c, count)
-        else:
-            unpack_float(code, source, panel, size // block)
-            tiles(panel, size, row, stride, at, k, c, count)
-
-    @kernel(key=("float", name, many))
-    def floating(p, thread, threads):
+    @kernel(key=(name, floating, wide, many))
+    def linear(p, thread, threads):
         x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
-        tokens, groups = load_i64(live), (n + GROUP - 1) // GROUP
-        panel = workspace(_FLOAT_ROOM)
-        c = panel + FLOAT_PANEL
+        tokens, groups, panel = load_i64(live), (n + GROUP - 1) // GROUP, workspace(room)
+        c, step, alone = panel + panels, _share(tokens, many), fusable and tokens == 1
+        if not alone:
+            per = (per + wide - 1) // wide * wide
         group = next_chunk(p) * per
         while tokens > 0 and group < groups:
-            for g in range(group, min(group + per, groups)):
-                source = w + g * (k // block) * nbytes
-                for first in range(0, tokens, TOKENS):
-                    count, row = min(TOKENS, tokens - first), x + first * stride
-                    _clear(c, count)
-                    for at in range(0, k, CHUNK):
-                        here, size = source + at // block * nbytes, min(CHUNK, k - at)
-                        multiply(here, row, stride, size, panel, at, k, c, count)
-                    before = added + first * added_stride if added != 0 else 0
-                    to = y + first * y_stride
-                    _finish(c, count, to, y_stride, bias, before, added_stride, g * GROUP, n)
+            last = min(group + per, groups)
+            if alone:
+                for g in range(group, last):
+                    _clear(c, 1)
+                    one(w, g, x, k, c)
+                    _finish(c, GROUP, 1, y, y_stride, bias, added, added_stride, g * GROUP, n)
+            else:
+                for g in range(group, last, wide):
+                    for t in range(0, tokens, step):
+                        count, row, to = min(step, tokens - t), x + t * stride, y + t * y_stride
+                        before = added + t * added_stride if added != 0 else 0
+                        _clear(c, wide * count)
+                        # Of the last groups some may be multiplied twice, and are not written.
+                        several(w, g, last, row, stride, k, panel, c, count)
+                        at, end = g * GROUP, min(n, last * GROUP)
+                        _finish(c, width, count, to, y_stride, bias, before, added_stride, at, end)
             group = next_chunk(p) * per
 
-    return floating
+    return linear
 
 
 # ------------------------------------------------------------------------------------ registration
@@ -191,7 +217,7 @@ def launch(
     joined: bool = False,
 ) -> Launch:  # fmt: skip
     """out = added + x w^T + bias: one linear, or one of several of a fused step."""
-    n, k = w.meta.bound().shape
+    n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
     groups = max(1, -(-n // GROUP))
     group_bytes = max(1, packed_bytes(w.meta) // groups)
@@ -201,8 +227,8 @@ def launch(
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
         site.live(x.meta.rows), n, k, per,
     ]  # fmt: skip
-    make = _float if x.dtype == F32 else _integer
-    return Launch(make(w.dtype.name, _tile_tokens()), words, joined)
+    floating = x.dtype == F32
+    return Launch(_kernel(w.dtype.name, floating, *_shape(floating)), words, joined)
 
 
 def activation(w: DType) -> str:

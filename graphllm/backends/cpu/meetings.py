@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...ops import get
+from ...ops import Cost, get
 from ...tensor import Var
 from .. import Bound, Operand
 from .walk import ALONE, MEET
 
 # What one thread does in about two microseconds: bytes within its caches, and operations.
 _BYTES, _FLOPS = 64 << 10, 128 << 10
+
+# What a team does in less than 0.2 s where 8 GB and 20 GFLOP a second are to be had.
+_SHORT_BYTES, _SHORT_FLOPS = 3 << 29, 4 << 30
 
 Span = tuple[int, int]  # addresses: first, one after the last
 
@@ -68,10 +71,24 @@ def _touched(step: Bound) -> _Touched:
 
 def _small(step: Bound) -> bool:
     """Whether the step is small at the upper bounds of its Vars."""
+    price = _price(step)
+    return price.bytes <= _BYTES and price.flops <= _FLOPS
+
+
+def short(steps: Sequence[Bound]) -> bool:
+    """Whether the steps together are over too soon for anybody to wish to interrupt them."""
+    prices = [_price(step) for step in steps]
+    return (
+        sum(p.bytes for p in prices) <= _SHORT_BYTES
+        and sum(p.flops for p in prices) <= _SHORT_FLOPS
+    )
+
+
+def _price(step: Bound) -> Cost:
+    """What the step costs at the upper bounds of its Vars."""
     metas = [s.meta for s in (step.node, *step.node.sources)]
     env = {m.rows.name: m.rows.hi for m in metas if isinstance(m.rows, Var)}
-    price = get(step.node.op).price(step.node, env)
-    return price.bytes <= _BYTES and price.flops <= _FLOPS
+    return get(step.node.op).price(step.node, env)
 
 
 def _span(operand: Operand) -> Span:

@@ -1,8 +1,13 @@
 """The thread team: the program of a whole step is one native call per thread.
 
-Members are daemon threads that never come back from native code while the team lives, so they never
-need the interpreter's lock. Between programs they sleep on a futex. The thread that submits a
-program waits outside the team, in slices, so that Ctrl-C is seen.
+A process has one team, which grows to the most threads that any program asks for; programs take
+turns. Members are daemon threads that never come back from native code while the team lives, so
+they never need the interpreter's lock. Between programs they spin for a moment, since a decode loop
+comes back soon, and then sleep on a futex.
+
+The thread that submits a program waits outside the team, in slices, so that Ctrl-C is seen. In a
+program that is over sooner than anybody could complain it is a member itself: nobody has to be
+woken at the end, and no core is wanted by one thread more than there are cores.
 """
 
 from __future__ import annotations
@@ -17,10 +22,11 @@ import numpy as np
 
 from ...errors import GraphllmError
 from . import walk
-from .isa import usable_cores
+from .isa import MAX_THREADS
 from .jit import ABORT, STATUS, Kernel
 
-_SPIN_NS = 20_000
+_MEET_NS = 20_000
+_REST_NS = 500_000  # longer than Python needs between two tokens
 _SLICE_NS = 50_000_000  # how long a wait may keep Python from seeing a signal
 
 # What kernels report through `set_status`.
@@ -35,60 +41,79 @@ def _native(kernel: Kernel) -> ctypes._FuncPointer:
 
 
 class Team:
-    """``threads`` threads that run programs together. Threads start with the first program."""
+    """Threads that run programs together, as many as the widest program so far wanted."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self) -> None:
+        size = walk.words(MAX_THREADS)
         # Aligned to a cache line: the words are spaced by one.
-        room = np.zeros(walk.WORDS + 8, np.int64)
+        room = np.zeros(size + 8, np.int64)
         skip = (-room.ctypes.data % 64) // 8
-        self._words = room[skip : skip + walk.WORDS]
+        self._words = room[skip : skip + size]
         self.control = int(self._words.ctypes.data)
         self._members: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._busy = False  # with a program that somebody waits for outside
 
-    def _start(self) -> None:
+    @property
+    def size(self) -> int:
+        """How many threads there are."""
+        return len(self._members)
+
+    def _grow(self, threads: int) -> None:
+        """Start the members that are missing."""
         words = self._words
-        words[:] = 0
-        words[walk.TIMEOUT + 1] = _SLICE_NS
-        # With more threads than cores, whoever spins keeps off the core someone it waits for.
-        words[walk.SPIN_NS] = _SPIN_NS if self.threads <= usable_cores() else 0
+        if not self._members:
+            words[:] = 0
+            words[walk.TIMEOUT + 1] = _SLICE_NS
+            words[walk.MEET_NS], words[walk.REST_NS] = _MEET_NS, _REST_NS
+            words[walk.MEMBERS + walk.PATIENCE :: walk.MEMBER] = _MEET_NS
+            for each in (walk.begin, walk.lead, walk.wait_left):
+                _native(each)  # compiled before the first is needed
         body = _native(walk.worker)
-        _native(walk.begin), _native(walk.wait_done)  # compiled before the first is needed
-        for i in range(self.threads):
-            job = (self.control, i, self.threads)
+        for i in range(len(self._members), threads):
+            job = (self.control, i, 0)
             member = threading.Thread(target=body, args=job, daemon=True, name=f"graphllm-cpu-{i}")
-            self._members.append(member)
             member.start()
+            self._members.append(member)
 
-    def run(self, program: int, steps: int, times: int = 0) -> None:
-        """Run ``steps`` entries at address ``program``; see walk.py. One program at a time.
+    def run(self, program: int, threads: int, short: bool = False) -> None:
+        """Run the program at this address on so many threads; see walk.py.
 
-        ``times``: address of int64 time stamps, 0 for none. On KeyboardInterrupt the team is
-        stopped and ready again before the exception goes on. GraphllmError: a kernel's complaint.
+        ``short``: it is over in less than 0.2 s, and cannot be interrupted. On KeyboardInterrupt
+        the team is stopped and ready again before the exception goes on. GraphllmError: a kernel's
+        complaint.
         """
-        with _lock:
-            if not self._members:
-                self._start()
-            words = self._words
-            if words[walk.DONE] != words[walk.GENERATION]:  # a second Ctrl-C cut the clean-up short
-                words[ABORT] = 1
+        with self._lock:
+            if threads > len(self._members):
+                self._grow(threads)
+            if self._busy:  # a second Ctrl-C cut the clean-up short
+                self._words[ABORT] = 1
                 self._wait()
-            words[ABORT] = words[STATUS] = 0
-            words[walk.PROGRAM], words[walk.STEPS], words[walk.TIMES] = program, steps, times
-            try:
-                _native(walk.begin)(self.control, 0, 0)
-                self._wait()
-            except BaseException:
-                words[ABORT] = 1
-                self._wait_stubbornly()
-                raise
-            status = int(words[STATUS])
+                self._busy = False
+            if short:
+                _native(walk.lead)(self.control, program, threads)
+            else:
+                self._run_outside(program, threads)
+            status = int(self._words[STATUS])
         if status:
             raise GraphllmError(_MESSAGES.get(status, f"a CPU kernel failed with status {status}"))
 
+    def _run_outside(self, program: int, threads: int) -> None:
+        self._wait()  # for whoever has not left the last program yet
+        self._busy = True
+        try:
+            _native(walk.begin)(self.control, program, threads)
+            self._wait()
+        except BaseException:
+            self._words[ABORT] = 1
+            self._wait_stubbornly()
+            self._busy = False
+            raise
+        self._busy = False
+
     def _wait(self) -> None:
-        words, wait = self._words, _native(walk.wait_done)
-        while words[walk.DONE] != words[walk.GENERATION]:
+        words, wait = self._words, _native(walk.wait_left)
+        while words[walk.LEFT] != words[walk.CALLED]:
             wait(self.control, 0, 0)
 
     def _wait_stubbornly(self) -> None:
@@ -99,41 +124,25 @@ class Team:
                 continue  # the first one is on its way up already
 
     def stop(self) -> None:
-        """End the threads; the next program starts new ones."""
-        members, self._members = self._members, []
-        if members:
+        """End the threads, and what they may be doing; the next program starts new ones."""
+        self._words[ABORT] = 1
+        if self._lock.acquire(timeout=1):  # a daemon thread may hold it at the end of the process
+            self._wait()
+            members, self._members = self._members, []
             self._words[walk.QUIT] = 1
-            _native(walk.begin)(self.control, 0, 0)
+            nothing = np.zeros(walk.PROGRAM_WORDS, np.int64)
+            if members:
+                _native(walk.begin)(self.control, int(nothing.ctypes.data), len(members))
             for member in members:
                 member.join(timeout=1)
+            self._lock.release()
 
     def forget(self) -> None:
         """In a forked child: the threads stayed behind with the parent."""
-        self._members = []
+        self._members, self._lock, self._busy = [], threading.Lock(), False
 
 
-_lock = threading.Lock()
-_teams: dict[int, Team] = {}
+TEAM = Team()
 
-
-def team(threads: int) -> Team:
-    """The process's team of that size."""
-    if threads not in _teams:
-        _teams[threads] = Team(threads)
-    return _teams[threads]
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    for each in _teams.values():
-        each.forget()
-
-
-def _at_exit() -> None:
-    for each in _teams.values():
-        each.stop()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-atexit.register(_at_exit)
+os.register_at_fork(after_in_child=TEAM.forget)
+atexit.register(TEAM.stop)

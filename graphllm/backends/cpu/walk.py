@@ -1,9 +1,13 @@
 """The native part of the thread team: atomics, futex, barrier, and the walk through a program.
 
-A program is an array of four words an entry: kernel address (0: nothing to call), argument block,
-which time stamp follows it (-1: none), and flags. Every thread walks it; an entry marked ALONE is
-run by the first thread only, and all meet after an entry marked MEET. All words below live in one
-control block, on a cache line each.
+A program is five words: address and count of its entries, address of the time stamps (0: none),
+address and count of the launches' ticket counters, on a cache line each. An entry is four words:
+kernel address (0: nothing to call), argument block, which time stamp follows it (-1: none), and
+flags. Every thread walks the entries; one marked ALONE is run by the first thread only, and all
+meet after an entry marked MEET, as the last must be. All words below live in one control block.
+
+Each run is a generation. Members 0 to n - 1 of the team run it; or, in a program that is over
+soon, the thread that asked for it is the first and members 1 to n - 1 are called.
 """
 
 from __future__ import annotations
@@ -16,18 +20,28 @@ from numba import int64, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import ABORT, I64, _word, helper, kernel
+from .jit import ABORT, I64, STATUS, _word, helper, kernel
 
-# Flags and size of a program's entry.
+# Words of a program, and flags of an entry.
+ENTRIES, STEPS, TIMES, TICKETS, LAUNCHES = range(5)
 ALONE, MEET = 1, 2
-ENTRY = 4  # words
+PROGRAM_WORDS, ENTRY, TICKET = 5, 4, 8  # sizes, in words
 
 # Words of the control block, after ABORT and STATUS (see jit.py).
-ARRIVED, PHASE, SLEEPERS, STOP = 24, 32, 40, 48
-GENERATION, IDLE, DONE, QUIT = 56, 64, 72, 80
-PROGRAM, STEPS, TIMES, SPIN_NS = 88, 89, 90, 91  # written before a generation begins
-TIMEOUT = 96  # a timespec
-WORDS = 104
+ARRIVED, PHASE, SLEEPERS, QUIT = 16, 24, 32, 40
+LEFT = 48  # members that are done with this generation
+GENERATION, PROGRAM, TEAM, CALLED = 56, 57, 58, 59  # its number; what, threads, members of them
+MEET_NS, REST_NS = 72, 73  # how long to spin at a meeting, at most, and between programs
+TIMEOUT = 80  # a timespec
+MEMBERS, MEMBER = 88, 16  # the words of each member begin there, and are so many:
+CALL = 0  # the generation that it is called to
+ASLEEP, PATIENCE = 8, 9  # whether it sleeps; how long it spins at a meeting, in nanoseconds
+
+
+def words(members: int) -> int:
+    """The size of a control block for so many members."""
+    return MEMBERS + MEMBER * members
+
 
 LINUX = sys.platform == "linux"
 _SYSCALLS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98,
@@ -112,6 +126,17 @@ def clock_ns(typingctx):
     return int64(), generate
 
 
+@intrinsic
+def give_way(typingctx):
+    """Let another thread have the core, if one waits for it."""
+
+    def generate(context, builder, sig, values):
+        _call(builder, "sched_yield", ir.IntType(32))
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
 def _sleep(builder, nanoseconds):
     spec = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
     first = builder.bitcast(spec, I64.as_pointer())
@@ -193,61 +218,83 @@ def store(typingctx, address, value):
 # ----------------------------------------------------------------------------------------- the team
 
 _PAUSES = 32  # between two looks at the clock
+_LEAST_NS = 1_000
 
 
 @helper
-def wait_change(control, word, sleepers, old):
-    """Until the word is no longer ``old``: spin a while, then sleep. Returns what it is."""
-    now = atomic_load(control, word)
-    if now != old:
-        return now
-    end = clock_ns() + load(control + 8 * SPIN_NS)
+def spin(control, word, old, patience, yielding):
+    """Look for so many nanoseconds whether the word is no longer ``old``. True if it is not."""
+    if atomic_load(control, word) != old:
+        return True
+    end = clock_ns() + patience
     while clock_ns() < end:
         for _ in range(_PAUSES):
-            now = atomic_load(control, word)
-            if now != old:
-                return now
+            if atomic_load(control, word) != old:
+                return True
             pause()
-    atomic_add(control, sleepers, 1)
-    now = atomic_load(control, word)
-    while now == old:
-        futex_wait(control, word, old, 0)
-        now = atomic_load(control, word)
-    atomic_add(control, sleepers, -1)
-    return now
+        if yielding:
+            give_way()
+    return False
 
 
 @helper
-def barrier(control, threads, stamp):
+def sleep(control, word, old, sleepers):
+    """Sleep until the word is no longer ``old``."""
+    atomic_add(control, sleepers, 1)
+    while atomic_load(control, word) == old:
+        futex_wait(control, word, old, 0)
+    atomic_add(control, sleepers, -1)
+
+
+@helper
+def wait_phase(control, thread, phase):
+    """Until the phase is over: spin, then sleep.
+
+    Who spins in vain may keep off the core just the one it waits for, and is less patient the next
+    time; on a machine with nothing else to do hardly anyone sleeps.
+    """
+    own = control + 8 * (MEMBERS + MEMBER * thread + PATIENCE)
+    patience = load(own)
+    if spin(control, PHASE, phase, patience, False):
+        store(own, min(2 * patience, load(control + 8 * MEET_NS)))
+    else:
+        sleep(control, PHASE, phase, SLEEPERS)
+        store(own, max(patience // 2, _LEAST_NS))
+
+
+@helper
+def barrier(control, thread, threads, stamp):
     """Meet the whole team. True when the run must stop.
 
-    Whoever comes last decides, and publishes it before letting the others go: were each thread to
-    look at the abort word itself, some could leave while others wait for them. The last one also
-    writes the time at ``stamp`` (0: nowhere); any other may wake up much later.
+    Whoever comes last decides, and publishes it with what lets the others go, an odd phase: were
+    each thread to look at the abort word itself, some could leave while others wait for them. The
+    last one also writes the time at ``stamp`` (0: nowhere); any other may wake up much later.
     """
     phase = atomic_load(control, PHASE)
     if atomic_add(control, ARRIVED, 1) == threads - 1:
         if stamp != 0:
             store(stamp, clock_ns())
         atomic_swap(control, ARRIVED, 0)
-        atomic_swap(control, STOP, atomic_load(control, ABORT))
-        atomic_swap(control, PHASE, phase + 1)
+        now = (phase | 1) + (2 if atomic_load(control, ABORT) != 0 else 1)
+        atomic_swap(control, PHASE, now)
         if atomic_load(control, SLEEPERS) > 0:
             futex_wake(control, PHASE)
     else:
-        wait_change(control, PHASE, SLEEPERS, phase)
-    return atomic_load(control, STOP) != 0
+        wait_phase(control, thread, phase)
+        now = atomic_load(control, PHASE)  # as it was published: nobody goes on without this one
+    return now & 1 != 0
 
 
 @helper
 def walk(control, thread, threads):
     """Run the program that the control block names."""
-    program, steps = load(control + 8 * PROGRAM), load(control + 8 * STEPS)
-    times = load(control + 8 * TIMES)
-    if times != 0 and barrier(control, threads, times):  # time begins when all are up
+    program = load(control + 8 * PROGRAM)
+    entries, steps = load(program + 8 * ENTRIES), load(program + 8 * STEPS)
+    times = load(program + 8 * TIMES)
+    if times != 0 and barrier(control, thread, threads, times):  # time begins when all are up
         return
     for i in range(steps):
-        entry = program + 8 * ENTRY * i
+        entry = entries + 8 * ENTRY * i
         address, block, flags = load(entry), load(entry + 8), load(entry + 24)
         stamp = times + 8 * load(entry + 16) if times != 0 and load(entry + 16) >= 0 else 0
         if address != 0:
@@ -256,7 +303,7 @@ def walk(control, thread, threads):
             elif thread == 0:
                 call_kernel(address, block, 0, 1)
         if flags & MEET != 0:
-            if barrier(control, threads, stamp):
+            if barrier(control, thread, threads, stamp):
                 return
         elif thread == 0 and stamp != 0:
             store(stamp, clock_ns())
@@ -264,29 +311,61 @@ def walk(control, thread, threads):
 
 @kernel
 def worker(control, thread, threads):
-    """The life of a team member: wait for a generation, walk its program, begin again."""
-    generation = 0
+    """The life of a team member: wait to be called, walk the program, begin again."""
+    word, generation = MEMBERS + MEMBER * thread, 0
     while True:
-        generation = wait_change(control, GENERATION, IDLE, generation)
+        if not spin(control, word + CALL, generation, load(control + 8 * REST_NS), True):
+            sleep(control, word + CALL, generation, word + ASLEEP)
+        generation = atomic_load(control, word + CALL)
         if atomic_load(control, QUIT) != 0:
             break
-        walk(control, thread, threads)
-        if thread == 0:
-            atomic_swap(control, DONE, generation)
-            futex_wake(control, DONE)
+        called = load(control + 8 * CALLED)
+        walk(control, thread, load(control + 8 * TEAM))
+        if atomic_add(control, LEFT, 1) == called - 1:
+            futex_wake(control, LEFT)
+
+
+@helper
+def call(control, program, first, threads):
+    """Begin a generation with members ``first`` to ``threads`` - 1. All have left the last one."""
+    tickets = load(program + 8 * TICKETS)
+    for i in range(load(program + 8 * LAUNCHES)):
+        store(tickets + 8 * TICKET * i, 0)
+    store(control + 8 * PROGRAM, program)
+    store(control + 8 * TEAM, threads)
+    store(control + 8 * CALLED, threads - first)
+    atomic_swap(control, ABORT, 0)
+    atomic_swap(control, STATUS, 0)
+    atomic_swap(control, LEFT, 0)
+    generation = atomic_add(control, GENERATION, 1) + 1
+    for i in range(first, threads):
+        word = MEMBERS + MEMBER * i
+        atomic_swap(control, word + CALL, generation)
+        if atomic_load(control, word + ASLEEP) > 0:
+            futex_wake(control, word + CALL)
 
 
 @kernel
-def begin(control, thread, threads):
-    """Start a generation; the caller has filled in PROGRAM, STEPS and TIMES."""
-    atomic_add(control, GENERATION, 1)
-    if atomic_load(control, IDLE) > 0:
-        futex_wake(control, GENERATION)
+def begin(control, program, threads):
+    """Let members 0 to ``threads`` - 1 run the program; returns at once."""
+    call(control, program, 0, threads)
 
 
 @kernel
-def wait_done(control, thread, threads):
-    """Sleep until the generation is done, or for TIMEOUT."""
-    done = atomic_load(control, DONE)
-    if done != atomic_load(control, GENERATION):
-        futex_wait(control, DONE, done, control + 8 * TIMEOUT)
+def lead(control, program, threads):
+    """Run the program with the calling thread as the first of ``threads``.
+
+    The others may leave it a little later. They touch nothing but the control block then.
+    """
+    while atomic_load(control, LEFT) != load(control + 8 * CALLED):
+        give_way()
+    call(control, program, 1, threads)
+    walk(control, 0, threads)
+
+
+@kernel
+def wait_left(control, thread, threads):
+    """Sleep until all members called have left the program, or for TIMEOUT."""
+    left = atomic_load(control, LEFT)
+    if left != load(control + 8 * CALLED):
+        futex_wait(control, LEFT, left, control + 8 * TIMEOUT)

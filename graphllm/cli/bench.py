@@ -1,0 +1,282 @@
+"""``bench``: tokens a second of reading prompts and of generating, beside the memory's ceiling."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import GraphllmError, RequestError
+from .options import Placing, note, progress_line, verb
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..profiler.bench import Test
+    from ..profiler.ceilings import Ceiling
+    from ..weights.gguf import GGUF
+
+Row = Mapping[str, Any]
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
+_MOST = 1000  # values of one list
+_LIST = "LIST"
+
+
+@dataclass
+class Grid:
+    """What is measured: every combination of the lists."""
+
+    prompts: Annotated[
+        str,
+        typer.Option("-p", "--n-prompt", metavar=_LIST, help="Tokens to read; 0: no such test."),
+    ] = "512"
+    gens: Annotated[
+        str,
+        typer.Option("-n", "--n-gen", metavar=_LIST, help="Tokens to generate; 0: no such test."),
+    ] = "128"
+    depths: Annotated[
+        str, typer.Option("-d", "--n-depth", metavar=_LIST, help="Tokens in the cache before.")
+    ] = "0"
+    threads: Annotated[
+        str, typer.Option("-t", "--threads", metavar=_LIST, help="CPU threads; 0: usable cores.")
+    ] = "0"
+    kv_types: Annotated[
+        str, typer.Option("--kv-type", metavar=_LIST, help="Of the cache, as in run.")
+    ] = ""
+    repeat: Annotated[int, typer.Option("-r", "--repetitions", help="Runs of each test.")] = 5
+
+    def tests(self) -> list[Test]:
+        """Prompts before generation, at each depth. RequestError for a bad list, or no test."""
+        from ..profiler.bench import Test
+
+        lists = [numbers(flag, text) for flag, text in (("-p", self.prompts), ("-n", self.gens))]
+        depths = numbers("-d", self.depths)
+        if self.repeat < 1:
+            raise RequestError(f"-r {self.repeat} must be at least 1")
+        found = [
+            Test(count, 0, depth) if not kind else Test(0, count, depth)
+            for depth in depths
+            for kind, counts in enumerate(lists)
+            for count in counts
+            if count
+        ]
+        if not found:
+            raise RequestError("-p and -n are 0: nothing to measure")
+        return found
+
+    def setups(self) -> list[tuple[str | None, int]]:
+        """(type of the cache, threads): each is loaded for itself."""
+        kinds = [kind.strip() or None for kind in self.kv_types.split(",")]
+        return list(itertools.product(kinds, numbers("-t", self.threads)))
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    """The values of a list: ``512``, ``1,2,4``, ``1-8``, ``8-64+8``, ``1-64*2``. RequestError."""
+    values: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        if match is None:
+            raise RequestError(
+                f"{flag} {text!r} must be numbers with commas, or first-last, first-last+step, "
+                "first-last*factor"
+            )
+        first, last, sign, step = match.groups()
+        at, end, by = int(first), int(last or first), int(step or 1)
+        if at > end or by < 1 or (sign == "*" and (by < 2 or at < 1)):
+            raise RequestError(f"{flag} {part.strip()!r} is an empty or endless range")
+        while at <= end and len(values) <= _MOST:
+            values.append(at)
+            at = at * by if sign == "*" else at + by
+    if len(values) > _MOST:
+        raise RequestError(f"{flag} {text!r} has more than {_MOST} values")
+    return values
+
+
+@verb
+def bench(
+    placing: Placing,
+    grid: Grid,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
+        ),
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option("--random", metavar="SHAPE", help="Random weights of a real model's shape."),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--type", help="The format of random weights: q4_0, q4_k_m, f16, ...")
+    ] = "q4_k_m",
+    ceiling: Annotated[
+        bool, typer.Option("--ceiling/--no-ceiling", help="Compare with what memory gives at best.")
+    ] = True,
+    output: Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")] = "md",
+) -> None:
+    """Time reading and generating apart, with the meaning and the JSON keys of llama-bench.
+
+    A LIST is values with commas, or first-last+step, or first-last*factor.
+    Each test runs once before it counts. GB/s: the weights and the cache
+    that a generated token moves; the ceiling is the best that memory gave
+    with as many threads or fewer, measured at most once a day.
+
+    graphllm bench demo -p 128,512 -n 64 -d 0,4096 -t 1,2
+
+    graphllm bench --random qwen2-1.5b --type q4_0 -o json
+    """
+    if output not in ("md", "json", "csv"):
+        raise RequestError(f"-o {output} must be md, json or csv")
+    tests, setups = grid.tests(), grid.setups()
+    file = _file(model, random, kind)
+    best = _ceiling(placing.device) if ceiling else None
+    rows = itertools.chain.from_iterable(
+        _rows(partial(placing.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
+        for kv, t in setups
+    )
+    formats = {"json": as_json, "csv": as_csv}
+    for line in formats[output](rows) if output in formats else as_table(rows, bool(grid.kv_types)):
+        print(line, flush=True)
+
+
+def _file(model: str | None, random: str | None, kind: str) -> GGUF:
+    from ..llm import model_path
+    from ..weights.gguf import GGUF
+    from ..weights.random import RandomFile
+
+    if model is not None and random is None:
+        return GGUF(model_path(model))
+    if random is not None and model is None:
+        return RandomFile(random, kind)
+    raise RequestError("give a MODEL, or --random SHAPE")
+
+
+def _ceiling(device: str) -> Ceiling | None:
+    """What the memory of the first backend gives; None, with a note, where that is not known."""
+    from ..backends import find, names
+    from ..profiler import ceilings
+
+    usable = [name for name in names() if find(name).available()[0]]
+    backend = usable[0] if device == "auto" else device
+    before = ceilings.kept(backend)
+    try:
+        with progress_line() as show:
+            found = ceilings.current(backend, show)
+    except GraphllmError as error:
+        note(f"note: no ceiling: {error}")
+        return None
+    if found is not None:
+        how = "kept from" if found == before else "measured at"
+        note(f"ceiling: {found.best() / 1e9:.1f} GB/s, {how} {found.date}")
+    return found
+
+
+def _told(show: Callable[[str, int, int], None], name: str, total: int, done: int) -> None:
+    show(name, done, total)
+
+
+def _rows(
+    load: Callable[..., LLM], threads: int, tests: list[Test], repeat: int, best: Ceiling | None
+) -> Iterator[Row]:
+    """One row for each test on a model that is loaded for them, under llama-bench's names."""
+    from ..backends import Options
+    from ..backends.cpu.isa import threads_for
+    from ..profiler import bench
+
+    llm = load(context=max(test.context for test in tests))
+    count = threads_for(Options(threads=threads))
+    for test in tests:
+        bench.check(llm, test)
+    roof = best.best(count) / 1e9 if best is not None else None
+    for test in tests:
+        with progress_line() as show:
+            result = bench.run(llm, test, repeat, partial(_told, show, test.name, repeat + 1))
+        share = result.gb_s / roof if result.gb_s and roof else None
+        own = {"ceiling_gb_s": roof, "share": share}
+        yield {**bench.describe(llm, count), **result.as_dict(), **own}
+    del llm
+    gc.collect()  # before the next is loaded
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def as_json(rows: Iterable[Row]) -> Iterator[str]:
+    """An array of objects, one on each line."""
+    before = "["
+    for row in rows:
+        yield before + json.dumps(row)
+        before = ","
+    yield "]"
+
+
+def as_csv(rows: Iterable[Row]) -> Iterator[str]:
+    """A line of names, then every value in quotes; without the single samples, as llama-bench."""
+    for number, row in enumerate(rows):
+        short = {key: value for key, value in row.items() if not key.startswith("samples")}
+        if not number:
+            yield ",".join(short)
+        line = io.StringIO()
+        csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="").writerow(short.values())
+        yield line.getvalue()
+
+
+def _rate(row: Row) -> str:
+    return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
+
+
+def _test(row: Row) -> str:
+    from ..profiler.bench import Test
+
+    return Test(row["n_prompt"], row["n_gen"], row["n_depth"]).name
+
+
+def _params(row: Row) -> str:
+    count = row["model_n_params"]
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def _size(row: Row) -> str:
+    size = row["model_size"]
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+# Title (with a colon at the end where numbers stand), width, text.
+_COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
+    ("model", 30, lambda row: row["model_type"]),
+    ("size:", 10, _size),
+    ("params:", 10, _params),
+    ("backend", 10, lambda row: row["backends"]),
+    ("threads:", 7, lambda row: str(row["n_threads"])),
+    ("kv", 5, lambda row: row["type_k"]),
+    ("test:", 15, _test),
+    ("t/s:", 16, _rate),
+    ("GB/s:", 6, lambda row: f"{row['gb_s']:.1f}" if row["gb_s"] else ""),
+    ("ceiling:", 7, lambda row: f"{row['share']:.0%}" if row["share"] else ""),
+)
+
+
+def as_table(rows: Iterable[Row], kv: bool) -> Iterator[str]:
+    """A Markdown table; ``kv``: with a column for the type of the cache."""
+    columns = [column for column in _COLUMNS if kv or column[0] != "kv"]
+    widths = [width for _, width, _ in columns]
+    right = [title.endswith(":") for title, _, _ in columns]
+    for number, row in enumerate(rows):
+        if not number:
+            yield _line([title.rstrip(":") for title, _, _ in columns], widths, right)
+            yield _line(["-" * (w - r) + ":" * r for w, r in zip(widths, right)], widths, right)
+        yield _line([text(row) for _, _, text in columns], widths, right)
+
+
+def _line(cells: Iterable[str], widths: Iterable[int], right: Iterable[bool]) -> str:
+    padded = (f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(cells, widths, right))
+    return "| " + " | ".join(padded) + " |"

@@ -1,0 +1,229 @@
+"""Rates of reading a prompt and of generating, as llama.cpp's llama-bench measures them.
+
+A test reads ``prompt`` tokens or generates ``gen`` of them, after ``depth`` tokens that are in the
+cache already and are not timed. Nothing is tokenised. A generated token is one run of the plan that
+`generate` uses, which ends in the choice of the most likely token (llama-bench feeds random tokens
+instead; the choice is a read of the logits).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import RequestError
+from ..generation.request import Sampling
+from ..graph import root
+from ..ops import get
+from ..tensor import Tensor
+from ..weights.shapes import FILE_TYPES
+from .ceilings import cpu_name
+
+if TYPE_CHECKING:
+    from ..generation.engine import Engine
+    from ..llm import LLM
+    from ..plan import Plan
+    from ..weights.gguf import GGUF
+
+_GREEDY = Sampling(temperature=0.0, seed=0)
+_NOBODY = -1  # a token that no prompt has
+
+
+@dataclass(frozen=True)
+class Test:
+    """What is timed: ``prompt`` tokens read, or ``gen`` generated, at ``depth``."""
+
+    __test__ = False  # for pytest, this is none
+
+    prompt: int
+    gen: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        what = f"pp{self.prompt}" if self.prompt else f"tg{self.gen}"
+        return f"{what} @ d{self.depth}" if self.depth else what
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt or self.gen
+
+    @property
+    def context(self) -> int:
+        """Tokens that the cache must hold."""
+        return self.tokens + max(self.depth, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The times of one test. ``nbytes``: what a generated token must read and write, by the costs
+    that ops declare: weights and cache (0 for a prompt, which arithmetic bounds)."""
+
+    test: Test
+    samples_ns: tuple[int, ...]
+    nbytes: float
+    date: str
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens a second, of each repetition."""
+        return [self.test.tokens * 1e9 / ns for ns in self.samples_ns]
+
+    @property
+    def gb_s(self) -> float | None:
+        return self.nbytes * statistics.mean(self.rates) / 1e9 if self.nbytes else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Under llama-bench's names."""
+        return {
+            "n_prompt": self.test.prompt,
+            "n_gen": self.test.gen,
+            "n_depth": self.test.depth,
+            "test_time": self.date,
+            "avg_ns": round(statistics.mean(self.samples_ns)),
+            "stddev_ns": round(_deviation(self.samples_ns)),
+            "avg_ts": statistics.mean(self.rates),
+            "stddev_ts": _deviation(self.rates),
+            "samples_ns": list(self.samples_ns),
+            "samples_ts": self.rates,
+            "gb_s": self.gb_s,
+        }
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Of a sample, as llama-bench has it; 0 for one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def check(llm: LLM, test: Test) -> None:
+    """RequestError if the context cannot hold the test."""
+    have = llm.limits.context
+    if test.context > have:
+        raise RequestError(f"{test.name} needs a context of {test.context} tokens, not {have}")
+
+
+def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
+    """Time a test ``repeat`` times, after a warm-up that is the test itself.
+
+    ``seen`` is told how many runs are over. RequestError as `check`.
+    """
+    check(llm, test)
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    samples, tokens = [], fillers(test.context, llm.decoder.cfg.vocab)
+    for done in range(repeat + 1):
+        seen(done)
+        samples.append(once(llm.engine, test, tokens))
+    seen(repeat + 1)
+    nbytes = 0.0
+    if test.gen:
+        middle = max(test.depth, 1) + (test.gen + 1) // 2  # tokens in the cache halfway
+        nbytes = step_bytes(llm.engine.decode_plan(), middle)
+    return Result(test, tuple(samples[1:]), nbytes, date)
+
+
+def fillers(count: int, vocab: int) -> list[int]:
+    """Tokens without a meaning; a shorter list is the beginning of a longer one."""
+    return [(i * 7919 + 1) % vocab for i in range(count)]
+
+
+def once(engine: Engine, test: Test, tokens: list[int]) -> int:
+    """Nanoseconds of one run of the test, whose tokens `fillers` gave."""
+    return _read(engine, test, tokens) if test.prompt else _generate(engine, test, tokens)
+
+
+def _rewind(engine: Engine, tokens: list[int]) -> None:
+    """Leave ``tokens``, and no others, in the cache; computed only where they are not there."""
+    if engine.reuse([*tokens, _NOBODY]) < len(tokens):
+        next(engine.generate(tokens, _GREEDY, []))
+
+
+def _read(engine: Engine, test: Test, tokens: list[int]) -> int:
+    """Nanoseconds of reading the prompt."""
+    _rewind(engine, tokens[: test.depth])
+    prompt = tokens[: test.depth + test.prompt]
+    start = time.perf_counter_ns()
+    next(engine.generate(prompt, _GREEDY, []))
+    took = time.perf_counter_ns() - start
+    if engine.prefilled != test.prompt:
+        raise RequestError(f"{test.name}: the cache does not keep {test.depth} tokens")
+    return took
+
+
+def _generate(engine: Engine, test: Test, tokens: list[int]) -> int:
+    """Nanoseconds of generating; the token before the first is computed with the cache's last."""
+    before = tokens[: max(test.depth, 1)]
+    _rewind(engine, before)
+    drawn = engine.generate(before, _GREEDY, [])
+    next(drawn)
+    start = time.perf_counter_ns()
+    for _ in range(test.gen):
+        next(drawn)
+    return time.perf_counter_ns() - start
+
+
+# ------------------------------------------------------------------------------------------- bytes
+
+
+def step_bytes(plan: Plan, length: int) -> float:
+    """Bytes of weights and state that a step of one token moves, with ``length`` in the cache.
+
+    By the costs that ops declare, less what they count for intermediates, which stay in caches.
+    """
+    env = {"T": 1, "S": 1, "Q": 2, "N": 1, "kv_sum": length}
+    return sum(_own_bytes(step.node, env) for step in plan.steps)
+
+
+def _own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
+    between = {id(each): each for each in (*node.sources, node) if not root(each).is_leaf}
+    passing = sum(each.meta.at(env).nbytes for each in between.values())
+    return max(0.0, get(node.op).price(node, env).bytes - passing)
+
+
+# --------------------------------------------------------------------------------------- the model
+
+
+def describe(llm: LLM, threads: int) -> dict[str, Any]:
+    """What was run, under llama-bench's names."""
+    file, kind = llm.file, llm.limits.kv_dtype
+    return {
+        "version": __version__,
+        "cpu_info": cpu_name(),
+        "backends": ",".join(llm.placement()),
+        "model_filename": str(file.path),
+        "model_type": model_type(file),
+        "model_size": sum(t.nbytes for t in file.tensors.values()),
+        "model_n_params": parameters(file),
+        "n_batch": llm.limits.tokens,
+        "n_ubatch": llm.limits.tokens,
+        "n_threads": threads,
+        "type_k": kind,
+        "type_v": kind,
+    }
+
+
+def parameters(file: GGUF) -> int:
+    """Elements of all tensors."""
+    return sum(t.nbytes // t.dtype.nbytes * t.dtype.block for t in file.tensors.values())
+
+
+def model_type(file: GGUF) -> str:
+    """Family, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
+    count = parameters(file)
+    size = f"{count / 1e9:.1f}B" if count >= 999.5e6 else f"{count / 1e6:.0f}M"
+    return f"{file.architecture} {size} {_format(file)}"
+
+
+def _format(file: GGUF) -> str:
+    """What the file says of its formats, else the one of most bytes."""
+    said = file.metadata.get("general.file_type")
+    if isinstance(said, int) and said in FILE_TYPES:
+        return FILE_TYPES[said]
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes
+    return max(sizes, key=lambda name: sizes[name]).upper()

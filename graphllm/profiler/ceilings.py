@@ -1,0 +1,171 @@
+"""What memory gives at best on this machine: measured, and kept in the cache directory.
+
+A backend that can measure it has `Backend.measure`. The ceiling is the best of what was run, over
+1 to n threads; a decode is held against it, since it reads every weight once a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from ..backends import find
+from ..debug import debug
+from ..errors import RequestError
+from ..paths import cache_dir
+
+FRESH = timedelta(days=1)
+LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
+
+Show = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One measurement. ``rates``: what was run -> count of threads -> bytes a second."""
+
+    backend: str
+    machine: str
+    date: str  # ISO 8601, UTC
+    nbytes: int  # gone over in each run
+    rates: Mapping[str, Mapping[int, float]]
+
+    def best(self, threads: int = 0) -> float:
+        """Bytes a second, with at most ``threads`` threads (0: any count); 0.0 if none fits."""
+        return max(
+            (
+                rate
+                for by_count in self.rates.values()
+                for count, rate in by_count.items()
+                if not threads or count <= threads
+            ),
+            default=0.0,
+        )
+
+    def fresh(self, now: datetime | None = None) -> bool:
+        """Whether it was taken on this machine within a day."""
+        age = (now or _now()) - datetime.fromisoformat(self.date)
+        return self.machine == machine() and timedelta() <= age < FRESH
+
+    def lines(self) -> list[str]:
+        """As `doctor` shows it."""
+        kept = "" if self.machine == machine() else f" on {self.machine}"
+        first = f"memory gives {self.best() / 1e9:.1f} GB/s, measured {self.date}{kept}"
+        rows = []
+        for kind, by_count in self.rates.items():
+            counts = ", ".join(f"{n}: {rate / 1e9:.1f}" for n, rate in sorted(by_count.items()))
+            rows.append(f"  {kind}, GB/s by threads: {counts}")
+        return [first, *rows]
+
+
+def machine() -> str:
+    """Processor, count of its threads, host: where a measurement holds."""
+    return f"{cpu_name()}, {os.cpu_count()} processors, {platform.node()}"
+
+
+def cpu_name() -> str:
+    """The processor's name, as the system gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def kept(backend: str) -> Ceiling | None:
+    """The last measurement, from this machine or another; None where there is no sound one."""
+    try:
+        return _read(json.loads(_file().read_text("utf-8"))[backend])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def current(backend: str, show: Show) -> Ceiling | None:
+    """The kept measurement if it is fresh, else a new one; None where the backend has none."""
+    found = kept(backend)
+    if found is not None and found.fresh():
+        return found
+    return measure(backend, show) if find(backend).measure is not None else None
+
+
+def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
+    """Measure now, and keep the result. ``nbytes``: to go over; 0: as `room` says.
+
+    RequestError for a backend that cannot.
+    """
+    run = find(backend).measure
+    if run is None:
+        raise RequestError(f"the backend {backend} does not measure its memory")
+    size = nbytes or room()
+    found = Ceiling(backend, machine(), _now().isoformat(timespec="seconds"), size, run(size, show))
+    _keep(found)
+    return found
+
+
+def room() -> int:
+    """Bytes of memory to go over: `LARGE`, or down to `LEAST` where half of what is free is less.
+
+    RequestError where that is not free.
+    """
+    free = _free()
+    if free < LEAST * 5 // 4:
+        raise RequestError(f"measuring memory needs 1.3 GB; {free / 1e9:.1f} GB are free")
+    return max(LEAST, min(LARGE, free // 2))
+
+
+def _free() -> int:
+    """Bytes that can be allocated, by the system and by the control group."""
+    free = LARGE * 2
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(n for n in lines if n.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        group = Path("/sys/fs/cgroup")
+        lines = (group / "memory.stat").read_text().splitlines()  # page cache would give way
+        used = int(next(n for n in lines if n.startswith("anon ")).split()[1])
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return free
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _file() -> Path:
+    return cache_dir() / "ceilings.json"
+
+
+def _read(entry: Mapping[str, Any]) -> Ceiling:
+    """What `_keep` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
+    rates = {
+        str(kind): {int(n): float(rate) for n, rate in by_count.items()}
+        for kind, by_count in entry["rates"].items()
+    }
+    backend, where, date = (str(entry[name]) for name in ("backend", "machine", "date"))
+    if datetime.fromisoformat(date).tzinfo is None:
+        raise ValueError(date)
+    return Ceiling(backend, where, date, int(entry["nbytes"]), rates)
+
+
+def _keep(ceiling: Ceiling) -> None:
+    """Write it beside those of other backends; without a word where that cannot be done."""
+    path, entries = _file(), {}
+    with contextlib.suppress(OSError, ValueError):
+        entries = json.loads(path.read_text("utf-8"))
+    if not isinstance(entries, dict):
+        entries = {}
+    entries[ceiling.backend] = asdict(ceiling)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(entries, indent=1), "utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        debug(1, f"{path}: the ceiling is not kept: {error.strerror}")

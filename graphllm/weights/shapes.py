@@ -1,0 +1,186 @@
+"""The shapes of well-known models, as GGUF files state them: keys, and tensors with their formats.
+
+Sources: the `config.json` of each model; gguf-py for the names; llama.cpp's quantiser for the
+formats of the mix q4_k_m, and for what stands in where rows are not whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..dtype import DTYPES, DType
+from ..errors import RequestError
+from ..quant import FORMATS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes. ``head_dim`` 0: dim / heads. ``bias``: of q, k and v."""
+
+    arch: str
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab: int
+    head_dim: int = 0
+    tied: bool = False
+    bias: bool = False
+    context: int = 32768
+    rope_base: float = 10_000.0
+    window: int = 0
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+
+def _qwen2(
+    layers: int, dim: int, heads: int, kv: int, hidden: int, vocab: int, tied: bool
+) -> Shape:
+    return Shape(
+        "qwen2", layers, dim, heads, kv, hidden, vocab, tied=tied, bias=True, rope_base=1e6
+    )
+
+
+def _llama3(layers: int, dim: int, heads: int, hidden: int, tied: bool) -> Shape:
+    return Shape(
+        "llama", layers, dim, heads, 8, hidden, 128_256, tied=tied, context=131_072, rope_base=5e5
+    )
+
+
+def _gemma3(layers: int, dim: int, heads: int, kv: int, hidden: int, window: int) -> Shape:
+    return Shape(
+        "gemma3", layers, dim, heads, kv, hidden, 262_144, 256, tied=True, rope_base=1e6,
+        window=window,
+    )  # fmt: skip
+
+
+SHAPES = {
+    "llama-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32_000, context=4096),
+    "llama-13b": Shape("llama", 40, 5120, 40, 40, 13824, 32_000, context=4096),
+    "llama-1b": _llama3(16, 2048, 32, 8192, tied=True),
+    "llama-3b": _llama3(28, 3072, 24, 8192, tied=True),
+    "llama-8b": _llama3(32, 4096, 32, 14336, tied=False),
+    "tinyllama-1.1b": Shape("llama", 22, 2048, 32, 4, 5632, 32_000, context=2048),
+    "mistral-7b": Shape("llama", 32, 4096, 32, 8, 14336, 32_000),
+    "qwen2-0.5b": _qwen2(24, 896, 14, 2, 4864, 151_936, tied=True),
+    "qwen2-1.5b": _qwen2(28, 1536, 12, 2, 8960, 151_936, tied=True),
+    "qwen2-7b": _qwen2(28, 3584, 28, 4, 18944, 152_064, tied=False),
+    "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, 512),
+    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
+    "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240, 1024),
+}
+MIX = "q4_k_m"  # of q4_k and q6_k, as llama.cpp's quantiser mixes them
+TYPES = (MIX, *FORMATS, "f16", "bf16", "f32")
+# `general.file_type`: what a file is called by most of its matrices (llama.cpp, `llama_ftype`).
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
+    11: "Q3_K - Small", 12: "Q3_K - Medium", 13: "Q3_K - Large", 14: "Q4_K - Small",
+    15: "Q4_K - Medium", 16: "Q5_K - Small", 17: "Q5_K - Medium", 18: "Q6_K", 25: "IQ4_NL",
+    30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
+}  # fmt: skip
+_MIX_NAME = "Q4_K - Medium"
+_STAND_INS = {
+    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1",
+    "q6_k": "q8_0",
+}  # fmt: skip
+Stored = tuple[str, tuple[int, ...], DType]  # name in the file, shape, format
+
+
+def shape_named(name: str) -> Shape:
+    """One of `SHAPES`. RequestError lists them."""
+    if name not in SHAPES:
+        raise RequestError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def metadata(shape: Shape, name: str, kind: str) -> dict[str, Any]:
+    """The keys of a GGUF file of this shape, but for its vocabulary: int, float and str values."""
+    wanted = _MIX_NAME if kind == MIX else kind.upper()
+    own: dict[str, Any] = {
+        "context_length": shape.context,
+        "embedding_length": shape.dim,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.hidden,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_width,
+        "attention.value_length": shape.head_width,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": shape.rope_base,
+    }
+    if shape.window:
+        own["attention.sliding_window"] = shape.window
+    general: dict[str, Any] = {"general.architecture": shape.arch, "general.name": name}
+    numbers = {label: number for number, label in FILE_TYPES.items()}
+    if wanted in numbers:
+        general["general.file_type"] = numbers[wanted]
+    return general | {f"{shape.arch}.{key}": value for key, value in own.items()}
+
+
+def tensors(shape: Shape, kind: str) -> Iterator[Stored]:
+    """The tensors of a file whose matrices are of type ``kind``: a format's name, or `MIX`.
+
+    RequestError lists the types.
+    """
+    if kind not in TYPES:
+        raise RequestError(f"unknown type {kind!r}; known: {', '.join(TYPES)}")
+    yield _matrix("token_embd", shape.vocab, shape.dim, _rich(kind))
+    yield _vector("output_norm.weight", shape.dim)
+    if not shape.tied:
+        yield _matrix("output", shape.vocab, shape.dim, _rich(kind))
+    for i in range(shape.layers):
+        for name, *rest in _layer(shape, _more(kind, i, shape.layers), kind):
+            yield f"blk.{i}.{name}", *rest  # type: ignore[misc]
+
+
+def _layer(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
+    """The tensors of one layer; ``rich``: the format of its value and down projections."""
+    dim, hidden = shape.dim, shape.hidden
+    q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    for name in ("attn_norm", "ffn_norm"):
+        yield _vector(f"{name}.weight", dim)
+    if shape.arch == "gemma3":
+        yield _vector("post_attention_norm.weight", dim)
+        yield _vector("post_ffw_norm.weight", dim)
+        yield _vector("attn_q_norm.weight", shape.head_width)
+        yield _vector("attn_k_norm.weight", shape.head_width)
+    yield _matrix("attn_q", q, dim, kind)
+    yield _matrix("attn_k", kv, dim, kind)
+    yield _matrix("attn_v", kv, dim, rich)
+    if shape.bias:
+        for name, width in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+            yield _vector(f"{name}.bias", width)
+    yield _matrix("attn_output", dim, q, kind)
+    yield _matrix("ffn_gate", hidden, dim, kind)
+    yield _matrix("ffn_up", hidden, dim, kind)
+    yield _matrix("ffn_down", dim, hidden, rich)
+
+
+def _rich(kind: str) -> str:
+    """The format of what a mix gives more bits."""
+    return "q6_k" if kind == MIX else kind
+
+
+def _more(kind: str, layer: int, layers: int) -> str:
+    """As `_rich`, in the layers that the mix gives more bits."""
+    eighth = layers // 8
+    more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+    return _rich(kind) if more else kind
+
+
+def _matrix(name: str, rows: int, columns: int, kind: str) -> Stored:
+    form = DTYPES["q4_k" if kind == MIX else kind]
+    if columns % form.block:
+        form = DTYPES[_STAND_INS.get(form.name, "f16")]
+    if columns % form.block:
+        form = DTYPES["f16"]
+    return f"{name}.weight", (rows, columns), form
+
+
+def _vector(name: str, width: int) -> Stored:
+    return name, (width,), DTYPES["f32"]

@@ -1,0 +1,183 @@
+"""Every block format on the CPU, on random and on extreme blocks, against the `gguf` package.
+
+The oracle is its dequantisation, times activations in float64.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import tiny_models as tiny
+from test_cpu_linear import BLOCKS, SCALES
+
+import graphllm
+from graphllm import ops, quant
+from graphllm.backends import Options
+from graphllm.dtype import DType, dtype
+from graphllm.errors import ModelFileError
+from graphllm.executor import Executor
+from graphllm.quant import Blocks
+from graphllm.tensor import Tensor, Var, feed, weight
+from graphllm.weights import Arrays
+from graphllm.weights.gguf import GGUF
+
+ROWS, MOST = 21, 5  # of the weight, not a multiple of 16; tokens
+T = Var("T", 0, MOST)
+# Stored scales: float16 bits and a byte of exponent. The largest of mxfp4 are those whose values
+# float32 can hold. The last number is what activations are scaled with, for results that float32
+# can hold, normal ones where that is possible.
+EXTREMES = {
+    "zero": ((0x0000, 0x8000), (0, 0), 1.0),
+    "largest": ((0x7BFF, 0xFBFF), (251, 252), 2.0**-20),
+    "denormal": ((0x0001, 0x83FF), (0, 1), 2.0**60),
+    "all": ((0x0000, 0x7BFF, 0x0001, 0x8400, 0x3C00), (0, 1, 64, 127, 200), 2.0**-10),
+}
+KINDS = ("random", *EXTREMES)
+
+
+def stored_scales(kind: str, size: int, shape: tuple[int, ...], rng: np.random.Generator):
+    """Random scales of ``size`` bytes, uint8 [..., size]."""
+    if kind == "random":
+        halves = (rng.standard_normal(shape) / 64).astype(np.float16).view(np.uint16)
+        found = halves if size == 2 else rng.integers(100, 140, shape)
+    else:
+        found = rng.choice(EXTREMES[kind][size == 1], shape)
+    return found.astype("<u2" if size == 2 else np.uint8)[..., None].view(np.uint8)
+
+
+def make_blocks(form: DType, kind: str, blocks: int) -> np.ndarray:
+    """uint8 [ROWS, row_bytes]: two rows of equal bits, random ones, and scales as asked for."""
+    rng = np.random.default_rng([blocks, KINDS.index(kind)])
+    raw = rng.integers(0, 256, (ROWS, blocks, form.nbytes), dtype=np.uint8)
+    raw[0], raw[1] = 0, 255
+    first, end = SCALES[form.name]
+    size = min(2, end - first)
+    for at in range(first, end, size):
+        raw[..., at : at + size] = stored_scales(kind, size, raw.shape[:2], rng)
+    return raw.reshape(ROWS, -1)
+
+
+def dequantised(form: DType, raw: np.ndarray) -> np.ndarray:
+    kind = gguf.GGMLQuantizationType[form.name.upper()]
+    values = gguf.quants.dequantize(raw, kind).astype(np.float64)
+    assert np.isfinite(values).all()
+    return values
+
+
+def run(made: Tensor, weights: dict[str, Blocks], feeds: dict[str, np.ndarray], linear: str):
+    """The value of ``made`` with all steps on the CPU backend, for `MOST` tokens and for one."""
+    executor = Executor(Arrays(weights), ("cpu",), Options(linear), poison=True)
+    plan = executor.compile({"y": made})
+    assert {step.backend.name for step in plan.steps} == {"cpu"}
+    results = []
+    for tokens in (MOST, 1):
+        executor.bind(plan)
+        some = {name: values[:tokens] for name, values in feeds.items()}
+        results.append(executor.run(plan, some, {"T": tokens})["y"].copy())
+    assert np.array_equal(results[1], results[0][:1], equal_nan=True)
+    return results[0]
+
+
+def activations(k: int, size: float) -> np.ndarray:
+    """[MOST, k]: random rows, one of largest sums, one of zeros, one where a value stands out."""
+    x = np.random.default_rng(k).standard_normal((MOST, k))
+    x[1], x[2], x[3, k // 2] = np.where(x[1] < 0, -1, 1), 0, 5
+    return (x * size).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_linear(name, kind):
+    """Float, integer, and integer with activations that are given; of one block and of several."""
+    form, tol = dtype(name), ops.get("linear").tol
+    act = dtype("a8_32" if form.block == 32 else "a8_256")
+    for blocks in (1, 3):
+        k, raw = blocks * form.block, make_blocks(form, kind, blocks)
+        size = 1.0 if kind == "random" else EXTREMES[kind][2]
+        x, w = activations(k, size), dequantised(form, raw)
+        exact = quant.dequantise_act(quant.quantise_act(x, act), act, k)
+        xs, ws = feed("x", (T, k), "f32"), weight("w", (ROWS, k), form)
+        given = ops.quantise_act(xs, dtype=act.name)
+        for node, linear, values, allowed in (
+            (ops.linear(xs, ws), "float", x, tol["f32"]),
+            (ops.linear(xs, ws), "integer", x, tol[name]),
+            (ops.linear(given, ws), "integer", exact, tol[act.name]),
+        ):
+            got = run(node, {"w": Blocks(raw, form, k)}, {"x": x}, linear)
+            a = values.astype(np.float64)
+            want = a @ w.T
+            # Samples have a result's size near one: here that is this size.
+            ones = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(w, axis=1) / np.sqrt(k)
+            limit = allowed * np.maximum(ones, np.abs(want)) + np.finfo(np.float32).tiny
+            assert np.isfinite(got).all()
+            np.testing.assert_array_less(np.abs(got - want), limit, f"{blocks} blocks, {linear}")
+            assert kind == "zero" or (np.abs(want) > 10 * limit).any()  # or nothing was compared
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_embedding(name, kind):
+    """Bit for bit."""
+    form = dtype(name)
+    raw = make_blocks(form, kind, 3)
+    k = 3 * form.block
+    ids = np.array([ROWS - 1, 0, 1, 7, 7], np.int32)
+    node = ops.embedding(feed("ids", (T,), "i32"), weight("w", (ROWS, k), form))
+    got = run(node, {"w": Blocks(raw, form, k)}, {"ids": ids}, "auto")
+    assert np.array_equal(got, dequantised(form, raw)[ids].astype(np.float32))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_endless_scales_stop_the_load(name):
+    """Each of a block's scales, infinite or NaN, with either sign; with the tensor's name."""
+    form, (first, end) = dtype(name), SCALES[name]
+    k, size = 3 * form.block, min(2, end - first)
+    x = feed("x", (T, k), "f32")
+    node = ops.linear(x, weight("mlp.up.weight", (ROWS, k), form))
+    for bits in (0x7C00, 0xFC00, 0x7C01, 0xFFFF) if size == 2 else (0xFF,):
+        for at in range(first, end, size):
+            raw = make_blocks(form, "random", 3)
+            place = 2 * form.nbytes + at
+            raw[18, place : place + size] = np.array([bits], "<u2").view(np.uint8)[:size]
+            for linear in ("float", "integer"):
+                weights = Arrays({"mlp.up.weight": Blocks(raw, form, k)})
+                executor = Executor(weights, ("cpu",), Options(linear))
+                says = f"^tensor 'mlp.up.weight': row 18 has an infinite or NaN {name} scale$"
+                with pytest.raises(ModelFileError, match=says):
+                    executor.bind(executor.compile({"y": node}))
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """The tiny models with rows of 256, which are whole blocks."""
+    sizes = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256, "LAYERS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(tiny, name, value)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_model_file(name, wide, tmp_path):
+    """With all matrices in the format: the numbers of the reference, without its help."""
+    path = tiny.write_llama(tmp_path / "x.gguf", tiny.llama_weights(), kind=name)
+    ids = [1, 5, 77, 300, 2]
+    want = graphllm.load(path, device="reference", kv_type="f32").logits(ids)
+    got = graphllm.load(path, linear="float", kv_type="f32", strict=True).logits(ids)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    rough = graphllm.load(path, strict=True).logits(ids)
+    assert np.corrcoef(rough.ravel(), want.ravel())[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
+def test_an_endless_scale_in_a_file_stops_the_load(name, wide, tmp_path):
+    path = tiny.write_llama(tmp_path / "x.gguf", tiny.llama_weights(), kind=name)
+    with GGUF(path) as file:
+        info = file.info("blk.1.ffn_up.weight")
+    with open(path, "r+b") as raw:
+        raw.seek(info.offset + 7 * info.dtype.row_nbytes(256))
+        raw.write(b"\xff\xff")
+    says = (
+        f"^tensor 'model.layers.1.mlp.up_proj.weight': row 7 has an infinite or NaN {name} scale$"
+    )
+    with pytest.raises(ModelFileError, match=says):
+        graphllm.load(path)

@@ -1,0 +1,128 @@
+"""Threads as a user meets them: several models at once, and a chat that nobody talks to."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models as tiny
+
+import graphllm
+from graphllm.backends.cpu.team import TEAM
+
+ROUNDS = 4
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two models of the same shape with other weights."""
+    folder = tmp_path_factory.mktemp("two")
+    return [tiny.write_llama(folder / f"{s}.gguf", tiny.llama_weights(s)) for s in (0, 1)]
+
+
+def _tokens(llm, prompt: str, tokens: int) -> list[int]:
+    return llm.generate(prompt, max_tokens=tokens, temperature=0.8, seed=5, ignore_eos=True).ids
+
+
+def _together(works: list[Callable[[], list[int]]]) -> list[list[list[int]]]:
+    """What each gives, several times over, while the others are at it."""
+    found: list[list[list[int]]] = [[] for _ in works]
+    begin = threading.Barrier(len(works))
+
+    def repeat(work: Callable[[], list[int]], into: list[list[int]]) -> None:
+        begin.wait(60)
+        for _ in range(ROUNDS):
+            into.append(work())
+
+    callers = [
+        threading.Thread(target=repeat, args=each, daemon=True) for each in zip(works, found)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(300)
+    return found
+
+
+@pytest.mark.parametrize("threads", [(2, 2), (1, 2)])
+def test_two_models_at_once_give_what_they_give_alone(files, threads):
+    models = [graphllm.load(f, device="cpu", threads=n) for f, n in zip(files, threads)]
+    works = [lambda llm=llm: _tokens(llm, "hello", 60) for llm in models]
+    alone = [work() for work in works]
+    assert alone[0] != alone[1]
+    assert _together(works) == [[ids] * ROUNDS for ids in alone]
+
+
+@pytest.mark.realmodel
+def test_the_demo_and_another_model_at_once(files):
+    """A prompt that takes the team for long, beside many short steps."""
+    demo = graphllm.load("demo", device="cpu", context=512)
+    other = graphllm.load(files[0], device="cpu")
+    text = "The quick brown fox jumps over the lazy dog. " * 20
+
+    def from_the_start() -> list[int]:
+        demo.engine.forget()
+        return _tokens(demo, text, 8)
+
+    works = [from_the_start, lambda: _tokens(other, "hello", 100)]
+    alone = [work() for work in works]
+    assert _together(works) == [[ids] * ROUNDS for ids in alone]
+
+
+def test_many_models_share_one_team(files):
+    """As many threads as the widest of them wants, however many models there are."""
+    most = os.cpu_count() or 1
+    for threads in (1, 2, 0, 1):
+        _tokens(graphllm.load(files[0], device="cpu", threads=threads), "hello", 3)
+    names = [t.name for t in threading.enumerate() if t.name.startswith("graphllm-cpu")]
+    assert len(names) == len(set(names)) == TEAM.size <= most
+
+
+def _cpu_seconds(process: int) -> float:
+    """Processor time that a process has used so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_idle_chat_uses_no_processor(files):
+    """Less than 1 % of a core, at a terminal, after an answer."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    words = ["chat", str(files[0]), "--chat-template", "zephyr", "-n", "20", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphllm", *words],
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([ours], [], [], 120)[0], f"no {text!r} in {shown!r}"
+            shown += os.read(ours, 1000)
+        shown = shown.partition(text)[2]
+
+    try:
+        read_until(b"> ")
+        os.write(ours, b"Tell me a story\n")
+        read_until(b"\n")  # the terminal's echo
+        read_until(b"\n> ")
+        assert _cpu_seconds(process.pid) > 0
+        time.sleep(0.5)
+        before, since = _cpu_seconds(process.pid), time.monotonic()
+        time.sleep(4)
+        used = _cpu_seconds(process.pid) - before
+        assert used <= 0.01 * (time.monotonic() - since)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
