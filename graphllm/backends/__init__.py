@@ -165,6 +165,9 @@ class Device(Protocol):
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A copy of the operand, whose shape has no Var, as a NumPy array."""
 
+    def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
+        """`copy_out` of one operand, to be called again and again: after every token, say."""
+
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> Any:

@@ -132,6 +132,10 @@ class HostDevice:
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
         return np.array(view.raw if isinstance(view, Blocks) else view, order="C")
 
+    def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
+        """See `graphllm.backends.Device`."""
+        return lambda: self.copy_out(operand)
+
     def prepare(
         self,
         pack: Callable[[np.ndarray, Meta], np.ndarray] | None,

@@ -177,7 +177,7 @@ class Engine:
         plan = self.decode_plan(drawn)
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-        turn = self._turn
+        turn, again = self._turn, None
         while True:
             yield token
             if self._turn != turn:
@@ -188,10 +188,14 @@ class Engine:
             for name, table in self._tables.items():
                 if table.grow(min(length + 1, self.limits.context)):
                     feeds[f"table.{name}"] = table.table[None]
-            out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)
-            feeds = {}
+            if again is None or feeds or profile is not None:
+                out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)
+                drawn_id = out[drawn][0]
+                again, feeds = self.executor.repeat(plan, env, drawn), {}
+            else:
+                drawn_id = again()[0]
             self._cached.append(token)
-            token = int(out[drawn][0])
+            token = int(drawn_id)
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""

@@ -211,6 +211,14 @@ _BATCHES = (
 )
 # Longer than any one piece that a kernel may split the keys or the queries into.
 _LONG = Packed((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44)
+_FEW = Packed((1, 2, 1), (700, 513, 90), block=16, slots=1760, width=44)  # a piece is an item
+
+
+_FAR: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
+    ({}, ()),
+    ({"window": 300}, ("sinks",)),
+    ({"window": 13}, ("slopes",)),
+)
 
 
 def _slopes(rng, shape):
@@ -271,6 +279,7 @@ def _featured(batch, feature, kind):
         *grid(_shaped, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
         *grid(_featured, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
         *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16, Q8_0)),
+        *grid(_featured, batch=[_FEW], feature=_FAR, kind=(F32, F16, Q8_0)),
         *grid(_shaped, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
         *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),

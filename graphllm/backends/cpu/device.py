@@ -193,6 +193,10 @@ class CpuDevice:
     def copy_out(self, operand: Operand) -> np.ndarray:
         return _array(operand).copy()
 
+    def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
+        """See `graphllm.backends.Device`."""
+        return _array(operand).copy
+
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> np.ndarray:

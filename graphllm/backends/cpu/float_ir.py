@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .blocks import Format
 from .formats import BY_CODE
-from .integer_ir import AHEAD, token_rows
+from .integer_ir import token_rows
 from .simd import F32S, VECTOR, Emit, Value
 
 FLOAT_CHUNK = 128  # columns between two visits to c: two groups' panels fit the first-level cache
@@ -27,10 +27,10 @@ def _steps(e: Emit, f: Format, blocks: Value, body: Callable[[Value, int], None]
 
 
 def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
-    """Ask for what lies ahead of block ``i`` of ``nbytes``, where a cache line begins with it."""
+    """`prefetch_stream` from block ``i`` of ``nbytes``, where a cache line begins with it."""
     if i * nbytes % VECTOR == 0:
         for line in range(0, nbytes, VECTOR):
-            e.prefetch(at, AHEAD + i * nbytes + line)
+            e.prefetch_stream(at, i * nbytes + line)
 
 
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:

@@ -14,7 +14,6 @@ from .formats import BY_CODE
 from .simd import F32, F32S, I16S, I32, I32S, VECTOR, Emit, Value
 
 CHUNK = 256  # columns between two visits to c
-AHEAD = 2048  # bytes to prefetch ahead: more takes places in the cache from what is needed sooner
 _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
 _K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, lifts and offsets, factors follow
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
@@ -34,9 +33,9 @@ def token_rows(e: Emit, tokens: int, left: Value, stride: Value) -> list[Value]:
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
     f = BY_CODE[code]
     if isinstance(f, BlockK):
-        with e.streaming(AHEAD):
+        with e.streaming():
             return _unpack_k(e, f, w, panel)
-    with e.loop(blocks) as loop, e.streaming(AHEAD):
+    with e.loop(blocks) as loop, e.streaming():
         source = e.at(w, e.times(loop.index, f.nbytes))
         target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
         for j, word in enumerate([*f.words(e, source), *f.factors(e, source)]):
@@ -126,7 +125,7 @@ def _add_32(
 
 
 def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
-    with e.streaming(AHEAD):
+    with e.streaming():
         words, factors = f.words(e, block), f.factors(e, block)
     dot = f.dot(e, words, [e.all_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
     return _add_32(e, f, acc, dot, factors, d, s)
@@ -194,7 +193,7 @@ def _fused_k(
     """acc + a super-block's share."""
     _sums_k(e, f, s, room)
     total = None
-    with e.streaming(AHEAD):
+    with e.streaming():
         scales, lifts, offsets, factors = _rest_k(e, f, block)
         for k, words in f.parts(e, block):
             pairs = [(word, e.all_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
@@ -266,4 +265,4 @@ def _add_k(
     e.store(e.add(e.load(c, F32S), e.mul(share, e.all_f32(d))), c)
 
 
-__all__ = ["AHEAD", "CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]
+__all__ = ["CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]

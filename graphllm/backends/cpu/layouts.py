@@ -155,7 +155,8 @@ def allocate(nbytes: int) -> np.ndarray:
         room = np.zeros(nbytes + VECTOR, np.uint8)
         skip = -int(room.ctypes.data) % VECTOR
         return room[skip : skip + nbytes]
-    area = mmap.mmap(-1, nbytes + _HUGE)
+    # Private: memory that may be shared is not given huge pages.
+    area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)

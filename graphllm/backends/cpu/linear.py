@@ -35,7 +35,7 @@ from .simd import VECTOR
 GROUP = 16  # rows
 TOKENS = 128  # whose results are kept in the first-level cache at a time; whole tiles
 # A thread takes so many bytes of weights at a time, or fewer, so that each comes back a few times.
-_TICKET_BYTES, _TICKETS = 64 << 10, 8
+_TICKET_BYTES, _TICKETS = 128 << 10, 8
 
 
 def _shape(floating: bool) -> tuple[int, int]:

@@ -25,8 +25,8 @@ from . import walk
 from .isa import MAX_THREADS
 from .jit import ABORT, STATUS, Kernel
 
-_MEET_NS = 20_000
-_REST_NS = 500_000  # longer than Python needs between two tokens
+_MEET_NS = 400_000  # longer than one thread's small steps with cold caches
+_REST_NS = 2_000_000  # longer than Python needs between two tokens
 _SLICE_NS = 50_000_000  # how long a wait may keep Python from seeing a signal
 
 # What kernels report through `set_status`.

@@ -15,6 +15,7 @@ Value = Any  # an llvmlite value
 
 LANES = 16
 VECTOR = 64  # bytes of a vector
+NEAR, FAR = 1024, 4096  # bytes to prefetch ahead, to the first level of cache and to the second
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -38,7 +39,7 @@ class Vectors:
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
         self.b = builder
         self.isa = features or isa()
-        self._ahead = 0  # see `streaming`
+        self._streaming = False
         self._asked: set[tuple[int, int]] = set()
 
     # -- addresses and loops
@@ -84,20 +85,20 @@ class Vectors:
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
         place = id(address), offset
-        if self._ahead and isinstance(kind, ir.VectorType) and place not in self._asked:
+        if self._streaming and isinstance(kind, ir.VectorType) and place not in self._asked:
             self._asked.add(place)
-            self.prefetch(address, offset + self._ahead)
+            self.prefetch_stream(address, offset)
         return loaded
 
     @contextmanager
-    def streaming(self, ahead: int) -> Iterator[None]:
-        """Meanwhile, each vector loaded asks for the cache line ``ahead`` bytes further on, once.
+    def streaming(self) -> Iterator[None]:
+        """Meanwhile, each vector loaded is also prefetched from, once: see `prefetch_stream`.
 
         One request between a few instructions is served better than many in a row.
         """
-        self._ahead = ahead
+        self._streaming = True
         yield
-        self._ahead = 0
+        self._streaming = False
         self._asked.clear()
 
     def room(self, nbytes: int) -> Value:
@@ -140,11 +141,20 @@ class Vectors:
         exponent = self.b.select(self.b.icmp_unsigned(">", exponent, least), exponent, least)
         return self.mul(self.b.bitcast(exponent, F32S), self.f32(0.5))
 
-    def prefetch(self, address: Value, offset: int = 0) -> None:
-        """Ask for the cache line there; any address will do."""
+    def prefetch(self, address: Value, offset: int = 0, level: int = 1) -> None:
+        """Ask for the cache line there, in a cache of this level; any address will do."""
         pointer = self._pointer(address, I8, offset)
-        hints = [ir.Constant(I32, v) for v in (0, 3, 1)]  # read, keep, data
+        hints = [ir.Constant(I32, v) for v in (0, 4 - level, 1)]  # read, how near, data
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
+    def prefetch_stream(self, address: Value, offset: int = 0) -> None:
+        """Ask for what will be read after the line there, of memory that is read once, in order.
+
+        What is far comes to the second level, where many lines can be on their way; to the first
+        there are a dozen, which should not be taken for as long as memory needs.
+        """
+        self.prefetch(address, offset + FAR, level=2)
+        self.prefetch(address, offset + NEAR)
 
     # -- numbers in all lanes
     def i32(self, value: int) -> Value:
