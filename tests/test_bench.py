@@ -92,13 +92,22 @@ class Log:
 
     def __init__(self, engine) -> None:
         self.engine, self.steps = engine, []
-        self.run = engine.executor.run
-        engine.executor.run = self._run
+        self.run, self.repeat = engine.executor.run, engine.executor.repeat
+        engine.executor.run, engine.executor.repeat = self._run, self._repeat
 
     def _run(self, plan, feeds=None, env=None, *rest):
         tokens = len(feeds["ids"]) if feeds and "ids" in feeds else 1
         self.steps.append((tokens, (env or {}).get("kv_sum")))
         return self.run(plan, feeds, env, *rest)
+
+    def _repeat(self, plan, env, name):
+        again = self.repeat(plan, env, name)
+
+        def counted():
+            self.steps.append((1, self.steps[-1][1] + 1))
+            return again()
+
+        return counted
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -47,14 +47,34 @@ def kernels(request, tmp_path_factory):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
-    """Lines that Python prints when it compiles for ``target``."""
+def start(target: str, kernels: Path, *command: str | Path) -> subprocess.Popen[str]:
+    """Python, compiling for ``target``."""
     env = {**os.environ, CPU_NAME: target, CPU_FEATURES: "", "GRAPHLLM_CACHE": str(kernels)}
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=600
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, stdout=pipe, stderr=pipe, text=True
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    """The lines that it prints."""
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return out.splitlines()
+
+
+def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
+    return finish(start(target, kernels, *command))
+
+
+@pytest.fixture(scope="session")
+def targets(kernels):
+    """All targets at once, since compiling for them takes minutes."""
+    able = [name for name, (feature, _) in TARGETS.items() if getattr(isa(), feature)]
+    running = {name: start(name, kernels, Path(__file__)) for name in able}
+    yield running
+    for process in running.values():
+        process.kill()
 
 
 def need(feature: str) -> None:
@@ -63,10 +83,10 @@ def need(feature: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_op_and_the_same_bits(target, kernels):
+def test_every_op_and_the_same_bits(target, targets):
     feature, description = TARGETS[target]
     need(feature)
-    said, *lines = run(target, kernels, Path(__file__))
+    said, *lines = finish(targets[target])
     assert said == description
     assert lines[: len(BLOCKS)] == digests(BLOCKS)
     wrong = lines[len(BLOCKS) :]

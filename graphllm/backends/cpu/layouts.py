@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from .jit import Kernel, args, i64s, kernel
 from .simd import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
+_SLAB = 64 << 20  # bytes that are mapped at a time for weights
 _PACKERS = 8  # threads at most: memory, not arithmetic, is what packing waits for
 
 # One block of one row: (offset in GGUF's block, offset in R16's block, bytes, bytes from one row to
@@ -149,19 +151,47 @@ def _packer(name: str) -> Kernel:
     return packer
 
 
-def allocate(nbytes: int) -> np.ndarray:
-    """Zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages where the system has them."""
-    if nbytes < _HUGE:
-        room = np.zeros(nbytes + VECTOR, np.uint8)
-        skip = -int(room.ctypes.data) % VECTOR
-        return room[skip : skip + nbytes]
+class _Slabs:
+    """Zeroed memory for weights in huge pages, cut off larger pieces one after the other.
+
+    With a mapping of its own each buffer would end in a huge page that it hardly uses: 200 MB for a
+    model of 200 matrices. A piece goes back to the system when all buffers cut off it are gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = np.zeros(0, np.uint8)
+
+    def cut(self, nbytes: int) -> np.ndarray:
+        if nbytes > _SLAB // 2:
+            return _map(nbytes)[:nbytes]
+        with self._lock:
+            if self._rest.nbytes < nbytes:
+                self._rest = _map(_SLAB)
+            found, self._rest = self._rest[:nbytes], self._rest[-(-nbytes // VECTOR) * VECTOR :]
+        return found
+
+
+_slabs = _Slabs()
+
+
+def _map(nbytes: int) -> np.ndarray:
+    """New memory, in huge pages where the system has them, and beginning with one."""
     # Private: memory that may be shared is not given huge pages.
     area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)
     room = np.frombuffer(area, np.uint8)
-    skip = -int(room.ctypes.data) % _HUGE
+    return room[-int(room.ctypes.data) % _HUGE :]
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """Zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages where the system has them."""
+    if nbytes >= _HUGE:
+        return _map(nbytes)[:nbytes]
+    room = np.zeros(nbytes + VECTOR, np.uint8)
+    skip = -int(room.ctypes.data) % VECTOR
     return room[skip : skip + nbytes]
 
 
@@ -181,7 +211,7 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     rows, columns = raw.shape[0], meta.shape[-1]
     assert isinstance(columns, int)
     assert raw.dtype == np.uint8 and raw.strides[1] == 1 and meta.shape[0] == rows
-    packed = allocate(packed_bytes(meta))
+    packed = _slabs.cut(packed_bytes(meta))
     threads = max(1, min(_PACKERS, usable_cores(), packed.nbytes // _HUGE))
     report = np.full(threads, -1, np.int64)
     block = np.array(
