@@ -1,0 +1,39 @@
+"""The CUDA backend: kernels in CUDA C++, compiled by NVRTC, run through CuPy as CUDA graphs.
+
+Only this directory imports CuPy. File names of kernels mirror `graphllm.ops`, each with its .cu
+file. source.py: from sources to machine code; device.py: operands, launches, the device; memory.py
+and run.py: what touches the GPU, imported when a device is opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+
+from .. import Backend, Device, Options
+
+LEAST = (7, 5)  # the lowest compute capability that the kernels are written for
+
+
+def _probe() -> tuple[bool, str]:
+    """(usable, the GPU's name and capability, or in one line why it is not)."""
+    if importlib.util.find_spec("cupy") is None:
+        return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
+    from .probe import probe
+
+    return probe(LEAST)
+
+
+def _open(options: Options) -> Device:
+    from .device import CudaDevice
+
+    return CudaDevice(options)
+
+
+BACKEND = Backend("cuda", _probe, _open)
+
+_NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
+for _module in pkgutil.iter_modules(__path__):  # the others register their kernels
+    if _module.name not in _NO_KERNELS:
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,77 @@
+#pragma once
+// What kernels of attention share: their argument, and what a token sees.
+
+struct Attention {
+    const u8* q;
+    i64 q_stride;
+    const u8* k;
+    i64 k_stride;
+    const u8* v;
+    i64 v_stride;  // bytes of a slot
+    const int *q_start, *kv_len, *table;
+    i64 table_width;
+    const float *sinks, *slopes;
+    const int* prefix_len;  // these three may be null
+    const i64 *tokens, *sequences;
+    float *out, *parts;
+    i64 heads, kv_heads, block, shift, causal, window, splits;  // block is 1 << shift, if it can be
+    float scale, softcap;
+};
+
+// The keys low..high of a sequence, that the query at `position` sees.
+struct Sight {
+    int sequence, position, low, high;
+};
+
+__device__ __forceinline__ int sequence_of(const Attention& a, int token) {
+    int s = 0, count = (int)*a.sequences;
+#pragma unroll 1
+    while (s + 1 < count && a.q_start[s + 1] <= token) s++;
+    return s;
+}
+
+__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int length, int end,
+                                       int token) {
+    int position = length - (end - token);
+    Sight sees = {sequence, position, 0, length};
+    if (a.causal) {
+        int prefix = a.prefix_len ? a.prefix_len[sequence] : 0;
+        sees.high = min(length, position < prefix ? prefix : position + 1);
+    }
+    if (a.window) sees.low = max(0, position - (int)a.window + 1);
+    return sees;
+}
+
+__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int token) {
+    return sight(a, sequence, a.kv_len[sequence], a.q_start[sequence + 1], token);
+}
+
+// The same for a token of any sequence. What a lone sequence needs is loaded at once.
+__device__ __forceinline__ Sight sight(const Attention& a, int token) {
+    int count = (int)*a.sequences, length = a.kv_len[0], end = a.q_start[1], sequence = 0;
+    if (count > 1) {
+        sequence = sequence_of(a, token);
+        length = a.kv_len[sequence], end = a.q_start[sequence + 1];
+    }
+    return sight(a, sequence, length, end, token);
+}
+
+// Where key j of a sequence lies: a slot of the pools, whose blocks are 1 << shift long.
+__device__ __forceinline__ i64 slot_of(const Attention& a, int sequence, int j) {
+    int shift = (int)a.shift, page = j >> shift;
+    return ((i64)a.table[sequence * a.table_width + page] << shift) + (j - (page << shift));
+}
+
+// What becomes of q.k * scale before the softmax.
+__device__ __forceinline__ float logit(const Attention& a, float x, int distance, float slope) {
+    if (a.softcap > 0) x = a.softcap * tanhf(x / a.softcap);
+    return a.slopes ? x + slope * distance : x;
+}
+
+// A row of results: total of exp(logit - top), and the values mixed accordingly.
+__device__ __forceinline__ float share_of(const Attention& a, int head, float top, float total) {
+    if (!a.sinks) return total > 0 ? 1 / total : 0;
+    float sink = a.sinks[head], most = fmaxf(top, sink);
+    float own = total > 0 ? __expf(top - most) : 0;
+    return own / (own * total + __expf(sink - most));
+}

@@ -1,0 +1,57 @@
+// Attention of any shape, without haste: a block takes a head of a token, a thread a key at a time.
+//
+// K_POOL, V_POOL: 0 float32, 1 float16, 2 q8_0.
+
+#include "attention.cuh"
+
+#define THREADS 128
+
+template <int POOL> __device__ __forceinline__ float element(const u8* slot, int at) {
+    if (POOL == 0) return ((const float*)slot)[at];
+    if (POOL == 1) return from_f16(((const u16*)slot)[at]);
+    const u8* block = slot + at / 32 * 34;
+    return from_f16(*(const u16*)block) * as_i8(block[2 + at % 32]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth, int width) {
+    DYNAMIC_SHARED(float, mixed);  // the values' sum so far
+    __shared__ float weights[THREADS];
+    __shared__ i64 slots[THREADS];
+    begin();
+    const int head = blockIdx.x, token = blockIdx.y, thread = threadIdx.x;
+    if (token >= *a.tokens) return;
+    const int kv = head / ((int)a.heads / (int)a.kv_heads);
+    const Sight sees = sight(a, sequence_of(a, token), token);
+    const float* q = (const float*)(a.q + token * a.q_stride) + head * depth;
+    const float slope = a.slopes ? a.slopes[head] : 0;
+    float top = -INFINITE, total = 0;
+    for (int e = thread; e < width; e += THREADS) mixed[e] = 0;
+    for (int at = sees.low; at < sees.high; at += THREADS) {
+        int j = at + thread, count = min(THREADS, sees.high - at);
+        float x = -INFINITE;
+        if (j < sees.high) {
+            int block = (int)a.block, page = j / block;
+            slots[thread] = (i64)a.table[sees.sequence * a.table_width + page] * block + j % block;
+            const u8* key = a.k + slots[thread] * a.k_stride;
+            float sum = 0;
+            for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv * depth + e), sum);
+            x = logit(a, sum * a.scale, j - sees.position, slope);
+        }
+        float most = fmaxf(top, block_max(x)), shrink = top == -INFINITE ? 0 : __expf(top - most);
+        weights[thread] = x == -INFINITE ? 0 : __expf(x - most);
+        total = total * shrink + block_sum(weights[thread]);
+        top = most;
+        __syncthreads();
+        for (int e = thread; e < width; e += THREADS) {
+            float sum = mixed[e] * shrink;
+            for (int i = 0; i < count; i++)
+                sum = fmaf(weights[i],
+                           element<V_POOL>(a.v + slots[i] * a.v_stride, kv * width + e), sum);
+            mixed[e] = sum;
+        }
+        __syncthreads();
+    }
+    float share = share_of(a, head, top, total);
+    for (int e = thread; e < width; e += THREADS)
+        a.out[((i64)token * a.heads + head) * width + e] = mixed[e] * share;
+}

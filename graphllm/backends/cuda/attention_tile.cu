@@ -1,0 +1,227 @@
+// Attention of many tokens on tensor cores: 64 queries of a head against tiles of keys, with a
+// softmax that goes along (Dao 2023). Scores never leave the registers.
+//
+// POOL: 1 float16, 2 q8_0. DEPTH: of queries, keys and values, a multiple of 16. BIASED: logits are
+// capped, or have slopes.
+
+#include "attention.cuh"
+
+#define THREADS 128
+#define QUERIES 64
+#define KEYS 64
+constexpr int STRIDE = DEPTH + 8;  // halves from row to row: eight rows meet all banks
+constexpr int STEPS = DEPTH / 16, PIECES = DEPTH / 8;
+constexpr float LOG2E = 1.4426950409f;
+
+struct Tile {
+    u16 q[QUERIES][STRIDE], k[KEYS][STRIDE], v[KEYS][STRIDE];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+__device__ __forceinline__ void load_turned(u32* r, const u16* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+__device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+__device__ __forceinline__ void copy16(u16* to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;"); }
+template <int LEFT> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
+}
+
+// Eight elements of a slot to shared memory.
+__device__ __forceinline__ void bring(u16* to, const u8* slot, int at) {
+#if POOL == 1
+    copy16(to, slot + 2 * at);
+#else
+    const u16* block = (const u16*)(slot + at / 32 * 34);
+    float d = from_f16(block[0]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 q = block[1 + at % 32 / 2 + i];
+        ((u32*)to)[i] = pair(d * (i8)(q & 255), d * (i8)(q >> 8));
+    }
+#endif
+}
+
+// Which queries blockIdx.x means: a sequence, and how far into its queries.
+__device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence, int& first) {
+    int count = (int)*a.sequences;
+    for (sequence = 0; sequence < count; sequence++) {
+        int queries = a.q_start[sequence + 1] - a.q_start[sequence];
+        int tiles = (queries + QUERIES - 1) / QUERIES;
+        if (tile < tiles) {
+            first = a.q_start[sequence] + (tiles - 1 - tile) * QUERIES;  // the longest come first
+            return true;
+        }
+        tile -= tiles;
+    }
+    return false;
+}
+
+// blockIdx: (tile of queries, head).
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
+    DYNAMIC_SHARED(Tile, memory);
+    Tile& s = *memory;
+    begin();
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    const int head = blockIdx.y, kv = head / ((int)a.heads / (int)a.kv_heads);
+    int sequence, first;
+    if (!find(a, blockIdx.x, sequence, first)) return;
+    const int queries = min(QUERIES, a.q_start[sequence + 1] - first);
+
+    for (int i = thread; i < QUERIES * PIECES; i += THREADS) {
+        int row = i / PIECES, at = i % PIECES * 8;
+        const float* q = (const float*)(a.q + (first + min(row, queries - 1)) * a.q_stride);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float* two = q + head * DEPTH + at + 2 * e;
+            ((u32*)&s.q[row][at])[e] = pair(two[0] * a.scale, two[1] * a.scale);
+        }
+    }
+    // A thread has results of two queries: lane / 4 of its warp's 16, and the one 8 further.
+    Sight mine[2];
+    int low = 0x7fffffff, high = 0, clear_low = 0, clear_high = 0x7fffffff;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+        mine[r] = sight(a, sequence, first + min(warp * 16 + lane / 4 + 8 * r, queries - 1));
+    {
+        Sight start = sight(a, sequence, first), end = sight(a, sequence, first + queries - 1);
+        // Both ends of what is seen never fall from one query to the next, but for a prefix.
+        low = start.low, high = max(start.high, end.high);
+        clear_low = end.low, clear_high = min(start.high, end.high);
+        if (a.causal && a.prefix_len) clear_high = min(clear_high, start.position + 1);
+    }
+    const float slope = a.slopes ? a.slopes[head] : 0;
+    float scores[KEYS / 8][4], mixed[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
+    u32 mine_q[DEPTH <= 128 ? STEPS : 1][4];
+
+    auto bring_tile = [&](u16 (*to)[STRIDE], const u8* pool, i64 stride, int at) {
+#pragma unroll 4
+        for (int i = thread; i < KEYS * PIECES; i += THREADS) {
+            int j = min(at + i / PIECES, high - 1);
+            bring(&to[i / PIECES][i % PIECES * 8], pool + slot_of(a, sequence, j) * stride,
+                  kv * DEPTH + i % PIECES * 8);
+        }
+        close_copies();
+    };
+    if (low < high) bring_tile(s.k, a.k, a.k_stride, low);
+    __syncthreads();
+    const u16* q_row = &s.q[warp * 16 + lane % 16][lane / 16 * 8];
+    if (DEPTH <= 128)
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) load_matrices(mine_q[t], q_row + 16 * t);
+
+    for (int at = low; at < high; at += KEYS) {
+        wait_copies<0>();
+        __syncthreads();  // keys are there, and the values before have been used
+        bring_tile(s.v, a.v, a.v_stride, at);
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) scores[n][e] = 0;
+#pragma unroll
+        for (int t = 0; t < STEPS; t++) {
+            u32 other[4];
+            if (DEPTH > 128) load_matrices(other, q_row + 16 * t);
+            const u32* q = DEPTH > 128 ? other : mine_q[DEPTH > 128 ? 0 : t];
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; n++) {
+                u32 keys[4];
+                load_matrices(keys, &s.k[16 * n + lane % 8 + lane / 16 * 8][16 * t + lane / 8 % 2 * 8]);
+                multiply(scores[2 * n], q, keys[0], keys[1]);
+                multiply(scores[2 * n + 1], q, keys[2], keys[3]);
+            }
+        }
+        if (BIASED || at < clear_low || at + KEYS > clear_high)
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const Sight& m = mine[e / 2];
+                    int j = at + 8 * n + lane % 4 * 2 + e % 2;
+                    float x = scores[n][e];
+                    if (BIASED) x = logit(a, x, j - m.position, slope);
+                    scores[n][e] = j >= m.low && j < m.high ? x : -INFINITE;
+                }
+        float shrink[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float most = tops[r];
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+                most = fmaxf(most, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+            float base = most == -INFINITE ? 0 : most * LOG2E;
+            shrink[r] = exp2f(tops[r] * LOG2E - base);
+            tops[r] = most;
+            totals[r] *= shrink[r];
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) {
+                    scores[n][e] = exp2f(fmaf(scores[n][e], LOG2E, -base));
+                    totals[r] += scores[n][e];
+                }
+        }
+#pragma unroll
+        for (int n = 0; n < PIECES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
+        wait_copies<0>();
+        __syncthreads();  // values are there, and the keys have been used
+        if (at + KEYS < high) bring_tile(s.k, a.k, a.k_stride, at + KEYS);
+#pragma unroll
+        for (int t = 0; t < KEYS / 16; t++) {
+            u32 weights[4] = {pair(scores[2 * t][0], scores[2 * t][1]),
+                              pair(scores[2 * t][2], scores[2 * t][3]),
+                              pair(scores[2 * t + 1][0], scores[2 * t + 1][1]),
+                              pair(scores[2 * t + 1][2], scores[2 * t + 1][3])};
+#pragma unroll
+            for (int n = 0; n < PIECES / 2; n++) {
+                u32 values[4];
+                load_turned(values, &s.v[16 * t + lane % 16][16 * n + lane / 16 * 8]);
+                multiply(mixed[2 * n], weights, values[0], values[1]);
+                multiply(mixed[2 * n + 1], weights, values[2], values[3]);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float total = totals[r];
+        total += __shfl_xor_sync(FULL, total, 1);
+        total += __shfl_xor_sync(FULL, total, 2);
+        float share = share_of(a, head, tops[r], total);
+        int row = warp * 16 + lane / 4 + 8 * r;
+        if (row >= queries) continue;
+        float* out = a.out + ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < PIECES; n++)
+            *(float2*)(out + 8 * n) =
+                make_float2(mixed[n][2 * r] * share, mixed[n][2 * r + 1] * share);
+    }
+}

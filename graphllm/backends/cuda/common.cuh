@@ -1,0 +1,137 @@
+#pragma once
+// What all kernels share. It stands before every .cu file; no header of the toolkit is included.
+//
+// Conventions. Kernels are extern "C" with plain pointers and integers. Grids are fixed at the upper
+// bound of what varies; the live count of rows lies in device memory (`live`), and blocks beyond it
+// leave at once. Every kernel begins with `begin()`: it may be launched while its predecessor still
+// runs (programmatic dependent launch), and waits there for the predecessor's results. What stands
+// before `begin()` may read constants (weights) only.
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef short i16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define INFINITE __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+#define FULL 0xffffffffu
+#define WARP 32
+#define DYNAMIC_SHARED(T, NAME) extern __shared__ T NAME[]
+
+__device__ __forceinline__ void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void begin() {
+    launch_next();
+    wait_for_previous();
+}
+
+// ------------------------------------------------------------------------------- reductions
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(FULL, x, o));
+    return x;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 x) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+        u32 y = __shfl_xor_sync(FULL, x, o);
+        x = x > y ? x : y;
+    }
+    return x;
+}
+
+__device__ __forceinline__ int warp_sum(int x) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
+    return x;
+}
+
+// Over all threads of a block (a multiple of 32, at most 1024), the same value in each of them.
+template <class F> __device__ __forceinline__ float block_reduce(float x, float empty, F reduce) {
+    __shared__ float parts[WARP];
+    int warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+    x = reduce(x);
+    if (warps == 1) return x;
+    __syncthreads();  // the parts of a reduction before have been read
+    if (lane == 0) parts[threadIdx.x / WARP] = x;
+    __syncthreads();
+    return reduce(lane < warps ? parts[lane] : empty);
+}
+
+__device__ __forceinline__ float block_sum(float x) {
+    return block_reduce(x, 0.f, [](float v) { return warp_sum(v); });
+}
+
+__device__ __forceinline__ float block_max(float x) {
+    return block_reduce(x, -INFINITE, [](float v) { return warp_max(v); });
+}
+
+// ----------------------------------------------------------------------------- small floats
+
+__device__ __forceinline__ float from_f16(u16 h) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+    return x;
+}
+
+__device__ __forceinline__ u16 to_f16(float x) {  // to nearest even; beyond the range infinite
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+
+__device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+
+__device__ __forceinline__ u16 to_bf16(float x) {  // to nearest even; NaN stays NaN
+    u32 bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (u16)(bits >> 16 | 0x40);
+    return (u16)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// ------------------------------------------------------------------- unaligned little-endian
+
+__device__ __forceinline__ u16 load_u16(const u8* p) { return (u16)(p[0] | p[1] << 8); }
+
+__device__ __forceinline__ float load_f16(const u8* p) { return from_f16(load_u16(p)); }
+
+__device__ __forceinline__ i8 as_i8(u8 byte) { return (i8)byte; }
+
+// --------------------------------------------------------------------------------- activations
+
+__device__ __forceinline__ float act_silu(float x) { return x / (1.f + expf(-x)); }
+
+__device__ __forceinline__ float act_gelu_tanh(float x) {
+    return 0.5f * x * (1.f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
+}
+
+__device__ __forceinline__ float act_gelu_erf(float x) {
+    return 0.5f * x * (1.f + erff(x * 0.7071067812f));
+}
+
+enum Activation { SILU, GELU_TANH, GELU_ERF };
+
+__device__ __forceinline__ float activate(int kind, float x) {
+    if (kind == SILU) return act_silu(x);
+    return kind == GELU_TANH ? act_gelu_tanh(x) : act_gelu_erf(x);
+}

@@ -1,0 +1,294 @@
+"""The GPU as a device: operands as kernels see them, launches, and runs of steps as CUDA graphs.
+
+Nothing here imports CuPy before a device is opened: what kernels are registered with can be looked
+at, and their sources compiled, on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...dtype import DType
+from ...ops import get
+from ...ops.parts import results
+from ...tensor import Dim, Meta, Var
+from .. import Bound, Header, Operand, Options
+from .source import Function, compile_all
+
+GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
+
+# An argument of a kernel: an address or an integer, a float32, or bytes (a struct by value).
+Arg = int | float | bytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call. ``grid`` and ``block``: one to three numbers; ``shared``: bytes of dynamic
+    shared memory.
+
+    ``args``: a Python int is given as 64 bits, of which a kernel may read the lower 32; a float as
+    float32. ``early``: the kernel begins with `begin()`, so it may be launched before its
+    predecessor has ended. A grid with a zero is not launched.
+    """
+
+    function: Function
+    grid: Sequence[int]
+    block: Sequence[int]
+    args: Sequence[Arg]
+    shared: int = 0
+    early: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """Work that the host puts on the device's stream itself: a library call, a copy.
+
+    ``run`` is called in each run, outside of CUDA graphs; it may look at the live values
+    (`Site.now`).
+    """
+
+    run: Callable[[], None]
+
+
+Work = Launch | Call
+
+
+@dataclass(frozen=True)
+class Spot:
+    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
+
+    address: int
+    meta: Meta
+    operand: Operand
+
+    @property
+    def dtype(self) -> DType:
+        return self.meta.dtype
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row (index of axis 0) to the next."""
+        return self.meta.strides[0] if self.meta.ndim else 0
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: the product of all axes but the first."""
+        return prod(self.meta.inner)
+
+
+def ceil(count: int, by: int) -> int:
+    """How many pieces of ``by`` make at least ``count``."""
+    return -(-count // by)
+
+
+class Site:
+    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+
+    A builder returns a `Launch` or a `Call`, or a list of them that run one after the other.
+    """
+
+    def __init__(self, bound: Bound, header: Header, device: CudaDevice) -> None:
+        op = get(bound.node.op)
+        count = len(op.params)
+        self.inputs = [None if o is None else _spot(o) for o in bound.inputs]
+        spots = self.inputs + [None] * (count - len(self.inputs))
+        self._operands = dict(zip(op.params, spots))
+        self._header = header
+        self.rest = spots[count:]  # of a variadic op, None where left out
+        self.out = _spot(bound.out)
+        self.attrs = bound.attrs
+        self.node = bound.node
+        self.device = device
+        self.scratch = _spot(bound.scratch).address if bound.scratch is not None else 0
+
+    def op(self, name: str) -> Spot | None:
+        """The operand called ``name``, None where it was left out."""
+        return self._operands[name]
+
+    def need(self, name: str) -> Spot:
+        """The operand called ``name``, which cannot have been left out."""
+        spot = self._operands[name]
+        assert spot is not None, name
+        return spot
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_operands"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def address(self, name: str) -> int:
+        """The address of an operand, 0 where it was left out."""
+        spot = self._operands[name]
+        return spot.address if spot is not None else 0
+
+    @property
+    def results(self) -> list[Spot]:
+        """A fused op's own results, in order: where each lies in the op's buffer."""
+        views = [v for v in results(self.node) if v.base is self.node]
+        base, start = self.out.operand, self.node.meta.offset
+        metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
+        return [_spot(Operand(meta, base.buffer)) for meta in metas]
+
+    def live(self, dim: Dim) -> int:
+        """The device address of an int64 that holds the dimension's value in each run."""
+        if isinstance(dim, Var):
+            return self.device.live(self._header, dim)
+        return self.keep(np.array([dim], np.int64))
+
+    def now(self, dim: Dim) -> int:
+        """The dimension's value in the present run; for a `Call`."""
+        return self._header.live(dim)
+
+    @staticmethod
+    def most(dim: Dim) -> int:
+        """The largest value of the dimension: what grids are made for."""
+        return dim.hi if isinstance(dim, Var) else dim
+
+    def keep(self, table: np.ndarray) -> int:
+        """The device address of a copy of ``table``; equal tables share one."""
+        return self.device.constant(table)
+
+
+def _spot(operand: Operand) -> Spot:
+    """Host operands (of transfers) are NumPy arrays, the others `memory.Buffer`."""
+    buffer = operand.buffer
+    start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
+    return Spot(int(start) + operand.meta.offset, operand.meta, operand)
+
+
+class DevicePack:
+    """A weight's rearrangement that runs on the GPU, as the ``pack`` of a kernel.
+
+    ``nbytes(meta)``: of the packed form; ``launches(raw, packed, meta)``: what fills it, given the
+    addresses of the stored bytes (dense rows) and of the result, which is zeros.
+    """
+
+    def __init__(
+        self,
+        nbytes: Callable[[Meta], int],
+        launches: Callable[[int, int, Meta], Sequence[Launch]],
+    ) -> None:
+        self.nbytes, self.launches = nbytes, launches
+
+    def __call__(self, raw: np.ndarray, meta: Meta) -> np.ndarray:
+        raise TypeError("this form is made on the GPU")
+
+
+class CudaDevice:
+    """One GPU: its memory, one stream, modules, and what plans share."""
+
+    def __init__(self, options: Options, index: int = 0) -> None:
+        from . import memory, run
+
+        self.memory = f"cuda:{index}"
+        self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
+        self.gpu = run.Gpu(index)
+        self._stager = memory.Stager(self.gpu.stream)
+        self._constants: dict[bytes, Any] = {}
+        self._header: Any = None
+
+    # -- memory
+    def alloc(self, nbytes: int) -> Any:
+        """A zeroed buffer, aligned to 256 bytes. RequestError: the GPU has not so much left."""
+        from .memory import Buffer
+
+        self.gpu.use()
+        return Buffer(nbytes, self.gpu.stream)
+
+    def copy_in(self, operand: Operand, data: np.ndarray) -> None:
+        """Write ``data`` there; it may be changed as soon as this returns."""
+        self.gpu.use()
+        assert operand.meta.contiguous, operand.meta
+        kind = operand.meta.dtype.numpy or np.dtype(np.uint8)
+        raw = np.ascontiguousarray(data, kind).reshape(-1).view(np.uint8)
+        self._stager.send(raw, operand.buffer.address + operand.meta.offset)
+
+    def copy_out(self, operand: Operand) -> np.ndarray:
+        """A dense copy of the operand; for a block format its bytes, [rows, n]."""
+        self.gpu.use()
+        meta = operand.meta
+        shape, strides, kind = meta.shape, meta.strides, meta.dtype.numpy
+        if kind is None:
+            shape = (*shape[:1], meta.dtype.row_nbytes(prod(meta.inner)))
+            strides, kind = (*strides[:1], 1), np.dtype(np.uint8)
+        if 0 in shape:
+            return np.empty(shape, kind)  # type: ignore[arg-type]
+        span = sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize  # type: ignore
+        raw = operand.buffer[meta.offset : meta.offset + span]
+        return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")  # type: ignore
+
+    def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
+        """See `graphllm.backends.Device`."""
+        return lambda: self.copy_out(operand)
+
+    def prepare(
+        self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
+    ) -> Any:
+        """The stored bytes on the GPU, or as ``pack`` (or a `DevicePack`) rearranges them."""
+        if isinstance(pack, DevicePack):
+            return self._packed(pack, raw, meta)
+        if pack is not None:
+            raw = pack(raw, meta)
+        flat = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+        buffer = self.alloc(flat.nbytes)
+        self._stager.send(flat, buffer.address)
+        return buffer
+
+    def _packed(self, pack: DevicePack, raw: np.ndarray, meta: Meta) -> Any:
+        source, buffer = self.prepare(None, raw, meta), self.alloc(pack.nbytes(meta))
+        for launch in pack.launches(source.address, buffer.address, meta):
+            self.gpu.prepared(launch)()
+        self.gpu.stream.synchronize()  # the stored form is freed on return
+        return buffer
+
+    def constant(self, table: np.ndarray) -> int:
+        """The address of a copy of ``table`` that lives as long as the device."""
+        raw = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
+        key = raw.tobytes()
+        if key not in self._constants:
+            self._constants[key] = self.prepare(None, raw, Meta.of((raw.size,), "i8"))
+        return self._constants[key].address
+
+    def live(self, header: Header, var: Var) -> int:
+        """The address of the live value of ``var``, which `Segment.run` brings up to date."""
+        if self._header is None:
+            self._header = self.gpu.header(self.alloc(header.values.nbytes), header)
+        assert self._header.header is header, "a device serves one executor"
+        return self._header.address + 8 * header.slot(var)
+
+    def transfer(self, source: int, target: int, nbytes: int, to_host: bool) -> None:
+        """Copy between host and GPU, in order with the stream; to the host, and wait for it."""
+        self.gpu.transfer(source, target, nbytes, to_host)
+
+    # -- steps
+    def build(self, steps: Sequence[Bound], header: Header) -> Any:
+        """The steps as a segment. Compiles, or loads from the disk, the modules that it needs."""
+        from .run import Segment
+
+        self.gpu.use()
+        sites = [Site(step, header, self) for step in steps]
+        work = []
+        for step, site in zip(steps, sites):
+            made = step.kernel.build(site)
+            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
+        self._load([w.function for part in work for w in part if isinstance(w, Launch)])
+        rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
+        small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
+        return Segment(self.gpu, work, lambda: self._header, small, (list(steps), sites))
+
+    def _load(self, functions: Sequence[Function]) -> None:
+        """Have the functions' modules on the GPU, telling of those that must be compiled."""
+        pending = list(dict.fromkeys(f.module for f in functions if not self.gpu.has(f.module)))
+        new = [made for made in pending if not self.gpu.kept(made)]
+        for done, _ in enumerate(compile_all(new, self.gpu.arch)):
+            self.progress("compiling kernels", done, len(new))
+        for made in pending:
+            self.gpu.load(made)
+        if new:
+            self.progress("compiling kernels", len(new), len(new))

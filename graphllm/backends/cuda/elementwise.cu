@@ -1,0 +1,74 @@
+// Sums, products and activations. A block does one row (x) and some columns of it (y), a thread
+// EACH of them: one where there is little to do, else four, whose loads are on their way together.
+
+template <int EACH, class F>
+__device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const i64* live,
+                                      int width, F f) {
+    begin();
+    i64 row = blockIdx.x;
+    if (row >= *live) return;
+    const float* from = (const float*)(x + row * stride);
+    int first = blockIdx.y * EACH * blockDim.x + threadIdx.x;
+    float v[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int column = first + i * blockDim.x;
+        v[i] = column < width ? from[column] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int column = first + i * blockDim.x;
+        if (column < width) out[row * width + column] = f(v[i]);
+    }
+}
+
+#define UNARY_EACH(NAME, EACH, EXPRESSION)                                                      \
+    extern "C" __global__ void NAME##_##EACH(const u8* at, i64 stride, float* out,             \
+                                             const i64* live, int width, float parameter) {    \
+        unary<EACH>(at, stride, out, live, width, [=](float x) { return EXPRESSION; });         \
+    }
+#define UNARY(NAME, EXPRESSION)                                                                 \
+    UNARY_EACH(NAME, 1, EXPRESSION)                                                             \
+    UNARY_EACH(NAME, 4, EXPRESSION)
+UNARY(scale, x * parameter)
+UNARY(softcap, parameter * tanhf(x / parameter))
+UNARY(silu, act_silu(x))
+UNARY(gelu_tanh, act_gelu_tanh(x))
+UNARY(gelu_erf, act_gelu_erf(x))
+
+// b is as a, or one part of `inner` elements for every such part of a row.
+template <int EACH, class F>
+__device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i64 b_stride,
+                                       float* out, const i64* live, int width, int inner, F f) {
+    begin();
+    i64 row = blockIdx.x;
+    if (row >= *live) return;
+    const float* left = (const float*)(a + row * a_stride);
+    const float* right = (const float*)(b + row * b_stride);
+    int first = blockIdx.y * EACH * blockDim.x + threadIdx.x;
+    float v[EACH], w[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int column = first + i * blockDim.x;
+        v[i] = column < width ? left[column] : 0.f;
+        w[i] = column < width ? right[inner ? column % inner : column] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int column = first + i * blockDim.x;
+        if (column < width) out[row * width + column] = f(v[i], w[i]);
+    }
+}
+
+#define BINARY_EACH(NAME, EACH, EXPRESSION)                                                     \
+    extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,           \
+                                             i64 b_stride, float* out, const i64* live,        \
+                                             int width, int inner) {                           \
+        binary<EACH>(a, a_stride, b, b_stride, out, live, width, inner,                         \
+                     [](float x, float y) { return EXPRESSION; });                              \
+    }
+#define BINARY(NAME, EXPRESSION)                                                                \
+    BINARY_EACH(NAME, 1, EXPRESSION)                                                            \
+    BINARY_EACH(NAME, 4, EXPRESSION)
+BINARY(add, x + y)
+BINARY(mul, x * y)

@@ -1,0 +1,101 @@
+// Norms with a residual before or after them, and gated units, float32 or quantised on the way out.
+
+#include "norm.cuh"
+#include "quantise.cuh"
+
+__device__ __forceinline__ const float* row_of(const u8* x, i64 stride) {
+    return (const float*)(x + (i64)blockIdx.x * stride);
+}
+
+template <int U>
+__device__ __forceinline__ void emit_row(const Held<U>& row, const Targets& targets, int width) {
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+        int first = Held<U>::column(u, 0) - threadIdx.x % WARP;
+        if (first < width) emit<8>(row.v + 8 * u, targets, blockIdx.x, first, width);
+    }
+}
+
+// norm(h), quantised. A block does one row, here and below.
+template <int U>
+__device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const float* w,
+                                              const Targets& targets, const i64* live, int width,
+                                              float eps) {
+    Weight<U> weight(w, width);
+    begin();
+    if (blockIdx.x >= *live) return;
+    Held<U> row;
+    row.load(row_of(h, h_stride), width);
+    weight.scale(row, row.factor(width, eps), width);
+    emit_row(row, targets, width);
+}
+
+// x + norm(h) to `sum`, and if there is a w2, the norm of that to the targets.
+template <int U, bool AGAIN>
+__device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float* w, const u8* x,
+                                         i64 x_stride, const float* w2, u8* sum, i64 sum_stride,
+                                         const Targets& targets, const i64* live, int width,
+                                         float eps, float eps2) {
+    Weight<U> weight(w, width), weight2(AGAIN ? w2 : w, width);
+    begin();
+    if (blockIdx.x >= *live) return;
+    Held<U> row, base;
+    row.load(row_of(h, h_stride), width);
+    base.load(row_of(x, x_stride), width);
+    weight.scale(row, row.factor(width, eps), width);
+    float* out = (float*)(sum + (i64)blockIdx.x * sum_stride);
+#pragma unroll
+    for (int k = 0; k < 8 * U; k++) row.v[k] += base.v[k];
+    row.each(width, [=](float& v, int c) { out[c] = v; });
+    if (!AGAIN) return;
+    weight2.scale(row, row.factor(width, eps2), width);
+    emit_row(row, targets, width);
+}
+
+// act(gate) * up. A warp does one unit of a row.
+template <int N>
+__device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* up, i64 up_stride,
+                                    const Targets& targets, const i64* live, int width, int act) {
+    begin();
+    int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
+    if (blockIdx.x >= *live || first >= width) return;
+    const float *a = row_of(gate, gate_stride), *b = row_of(up, up_stride);
+    float v[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        int column = first + 32 * i + threadIdx.x % WARP;
+        v[i] = column < width ? activate(act, a[column]) * b[column] : 0.f;
+    }
+    emit<N>(v, targets, blockIdx.x, first, width);
+}
+
+#define NORMS(U)                                                                                \
+    extern "C" __global__ void __launch_bounds__(1024)                                          \
+        norm_quantise_##U(const u8* h, i64 h_stride, const float* w, Targets targets,          \
+                          const i64* live, int width, float eps) {                              \
+        norm_quantise<U>(h, h_stride, w, targets, live, width, eps);                            \
+    }                                                                                           \
+    extern "C" __global__ void __launch_bounds__(1024)                                          \
+        norm_add_##U(const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride,     \
+                     u8* sum, i64 sum_stride, const i64* live, int width, float eps) {          \
+        norm_add<U, false>(h, h_stride, w, x, x_stride, 0, sum, sum_stride, Targets(), live,    \
+                           width, eps, 0);                                                      \
+    }                                                                                           \
+    extern "C" __global__ void __launch_bounds__(1024) norm_add_norm_##U(                       \
+        const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride, const float* w2, \
+        u8* sum, i64 sum_stride, Targets targets, const i64* live, int width, float eps,       \
+        float eps2) {                                                                           \
+        norm_add<U, true>(h, h_stride, w, x, x_stride, w2, sum, sum_stride, targets, live,      \
+                          width, eps, eps2);                                                    \
+    }
+NORMS(1)
+NORMS(2)
+
+#define GLU(N)                                                                                  \
+    extern "C" __global__ void glu_##N(const u8* gate, i64 gate_stride, const u8* up,          \
+                                       i64 up_stride, Targets targets, const i64* live,        \
+                                       int width, int act) {                                   \
+        glu<N>(gate, gate_stride, up, up_stride, targets, live, width, act);                    \
+    }
+GLU(1)
+GLU(8)

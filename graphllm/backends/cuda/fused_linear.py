@@ -1,0 +1,96 @@
+"""Kernels of the fused ops around linears: `graphllm.ops.fused` says what each of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...dtype import F32
+from ...memory import aligned
+from ...tensor import Meta, Tensor
+from .. import ROWS, Options
+from . import BACKEND
+from .device import Site, Spot, Work
+from .elementwise import ACTIVATIONS
+from .fused import gated_unit, two_at_most
+from .layouts import PACK, PLANES
+from .linear import PLAIN, Job, fused_pair, gated_row, launches, room_for, unmatched
+
+Builder = Callable[[Site], list[Work]]
+
+
+def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
+    """Register for plain weights, and for blocks, which are packed."""
+
+    def register(build: Builder) -> Builder:
+        f32 = {"r": "f32", "bias": "f32"}
+        BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
+        blocks = {"w": tuple(PLANES), **f32}
+        BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack={"w": PACK}, **rules)(build)
+        return build
+
+    return register
+
+
+def _pairs(node: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Activation and weight of each linear."""
+    return list(zip(node.src[::3], node.src[1::3]))
+
+
+def _all_matched(node: Tensor, options: Options) -> str | None:
+    return next(filter(None, (unmatched(*pair) for pair in _pairs(node))), None)
+
+
+def _job(site: Site, index: int, out: Spot) -> Job:
+    x, w, bias = site.inputs[3 * index : 3 * index + 3]
+    assert x is not None and w is not None
+    return Job(x, w, bias, out)
+
+
+@_kernels(
+    "linears", when=_all_matched, layout={"x": ROWS},
+    scratch=lambda node, options: room_for(node, *_pairs(node)),
+)  # fmt: skip
+def linears(site: Site) -> list[Work]:
+    jobs = [_job(site, i, out) for i, out in enumerate(site.results)]
+    return launches(site, jobs, site.scratch)
+
+
+@_kernels(
+    "linear_add", when=lambda node, options: unmatched(*node.src[:2]),
+    layout={"x": ROWS, "r": ROWS},
+    scratch=lambda node, options: room_for(node, (node.src[0], node.src[1])),
+)  # fmt: skip
+def linear_add(site: Site) -> list[Work]:
+    job = Job(site.x, site.w, site.op("bias"), site.out, site.r)
+    return launches(site, [job], site.scratch)
+
+
+def _half(node: Tensor) -> Meta:
+    """Of what one of the two linears gives."""
+    x, w = node.src[:2]
+    assert x is not None and w is not None
+    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), F32)
+
+
+def _gated_when(node: Tensor, options: Options) -> str | None:
+    return _all_matched(node, options) or two_at_most(node, options)
+
+
+def _gated_scratch(node: Tensor, options: Options) -> int:
+    return 2 * aligned(_half(node).bound().nbytes) + room_for(node, *_pairs(node))
+
+
+@_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
+def gated(site: Site) -> list[Work]:
+    """In one kernel for one token; else both linears, then their product."""
+    meta = _half(site.node)
+    size = aligned(meta.bound().nbytes)
+    halves = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
+    jobs = [_job(site, i, half) for i, half in enumerate(halves)]
+    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
+    if site.most(meta.rows) == 1 and fused_pair(*jobs):
+        if not site.attrs["dtypes"]:
+            jobs[0] = _job(site, 0, site.out)
+        return [gated_row(site, jobs, act, site.results)]
+    return [*launches(site, jobs, site.scratch + 2 * size), gated_unit(site, *halves)]

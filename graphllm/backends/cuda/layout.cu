@@ -1,0 +1,68 @@
+// Values moved: other layouts, other dtypes, chosen rows. A block does one row (x).
+
+// Elements of 1 << LOG bytes, at most four axes; dims and strides (bytes) of axes 1 to 3.
+struct Shape {
+    i64 stride[4];
+    int dims[3], width;
+};
+
+template <class T>
+__device__ __forceinline__ void pack_rows(const u8* x, const Shape& s, T* out, const i64* live) {
+    begin();
+    i64 row = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (row >= *live || i >= s.width) return;
+    int c = i % s.dims[2], b = i / s.dims[2] % s.dims[1], a = i / s.dims[2] / s.dims[1];
+    const u8* from = x + row * s.stride[0] + a * s.stride[1] + b * s.stride[2] + c * s.stride[3];
+    out[row * s.width + i] = *(const T*)from;
+}
+
+#define PACK(NAME, T)                                                                           \
+    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live) {            \
+        pack_rows(x, s, out, live);                                                             \
+    }
+PACK(contiguous_1, u8)
+PACK(contiguous_2, u16)
+PACK(contiguous_4, u32)
+PACK(contiguous_8, u64)
+
+enum FloatKind { KIND_F32, KIND_F16, KIND_BF16 };
+
+extern "C" __global__ void cast(const u8* x, i64 stride, u8* out, const i64* live, int width,
+                                int source, int target) {
+    begin();
+    i64 row = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (row >= *live || i >= width) return;
+    const u8* from = x + row * stride;
+    i64 at = row * width + i;
+    float v = source == KIND_F32   ? ((const float*)from)[i]
+              : source == KIND_F16 ? from_f16(((const u16*)from)[i])
+                                   : from_bf16(((const u16*)from)[i]);
+    if (target == KIND_F32) {
+        ((float*)out)[at] = v;
+    } else {
+        ((u16*)out)[at] = target == KIND_F16 ? to_f16(v) : to_bf16(v);
+    }
+}
+
+// out[n] = x[rows[n]], in words of 1, 2 or 4 bytes; `width` words a row.
+template <class T>
+__device__ __forceinline__ void gather(const u8* x, i64 stride, const int* rows, T* out,
+                                       const i64* live, int width) {
+    begin();
+    i64 n = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (n >= *live || i >= width) return;
+    out[n * width + i] = ((const T*)(x + rows[n] * stride))[i];
+}
+
+#define GATHER(NAME, T)                                                                         \
+    extern "C" __global__ void NAME(const u8* x, i64 stride, const int* rows, T* out,          \
+                                    const i64* live, int width) {                              \
+        gather(x, stride, rows, out, live, width);                                              \
+    }
+GATHER(gather_1, u8)
+GATHER(gather_2, u16)
+GATHER(gather_4, u32)
+GATHER(gather_8, u64)

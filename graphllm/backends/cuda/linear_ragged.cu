@@ -1,0 +1,32 @@
+// Matrix products with plain weights whose rows are not whole vectors: a warp takes a row of the
+// matrix, a thread a number at a time.
+//
+// FORMAT: 0 float32, 1 float16, 2 bfloat16.
+
+#include "matrices.cuh"
+
+__device__ __forceinline__ float weight(const u8* row, int at) {
+#if FORMAT == 0
+    return ((const float*)row)[at];
+#elif FORMAT == 1
+    return from_f16(((const u16*)row)[at]);
+#else
+    return from_bf16(((const u16*)row)[at]);
+#endif
+}
+
+// blockIdx: (some rows of the matrices, token).
+extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all) {
+    begin();
+    int row = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, token = blockIdx.y;
+    Matrix m = all.m[0];
+    for (int i = 1; i < 3; i++)
+        if (row >= m.rows) row -= (int)m.rows, m = all.m[i];
+    if (row >= m.rows || token >= *live) return;
+    const u8* from = m.w.a + (i64)row * k * (FORMAT ? 2 : 4);
+    const float* values = (const float*)(x + token * x_stride);
+    float sum = 0;
+    for (int i = threadIdx.x % WARP; i < k; i += WARP) sum = fmaf(weight(from, i), values[i], sum);
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) finish(m, token, row, sum);
+}

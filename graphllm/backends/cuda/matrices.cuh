@@ -1,0 +1,24 @@
+#pragma once
+// The matrices of one or several linears, as an argument of a kernel.
+
+#include "blocks.cuh"
+
+struct Matrix {
+    Planes w;
+    const float* bias;  // or null
+    u8* y;
+    i64 y_stride;
+    const u8* added;  // a row for each token, or null
+    i64 added_stride, rows;
+};
+
+struct Matrices {
+    Matrix m[3];  // those that are not there have no rows
+};
+
+// One result, where it belongs.
+__device__ __forceinline__ void finish(const Matrix& m, int token, int row, float value) {
+    if (m.bias) value += m.bias[row];
+    if (m.added) value += ((const float*)(m.added + token * m.added_stride))[row];
+    ((float*)(m.y + token * m.y_stride))[row] = value;
+}

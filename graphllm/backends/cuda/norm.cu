@@ -1,0 +1,85 @@
+// Norms over the last axis. A block of threads does one line: a row of [T, D], or one of `lines`
+// parts of a row of [T, lines, D].
+
+#include "norm.cuh"
+
+struct Line {
+    const float* x;
+    float* out;
+    bool live;
+};
+
+__device__ __forceinline__ Line line_of(const u8* x, i64 stride, float* out, const i64* live,
+                                        int lines, int width) {
+    begin();
+    i64 line = blockIdx.x, row = line / lines;
+    const float* from = (const float*)(x + row * stride) + line % lines * width;
+    return {from, out + line * width, row < *live};
+}
+
+template <int U>
+__device__ __forceinline__ void rms_norm(const u8* x, i64 stride, const float* w, float* out,
+                                         const i64* live, int lines, int width, float eps) {
+    Weight<U> weight(w, width);
+    Line line = line_of(x, stride, out, live, lines, width);
+    if (!line.live) return;
+    Held<U> row;
+    row.load(line.x, width);
+    weight.scale(row, row.factor(width, eps), width);
+    row.each(width, [&](float& v, int c) { line.out[c] = v; });
+}
+
+#define RMS_NORM(U)                                                                             \
+    extern "C" __global__ void __launch_bounds__(1024)                                          \
+        rms_norm_##U(const u8* x, i64 stride, const float* w, float* out, const i64* live,     \
+                     int lines, int width, float eps) {                                         \
+        rms_norm<U>(x, stride, w, out, live, lines, width, eps);                                \
+    }
+RMS_NORM(1)
+RMS_NORM(2)
+
+// Rows of any width.
+extern "C" __global__ void rms_norm_0(const u8* x, i64 stride, const float* w, float* out,
+                                      const i64* live, int lines, int width, float eps) {
+    Line line = line_of(x, stride, out, live, lines, width);
+    if (!line.live) return;
+    float sum = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sum += line.x[i] * line.x[i];
+    float factor = 1.f / sqrtf(block_sum(sum) / width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) line.out[i] = line.x[i] * factor * w[i];
+}
+
+// b may be null.
+extern "C" __global__ void layer_norm(const u8* x, i64 stride, const float* w, const float* b,
+                                      float* out, const i64* live, int lines, int width,
+                                      float eps) {
+    Line line = line_of(x, stride, out, live, lines, width);
+    if (!line.live) return;
+    float sum = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sum += line.x[i];
+    float mean = block_sum(sum) / width, squares = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        float v = line.x[i] - mean;
+        squares += v * v;
+    }
+    float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x)
+        line.out[i] = (line.x[i] - mean) * factor * w[i] + (b ? b[i] : 0.f);
+}
+
+extern "C" __global__ void softmax(const u8* x, i64 stride, float* out, const i64* live, int lines,
+                                   int width) {
+    Line line = line_of(x, stride, out, live, lines, width);
+    if (!line.live) return;
+    float most = -INFINITE;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) most = fmaxf(most, line.x[i]);
+    most = block_max(most);
+    float sum = 0;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) {
+        float e = expf(line.x[i] - most);
+        line.out[i] = e;
+        sum += e;
+    }
+    float factor = 1.f / block_sum(sum);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) line.out[i] *= factor;
+}

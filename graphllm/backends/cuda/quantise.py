@@ -1,0 +1,45 @@
+"""Activations as int8 in blocks."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from .. import ROWS
+from . import BACKEND
+from .device import Launch, Site, Spot, ceil
+from .source import module
+
+_MODULE = module("quantise")
+_WARPS = 4  # of a block of threads; each does one block of activations
+
+
+def quantise(site: Site, x: int, stride: int, out: Spot) -> Launch:
+    """Float rows at address ``x``, ``stride`` bytes apart, to ``out``, whose dtype says how."""
+    size = out.dtype.block
+    grid = (site.most(out.meta.rows), ceil(out.width, size * _WARPS))
+    args = (x, stride, out.address, out.row_stride, site.live(out.meta.rows), out.width)
+    return Launch(_MODULE[f"quantise_{size}"], grid, (32 * _WARPS,), args)
+
+
+@BACKEND.kernel("quantise_act", layout={"x": ROWS}, dtypes={"x": "f32"})
+def quantise_act(site: Site) -> Launch:
+    return quantise(site, site.x.address, site.x.row_stride, site.out)
+
+
+def target(spot: Spot) -> bytes:
+    """The struct Target of quantise.cuh: float32 or quantised."""
+    block = spot.dtype.block if spot.dtype.quantised else 0
+    return struct.pack("<Qqii", spot.address, spot.row_stride, block, 0)
+
+
+def targets(spots: Sequence[Spot]) -> bytes:
+    """The struct Targets of quantise.cuh for one or two results."""
+    assert len(spots) <= 2, spots
+    made = b"".join(map(target, spots)).ljust(2 * len(target(spots[0])), b"\0")
+    return made + struct.pack("<ii", len(spots), 0)
+
+
+def unit(spots: Sequence[Spot]) -> int:
+    """The N of quantise.cuh: a warp emits 32 N elements at a time."""
+    return 8 if any(s.dtype.name == "a8_256" for s in spots) else 1

@@ -1,0 +1,32 @@
+// The end of a step. A thread does one sequence.
+
+struct Group {
+    int *slot, *table;
+    i64 width;
+};
+
+struct State {
+    const int *sampled, *stop;
+    int *ids, *pos, *kv_len, *count, *done, *history;
+    int stops, ring, block, groups;
+};
+
+extern "C" __global__ void advance(State state, const Group* groups, const i64* live) {
+    begin();
+    i64 s = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (s >= *live) return;
+    int token = state.sampled[s], at = state.kv_len[s];
+    state.ids[s] = token;
+    state.pos[s] = at;
+    state.history[s * state.ring + at % state.ring] = token;
+    for (int g = 0; g < state.groups; g++) {
+        Group own = groups[g];
+        int column = at / state.block;
+        int first = column < own.width ? own.table[s * own.width + column] : -1;
+        own.slot[s] = first >= 0 ? first * state.block + at % state.block : -1;
+    }
+    state.kv_len[s] = at + 1;
+    state.count[s] += 1;
+    for (int e = 0; e < state.stops; e++)
+        if (state.stop[e] >= 0 && state.stop[e] == token) state.done[s] |= 1;
+}

@@ -1,0 +1,56 @@
+"""Samples of ops on the GPU, each in a plan made for its own count of rows: what kernels are chosen
+depends on that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import groups
+from test_ops_generated import run_one
+
+from graphllm import ops
+from graphllm.backends import Options
+from graphllm.backends.cuda import BACKEND
+from graphllm.executor import Executor
+from graphllm.ops import Sample
+from graphllm.weights import Arrays
+
+ORDER = ("cuda", "reference")
+
+
+def need_gpu() -> None:
+    """Skip, or fail where GRAPHLLM_REQUIRE names cuda, with the reason why there is none."""
+    ok, reason = BACKEND.available()
+    if not ok and "cuda" in os.environ.get("GRAPHLLM_REQUIRE", "").split():
+        pytest.fail(reason)
+    if not ok:
+        pytest.skip(reason)
+
+
+def run_bounded(
+    name: str, samples: Sequence[Sample], options: Options | None = None, least: float = 0.0
+) -> list[str]:
+    """What is wrong, a line each. ``least``: a tolerance that is allowed in any case."""
+    own = groups(replace(ops.get(name), samples=tuple(samples)))
+    weights = {k: v for group in own if group.cases for k, v in group.weights.items()}
+    executor = Executor(Arrays(weights), ORDER, options or Options(), poison=True)
+    wrong = []
+    for group in own:
+        for case in group.cases:
+            bounds = {name: (0, max(1, value)) for name, value in case.sample.env.items()}
+            plan = executor.compile({"y": group.node}, bounds)
+            executor.bind(plan)
+            assert [s.node.op for s in plan.steps if s.backend.name == "cuda"][-1] == name
+            problem = run_one(executor, plan, group, case, max(case.tolerance, least))
+            if problem:
+                wrong.append(f"{case.sample.label}: {problem}")
+    return wrong
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that keep a result's size near one."""
+    return rng.standard_normal(shape) / np.sqrt(shape[-1])

@@ -1,0 +1,294 @@
+"""The CUDA backend on a GPU: every op and sample, fused ops, graphs, whole decoders.
+
+Skipped, with the reason, where no GPU can be used; `test_cuda_compile.py` needs none.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from cases import groups, mismatch
+from test_fusion import FUSED, IDS, named, nmse, values
+from test_ops_generated import OPS, report, run_all, sentinels
+
+import graphllm
+from graphllm import backends, ops
+from graphllm.backends import Kernel, Options
+from graphllm.backends.cuda import BACKEND
+from graphllm.dtype import dtype
+from graphllm.executor import Executor
+from graphllm.ops.parts import results
+from graphllm.profiler.rows import Recorder
+from graphllm.quant import dequantise
+from graphllm.tensor import Var, feed, state, weight
+from graphllm.weights import Arrays
+
+pytestmark = pytest.mark.cuda
+ORDER = ("cuda", "reference")
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    ok, reason = BACKEND.available()
+    if not ok and "cuda" in os.environ.get("GRAPHLLM_REQUIRE", "").split():
+        pytest.fail(reason)
+    if not ok:
+        pytest.skip(reason)
+
+
+@pytest.fixture(params=[True, False], ids=["graphs", "launches"])
+def captured(request, monkeypatch):
+    """Plans as CUDA graphs from their second run on, and all launched one by one."""
+    if not request.param:
+        monkeypatch.setattr("graphllm.backends.cuda.device.GRAPH_ROWS", -1)
+    return request.param
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op(name, captured):
+    wrong = run_all(name, ORDER, Options())
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("linear, cap", [("float", 2e-3), ("integer", np.inf)])
+def test_linear_options(linear, cap):
+    wrong = run_all("linear", ORDER, Options(linear=linear), cap)
+    assert not wrong, report(wrong)
+
+
+def test_every_contiguous_sample_runs_on_the_gpu():
+    refused = set()
+    for name in OPS:
+        for group in groups(ops.get(name)):
+            choice = BACKEND.select(group.node, Options()) if group.contiguous else None
+            if choice is not None and not isinstance(choice, Kernel):
+                refused.add(f"{name}: {choice}")
+    assert not refused
+
+
+def unequal(node, cases, weights, tolerance: float) -> list[str]:
+    """A fused node on the GPU, in an arena of NaN and with canaries, against its parts on the
+    reference. ``cases``: label -> feeds. States begin as sevens."""
+    op = ops.get(node.op)
+    one, many = named(results(node)), named(op(*node.src, **node.attrs))
+    gpu = Executor(Arrays(weights), ("cuda",), poison=True)
+    reference = Executor(Arrays(weights), ("reference",))
+    plans, wrong = (gpu.compile(one), reference.compile(many)), []
+    for label, (feeds, env) in cases.items():
+        found = []
+        for executor, plan in zip((gpu, reference), plans):
+            executor.bind(plan)
+            for leaf in plan.leaves.values():
+                if leaf.op == "state":
+                    executor.set_state(leaf.name, np.full_like(sentinels(leaf.meta.bound()), 7))
+            found.append(executor.run(plan, feeds, env))
+        for key, result in one.items():
+            (a, step), (b, _) = (values(f[key], result) for f in found)
+            problem = mismatch(a, b, max(tolerance, step))
+            wrong += [f"{label} {key}: {problem}"] if problem else []
+    return wrong
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_equals_its_parts(name):
+    """Samples whose fused op has no kernel stay in parts, and are not compared."""
+    wrong, compared = [], 0
+    for group in groups(ops.get(name)):
+        if isinstance(BACKEND.select(group.node, Options()), Kernel):
+            cases = {c.sample.label: (c.feeds, c.sample.env) for c in group.cases}
+            tolerance = max(c.tolerance for c in group.cases)
+            wrong += unequal(group.node, cases, group.weights, tolerance)
+            compared += len(cases)
+    assert compared and not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("width, style", [(64, "half"), (96, "half"), (128, "half"), (256, "half"),
+                                          (128, "interleaved")])  # fmt: skip
+def test_heads_turned_and_written(width, style, kind):
+    """rope_write has kernels for some widths of heads, for few tokens and for many."""
+    rng, heads, kv, slots = np.random.default_rng(width), 6, 2, 512
+    t = Var("T", 1, 400)
+    q, k, v = (feed(n, (t, h, width), "f32") for n, h in zip("qkv", (heads, kv, kv)))
+    pos, slot = feed("pos", (t,), "i32"), feed("slot", (t,), "i32")
+    pools = (state(n, (slots, kv, width), kind) for n in ("kp", "vp"))
+    weights = {n: rng.standard_normal(width).astype(np.float32) for n in ("qn", "kn")}
+    norms = (weight(n, (width,), "f32") for n in weights)
+    turn = {"base": 1e4, "dims": 0, "style": style, "scale": 1.0, "eps": 1e-6}
+    node = ops.get("rope_write").node(q, k, v, pos, *pools, slot, *norms, **turn)
+    cases = {}
+    for count in (1, 5, 400):
+        feeds = {n: rng.standard_normal((count, h, width)).astype(np.float32)
+                 for n, h in zip("qkv", (heads, kv, kv))}  # fmt: skip
+        feeds |= {"pos": np.arange(count, dtype=np.int32) * 9}
+        feeds |= {"slot": rng.permutation(slots)[:count].astype(np.int32)}
+        cases[f"{count}"] = feeds, {"T": count}
+    if kind != "q8_0":
+        assert not unequal(node, cases, weights, 1e-3 if kind == "f16" else 1e-5)
+        return
+    # Another rounding of the turned key may be another step of a block: compare what bytes mean.
+    for label, (feeds, env) in cases.items():
+        found = []
+        for order in (("cuda",), ("reference",)):
+            executor = Executor(Arrays(weights), order)
+            made = (
+                results(node) if order == ("cuda",) else ops.get(node.op)(*node.src, **node.attrs)
+            )
+            plan = executor.compile(named(made))
+            executor.bind(plan)
+            for name in ("kp", "vp"):
+                executor.set_state(name, np.zeros((slots, kv * width // 32 * 34), np.uint8))
+            executor.run(plan, feeds, env, fetch=())
+            found.append([dequantise(executor.get_state(n), dtype(kind)) for n in ("kp", "vp")])
+        for a, b in zip(*found):
+            assert nmse(a, b) < 1e-6, label
+
+
+@pytest.mark.parametrize("width", [8448, 20000])
+def test_norms_of_wide_rows(width):
+    rng, t = np.random.default_rng(width), Var("T", 1, 3)
+    weights = {n: rng.standard_normal(width).astype(np.float32) for n in ("w", "w2")}
+    x, h = feed("x", (t, width), "f32"), feed("h", (t, width), "f32")
+    w, w2 = (weight(n, (width,), "f32") for n in weights)
+    feeds = {n: rng.standard_normal((2, width)).astype(np.float32) for n in "xh"}
+    y = ops.rms_norm(x, w, eps=1e-5)
+    executor = Executor(Arrays(weights), ("cuda",))
+    got = executor.run(executor.compile({"y": y}), feeds)["y"]
+    want = ops.get("rms_norm").reference(feeds["x"], weights["w"], eps=1e-5)
+    assert not mismatch(got, want, 1e-5)
+    node = ops.get("norm_add_norm").node(h, w, x, w2, eps=1e-5, eps2=1e-6, dtypes=())
+    if width <= 16384:
+        assert not unequal(node, {"": (feeds, {"T": 2})}, weights, 2e-5)
+    else:
+        assert BACKEND.select(node, Options()) == f"rows of {width} do not fit in registers"
+
+
+def test_sampling_from_a_large_vocabulary():
+    """As the op's body draws, whichever way the kernels go about it."""
+    width, count = 262_144, 12
+    rng = np.random.default_rng(5)
+    settings = {
+        "temperature": np.array([0.8, 1.0, 0.0], np.float32),
+        "top_k": np.array([40, 0, 64, 65, 1], np.int32),
+        "top_p": np.array([0.95, 1.0, 0.5, 0.9], np.float32),
+        "min_p": np.array([0.05, 0.0], np.float32),
+        "seed": rng.integers(0, 2**62, count),
+        "count": np.arange(count, dtype=np.int32),
+    }
+    feeds = {name: np.resize(each, count) for name, each in settings.items()}
+    feeds["logits"] = (3 * rng.standard_normal((count, width))).astype(np.float32)
+    n = Var("N", 1, count)
+    kinds = {"temperature": "f32", "top_p": "f32", "min_p": "f32", "seed": "i64"}
+    leaves = [feed(name, (n,), kinds.get(name, "i32")) for name in settings]
+    y = ops.sample(feed("logits", (n, width), "f32"), *leaves)
+    executor = Executor(backends=("cuda",))
+    got = executor.run(executor.compile({"y": y}), feeds)["y"]
+    assert (
+        got == ops.get("sample").reference(feeds["logits"], *(feeds[s] for s in settings))
+    ).all()
+
+
+# ------------------------------------------------------------------------------- plans and devices
+
+
+def chain() -> dict:
+    x = feed("x", (Var("T", 1, 4), 64), "f32")
+    return {"y": ops.add(ops.silu(x), x)}
+
+
+def test_times_of_steps_add_up():
+    """A profiled run gives as many times, none below zero, and the same values."""
+    executor, x = Executor(backends=ORDER), np.ones((3, 64), np.float32)
+    plan = executor.compile(chain())
+    want = executor.run(plan, {"x": x})["y"]
+    for _ in range(3):
+        recorder = Recorder()
+        assert (executor.run(plan, {"x": x}, profile=recorder)["y"] == want).all()
+        assert [row.op for row in recorder.rows] == ["silu", "add"]
+        assert all(row.ns >= 0 for row in recorder.rows)
+
+
+def test_values_of_vars_reach_captured_graphs():
+    executor = Executor(backends=ORDER)
+    plan = executor.compile(chain())
+    for count in (1, 4, 2, 2, 3, 1):
+        x = np.random.default_rng(count).standard_normal((count, 64)).astype(np.float32)
+        got = executor.run(plan, {"x": x})["y"]
+        assert got.shape == x.shape
+        np.testing.assert_allclose(got, x / (1 + np.exp(-x)) + x, rtol=1e-5, atol=1e-6)
+
+
+def test_no_room_is_an_error_with_figures():
+    device = backends.find("cuda").open_device(Options())
+    with pytest.raises(graphllm.errors.RequestError, match=r"no 1000\d*\.\d\d GB left: .* free"):
+        device.alloc(10**13)
+
+
+# ---------------------------------------------------------------------------------- whole decoders
+
+
+@pytest.fixture(params=["llama", "qwen2"])
+def tiny(request, tmp_path):
+    from tiny_models import llama_weights, write_llama
+
+    weights = llama_weights(bias=request.param == "qwen2")
+    return write_llama(tmp_path / "tiny.gguf", weights, request.param)
+
+
+def greedy(llm) -> list[int]:
+    from graphllm.generation.request import Sampling
+
+    ids = llm.engine.generate(IDS, Sampling(temperature=0.0), ())
+    return [next(ids) for _ in range(64)]
+
+
+def part_at_a_tie(have: list[int], want: list[int], reference) -> bool:
+    """Whether two greedy answers are equal, or part where the reference's logits are within 1e-2:
+    behind a tie all may differ."""
+    at = next((i for i, pair in enumerate(zip(have, want)) if pair[0] != pair[1]), None)
+    if at is None:
+        return True
+    logits = reference.logits(IDS + want[:at], last=True)[-1]
+    return abs(float(logits[have[at]] - logits[want[at]])) < 1e-2
+
+
+def test_small_decoders_agree_with_the_reference(tiny):
+    gpu = graphllm.load(tiny, device="cuda", kv_type="f32")
+    reference = graphllm.load(tiny, device="reference")
+    assert nmse(gpu.logits(IDS), reference.logits(IDS)) < 1e-4
+    assert part_at_a_tie(greedy(gpu), greedy(reference), reference)
+
+
+def test_a_token_is_one_replay(tiny):
+    """The plan of one token is one segment, and that one CUDA graph."""
+    llm = graphllm.load(tiny, device="cuda")
+    greedy(llm)
+    plan = llm.engine.decode_plan()
+    assert {s.backend.name for s in plan.steps} == {"cuda"}
+    ((segment, _),) = llm.engine.executor._programs[id(plan)].segments
+    assert segment.pieces == 1 and segment.replays
+
+
+def test_an_op_forced_off_the_gpu_changes_no_token(tiny, monkeypatch):
+    """The registry without an op: the CPU runs it, between copies, and the plan says why."""
+    reference = graphllm.load(tiny, device="reference")
+    monkeypatch.delitem(BACKEND.kernels, "rms_norm")
+    for name in ("norm_quantise", "norm_add", "norm_add_norm"):
+        monkeypatch.delitem(BACKEND.kernels, name)
+    llm = graphllm.load(tiny, device="auto", kv_type="f32")
+    assert part_at_a_tie(greedy(llm), greedy(reference), reference)
+    plan = llm.engine.decode_plan()
+    assert {s.backend.name for s in plan.steps if s.node.op == "rms_norm"} == {"cpu"}
+    assert "copy" in [s.node.op for s in plan.steps]
+    assert "cuda has no kernel for rms_norm" in plan.explain()
+
+
+def test_a_layer_pinned_to_the_cpu_changes_no_token(tiny):
+    reference = graphllm.load(tiny, device="reference")
+    llm = graphllm.load(tiny, device="auto", kv_type="f32", place={"model.layers.1.*": "cpu"})
+    assert part_at_a_tie(greedy(llm), greedy(reference), reference)
+    steps = llm.engine.decode_plan().steps
+    own = [s for s in steps if s.node.scope.startswith("model.layers.1.") and s.node.op != "copy"]
+    assert {s.backend.name for s in own} == {"cpu"}
