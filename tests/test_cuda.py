@@ -27,6 +27,9 @@ from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
 ORDER = ("cuda", "reference")
+# Products of many tokens round activations and expanded weights to f16 or bf16, as cuBLAS and
+# tensor cores take them; test_cuda_linear.py and test_cuda_attention.py hold few tokens tighter.
+HALVES = {"linear": 6e-3, "attention": 2e-3, "linears": 6e-3, "gated": 6e-3, "linear_add": 6e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +51,13 @@ def captured(request, monkeypatch):
 
 @pytest.mark.parametrize("name", OPS)
 def test_op(name, captured):
-    wrong = run_all(name, ORDER, Options())
+    wrong = run_all(name, ORDER, Options(), floor=HALVES.get(name, 0.0))
     assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("linear, cap", [("float", 2e-3), ("integer", np.inf)])
+@pytest.mark.parametrize("linear, cap", [("float", 0.0), ("integer", np.inf)])
 def test_linear_options(linear, cap):
-    wrong = run_all("linear", ORDER, Options(linear=linear), cap)
+    wrong = run_all("linear", ORDER, Options(linear=linear), cap, HALVES["linear"])
     assert not wrong, report(wrong)
 
 
@@ -98,7 +101,7 @@ def test_fused_equals_its_parts(name):
     for group in groups(ops.get(name)):
         if isinstance(BACKEND.select(group.node, Options()), Kernel):
             cases = {c.sample.label: (c.feeds, c.sample.env) for c in group.cases}
-            tolerance = max(c.tolerance for c in group.cases)
+            tolerance = max(HALVES.get(name, 0.0), *(c.tolerance for c in group.cases))
             wrong += unequal(group.node, cases, group.weights, tolerance)
             compared += len(cases)
     assert compared and not wrong, report(wrong)

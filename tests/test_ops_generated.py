@@ -30,8 +30,11 @@ def grouped(name: str) -> list[Group]:
     return groups(ops.get(name))
 
 
-def run_all(name: str, order: tuple[str, ...], options: Options, cap: float = np.inf) -> list[str]:
-    """Run the op's samples; what is wrong, a line each. ``cap``: the loosest tolerance allowed."""
+def run_all(
+    name: str, order: tuple[str, ...], options: Options, cap: float = np.inf, floor: float = 0.0
+) -> list[str]:
+    """Run the op's samples; what is wrong, a line each. ``cap``, ``floor``: the loosest and the
+    tightest tolerance."""
     for group in grouped(name):
         assert group.cases  # makes the weights too
     weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
@@ -41,7 +44,8 @@ def run_all(name: str, order: tuple[str, ...], options: Options, cap: float = np
         plan = executor.compile({"y": group.node})
         for case in group.cases:
             executor.bind(plan)
-            problem = run_one(executor, plan, group, case, min(case.tolerance, cap))
+            tolerance = max(floor, min(case.tolerance, cap))
+            problem = run_one(executor, plan, group, case, tolerance)
             if problem:
                 wrong.append(f"{case.sample.label}: {problem}")
     return wrong
