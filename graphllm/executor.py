@@ -325,7 +325,8 @@ class Executor:
         """What runs ``plan`` once more, nothing fed, the Vars as they were, and gives one output.
 
         For the decode loop: between two tokens the interpreter has cold caches, and every line that
-        `run` goes through costs microseconds. It holds until another run, or another plan.
+        `run` goes through costs microseconds. It holds while the Vars and
+        the bound buffers stay as they are.
         """
         self.bind(plan)
         program = self._programs[id(plan)]

@@ -47,6 +47,24 @@ class Placement:
     options: Options
     memory_of: Callable[[Backend], str]  # buffers of backends with one memory need no copies
 
+    @cached_property
+    def written(self) -> dict[str, str]:
+        """The memory of every state that an op writes, by name: it is the writer's."""
+        found: dict[str, str] = {}
+        for node in graph.toposort(self.outputs.values()):
+            if id(node) not in self.choices:
+                continue
+            memory = self.memory_of(self.choices[id(node)].backend)
+            for source in (node.src[i] for i in get(node.op).written(node)):
+                assert source is not None
+                name = graph.root(source).name
+                if found.setdefault(name, memory) != memory:
+                    raise PlacementError(
+                        f"{node.scope}: {node.op} would write {name!r} in {memory}, "
+                        f"but another op writes it in {found[name]}"
+                    )
+        return found
+
 
 def choose(
     node: Tensor, backends: Sequence[Backend], options: Options, pins: Mapping[str, str]
@@ -120,7 +138,6 @@ class _Lowering:
         self.placement = placement
         self.intern = graph.Interner()
         self.steps: dict[int, Step] = {}
-        self.written = _written(placement)
         self.memory: dict[int, str] = {}  # of a root, by id; what is not written, by its first use
 
     def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
@@ -200,7 +217,7 @@ class _Lowering:
             return None
         here, own = self.placement.memory_of(choice.backend), graph.root(source)
         if own.op not in (WEIGHT, INPUT) and get(user.op).role != TRANSFER:
-            home = self.written.get(own.attrs["name"], here) if own.is_leaf else here
+            home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
             there = self.memory.setdefault(id(own), home)
             if there != here:
                 source = self._transfer(source, there, here, user)
@@ -213,24 +230,6 @@ class _Lowering:
         far = there if here == HOST else here
         backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == far)
         return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
-
-
-def _written(placement: Placement) -> dict[str, str]:
-    """The memory of every state that an op writes, by name: it is the writer's."""
-    found: dict[str, str] = {}
-    for node in graph.toposort(placement.outputs.values()):
-        if id(node) not in placement.choices:
-            continue
-        memory = placement.memory_of(placement.choices[id(node)].backend)
-        for source in (node.src[i] for i in get(node.op).written(node)):
-            assert source is not None
-            name = graph.root(source).name
-            if found.setdefault(name, memory) != memory:
-                raise PlacementError(
-                    f"{node.scope}: {node.op} would write {name!r} in {memory}, "
-                    f"but another op writes it in {found[name]}"
-                )
-    return found
 
 
 def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:

@@ -1,5 +1,4 @@
-"""The command line: ``graphllm run | chat | tokenize | inspect | doctor | profile |
-bench``.
+"""The command line: ``graphllm run | chat | tokenize | inspect | doctor | profile | bench``.
 
 Errors are one line on standard error with exit code 1 (2 for wrong usage); a traceback shows only
 with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API and prints.

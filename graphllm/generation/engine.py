@@ -189,13 +189,12 @@ class Engine:
                 if table.grow(min(length + 1, self.limits.context)):
                     feeds[f"table.{name}"] = table.table[None]
             if again is None or feeds or profile is not None:
-                out = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)
-                drawn_id = out[drawn][0]
-                again, feeds = self.executor.repeat(plan, env, drawn), {}
+                ids = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)[drawn]
+                again, feeds = again or self.executor.repeat(plan, env, drawn), {}
             else:
-                drawn_id = again()[0]
+                ids = again()
             self._cached.append(token)
-            token = int(drawn_id)
+            token = int(ids[0])
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""

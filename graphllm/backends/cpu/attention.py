@@ -45,7 +45,7 @@ from .attention_tile import (
     totals_at,
     visible,
 )  # fmt: skip
-from .device import Launch, Site, Spot
+from .device import Launch, Site
 from .elementwise import share
 from .isa import threads_for
 from .jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
@@ -159,7 +159,7 @@ def launches(site: Site, result: int, room: int) -> list[Launch]:
     q, k, v, table = site.q, site.k, site.v, site.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [site.q_start.address, site.kv_len.address, table.address, table.meta.shape[1]]
-    words += [_address(site.op(name)) for name in ("sinks", "slopes", "prefix_len")]
+    words += [site.address(name) for name in ("sinks", "slopes", "prefix_len")]
     words += [result, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]
     words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
     words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
@@ -168,7 +168,3 @@ def launches(site: Site, result: int, room: int) -> list[Launch]:
     words.append(_pieces(site.node))
     attend = _attend(k.dtype.name, v.dtype.name, _height(heads // kv_heads))
     return [Launch(attend, words), Launch(_join, words)]
-
-
-def _address(spot: Spot | None) -> int:
-    return spot.address if spot is not None else 0

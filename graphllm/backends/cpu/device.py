@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from ...dtype import DType
-from ...ops import get
-from ...ops.parts import results
 from ...tensor import Dim, Meta, Var
-from .. import Bound, Header, Operand, Options
+from .. import Bound, Header, Operand, Options, site
 from .isa import threads_for
 from .jit import HIDDEN, Kernel
 from .layouts import allocate
@@ -36,72 +31,28 @@ class Launch:
     joined: bool = False
 
 
-@dataclass(frozen=True)
-class Spot:
-    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
-
-    address: int
-    meta: Meta
-    operand: Operand
+class Spot(site.Spot):
+    """See `graphllm.backends.site`."""
 
     def array(self) -> np.ndarray:
         """The values now, for an operand whose shape has no Var (a small weight, say)."""
         return _array(self.operand)
 
-    @property
-    def dtype(self) -> DType:
-        return self.meta.dtype
 
-    @property
-    def row_stride(self) -> int:
-        """Bytes from one row (index of axis 0) to the next."""
-        return self.meta.strides[0] if self.meta.ndim else 0
-
-
-class Site:
-    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+class Site(site.Site[Spot]):
+    """One step as a kernel builder receives it; see `graphllm.backends.site`.
 
     A builder returns a `Launch`, or several that run one after the other.
     """
 
     def __init__(self, bound: Bound, header: Header, threads: int) -> None:
-        op = get(bound.node.op)
-        count = len(op.params)
-        self.inputs = [None if o is None else _spot(o) for o in bound.inputs]
-        spots = self.inputs + [None] * (count - len(self.inputs))
-        self._operands = dict(zip(op.params, spots))
-        self._header = header
-        self.rest = [s for s in spots[count:] if s is not None]  # of a variadic op
-        self.out = _spot(bound.out)
-        self.attrs = bound.attrs
-        self.node = bound.node
+        super().__init__(bound, header)
         self.threads = threads
-        self.scratch = _spot(bound.scratch).address if bound.scratch is not None else 0
         self.kept: list[np.ndarray] = []
 
-    def op(self, name: str) -> Spot | None:
-        """The operand called ``name``, None where it was left out."""
-        return self._operands[name]
-
-    def need(self, name: str) -> Spot:
-        """The operand called ``name``, which cannot have been left out."""
-        spot = self._operands[name]
-        assert spot is not None, name
-        return spot
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_operands"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    @property
-    def results(self) -> list[Spot]:
-        """A fused op's own results, in order: where each lies in the op's buffer."""
-        views = [v for v in results(self.node) if v.base is self.node]
-        base, start = self.out.operand, self.node.meta.offset
-        metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
-        return [_spot(Operand(meta, base.buffer)) for meta in metas]
+    def spot(self, operand: Operand) -> Spot:
+        start = int(operand.buffer.ctypes.data)
+        return Spot(start + operand.meta.offset, operand.meta, operand)
 
     def live(self, dim: Dim) -> int:
         """The address of an int64 that holds the dimension's value in each run."""
@@ -113,10 +64,6 @@ class Site:
         """The address of an array that lives as long as the plan."""
         self.kept.append(table)
         return int(table.ctypes.data)
-
-
-def _spot(operand: Operand) -> Spot:
-    return Spot(int(operand.buffer.ctypes.data) + operand.meta.offset, operand.meta, operand)
 
 
 class Program:
@@ -214,8 +161,8 @@ class CpuDevice:
         """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
         sites = [Site(step, header, self.threads) for step in steps]
         launches = []
-        for step, site in zip(steps, sites):
-            made = step.kernel.build(site)
+        for step, place in zip(steps, sites):
+            made = step.kernel.build(place)
             launches.append([made] if isinstance(made, Launch) else list(made))
         pending = {k: None for k in _kernels(launches) if not k.compiled}
         total = len(pending)
@@ -230,12 +177,7 @@ class CpuDevice:
 
 def _array(operand: Operand) -> np.ndarray:
     """The operand, whose shape has no Var, as an array; a block format as uint8 rows."""
-    meta = operand.meta
-    shape: tuple[Any, ...] = meta.shape
-    strides, kind = meta.strides, meta.dtype.numpy
-    if kind is None:
-        shape = (*shape[:1], meta.dtype.row_nbytes(prod(shape[1:])))
-        strides, kind = (*strides[:1], 1), np.dtype(np.uint8)
+    shape, strides, kind = site.numpy_form(operand.meta)
     if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
         return np.empty(shape, kind)
-    return np.ndarray(shape, kind, operand.buffer.data, meta.offset, strides)
+    return np.ndarray(shape, kind, operand.buffer.data, operand.meta.offset, strides)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ...tensor import Tensor
-from .. import Options
+from ..site import one_row, paired
 from . import BACKEND
 from .device import Launch, Site
 from .jit import Kernel, args, as_f32, f32_bits, f32s, helper, inlined, kernel, load_i64
@@ -148,26 +147,15 @@ def _binary(name: str, function: Any) -> Kernel:
 _ADD, _MUL = _binary("add", _sum), _binary("mul", _product)
 
 
-def _shared(node: Tensor, options: Options) -> str | None:
-    """The kernel whose b must be contiguous takes a b that is one row; the other one the rest."""
-    a, b = node.sources
-    return None if a.shape != b.shape else "b has as many rows as a"
-
-
-def _paired(node: Tensor, options: Options) -> str | None:
-    a, b = node.sources
-    return None if a.shape == b.shape else "b is one row"
-
-
 _ROW: dict[str, Any] = {
     "layout": {"a": "rows"},
     "dtypes": {"a": "f32", "b": "f32"},
-    "when": _shared,
+    "when": one_row,
 }
 _PAIR: dict[str, Any] = {
     "layout": {"a": "rows", "b": "rows"},
     "dtypes": {"a": "f32", "b": "f32"},
-    "when": _paired,
+    "when": paired,
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from ...memory import aligned
-from ...tensor import WEIGHT, Tensor
+from ...tensor import Tensor
 from .. import ROWS, Options
+from ..site import constant_factors
 from . import BACKEND, attention
 from .device import Launch, Site
 from .elementwise import share
@@ -21,10 +22,9 @@ from .rope import angles, frequencies, rotated, turn
 @kernel
 def _turn(p, thread, threads):
     """Heads of q and k normed, if they are, and turned: q's to their place, k's to a workspace."""
-    w = args(p, 20)
+    w = args(p, 19)
     q, q_stride, k, k_stride, pos, inverse, q_norm, k_norm, eps = w[:9]
-    out, keys, rows_at, heads, kv_heads, width, half, step, own = w[9:18]
-    own_size = w[18]
+    out, keys, rows_at, heads, kv_heads, width, half, step, own, own_size = w[9:]
     first, last = share(load_i64(rows_at), thread, threads)
     c = own + thread * own_size
     s, room = c + 4 * half, c + 8 * half
@@ -54,16 +54,11 @@ def _turn_scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * _own_nbytes(node) + 4 * prod(keys.shape)
 
 
-def _constant_factors(node: Tensor, options: Options) -> str | None:
-    factors = node.src[9]
-    return "factors is not a weight" if factors is not None and factors.base.op != WEIGHT else None
-
-
 @BACKEND.kernel(
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
     scratch=_turn_scratch,
-    when=_constant_factors,
+    when=constant_factors,
 )
 def rope_write(site: Site) -> list[Launch]:
     q, k, v, own = site.q, site.k, site.v, _own_nbytes(site.node)
@@ -71,9 +66,9 @@ def rope_write(site: Site) -> list[Launch]:
     step = 1 if site.attrs["style"] == "half" else 2
     keys, rows = site.scratch + site.threads * own, site.live(q.meta.rows)
     words = [q.address, q.row_stride, k.address, k.row_stride, site.pos.address, frequencies(site)]
-    words += [spot.address if spot else 0 for spot in (site.op("q_norm"), site.op("k_norm"))]
+    words += [site.address("q_norm"), site.address("k_norm")]
     words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
-    words += [rotated(site.node) // 2, step, site.scratch, own, 0]
+    words += [rotated(site.node) // 2, step, site.scratch, own]
     # Rows are shared out alike: each thread stores the keys that it turned.
     return [
         Launch(_turn, words),

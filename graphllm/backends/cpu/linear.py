@@ -13,6 +13,7 @@ from ... import ops
 from ...dtype import F32, DType
 from ...tensor import Tensor
 from .. import ROWS, Options
+from ..site import address
 from . import BACKEND
 from .device import Launch, Site, Spot
 from .float_ir import FLOAT_CHUNK
@@ -223,7 +224,7 @@ def launch(
     group_bytes = max(1, packed_bytes(w.meta) // groups)
     per = max(1, min(groups // (_TICKETS * site.threads), _TICKET_BYTES // group_bytes))
     words = [
-        x.address, x.row_stride, w.address, bias.address if bias else 0, out.address,
+        x.address, x.row_stride, w.address, address(bias), out.address,
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
         site.live(x.meta.rows), n, k, per,
     ]  # fmt: skip

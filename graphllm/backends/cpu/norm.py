@@ -85,8 +85,7 @@ def rms_norm(site: Site) -> Launch:
 
 @BACKEND.kernel("layer_norm", dtypes={"x": "f32", "w": "f32", "b": "f32"}, layout={"x": "rows"})
 def layer_norm(site: Site) -> Launch:
-    bias = site.op("b")
-    words = [site.x.address, site.x.row_stride, site.w.address, bias.address if bias else 0]
+    words = [site.x.address, site.x.row_stride, site.w.address, site.address("b")]
     eps = f32_bits(site.attrs["eps"])
     return Launch(_layer_norm, [*words, site.out.address, *_lines(site), eps])
 

@@ -7,8 +7,9 @@ from typing import Any
 from numba import float32, float64
 
 from ...ops.rope import inverse_frequencies
-from ...tensor import WEIGHT, Tensor
+from ...tensor import Tensor
 from .. import Options
+from ..site import constant_factors
 from . import BACKEND
 from .device import Launch, Site
 from .elementwise import share
@@ -59,11 +60,6 @@ def _scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * rotated(node) * 4
 
 
-def _constant_factors(node: Tensor, options: Options) -> str | None:
-    factors = node.src[2]
-    return "factors is not a weight" if factors is not None and factors.base.op != WEIGHT else None
-
-
 def frequencies(site: Site) -> int:
     """The address of the radians a position of each pair."""
     attrs = site.attrs
@@ -73,7 +69,7 @@ def frequencies(site: Site) -> int:
     return site.keep(inverse)
 
 
-@BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=_constant_factors)
+@BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=constant_factors)
 def rope(site: Site) -> Launch:
     x, dims = site.x, rotated(site.node)
     heads, width = x.meta.inner

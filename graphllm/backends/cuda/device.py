@@ -7,17 +7,14 @@ at, and their sources compiled, on any machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ...dtype import DType
-from ...ops import get
-from ...ops.parts import results
 from ...tensor import Dim, Meta, Var
-from .. import Bound, Header, Operand, Options
+from .. import Bound, Header, Operand, Options, site
+from ..site import Spot
 from .source import Function, compile_all
 
 GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
@@ -58,82 +55,26 @@ class Call:
 Work = Launch | Call
 
 
-@dataclass(frozen=True)
-class Spot:
-    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
-
-    address: int
-    meta: Meta
-    operand: Operand
-
-    @property
-    def dtype(self) -> DType:
-        return self.meta.dtype
-
-    @property
-    def row_stride(self) -> int:
-        """Bytes from one row (index of axis 0) to the next."""
-        return self.meta.strides[0] if self.meta.ndim else 0
-
-    @property
-    def width(self) -> int:
-        """Elements of a row: the product of all axes but the first."""
-        return prod(self.meta.inner)
-
-
 def ceil(count: int, by: int) -> int:
     """How many pieces of ``by`` make at least ``count``."""
     return -(-count // by)
 
 
-class Site:
-    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+class Site(site.Site[Spot]):
+    """One step as a kernel builder receives it; see `graphllm.backends.site`.
 
     A builder returns a `Launch` or a `Call`, or a list of them that run one after the other.
     """
 
     def __init__(self, bound: Bound, header: Header, device: CudaDevice) -> None:
-        op = get(bound.node.op)
-        count = len(op.params)
-        self.inputs = [None if o is None else _spot(o) for o in bound.inputs]
-        spots = self.inputs + [None] * (count - len(self.inputs))
-        self._operands = dict(zip(op.params, spots))
-        self._header = header
-        self.rest = spots[count:]  # of a variadic op, None where left out
-        self.out = _spot(bound.out)
-        self.attrs = bound.attrs
-        self.node = bound.node
+        super().__init__(bound, header)
         self.device = device
-        self.scratch = _spot(bound.scratch).address if bound.scratch is not None else 0
 
-    def op(self, name: str) -> Spot | None:
-        """The operand called ``name``, None where it was left out."""
-        return self._operands[name]
-
-    def need(self, name: str) -> Spot:
-        """The operand called ``name``, which cannot have been left out."""
-        spot = self._operands[name]
-        assert spot is not None, name
-        return spot
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_operands"][name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def address(self, name: str) -> int:
-        """The address of an operand, 0 where it was left out."""
-        spot = self._operands[name]
-        return spot.address if spot is not None else 0
-
-    @property
-    def results(self) -> list[Spot]:
-        """A fused op's own results, in order: where each lies in the op's buffer."""
-        views = [v for v in results(self.node) if v.base is self.node]
-        base, start = self.out.operand, self.node.meta.offset
-        metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
-        return [_spot(Operand(meta, base.buffer)) for meta in metas]
+    def spot(self, operand: Operand) -> Spot:
+        """Host operands (of transfers) are NumPy arrays, the others `memory.Buffer`."""
+        buffer = operand.buffer
+        start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
+        return Spot(int(start) + operand.meta.offset, operand.meta, operand)
 
     def live(self, dim: Dim) -> int:
         """The device address of an int64 that holds the dimension's value in each run."""
@@ -153,13 +94,6 @@ class Site:
     def keep(self, table: np.ndarray) -> int:
         """The device address of a copy of ``table``; equal tables share one."""
         return self.device.constant(table)
-
-
-def _spot(operand: Operand) -> Spot:
-    """Host operands (of transfers) are NumPy arrays, the others `memory.Buffer`."""
-    buffer = operand.buffer
-    start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
-    return Spot(int(start) + operand.meta.offset, operand.meta, operand)
 
 
 class DevicePack:
@@ -212,16 +146,13 @@ class CudaDevice:
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; for a block format its bytes, [rows, n]."""
         self.gpu.use()
-        meta = operand.meta
-        shape, strides, kind = meta.shape, meta.strides, meta.dtype.numpy
-        if kind is None:
-            shape = (*shape[:1], meta.dtype.row_nbytes(prod(meta.inner)))
-            strides, kind = (*strides[:1], 1), np.dtype(np.uint8)
+        shape, strides, kind = site.numpy_form(operand.meta)
         if 0 in shape:
-            return np.empty(shape, kind)  # type: ignore[arg-type]
-        span = sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize  # type: ignore
-        raw = operand.buffer[meta.offset : meta.offset + span]
-        return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")  # type: ignore
+            return np.empty(shape, kind)
+        start = operand.meta.offset
+        span = sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
+        raw = operand.buffer[start : start + span]
+        return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """See `graphllm.backends.Device`."""
@@ -274,8 +205,8 @@ class CudaDevice:
         self.gpu.use()
         sites = [Site(step, header, self) for step in steps]
         work = []
-        for step, site in zip(steps, sites):
-            made = step.kernel.build(site)
+        for step, place in zip(steps, sites):
+            made = step.kernel.build(place)
             work.append([made] if isinstance(made, (Launch, Call)) else list(made))
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...tensor import Tensor
-from .. import CONTIGUOUS, ROWS, Options
+from .. import CONTIGUOUS, ROWS
+from ..site import one_row, paired
 from . import BACKEND
 from .device import Arg, Launch, Site, Spot, ceil
 from .source import module
@@ -62,20 +62,9 @@ def gelu(site: Site) -> Launch:
 # ------------------------------------------------------------------------------------ two operands
 
 
-def _shared(node: Tensor, options: Options) -> str | None:
-    """The kernel whose b must be contiguous takes a b that is one row; the other one the rest."""
-    a, b = node.sources
-    return None if a.shape != b.shape else "b has as many rows as a"
-
-
-def _paired(node: Tensor, options: Options) -> str | None:
-    a, b = node.sources
-    return None if a.shape == b.shape else "b is one row"
-
-
 _FLOATS = {"a": "f32", "b": "f32"}
-_ROW: dict[str, Any] = {"layout": {"a": ROWS, "b": CONTIGUOUS}, "dtypes": _FLOATS, "when": _shared}
-_PAIR: dict[str, Any] = {"layout": {"a": ROWS, "b": ROWS}, "dtypes": _FLOATS, "when": _paired}
+_ROW: dict[str, Any] = {"layout": {"a": ROWS, "b": CONTIGUOUS}, "dtypes": _FLOATS, "when": one_row}
+_PAIR: dict[str, Any] = {"layout": {"a": ROWS, "b": ROWS}, "dtypes": _FLOATS, "when": paired}
 
 
 def _binary(site: Site, name: str, stride: int, inner: int) -> Launch:

@@ -23,7 +23,7 @@ def advance(site: Site) -> Launch:
         "<8Q4i", *map(site.address, _OPERANDS), site.stop.meta.shape[0],
         site.history.meta.inner[0], site.attrs["block"], len(slots),
     )  # fmt: skip
-    groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables) if s and t]
+    groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables)]
     kept = site.keep(np.array(groups, np.int64)) if groups else 0
     grid = (ceil(site.most(rows), _THREADS),)
     return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, site.live(rows)))

@@ -1,0 +1,135 @@
+"""What kernel builders of every backend here are given: operands in place; rules that they share.
+
+A backend's device derives its own `Spot` and `Site` from these: what an address is, and where live
+values and constants lie, is its own business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ..dtype import DType
+from ..ops import get
+from ..ops.parts import results
+from ..tensor import WEIGHT, Meta, Tensor
+from . import Bound, Header, Operand, Options
+
+
+@dataclass(frozen=True)
+class Spot:
+    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
+
+    address: int
+    meta: Meta
+    operand: Operand
+
+    @property
+    def dtype(self) -> DType:
+        return self.meta.dtype
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row (index of axis 0) to the next."""
+        return self.meta.strides[0] if self.meta.ndim else 0
+
+    @property
+    def width(self) -> int:
+        """Elements of a row: the product of all axes but the first."""
+        return prod(self.meta.inner)
+
+
+S = TypeVar("S", bound=Spot)
+
+
+class Site(Generic[S]):
+    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+
+    ``inputs``: all operands in order, None where one was left out; ``rest``: those of a variadic op
+    beyond the named ones. ``scratch``: the address of the step's workspace, 0 without one.
+    """
+
+    def __init__(self, bound: Bound, header: Header) -> None:
+        op = get(bound.node.op)
+        count = len(op.params)
+        self.inputs = [None if o is None else self.spot(o) for o in bound.inputs]
+        spots = self.inputs + [None] * (count - len(self.inputs))
+        self._operands = dict(zip(op.params, spots))
+        self._header = header
+        self.rest = [spot for spot in spots[count:] if spot is not None]
+        self.out = self.spot(bound.out)
+        self.attrs = bound.attrs
+        self.node = bound.node
+        self.scratch = self.spot(bound.scratch).address if bound.scratch is not None else 0
+
+    def spot(self, operand: Operand) -> S:
+        """The operand with its address on this device."""
+        raise NotImplementedError
+
+    def op(self, name: str) -> S | None:
+        """The operand called ``name``, None where it was left out."""
+        return self._operands[name]
+
+    def need(self, name: str) -> S:
+        """The operand called ``name``, which cannot have been left out."""
+        spot = self._operands[name]
+        assert spot is not None, name
+        return spot
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_operands"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def address(self, name: str) -> int:
+        """The address of an operand, 0 where it was left out."""
+        return address(self._operands[name])
+
+    @property
+    def results(self) -> list[S]:
+        """A fused op's own results, in order: where each lies in the op's buffer."""
+        views = [v for v in results(self.node) if v.base is self.node]
+        base, start = self.out.operand, self.node.meta.offset
+        metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
+        return [self.spot(Operand(meta, base.buffer)) for meta in metas]
+
+
+def address(spot: Spot | None) -> int:
+    """Where an operand lies, 0 for none."""
+    return spot.address if spot is not None else 0
+
+
+def numpy_form(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
+    """Shape, strides and dtype of an array over an operand whose shape has no Var; of a block
+    format as rows of uint8."""
+    shape: tuple[Any, ...] = meta.shape
+    if meta.dtype.numpy is not None:
+        return shape, meta.strides, meta.dtype.numpy
+    wide = (*shape[:1], meta.dtype.row_nbytes(prod(shape[1:])))
+    return wide, (*meta.strides[:1], 1), np.dtype(np.uint8)
+
+
+# ------------------------------------------------------------------------------- rules of selection
+
+
+def one_row(node: Tensor, options: Options) -> str | None:
+    """For a kernel whose second operand is one (contiguous) row for all rows of the first."""
+    a, b = node.sources
+    return None if a.shape != b.shape else "b has as many rows as a"
+
+
+def paired(node: Tensor, options: Options) -> str | None:
+    """For a kernel of two operands with as many rows."""
+    a, b = node.sources
+    return None if a.shape == b.shape else "b is one row"
+
+
+def constant_factors(node: Tensor, options: Options) -> str | None:
+    """For a kernel that reads ``factors`` when it is built."""
+    factors = node.src[get(node.op).params.index("factors")]
+    fits = factors is None or factors.base.op == WEIGHT
+    return None if fits else "factors is not a weight"
