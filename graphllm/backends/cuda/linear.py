@@ -89,7 +89,7 @@ def _sizes(name: str, integer: bool) -> tuple[int, ...]:
     return _FEW_SIZES if integer or name in PLAIN else _FEW_SIZES[:3]
 
 
-def _matrices(jobs: Sequence[Job]) -> bytes:
+def matrices(jobs: Sequence[Job]) -> bytes:
     """The struct Matrices of matrices.cuh."""
     packed = b""
     for job in jobs:
@@ -107,7 +107,7 @@ def _few(site: Site, jobs: Sequence[Job], gate: bytes = b"") -> Launch:
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
     name, most = w.dtype.name, site.most(x.meta.rows)
     args: list[int | float | bytes] = [
-        x.address, x.row_stride, site.live(x.meta.rows), k, _matrices(jobs)
+        x.address, x.row_stride, site.live(x.meta.rows), k, matrices(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
     if name in PLAIN and (k % _ITEM[name] or unaligned):

@@ -34,10 +34,9 @@ def target(spot: Spot) -> bytes:
 
 
 def targets(spots: Sequence[Spot]) -> bytes:
-    """The struct Targets of quantise.cuh for one or two results."""
+    """The struct Targets of quantise.cuh for at most two results."""
     assert len(spots) <= 2, spots
-    made = b"".join(map(target, spots)).ljust(2 * len(target(spots[0])), b"\0")
-    return made + struct.pack("<ii", len(spots), 0)
+    return b"".join(map(target, spots)).ljust(48, b"\0") + struct.pack("<ii", len(spots), 0)
 
 
 def unit(spots: Sequence[Spot]) -> int:

@@ -1,0 +1,166 @@
+#pragma once
+// Steps of a walk other than matrix products, for one token; and how results are written.
+
+// ------------------------------------------------------------------------------------ norms
+
+// Up to 256 numbers that lie at `from` as elements first..end of rows of `width`, by a warp. One
+// function for all steps: it is long.
+__device__ __noinline__ void emit_unit(const float* from, const Targets* targets, int first, int end,
+                                       int width) {
+    const int lane = threadIdx.x % WARP;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = first + WARP * i + lane < end ? from[WARP * i + lane] : 0;
+#pragma unroll 1
+    for (int i = 0; i < targets->count; i++)
+        emit_to<8>(v, targets->t[i], 0, first, end, width);
+}
+
+// y = norm(h) * w; then, if there is an x, `sum` = x + y; and if there is a w2, y = norm(sum) * w2.
+// y goes to the targets. Every block does it, and writes what all the others write: it costs less
+// than to wait for one that does.
+struct Norm {
+    const float *h, *w, *x, *w2;
+    float* sum;
+    int width;
+    float eps, eps2;
+    Targets targets;
+};
+
+// y = row * w / rms(row). Each thread looks after the same elements all along.
+__device__ __forceinline__ void scale_row(float* row, const float* w, int width, float squares,
+                                          float eps) {
+    float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
+#pragma unroll 4
+    for (int c = threadIdx.x; c < width; c += THREADS) row[c] = row[c] * factor * w[c];
+}
+
+__device__ __noinline__ void norm_step(const Norm& t, float* row) {
+    float squares = 0;
+#pragma unroll 8
+    for (int c = threadIdx.x; c < t.width; c += THREADS) {
+        float v = row[c] = t.h[c];
+        squares += v * v;
+    }
+    const float* w = t.w;
+    float eps = t.eps;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; turn++) {
+        scale_row(row, w, t.width, squares, eps);
+        if (turn || !t.x) break;
+        squares = 0;
+#pragma unroll 4
+        for (int c = threadIdx.x; c < t.width; c += THREADS) {
+            float v = row[c] += t.x[c];
+            t.sum[c] = v;
+            squares += v * v;
+        }
+        if (!t.w2) return;
+        w = t.w2, eps = t.eps2;
+    }
+    __syncthreads();
+    for (int first = threadIdx.x / WARP * UNIT; first < t.width; first += WARPS * UNIT)
+        emit_unit(row + first, &t.targets, first, t.width, t.width);
+}
+
+// A row of several, by every block.
+struct Copy {
+    const u8* x;
+    i64 stride;
+    const int* row;
+    float* out;
+    i64 width;
+};
+
+__device__ __forceinline__ void copy_step(const Copy& t) {
+    const float* from = (const float*)(t.x + *t.row * t.stride);
+    for (int c = threadIdx.x; c < t.width; c += THREADS) t.out[c] = from[c];
+}
+
+// ------------------------------------------------------------------------------------- rope
+
+// Heads of 64 P elements, turned by halves: a warp of each block does one.
+struct Rope {
+    Heads q, k, v;
+    float* out;
+    Pool k_pool, v_pool;
+    Turn turn;
+    int width;
+    float eps;
+};
+
+__device__ __noinline__ void rope_step(const Rope& t) {
+    int warp = threadIdx.x / WARP * gridDim.x + blockIdx.x, count = gridDim.x * WARPS;
+    if (warp >= t.q.count + t.k.count + t.v.count) return;
+    HalfTurn<DEPTH / 64> turn(t.turn);
+    turn.at(t.turn.pos[0]);
+    turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, warp, count);
+}
+
+// -------------------------------------------------------------------------------- attention
+
+// A block takes a piece of the keys of a kv head; the last of a head's blocks merges its pieces, and
+// puts them where `target` says. Counts begin and end as zeros.
+struct Attend {
+    Attention a;
+    Targets target;  // one
+    u32* counts;
+    int items, unused;  // parts of the heads, each with keys of its own
+};
+
+struct Merging {
+    float weights[HEADS][MOST_PIECES], results[HEADS * WIDTH];
+    int last;
+};
+
+// Everything of a part of the heads, once its last piece has come.
+__device__ __forceinline__ void merge_parts(const Attend& t, const Piece& p, int pieces, Merging& s) {
+    const int warp = threadIdx.x / WARP;
+    const float* parts = t.a.parts + (i64)p.first * t.a.splits * PART;
+    if (warp < p.heads)
+        weigh(t.a, parts + warp * t.a.splits * PART, p.first + warp, pieces, s.weights[warp]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.heads * WIDTH; i += THREADS) {
+        const float *part = parts + i / WIDTH * t.a.splits * PART + i % WIDTH, *w = s.weights[i / WIDTH];
+        float sum = 0;
+#pragma unroll 4
+        for (int n = 0; n < pieces; n++) sum = fmaf(__ldcg(part + n * PART), w[n], sum);
+        s.results[i] = sum;
+    }
+}
+
+__device__ __noinline__ void attend_step(const Attend& t, u8* stage) {
+    const int item = blockIdx.x % t.items, index = blockIdx.x / t.items;
+    if (index >= t.a.splits) return;
+    const Piece p(t.a, item, 0, index);
+    if (!p.there()) return;
+    Shared& s = *(Shared*)stage;
+    Merging& m = *(Merging*)(stage + sizeof(Shared));
+    attend_piece(t.a, p, s);
+    const int count = p.sees.high - p.sees.low, piece = piece_of(t.a, count);
+    const int pieces = count > 0 ? (count + piece - 1) / piece : 1;
+    for (int i = threadIdx.x; i < p.heads * WIDTH; i += THREADS) {
+        int h = i / WIDTH, e = i % WIDTH;
+        float most, all, sum = merged(s, h, e, most, all);
+        if (pieces == 1)
+            m.results[i] = sum * share_of(t.a, p.first + h, most, all);
+        else
+            put_part(t.a, p, h, e, sum, most, all);
+    }
+    if (pieces > 1) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            m.last = atomicAdd(t.counts + item, 1) + 1 == pieces;
+            if (m.last) t.counts[item] = 0;
+        }
+        __syncthreads();
+        if (!m.last) return;
+        __threadfence();
+        merge_parts(t, p, pieces, m);
+    }
+    __syncthreads();
+    const int start = p.first * WIDTH, end = start + p.heads * WIDTH;
+    for (int at = threadIdx.x / WARP * UNIT; at < end - start; at += WARPS * UNIT)
+        emit_unit(m.results + at, &t.target, start + at, end, (int)t.a.heads * WIDTH);
+}
