@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, RESIDENT) attend(Atten
     begin();
     const Piece p(a, blockIdx.x, blockIdx.y, blockIdx.z);
     if (p.token >= *a.tokens || !p.there()) return;
-    attend_piece(a, p, s);
+    attend_piece(a, p, s, [&](int j) { return slot_of(a, p.sees.sequence, j); });
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.heads * WIDTH; i += WARP * WARPS) {
         int h = i / WIDTH, e = i % WIDTH;

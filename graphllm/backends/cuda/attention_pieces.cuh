@@ -142,9 +142,10 @@ struct Piece {
 };
 
 // Every warp goes along keys of its own, with a softmax of its own; at the end they are in `s`.
-__device__ __forceinline__ void attend_piece(const Attention& a, const Piece& p, Shared& s) {
+// slot(j): of key j, in the pools.
+template <class F>
+__device__ __forceinline__ void attend_piece(const Attention& a, const Piece& p, Shared& s, F slot) {
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const Sight& sees = p.sees;
     const int kv = p.kv, first = p.first, heads = p.heads, from = p.from, to = p.to;
     // Threads that have no part of a row, and keys beyond the end, repeat what others do, and do not
     // count: without branches the code is a third as long.
@@ -165,13 +166,13 @@ __device__ __forceinline__ void attend_piece(const Attention& a, const Piece& p,
 #pragma unroll 1
     for (int at = from; at < to; at += TILE * WARPS) {
         Pooled keys[K_EACH], values[V_EACH];
-        auto slot = [&](int j) { return slot_of(a, sees.sequence, min(at + j, to - 1)); };
+        auto place = [&](int j) { return slot(min(at + j, to - 1)); };
 #pragma unroll
         for (int i = 0; i < K_EACH; i++)
-            keys[i].load(a.k + slot(i * K_ROWS + k_row) * a.k_stride, kv * DEPTH + k_at);
+            keys[i].load(a.k + place(i * K_ROWS + k_row) * a.k_stride, kv * DEPTH + k_at);
 #pragma unroll
         for (int i = 0; i < V_EACH; i++)
-            values[i].load(a.v + slot(i * V_ROWS + v_row) * a.v_stride, kv * WIDTH + v_at);
+            values[i].load(a.v + place(i * V_ROWS + v_row) * a.v_stride, kv * WIDTH + v_at);
         float weights[K_EACH], most = top;
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
@@ -183,7 +184,7 @@ __device__ __forceinline__ void attend_piece(const Attention& a, const Piece& p,
 #pragma unroll
                 for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][e], key[e], sums[h]);
             spread_sums<K_LANES>(sums, lane);
-            if (BIASED) sums[0] = logit(a, sums[0], j - sees.position, slope);
+            if (BIASED) sums[0] = logit(a, sums[0], j - p.sees.position, slope);
             weights[i] = j < to ? sums[0] : -INFINITE;
             most = fmaxf(most, weights[i]);
         }

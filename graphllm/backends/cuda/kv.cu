@@ -1,6 +1,6 @@
 // Writes into the pools of keys and values.
 
-#include "turn_halves.cuh"
+#include "turning.cuh"
 
 // A block does one row (x) and some elements of it (y).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
@@ -51,13 +51,14 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     }
 }
 
-// The same for heads whose pairs are those of two halves: warps of gridDim.y blocks to a token.
+// The same for heads of 64 P elements that are turned as a whole: warps of gridDim.y blocks to a
+// token.
 template <int P>
-__device__ __forceinline__ void turn_halves(const Heads& q, const Heads& k, const Heads& v,
+__device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const Heads& v,
                                             float* out, const Pool& k_pool, const Pool& v_pool,
                                             const i64* live, float eps, const Turn& turn) {
     int warps = blockDim.x / WARP;
-    HalfTurn<P> angles(turn);
+    Turning<P> angles(turn);
     begin();
     i64 token = blockIdx.x;
     if (token >= *live) return;
@@ -66,12 +67,12 @@ __device__ __forceinline__ void turn_halves(const Heads& q, const Heads& k, cons
                  gridDim.y * warps);
 }
 
-#define HALVES(P)                                                                               \
+#define WHOLE(P)                                                                               \
     extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
                                               Pool k_pool, Pool v_pool, const i64* live,       \
                                               float eps, Turn turn) {                          \
-        turn_halves<P>(q, k, v, out, k_pool, v_pool, live, eps, turn);                          \
+        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, turn);                          \
     }
-HALVES(1)
-HALVES(2)
-HALVES(4)
+WHOLE(1)
+WHOLE(2)
+WHOLE(4)

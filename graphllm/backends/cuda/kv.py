@@ -15,9 +15,9 @@ from .source import module
 
 _MODULE = module("kv")
 _THREADS = 128
-_WARPS = 4  # of a block of the kernels for halves
+_WARPS = 4  # of a block of the kernels for heads that are turned as a whole
 _BLOCKS = 1024  # that keep every processor busy
-_HALVES = (64, 128, 256)  # widths of heads that they are for
+_WHOLE = (64, 128, 256)  # widths of heads that they are for
 
 
 def pool_of(pool: Spot, slot: Spot) -> bytes:
@@ -43,10 +43,10 @@ def _one_width(node: Tensor, options: Options) -> str | None:
     return None if len(widths) == 1 else f"heads are of {len(widths)} widths"
 
 
-def turns_halves(site: Site) -> bool:
-    """Whether the heads are such as the kernels for halves turn."""
+def turned_whole(site: Site) -> bool:
+    """Whether the heads are such as the kernels for whole heads turn."""
     width, attrs = site.q.meta.inner[-1], site.attrs
-    return attrs["style"] == "half" and attrs["dims"] in (0, width) and width in _HALVES
+    return attrs["dims"] in (0, width) and width in _WHOLE
 
 
 @BACKEND.kernel(
@@ -64,7 +64,7 @@ def rope_write(site: Site) -> Launch:
         heads_of(site.v, 0),
         site.out.address, pool_of(site.k_pool, site.slot), pool_of(site.v_pool, site.slot), live,
     )  # fmt: skip
-    if turns_halves(site):
+    if turned_whole(site):
         # Many tokens: a warp turns many heads by the angles that it has found once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]

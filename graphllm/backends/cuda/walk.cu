@@ -17,7 +17,7 @@
 #include "matrices.cuh"
 #include "norm.cuh"
 #include "plain.cuh"
-#include "turn_halves.cuh"
+#include "turning.cuh"
 
 #include "walk_steps.cuh"
 
@@ -39,32 +39,6 @@ struct Record {
     };
 };
 
-// What the blocks count their arrivals with: `arrived` goes on and on, `before` is where it stood
-// when the walk began.
-struct Meeting {
-    u32 arrived, before;
-};
-
-__device__ __forceinline__ void meet(Meeting* meeting, u32 until) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&meeting->arrived) : "memory");
-        u32 now;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                         : "=r"(now) : "l"(&meeting->arrived) : "memory");
-        } while ((int)(now - until) < 0);
-        __threadfence();
-    }
-    __syncthreads();
-}
-
-__device__ __forceinline__ void note_time(i64* to) {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    *to = (i64)now;
-}
-
 // `stamps`: when all blocks were known to be done with each step but the last, or null. `stage`: bytes of shared memory before the
 // rings. `product`: the first step that is one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -82,13 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     if (thread < RECORD / 4) ((u32*)&steps[0])[thread] = word(0);
     if (product >= 0) put(products[0], product);
-    u32 until = *(volatile u32*)&meeting->before;
+    Ready ready = {meeting, *(volatile u32*)&meeting->before, stamps, 0, -1};
     __syncthreads();
     Ring ring = {shared + stage_bytes + thread / WARP * RING * slot_bytes, slot_bytes, 0, 0,
                  product >= 0 ? 0 : 2, Ring::first_row(), 0, 0};
     // A product comes: until it is there, nothing is ahead of it.
     int present = 0;
-    int stamp = -1;
     bool begun = false;
     if (product >= 0 && products[0].ahead >= 0) put(products[1], products[0].ahead);
     __syncthreads();
@@ -96,16 +69,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < count; i++) {
         const Record& step = steps[i & 1];
         u32 next = i + 1 < count ? word(i + 1) : 0;
-        if (step.meet) meet(meeting, until += gridDim.x);
-        if (stamps && stamp >= 0 && blockIdx.x == 0 && thread == 0) note_time(stamps + stamp);
-        stamp = step.stamp;
+        ready.meet = step.meet;
+        if (step.meet) ready.until += gridDim.x;
+        ready.arrive();
         switch (step.kind) {
-            case NORM: norm_step(step.norm, (float*)stage); break;
-            case COPY: copy_step(step.copy); break;
-            case ROPE: rope_step(step.rope); break;
-            case ATTEND: attend_step(step.attend, stage); break;
+            case NORM: norm_step(step.norm, ready, (float*)stage); break;
+            case COPY: copy_step(step.copy, ready); break;
+            case ROPE: rope_step(step.rope, ready); break;
+            case ATTEND: attend_step(step.attend, ready, stage); break;
 #define CASE(NUMBER, FORMAT)                                                                    \
     case LINEAR + NUMBER:                                                                       \
+        ready.wait();                                                                           \
         stage_activations<FORMAT>(step.linear, stage);                                         \
         if (begun) {                                                                            \
             present ^= 1;                                                                       \
@@ -120,8 +94,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             FORMATS
 #undef CASE
         }
+        ready.stamp = step.stamp;
         if (i + 1 < count && thread < RECORD / 4) ((u32*)&steps[(i + 1) & 1])[thread] = next;
         __syncthreads();
     }
-    if (blockIdx.x == 0 && thread == 0) meeting->before = until;
+    if (blockIdx.x == 0 && thread == 0) meeting->before = ready.until;
 }

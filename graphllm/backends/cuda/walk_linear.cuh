@@ -223,19 +223,24 @@ __device__ __noinline__ float gated(int act, float gate, float up) {
     return activate(act, gate) * up;
 }
 
-// Row `row` of a gated product is written. Whoever writes the last of UNIT results quantises them, if
-// they go to targets.
-__device__ __forceinline__ void finish_unit(const Gate& gate, const float* y, int row, int width) {
-    if (!gate.targets.count) return;
-    int group = row / UNIT, first = group * UNIT, count = min(UNIT, width - first), last = 0;
+// The warp's rows of a gated product are written. Whoever is the last to finish one of UNIT results
+// quantises them. That is told once for all rows: to wait for the memory takes long while weights are
+// on their way.
+__device__ __forceinline__ void finish_units(const Gate& gate, const float* y, int width) {
+    const int lane = threadIdx.x % WARP, by = gridDim.x * WARPS;
     __threadfence();
-    if (threadIdx.x % WARP == 0) {
-        last = (int)atomicAdd(gate.counts + group, 1) + 1 == count;
-        if (last) gate.counts[group] = 0;
+    for (int first = Ring::first_row(); first < width; first += WARP * by) {
+        int row = first + lane * by, group = row / UNIT, last = 0;
+        if (row < width) {
+            last = (int)atomicAdd(gate.counts + group, 1) + 1 == min(UNIT, width - group * UNIT);
+            if (last) gate.counts[group] = 0;
+        }
+        for (u32 left = __ballot_sync(FULL, last); left; left &= left - 1) {
+            int start = __shfl_sync(FULL, group, __ffs(left) - 1) * UNIT;
+            __threadfence();
+            emit_unit(y + start, &gate.targets, start, width, width);
+        }
     }
-    if (!__shfl_sync(FULL, last, 0)) return;
-    __threadfence();
-    emit_unit(y + first, &gate.targets, first, width, width);
 }
 
 // The step: every warp of all blocks does rows of its own.
@@ -258,6 +263,7 @@ __device__ __forceinline__ void linear_step(const Linear* products, int present,
         }
         if (t.streams == 2) value = gated((int)t.gate.act, first, value);
         if (lane == 0) ((float*)m.y)[own] = value + added;
-        if (t.streams == 2) finish_unit(t.gate, (const float*)m.y, own, t.rows);
     }
+    if (t.streams == 2 && t.gate.targets.count)
+        finish_units(t.gate, (const float*)t.all.m[0].y, t.rows);
 }

@@ -1,5 +1,46 @@
 #pragma once
-// Steps of a walk other than matrix products, for one token; and how results are written.
+// Steps of a walk other than matrix products, for one token; how blocks wait for each other, and how
+// results are written.
+
+// What the blocks count their arrivals with: `arrived` goes on and on, `before` is where it stood
+// when the walk began.
+struct Meeting {
+    u32 arrived, before;
+};
+
+// What stands between a step and the one before. A step calls wait() once it needs what others have
+// made; what it does before may read constants, and inputs that no step of the walk writes.
+struct Ready {
+    Meeting* meeting;
+    u32 until;     // arrivals, once all are there
+    i64* stamps;   // when each step was done is noted there, or null
+    int meet, stamp;  // whether there is something to wait for; the number of the step before, or -1
+
+    __device__ __forceinline__ void arrive() const {  // after a __syncthreads()
+        if (meet && threadIdx.x == 0)
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&meeting->arrived)
+                         : "memory");
+    }
+
+    __device__ __forceinline__ void wait() const {
+        if (meet) {
+            if (threadIdx.x == 0) {
+                u32 now;
+                do {
+                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                                 : "=r"(now) : "l"(&meeting->arrived) : "memory");
+                } while ((int)(now - until) < 0);
+                __threadfence();
+            }
+            __syncthreads();
+        }
+        if (stamps && stamp >= 0 && blockIdx.x == 0 && threadIdx.x == 0) {
+            u64 now;
+            asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+            stamps[stamp] = (i64)now;
+        }
+    }
+};
 
 // ------------------------------------------------------------------------------------ norms
 
@@ -35,14 +76,17 @@ __device__ __forceinline__ void scale_row(float* row, const float* w, int width,
     for (int c = threadIdx.x; c < width; c += THREADS) row[c] = row[c] * factor * w[c];
 }
 
-__device__ __noinline__ void norm_step(const Norm& t, float* row) {
-    float squares = 0;
+__device__ __noinline__ void norm_step(const Norm& t, Ready ready, float* row) {
+    float *weight = row + t.width, squares = 0;
+#pragma unroll 8
+    for (int c = threadIdx.x; c < t.width; c += THREADS) weight[c] = t.w[c];
+    ready.wait();
 #pragma unroll 8
     for (int c = threadIdx.x; c < t.width; c += THREADS) {
         float v = row[c] = t.h[c];
         squares += v * v;
     }
-    const float* w = t.w;
+    const float* w = weight;
     float eps = t.eps;
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
@@ -72,14 +116,15 @@ struct Copy {
     i64 width;
 };
 
-__device__ __forceinline__ void copy_step(const Copy& t) {
+__device__ __forceinline__ void copy_step(const Copy& t, Ready ready) {
+    ready.wait();
     const float* from = (const float*)(t.x + *t.row * t.stride);
     for (int c = threadIdx.x; c < t.width; c += THREADS) t.out[c] = from[c];
 }
 
 // ------------------------------------------------------------------------------------- rope
 
-// Heads of 64 P elements, turned by halves: a warp of each block does one.
+// Heads of DEPTH elements: a warp of each block does one.
 struct Rope {
     Heads q, k, v;
     float* out;
@@ -89,12 +134,14 @@ struct Rope {
     float eps;
 };
 
-__device__ __noinline__ void rope_step(const Rope& t) {
+__device__ __noinline__ void rope_step(const Rope& t, Ready ready) {
     int warp = threadIdx.x / WARP * gridDim.x + blockIdx.x, count = gridDim.x * WARPS;
-    if (warp >= t.q.count + t.k.count + t.v.count) return;
-    HalfTurn<DEPTH / 64> turn(t.turn);
-    turn.at(t.turn.pos[0]);
-    turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, warp, count);
+    bool needed = warp < t.q.count + t.k.count + t.v.count;
+    Turning<DEPTH / 64> turn(t.turn);
+    if (needed) turn.at(t.turn.pos[0]);
+    ready.wait();
+    if (needed)
+        turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, warp, count);
 }
 
 // -------------------------------------------------------------------------------- attention
@@ -108,9 +155,11 @@ struct Attend {
     int items, unused;  // parts of the heads, each with keys of its own
 };
 
+#define KEPT 1024  // keys of a piece whose slots are looked up beforehand
+
 struct Merging {
     float weights[HEADS][MOST_PIECES], results[HEADS * WIDTH];
-    int last;
+    int last, slots[KEPT];
 };
 
 // Everything of a part of the heads, once its last piece has come.
@@ -129,14 +178,32 @@ __device__ __forceinline__ void merge_parts(const Attend& t, const Piece& p, int
     }
 }
 
-__device__ __noinline__ void attend_step(const Attend& t, u8* stage) {
+// Where the keys of a piece lie; and have them brought nearer. The last one may not be written yet.
+__device__ __forceinline__ void look_up(const Attention& a, const Piece& p, int* slots) {
+    constexpr int LINE = 128, K_LINES = (DEPTH * 2 + LINE - 1) / LINE, LINES = 2 * K_LINES;
+    const int count = min(KEPT, p.to - p.from);
+    for (int i = threadIdx.x; i < count * LINES; i += THREADS) {
+        int key = i / LINES, line = i % LINES / 2 * LINE;
+        i64 slot = slot_of(a, p.sees.sequence, p.from + key);
+        if (i % LINES == 0) slots[key] = (int)slot;
+        const u8* at = i % 2 ? a.v + slot * a.v_stride : a.k + slot * a.k_stride;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at + p.kv * (i % 2 ? WIDTH : DEPTH) * 2 + line));
+    }
+}
+
+__device__ __noinline__ void attend_step(const Attend& t, Ready ready, u8* stage) {
     const int item = blockIdx.x % t.items, index = blockIdx.x / t.items;
-    if (index >= t.a.splits) return;
-    const Piece p(t.a, item, 0, index);
-    if (!p.there()) return;
     Shared& s = *(Shared*)stage;
     Merging& m = *(Merging*)(stage + sizeof(Shared));
-    attend_piece(t.a, p, s);
+    const Piece p(t.a, item, 0, index);
+    const bool there = index < t.a.splits && p.there();
+    if (there) look_up(t.a, p, m.slots);
+    ready.wait();
+    if (!there) return;
+    __syncthreads();
+    attend_piece(t.a, p, s, [&](int j) {
+        return j - p.from < KEPT ? m.slots[j - p.from] : slot_of(t.a, p.sees.sequence, j);
+    });
     const int count = p.sees.high - p.sees.low, piece = piece_of(t.a, count);
     const int pieces = count > 0 ? (count + piece - 1) / piece : 1;
     for (int i = threadIdx.x; i < p.heads * WIDTH; i += THREADS) {

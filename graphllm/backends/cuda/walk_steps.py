@@ -12,17 +12,17 @@ from ..touched import Touched, touched
 from .attention import argument, merged_bytes, pieces_fit, sizes, splits
 from .device import Site, Spot, Work, ceil
 from .elementwise import ACTIVATIONS
-from .kv import heads_of, pool_of, turns_halves
+from .kv import heads_of, pool_of, turned_whole
 from .layouts import PLANES
 from .linear import PLAIN, Job, activation, items_of, matrices
 from .quantise import targets
 from .rope import turn
 from .walk import CHUNK, WARPS, Task, runs, walk
 
-_WIDEST = 16_384  # of a row that is normed
+_WIDEST = 8192  # of a row that is normed
 _UNIT = 256  # results that a warp quantises at a time
 _HEADS = 4  # that go over keys together
-_MOST_PIECES = 64
+_MOST_PIECES, _KEPT = 64, 1024  # of a part of the heads; keys whose slots are kept
 
 Builder = Callable[[Site], "Sequence[Task] | None"]
 BUILDERS: dict[str, Builder] = {}  # by op
@@ -70,7 +70,7 @@ def _norm(
         return None
     addresses = [spot.address if spot else 0 for spot in (h, w, x, w2, total)]
     words = struct.pack("<5Qi2fi", *addresses, h.width, eps, eps2, 0)
-    return [Task("norm", words + targets(forms), 4 * h.width, everywhere=True)]
+    return [Task("norm", words + targets(forms), 8 * h.width, everywhere=True)]
 
 
 @_step("rms_norm")
@@ -194,7 +194,7 @@ def gated(site: Site) -> list[Task] | None:
 def rope_write(site: Site) -> list[Task] | None:
     """The struct Rope."""
     width = site.q.meta.inner[-1]
-    if not turns_halves(site) or site.k_pool.dtype != site.v_pool.dtype:
+    if not turned_whole(site) or site.k_pool.dtype != site.v_pool.dtype:
         return None
     words = heads_of(site.q, site.address("q_norm")) + heads_of(site.k, site.address("k_norm"))
     words += heads_of(site.v, 0) + struct.pack("<Q", site.out.address)
@@ -226,5 +226,5 @@ def attention(site: Site) -> list[Task] | None:
     macros = {
         "POOL": site.k.dtype.name.upper(), "DEPTH": depth, "WIDTH": width, "HEADS": together
     }  # fmt: skip
-    stage = 4 * together * (WARPS * (2 + width) + _MOST_PIECES + width) + 16
+    stage = 4 * (together * (WARPS * (2 + width) + _MOST_PIECES + width) + 1 + _KEPT)
     return [Task("attend", words, stage, macros=macros, keep=counts)]
