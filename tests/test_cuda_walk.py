@@ -15,9 +15,9 @@ from graphllm.profiler.rows import Recorder
 from graphllm.weights.random import RandomFile
 from graphllm.weights.shapes import Shape
 
-# Rows that are no whole number of chunks, six heads to two kv heads, biases, windows, wide heads.
+# Rows that are no whole number of chunks, groups of 4 and 7 heads, biases, windows, wide heads.
 SHAPES = {
-    "llama": Shape("llama", 3, 768, 6, 2, 1792, 501, head_dim=128),
+    "llama": Shape("llama", 3, 768, 8, 2, 1792, 501, head_dim=128),
     "qwen2": Shape("qwen2", 2, 512, 14, 2, 1280, 333, head_dim=64, bias=True, tied=True),
     "gemma3": Shape("gemma3", 7, 512, 4, 1, 1536, 700, head_dim=256, tied=True, window=32),
 }

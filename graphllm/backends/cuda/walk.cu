@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(16) Record steps[2];
     __shared__ __align__(16) Linear products[2];
+    __shared__ Gates gates[WARPS];
     u8* stage = shared;
     const int thread = threadIdx.x;
     auto word = [&](int i) { return thread < RECORD / 4 ? ((const u32*)(records + i))[thread] : 0; };
@@ -56,10 +57,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     if (thread < RECORD / 4) ((u32*)&steps[0])[thread] = word(0);
     if (product >= 0) put(products[0], product);
+    if (thread % WARP == 0) gates[thread / WARP].open();
     Ready ready = {meeting, *(volatile u32*)&meeting->before, stamps, 0, -1};
     __syncthreads();
-    Ring ring = {shared + stage_bytes + thread / WARP * RING * slot_bytes, slot_bytes, 0, 0,
-                 product >= 0 ? 0 : 2, Ring::first_row(), 0, 0};
+    Ring ring = {shared + stage_bytes + thread / WARP * RING * slot_bytes, gates + thread / WARP,
+                 slot_bytes, 0, 0, product >= 0 ? 0 : 2, Ring::first_row(), 0, 0};
     // A product comes: until it is there, nothing is ahead of it.
     int present = 0;
     bool begun = false;

@@ -24,7 +24,7 @@ WARPS = 16  # of a block
 CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
 _RECORD, _AHEAD = 512, 24  # bytes of a record; where a product's `ahead` lies in it
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
-_OWN = 5 << 10  # bytes of shared memory that the kernel itself has
+_OWN = 6 << 10  # bytes of shared memory that the kernel itself has
 _RINGS = range(2, 9)  # slots that a ring may have
 
 

@@ -7,6 +7,8 @@
 // A chunk is what a slot of the ring holds: CHUNK items of a row, and the bytes of the other planes
 // that belong to them (blocks.cuh). A row that is not a whole number of chunks ends with a short one.
 
+#include "walk_copy.cuh"
+
 #define CHUNK 128  // items, four to a lane
 
 // One to three matrices of one format, or two that give act(first) * second; see linear.cu.
@@ -21,36 +23,28 @@ struct Linear {
     Gate gate;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-}
-
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING> __device__ __forceinline__ void wait_groups() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // Which matrix row `row` of all belongs to, and its number there.
 __device__ __forceinline__ const Matrix& matrix_of(const Linear& t, int& row) {
     int m = 0;
     if (t.streams == 1) {
-        if (row >= t.all.m[0].rows) {
-            row -= (int)t.all.m[0].rows, m = 1;
-            if (row >= t.all.m[1].rows) row -= (int)t.all.m[1].rows, m = 2;
+        int first = (int)t.all.m[0].rows, second = (int)t.all.m[1].rows;
+        if (row >= first) {
+            row -= first, m = 1;
+            if (row >= second) row -= second, m = 2;
         }
     }
     return t.all.m[m];
 }
 
+// The chunk's place in a plane of `bytes` a block, whose first item is number `first` of the matrix.
+__device__ __forceinline__ u64 place_of(u32 first, int shift, int bytes) {
+    return (u64)(first >> shift) * (u32)bytes;
+}
+
 // A warp's ring, and what is to be fetched next.
 struct Ring {
     u8* slots;
+    Gates* gates;
     int bytes;       // of a slot
     int head, tail;  // chunks fetched and taken so far
     int level;       // 0: fetches from the present product, 1: from the next, 2: waits for another
@@ -62,39 +56,41 @@ struct Ring {
         return threadIdx.x / WARP * gridDim.x + blockIdx.x;
     }
 
+    // Chunk `piece` of a row, on its way to a slot.
+    __device__ __forceinline__ void copy(const Linear& t) {
+        int own = row;
+        const Matrix& m = stream ? t.all.m[1] : matrix_of(t, own);
+        const int items = t.items, count = min(CHUNK, items - piece * CHUNK), shift = t.shift;
+        const u32 first = (u32)own * items + piece * CHUNK;
+        const u8* planes[3] = {m.w.b, m.w.c, m.w.d};
+        Transfer transfer(gates, head % RING, slot(head));
+        transfer.add(0, m.w.a + 16 * (u64)first, 16 * count);
+#pragma unroll
+        for (int p = 0; p < 3; p++) {
+            const int bytes = t.bytes[p];
+            if (!bytes) break;
+            u64 start = place_of(first, shift, bytes);
+            int skip = (int)start & 15, size = (count >> shift) * bytes;
+            transfer.add(t.at[p], planes[p] + (start - skip), (skip + size + 15) & ~15);
+        }
+        transfer.close();
+    }
+
     // The next chunk, if there is one.
     __device__ __forceinline__ void fetch(const Linear* products, int present) {
         if (level > 1) return;
         const Linear& t = products[(present + level) & 1];
-        const int lane = threadIdx.x % WARP;
-        if (row < t.rows) {
-            int own = row;
-            const Matrix& m = stream ? t.all.m[1] : matrix_of(t, own);
-            const int count = min(CHUNK, t.items - piece * CHUNK);
-            const i64 first = (i64)own * t.items + piece * CHUNK;
-            const u32 to = shared_address(slot(head));
-            const u8* from = m.w.a + 16 * (first + lane);
-#pragma unroll
-            for (int i = 0; i < CHUNK / WARP; i++)
-                if (lane + WARP * i < count) copy16(to + 16 * (lane + WARP * i), from + 512 * i);
-            const u8* planes[3] = {m.w.b, m.w.c, m.w.d};
-#pragma unroll
-            for (int p = 0; p < 3; p++) {
-                if (!t.bytes[p]) continue;
-                i64 start = (first >> t.shift) * t.bytes[p];
-                int skip = (int)start & 15, size = (count >> t.shift) * t.bytes[p];
-                for (int i = 16 * lane; i < skip + size; i += 16 * WARP)
-                    copy16(to + t.at[p] + i, planes[p] + (start - skip) + i);
-            }
-            close_group();
+        const int rows = t.rows;
+        if (row < rows) {
+            copy(t);
             head++;
             if (++piece < t.pieces) return;
             piece = 0;
             if (++stream < t.streams) return;
             stream = 0;
             row += gridDim.x * WARPS;
+            if (row < rows) return;
         }
-        if (row < t.rows) return;
         row = first_row();
         level = level == 0 && t.ahead >= 0 ? 1 : 2;
     }
@@ -105,11 +101,7 @@ struct Ring {
 
     // The oldest chunk, once it is here.
     __device__ __forceinline__ const u8* take() {
-        if (head - tail == RING)
-            wait_groups<RING - 1>();
-        else
-            wait_groups<0>();
-        __syncwarp();
+        gates->wait(tail, head);
         return slot(tail);
     }
 
@@ -136,40 +128,47 @@ template <int N> __device__ __forceinline__ constexpr int parts_of(const Unpacke
 
 template <class W> __device__ __forceinline__ void stage_activations(const Linear& t, u8* stage) {
     const typename W::Values* kind = nullptr;
+    const u8* x = t.x;
+    const int items = t.items, k = t.k;
 #pragma unroll
     for (int p = 0; p < parts_of(kind); p++)
-#pragma unroll 4
-        for (int j = threadIdx.x; j < t.items; j += THREADS)
-            ((uint4*)stage)[p * t.items + j] = *(const uint4*)(t.x + part_at<W>(kind, j, p));
-    for (int i = 4 * threadIdx.x; i < t.rest; i += 4 * THREADS)
-        *(u32*)(stage + t.k + i) = *(const u32*)(t.x + t.k + i);
+        in_batches<4>(items, [=](int j) { return *(const uint4*)(x + part_at<W>(kind, j, p)); },
+                      [=](int j, uint4 v) { ((uint4*)stage)[p * items + j] = v; });
+    in_batches<2>(t.rest / 4, [=](int i) { return ((const u32*)(x + k))[i]; },
+                  [=](int i, u32 v) { ((u32*)(stage + k))[i] = v; });
 }
 
+// Activations as they lie in shared memory.
+struct Staged {
+    const u8* at;
+    int k, items;
+};
+
 template <class W, int N>
-__device__ __forceinline__ float product(const Floats<N>& u, const u8* stage, const Linear& t, int j) {
+__device__ __forceinline__ float product(const Floats<N>& u, const Staged& x, int j) {
     float sum = 0;
 #pragma unroll
     for (int p = 0; p < N / 4; p++) {
-        float4 x = ((const float4*)stage)[p * t.items + j];
-        sum = fmaf(u.v[4 * p], x.x, sum), sum = fmaf(u.v[4 * p + 1], x.y, sum);
-        sum = fmaf(u.v[4 * p + 2], x.z, sum), sum = fmaf(u.v[4 * p + 3], x.w, sum);
+        float4 v = ((const float4*)x.at)[p * x.items + j];
+        sum = fmaf(u.v[4 * p], v.x, sum), sum = fmaf(u.v[4 * p + 1], v.y, sum);
+        sum = fmaf(u.v[4 * p + 2], v.z, sum), sum = fmaf(u.v[4 * p + 3], v.w, sum);
     }
     return sum;
 }
 
 template <class W, int N>
-__device__ __forceinline__ float product(const Unpacked<N>& u, const u8* stage, const Linear& t, int j) {
-    const u8 *scales = stage + t.k, *sums = scales + t.k / W::BLOCK * 4;
+__device__ __forceinline__ float product(const Unpacked<N>& u, const Staged& x, int j) {
+    const u8 *scales = x.at + x.k, *sums = scales + x.k / W::BLOCK * 4;
     const int block = W::at(j, 0) / W::BLOCK;
     float sum = 0;
     int all = 0;
 #pragma unroll
     for (int p = 0; p < N; p++) {
-        int4 x = ((const int4*)stage)[p * t.items + j];
-        int part = __dp4a(u.v[4 * p], x.x, 0);
-        part = __dp4a(u.v[4 * p + 1], x.y, part);
-        part = __dp4a(u.v[4 * p + 2], x.z, part);
-        part = __dp4a(u.v[4 * p + 3], x.w, part);
+        int4 v = ((const int4*)x.at)[p * x.items + j];
+        int part = __dp4a(u.v[4 * p], v.x, 0);
+        part = __dp4a(u.v[4 * p + 1], v.y, part);
+        part = __dp4a(u.v[4 * p + 2], v.z, part);
+        part = __dp4a(u.v[4 * p + 3], v.w, part);
         if (W::BLOCK == 32) {
             all += part;
         } else {
@@ -186,41 +185,59 @@ __device__ __forceinline__ float product(const Unpacked<N>& u, const u8* stage, 
 
 // ---------------------------------------------------------------------------------- products
 
+// What a lane has of a chunk's product: items `lane`, `lane` + 32, .. of those from item `begun` of a
+// row on.
+template <class W>
+__device__ __forceinline__ float chunk_product(const Planes& w, const Staged& x, int begun, int count) {
+    constexpr int EACH_LANE = CHUNK / WARP;
+    const int lane = threadIdx.x % WARP;
+    float sum = 0;
+    if (count == CHUNK) {
+        W items[EACH_LANE];
+        float sums[EACH_LANE];
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) items[i].load(w, lane + WARP * i);
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) {
+            typename W::Values u;
+            items[i].unpack(begun + lane + WARP * i, u);
+            sums[i] = product<W>(u, x, begun + lane + WARP * i);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH_LANE; i++) sum += sums[i];
+    } else {
+#pragma unroll 1
+        for (int l = lane; l < count; l += WARP) {
+            W item;
+            typename W::Values u;
+            item.load(w, l);
+            item.unpack(begun + l, u);
+            sum += product<W>(u, x, begun + l);
+        }
+    }
+    return sum;
+}
+
 // A row's product with the activations; its chunks are the next in the ring.
 template <class W>
 __device__ __forceinline__ float row_product(const Linear* products, int present, Ring& ring,
-                                             const u8* stage, int own) {
+                                             const Staged& x, int own) {
     const Linear& t = products[present];
-    const int lane = threadIdx.x % WARP;
+    const int pieces = t.pieces;
     float sum = 0;
-    for (int piece = 0; piece < t.pieces; piece++) {
-        const int begun = piece * CHUNK, count = min(CHUNK, t.items - begun);
+#pragma unroll 1
+    for (int piece = 0; piece < pieces; piece++) {
+        const int begun = piece * CHUNK;
+        const u32 first = (u32)own * x.items + begun;
         const u8* slot = ring.take();
-        Planes w = {slot, slot, slot, slot};
-        const u8** planes[3] = {&w.b, &w.c, &w.d};
-#pragma unroll
-        for (int p = 0; p < 3; p++) {
-            i64 start = (((i64)own * t.items + begun) >> t.shift) * t.bytes[p];
-            *planes[p] += t.at[p] + ((int)start & 15);
-        }
-#pragma unroll
-        for (int i = 0; i < CHUNK / WARP; i++) {
-            int l = lane + WARP * i;
-            if (l < count) {
-                W item;
-                typename W::Values u;
-                item.load(w, l);
-                item.unpack(begun + l, u);
-                sum += product<W>(u, stage, t, begun + l);
-            }
-        }
+        auto plane = [&](int p) {
+            return slot + t.at[p] + ((int)place_of(first, t.shift, t.bytes[p]) & 15);
+        };
+        const Planes w = {slot, plane(0), plane(1), plane(2)};
+        sum += chunk_product<W>(w, x, begun, min(CHUNK, x.items - begun));
         ring.release(products, present);
     }
     return warp_sum(sum);
-}
-
-__device__ __noinline__ float gated(int act, float gate, float up) {
-    return activate(act, gate) * up;
 }
 
 // The warp's rows of a gated product are written. Whoever is the last to finish one of UNIT results
@@ -248,8 +265,9 @@ template <class W>
 __device__ __forceinline__ void linear_step(const Linear* products, int present, Ring& ring,
                                             u8* stage) {
     const Linear& t = products[present];
-    const int lane = threadIdx.x % WARP;
-    for (int row = Ring::first_row(); row < t.rows; row += gridDim.x * WARPS) {
+    const Staged x = {stage, t.k, t.items};
+    const int lane = threadIdx.x % WARP, rows = t.rows;
+    for (int row = Ring::first_row(); row < rows; row += gridDim.x * WARPS) {
         int own = row;
         const Matrix& m = matrix_of(t, own);
         float value = 0, first = 0, added = 0;
@@ -259,9 +277,9 @@ __device__ __forceinline__ void linear_step(const Linear* products, int present,
             const float* bias = stream ? t.all.m[1].bias : m.bias;
             first = value;
             float more = bias && lane == 0 ? bias[own] : 0;
-            value = row_product<W>(products, present, ring, stage, own) + more;
+            value = row_product<W>(products, present, ring, x, own) + more;
         }
-        if (t.streams == 2) value = gated((int)t.gate.act, first, value);
+        if (t.streams == 2) value = activate((int)t.gate.act, first) * value;
         if (lane == 0) ((float*)m.y)[own] = value + added;
     }
     if (t.streams == 2 && t.gate.targets.count)

@@ -42,6 +42,22 @@ struct Ready {
     }
 };
 
+// put(i, get(i)) for all i < count, by all threads of the block; BATCH values of a thread are on
+// their way at a time.
+template <int BATCH, class Get, class Put>
+__device__ __forceinline__ void in_batches(int count, Get get, Put put) {
+#pragma unroll 1
+    for (int first = threadIdx.x; first < count; first += BATCH * THREADS) {
+        decltype(get(0)) held[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (first + b * THREADS < count) held[b] = get(first + b * THREADS);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (first + b * THREADS < count) put(first + b * THREADS, held[b]);
+    }
+}
+
 // ------------------------------------------------------------------------------------ norms
 
 // Up to 256 numbers that lie at `from` as elements first..end of rows of `width`, by a warp. One
@@ -72,39 +88,38 @@ struct Norm {
 __device__ __forceinline__ void scale_row(float* row, const float* w, int width, float squares,
                                           float eps) {
     float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
-#pragma unroll 4
-    for (int c = threadIdx.x; c < width; c += THREADS) row[c] = row[c] * factor * w[c];
+    in_batches<8>(width, [=](int c) { return row[c] * factor * w[c]; },
+                  [=](int c, float v) { row[c] = v; });
 }
 
 __device__ __noinline__ void norm_step(const Norm& t, Ready ready, float* row) {
-    float *weight = row + t.width, squares = 0;
-#pragma unroll 8
-    for (int c = threadIdx.x; c < t.width; c += THREADS) weight[c] = t.w[c];
+    const int width = t.width;
+    const float *h = t.h, *base = t.x, *own = t.w;
+    float *weight = row + width, *sum = t.sum, squares = 0;
+    in_batches<8>(width, [=](int c) { return own[c]; }, [=](int c, float v) { weight[c] = v; });
     ready.wait();
-#pragma unroll 8
-    for (int c = threadIdx.x; c < t.width; c += THREADS) {
-        float v = row[c] = t.h[c];
+    in_batches<8>(width, [=](int c) { return h[c]; }, [&](int c, float v) {
+        row[c] = v;
         squares += v * v;
-    }
+    });
     const float* w = weight;
     float eps = t.eps;
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
-        scale_row(row, w, t.width, squares, eps);
-        if (turn || !t.x) break;
+        scale_row(row, w, width, squares, eps);
+        if (turn || !base) break;
         squares = 0;
-#pragma unroll 4
-        for (int c = threadIdx.x; c < t.width; c += THREADS) {
-            float v = row[c] += t.x[c];
-            t.sum[c] = v;
+        in_batches<8>(width, [=](int c) { return base[c]; }, [&](int c, float v) {
+            v += row[c];
+            sum[c] = row[c] = v;
             squares += v * v;
-        }
+        });
         if (!t.w2) return;
         w = t.w2, eps = t.eps2;
     }
     __syncthreads();
-    for (int first = threadIdx.x / WARP * UNIT; first < t.width; first += WARPS * UNIT)
-        emit_unit(row + first, &t.targets, first, t.width, t.width);
+    for (int first = threadIdx.x / WARP * UNIT; first < width; first += WARPS * UNIT)
+        emit_unit(row + first, &t.targets, first, width, width);
 }
 
 // A row of several, by every block.
