@@ -60,14 +60,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (thread % WARP == 0) gates[thread / WARP].open();
     Ready ready = {meeting, *(volatile u32*)&meeting->before, stamps, 0, -1};
     __syncthreads();
-    Ring ring = {shared + stage_bytes + thread / WARP * RING * slot_bytes, gates + thread / WARP,
-                 slot_bytes, 0, 0, product >= 0 ? 0 : 2, Ring::first_row(), 0, 0};
-    // A product comes: until it is there, nothing is ahead of it.
-    int present = 0;
-    bool begun = false;
     if (product >= 0 && products[0].ahead >= 0) put(products[1], products[0].ahead);
     __syncthreads();
+    Ring ring = {shared + stage_bytes + thread / WARP * RING * slot_bytes, gates + thread / WARP,
+                 slot_bytes, {0, 0}, {0, 0}, 0, product >= 0 ? 0 : 2, 0, 0, 0, nullptr, 0, 0};
+    ring.begin(products, 0);
     ring.fill(products, 0);
+    int present = 0;
+    bool begun = false;  // whether products[present] has been a step
     for (int i = 0; i < count; i++) {
         const Record& step = steps[i & 1];
         u32 next = i + 1 < count ? word(i + 1) : 0;
@@ -85,11 +85,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         stage_activations<FORMAT>(step.linear, stage);                                         \
         if (begun) {                                                                            \
             present ^= 1;                                                                       \
-            ring.level = ring.level == 2 && step.linear.ahead >= 0 ? 1 : 2 * (ring.level == 2); \
             if (step.linear.ahead >= 0) put(products[present ^ 1], step.linear.ahead);          \
         }                                                                                       \
-        begun = true;                                                                           \
         __syncthreads();                                                                        \
+        if (begun) ring.turn(products, present);                                                \
+        begun = true;                                                                           \
         ring.fill(products, present);                                                           \
         linear_step<FORMAT>(products, present, ring, stage);                                    \
         break;

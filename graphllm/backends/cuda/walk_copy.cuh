@@ -21,14 +21,14 @@ struct Gates {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // Until copy number `index` of all is there.
-    __device__ __forceinline__ void wait(int index, int) const {
-        u32 address = shared_address(gate + index % RING), parity = index / RING & 1, done;
+    // Until a slot is full, that is `round` & 1 times past the first time.
+    __device__ __forceinline__ void wait(int slot, u32 round, int) const {
+        u32 address = shared_address(gate + slot), done;
         do {
             asm volatile("{\n.reg .pred p;\n"
                          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
                          "selp.u32 %0, 1, 0, p;\n}"
-                         : "=r"(done) : "r"(address), "r"(parity) : "memory");
+                         : "=r"(done) : "r"(address), "r"(round) : "memory");
         } while (!done);
     }
 };
@@ -64,9 +64,9 @@ struct Gates {
 
     __device__ __forceinline__ void open() {}
 
-    // Until copy number `index` of all is there, of those before number `end`.
-    __device__ __forceinline__ void wait(int index, int end) const {
-        if (end - index == RING)
+    // Until the oldest of `held` transfers is there.
+    __device__ __forceinline__ void wait(int, u32, int held) const {
+        if (held == RING)
             asm volatile("cp.async.wait_group %0;" ::"n"(RING - 1) : "memory");
         else
             asm volatile("cp.async.wait_group 0;" ::: "memory");

@@ -129,8 +129,7 @@ def _product(site: Site, jobs: Sequence[Job], gate: bytes = b"", keep: Any = Non
     shift = (CHUNK // blocks).bit_length() - 1
     three = [*sides, 0, 0, 0][:3], [*places, 0, 0, 0][:3]
     words = struct.pack(
-        "<Q8i6i", x.address, -1, k, items, rest, rows, 2 if gate else 1, ceil(items, CHUNK),
-        shift, *three[0], *three[1],
+        "<Q8i6i", x.address, -1, k, items, rest, rows, bool(gate), shift, 0, *three[0], *three[1]
     )  # fmt: skip
     stage = 4 * k if name in PLAIN else k + rest
     words += matrices(jobs) + gate.ljust(80, b"\0")
