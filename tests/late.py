@@ -91,8 +91,10 @@ class _Ring:
         self.taken = self.put_count
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """Make the backend ``late`` known."""
-    backend = type(REFERENCE)("late", lambda: (True, "late"), lambda options: LateDevice())
+def install(
+    patch: pytest.MonkeyPatch, name: str = "late", make: Callable[[], LateDevice] = LateDevice
+) -> None:
+    """Make the backend known under this name."""
+    backend = type(REFERENCE)(name, lambda: (True, f"{name}, for tests"), lambda options: make())
     find = registry.find
-    patch.setattr(registry, "find", lambda name: backend if name == "late" else find(name))
+    patch.setattr(registry, "find", lambda asked: backend if asked == name else find(asked))
