@@ -74,20 +74,21 @@ def prompt_flops(engine: Engine, test: bench.Test) -> float:
 
 
 def idle(only: list[Model]) -> Lines:
-    """How long the GPU has nothing to do between two steps of decoding, and the host's share."""
+    """How long the GPU has nothing to do between two steps of decoding, and the host has work."""
     usual = (("mistral-7b", "f16"), ("mistral-7b", "q4_0"), ("llama-1b", "f16"))
     yield (
         f"{'shape':<12} {'format':<8} {'wall us':>8} {'GPU us':>8} {'idle':>6} {'between us':>11} "
-        f"{'host us':>8}"
+        f"{'host us':>8}   while it works"
     )
     for model in shared.picked(only, usual):
         llm = shared.loaded(model, DECODE.context + 64)
-        wall = 1e6 / median(bench.run(llm, DECODE, ROUNDS, lambda done: None).rates)
+        plain = bench.run(llm, DECODE, ROUNDS, lambda done: None)
+        wall, nbytes = 1e6 / median(plain.rates), plain.nbytes
         steps, between = marked(llm.engine)
         own, gap = 1e6 * median(steps), 1e6 * median(between)
         yield (
             f"{model[0]:<12} {model[1]:<8} {wall:8.1f} {own:8.1f} {1 - own / wall:6.1%} "
-            f"{gap:11.1f} {host(llm.engine):8.1f}"
+            f"{gap:11.1f} {host(llm.engine):8.1f} {shared.share(1e6 * nbytes / own)}"
         )
         del llm
 

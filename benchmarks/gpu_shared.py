@@ -11,7 +11,7 @@ from typing import Any
 from graphllm import backends
 from graphllm.backends import Backend
 from graphllm.decoder import Limits
-from graphllm.errors import RequestError
+from graphllm.errors import GraphllmError, RequestError
 from graphllm.llm import LLM, decoder_for
 from graphllm.repeat import Repeat
 from graphllm.weights.random import RandomFile
@@ -65,31 +65,30 @@ def picked(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:
 
 
 class Marks:
-    """Events around each step of a `Repeat`, on the device's stream. They cost a microsecond each:
-    wall times are taken without them."""
+    """Events around the work of each step of a `Repeat` of one segment, not around the copy of its
+    ids. They cost a microsecond each: wall times are taken without them."""
 
     def __init__(self, steps: Repeat, device: Any) -> None:
         from cupy.cuda import Event, get_elapsed_time
 
         self._event, self._elapsed, self._stream = Event, get_elapsed_time, device.gpu.stream
-        self._pairs: list[tuple[Any, Any]] = []
-        self._launch, steps.launch = steps.launch, self._marked
+        self._marks: list[Any] = []
+        if not steps.ahead:
+            raise GraphllmError("the steps are not one segment on the GPU")
+        work, *copies = steps._begin
+        steps._begin = [self._mark, work, self._mark, *copies]
 
-    def _marked(self) -> None:
-        start, end = self._event(), self._event()
-        start.record(self._stream)
-        self._launch()
-        end.record(self._stream)
-        self._pairs.append((start, end))
+    def _mark(self) -> None:
+        self._marks.append(self._event())
+        self._marks[-1].record(self._stream)
 
     def seconds(self, skip: int = 4) -> tuple[list[float], list[float]]:
         """Of each step, and between each and the next; the first ``skip``, among which is the one
         that a graph is made in, are not counted."""
-        pairs = self._pairs[skip:]
-        pairs[-1][1].synchronize()
-        steps = [self._elapsed(a, b) / 1e3 for a, b in pairs]
-        between = [self._elapsed(a[1], b[0]) / 1e3 for a, b in itertools.pairwise(pairs)]
-        return steps, between
+        marks = self._marks[2 * skip :]
+        marks[-1].synchronize()
+        gaps = [self._elapsed(a, b) / 1e3 for a, b in itertools.pairwise(marks)]
+        return gaps[::2], gaps[1::2]
 
 
 Lines = Iterator[str]

@@ -136,9 +136,12 @@ def test_a_longer_prompt_after_an_early_stop(ahead, plain, read):
     assert ahead.prefilled == plain.prefilled == 10
 
 
-def test_requests_in_any_order(ahead, plain):
+@pytest.mark.parametrize("tokens, requests", [(16, 25), (1, 12)])
+def test_requests_in_any_order(path, tokens, requests):
+    """With steps of one token a ring has room for the window and the next token, and no more."""
+    ahead, plain = (engine(path, backends=(b,), tokens=tokens) for b in ("late", "reference"))
     rng = np.random.default_rng(8)
-    for _ in range(25):
+    for _ in range(requests):
         common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
         prompt = [*IDS[:common], *(int(i) for i in rng.integers(3, 90, new))]
         count = int(rng.integers(1, CONTEXT + 1 - len(prompt)))
