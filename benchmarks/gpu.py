@@ -230,7 +230,7 @@ class Report:
         folder = ROOT / "benchmarks" / "results"
         folder.mkdir(exist_ok=True)
         name = what.split(",")[0].lower().replace(" ", "-")
-        self.path = folder / f"{name}-{now:%Y-%m-%d-%H%M}.txt"
+        self.path = folder / f"{name}-{now:%Y-%m-%d-%H%M%S}.txt"
         self.path.write_text("", "utf-8")
         self.line(f"# {what}")
         self.line(f"# {now:%Y-%m-%d %H:%M} UTC, commit {commit()}")
