@@ -12,7 +12,6 @@ from typing import Any
 import gpu_shared as shared
 import numpy as np
 from gpu_shared import Lines, Marks, Model
-from make_random_gguf import write
 
 import graphllm
 from graphllm.decoder import Limits
@@ -271,6 +270,8 @@ class Batch:
 
 def load(only: list[Model]) -> Lines:
     """A file that is in the page cache already to the GPU, and the memory that is in use then."""
+    from make_random_gguf import write  # needs the package gguf, which no other part does
+
     for model in shared.picked(only, (("mistral-7b", "f16"),)):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
