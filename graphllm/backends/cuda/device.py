@@ -155,13 +155,19 @@ class CudaDevice:
         if 0 in shape:
             return np.empty(shape, kind)
         start = operand.meta.offset
-        span = sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
-        raw = operand.buffer[start : start + span]
+        raw = operand.buffer[start : start + site.span(operand.meta)]
         return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """See `graphllm.backends.Device`."""
         return lambda: self.copy_out(operand)
+
+    def ring(self, operand: Operand) -> Any:
+        """See `graphllm.backends.Device`."""
+        from .memory import Ring
+
+        self.gpu.use()
+        return Ring(operand.buffer.address + operand.meta.offset, operand.meta, self.gpu.stream)
 
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta

@@ -119,6 +119,8 @@ class Gpu:
         self.library = ctypes.CDLL("libcuda.so.1")
         self._modules: dict[Module, Loaded] = {}
         self._functions: dict[Function, Any] = {}
+        self._ends = [Event(disable_timing=True) for _ in range(2)]  # of long runs, in turns
+        self._long = 0
 
     def use(self) -> None:
         """Make this GPU the calling thread's."""
@@ -171,6 +173,15 @@ class Gpu:
             end.synchronize()
             found.append(get_elapsed_time(start, end) / 1e3)
         return found[2:]
+
+    def paced(self, run: Callable[[], None]) -> None:
+        """A run that takes the GPU long, once the one before the last is over: what is on the
+        stream cannot be taken back, Ctrl-C waits for it, and progress is told too early."""
+        end = self._ends[self._long % len(self._ends)]
+        end.synchronize()
+        run()
+        end.record(self.stream)
+        self._long += 1
 
     def header(self, buffer: Buffer, header: Header) -> _LiveValues:
         return _LiveValues(buffer, header, self)
@@ -255,7 +266,10 @@ class Segment:
         if values is not None:
             values.update()
         if times is None:
-            self._plain()
+            if self._captured:
+                self._plain()
+            else:
+                self._gpu.paced(self._plain)
             return
         if self._stamped is None:
             self._stamped = self._with_stamps()
