@@ -5,6 +5,8 @@
 // capped, or have slopes.
 
 #include "attention.cuh"
+#include "quantise.cuh"
+#include "tensor.cuh"
 
 #define THREADS 128
 #define QUERIES 64
@@ -29,19 +31,6 @@ __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
 __device__ __forceinline__ void load_turned(u32* r, const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
-}
-
-__device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
 }
 
 __device__ __forceinline__ void copy16(u16* to, const u8* from) {
@@ -82,8 +71,8 @@ __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence
     return false;
 }
 
-// blockIdx: (tile of queries, head).
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
+// blockIdx: (tile of queries, head). kind: of the results, as quantise.cuh has them.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind) {
     DYNAMIC_SHARED(Tile, memory);
     Tile& s = *memory;
     begin();
@@ -218,10 +207,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
         float share = share_of(a, head, tops[r], total);
         int row = warp * 16 + lane / 4 + 8 * r;
         if (row >= queries) continue;
-        float* out = a.out + ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
+        i64 to = ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < PIECES; n++)
-            *(float2*)(out + 8 * n) =
-                make_float2(mixed[n][2 * r] * share, mixed[n][2 * r + 1] * share);
+        for (int n = 0; n < PIECES; n++) {
+            float x = mixed[n][2 * r] * share, y = mixed[n][2 * r + 1] * share;
+            if (kind)
+                *(u32*)((u16*)a.out + to + 8 * n) = to_half(kind, x) | (u32)to_half(kind, y) << 16;
+            else
+                *(float2*)(a.out + to + 8 * n) = make_float2(x, y);
+        }
     }
 }

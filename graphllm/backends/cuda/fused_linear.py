@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...dtype import F32
+from ...dtype import F32, DType
 from ...memory import aligned
 from ...tensor import Meta, Tensor
 from .. import ROWS, Options
 from . import BACKEND
 from .device import Site, Spot, Work
 from .elementwise import ACTIVATIONS
-from .fused import gated_unit, two_at_most
+from .fused import gated_halves, gated_unit, two_at_most
 from .layouts import PACK, PLANES
-from .linear import PLAIN, Job, fused_pair, gated_row, launches, room_for, unmatched
+from .linear import SOME, fused_pair, gated_row, launches, unmatched
+from .linear_many import PLAIN, Job, room_for
+from .quantise import HALVES
 
 Builder = Callable[[Site], list[Work]]
 
@@ -49,7 +51,7 @@ def _job(site: Site, index: int, out: Spot) -> Job:
 
 @_kernels(
     "linears", when=_all_matched, layout={"x": ROWS},
-    scratch=lambda node, options: room_for(node, *_pairs(node)),
+    scratch=lambda node, options: room_for(*_pairs(node)),
 )  # fmt: skip
 def linears(site: Site) -> list[Work]:
     jobs = [_job(site, i, out) for i, out in enumerate(site.results)]
@@ -59,18 +61,18 @@ def linears(site: Site) -> list[Work]:
 @_kernels(
     "linear_add", when=lambda node, options: unmatched(*node.src[:2]),
     layout={"x": ROWS, "r": ROWS},
-    scratch=lambda node, options: room_for(node, (node.src[0], node.src[1])),
+    scratch=lambda node, options: room_for((node.src[0], node.src[1])),
 )  # fmt: skip
 def linear_add(site: Site) -> list[Work]:
     job = Job(site.x, site.w, site.op("bias"), site.out, site.r)
     return launches(site, [job], site.scratch)
 
 
-def _half(node: Tensor) -> Meta:
+def _half(node: Tensor, kind: DType) -> Meta:
     """Of what one of the two linears gives."""
     x, w = node.src[:2]
     assert x is not None and w is not None
-    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), F32)
+    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), kind)
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -78,19 +80,27 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_half(node).bound().nbytes) + room_for(node, *_pairs(node))
+    return 2 * aligned(_half(node, F32).bound().nbytes) + room_for(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(site: Site) -> list[Work]:
     """In one kernel for one token; else both linears, then their product."""
-    meta = _half(site.node)
+    x, w, bias, _, _, bias2 = site.inputs
+    assert x is not None and w is not None
+    forms = [spot.dtype for spot in site.results]
+    # What goes on as halves is made from halves: half the bytes, and an error of the same size.
+    halves = forms == [x.dtype] and x.dtype.name in HALVES and not (bias or bias2)
+    halves = halves and site.most(x.meta.rows) > SOME and _half(site.node, F32).inner[0] % 8 == 0
+    meta = _half(site.node, x.dtype if halves else F32)
     size = aligned(meta.bound().nbytes)
-    halves = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
-    jobs = [_job(site, i, half) for i, half in enumerate(halves)]
+    pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
+    jobs = [_job(site, i, half) for i, half in enumerate(pair)]
     act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    if site.most(meta.rows) == 1 and fused_pair(*jobs):
+    narrow = any(form.name in HALVES for form in forms)
+    if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
         if not site.attrs["dtypes"]:
             jobs[0] = _job(site, 0, site.out)
         return [gated_row(site, jobs, act, site.results)]
-    return [*launches(site, jobs, site.scratch + 2 * size), gated_unit(site, *halves)]
+    finish = gated_halves if halves else gated_unit
+    return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
