@@ -75,7 +75,7 @@ class _Found(ctypes.Structure):
 
 
 @dataclass
-class _Way:
+class Way:
     """How the library goes about products of one shape."""
 
     task: Any  # cublasLtMatmulDesc_t
@@ -86,7 +86,7 @@ class _Way:
     found: _Found
 
 
-class _Library:
+class Library:
     """cuBLASLt on one device. Matrices are its columns first: y^T = w x^T."""
 
     def __init__(self, device: CudaDevice) -> None:
@@ -103,13 +103,14 @@ class _Library:
         self._handle = self._made("cublasLtCreate")
         self._workspace = device.alloc(_WORKSPACE)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._ways: dict[tuple[Any, ...], _Way] = {}
+        self._ways: dict[tuple[Any, ...], Way] = {}
 
     def run(self, p: Product, tokens: int) -> None:
         """Put the product of so many tokens on the stream."""
-        if not tokens:
-            return
-        way = self._way(p, tokens)
+        if tokens:
+            self.go(p, self._way(p, tokens))
+
+    def go(self, p: Product, way: Way) -> None:
         if p.bias:
             self._set("MatmulDesc", way.task, _DESC_BIAS, ctypes.c_uint64(p.bias))
         self._check("product", p, self._lib.cublasLtMatmul(
@@ -118,38 +119,44 @@ class _Library:
             byref(way.found.algorithm), self._workspace.address, _WORKSPACE, self._stream,
         ))  # fmt: skip
 
-    def _way(self, p: Product, tokens: int) -> _Way:
+    def _way(self, p: Product, tokens: int) -> Way:
         """The library's choice, remembered by all that it depends on."""
         key = (p.shape, tokens)
         if key not in self._ways:
             self._ways[key] = self._choose(p, tokens)
         return self._ways[key]
 
-    def _choose(self, p: Product, tokens: int) -> _Way:
+    def _choose(self, p: Product, tokens: int) -> Way:
+        return self.choices(p, tokens, 1)[0]
+
+    def choices(self, p: Product, tokens: int, most: int) -> list[Way]:
+        """What the library would do, the best first by its own estimate."""
         task = self._made("cublasLtMatmulDescCreate", _SUMS_IN_FLOAT, _FLOAT)
         self._set("MatmulDesc", task, _DESC_TRANSA, _WORD(_TURNED))
         if p.bias:
             self._set("MatmulDesc", task, _DESC_EPILOGUE, _WORD(_ADD_BIAS))
             self._set("MatmulDesc", task, _DESC_BIAS, ctypes.c_uint64(p.bias))
-        way = _Way(
-            task,
+        layouts = (
             self._layout(p, p.kind, p.depth, p.rows, p.kind.nbytes * p.depth, p.w_step),
             self._layout(p, p.kind, p.depth, tokens, p.x_stride, 0),
             self._layout(p, p.result, p.rows, tokens, p.added_stride or p.y_stride, p.y_step),
             self._layout(p, p.result, p.rows, tokens, p.y_stride, p.y_step),
-            _Found(),
         )
-        wish, given = self._made("cublasLtMatmulPreferenceCreate"), _WORD()
+        wish, found, given = (
+            self._made("cublasLtMatmulPreferenceCreate"),
+            (_Found * most)(),
+            _WORD(),
+        )
         self._set("MatmulPreference", wish, _WISH_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
         for attribute, least in zip(_WISH_ALIGNMENTS, p.aligned):
             self._set("MatmulPreference", wish, attribute, ctypes.c_uint32(least))
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, task, way.w, way.x, way.added, way.y, wish, 1, byref(way.found),
-            byref(given),
-        )  # fmt: skip
+            self._handle, task, *layouts, wish, most, found, byref(given)
+        )
         self._lib.cublasLtMatmulPreferenceDestroy(wish)
-        self._check("choice", p, status or way.found.state or (0 if given.value else -1))
-        return way
+        ways = [Way(task, *layouts, each) for each in found[: given.value] if not each.state]
+        self._check("choice", p, status or (0 if ways else -1))
+        return ways
 
     def _layout(
         self, p: Product, kind: DType, rows: int, columns: int, stride: int, step: int
@@ -185,10 +192,10 @@ class _Library:
 
 
 @cache
-def _library(device: CudaDevice) -> _Library:
-    return _Library(device)
+def of(device: CudaDevice) -> Library:
+    return Library(device)
 
 
 def product(device: CudaDevice, p: Product, tokens: int) -> None:
     """Put the product with so many tokens on the device's stream. Sums are float32."""
-    _library(device).run(p, tokens)
+    of(device).run(p, tokens)
