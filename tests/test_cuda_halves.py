@@ -196,6 +196,27 @@ def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
     agree(made, feeds, weights, 2e-2 if kind == "bf16" else 4e-3, (9, 12, 16))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", [64, 32, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_in_one_pass(kind, side, bias, monkeypatch):
+    """For 9 to 16 tokens, to halves or float32, with rows that are not whole blocks."""
+    monkeypatch.setattr("graphllm.backends.cuda.linear._SIDES", {side: 0.0})
+    rng, t = np.random.default_rng(7), Var("T", 9, 16)
+    weights = {n: normal(rng, (150, 96)).astype(dtype(kind).numpy) for n in ("gate", "up")}
+    weights |= {f"{n}.b": rng.standard_normal(150).astype(np.float32) for n in ("gate", "up")}
+    x = feed("x", (t, 96), "f32")
+    both = []
+    for name in ("gate", "up"):
+        own = weight(f"{name}.b", (150,), "f32") if bias else None
+        both.append(ops.linear(x, weight(name, (150, 96), kind), own))
+    y = ops.mul(ops.gelu(both[0], kind="erf"), both[1])
+    for result in (y, ops.quantise_act(y, dtype=kind)):
+        tolerance = 2e-2 if kind == "bf16" else 4e-3
+        found = agree({"y": result}, {"x": rows(rng, 16, 96)}, weights, tolerance, (9, 16))
+        assert found == ["quantise_act", "gated"]
+
+
 def test_a_plan_of_sixteen_tokens_is_one_graph():
     """No call of the library stands between its launches."""
     rng, t = np.random.default_rng(6), Var("T", 16, 16)

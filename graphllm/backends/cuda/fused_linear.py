@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...dtype import F32, DType
@@ -14,7 +15,7 @@ from .device import Site, Spot, Work
 from .elementwise import ACTIVATIONS
 from .fused import gated_halves, gated_unit, two_at_most
 from .layouts import PACK, PLANES
-from .linear import SOME, fused_pair, gated_row, launches, unmatched
+from .linear import SOME, fits_some, fused_pair, gated_row, launches, some, unmatched
 from .linear_many import PLAIN, Job, room_for
 from .quantise import HALVES
 
@@ -85,22 +86,32 @@ def _gated_scratch(node: Tensor, options: Options) -> int:
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(site: Site) -> list[Work]:
-    """In one kernel for one token; else both linears, then their product."""
+    """In one kernel for one token, or some in halves; else both linears, then their product."""
     x, w, bias, _, _, bias2 = site.inputs
     assert x is not None and w is not None
-    forms = [spot.dtype for spot in site.results]
+    forms = site.results
+    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
     # What goes on as halves is made from halves: half the bytes, and an error of the same size.
-    halves = forms == [x.dtype] and x.dtype.name in HALVES and not (bias or bias2)
-    halves = halves and site.most(x.meta.rows) > SOME and _half(site.node, F32).inner[0] % 8 == 0
+    halves = [form.dtype for form in forms] == [x.dtype] and not (bias or bias2)
+    halves = halves and x.dtype.name in HALVES and _half(site.node, F32).inner[0] % 8 == 0
+    halves = halves and site.most(x.meta.rows) > SOME
     meta = _half(site.node, x.dtype if halves else F32)
     size = aligned(meta.bound().nbytes)
     pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
     jobs = [_job(site, i, half) for i, half in enumerate(pair)]
-    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    narrow = any(form.name in HALVES for form in forms)
+    narrow = any(form.dtype.name in HALVES for form in forms)
     if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
         if not site.attrs["dtypes"]:
             jobs[0] = _job(site, 0, site.out)
         return [gated_row(site, jobs, act, site.results)]
+    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
+        return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_halves if halves else gated_unit
     return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
+
+
+def _alike(site: Site, jobs: list[Job], forms: list[Spot]) -> bool:
+    """Whether one kernel can go along both matrices at a time, for some tokens."""
+    gate, up = jobs
+    same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
+    return same and len(forms) == 1 and fits_some(site, gate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,9 @@ def _tensor_kernel(kind: DType) -> Function:
     return module("linear_tensor", BFLOAT=int(kind == BF16))["linear"]
 
 
-def _some_kernel(kind: DType, side: int) -> Function:
-    return module("linear_some", BFLOAT=int(kind == BF16), SIDE=side)["linear"]
+def _some_kernel(kind: DType, side: int, gated: bool = False) -> Function:
+    made = module("linear_some", BFLOAT=int(kind == BF16), SIDE=side, GATED=int(gated))
+    return made["linear"]
 
 
 def _ragged_kernel(name: str) -> Function:
@@ -107,7 +109,7 @@ def _few(site: Site, jobs: Sequence[Job], gate: bytes = b"") -> Launch:
     return _launch(kernel, jobs[:1] if gate else jobs, rows, _WARPS, ceil(most, tokens), args)
 
 
-def _fits_some(site: Site, job: Job) -> bool:
+def fits_some(site: Site, job: Job) -> bool:
     """Whether linear_some.cu can multiply these halves."""
     x = job.x
     aligned = job.depth % _STEP == 0 and x.address % 16 == 0 and x.row_stride % 16 == 0
@@ -115,19 +117,23 @@ def _fits_some(site: Site, job: Job) -> bool:
     return fits and aligned and _tensor_cores(site)
 
 
-def _some(site: Site, jobs: Sequence[Job]) -> Launch:
-    """Up to three linears of one activation in halves."""
+def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
+    """Up to three linears of one activation in halves; or of two ``gated`` ones, ``act`` of the
+    first times the second, to where the first goes."""
     x, processors = jobs[0].x, site.device.gpu.processors
 
     def blocks(side: int) -> int:
-        return sum(ceil(job.rows, side) for job in jobs)
+        rows = [2 * jobs[0].rows] if gated else [job.rows for job in jobs]
+        return sum(ceil(count, side) for count in rows)
 
-    rows = min(job.rows for job in jobs)
-    sides = (s for s, least in _SIDES.items() if s <= rows and blocks(s) >= least * processors)
+    least = min(job.rows for job in jobs) * (1 + gated)
+    sides = (s for s, n in _SIDES.items() if s <= least and blocks(s) >= n * processors)
     side = next(sides)
-    args = (x.address, x.row_stride, site.live(x.meta.rows), jobs[0].depth, _matrices(jobs))
+    kind = HALVES.get(jobs[0].out.dtype.name, 0)
+    args = (x.address, x.row_stride, site.live(x.meta.rows), jobs[0].depth, _matrices(jobs), act,
+            kind)  # fmt: skip
     grid = (blocks(side), ceil(site.most(x.meta.rows), SOME))
-    return Launch(_some_kernel(x.dtype, side), grid, (256,), args)
+    return Launch(_some_kernel(x.dtype, side, gated), grid, (256,), args)
 
 
 def _launch(
@@ -156,7 +162,7 @@ def launches(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in jobs:
         if job.x.dtype.name in HALVES:
-            kind = "some" if _fits_some(site, job) else "many"
+            kind = "some" if fits_some(site, job) else "many"
         else:
             kind = job.w.dtype.name if job.x.dtype.quantised or few(job.x, job.w) else "many"
         groups.setdefault((job.x.address, kind), []).append(job)
@@ -165,7 +171,7 @@ def launches(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
         if kind == "many":
             work += many(site, own, room)
             continue
-        launch = _some if kind == "some" else _few
+        launch = some if kind == "some" else _few
         work += [launch(site, own[i : i + TOGETHER]) for i in range(0, len(own), TOGETHER)]
     return work
 
@@ -173,6 +179,8 @@ def launches(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
 def fused_pair(gate: Job, up: Job) -> bool:
     """Whether one kernel can go along both matrices at a time."""
     kind = gate.w.dtype
+    if gate.x.dtype.name in HALVES:
+        return False
     same = (gate.x.address, kind, gate.w.meta.shape) == (up.x.address, up.w.dtype, up.w.meta.shape)
     whole = kind.name in PLANES or (gate.depth % _ITEM[kind.name] == 0)
     return same and whole and gate.x.address % 16 == 0
@@ -262,8 +270,8 @@ def _all_instances() -> None:
         _ragged_kernel(name)
     for kind in (F16, BF16):
         _tensor_kernel(kind)
-        for side in _SIDES:
-            _some_kernel(kind, side)
+        for side, gated in product(_SIDES, (False, True)):
+            _some_kernel(kind, side, gated)
 
 
 _all_instances()
