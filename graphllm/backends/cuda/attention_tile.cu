@@ -41,6 +41,12 @@ template <int LEFT> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
 }
 
+__device__ __forceinline__ float power_of_2(float x) {  // what is all but zero is zero
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Eight elements of a slot to shared memory.
 __device__ __forceinline__ void bring(u16* to, const u8* slot, int at) {
 #if POOL == 1
@@ -108,11 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
     float scores[KEYS / 8][4], mixed[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
     u32 mine_q[DEPTH <= 128 ? STEPS : 1][4];
 
+    const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile lies in one block of the table
+    if (whole) low -= low % KEYS;
     auto bring_tile = [&](u16 (*to)[STRIDE], const u8* pool, i64 stride, int at) {
+        const u8* block = pool + (whole ? slot_of(a, sequence, at) * stride : 0);
 #pragma unroll 4
         for (int i = thread; i < KEYS * PIECES; i += THREADS) {
-            int j = min(at + i / PIECES, high - 1);
-            bring(&to[i / PIECES][i % PIECES * 8], pool + slot_of(a, sequence, j) * stride,
+            int j = min(i / PIECES, high - 1 - at);
+            i64 slot = whole ? j : slot_of(a, sequence, at + j);
+            bring(&to[i / PIECES][i % PIECES * 8], block + slot * stride,
                   kv * DEPTH + i % PIECES * 8);
         }
         close_copies();
@@ -166,21 +176,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
             most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
             most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
             float base = most == -INFINITE ? 0 : most * LOG2E;
-            shrink[r] = exp2f(tops[r] * LOG2E - base);
+            shrink[r] = power_of_2(tops[r] * LOG2E - base);
             tops[r] = most;
             totals[r] *= shrink[r];
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    scores[n][e] = exp2f(fmaf(scores[n][e], LOG2E, -base));
+                    scores[n][e] = power_of_2(fmaf(scores[n][e], LOG2E, -base));
                     totals[r] += scores[n][e];
                 }
         }
+        if (__any_sync(FULL, shrink[0] != 1.f || shrink[1] != 1.f))
 #pragma unroll
-        for (int n = 0; n < PIECES; n++)
+            for (int n = 0; n < PIECES; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
+                for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
         wait_copies<0>();
         __syncthreads();  // values are there, and the keys have been used
         if (at + KEYS < high) bring_tile(s.k, a.k, a.k_stride, at + KEYS);

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...dtype import F32, DType
+from ...dtype import F32
 from ...memory import aligned
 from ...tensor import Meta, Tensor
 from .. import ROWS, Options
@@ -69,11 +69,17 @@ def linear_add(site: Site) -> list[Work]:
     return launches(site, [job], site.scratch)
 
 
-def _half(node: Tensor, kind: DType) -> Meta:
-    """Of what one of the two linears gives."""
+def _half(node: Tensor) -> Meta:
+    """Of what one of the two linears gives. What goes on as halves is made from halves where the
+    library makes them: half the bytes, and an error of the same size."""
     x, w = node.src[:2]
     assert x is not None and w is not None
-    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), kind)
+    rows, columns = x.meta.rows, w.meta.shape[0]
+    bias = node.src[2] is not None or node.src[5] is not None
+    narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
+    made = Meta.of((rows, columns), F32)
+    fits = made.inner[0] % 8 == 0 and Site.most(rows) > SOME
+    return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -81,21 +87,14 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_half(node, F32).bound().nbytes) + room_for(*_pairs(node))
+    return 2 * aligned(_half(node).bound().nbytes) + room_for(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(site: Site) -> list[Work]:
     """In one kernel for one token, or some in halves; else both linears, then their product."""
-    x, w, bias, _, _, bias2 = site.inputs
-    assert x is not None and w is not None
-    forms = site.results
+    x, forms, meta = site.x, site.results, _half(site.node)
     act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    # What goes on as halves is made from halves: half the bytes, and an error of the same size.
-    halves = [form.dtype for form in forms] == [x.dtype] and not (bias or bias2)
-    halves = halves and x.dtype.name in HALVES and _half(site.node, F32).inner[0] % 8 == 0
-    halves = halves and site.most(x.meta.rows) > SOME
-    meta = _half(site.node, x.dtype if halves else F32)
     size = aligned(meta.bound().nbytes)
     pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
     jobs = [_job(site, i, half) for i, half in enumerate(pair)]
@@ -106,7 +105,7 @@ def gated(site: Site) -> list[Work]:
         return [gated_row(site, jobs, act, site.results)]
     if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
         return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
-    finish = gated_halves if halves else gated_unit
+    finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
 
 
