@@ -22,7 +22,7 @@ from gpu import ROUNDS, cuda, run_time
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.backends.cuda import library, linear
+from graphllm.backends.cuda import library, linear, linear_many
 from graphllm.decoder import Limits
 from graphllm.dtype import F16, F32
 from graphllm.llm import LLM, decoder_for
@@ -134,7 +134,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--depth", type=int, default=0, help="tokens before (layers)")
     parser.add_argument("--type", default="f16", help="format of the weights (layers)")
+    parser.add_argument("--tile", type=int, help="MB of block weights expanded at a time (layers)")
     given = parser.parse_args()
+    linear_many._TILE = given.tile << 20 if given.tile else linear_many._TILE
     chosen = given.parts or list(PARTS)
     unknown = sorted(set(chosen) - set(PARTS))
     if unknown:

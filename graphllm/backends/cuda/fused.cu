@@ -107,13 +107,13 @@ __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* o
                           const i64* live, int width, float eps) {                              \
         norm_quantise<U>(h, h_stride, w, targets, live, width, eps);                            \
     }                                                                                           \
-    extern "C" __global__ void __launch_bounds__(1024, 1)                                       \
+    extern "C" __global__ void __launch_bounds__(1024)                                          \
         norm_add_##U(const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride,     \
                      u8* sum, i64 sum_stride, const i64* live, int width, float eps) {          \
         norm_add<U, false>(h, h_stride, w, x, x_stride, 0, sum, sum_stride, Targets(), live,    \
                            width, eps, 0);                                                      \
     }                                                                                           \
-    extern "C" __global__ void __launch_bounds__(1024, 1) norm_add_norm_##U(                    \
+    extern "C" __global__ void __launch_bounds__(1024) norm_add_norm_##U(                       \
         const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride, const float* w2, \
         u8* sum, i64 sum_stride, Targets targets, const i64* live, int width, float eps,       \
         float eps2) {                                                                           \

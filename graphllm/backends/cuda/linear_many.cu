@@ -1,12 +1,9 @@
 // Block weights as float16, for the library's matrix products. FORMAT: of the weights.
 
 #include "blocks.cuh"
+#include "quantise.cuh"
 
-__device__ __forceinline__ u16 number(float x) {  // beyond the range: the largest; NaN stays NaN
-    return to_f16(x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x);
-}
-
-// `count` items of a matrix, whole rows from item `first` on, as numbers. The 32 items of a warp are
+// `count` items of a matrix, whole rows from item `first` on, as float16. The 32 items of a warp are
 // neighbours: they are put in order in shared memory, and leave it as whole lines.
 extern "C" __global__ void __launch_bounds__(128)
     expand(Planes w, i64 first, i64 count, int items, u16* y) {
@@ -28,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(128)
             for (int e = 0; e < 8; e++) {
                 int v = u.v[4 * p + e / 2] >> 16 * (e % 2);
                 float low = fmaf(u.scale[p], (float)(i8)v, u.offset[p]);
-                r[e] = number(low) |
-                       (u32)number(fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p])) << 16;
+                float high = fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p]);
+                r[e] = to_half(1, low) | (u32)to_half(1, high) << 16;
             }
             uint4* to = (uint4*)(row + FORMAT::at(j, p));
             to[0] = make_uint4(r[0], r[1], r[2], r[3]);
