@@ -107,7 +107,9 @@ def _multiply(site: Site, x: Spot, products: Sequence[library.Product]) -> list[
 
 
 def _call(site: Site, x: Spot, p: library.Product) -> Call:
-    return Call(lambda: library.product(site.device, p, site.now(x.meta.rows)))
+    rows = x.meta.rows
+    site.live(rows)  # so that its value is known in each run
+    return Call(lambda: library.product(site.device, p, site.now(rows)))
 
 
 def _both(a: library.Product, b: library.Product) -> library.Product | None:
