@@ -14,7 +14,7 @@ from ...tensor import Tensor
 from .. import ROWS
 from . import BACKEND
 from .device import Launch, Site, Spot, ceil
-from .quantise import quantise, target, unit
+from .quantise import HALVES, quantise, target, unit
 from .source import Module, module
 
 _TILED = 17  # tokens, from which the kernel of tiles takes over
@@ -132,12 +132,14 @@ def _plain_module(k: str, v: str) -> Module:
     return module("attention_plain", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
 
 
-def _tiles(site: Site, out: int) -> Launch:
+def _tiles(site: Site, out: int, kind: int = 0) -> Launch:
+    """``kind``: 0: float32 results, else as in `HALVES`."""
     heads, _, depth, _ = sizes(site.node)
     count = ceil(_most(site.node), _QUERIES) + site.most(site.kv_len.meta.rows)
     shared = 2 * (_QUERIES + 2 * _KEYS) * (depth + 8)
     kernel = _tiles_module(_kind(site.node), depth, _biased(site.node))["attend"]
-    return Launch(kernel, (count, heads), (128,), (argument(site, out, 0, 1),), shared)
+    args = (argument(site, out, 0, 1), kind)
+    return Launch(kernel, (count, heads), (128,), args, shared)
 
 
 def _plain(site: Site, out: int) -> Launch:
@@ -188,6 +190,9 @@ def merged_bytes(node: Tensor) -> int:
 def attention_quantise(site: Site) -> list[Launch]:
     heads, _, _, width = sizes(site.node)
     floats, room = site.scratch, site.scratch + merged_bytes(site.node)
+    halves = HALVES.get(site.out.dtype.name, 0)
+    if halves and _in_tiles(site):
+        return [_tiles(site, site.out.address, halves)]
     if not _in_tiles(site) and _in_pieces(site.node) and splits(site.node) > 1:
         return _pieces(site, floats, room, site.out)
     if _in_tiles(site):

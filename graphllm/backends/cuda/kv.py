@@ -16,7 +16,7 @@ from .source import module
 _MODULE = module("kv")
 _THREADS = 128
 _WARPS = 4  # of a block of the kernels for heads that are turned as a whole
-_BLOCKS = 1024  # that keep every processor busy
+_BLOCKS = 2048  # that a GPU of 132 processors has room for at a time
 _WHOLE = (64, 128, 256)  # widths of heads that they are for
 
 

@@ -1,12 +1,12 @@
 #pragma once
-// Activations on their way out: float32, or int8 blocks of 32 or 256 (graphllm.quant.quantise_act,
-// bit for bit). A warp emits a unit of 32 * N consecutive elements (N is 1 or 8), of which lane l
+// Activations on their way out: float32, halves, or int8 blocks of 32 or 256 (as the op quantise_act
+// says, bit for bit). A warp emits a unit of 32 * N consecutive elements (N is 1 or 8), of which lane l
 // holds the elements 32 i + l. Every operation rounds once; none is fused.
 
 struct Target {
     u8* at;      // of the first row
     i64 stride;  // bytes from one row to the next
-    int block;   // 0: float32, else elements of a block
+    int block;   // 0: float32, 1: float16, 2: bfloat16, else elements of a block of int8
     int unused;
 };
 
@@ -14,6 +14,12 @@ struct Targets {
     Target t[2];
     int count, unused;
 };
+
+// Beyond the range of float16 the largest; NaN stays NaN.
+__device__ __forceinline__ u16 to_half(int kind, float x) {
+    if (kind == 2) return to_bf16(x);
+    return to_f16(x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x);
+}
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
@@ -114,18 +120,20 @@ template <int N>
 __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
                                         int end, int width) {
     u8* to = t.at + row * t.stride;
-    if (N == 1 && t.block) {
+    if (N == 1 && t.block > 2) {
         emit_32(v[0], to, first, width);
     } else if (t.block == 32) {
         emit_32(v, to, first, end, width);
     } else if (t.block == 256) {
         emit_256(v, to, first, width);
     } else {
+        int column = first + threadIdx.x % WARP;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            int column = first + 32 * i + threadIdx.x % WARP;
-            if (column < end) ((float*)to)[column] = v[i];
-        }
+        for (int i = 0; i < N; i++, column += 32)
+            if (column < end && t.block)
+                ((u16*)to)[column] = to_half(t.block, v[i]);
+            else if (column < end)
+                ((float*)to)[column] = v[i];
     }
 }
 
@@ -135,7 +143,7 @@ __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row
     emit_to<N>(v, t, row, first, width, width);
 }
 
-// A unit to all targets. N is 8 if one of them has blocks of 256, else 1.
+// A unit to all targets. N is 8 if one of them has blocks of 256 or halves, else 1.
 template <int N>
 __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int first,
                                      int width) {

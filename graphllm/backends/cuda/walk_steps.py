@@ -14,7 +14,8 @@ from .device import Site, Spot, Work, ceil
 from .elementwise import ACTIVATIONS
 from .kv import heads_of, pool_of, turned_whole
 from .layouts import PLANES
-from .linear import PLAIN, Job, activation, items_of, matrices
+from .linear import Job, activation, matrices
+from .linear_many import PLAIN, items_of
 from .quantise import targets
 from .rope import turn
 from .walk import CHUNK, WARPS, Task, runs, walk
