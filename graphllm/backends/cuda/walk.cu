@@ -39,8 +39,8 @@ struct Record {
     };
 };
 
-// `stamps`: when all blocks were known to be done with each step but the last, or null. `stage`: bytes of shared memory before the
-// rings. `product`: the first step that is one.
+// `stamps`: when all blocks were known to be done with each step but the last, or null. `stage_bytes`:
+// of shared memory before the rings. `product`: the first step that is one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     walk(const Record* records, int count, Meeting* meeting, i64* stamps, int stage_bytes,
          int slot_bytes, int product) {
@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) Record steps[2];
     __shared__ __align__(16) Linear products[2];
     __shared__ Gates gates[WARPS];
+    __shared__ Targets local;  // of the last norm
     u8* stage = shared;
     const int thread = threadIdx.x;
     auto word = [&](int i) { return thread < RECORD / 4 ? ((const u32*)(records + i))[thread] : 0; };
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (step.meet) ready.until += gridDim.x;
         ready.arrive();
         switch (step.kind) {
-            case NORM: norm_step(step.norm, ready, (float*)stage); break;
+            case NORM: norm_step(step.norm, ready, stage, local); break;
             case COPY: copy_step(step.copy, ready); break;
             case ROPE: rope_step(step.rope, ready); break;
             case ATTEND: attend_step(step.attend, ready, stage); break;

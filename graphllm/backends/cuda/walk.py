@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from .source import Module, module
 LEAST = 4  # steps that a walk is worth while for
 WARPS = 16  # of a block
 CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
-_RECORD, _AHEAD = 512, 24  # bytes of a record; where a product's `ahead` lies in it
+_RECORD, _HEAD = 512, 16  # bytes of a record, and of what stands before the step itself
+_AHEAD, _LOCAL, _SHARES = 8, 36, 204  # where these lie in the steps that have them
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
 _OWN = 6 << 10  # bytes of shared memory that the kernel itself has
 _RINGS = range(2, 9)  # slots that a ring may have
@@ -34,7 +36,8 @@ class Task:
 
     ``everywhere``: every block does it. ``stage``: bytes of shared memory that it needs; ``slot``:
     of a ring's slot. ``macros``: what the module must be compiled with. ``keep``: what it points
-    at.
+    at. ``local``: where it leaves its results in shared memory, by their addresses. ``reads``: the
+    activations of a product. ``shares``: of attention, into how many items and pieces it goes.
     """
 
     kind: str
@@ -44,6 +47,9 @@ class Task:
     everywhere: bool = False
     macros: Mapping[str, object] = field(default_factory=dict)
     keep: object = None
+    local: Mapping[int, int] = field(default_factory=dict)
+    reads: int = 0
+    shares: tuple[int, int] = (0, 0)
 
     @property
     def product(self) -> bool:
@@ -77,6 +83,9 @@ class Run:
         return all(self.macros.get(k, v) == v for k, v in wanted.items())
 
     def add(self, tasks: Sequence[Task], touched: Touched) -> None:
+        turned = self.tasks and self.tasks[-1][0].kind == "rope"
+        if turned and tasks[0].shares[0] and overlap(self.touched[-1].writes, touched.reads):
+            self.tasks[-1] = [replace(self.tasks[-1][0], everywhere=True)]
         self.tasks.append(list(tasks))
         self.touched.append(touched)
         for task in tasks:
@@ -102,21 +111,31 @@ def runs(found: Sequence[tuple[Sequence[Task], Touched] | None]) -> list[Run]:
 def _meets(run: Run) -> list[bool]:
     """Whether all blocks meet before each step."""
     flags: list[bool] = []
-    pending: list[tuple[bool, Touched]] = []  # steps since the last meeting: everywhere, what
-    for tasks, now in zip(run.tasks, run.touched):
-        flags.append(any(_conflict(*before, now) for before in pending))
-        if flags[-1]:
-            pending = []
-        pending.append((all(task.everywhere for task in tasks), now))
+    pending: list[int] = []  # steps since the last meeting
+    local = _local(run.tasks)
+    for index, now in enumerate(run.touched):
+        own = [_has(run, before, index, local) for before in pending]
+        meet = any(_conflict(run.touched[b], now, o) for b, o in zip(pending, own))
+        flags.append(meet)
+        pending = [index] if meet else [*pending, index]
     return flags
 
 
-def _conflict(everywhere: bool, before: Touched, now: Touched) -> bool:
-    """Whether a block must not begin a step while another still does the one ``before``. What is
-    done everywhere every block has from itself."""
+def _has(run: Run, before: int, now: int, local: Mapping[tuple[int, int], int]) -> bool:
+    """Whether a block that has done one step itself has what another reads of it."""
+    if not all(task.everywhere for task in run.tasks[before]):
+        return False
+    if any(task.local for task in run.tasks[before]):  # where others look, one block writes it
+        return all((now, i) in local for i, _ in enumerate(run.tasks[now]))
+    return True
+
+
+def _conflict(before: Touched, now: Touched, own: bool) -> bool:
+    """Whether a block must not begin a step while another still does the one ``before``; ``own``:
+    what it reads of that, it has from itself."""
     if overlap(before.writes, now.writes) or overlap(before.reads, now.writes):
         return True
-    return not everywhere and overlap(before.writes, now.reads)
+    return not own and overlap(before.writes, now.reads)
 
 
 def walk(run: Run, device: CudaDevice) -> Walk | None:
@@ -146,19 +165,41 @@ def _ring(room: int, slot: int) -> int:
 
 def _records(run: Run, formats: Sequence[str]) -> bytes:
     """The table of struct Record."""
-    made, stamp = [], -1
-    for step, meet in zip(run.tasks, _meets(run)):
-        stamp += 1
+    made: list[bytearray] = []
+    local = _local(run.tasks)
+    for at, (step, meet) in enumerate(zip(run.tasks, _meets(run))):
         for index, task in enumerate(step):
             number = len(_KINDS) + formats.index(task.kind) if task.product else 0
             kind = number if task.product else _KINDS.index(task.kind)
-            last = index == len(step) - 1
-            head = struct.pack("<4i", kind, meet and index == 0, stamp if last else -1, 0)
+            stamp = at if index == len(step) - 1 else -1
+            head = struct.pack("<4i", kind, meet and index == 0, stamp, 0)
             made.append(bytearray((head + task.words).ljust(_RECORD, b"\0")))
-    products = [i for i, task in enumerate(t for s in run.tasks for t in s) if task.product]
+            if (at, index) in local:
+                struct.pack_into("<i", made[-1], _HEAD + _LOCAL, local[at, index])
+    tasks = [task for step in run.tasks for task in step]
+    products = [i for i, task in enumerate(tasks) if task.product]
     for at, following in zip(products, [*products[1:], -1]):
-        struct.pack_into("<i", made[at], _AHEAD, following)
+        struct.pack_into("<i", made[at], _HEAD + _AHEAD, following)
+    for at, (task, then) in enumerate(pairwise(tasks)):
+        if task.kind == "rope" and task.everywhere:
+            struct.pack_into("<2i", made[at], _HEAD + _SHARES, *then.shares)
     return b"".join(made)
+
+
+def _local(steps: Sequence[Sequence[Task]]) -> dict[tuple[int, int], int]:
+    """Where in shared memory products find their activations, of those that do, by step and task."""
+    found: dict[tuple[int, int], int] = {}
+    left: Mapping[int, int] = {}  # what the last norm left, while products alone come after it
+    for at, tasks in enumerate(steps):
+        for index, task in enumerate(tasks):
+            if not task.product:
+                left = task.local
+                continue
+            if task.reads in left:
+                found[at, index] = left[task.reads]
+            if any(offset < task.stage for offset in left.values()):
+                left = {}
+    return found
 
 
 def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) -> Module:

@@ -42,6 +42,16 @@ struct Ready {
     }
 };
 
+// Adds to a count what the caller's block or warp has done, and gives what it was before. What others
+// have done before they added is there for whoever sees their count; callers synchronise among
+// themselves before and after.
+__device__ __forceinline__ u32 join(u32* count, u32 own) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(count), "r"(own) : "memory");
+    return before;
+}
+
 // put(i, get(i)) for all i < count, by all threads of the block; BATCH values of a thread are on
 // their way at a time.
 template <int BATCH, class Get, class Put>
@@ -74,15 +84,28 @@ __device__ __noinline__ void emit_unit(const float* from, const Targets* targets
 }
 
 // y = norm(h) * w; then, if there is an x, `sum` = x + y; and if there is a w2, y = norm(sum) * w2.
-// y goes to the targets. Every block does it, and writes what all the others write: it costs less
-// than to wait for one that does.
+// y goes to the targets. Every block does it: that costs less than to wait for one that does. It has
+// the results in its shared memory, from `local` on, each with room for a row of float32.
 struct Norm {
     const float *h, *w, *x, *w2;
     float* sum;
     int width;
     float eps, eps2;
+    int local;
     Targets targets;
 };
+
+// The forms of a row, by the first block from its shared memory to where others may look for them.
+__device__ __forceinline__ void publish(const Targets& targets, const Targets& local, int width) {
+    if (blockIdx.x) return;
+    for (int i = 0; i < targets.count; i++) {
+        int block = targets.t[i].block, bytes = 4 * width;
+        if (block == 32) bytes = width + width / 4;
+        if (block == 256) bytes = width + width / 64 + width / 8;
+        for (int at = 4 * threadIdx.x; at < bytes; at += 4 * THREADS)
+            *(u32*)(targets.t[i].at + at) = *(const u32*)(local.t[i].at + at);
+    }
+}
 
 // y = row * w / rms(row). Each thread looks after the same elements all along.
 __device__ __forceinline__ void scale_row(float* row, const float* w, int width, float squares,
@@ -92,10 +115,16 @@ __device__ __forceinline__ void scale_row(float* row, const float* w, int width,
                   [=](int c, float v) { row[c] = v; });
 }
 
-__device__ __noinline__ void norm_step(const Norm& t, Ready ready, float* row) {
+__device__ __noinline__ void norm_step(const Norm& t, Ready ready, u8* stage, Targets& local) {
     const int width = t.width;
+    float* row = (float*)stage;
     const float *h = t.h, *base = t.x, *own = t.w;
     float *weight = row + width, *sum = t.sum, squares = 0;
+    if (threadIdx.x < 2) {
+        local.t[threadIdx.x] = t.targets.t[threadIdx.x];
+        local.t[threadIdx.x].at = stage + t.local + 4 * width * threadIdx.x;
+        local.count = t.targets.count;
+    }
     in_batches<8>(width, [=](int c) { return own[c]; }, [=](int c, float v) { weight[c] = v; });
     ready.wait();
     in_batches<8>(width, [=](int c) { return h[c]; }, [&](int c, float v) {
@@ -119,7 +148,9 @@ __device__ __noinline__ void norm_step(const Norm& t, Ready ready, float* row) {
     }
     __syncthreads();
     for (int first = threadIdx.x / WARP * UNIT; first < width; first += WARPS * UNIT)
-        emit_unit(row + first, &t.targets, first, width, width);
+        emit_unit(row + first, &local, first, width, width);
+    __syncthreads();
+    publish(t.targets, local, width);
 }
 
 // A row of several, by every block.
@@ -139,24 +170,37 @@ __device__ __forceinline__ void copy_step(const Copy& t, Ready ready) {
 
 // ------------------------------------------------------------------------------------- rope
 
-// Heads of DEPTH elements: a warp of each block does one.
+// Heads of DEPTH elements, a warp to each. Either the warps of all blocks share them, or a block does
+// what its part of the attention that follows will read, so that it need not wait for others.
 struct Rope {
     Heads q, k, v;
     float* out;
     Pool k_pool, v_pool;
     Turn turn;
-    int width;
     float eps;
+    int items, pieces;  // of the attention, or 0
 };
 
+// The head that the calling warp does, of queries, then keys, then values; or -1.
+__device__ __forceinline__ int own_head(const Rope& t) {
+    int warp = threadIdx.x / WARP;
+    if (!t.items) {
+        int head = warp * gridDim.x + blockIdx.x;
+        return head < t.q.count + t.k.count + t.v.count ? head : -1;
+    }
+    int item = blockIdx.x % t.items, shared = t.q.count / t.k.count;
+    int per = (shared + HEADS - 1) / HEADS, kv = item / per, first = item % per * HEADS;
+    if (blockIdx.x / t.items >= t.pieces || warp >= HEADS + 2) return -1;
+    if (warp >= HEADS) return t.q.count + (warp > HEADS) * t.k.count + kv;
+    return first + warp < shared ? kv * shared + first + warp : -1;
+}
+
 __device__ __noinline__ void rope_step(const Rope& t, Ready ready) {
-    int warp = threadIdx.x / WARP * gridDim.x + blockIdx.x, count = gridDim.x * WARPS;
-    bool needed = warp < t.q.count + t.k.count + t.v.count;
+    int head = own_head(t);
     Turning<DEPTH / 64> turn(t.turn);
-    if (needed) turn.at(t.turn.pos[0]);
+    if (head >= 0) turn.at(t.turn.pos[0]);
     ready.wait();
-    if (needed)
-        turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, warp, count);
+    if (head >= 0) turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, head, 1 << 20);
 }
 
 // -------------------------------------------------------------------------------- attention
@@ -230,15 +274,13 @@ __device__ __noinline__ void attend_step(const Attend& t, Ready ready, u8* stage
             put_part(t.a, p, h, e, sum, most, all);
     }
     if (pieces > 1) {
-        __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            m.last = atomicAdd(t.counts + item, 1) + 1 == pieces;
+            m.last = (int)join(t.counts + item, 1) + 1 == pieces;
             if (m.last) t.counts[item] = 0;
         }
         __syncthreads();
         if (!m.last) return;
-        __threadfence();
         merge_parts(t, p, pieces, m);
     }
     __syncthreads();

@@ -70,8 +70,10 @@ def _norm(
     if len(h.meta.inner) != 1 or h.width > _WIDEST or len(forms) > 2:
         return None
     addresses = [spot.address if spot else 0 for spot in (h, w, x, w2, total)]
-    words = struct.pack("<5Qi2fi", *addresses, h.width, eps, eps2, 0)
-    return [Task("norm", words + targets(forms), 8 * h.width, everywhere=True)]
+    words = struct.pack("<5Qi2fi", *addresses, h.width, eps, eps2, 8 * h.width)
+    local = {form.address: (8 + 4 * i) * h.width for i, form in enumerate(forms)}
+    stage = (8 + 4 * len(forms)) * h.width
+    return [Task("norm", words + targets(forms), stage, everywhere=True, local=local)]
 
 
 @_step("rms_norm")
@@ -134,7 +136,7 @@ def _product(site: Site, jobs: Sequence[Job], gate: bytes = b"", keep: Any = Non
     )  # fmt: skip
     stage = 4 * k if name in PLAIN else k + rest
     words += matrices(jobs) + gate.ljust(80, b"\0")
-    return Task(name.upper(), words, stage, slot, keep=keep)
+    return Task(name.upper(), words, stage, slot, keep=keep, reads=x.address)
 
 
 def _products(site: Site, jobs: Sequence[Job]) -> list[Task] | None:
@@ -199,7 +201,7 @@ def rope_write(site: Site) -> list[Task] | None:
     words = heads_of(site.q, site.address("q_norm")) + heads_of(site.k, site.address("k_norm"))
     words += heads_of(site.v, 0) + struct.pack("<Q", site.out.address)
     words += pool_of(site.k_pool, site.slot) + pool_of(site.v_pool, site.slot) + turn(site, width)
-    words += struct.pack("<if", width, float(site.attrs["eps"]))
+    words += struct.pack("<f2i", float(site.attrs["eps"]), 0, 0)
     macros = {"POOL": site.k_pool.dtype.name.upper(), "DEPTH": width}
     return [Task("rope", words, 0, macros=macros)]
 
@@ -227,4 +229,4 @@ def attention(site: Site) -> list[Task] | None:
         "POOL": site.k.dtype.name.upper(), "DEPTH": depth, "WIDTH": width, "HEADS": together
     }  # fmt: skip
     stage = 4 * (together * (WARPS * (2 + width) + _MOST_PIECES + width) + 1 + _KEPT)
-    return [Task("attend", words, stage, macros=macros, keep=counts)]
+    return [Task("attend", words, stage, macros=macros, keep=counts, shares=(items, pieces))]
