@@ -2,11 +2,11 @@
 // steps; where a step needs what other blocks have made, all meet first. So the memory is not idle
 // between two products: see walk_linear.cuh.
 //
-// FORMATS: CASE(number, struct) for each format of weights. RING: slots of a warp's ring. POOL,
-// DEPTH, WIDTH, HEADS: as in attention_pieces.cuh; heads that are turned are DEPTH wide.
+// WARPS: of a block. FORMATS: CASE(number, struct) for each format of weights. RING: slots of a warp's
+// ring; CHUNK: items of one. POOL, DEPTH, WIDTH, HEADS: as in attention_pieces.cuh; heads that are
+// turned are DEPTH wide.
 
 #define SHARED_WEIGHTS  // items are loaded from a ring
-#define WARPS 16
 #define THREADS (WARPS * WARP)
 #define BIASED 0
 #define EACH 2  // keys of a thread at a time: more do not fit in registers
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         switch (step.kind) {
             case NORM: norm_step(step.norm, ready, stage, local); break;
             case COPY: copy_step(step.copy, ready); break;
-            case ROPE: rope_step(step.rope, ready); break;
+            case ROPE: rope_step(step.rope, ready, stage); break;
             case ATTEND: attend_step(step.attend, ready, stage); break;
 #define CASE(NUMBER, FORMAT)                                                                    \
     case LINEAR + NUMBER:                                                                       \

@@ -24,7 +24,7 @@ LEAST = 4  # steps that a walk is worth while for
 WARPS = 16  # of a block
 CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
 _RECORD, _HEAD = 512, 16  # bytes of a record, and of what stands before the step itself
-_AHEAD, _LOCAL, _SHARES = 8, 36, 204  # where these lie in the steps that have them
+_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 36, 204, 268  # where these lie in the steps that have them
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
 _OWN = 6 << 10  # bytes of shared memory that the kernel itself has
 _RINGS = range(2, 9)  # slots that a ring may have
@@ -37,7 +37,7 @@ class Task:
     ``everywhere``: every block does it. ``stage``: bytes of shared memory that it needs; ``slot``:
     of a ring's slot. ``macros``: what the module must be compiled with. ``keep``: what it points
     at. ``local``: where it leaves its results in shared memory, by their addresses. ``reads``: the
-    activations of a product. ``shares``: of attention, into how many items and pieces it goes.
+    activations of a product. ``items``: of attention, into how many parts its heads go.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Task:
     keep: object = None
     local: Mapping[int, int] = field(default_factory=dict)
     reads: int = 0
-    shares: tuple[int, int] = (0, 0)
+    items: int = 0
 
     @property
     def product(self) -> bool:
@@ -84,7 +84,7 @@ class Run:
 
     def add(self, tasks: Sequence[Task], touched: Touched) -> None:
         turned = self.tasks and self.tasks[-1][0].kind == "rope"
-        if turned and tasks[0].shares[0] and overlap(self.touched[-1].writes, touched.reads):
+        if turned and tasks[0].items and overlap(self.touched[-1].writes, touched.reads):
             self.tasks[-1] = [replace(self.tasks[-1][0], everywhere=True)]
         self.tasks.append(list(tasks))
         self.touched.append(touched)
@@ -182,7 +182,8 @@ def _records(run: Run, formats: Sequence[str]) -> bytes:
         struct.pack_into("<i", made[at], _HEAD + _AHEAD, following)
     for at, (task, then) in enumerate(pairwise(tasks)):
         if task.kind == "rope" and task.everywhere:
-            struct.pack_into("<2i", made[at], _HEAD + _SHARES, *then.shares)
+            struct.pack_into("<i200s", made[at], _HEAD + _ITEMS, then.items, then.words[:200])
+            struct.pack_into("<i", made[at + 1], _HEAD + _LOOKED_UP, 1)
     return b"".join(made)
 
 
@@ -207,7 +208,16 @@ def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) ->
     cases = " ".join(f"CASE({i}, {name})" for i, name in enumerate(formats))
     pool = macros.get("POOL", "F16")
     shape = {name: macros.get(name, size) for name, size in _USUAL.items()}
-    return module("walk", RING=ring, FORMATS=cases, POOL=pool, POOLED=f"POOL_{pool}", **shape)
+    return module(
+        "walk",
+        WARPS=WARPS,
+        CHUNK=CHUNK,
+        RING=ring,
+        FORMATS=cases,
+        POOL=pool,
+        POOLED=f"POOL_{pool}",
+        **shape,
+    )
 
 
 _USUAL = {"DEPTH": 64, "WIDTH": 64, "HEADS": 1}  # where there is no attention

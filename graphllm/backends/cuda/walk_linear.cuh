@@ -4,12 +4,11 @@
 // multiplied, over the end of one product into the next: weights are constants, so the memory need not
 // wait for the steps between two products, nor for a meeting of the blocks.
 //
-// A chunk is what a slot of the ring holds: CHUNK items (blocks.cuh) of the warp's rows, one row after
-// the other, and the bytes of the other planes that belong to them.
+// A chunk is what a slot of the ring holds: CHUNK items (blocks.cuh; a multiple of WARP) of the warp's
+// rows, one row after the other, and the bytes of the other planes that belong to them.
 
 #include "walk_copy.cuh"
 
-#define CHUNK 128  // items, four to a lane
 #define BATCH WARP  // rows whose results a warp holds at a time, one to a lane
 
 // One to three matrices of one format, one below the other; or two that give act(first) * second.
@@ -229,24 +228,23 @@ __device__ __forceinline__ float part_product(const Planes& w, const Staged& x, 
                                               int to) {
     const int lane = threadIdx.x % WARP, ahead = begun - from;
     float sum = 0;
-    if (to - from == CHUNK) {
-        constexpr int EACH_LANE = CHUNK / WARP;
-        W items[EACH_LANE];
-        float sums[EACH_LANE];
+    int l = from + lane;
+#pragma unroll 1
+    for (; l - lane + 4 * WARP <= to; l += 4 * WARP) {
+        W items[4];
+        float sums[4];
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) items[i].load(w, lane + WARP * i);
+        for (int i = 0; i < 4; i++) items[i].load(w, l + WARP * i);
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
+        for (int i = 0; i < 4; i++) {
             typename W::Values u;
-            items[i].unpack(begun + lane + WARP * i, u);
-            sums[i] = product<W>(u, x, begun + lane + WARP * i);
+            items[i].unpack(ahead + l + WARP * i, u);
+            sums[i] = product<W>(u, x, ahead + l + WARP * i);
         }
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) sum += sums[i];
-        return sum;
+        sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 #pragma unroll 1
-    for (int l = from + lane; l < to; l += WARP) {
+    for (; l < to; l += WARP) {
         W item;
         typename W::Values u;
         item.load(w, l);

@@ -168,41 +168,6 @@ __device__ __forceinline__ void copy_step(const Copy& t, Ready ready) {
     for (int c = threadIdx.x; c < t.width; c += THREADS) t.out[c] = from[c];
 }
 
-// ------------------------------------------------------------------------------------- rope
-
-// Heads of DEPTH elements, a warp to each. Either the warps of all blocks share them, or a block does
-// what its part of the attention that follows will read, so that it need not wait for others.
-struct Rope {
-    Heads q, k, v;
-    float* out;
-    Pool k_pool, v_pool;
-    Turn turn;
-    float eps;
-    int items, pieces;  // of the attention, or 0
-};
-
-// The head that the calling warp does, of queries, then keys, then values; or -1.
-__device__ __forceinline__ int own_head(const Rope& t) {
-    int warp = threadIdx.x / WARP;
-    if (!t.items) {
-        int head = warp * gridDim.x + blockIdx.x;
-        return head < t.q.count + t.k.count + t.v.count ? head : -1;
-    }
-    int item = blockIdx.x % t.items, shared = t.q.count / t.k.count;
-    int per = (shared + HEADS - 1) / HEADS, kv = item / per, first = item % per * HEADS;
-    if (blockIdx.x / t.items >= t.pieces || warp >= HEADS + 2) return -1;
-    if (warp >= HEADS) return t.q.count + (warp > HEADS) * t.k.count + kv;
-    return first + warp < shared ? kv * shared + first + warp : -1;
-}
-
-__device__ __noinline__ void rope_step(const Rope& t, Ready ready) {
-    int head = own_head(t);
-    Turning<DEPTH / 64> turn(t.turn);
-    if (head >= 0) turn.at(t.turn.pos[0]);
-    ready.wait();
-    if (head >= 0) turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, head, 1 << 20);
-}
-
 // -------------------------------------------------------------------------------- attention
 
 // A block takes a piece of the keys of a kv head; the last of a head's blocks merges its pieces, and
@@ -211,14 +176,20 @@ struct Attend {
     Attention a;
     Targets target;  // one
     u32* counts;
-    int items, unused;  // parts of the heads, each with keys of its own
+    int items, looked_up;  // parts of the heads, each with keys of its own; by the step before
 };
 
 #define KEPT 1024  // keys of a piece whose slots are looked up beforehand
 
+// What a block goes along, and where the keys lie.
+struct Sought {
+    Piece piece;
+    int there, slots[KEPT];
+};
+
 struct Merging {
     float weights[HEADS][MOST_PIECES], results[HEADS * WIDTH];
-    int last, slots[KEPT];
+    int last;
 };
 
 // Everything of a part of the heads, once its last piece has come.
@@ -237,31 +208,72 @@ __device__ __forceinline__ void merge_parts(const Attend& t, const Piece& p, int
     }
 }
 
-// Where the keys of a piece lie; and have them brought nearer. The last one may not be written yet.
-__device__ __forceinline__ void look_up(const Attention& a, const Piece& p, int* slots) {
+// Where the keys of the block's piece lie; and has them brought nearer. The last one may not be written
+// yet.
+__device__ __forceinline__ void look_up(const Attention& a, int items, Sought& s) {
     constexpr int LINE = 128, K_LINES = (DEPTH * 2 + LINE - 1) / LINE, LINES = 2 * K_LINES;
+    const int item = blockIdx.x % items, index = blockIdx.x / items;
+    const Piece p(a, item, 0, index);
+    const bool there = index < a.splits && p.there();
+    if (threadIdx.x == 0) s.piece = p, s.there = there;
+    if (!there) return;
     const int count = min(KEPT, p.to - p.from);
     for (int i = threadIdx.x; i < count * LINES; i += THREADS) {
         int key = i / LINES, line = i % LINES / 2 * LINE;
         i64 slot = slot_of(a, p.sees.sequence, p.from + key);
-        if (i % LINES == 0) slots[key] = (int)slot;
+        if (i % LINES == 0) s.slots[key] = (int)slot;
         const u8* at = i % 2 ? a.v + slot * a.v_stride : a.k + slot * a.k_stride;
         asm volatile("prefetch.global.L2 [%0];" ::"l"(at + p.kv * (i % 2 ? WIDTH : DEPTH) * 2 + line));
     }
 }
 
-__device__ __noinline__ void attend_step(const Attend& t, Ready ready, u8* stage) {
-    const int item = blockIdx.x % t.items, index = blockIdx.x / t.items;
-    Shared& s = *(Shared*)stage;
-    Merging& m = *(Merging*)(stage + sizeof(Shared));
-    const Piece p(t.a, item, 0, index);
-    const bool there = index < t.a.splits && p.there();
-    if (there) look_up(t.a, p, m.slots);
+// Heads of DEPTH elements, a warp to each. Either the warps of all blocks share them, or a block does
+// what its part of the attention that follows will read, so that it need not wait for others.
+struct Rope {
+    Heads q, k, v;
+    float* out;
+    Pool k_pool, v_pool;
+    Turn turn;
+    float eps;
+    int items;    // of the attention that follows, or 0
+    Attention a;  // of that
+};
+
+// The head that the calling warp does, of queries, then keys, then values; or -1.
+__device__ __forceinline__ int own_head(const Rope& t) {
+    int warp = threadIdx.x / WARP;
+    if (!t.items) {
+        int head = warp * gridDim.x + blockIdx.x;
+        return head < t.q.count + t.k.count + t.v.count ? head : -1;
+    }
+    int item = blockIdx.x % t.items, shared = t.q.count / t.k.count;
+    int per = (shared + HEADS - 1) / HEADS, kv = item / per, first = item % per * HEADS;
+    if (blockIdx.x / t.items >= t.a.splits || warp >= HEADS + 2) return -1;
+    if (warp >= HEADS) return t.q.count + (warp > HEADS) * t.k.count + kv;
+    return first + warp < shared ? kv * shared + first + warp : -1;
+}
+
+__device__ __noinline__ void rope_step(const Rope& t, Ready ready, u8* stage) {
+    int head = own_head(t);
+    Turning<DEPTH / 64> turn(t.turn);
+    if (head >= 0) turn.at(t.turn.pos[0]);
+    if (t.items) look_up(t.a, t.items, *(Sought*)stage);
     ready.wait();
-    if (!there) return;
+    if (head >= 0) turn.heads(t.q, t.k, t.v, t.out, t.k_pool, t.v_pool, 0, t.eps, head, 1 << 20);
+}
+
+__device__ __noinline__ void attend_step(const Attend& t, Ready ready, u8* stage) {
+    Sought& sought = *(Sought*)stage;
+    Shared& s = *(Shared*)(&sought + 1);
+    Merging& m = *(Merging*)(&s + 1);
+    if (!t.looked_up) look_up(t.a, t.items, sought);
+    ready.wait();
     __syncthreads();
+    if (!sought.there) return;
+    const Piece p = sought.piece;
+    const int item = blockIdx.x % t.items;
     attend_piece(t.a, p, s, [&](int j) {
-        return j - p.from < KEPT ? m.slots[j - p.from] : slot_of(t.a, p.sees.sequence, j);
+        return j - p.from < KEPT ? sought.slots[j - p.from] : slot_of(t.a, p.sees.sequence, j);
     });
     const int count = p.sees.high - p.sees.low, piece = piece_of(t.a, count);
     const int pieces = count > 0 ? (count + piece - 1) / piece : 1;

@@ -22,7 +22,7 @@ from .walk import CHUNK, WARPS, Task, runs, walk
 
 _WIDEST = 8192  # of a row that is normed
 _UNIT = 256  # results that a warp quantises at a time
-_HEADS = 4  # that go over keys together
+_HEADS = 2  # that go over keys together
 _MOST_PIECES, _KEPT = 64, 1024  # of a part of the heads; keys whose slots are kept
 
 Builder = Callable[[Site], "Sequence[Task] | None"]
@@ -201,7 +201,7 @@ def rope_write(site: Site) -> list[Task] | None:
     words = heads_of(site.q, site.address("q_norm")) + heads_of(site.k, site.address("k_norm"))
     words += heads_of(site.v, 0) + struct.pack("<Q", site.out.address)
     words += pool_of(site.k_pool, site.slot) + pool_of(site.v_pool, site.slot) + turn(site, width)
-    words += struct.pack("<f2i", float(site.attrs["eps"]), 0, 0)
+    words += struct.pack("<fi", float(site.attrs["eps"]), 0)
     macros = {"POOL": site.k_pool.dtype.name.upper(), "DEPTH": width}
     return [Task("rope", words, 0, macros=macros)]
 
@@ -212,7 +212,7 @@ def attention(site: Site) -> list[Task] | None:
     """The struct Attend."""
     heads, kv_heads, depth, width = sizes(site.node)
     shared = heads // kv_heads
-    together = next(n for n in (1, 2, _HEADS) if n >= shared or n == _HEADS)
+    together = next(n for n in (1, _HEADS) if n >= shared or n == _HEADS)
     items = kv_heads * ceil(shared, together)
     processors = site.device.gpu.processors
     whole = site.out.dtype.block <= 32 or all(
@@ -228,5 +228,5 @@ def attention(site: Site) -> list[Task] | None:
     macros = {
         "POOL": site.k.dtype.name.upper(), "DEPTH": depth, "WIDTH": width, "HEADS": together
     }  # fmt: skip
-    stage = 4 * (together * (WARPS * (2 + width) + _MOST_PIECES + width) + 1 + _KEPT)
-    return [Task("attend", words, stage, macros=macros, keep=counts, shares=(items, pieces))]
+    stage = 4 * (together * (WARPS * (2 + width) + _MOST_PIECES + width) + 1 + _KEPT + 16)
+    return [Task("attend", words, stage, macros=macros, keep=counts, items=items)]
