@@ -24,20 +24,21 @@ LEAST = 4  # steps that a walk is worth while for
 WARPS = 16  # of a block
 CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
 _RECORD, _HEAD = 512, 16  # bytes of a record, and of what stands before the step itself
-_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 36, 204, 268  # where these lie in the steps that have them
+_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 36, 204, 212  # where these lie in the steps that have them
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
 _OWN = 6 << 10  # bytes of shared memory that the kernel itself has
-_RINGS = range(2, 9)  # slots that a ring may have
+_RINGS = range(2, 5)  # slots that a ring may have
 
 
 @dataclass(frozen=True)
 class Task:
     """One record of a walk. ``kind``: of `_KINDS`, or a weight format's struct for a product.
 
-    ``everywhere``: every block does it. ``stage``: bytes of shared memory that it needs; ``slot``:
-    of a ring's slot. ``macros``: what the module must be compiled with. ``keep``: what it points
-    at. ``local``: where it leaves its results in shared memory, by their addresses. ``reads``: the
-    activations of a product. ``items``: of attention, into how many parts its heads go.
+    ``stage``: bytes of shared memory that it needs; ``slot``: of a ring's slot. ``everywhere``:
+    every block does it. ``meets``: the blocks meet before it, in the midst of a step. ``macros``:
+    what the module must be compiled with. ``keep``: what it points at. ``local``: where it leaves
+    its results in shared memory, by their addresses. ``reads``: the activations of a product.
+    ``items``: of attention, into how many parts its heads go.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Task:
     stage: int
     slot: int = 0
     everywhere: bool = False
+    meets: bool = False
     macros: Mapping[str, object] = field(default_factory=dict)
     keep: object = None
     local: Mapping[int, int] = field(default_factory=dict)
@@ -117,15 +119,18 @@ def _meets(run: Run) -> list[bool]:
         own = [_has(run, before, index, local) for before in pending]
         meet = any(_conflict(run.touched[b], now, o) for b, o in zip(pending, own))
         flags.append(meet)
-        pending = [index] if meet else [*pending, index]
+        met = meet or any(task.meets for task in run.tasks[index])
+        pending = [index] if met else [*pending, index]
     return flags
 
 
 def _has(run: Run, before: int, now: int, local: Mapping[tuple[int, int], int]) -> bool:
     """Whether a block that has done one step itself has what another reads of it."""
-    if not all(task.everywhere for task in run.tasks[before]):
+    last = max((i for i, task in enumerate(run.tasks[before]) if task.meets), default=0)
+    done = run.tasks[before][last:]
+    if not all(task.everywhere for task in done):
         return False
-    if any(task.local for task in run.tasks[before]):  # where others look, one block writes it
+    if any(task.local for task in done):  # where others look, one block writes it
         return all((now, i) in local for i, _ in enumerate(run.tasks[now]))
     return True
 
@@ -172,7 +177,7 @@ def _records(run: Run, formats: Sequence[str]) -> bytes:
             number = len(_KINDS) + formats.index(task.kind) if task.product else 0
             kind = number if task.product else _KINDS.index(task.kind)
             stamp = at if index == len(step) - 1 else -1
-            head = struct.pack("<4i", kind, meet and index == 0, stamp, 0)
+            head = struct.pack("<4i", kind, task.meets or (meet and index == 0), stamp, 0)
             made.append(bytearray((head + task.words).ljust(_RECORD, b"\0")))
             if (at, index) in local:
                 struct.pack_into("<i", made[-1], _HEAD + _LOCAL, local[at, index])
@@ -188,7 +193,7 @@ def _records(run: Run, formats: Sequence[str]) -> bytes:
 
 
 def _local(steps: Sequence[Sequence[Task]]) -> dict[tuple[int, int], int]:
-    """Where in shared memory products find their activations, of those that do, by step and task."""
+    """Where in shared memory products find their activations, if they do, by step and task."""
     found: dict[tuple[int, int], int] = {}
     left: Mapping[int, int] = {}  # what the last norm left, while products alone come after it
     for at, tasks in enumerate(steps):

@@ -19,9 +19,9 @@ struct Linear {
     int rows, gated;       // of all matrices, or of each of the two
     int shift;             // a block has 1 << shift items
     int local;             // where the activations lie in shared memory already, or 0
+    int act, unused;
     int bytes[3], at[3];   // of a block in planes b, c, d; where these begin in a slot
     Matrices all;
-    Gate gate;
 };
 
 // Neighbouring rows of a matrix.
@@ -289,23 +289,6 @@ __device__ __forceinline__ void rows_product(const Linear* products, int present
     }
 }
 
-// The warp's rows lo..hi of a gated product are written. Whoever is the last to finish one of UNIT
-// results quantises them.
-__device__ __forceinline__ void finish_units(const Gate& gate, const float* y, int lo, int hi,
-                                             int width) {
-    __syncwarp();
-    for (int group = lo / UNIT; group * UNIT < hi; group++) {
-        int start = group * UNIT, end = min(start + UNIT, width), last = 0;
-        if (threadIdx.x % WARP == 0) {
-            int own = min(hi, end) - max(lo, start);
-            last = (int)join(gate.counts + group, own) + own == end - start;
-            if (last) gate.counts[group] = 0;
-        }
-        if (__shfl_sync(FULL, last, 0))
-            emit_unit(y + start, &gate.targets, start, width, width);
-    }
-}
-
 // What is added to a lane's row: lane i + `shown` has row i of `own`.
 __device__ __forceinline__ float added_to(const Matrix& m, const Rows& own, int shown) {
     int i = (int)(threadIdx.x % WARP) - shown, row = own.first + i;
@@ -342,10 +325,8 @@ __device__ __forceinline__ void linear_step(const Linear* products, int present,
                 gate = value + added;
             } else if (lane < own.count) {
                 ((float*)t.all.m[0].y)[lo + lane] =
-                    activate((int)t.gate.act, gate) * (value + added);
+                    activate(t.act, gate) * (value + added);
             }
         }
     }
-    if (gated && t.gate.targets.count)
-        finish_units(t.gate, (const float*)t.all.m[0].y, first, last, t.rows);
 }

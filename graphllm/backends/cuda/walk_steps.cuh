@@ -27,10 +27,10 @@ struct Ready {
             if (threadIdx.x == 0) {
                 u32 now;
                 do {
-                    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
                                  : "=r"(now) : "l"(&meeting->arrived) : "memory");
                 } while ((int)(now - until) < 0);
-                __threadfence();
+                asm volatile("fence.acq_rel.gpu;" ::: "memory");
             }
             __syncthreads();
         }
@@ -70,20 +70,7 @@ __device__ __forceinline__ void in_batches(int count, Get get, Put put) {
 
 // ------------------------------------------------------------------------------------ norms
 
-// Up to 256 numbers that lie at `from` as elements first..end of rows of `width`, by a warp. One
-// function for all steps: it is long.
-__device__ __noinline__ void emit_unit(const float* from, const Targets* targets, int first, int end,
-                                       int width) {
-    const int lane = threadIdx.x % WARP;
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = first + WARP * i + lane < end ? from[WARP * i + lane] : 0;
-#pragma unroll 1
-    for (int i = 0; i < targets->count; i++)
-        emit_to<8>(v, targets->t[i], 0, first, end, width);
-}
-
-// y = norm(h) * w; then, if there is an x, `sum` = x + y; and if there is a w2, y = norm(sum) * w2.
+// y = norm(h) * w, or h if there is no w; then, if there is an x, `sum` = x + y; and if there is a w2, y = norm(sum) * w2.
 // y goes to the targets. Every block does it: that costs less than to wait for one that does. It has
 // the results in its shared memory, from `local` on, each with room for a row of float32.
 struct Norm {
@@ -95,19 +82,30 @@ struct Norm {
     Targets targets;
 };
 
-// The forms of a row, by the first block from its shared memory to where others may look for them.
+// Up to 256 numbers of a row that lie at `from`, elements `first` and on, by a warp.
+__device__ __forceinline__ void emit_unit(const float* from, const Targets& targets, int first,
+                                          int width) {
+    const int lane = threadIdx.x % WARP;
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = first + WARP * i + lane < width ? from[WARP * i + lane] : 0;
+#pragma unroll 1
+    for (int i = 0; i < targets.count; i++) emit_to<8>(v, targets.t[i], 0, first, width);
+}
+
+// The forms of a row, from shared memory to where others may look for them; every block writes a part.
 __device__ __forceinline__ void publish(const Targets& targets, const Targets& local, int width) {
-    if (blockIdx.x) return;
     for (int i = 0; i < targets.count; i++) {
         int block = targets.t[i].block, bytes = 4 * width;
         if (block == 32) bytes = width + width / 4;
         if (block == 256) bytes = width + width / 64 + width / 8;
-        for (int at = 4 * threadIdx.x; at < bytes; at += 4 * THREADS)
+        int at = 4 * (blockIdx.x * THREADS + threadIdx.x);
+        for (; at < bytes; at += 4 * THREADS * gridDim.x)
             *(u32*)(targets.t[i].at + at) = *(const u32*)(local.t[i].at + at);
     }
 }
 
-// y = row * w / rms(row). Each thread looks after the same elements all along.
+// y = row * w / rms(row).
 __device__ __forceinline__ void scale_row(float* row, const float* w, int width, float squares,
                                           float eps) {
     float factor = 1.f / sqrtf(block_sum(squares) / width + eps);
@@ -125,16 +123,16 @@ __device__ __noinline__ void norm_step(const Norm& t, Ready ready, u8* stage, Ta
         local.t[threadIdx.x].at = stage + t.local + 4 * width * threadIdx.x;
         local.count = t.targets.count;
     }
-    in_batches<8>(width, [=](int c) { return own[c]; }, [=](int c, float v) { weight[c] = v; });
+    if (own) in_batches<8>(width, [=](int c) { return own[c]; }, [=](int c, float v) { weight[c] = v; });
     ready.wait();
-    in_batches<8>(width, [=](int c) { return h[c]; }, [&](int c, float v) {
-        row[c] = v;
-        squares += v * v;
+    in_batches<8>(width / 4, [=](int c) { return ((const float4*)h)[c]; }, [&](int c, float4 v) {
+        ((float4*)row)[c] = v;
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     });
     const float* w = weight;
     float eps = t.eps;
 #pragma unroll 1
-    for (int turn = 0; turn < 2; turn++) {
+    for (int turn = 0; own && turn < 2; turn++) {
         scale_row(row, w, width, squares, eps);
         if (turn || !base) break;
         squares = 0;
@@ -148,7 +146,7 @@ __device__ __noinline__ void norm_step(const Norm& t, Ready ready, u8* stage, Ta
     }
     __syncthreads();
     for (int first = threadIdx.x / WARP * UNIT; first < width; first += WARPS * UNIT)
-        emit_unit(row + first, &local, first, width, width);
+        emit_unit(row + first, local, first, width);
     __syncthreads();
     publish(t.targets, local, width);
 }
@@ -165,7 +163,8 @@ struct Copy {
 __device__ __forceinline__ void copy_step(const Copy& t, Ready ready) {
     ready.wait();
     const float* from = (const float*)(t.x + *t.row * t.stride);
-    for (int c = threadIdx.x; c < t.width; c += THREADS) t.out[c] = from[c];
+    float* to = t.out;
+    in_batches<8>((int)t.width, [=](int c) { return from[c]; }, [=](int c, float v) { to[c] = v; });
 }
 
 // -------------------------------------------------------------------------------- attention
@@ -174,7 +173,6 @@ __device__ __forceinline__ void copy_step(const Copy& t, Ready ready) {
 // puts them where `target` says. Counts begin and end as zeros.
 struct Attend {
     Attention a;
-    Targets target;  // one
     u32* counts;
     int items, looked_up;  // parts of the heads, each with keys of its own; by the step before
 };
@@ -188,7 +186,7 @@ struct Sought {
 };
 
 struct Merging {
-    float weights[HEADS][MOST_PIECES], results[HEADS * WIDTH];
+    float weights[HEADS][MOST_PIECES];
     int last;
 };
 
@@ -204,7 +202,7 @@ __device__ __forceinline__ void merge_parts(const Attend& t, const Piece& p, int
         float sum = 0;
 #pragma unroll 4
         for (int n = 0; n < pieces; n++) sum = fmaf(__ldcg(part + n * PART), w[n], sum);
-        s.results[i] = sum;
+        t.a.out[p.first * WIDTH + i] = sum;
     }
 }
 
@@ -281,22 +279,16 @@ __device__ __noinline__ void attend_step(const Attend& t, Ready ready, u8* stage
         int h = i / WIDTH, e = i % WIDTH;
         float most, all, sum = merged(s, h, e, most, all);
         if (pieces == 1)
-            m.results[i] = sum * share_of(t.a, p.first + h, most, all);
+            t.a.out[p.first * WIDTH + i] = sum * share_of(t.a, p.first + h, most, all);
         else
             put_part(t.a, p, h, e, sum, most, all);
     }
-    if (pieces > 1) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            m.last = (int)join(t.counts + item, 1) + 1 == pieces;
-            if (m.last) t.counts[item] = 0;
-        }
-        __syncthreads();
-        if (!m.last) return;
-        merge_parts(t, p, pieces, m);
+    if (pieces == 1) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        m.last = (int)join(t.counts + item, 1) + 1 == pieces;
+        if (m.last) t.counts[item] = 0;
     }
     __syncthreads();
-    const int start = p.first * WIDTH, end = start + p.heads * WIDTH;
-    for (int at = threadIdx.x / WARP * UNIT; at < end - start; at += WARPS * UNIT)
-        emit_unit(m.results + at, &t.target, start + at, end, (int)t.a.heads * WIDTH);
+    if (m.last) merge_parts(t, p, pieces, m);
 }
