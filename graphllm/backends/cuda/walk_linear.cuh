@@ -7,6 +7,7 @@
 
 #define BATCH WARP         // rows whose results a warp holds at a time, one to a lane
 #define SENT_AHEAD 8192    // bytes that a warp has sent to the cache
+#define PIECE_SENT (__CUDA_ARCH__ >= 900 ? 1024 : 128)
 
 // One to three matrices of one format, one below the other; or two that give act(first) * second.
 struct Linear {
@@ -48,8 +49,13 @@ __device__ __forceinline__ void send_ahead(const Linear& t) {
         if (own.count <= 0) continue;
         const u8* from = t.all.m[part].w.a + 16 * (u64)own.first * t.items;
         const int bytes = min((i64)most, 16 * (i64)own.count * t.items);
-        for (int at = 128 * lane; at < bytes; at += 128 * WARP)
+        for (int at = PIECE_SENT * lane; at < bytes; at += PIECE_SENT * WARP)
+#if __CUDA_ARCH__ >= 900
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at),
+                         "r"(min(PIECE_SENT, bytes - at)));
+#else
             asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+#endif
     }
 }
 
