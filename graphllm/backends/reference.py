@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError
+from ..host import free_bytes
 from ..memory import ALIGN
 from ..ops import get
 from ..quant import Blocks
@@ -30,7 +31,7 @@ def _kernel(name: str) -> Kernel:
 
 
 class _Reference(Backend):
-    def select(self, node: Tensor, options: Options) -> Kernel | str:
+    def _find(self, node: Tensor, options: Options) -> Kernel | str:
         if get(node.op).fusion:
             return "the reference runs the parts of fused ops"
         return _kernel(node.op)
@@ -121,6 +122,10 @@ class HostDevice:
         spare = np.zeros(nbytes + ALIGN, np.uint8)
         start = -spare.ctypes.data % ALIGN
         return spare[start : start + nbytes]
+
+    def free(self) -> int | None:
+        """See `graphllm.backends.Device`."""
+        return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data``, of the operand's shape; for a block format its bytes, [rows, n]."""

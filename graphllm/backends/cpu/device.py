@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...host import free_bytes
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
 from .isa import threads_for
@@ -132,6 +133,10 @@ class CpuDevice:
     def alloc(self, nbytes: int) -> np.ndarray:
         """A zeroed uint8 array, aligned to 64 bytes; a large one in huge pages if possible."""
         return allocate(nbytes)
+
+    def free(self) -> int | None:
+        """See `graphllm.backends.Device`."""
+        return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         view = _array(operand)

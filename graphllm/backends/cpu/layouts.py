@@ -176,9 +176,11 @@ _slabs = _Slabs()
 
 
 def _map(nbytes: int) -> np.ndarray:
-    """New memory, in huge pages where the system has them, and beginning with one."""
-    # Private: memory that may be shared is not given huge pages.
-    area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """New memory, in huge pages where the system has them, and beginning with one. MemoryError."""
+    try:  # private: memory that may be shared is not given huge pages
+        area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)

@@ -16,9 +16,13 @@ from .. import Backend, Device, Options
 LEAST = (7, 5)  # the lowest compute capability that the kernels are written for
 
 
+def _installed() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
 def _probe() -> tuple[bool, str]:
     """(usable, the GPU's name and capability, or in one line why it is not)."""
-    if importlib.util.find_spec("cupy") is None:
+    if not _installed():
         return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
     from .probe import probe
 
@@ -31,7 +35,7 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-BACKEND = Backend("cuda", _probe, _open)
+BACKEND = Backend("cuda", _probe, _open, _installed)
 
 _NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
 for _module in pkgutil.iter_modules(__path__):  # the others register their kernels

@@ -129,11 +129,18 @@ class CudaDevice:
 
     # -- memory
     def alloc(self, nbytes: int) -> Any:
-        """A zeroed buffer, aligned to 256 bytes. RequestError: the GPU has not so much left."""
+        """A zeroed buffer, aligned to 256 bytes. OutOfMemory: the GPU has not so much left."""
         from .memory import Buffer
 
         self.gpu.use()
         return Buffer(nbytes, self.gpu.stream)
+
+    def free(self) -> int | None:
+        """Bytes that the driver would give now."""
+        from .memory import free_bytes
+
+        self.gpu.use()
+        return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data`` there; it may be changed as soon as this returns."""
