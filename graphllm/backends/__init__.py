@@ -177,7 +177,10 @@ class Device(Protocol):
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> Any:
-        """The device's buffer for a weight whose stored bytes are ``raw`` [rows, row_bytes]."""
+        """The device's buffer for a weight whose stored bytes are ``raw`` [rows, row_bytes].
+
+        ModelFileError for a block with an infinite or NaN scale (`quant.check_scales`).
+        """
 
     def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
 

@@ -18,7 +18,7 @@ from ..errors import GraphError
 from ..host import free_bytes
 from ..memory import ALIGN
 from ..ops import get
-from ..quant import Blocks
+from ..quant import Blocks, check_scales
 from ..tensor import Meta, Tensor, Var
 from . import ANY, Backend, Bound, Header, Kernel, Operand, Options
 
@@ -148,6 +148,7 @@ class HostDevice:
         meta: Meta,
     ) -> np.ndarray:
         """The stored bytes as they are: without a copy wherever they are dense."""
+        check_scales(raw, meta.dtype)
         if pack is not None:
             raw = pack(raw, meta)
         return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...host import free_bytes
+from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
 from .isa import threads_for
@@ -154,6 +155,7 @@ class CpuDevice:
     ) -> np.ndarray:
         """The stored bytes where they lie (mapped, if they are), or as ``pack`` rearranges them."""
         if pack is None:
+            check_scales(raw, meta.dtype)
             return raw
         packed = pack(raw, meta).reshape(-1).view(np.uint8)
         if packed.ctypes.data % _ALIGN == 0:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...errors import ModelFileError
+from ...quant import endless_scale
 from ...tensor import Meta
 from .blocks_k import PLACE
 from .formats import BY_CODE, FORMATS
@@ -227,6 +227,5 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     with ThreadPoolExecutor(threads) as pool:  # native code, without the interpreter's lock
         list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
     if report.max() >= 0:
-        row = report[report >= 0].min()
-        raise ModelFileError(f"row {row} has an infinite or NaN {meta.dtype} scale")
+        raise endless_scale(int(report[report >= 0].min()), meta.dtype)
     return packed

@@ -7,11 +7,13 @@ at, and their sources compiled, on any machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
 from ..site import Spot
@@ -124,6 +126,7 @@ class CudaDevice:
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
         self.gpu = run.Gpu(index)
         self._stager = memory.Stager(self.gpu.stream)
+        self._checks = ThreadPoolExecutor(1, "graphllm-weights")
         self._constants: dict[bytes, Any] = {}
         self._header: Any = None
 
@@ -171,11 +174,12 @@ class CudaDevice:
         """The stored bytes on the GPU, or as ``pack`` (or a `DevicePack`) rearranges them."""
         if isinstance(pack, DevicePack):
             return self._packed(pack, raw, meta)
-        if pack is not None:
-            raw = pack(raw, meta)
-        flat = np.ascontiguousarray(raw).reshape(-1).view(np.uint8)
+        checks = self._checks.submit(check_scales, raw, meta.dtype)  # while they are on their way
+        stored = pack(raw, meta) if pack is not None else raw
+        flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
         buffer = self.alloc(flat.nbytes)
         self._stager.send(flat, buffer.address)
+        checks.result()
         return buffer
 
     def _packed(self, pack: DevicePack, raw: np.ndarray, meta: Meta) -> Any:
