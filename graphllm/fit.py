@@ -205,8 +205,10 @@ def fit(
     """
     device = executor.device(executor.backends[0])
     memory = device.memory
+    if memory == HOST:
+        return None
     behind = [b for b in executor.backends[1:] if executor.memory_of(b) != memory]
-    if memory == HOST or not behind:
+    if not behind:
         return None
     pieces, free = Pieces.of(outputs), device.free()
     everything = len(pieces.layers) + 2

@@ -12,7 +12,8 @@ from far import FarDevice, far  # noqa: F401
 from tiny_models import LAYERS, llama_weights, write_llama
 
 import graphllm
-from graphllm import cli, fit, ops
+from graphllm import backends, cli, fit, ops
+from graphllm.backends.order import ORDER
 from graphllm.errors import OutOfMemory, PlacementError, RequestError
 from graphllm.executor import Executor
 from graphllm.generation.request import Sampling
@@ -301,3 +302,54 @@ def test_run_without_a_kernel(tiny, monkeypatch, capsys):
     words = ("run", tiny, "-p", "a", "-n", 2, "--device", "cpu", "--no-kernel", "cpu:sample")
     code, _, err = called(monkeypatch, capsys, *words)
     assert not code and "note: sample ran on reference (1 steps a token): cpu: switched off" in err
+
+
+# -------------------------------------------------------------------------------------- the order
+
+
+def test_who_stands_behind_a_device():
+    assert backends.names()[-3:] == list(ORDER) == ["cuda", "cpu", "reference"]
+    assert backends.behind("cuda") == ["cuda", "cpu", "reference"]
+    assert backends.behind("cpu") == ["cpu", "reference"]
+    assert backends.behind("reference") == ["reference"]
+    assert backends.behind("elsewhere") == ["elsewhere", "reference"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine on which CuPy is installed, and of no use; nobody may open its device."""
+    cuda = backends.find("cuda")
+    monkeypatch.setattr(cuda, "probe", lambda: (False, "no NVIDIA driver is installed"))
+    monkeypatch.setattr(cuda, "wanted", lambda: True)
+    monkeypatch.setattr(cuda, "open_device", None)
+    return cuda
+
+
+def test_what_is_installed_and_not_used_is_told(no_gpu, tiny, monkeypatch, capsys):
+    words = ("run", tiny, "-p", "a", "-n", 1, "--json")
+    code, out, err = called(monkeypatch, capsys, *words)
+    assert not code and json.loads(out)["device"] == "cpu"
+    assert err == "note: cuda is not used: no NVIDIA driver is installed\n"
+    for device in ("cpu", "reference"):  # not asked for
+        assert not called(monkeypatch, capsys, *words, "--device", device)[2]
+    monkeypatch.setattr(no_gpu, "wanted", lambda: False)  # and not installed
+    assert not called(monkeypatch, capsys, *words)[2]
+
+
+def test_a_device_that_cannot_be_used_is_an_error(no_gpu, tiny, monkeypatch, capsys):
+    code, out, err = called(monkeypatch, capsys, "run", tiny, "-p", "a", "--device", "cuda")
+    says = "device = 'cuda' (--device) cannot be used: no NVIDIA driver is installed"
+    assert (code, out, err) == (1, "", f"error: {says}\n")
+
+
+def test_doctor_says_what_is_missing_in_a_line(no_gpu, monkeypatch, capsys):
+    _, out, _ = called(monkeypatch, capsys, "doctor")
+    lines = [line for line in out.splitlines() if line.startswith("cuda")]
+    assert lines == ["cuda       not usable: no NVIDIA driver is installed"]
+
+
+def test_the_cpu_opens_no_gpu(monkeypatch, tiny):
+    """Nor is it asked whether there is one."""
+    monkeypatch.setattr(backends.find("cuda"), "probe", None)
+    llm = graphllm.load(tiny, device="cpu")
+    assert llm.executor.skipped == {} and set(llm.executor.devices) == {"cpu"}
