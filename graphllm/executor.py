@@ -206,10 +206,10 @@ class Executor:
 
     def _arena(self, memory: str, nbytes: int) -> Any:
         """The memory's arena. Growing it unbinds every plan that points into the old one."""
-        have = self._arenas.get(memory)
-        if have is None or have.nbytes < nbytes:
-            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
+        if memory not in self._arenas or self._arenas[memory].nbytes < nbytes:
+            self._arenas.pop(memory, None)  # the old one is gone before there is a new one
             self._programs.clear()
+            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
         return self._arenas[memory]
 
     # ------------------------------------------------------------------------------------ binding

@@ -140,6 +140,11 @@ class _Lowering:
         return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
 
 
+def _transfers(node: Tensor) -> bool:
+    """Whether the node copies between memories."""
+    return not node.is_leaf and not node.is_view and get(node.op).role == TRANSFER
+
+
 def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
     """Whether ``kernel`` can read operand ``index`` of ``node`` as it lies in memory."""
     return not kernel.needs_layout(get(node.op), index, meta)
@@ -228,7 +233,7 @@ class Plan:
             for source in node.sources:
                 if id(source.base) in made:
                     made[id(source.base)].users[node.op] += 1
-            if get(node.op).role == TRANSFER:
+            if _transfers(node):
                 way = self.memory[id(graph.root(node.sources[0]))], self.memory[id(node)]
                 copies = made[id(node)] = found.setdefault(way, Copies(*way))
                 copies.count += 1
@@ -266,7 +271,8 @@ def compile_plan(
         lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
     outputs = {name: lowered[id(node)] for name, node in outputs.items()}
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
-    order = graph.by_depth(outputs.values())
+    # Transfers stand together, so that a device can run what lies between them as one piece.
+    order = graph.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
     _lay_out(plan, order, placement.options)

@@ -31,7 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _show_gpu(shown: bool) -> None:
-    """Let only tests with the mark see a GPU: to the others `auto` is the CPU, wherever they run."""
+    """Let only tests with the mark see a GPU: `auto` is the CPU to others, wherever they run."""
     from graphllm.backends import find
 
     cuda = find("cuda")
