@@ -14,7 +14,7 @@ from .errors import RequestError
 from .executor import Executor
 from .ops import get
 from .placement import Pin
-from .plan import HOST, Plan, Step
+from .plan import HOST, TRANSFER, Plan, Step
 from .tensor import INPUT, WEIGHT, Tensor
 
 AUTO, ALL = "auto", "all"
@@ -36,13 +36,15 @@ def checked(gpu_layers: int | str) -> int | str:
 
 @dataclass(frozen=True)
 class Fit:
-    """What went to a device. ``layers`` of ``total`` numbered ones, and the ``output`` after them;
-    bytes that they need there, that ``all`` would need, and that were free."""
+    """What went to a device: ``layers`` of ``total`` numbered ones, of which the ``first`` went to
+    ``others``, and the ``output`` after them; bytes that they need there, that all would need, and
+    that were free."""
 
     backend: str
     others: str
     layers: int
     total: int
+    first: int
     output: bool
     asked: int | str
     needed: int
@@ -50,13 +52,12 @@ class Fit:
     free: int | None
 
     def __str__(self) -> str:
-        left = self.total - self.layers
-        if not left:
+        if self.layers == self.total:
             return f"all {self.total} layers on {self.backend}: {self._room}"
         here = f"{self.layers} of {self.total} layers{' and the output' if self.output else ''}"
-        there = f"the {f'first {left}' if self.layers else 'others'} on {self.others}"
+        there = f"the first {self.first} on {self.others}" if self.first else "the others pinned"
         why = f"all would need {_gb(self.needed_by_all)}"
-        if self.asked != AUTO:
+        if self.asked != AUTO or not self.first:
             why = f"as asked with gpu_layers = {self.asked}"
         return f"{here} on {self.backend}, {there}: {self._room}, {why}"
 
@@ -140,6 +141,7 @@ class Need:
     everything else, and while weights are packed."""
 
     pieces: dict[int, int] = field(default_factory=dict)
+    layers: set[str] = field(default_factory=set)  # of which some step is there
     rest: int = MARGIN
     packing: int = 0
 
@@ -159,6 +161,8 @@ def need(plans: Sequence[Plan], memory: str, executor: Executor, pieces: Pieces)
             if executor.memory_of(step.backend) != memory:
                 continue
             rank = pieces.rank(step.node)
+            if get(step.node.op).role != TRANSFER:
+                found.layers |= {piece_of(step.node)} - {""}
             for key, nbytes, packed in _buffers(plan, step, memory):
                 if key not in seen:
                     seen.add(key)
@@ -224,8 +228,8 @@ def fit(
         if asked != AUTO or taken == 0 or free is None or needs.total <= free:
             break
         taken -= 1
-    layers = min(max(taken - 1, 0), len(pieces.layers))
+    total = len(pieces.layers)
     return Fit(
-        executor.backends[0].name, behind[0].name, layers, len(pieces.layers), taken > 0,
-        asked, needs.total, whole.total, free,
+        executor.backends[0].name, behind[0].name, len(needs.layers), total,
+        total - min(max(taken - 1, 0), total), taken > 0, asked, needs.total, whole.total, free,
     )  # fmt: skip

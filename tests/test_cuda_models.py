@@ -201,6 +201,9 @@ def test_quantised_layers_on_both_sides(files):
     split = graphllm.load(files("qwen2", "q4_k"), device="cuda", gpu_layers=2)
     cpu = graphllm.load(files("qwen2", "q4_k"), device="cpu")
     assert nmse(split.logits(LONG), cpu.logits(LONG)) < NEAR
+    off = graphllm.load(files("qwen2", "q4_k"), device="cuda", no_kernels=("cuda:quantise_act",))
+    assert any("quantise" in op for op in on(off, "cpu"))  # blocks go from one side to the other
+    assert nmse(off.logits(LONG[:3]), cpu.logits(LONG[:3])) < NEAR
 
 
 def test_layers_that_do_not_fit(monkeypatch):

@@ -157,7 +157,7 @@ def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: 
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {(3, True), (2, True), (1, True), (0, True), (0, False)}
     assert answers(llm) == plain
-    assert str(llm.fit).startswith("0 of 3 layers on far, the others on reference: ")
+    assert str(llm.fit).startswith("0 of 3 layers on far, the first 3 on reference: ")
     assert str(llm.fit).endswith(", all would need 0.54 GB")
 
 
@@ -179,9 +179,16 @@ def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
 
 def test_a_pin_comes_before_what_fits(far, tiny):  # noqa: F811
     llm = graphllm.load(tiny, device="far", gpu_layers=3, place={"model.layers.0.mlp.*": "far"})
+    assert llm.fit.first == 1 and llm.fit.layers == 3  # a part of the first, too
     own = [s for s in llm.engine.decode_plan().steps if s.node.scope.startswith("model.layers.0.")]
     assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"far"}
     assert "reference" in {s.backend.name for s in own}
+
+
+def test_layers_that_a_user_pins_are_counted(far, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", place={"model.layers.[01].*": "reference"})
+    says = "1 of 3 layers and the output on far, the others pinned: 0.54 GB of 1099.51 GB free"
+    assert str(llm.fit).startswith(says)
 
 
 @pytest.mark.parametrize("asked", ["some", "-1", -1, "1.5", ""])
