@@ -1,10 +1,13 @@
 """What the CUDA backend does on this machine's GPU, as tables: is it right, and how fast.
 
-    python benchmarks/gpu.py                       # all parts
-    python benchmarks/gpu.py ceilings ops          # some
+    python benchmarks/gpu.py                                    # all parts
+    python benchmarks/gpu.py ceilings ops                       # some
+    python benchmarks/gpu.py models profile --only mistral-7b:q4_0
 
 The output is printed and kept in benchmarks/results/, named after the GPU and the date. Times are
-the GPU's own (CUDA events), the median of 20 runs after two, which are not counted.
+the GPU's own (CUDA events), the median of 20 runs after two, which are not counted, or wall times
+where that is said. A part that fails leaves a line that begins with "error:", the others run, and
+the exit code is 1.
 """
 
 from __future__ import annotations
@@ -13,46 +16,47 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
+import gpu_models
 import numpy as np
+from gpu_shared import Lines, Model, ModelPart, Part, cuda, rates, share
 
-from graphllm import backends, ops
-from graphllm.backends import Backend, Options
-from graphllm.decoder import Limits
-from graphllm.errors import RequestError
+from graphllm import ops
+from graphllm.backends import Options
+from graphllm.debug import debug
+from graphllm.errors import GraphllmError
 from graphllm.executor import Executor
-from graphllm.llm import LLM, decoder_for
 from graphllm.ops.parts import results
-from graphllm.profiler import bench
 from graphllm.tensor import Tensor, Var, feed, state, weight
 from graphllm.weights import Arrays
-from graphllm.weights.random import RandomFile
+from graphllm.weights.shapes import SHAPES, TYPES
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, CHAIN, WIDTH = 20, 64, 4096  # runs that count; ops of one kind in a plan; their columns
 
 
-def correctness() -> Iterator[str]:
+def correctness() -> Lines:
     """The tests that need a GPU."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "--tb=line"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     yield from done.stdout.splitlines()[-12:]
+    if done.returncode:
+        raise GraphllmError(f"the tests ended with exit code {done.returncode}")
 
 
-def ceilings() -> Iterator[str]:
+def ceilings() -> Lines:
     """What memory gives: reads, and copies with both directions counted."""
-    measure = cuda().measure
-    assert measure is not None
-    for kind, rates in measure(4 << 30, lambda *_: None).items():
-        each = ", ".join(f"{n}: {rate / 1e9:.0f}" for n, rate in rates.items())
-        yield f"{kind:<6} {max(rates.values()) / 1e9:7.0f} GB/s   by blocks a processor: {each}"
+    for kind, found in rates().items():
+        each = ", ".join(f"{n}: {rate / 1e9:.0f}" for n, rate in found.items())
+        yield f"{kind:<6} {share(max(found.values()))}   by blocks a processor: {each}"
 
 
-def upload() -> Iterator[str]:
+def upload() -> Lines:
     """Weights from the page cache to the GPU."""
     device = cuda().open_device(Options())
     raw = np.random.default_rng(0).integers(0, 256, (1024, 2 << 20), np.uint8)
@@ -64,24 +68,28 @@ def upload() -> Iterator[str]:
         yield f"{raw.nbytes / 1e9:.1f} GB at {rate / 1e9:.1f} GB/s"
 
 
-def per_op() -> Iterator[str]:
+def per_op() -> Lines:
     """Microseconds of one op among many: one token (a replayed graph), and 512 (launches)."""
     yield f"{'op':<14} {'1 token, us':>12} {'512 tokens, us':>16}"
     for name, make in CHAINS.items():
-        times = [chain_time(make, rows) for rows in (1, 512)]
-        yield f"{name:<14} {times[0]:12.2f} {times[1]:16.2f}"
+        (few, _), (many, nbytes) = (chain_time(make, rows) for rows in (1, 512))
+        yield f"{name:<14} {few:12.2f} {many:16.2f} {share(1e6 * nbytes / many)}"
     for width in (32_000, 128_256, 262_144):
         for label, k in (("top-k 40", 40), ("no top-k", 0)):
-            yield f"sample, {width} tokens, {label}, top-p 0.95: {sample_time(width, k):.1f} us"
+            us, nbytes = sample_time(width, k)
+            rate = share(1e6 * nbytes / us)
+            yield f"sample, {width} tokens, {label}, top-p 0.95: {us:.1f} us {rate}"
 
 
-def chain_time(make: Callable[[Tensor, int], tuple[Tensor, ...]], rows: int) -> float:
-    """Microseconds an op of many that read what one fed value gives, one after the other."""
+def chain_time(make: Callable[[Tensor, int], tuple[Tensor, ...]], rows: int) -> tuple[float, float]:
+    """Microseconds an op of many that read what one fed value gives, one after the other, and the
+    bytes that it declares."""
     x = feed("x", (Var("T", rows, rows), WIDTH), "f32")
     outputs = {f"y{i}.{k}": y for i in range(CHAIN) for k, y in enumerate(make(x, i))}
     names = {f"w{i}": np.ones(WIDTH, np.float32) for i in range(CHAIN)}
     feeds = {"x": np.ones((rows, WIDTH), np.float32), "pos": np.arange(rows, dtype=np.int32)}
-    return run_time(outputs, feeds | {"slot": feeds["pos"]}, names) / CHAIN
+    us, nbytes = run_time(outputs, feeds | {"slot": feeds["pos"]}, names, {"T": rows})
+    return us / CHAIN, nbytes / CHAIN
 
 
 def _norm(x: Tensor, i: int) -> Tensor:
@@ -121,8 +129,8 @@ CHAINS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 }
 
 
-def sample_time(width: int, top_k: int) -> float:
-    """Microseconds of drawing one id."""
+def sample_time(width: int, top_k: int) -> tuple[float, float]:
+    """Microseconds of drawing one id, and the bytes that this declares."""
     n = Var("N", 1, 1)
     settings = {
         "temperature": np.float32(0.8), "top_k": np.int32(top_k), "top_p": np.float32(0.95),
@@ -133,10 +141,10 @@ def sample_time(width: int, top_k: int) -> float:
     leaves = [feed(name, (n,), kinds[type(value)]) for name, value in settings.items()]
     y = ops.sample(feed("logits", (n, width), "f32"), *leaves)
     feeds["logits"] = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32) * 3
-    return run_time({"y": y}, feeds, {})
+    return run_time({"y": y}, feeds, {}, {"N": 1})
 
 
-def host() -> Iterator[str]:
+def host() -> Lines:
     """What a plan of 300 small steps costs the host, and the GPU."""
     x = feed("x", (Var("T", 1, 1), WIDTH), "f32")
     y = x
@@ -167,8 +175,8 @@ def host_time(work: Callable[[], object], rounds: int = 50) -> float:
     return median(found)
 
 
-def run_time(outputs: dict, feeds: dict, weights: dict) -> float:
-    """Microseconds of a plan on the GPU."""
+def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[float, float]:
+    """Microseconds of a plan on the GPU, and the bytes that its ops declare."""
     executor = Executor(Arrays(weights), ("cuda", "reference"))
     plan = executor.compile(outputs)
     used = {name: data for name, data in feeds.items() if name in plan.leaves}
@@ -176,56 +184,25 @@ def run_time(outputs: dict, feeds: dict, weights: dict) -> float:
         executor.run(plan, used, fetch=())
     ((segment, _),) = executor._programs[id(plan)].segments
     gpu = executor.devices["cuda"].gpu
-    return 1e6 * median(gpu.seconds(lambda: segment.run(None), ROUNDS))
+    nbytes = sum(ops.get(step.node.op).price(step.node, env).bytes for step in plan.steps)
+    return 1e6 * median(gpu.seconds(lambda: segment.run(None), ROUNDS)), nbytes
 
 
-def models() -> Iterator[str]:
-    """Tokens a second of whole models with random weights, sampling included."""
-    yield f"{'shape':<12} {'format':<8} {'test':<14} {'tok/s':>9} {'GB/s':>7}"
-    for shape, kind, tests in MODELS:
-        for test, result in model_results(shape, kind, tests):
-            rate = f"{result.gb_s:7.0f}" if result.gb_s else ""
-            yield f"{shape:<12} {kind:<8} {test.name:<14} {median(result.rates):9.1f} {rate}"
-
-
-def model_results(
-    shape: str, kind: str, tests: tuple[bench.Test, ...]
-) -> Iterator[tuple[bench.Test, bench.Result]]:
-    """Each test on one model."""
-    file = RandomFile(shape, kind)
-    limits = Limits(context=max(test.context for test in tests) + 64)
-    llm = LLM(file, decoder_for(file), {"backends": ("cuda", "reference")}, limits)
-    for test in tests:
-        yield test, bench.run(llm, test, 3, lambda done: None)
-
-
-_DECODE, _PROMPT = bench.Test(0, 128, 512), bench.Test(512, 0)
-MODELS: tuple[tuple[str, str, tuple[bench.Test, ...]], ...] = (
-    ("mistral-7b", "f16", (_DECODE, bench.Test(0, 128, 4096), _PROMPT, bench.Test(8192, 0))),
-    ("mistral-7b", "q8_0", (_DECODE, _PROMPT)),
-    ("mistral-7b", "q4_0", (_DECODE, _PROMPT)),
-    ("mistral-7b", "q4_k_m", (_DECODE, _PROMPT)),
-    ("llama-1b", "f16", (_DECODE,)),
-)
-
-
-PARTS = {
-    "models": models,
+PARTS: dict[str, Part] = {
     "correctness": correctness,
     "ceilings": ceilings,
     "upload": upload,
     "host": host,
     "ops": per_op,
 }
-
-
-def cuda() -> Backend:
-    """The backend. RequestError where it cannot be used."""
-    backend = backends.find("cuda")
-    ok, reason = backend.available()
-    if not ok:
-        raise RequestError(f"no GPU to measure: {reason}")
-    return backend
+MODEL_PARTS: dict[str, ModelPart] = {
+    "models": gpu_models.models,
+    "idle": gpu_models.idle,
+    "batch": gpu_models.batch,
+    "profile": gpu_models.profile,
+    "load": gpu_models.load,
+}
+NAMES = (*MODEL_PARTS, *PARTS)
 
 
 def commit() -> str:
@@ -235,27 +212,67 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def main() -> None:
+def model_named(text: str) -> Model:
+    """SHAPE:FORMAT. ArgumentTypeError lists what is known."""
+    shape, _, kind = text.partition(":")
+    if shape not in SHAPES:
+        raise argparse.ArgumentTypeError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
+    if kind not in TYPES:
+        raise argparse.ArgumentTypeError(f"no format {kind!r}; known: {', '.join(TYPES)}")
+    return shape, kind
+
+
+class Report:
+    """What is printed, kept in a file from the first line on: nothing is lost with what follows."""
+
+    def __init__(self, what: str) -> None:
+        now = datetime.now(timezone.utc)
+        folder = ROOT / "benchmarks" / "results"
+        folder.mkdir(exist_ok=True)
+        name = what.split(",")[0].lower().replace(" ", "-")
+        self.path = folder / f"{name}-{now:%Y-%m-%d-%H%M%S}.txt"
+        self.path.write_text("", "utf-8")
+        self.line(f"# {what}")
+        self.line(f"# {now:%Y-%m-%d %H:%M} UTC, commit {commit()}")
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+    def part(self, name: str, only: list[Model]) -> bool:
+        """Run one part; whether it came to its end. What it raises is one line of the report."""
+        run = MODEL_PARTS.get(name) or PARTS[name]
+        self.line(f"\n## {name}: {(run.__doc__ or '').splitlines()[0]}")
+        try:
+            for line in MODEL_PARTS[name](only) if name in MODEL_PARTS else PARTS[name]():
+                self.line(line)
+        except Exception as error:  # the other parts' figures are wanted all the same
+            self.line(f"error: {name}: {type(error).__name__}: {error}".replace("\n", " "))
+            debug(1, traceback.format_exc())
+            return False
+        return True
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
-    chosen = parser.parse_args().parts or list(PARTS)
-    unknown = sorted(set(chosen) - set(PARTS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--only", action="append", default=[], type=model_named, metavar="SHAPE:FORMAT",
+        help="run the parts on this model (repeatable), not on their own choice",
+    )  # fmt: skip
+    asked = parser.parse_args()
+    unknown = sorted(set(asked.parts) - set(NAMES))
     if unknown:
-        parser.error(f"no part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    what, now = cuda().available()[1], datetime.now(timezone.utc)
-    lines = [f"# {what}", f"# {now:%Y-%m-%d %H:%M} UTC, commit {commit()}"]
-    print(*lines, sep="\n")
-    for part in chosen:
-        lines += ["", f"## {part}: {(PARTS[part].__doc__ or '').splitlines()[0]}"]
-        print(*lines[-2:], sep="\n")
-        for line in PARTS[part]():
-            print(line, flush=True)
-            lines.append(line)
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(exist_ok=True)
-    name = what.split(",")[0].lower().replace(" ", "-")
-    (folder / f"{name}-{now:%Y-%m-%d-%H%M}.txt").write_text("\n".join(lines) + "\n", "utf-8")
+        parser.error(f"no part {unknown[0]!r}; known: {', '.join(NAMES)}")
+    try:
+        report = Report(cuda().available()[1])
+    except GraphllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    done = [report.part(name, asked.only) for name in asked.parts or NAMES]
+    return 0 if all(done) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

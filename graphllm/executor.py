@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .ops import get
 from .placement import Pin, Placement, check_pins, pins_from, place
 from .plan import Place, Plan, Step, compile_plan
 from .profiler.rows import Recorder
+from .repeat import Output, Repeat
 from .tensor import WEIGHT, Meta, Tensor, Var
 from .weights import Arrays, Weights
 
@@ -34,24 +36,7 @@ class _Program:
     plan: Plan
     segments: list[tuple[Segment, list[Step]]]
     arenas: dict[str, Any]
-    outputs: dict[str, _Output]
-
-
-class _Output:
-    """Where a plan's output lies. What is known about it is found once: decoding reads it often."""
-
-    def __init__(self, device: Device, operand: Operand) -> None:
-        self._device, self._operand = device, operand
-        self._readers: dict[int, Callable[[], np.ndarray]] = {}  # by count of rows
-
-    def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
-        """What gives a copy of the values after a run with these values of the Vars."""
-        rows = self._operand.meta.rows
-        count = env[rows.name] if isinstance(rows, Var) else rows
-        if count not in self._readers:
-            meta = self._operand.meta.at(env)
-            self._readers[count] = self._device.reader(replace(self._operand, meta=meta))
-        return self._readers[count]
+    outputs: dict[str, Output]
 
 
 class Executor:
@@ -237,7 +222,7 @@ class Executor:
         for name, node in plan.outputs.items():
             memory = plan.memory[id(graph.root(node))]
             operand = self._operand(plan, node, memory, arenas)
-            outputs[name] = _Output(self._owner(memory), operand)
+            outputs[name] = Output(self._owner(memory), operand)
         self._programs[id(plan)] = _Program(plan, segments, arenas, outputs)
 
     def _input(
@@ -316,26 +301,27 @@ class Executor:
         outputs = program.outputs.items()
         return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
 
-    def repeat(self, plan: Plan, env: Mapping[str, int], name: str) -> Callable[[], np.ndarray]:
-        """What runs ``plan`` once more, nothing fed, the Vars as they were, and gives one output.
+    def repeat(
+        self, plan: Plan, feeds: Mapping[str, np.ndarray], env: Mapping[str, int], name: str
+    ) -> Repeat:
+        """What runs ``plan`` again and again and gives one output, for the decode loop.
 
-        For the decode loop: between two tokens the interpreter has cold caches, and every line that
-        `run` goes through costs microseconds. It holds while the Vars and
-        the bound buffers stay as they are.
+        ``feeds`` are written once, now. It holds while the Vars and the bound buffers stay as they
+        are; other feeds go through `set_state`, in order with what has been launched. Where the
+        plan is one segment, the next run may be begun before the output of the last is there, if
+        the device can do that.
         """
         self.bind(plan)
         program = self._programs[id(plan)]
+        values = self._feed(plan, feeds, dict(env))
+        output = program.outputs[name]
         if self.poison:
-            return lambda: self.run(plan, {}, env)[name]
-        read = program.outputs[name].reader(env)
-        runs = [segment.run for segment, _ in program.segments]
-
-        def again() -> np.ndarray:
-            for run in runs:
-                run(None)
-            return read()
-
-        return again
+            return Repeat([lambda: self.run(plan, {}, env, fetch=())], output.reader(values))
+        begin = [partial(segment.run, None) for segment, _ in program.segments]
+        ring = output.ring(values) if len(begin) == 1 else None
+        if ring is None:
+            return Repeat(begin, output.reader(values))
+        return Repeat([*begin, ring.put], ring.take, ring.ahead)
 
     def _feed(
         self, plan: Plan, feeds: Mapping[str, np.ndarray], env: dict[str, int]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from . import backends as registry
 from . import fusion
 from . import tokenizer as tokenizers
-from .backends import Options, behind, check_switches, find
+from .backends import Options
 from .decoder import Decoder, Limits
 from .dtype import CACHED
 from .errors import ModelFileError, PlacementError, RequestError
@@ -285,7 +286,9 @@ class LLM:
     def notes(self) -> list[str]:
         """What a user should know of where the model went, a line each."""
         skipped, asked = self.executor.skipped.items(), self.engine.asked
-        lines = [f"{name} is not used: {why}" for name, why in skipped if find(name).wanted()]
+        lines = [
+            f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
+        ]
         if self.fit:
             return [*lines, str(self.fit)]
         if asked != AUTO:
@@ -317,8 +320,8 @@ def _options(
     if threads < 0:
         raise RequestError(f"threads = {threads} must be at least 0")
     fusion.check_names(no_fuse)
-    check_switches(no_kernels)
-    usable, reason = (True, "") if device == "auto" else find(device).available()
+    registry.check_switches(no_kernels)
+    usable, reason = (True, "") if device == "auto" else registry.find(device).available()
     if not usable:
         raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     return Options(linear, threads, tuple(no_fuse), tuple(no_kernels))
@@ -362,7 +365,7 @@ def load(
         context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
     )
     executor = {
-        "backends": None if device == "auto" else behind(device),
+        "backends": None if device == "auto" else registry.behind(device),
         "options": options,
         "pins": place,
         "strict": strict,

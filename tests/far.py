@@ -61,8 +61,7 @@ def far_backend() -> Backend:
 def far(monkeypatch):
     """The backend ``far`` before all others; `FarDevice.room` is what it has free."""
     backend, find, names = far_backend(), backends.find, backends.names
-    for module in ("graphllm.backends", "graphllm.llm"):
-        monkeypatch.setattr(f"{module}.find", lambda n: backend if n == "far" else find(n))
+    monkeypatch.setattr(backends, "find", lambda name: backend if name == "far" else find(name))
     monkeypatch.setattr(backends, "names", lambda: ["far", *names()])
     monkeypatch.setattr(FarDevice, "room", FREE)
     return backend

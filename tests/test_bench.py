@@ -101,14 +101,15 @@ class Log:
         self.steps.append((tokens, (env or {}).get("kv_sum")))
         return self.run(plan, feeds, env, *rest)
 
-    def _repeat(self, plan, env, name):
-        again = self.repeat(plan, env, name)
+    def _repeat(self, *call):
+        steps = self.repeat(*call)
 
         def counted():
             self.steps.append((1, self.steps[-1][1] + 1))
-            return again()
+            begun()
 
-        return counted
+        begun, steps.launch = steps.launch, counted
+        return steps
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -19,6 +19,8 @@ MANY = (
     Packed((19,), (19,)),
     Packed((64, 1), (64, 90), slots=256, width=12),
     Packed((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44),
+    Packed((70, 3), (200, 130), block=64, slots=512, width=4),
+    Packed((20,), (300,), block=128, slots=512, width=3, forget=13),
 )
 SHAPES = (((4, 2), 64), ((3, 1), 96), ((8, 1), 128), ((2, 2), 256), ((8, 2), (128, 64)))
 

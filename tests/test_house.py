@@ -20,7 +20,7 @@ CORE = [
     ROOT / "graphllm" / name
     for name in (
         "tensor.py", "graph.py", "fusion.py", "memory.py", "placement.py", "plan.py", "executor.py",
-        "ops/__init__.py", "ops/parts.py", "backends/__init__.py",
+        "repeat.py", "ops/__init__.py", "ops/parts.py", "backends/__init__.py",
     )
     if (ROOT / "graphllm" / name).exists()
 ]  # fmt: skip

@@ -34,16 +34,19 @@ IDS = [int(i) for i in np.random.default_rng(5).integers(3, 90, CONTEXT)]
 GREEDY = Sampling(max_tokens=200, temperature=0.0, seed=0)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def windowed(folder):
     """A llama with heads of 32, of whose three layers the second has a window of 20."""
-    folder = tmp_path_factory.mktemp("kv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "WIDTH", 32)
         patch.setattr(tiny, "DIM", 32 * tiny.HEADS)
         written = tiny.write_llama(folder / "tiny.gguf", tiny.llama_weights())
     (folder / "windowed.py").write_text(WINDOWED)
     return written
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return windowed(tmp_path_factory.mktemp("kv"))
 
 
 def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:

@@ -153,6 +153,22 @@ class Segment(Protocol):
         nanoseconds before the first step and after each. KeyboardInterrupt stops early."""
 
 
+class Ring(Protocol):
+    """Copies of one operand on their way to the host. Copies, runs and `Device.copy_in` take effect
+    in the order in which they were asked for."""
+
+    ahead: int  # runs that may be begun before the copy of an earlier one is taken
+
+    def put(self) -> None:
+        """Begin a copy of the operand, as the runs before leave it."""
+
+    def take(self) -> np.ndarray:
+        """The oldest copy that was not taken, once it is there."""
+
+    def clear(self) -> None:
+        """Forget the copies that were not taken."""
+
+
 class Device(Protocol):
     """An instance of a backend: where buffers live and steps run."""
 
@@ -173,6 +189,10 @@ class Device(Protocol):
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """`copy_out` of one operand, to be called again and again: after every token, say."""
+
+    def ring(self, operand: Operand) -> Ring | None:
+        """Where the next run may be begun before the last is over: how to read what each leaves in
+        the operand. None where `Segment.run` returns when all is done."""
 
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
@@ -348,6 +368,7 @@ __all__ = [
     "Kernel",
     "Operand",
     "Options",
+    "Ring",
     "Segment",
     "behind",
     "check_switches",

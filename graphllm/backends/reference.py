@@ -141,6 +141,9 @@ class HostDevice:
         """See `graphllm.backends.Device`."""
         return lambda: self.copy_out(operand)
 
+    def ring(self, operand: Operand) -> None:
+        """See `graphllm.backends.Device`: nothing runs ahead."""
+
     def prepare(
         self,
         pack: Callable[[np.ndarray, Meta], np.ndarray] | None,

@@ -113,6 +113,12 @@ def numpy_form(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
     return wide, (*meta.strides[:1], 1), np.dtype(np.uint8)
 
 
+def span(meta: Meta) -> int:
+    """Bytes from the first element of an operand to behind its last; its shape has no Var."""
+    shape, strides, kind = numpy_form(meta)
+    return 0 if 0 in shape else sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
+
+
 # ------------------------------------------------------------------------------- rules of selection
 
 

@@ -12,6 +12,7 @@ from ..executor import Executor
 from ..fit import AUTO, Fit, fit
 from ..plan import Plan
 from ..profiler.rows import Recorder
+from ..repeat import Repeat
 from .kv import BlockTable
 from .request import Sampling
 
@@ -184,28 +185,50 @@ class Engine:
         yield from self._decode(drawn, int(out[drawn][0]), decode)
 
     def _decode(self, drawn: str, token: int, profile: Recorder | None) -> Iterator[int]:
-        """The tokens after a prefill whose plan has advanced the step's state already."""
-        plan = self.decode_plan(drawn)
-        feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
-        env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-        turn, again = self._turn, None
+        """The tokens after a prefill whose plan has advanced the step's state already.
+
+        Where the device can, the next step is begun before the id of this one is read. Whoever
+        ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
+        """
+        turn, begun = self._turn, len(self._cached)
+        steps: Repeat | None = None
         while True:
             yield token
             if self._turn != turn:
                 raise RequestError("another request has begun on this model; this one is over")
-            length = len(self._cached) + 1
-            if length > self.limits.context:
+            steps = steps or self._steps(drawn, profile)
+            while steps.waiting <= steps.ahead and begun < self.limits.context:
+                begun += 1
+                self._grow(begun)
+                steps.launch()
+            if not steps.waiting:
                 return
-            for name, table in self._tables.items():
-                if table.grow(min(length + 1, self.limits.context)):
-                    feeds[f"table.{name}"] = table.table[None]
-            if again is None or feeds or profile is not None:
-                ids = self.executor.run(plan, feeds, {**env, "kv_sum": length}, profile)[drawn]
-                again, feeds = again or self.executor.repeat(plan, env, drawn), {}
-            else:
-                ids = again()
+            ids = steps.take()
             self._cached.append(token)
             token = int(ids[0])
+
+    def _steps(self, drawn: str, profile: Recorder | None) -> Repeat:
+        """Steps of one token; with ``profile`` each is timed, and over before the next begins."""
+        plan = self.decode_plan(drawn)
+        feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
+        env = {"T": 1, "S": 1, "Q": 2, "N": 1}
+        steps = self.executor.repeat(plan, feeds, env, drawn)
+        if profile is None:
+            return steps
+        found: list[np.ndarray] = []
+
+        def timed() -> None:
+            values = {**env, "kv_sum": len(self._cached) + 1}
+            found.append(self.executor.run(plan, {}, values, profile, (drawn,))[drawn])
+
+        return Repeat([timed], found.pop)
+
+    def _grow(self, length: int) -> None:
+        """Have the blocks of a step that ends with ``length`` tokens: for the next token, too,
+        whose slot it finds. New ones are written in order with the steps that were begun."""
+        for name, table in self._tables.items():
+            if table.grow(min(length + 1, self.limits.context)):
+                self.executor.set_state(f"table.{name}", table.table[None])
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""

@@ -31,10 +31,11 @@ from . import Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
+_FORMS = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
 
 
 def _infer(x, w, bias=None):
-    expect("x", x, 2, "f32", "a8_32", "a8_256")
+    expect("x", x, 2, "f32", *_FORMS)
     expect_weight(w)
     require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
     if bias is not None:
@@ -99,7 +100,7 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     ],
 )  # fmt: skip
 def linear(x, w, bias=None):
-    """x w^T + bias. x [T, K] f32, or quantised to a8_32 or a8_256; w [N, K] any weight format;
+    """x w^T + bias. x [T, K] f32, or as `quantise_act` gives it; w [N, K] any weight format;
     bias [N] f32 -> f32 [T, N].
 
     The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
@@ -126,7 +127,7 @@ def _tiles(w):
 def _quantise_infer(x, *, dtype):
     expect("x", x, 2, "f32")
     kind = dtype_of(dtype)
-    require(kind in (A8_32, A8_256), f"dtype is {kind}, not a8_32 or a8_256")
+    require(kind.name in _FORMS, f"dtype is {kind}, not {' or '.join(_FORMS)}")
     kind.row_nbytes(x.shape[1])
     return out(x.shape, kind)
 
@@ -166,9 +167,14 @@ _LAYOUTS = ("contiguous", "strided")
     ],
 )  # fmt: skip
 def quantise_act(x, *, dtype):
-    """Activations as int8 in blocks. x [T, K] f32 -> [T, K] a8_32 or a8_256.
+    """Activations in fewer bits: int8 in blocks, or halves. x [T, K] f32 -> [T, K] a8_32, a8_256,
+    f16 or bf16.
 
-    Bit-exact on every backend; the formula is that of `graphllm.quant.quantise_act`.
+    Bit-exact on every backend; the formula of int8 is that of `graphllm.quant.quantise_act`. Halves
+    are rounded to nearest even; what is beyond the range of f16 becomes its largest number.
     """
     kind = dtype_of(dtype)
+    if kind.numpy is not None:
+        most = np.float32(65504 if kind == F16 else np.inf)
+        return np.clip(x, -most, most).astype(kind.numpy)
     return Blocks(quant.quantise_act(x, kind), kind, x.shape[1])

@@ -169,13 +169,23 @@ def _generate(engine: Engine, test: Test, tokens: list[int]) -> int:
 # ------------------------------------------------------------------------------------------- bytes
 
 
-def step_bytes(plan: Plan, length: int) -> float:
-    """Bytes of weights and state that a step of one token moves, with ``length`` in the cache.
+def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
+    """Bytes of weights and state that a step of one token moves, with ``length`` in the cache; or
+    one of a token each of so many sequences, all of that length.
 
     By the costs that ops declare, less what they count for intermediates, which stay in caches.
     """
-    env = {"T": 1, "S": 1, "Q": 2, "N": 1, "kv_sum": length}
+    env = {"T": sequences, "S": sequences, "Q": sequences + 1, "N": sequences}
+    env["kv_sum"] = sequences * length
     return sum(_own_bytes(step.node, env) for step in plan.steps)
+
+
+def step_flops(plan: Plan, start: int, count: int) -> float:
+    """Operations of a step of ``count`` tokens of one sequence after ``start`` cached ones, whose
+    last one's logits are wanted, by the costs that ops declare."""
+    env = {"T": count, "S": 1, "Q": 2, "N": 1}
+    env["kv_sum"] = count * start + count * (count + 1) // 2
+    return sum(get(step.node.op).price(step.node, env).flops for step in plan.steps)
 
 
 def _own_bytes(node: Tensor, env: Mapping[str, int]) -> float:

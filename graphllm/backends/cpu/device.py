@@ -150,6 +150,9 @@ class CpuDevice:
         """See `graphllm.backends.Device`."""
         return _array(operand).copy
 
+    def ring(self, operand: Operand) -> None:
+        """See `graphllm.backends.Device`: nothing runs ahead."""
+
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> np.ndarray:

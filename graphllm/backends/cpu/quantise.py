@@ -10,7 +10,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...dtype import DTYPES
-from .. import ROWS
+from ...tensor import Tensor
+from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site
 from .jit import Kernel, args, kernel, load_i64, next_chunk
@@ -96,7 +97,11 @@ def quantise_kernel(block: int) -> Kernel:
     return quantise
 
 
-@BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS})
+def _to_int8(node: Tensor, options: Options) -> str | None:
+    return None if node.dtype.quantised else f"to {node.dtype}"
+
+
+@BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_to_int8)
 def quantise_act(site: Site) -> Launch:
     x, out = site.x, site.out
     words = [

@@ -5,6 +5,8 @@
 // capped, or have slopes.
 
 #include "attention.cuh"
+#include "quantise.cuh"
+#include "tensor.cuh"
 
 #define THREADS 128
 #define QUERIES 64
@@ -31,25 +33,18 @@ __device__ __forceinline__ void load_turned(u32* r, const u16* row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-__device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
 __device__ __forceinline__ void copy16(u16* to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;"); }
 template <int LEFT> __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
+}
+
+__device__ __forceinline__ float power_of_2(float x) {  // what is all but zero is zero
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // Eight elements of a slot to shared memory.
@@ -82,8 +77,8 @@ __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence
     return false;
 }
 
-// blockIdx: (tile of queries, head).
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
+// blockIdx: (tile of queries, head). kind: of the results, as quantise.cuh has them.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind) {
     DYNAMIC_SHARED(Tile, memory);
     Tile& s = *memory;
     begin();
@@ -119,11 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
     float scores[KEYS / 8][4], mixed[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
     u32 mine_q[DEPTH <= 128 ? STEPS : 1][4];
 
+    const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile lies in one block of the table
+    if (whole) low -= low % KEYS;
     auto bring_tile = [&](u16 (*to)[STRIDE], const u8* pool, i64 stride, int at) {
+        const u8* block = pool + (whole ? slot_of(a, sequence, at) * stride : 0);
 #pragma unroll 4
         for (int i = thread; i < KEYS * PIECES; i += THREADS) {
-            int j = min(at + i / PIECES, high - 1);
-            bring(&to[i / PIECES][i % PIECES * 8], pool + slot_of(a, sequence, j) * stride,
+            int j = min(i / PIECES, high - 1 - at);
+            i64 slot = whole ? j : slot_of(a, sequence, at + j);
+            bring(&to[i / PIECES][i % PIECES * 8], block + slot * stride,
                   kv * DEPTH + i % PIECES * 8);
         }
         close_copies();
@@ -177,21 +176,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
             most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
             most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
             float base = most == -INFINITE ? 0 : most * LOG2E;
-            shrink[r] = exp2f(tops[r] * LOG2E - base);
+            shrink[r] = power_of_2(tops[r] * LOG2E - base);
             tops[r] = most;
             totals[r] *= shrink[r];
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                 for (int e = 2 * r; e < 2 * r + 2; e++) {
-                    scores[n][e] = exp2f(fmaf(scores[n][e], LOG2E, -base));
+                    scores[n][e] = power_of_2(fmaf(scores[n][e], LOG2E, -base));
                     totals[r] += scores[n][e];
                 }
         }
+        if (__any_sync(FULL, shrink[0] != 1.f || shrink[1] != 1.f))
 #pragma unroll
-        for (int n = 0; n < PIECES; n++)
+            for (int n = 0; n < PIECES; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
+                for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
         wait_copies<0>();
         __syncthreads();  // values are there, and the keys have been used
         if (at + KEYS < high) bring_tile(s.k, a.k, a.k_stride, at + KEYS);
@@ -218,10 +218,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a) {
         float share = share_of(a, head, tops[r], total);
         int row = warp * 16 + lane / 4 + 8 * r;
         if (row >= queries) continue;
-        float* out = a.out + ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
+        i64 to = ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < PIECES; n++)
-            *(float2*)(out + 8 * n) =
-                make_float2(mixed[n][2 * r] * share, mixed[n][2 * r + 1] * share);
+        for (int n = 0; n < PIECES; n++) {
+            float x = mixed[n][2 * r] * share, y = mixed[n][2 * r + 1] * share;
+            if (kind)
+                *(u32*)((u16*)a.out + to + 8 * n) = to_half(kind, x) | (u32)to_half(kind, y) << 16;
+            else
+                *(float2*)(a.out + to + 8 * n) = make_float2(x, y);
+        }
     }
 }

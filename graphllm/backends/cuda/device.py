@@ -32,7 +32,8 @@ class Launch:
 
     ``args``: a Python int is given as 64 bits, of which a kernel may read the lower 32; a float as
     float32. ``early``: the kernel begins with `begin()`, so it may be launched before its
-    predecessor has ended. A grid with a zero is not launched.
+    predecessor has ended. ``cooperative``: its blocks all run side by side. A grid with a zero is
+    not launched.
     """
 
     function: Function
@@ -41,6 +42,7 @@ class Launch:
     args: Sequence[Arg]
     shared: int = 0
     early: bool = True
+    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,9 @@ class Site(site.Site[Spot]):
         buffer = operand.buffer
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
         return Spot(int(start) + operand.meta.offset, operand.meta, operand)
+
+    def address_of(self, operand: Operand) -> int:
+        return self.spot(operand).address
 
     def live(self, dim: Dim) -> int:
         """The device address of an int64 that holds the dimension's value in each run."""
@@ -160,13 +165,19 @@ class CudaDevice:
         if 0 in shape:
             return np.empty(shape, kind)
         start = operand.meta.offset
-        span = sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
-        raw = operand.buffer[start : start + span]
+        raw = operand.buffer[start : start + site.span(operand.meta)]
         return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """See `graphllm.backends.Device`."""
         return lambda: self.copy_out(operand)
+
+    def ring(self, operand: Operand) -> Any:
+        """See `graphllm.backends.Device`."""
+        from .memory import Ring
+
+        self.gpu.use()
+        return Ring(operand.buffer.address + operand.meta.offset, operand.meta, self.gpu.stream)
 
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
@@ -176,10 +187,14 @@ class CudaDevice:
             return self._packed(pack, raw, meta)
         checks = self._checks.submit(check_scales, raw, meta.dtype)  # while they are on their way
         stored = pack(raw, meta) if pack is not None else raw
-        flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
-        buffer = self.alloc(flat.nbytes)
-        self._stager.send(flat, buffer.address)
+        buffer = self.put(np.ascontiguousarray(stored).reshape(-1).view(np.uint8))
         checks.result()
+        return buffer
+
+    def put(self, data: np.ndarray) -> Any:
+        """A buffer with uint8 ``data``."""
+        buffer = self.alloc(data.nbytes)
+        self._stager.send(data, buffer.address)
         return buffer
 
     def _packed(self, pack: DevicePack, raw: np.ndarray, meta: Meta) -> Any:
@@ -194,7 +209,7 @@ class CudaDevice:
         raw = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         key = raw.tobytes()
         if key not in self._constants:
-            self._constants[key] = self.prepare(None, raw, Meta.of((raw.size,), "i8"))
+            self._constants[key] = self.put(raw)
         return self._constants[key].address
 
     def live(self, header: Header, var: Var) -> int:
@@ -215,14 +230,26 @@ class CudaDevice:
 
         self.gpu.use()
         sites = [Site(step, header, self) for step in steps]
-        work = []
-        for step, place in zip(steps, sites):
-            made = step.kernel.build(place)
-            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
+        work = self._work(steps, sites)
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
         return Segment(self.gpu, work, lambda: self._header, small, (list(steps), sites))
+
+    def _work(self, steps: Sequence[Bound], sites: Sequence[Site]) -> list[list[Work]]:
+        """What each step puts on the stream; a walk stands at its first step, and is all there is
+        for those that it goes over."""
+        from .walk_steps import walks
+
+        done = walks(steps, sites) if self.gpu.walks else {}
+        work: list[list[Work]] = []
+        for index, (step, place) in enumerate(zip(steps, sites)):
+            if index in done:
+                work.append(done[index])
+                continue
+            made = step.kernel.build(place)
+            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
+        return work
 
     def _load(self, functions: Sequence[Function]) -> None:
         """Have the functions' modules on the GPU, telling of those that must be compiled."""

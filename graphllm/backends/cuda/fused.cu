@@ -69,8 +69,40 @@ __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* u
     emit<N>(v, targets, blockIdx.x, first, width);
 }
 
+__device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
+    u16 half = (u16)(pair >> 16 * i);
+    if (kind == 2) return from_bf16(half);
+    float x = from_f16(half);  // what a product made too large counts as the largest
+    return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
+}
+
+// act(gate) * up of dense rows of halves, to halves. A thread does eight columns.
+template <int KIND>
+__device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* out, i64 out_stride,
+                                           const i64* live, int width, int act) {
+    begin();
+    i64 row = blockIdx.x;
+    int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
+    if (row >= *live || column >= width) return;
+    uint4 a = *(const uint4*)(gate + row * width + column);
+    uint4 b = *(const uint4*)(up + row * width + column);
+    u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w}, z[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        u32 halves[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float v = from_half(KIND, x[p], i);
+            v = act == SILU ? __fdividef(v, 1.f + __expf(-v)) : activate(act, v);
+            halves[i] = to_half(KIND, v * from_half(KIND, y[p], i));
+        }
+        z[p] = halves[0] | halves[1] << 16;
+    }
+    *(uint4*)(out + row * out_stride + 2 * column) = make_uint4(z[0], z[1], z[2], z[3]);
+}
+
 #define NORMS(U)                                                                                \
-    extern "C" __global__ void __launch_bounds__(1024)                                          \
+    extern "C" __global__ void __launch_bounds__(1024, 1)                                       \
         norm_quantise_##U(const u8* h, i64 h_stride, const float* w, Targets targets,          \
                           const i64* live, int width, float eps) {                              \
         norm_quantise<U>(h, h_stride, w, targets, live, width, eps);                            \
@@ -99,3 +131,12 @@ NORMS(2)
     }
 GLU(1)
 GLU(8)
+
+#define GLU_HALVES(NAME, KIND)                                                                  \
+    extern "C" __global__ void glu_##NAME(const u16* gate, const u16* up, u8* out,             \
+                                          i64 out_stride, const i64* live, int width,          \
+                                          int act) {                                            \
+        glu_halves<KIND>(gate, up, out, out_stride, live, width, act);                          \
+    }
+GLU_HALVES(f16, 1)
+GLU_HALVES(bf16, 2)

@@ -16,6 +16,7 @@ from .source import module
 
 _MODULE = module("fused")
 _WARPS = 4
+_HALVES_THREADS = 256
 
 
 def two_at_most(node: Tensor, options: Options) -> str | None:
@@ -89,3 +90,12 @@ def gated_unit(site: Site, gate: Spot, up: Spot) -> Launch:
             site.live(rows), width, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
     grid = (site.most(rows), ceil(width, 32 * size * _WARPS))
     return Launch(_MODULE[f"glu_{size}"], grid, (32 * _WARPS,), args)
+
+
+def gated_halves(site: Site, gate: Spot, up: Spot) -> Launch:
+    """The same for halves of one kind, dense, to halves: a thread does eight columns."""
+    rows, width, (out,) = gate.meta.rows, gate.width, site.results
+    args = (gate.address, up.address, out.address, out.row_stride, site.live(rows), width,
+            ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
+    grid = (site.most(rows), ceil(width, 8 * _HALVES_THREADS))
+    return Launch(_MODULE[f"glu_{gate.dtype.name}"], grid, (_HALVES_THREADS,), args)

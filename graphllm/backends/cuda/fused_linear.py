@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...dtype import F32
@@ -12,9 +13,11 @@ from .. import ROWS, Options
 from . import BACKEND
 from .device import Site, Spot, Work
 from .elementwise import ACTIVATIONS
-from .fused import gated_unit, two_at_most
+from .fused import gated_halves, gated_unit, two_at_most
 from .layouts import PACK, PLANES
-from .linear import PLAIN, Job, fused_pair, gated_row, launches, room_for, unmatched
+from .linear import SOME, fits_some, fused_pair, gated_row, launches, some, unmatched
+from .linear_many import PLAIN, Job, room_for
+from .quantise import HALVES
 
 Builder = Callable[[Site], list[Work]]
 
@@ -49,7 +52,7 @@ def _job(site: Site, index: int, out: Spot) -> Job:
 
 @_kernels(
     "linears", when=_all_matched, layout={"x": ROWS},
-    scratch=lambda node, options: room_for(node, *_pairs(node)),
+    scratch=lambda node, options: room_for(*_pairs(node)),
 )  # fmt: skip
 def linears(site: Site) -> list[Work]:
     jobs = [_job(site, i, out) for i, out in enumerate(site.results)]
@@ -59,7 +62,7 @@ def linears(site: Site) -> list[Work]:
 @_kernels(
     "linear_add", when=lambda node, options: unmatched(*node.src[:2]),
     layout={"x": ROWS, "r": ROWS},
-    scratch=lambda node, options: room_for(node, (node.src[0], node.src[1])),
+    scratch=lambda node, options: room_for((node.src[0], node.src[1])),
 )  # fmt: skip
 def linear_add(site: Site) -> list[Work]:
     job = Job(site.x, site.w, site.op("bias"), site.out, site.r)
@@ -67,10 +70,16 @@ def linear_add(site: Site) -> list[Work]:
 
 
 def _half(node: Tensor) -> Meta:
-    """Of what one of the two linears gives."""
+    """Of what one of the two linears gives. What goes on as halves is made from halves where the
+    library makes them: half the bytes, and an error of the same size."""
     x, w = node.src[:2]
     assert x is not None and w is not None
-    return Meta.of((x.meta.rows, w.meta.bound().shape[0]), F32)
+    rows, columns = x.meta.rows, w.meta.shape[0]
+    bias = node.src[2] is not None or node.src[5] is not None
+    narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
+    made = Meta.of((rows, columns), F32)
+    fits = made.inner[0] % 8 == 0 and Site.most(rows) > SOME
+    return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -78,19 +87,30 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_half(node).bound().nbytes) + room_for(node, *_pairs(node))
+    return 2 * aligned(_half(node).bound().nbytes) + room_for(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(site: Site) -> list[Work]:
-    """In one kernel for one token; else both linears, then their product."""
-    meta = _half(site.node)
-    size = aligned(meta.bound().nbytes)
-    halves = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
-    jobs = [_job(site, i, half) for i, half in enumerate(halves)]
+    """In one kernel for one token, or some in halves; else both linears, then their product."""
+    x, forms, meta = site.x, site.results, _half(site.node)
     act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    if site.most(meta.rows) == 1 and fused_pair(*jobs):
+    size = aligned(meta.bound().nbytes)
+    pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
+    jobs = [_job(site, i, half) for i, half in enumerate(pair)]
+    narrow = any(form.dtype.name in HALVES for form in forms)
+    if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
         if not site.attrs["dtypes"]:
             jobs[0] = _job(site, 0, site.out)
         return [gated_row(site, jobs, act, site.results)]
-    return [*launches(site, jobs, site.scratch + 2 * size), gated_unit(site, *halves)]
+    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
+        return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+    finish = gated_unit if meta.dtype == F32 else gated_halves
+    return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
+
+
+def _alike(site: Site, jobs: list[Job], forms: list[Spot]) -> bool:
+    """Whether one kernel can go along both matrices at a time, for some tokens."""
+    gate, up = jobs
+    same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
+    return same and len(forms) == 1 and fits_some(site, gate)

@@ -1,12 +1,14 @@
 // Matrix products with f16 or bf16 (BFLOAT) weights for 2 to 8 tokens, on tensor cores.
 //
-// A warp multiplies 16 rows of the matrix with 8 tokens; the warps of a block share out the depth. An activation is split in two halves of the weights' type, high + low, so
-// that next to nothing of its precision is lost: the tensor cores have nothing else to do while the
-// weights come. Depth is taken 32 at a time, and thread q of four takes numbers 8 q .. 8 q + 7 of it
-// instead of those that the instruction's picture names: for the sum it is all the same, as long as
-// weights and activations agree.
+// A warp multiplies 16 rows of the matrix with 8 tokens; the warps of a block share out the depth.
+// An activation is split in two halves of the weights' type, high + low, so that next to nothing of
+// its precision is lost: the tensor cores have nothing else to do while the weights come. Depth is
+// taken 32 at a time, and thread q of four takes numbers 8 q .. 8 q + 7 of it instead of those that
+// the instruction's picture names: for the sum it is all the same, as long as weights and activations
+// agree.
 
 #include "matrices.cuh"
+#include "tensor.cuh"
 
 #define STEP 32
 #define SIDE 16  // rows of a block
@@ -14,35 +16,16 @@
 #define WARPS 8
 
 #if BFLOAT
-#define HALF "bf16"
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 __device__ __forceinline__ float first(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float second(u32 pair) { return __uint_as_float(pair & 0xffff0000); }
 __device__ __forceinline__ float limited(float x) { return x; }
 #else
-#define HALF "f16"
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
 __device__ __forceinline__ float first(u32 pair) { return low_half(pair); }
 __device__ __forceinline__ float second(u32 pair) { return high_half(pair); }
 __device__ __forceinline__ float limited(float x) {
     return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;  // NaN stays NaN
 }
 #endif
-
-__device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." HALF "." HALF ".f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Two floats as a pair of halves, and what these leave over as another.
 __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from cupy.cuda import Event, Memory, Stream, alloc_pinned_memory, runtime
 from cupy.cuda.runtime import CUDARuntimeError
 
 from ...errors import OutOfMemory
+from ...tensor import Meta
+from ..site import numpy_form, span
 
 _STAGE = 32 << 20  # bytes of each of the two pinned halves
+_COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
@@ -55,12 +60,47 @@ class Buffer:
         return data
 
 
+class Ring:
+    """What each run leaves in an operand, on its way to the host: one pinned slot for each run that
+    may be under way, with an event that says when the copy has arrived. See `backends.Ring`."""
+
+    ahead = 1
+
+    def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
+        shape, strides, kind = numpy_form(meta)
+        self._source, self._nbytes, self._stream = address, span(meta), stream
+        self._begun = self._taken = 0  # copies
+        memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.ahead + 1)]
+        self._addresses = [memory.ptr for memory in memories]
+        self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
+        self._arrived = [Event(disable_timing=True) for _ in memories]
+
+    def put(self) -> None:
+        slot = self._begun % len(self._addresses)
+        runtime.memcpyAsync(
+            self._addresses[slot], self._source, self._nbytes,
+            runtime.memcpyDeviceToHost, self._stream.ptr,
+        )  # fmt: skip
+        self._arrived[slot].record(self._stream)
+        self._begun += 1
+
+    def take(self) -> np.ndarray:
+        slot = self._taken % len(self._addresses)
+        self._arrived[slot].synchronize()
+        self._taken += 1
+        return self._values[slot].copy()
+
+    def clear(self) -> None:
+        self._taken = self._begun
+
+
 class Stager:
     """Sends host bytes to the GPU through pinned memory, so that copying into one half goes on
-    while the other is on its way, and small pieces are not waited for."""
+    while the other is on its way, and small pieces are not waited for. Several threads copy what is
+    large: one alone is slower than the bus, the more so where pages of a file must be mapped."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+        self._stream, self._copiers = stream, ThreadPoolExecutor(_COPIERS)
         self._halves: list[np.ndarray] = []
         self._sent = [Event(disable_timing=True), Event(disable_timing=True)]
         self._half = self._used = 0
@@ -77,12 +117,23 @@ class Stager:
                 self._swap()
             count = min(data.nbytes - at, _STAGE - self._used)
             stage = self._halves[self._half][self._used : self._used + count]
-            stage[:] = data[at : at + count]
+            self._copy(stage, data[at : at + count])
             runtime.memcpyAsync(
                 address + at, stage.ctypes.data, count,
                 runtime.memcpyHostToDevice, self._stream.ptr,
             )  # fmt: skip
             at, self._used = at + count, self._used + count
+
+    def _copy(self, stage: np.ndarray, data: np.ndarray) -> None:
+        share = data.nbytes // _COPIERS + 1
+        if share < _SHARE:
+            stage[:] = data
+            return
+        starts = range(0, data.nbytes, share)
+        for _ in self._copiers.map(
+            lambda at: np.copyto(stage[at : at + share], data[at : at + share]), starts
+        ):
+            pass
 
     def _swap(self) -> None:
         """Go on in the other half, once what was sent from it has arrived."""

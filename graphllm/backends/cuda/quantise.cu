@@ -1,4 +1,4 @@
-// Activations as int8 in blocks. A warp does one block of a row.
+// Activations in fewer bits. A warp does one block of a row, or 256 of its columns.
 
 #include "quantise.cuh"
 
@@ -24,4 +24,20 @@ extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out
 extern "C" __global__ void quantise_256(const u8* x, i64 stride, u8* out, i64 out_stride,
                                         const i64* live, int width) {
     quantise<8>(x, stride, out, out_stride, live, width);
+}
+
+extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stride,
+                                  const i64* live, int width, int kind) {
+    begin();
+    i64 row = blockIdx.x;
+    int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 256;
+    if (row >= *live || first >= width) return;
+    const float* from = (const float*)(x + row * stride);
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int column = first + 32 * i + threadIdx.x % WARP;
+        v[i] = column < width ? from[column] : 0.f;
+    }
+    emit_to<8>(v, {out, out_stride, kind, 0}, row, first, width);
 }

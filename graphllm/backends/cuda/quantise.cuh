@@ -1,12 +1,12 @@
 #pragma once
-// Activations on their way out: float32, or int8 blocks of 32 or 256 (graphllm.quant.quantise_act,
-// bit for bit). A warp emits a unit of 32 * N consecutive elements (N is 1 or 8), of which lane l
+// Activations on their way out: float32, halves, or int8 blocks of 32 or 256 (as the op quantise_act
+// says, bit for bit). A warp emits a unit of 32 * N consecutive elements (N is 1 or 8), of which lane l
 // holds the elements 32 i + l. Every operation rounds once; none is fused.
 
 struct Target {
     u8* at;      // of the first row
     i64 stride;  // bytes from one row to the next
-    int block;   // 0: float32, else elements of a block
+    int block;   // 0: float32, 1: float16, 2: bfloat16, else elements of a block of int8
     int unused;
 };
 
@@ -14,6 +14,12 @@ struct Targets {
     Target t[2];
     int count, unused;
 };
+
+// Beyond the range of float16 the largest; NaN stays NaN.
+__device__ __forceinline__ u16 to_half(int kind, float x) {
+    if (kind == 2) return to_bf16(x);
+    return to_f16(x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x);
+}
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
@@ -72,8 +78,8 @@ __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) 
     ((int*)(row + width + width / 8))[first / 32] = sum;
 }
 
-// Up to eight blocks of 32.
-__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width) {
+// Up to eight blocks of 32, those before element `end`.
+__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int end, int width) {
     int lane = threadIdx.x % WARP, at = first / 32 + lane / 4, q[8];
     u32 sizes[8];
 #pragma unroll
@@ -82,10 +88,10 @@ __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int 
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         q[i] = quantised(v[i], __shfl_sync(FULL, step.inverse, 4 * i));
-        if (first + 32 * i < width) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
+        if (first + 32 * i < end) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
     }
     int sum = reduce8<16>(q, plus);
-    if (lane % 4 || 32 * at >= width) return;
+    if (lane % 4 || 32 * at >= end) return;
     ((float*)(row + width))[at] = step.d;
     ((int*)(row + width + width / 8))[at] = sum;
 }
@@ -108,27 +114,36 @@ __device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int
     if (lane % 2 == 0) sums[first / 16 + 2 * (lane / 2 % 8) + lane / 16] = (i16)sum;
 }
 
-// A unit to one target. `width`: of a row; beyond it v is ignored (blocks are whole).
+// A unit to one target: what there is of it before element `end` of a row of `width` (blocks are
+// whole).
 template <int N>
 __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
-                                        int width) {
+                                        int end, int width) {
     u8* to = t.at + row * t.stride;
-    if (N == 1 && t.block) {
+    if (N == 1 && t.block > 2) {
         emit_32(v[0], to, first, width);
     } else if (t.block == 32) {
-        emit_32(v, to, first, width);
+        emit_32(v, to, first, end, width);
     } else if (t.block == 256) {
         emit_256(v, to, first, width);
     } else {
+        int column = first + threadIdx.x % WARP;
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            int column = first + 32 * i + threadIdx.x % WARP;
-            if (column < width) ((float*)to)[column] = v[i];
-        }
+        for (int i = 0; i < N; i++, column += 32)
+            if (column < end && t.block)
+                ((u16*)to)[column] = to_half(t.block, v[i]);
+            else if (column < end)
+                ((float*)to)[column] = v[i];
     }
 }
 
-// A unit to all targets. N is 8 if one of them has blocks of 256, else 1.
+template <int N>
+__device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
+                                        int width) {
+    emit_to<N>(v, t, row, first, width, width);
+}
+
+// A unit to all targets. N is 8 if one of them has blocks of 256 or halves, else 1.
 template <int N>
 __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int first,
                                      int width) {

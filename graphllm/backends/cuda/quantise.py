@@ -1,4 +1,4 @@
-"""Activations as int8 in blocks."""
+"""Activations in fewer bits: int8 in blocks, or halves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from .source import module
 
 _MODULE = module("quantise")
 _WARPS = 4  # of a block of threads; each does one block of activations
+HALVES = {"f16": 1, "bf16": 2}  # what quantise.cuh calls them
 
 
 def quantise(site: Site, x: int, stride: int, out: Spot) -> Launch:
     """Float rows at address ``x``, ``stride`` bytes apart, to ``out``, whose dtype says how."""
-    size = out.dtype.block
+    kind = HALVES.get(out.dtype.name, 0)
+    size = 256 if kind else out.dtype.block
     grid = (site.most(out.meta.rows), ceil(out.width, size * _WARPS))
-    args = (x, stride, out.address, out.row_stride, site.live(out.meta.rows), out.width)
-    return Launch(_MODULE[f"quantise_{size}"], grid, (32 * _WARPS,), args)
+    args: tuple[int, ...] = (
+        x, stride, out.address, out.row_stride, site.live(out.meta.rows), out.width
+    )  # fmt: skip
+    args += (kind,) if kind else ()
+    return Launch(_MODULE["narrow" if kind else f"quantise_{size}"], grid, (32 * _WARPS,), args)
 
 
 @BACKEND.kernel("quantise_act", layout={"x": ROWS}, dtypes={"x": "f32"})
@@ -28,18 +33,17 @@ def quantise_act(site: Site) -> Launch:
 
 
 def target(spot: Spot) -> bytes:
-    """The struct Target of quantise.cuh: float32 or quantised."""
-    block = spot.dtype.block if spot.dtype.quantised else 0
+    """The struct Target of quantise.cuh."""
+    block = spot.dtype.block if spot.dtype.quantised else HALVES.get(spot.dtype.name, 0)
     return struct.pack("<Qqii", spot.address, spot.row_stride, block, 0)
 
 
 def targets(spots: Sequence[Spot]) -> bytes:
-    """The struct Targets of quantise.cuh for one or two results."""
+    """The struct Targets of quantise.cuh for at most two results."""
     assert len(spots) <= 2, spots
-    made = b"".join(map(target, spots)).ljust(2 * len(target(spots[0])), b"\0")
-    return made + struct.pack("<ii", len(spots), 0)
+    return b"".join(map(target, spots)).ljust(48, b"\0") + struct.pack("<ii", len(spots), 0)
 
 
 def unit(spots: Sequence[Spot]) -> int:
     """The N of quantise.cuh: a warp emits 32 N elements at a time."""
-    return 8 if any(s.dtype.name == "a8_256" for s in spots) else 1
+    return 8 if any(s.dtype.name in ("a8_256", *HALVES) for s in spots) else 1

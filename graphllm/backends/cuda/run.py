@@ -20,9 +20,13 @@ from .. import Header
 from .device import Arg, Call, Launch, Work
 from .memory import Buffer
 from .source import Function, Module, image, kept, module, target
+from .walk import Walk
 
 _SUPPORT = module("support")
-_EARLY, _MAX_DYNAMIC_SHARED = 6, 48 << 10  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED = 48 << 10
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._PROGRAMMATIC_STREAM_SERIALIZATION
+_COOPERATIVE, _EARLY = 2, 6
+_SHARED_MEMORY = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 
 
 class _Attribute(ctypes.Structure):
@@ -61,12 +65,12 @@ class Prepared:
         self._values = [ctypes.create_string_buffer(d, max(8, len(d))) for d in data]
         addresses = [ctypes.addressof(v) for v in self._values]
         self._params = (ctypes.c_void_p * max(1, len(data)))(*addresses)
-        self._attribute = _Attribute(_EARLY, 0)
+        self._attribute = _Attribute(_COOPERATIVE if launch.cooperative else _EARLY, 0)
         self._attribute.value[0] = 1
         early = launch.early and gpu.capability >= (9, 0)
         self._config = _Config(
             _three(launch.grid), _three(launch.block), launch.shared, gpu.stream.ptr,
-            ctypes.pointer(self._attribute), int(early),
+            ctypes.pointer(self._attribute), int(early or launch.cooperative),
         )  # fmt: skip
         self._reference = ctypes.byref(self._config)
         self._what = f"{launch.function.name} <<<{launch.grid}, {launch.block}, {launch.shared}>>>"
@@ -108,11 +112,15 @@ class Gpu:
         number = int(Device(index).compute_capability)
         self.capability = divmod(number, 10)
         self.processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index)
+        self.shared = runtime.deviceGetAttribute(_SHARED_MEMORY, index)  # bytes, of a block at most
+        self.walks = self.capability >= (8, 0)  # whether there is what walks need
         self.arch = target(self.capability)
         self.stream = Stream(non_blocking=True)
         self.library = ctypes.CDLL("libcuda.so.1")
         self._modules: dict[Module, Loaded] = {}
         self._functions: dict[Function, Any] = {}
+        self._ends = [Event(disable_timing=True) for _ in range(2)]  # of long runs, in turns
+        self._long = 0
 
     def use(self) -> None:
         """Make this GPU the calling thread's."""
@@ -165,6 +173,15 @@ class Gpu:
             end.synchronize()
             found.append(get_elapsed_time(start, end) / 1e3)
         return found[2:]
+
+    def paced(self, run: Callable[[], None]) -> None:
+        """A run that takes the GPU long, once the one before the last is over: what is on the
+        stream cannot be taken back, Ctrl-C waits for it, and progress is told too early."""
+        end = self._ends[self._long % len(self._ends)]
+        end.synchronize()
+        run()
+        end.record(self.stream)
+        self._long += 1
 
     def header(self, buffer: Buffer, header: Header) -> _LiveValues:
         return _LiveValues(buffer, header, self)
@@ -249,7 +266,10 @@ class Segment:
         if values is not None:
             values.update()
         if times is None:
-            self._plain()
+            if self._captured:
+                self._plain()
+            else:
+                self._gpu.paced(self._plain)
             return
         if self._stamped is None:
             self._stamped = self._with_stamps()
@@ -266,9 +286,16 @@ class Segment:
             return Launch(_SUPPORT["stamp"], (1,), (1,), (stamps.address + 8 * index,), early=False)
 
         work: list[Work] = [stamp(0)]
+        walked = 0  # steps to come of a walk, which notes their times itself, but the last one's
         for index, part in enumerate(self._work, 1):
-            work += [*(replace(w, early=False) if isinstance(w, Launch) else w for w in part)]
-            work.append(stamp(index))
+            for each in part:
+                if isinstance(each, Walk):
+                    walked = each.steps
+                    each = each.stamped(stamps.address + 8 * index)
+                work.append(replace(each, early=False) if isinstance(each, Launch) else each)
+            walked -= 1
+            if walked <= 0:
+                work.append(stamp(index))
         sequence = _Sequence(self._gpu, work, self._captured)
         if self._plain.runs:  # then all functions are loaded, and a graph can be made at once
             self._gpu.prepared(stamp(0))()

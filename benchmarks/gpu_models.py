@@ -1,0 +1,370 @@
+"""The parts of gpu.py that run whole models with random weights, sampling included."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import gpu_shared as shared
+import numpy as np
+from gpu_shared import Lines, Marks, Model
+
+import graphllm
+from graphllm.decoder import Limits
+from graphllm.errors import GraphllmError
+from graphllm.executor import Executor
+from graphllm.generation.engine import Engine
+from graphllm.generation.kv import BlockTable
+from graphllm.generation.request import Sampling
+from graphllm.llm import LLM, decoder_for
+from graphllm.profiler import bench
+from graphllm.profiler.rows import Recorder, totals
+from graphllm.repeat import Repeat
+from graphllm.weights.random import RandomFile
+
+DECODE, PROMPT = bench.Test(0, 128, 512), bench.Test(512, 0)
+LONG = (bench.Test(0, 128, 4096), bench.Test(8192, 0))
+TESTS: dict[Model, tuple[bench.Test, ...]] = {
+    ("mistral-7b", "f16"): (DECODE, PROMPT, *LONG),
+    ("mistral-7b", "q8_0"): (DECODE, PROMPT),
+    ("mistral-7b", "q4_0"): (DECODE, PROMPT),
+    ("mistral-7b", "q4_k_m"): (DECODE, PROMPT),
+    ("llama-1b", "f16"): (DECODE,),
+}
+ROUNDS = 3  # of each test that count, after one that does not
+SEQUENCES, DEPTH, STEPS = 16, 512, 64  # of the part `batch`
+GREEDY = Sampling(temperature=0.0, seed=0)
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def models(only: list[Model]) -> Lines:
+    """Tokens a second, with GB/s of weights and cache and share of the best read, or TFLOP/s."""
+    yield f"{'shape':<12} {'format':<8} {'test':<14} {'tok/s':>9}"
+    for model in shared.picked(only, tuple(TESTS)):
+        tests = TESTS.get(model, (DECODE, PROMPT))
+        llm = shared.loaded(model, max(test.context for test in tests) + 64)
+        for test in tests:
+            result = bench.run(llm, test, ROUNDS, lambda done: None)
+            rate = median(result.rates)
+            if test.gen:
+                more = shared.share(result.nbytes * rate)
+            else:
+                more = f"{prompt_flops(llm.engine, test) * rate / test.prompt / 1e12:7.1f} TFLOP/s"
+            yield f"{model[0]:<12} {model[1]:<8} {test.name:<14} {rate:9.1f} {more}"
+        del llm
+
+
+def prompt_flops(engine: Engine, test: bench.Test) -> float:
+    """Operations of reading the prompt, by what ops declare."""
+    size = engine.limits.tokens
+    plan = engine._plan(["ids"], size)
+    ends = range(test.depth, test.depth + test.prompt, size)
+    last = test.depth + test.prompt
+    return sum(bench.step_flops(plan, at, min(size, last - at)) for at in ends)
+
+
+# -------------------------------------------------------------------------------------------- idle
+
+
+def idle(only: list[Model]) -> Lines:
+    """How long the GPU has nothing to do between two steps of decoding, and the host has work."""
+    usual = (("mistral-7b", "f16"), ("mistral-7b", "q4_0"), ("llama-1b", "f16"))
+    yield (
+        f"{'shape':<12} {'format':<8} {'wall us':>8} {'GPU us':>8} {'idle':>6} {'between us':>11} "
+        f"{'host us':>8}   while it works"
+    )
+    for model in shared.picked(only, usual):
+        llm = shared.loaded(model, DECODE.context + 64)
+        plain = bench.run(llm, DECODE, ROUNDS, lambda done: None)
+        wall, nbytes = 1e6 / median(plain.rates), plain.nbytes
+        steps, between = marked(llm.engine)
+        own, gap = 1e6 * median(steps), 1e6 * median(between)
+        yield (
+            f"{model[0]:<12} {model[1]:<8} {wall:8.1f} {own:8.1f} {1 - own / wall:6.1%} "
+            f"{gap:11.1f} {host(llm.engine):8.1f} {shared.share(1e6 * nbytes / own)}"
+        )
+        del llm
+
+
+def decode(engine: Engine, wrap: Any) -> float:
+    """Microseconds a token of the test `DECODE`, each `Repeat` of which is given to ``wrap``."""
+    repeat, tokens = engine.executor.repeat, bench.fillers(DECODE.depth, engine._vocab)
+
+    def wrapped(*call: Any) -> Repeat:
+        steps = repeat(*call)
+        wrap(steps)
+        return steps
+
+    engine.executor.repeat = wrapped
+    try:
+        ids = engine.generate(tokens, GREEDY, ())
+        next(ids)
+        start = time.perf_counter()
+        for _ in range(DECODE.gen):
+            next(ids)
+        return 1e6 * (time.perf_counter() - start) / DECODE.gen
+    finally:
+        engine.executor.repeat = repeat
+
+
+def marked(engine: Engine) -> tuple[list[float], list[float]]:
+    """Seconds of each step by the GPU's clock, and between each and the next."""
+    device, made = engine.executor.devices["cuda"], []
+    decode(engine, lambda steps: made.append(Marks(steps, device)))
+    return made[0].seconds()
+
+
+def host(engine: Engine) -> float:
+    """Microseconds a token in which the host does not wait for the GPU."""
+    waited = []
+
+    def timed(steps: Repeat) -> None:
+        take = steps.take
+
+        def waiting() -> np.ndarray:
+            start = time.perf_counter()
+            found = take()
+            waited.append(time.perf_counter() - start)
+            return found
+
+        steps.take = waiting
+
+    return decode(engine, timed) - 1e6 * sum(waited) / DECODE.gen
+
+
+# ------------------------------------------------------------------------------------------- batch
+
+
+def batch(only: list[Model]) -> Lines:
+    """A step of 16 sequences, 512 tokens of each in the cache, by way of the Executor."""
+    yield f"{'shape':<12} {'format':<8} {'tok/s, GPU':>11} {'tok/s, wall':>12} {'step us':>8}"
+    for model in shared.picked(only, (("mistral-7b", "f16"),)):
+        many = Batch(model, SEQUENCES, DEPTH + STEPS + 8)
+        for s in range(SEQUENCES):
+            many.prefill(s, DEPTH)
+        many.decode(DEPTH, STEPS)
+        many.check()
+        wall = median(many.decode(DEPTH, STEPS) for _ in range(ROUNDS))
+        own = median(many.marked(DEPTH, STEPS).seconds()[0])
+        nbytes = bench.step_bytes(many.plan, DEPTH + STEPS // 2, SEQUENCES)
+        yield (
+            f"{model[0]:<12} {model[1]:<8} {SEQUENCES / own:11.1f} {SEQUENCES / wall:12.1f} "
+            f"{1e6 * own:8.1f} {shared.share(nbytes / own)}"
+        )
+        del many
+
+
+class Batch:
+    """Sequences that decode together: what an engine of many requests would feed.
+
+    GraphllmError for a model of which some layers keep a window only.
+    """
+
+    def __init__(self, model: Model, sequences: int, context: int) -> None:
+        file = RandomFile(*model)
+        decoder = decoder_for(file)
+        self.limits = Limits(tokens=512, sequences=sequences, context=context)
+        self.vocab, self.names = decoder.cfg.vocab, [c.name for c in decoder.caches]
+        if any(c.window for c in decoder.caches):
+            raise GraphllmError(f"batch: {model[0]} has layers with a window")
+        self.outputs = decoder.build(self.limits)
+        self.executor = Executor(decoder.weights, shared.ORDER)
+        most = sequences
+        bounds = {"T": (1, most), "S": (1, most), "Q": (2, most + 1), "N": (1, most)}
+        self.plan = self.executor.compile({"ids": self.outputs["ids"]}, bounds)
+        self.tables = [self._table(s) for s in range(sequences)]
+        self.drawn: list[np.ndarray] = []
+
+    def _table(self, sequence: int) -> BlockTable:
+        """The blocks of one sequence, all of them."""
+        first, count = sequence * self.limits.blocks, self.limits.blocks
+        table = BlockTable(list(range(first, first + count)), self.limits.block, count)
+        table.grow(self.limits.context)
+        return table
+
+    def tokens(self, sequence: int, count: int) -> list[int]:
+        """The first and the last sequence have the same ones."""
+        own = sequence % (self.limits.sequences - 1)
+        return bench.fillers(count + 31 * own, self.vocab)[31 * own :]
+
+    def prefill(self, sequence: int, count: int) -> None:
+        """Put ``count`` tokens of a sequence into the cache."""
+        pools = {n: node for n, node in self.outputs.items() if n.startswith("kv.")}
+        most = {"T": (1, self.limits.tokens), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}
+        plan, tokens = self.executor.compile(pools, most), self.tokens(sequence, count)
+        table = self.tables[sequence]
+        for at in range(0, count, self.limits.tokens):
+            chunk = tokens[at : at + self.limits.tokens]
+            stop = at + len(chunk)
+            feeds = {
+                "ids": np.array(chunk), "pos": np.arange(at, stop),
+                "q_start": np.array([0, len(chunk)]), "kv_len": np.array([stop]),
+            }  # fmt: skip
+            for name in self.names:
+                feeds[f"slot.{name}"] = table.slots(at, stop)
+                feeds[f"table.{name}"] = table.table[None]
+            whole = {name: data.astype(np.int32) for name, data in feeds.items()}
+            self.executor.run(plan, whole, fetch=())
+
+    def feeds(self, depth: int) -> dict[str, np.ndarray]:
+        """Of the first step after ``depth`` tokens of each sequence."""
+        s = self.limits.sequences
+        ints = {
+            "ids": [self.tokens(i, depth + 1)[-1] for i in range(s)], "pos": [depth] * s,
+            "q_start": range(s + 1), "kv_len": [depth + 1] * s, "rows": range(s),
+            "top_k": [40] * s, "count": [0] * s, "done": [0] * s,
+            "stop": [-1] * self.limits.stops, "history": [[-1] * self.limits.history] * s,
+        }  # fmt: skip
+        for name in self.names:
+            ints[f"slot.{name}"] = [int(t.slots(depth, depth + 1)[0]) for t in self.tables]
+            ints[f"table.{name}"] = [t.table for t in self.tables]
+        floats = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+        return {
+            **{name: np.array(values, np.int32) for name, values in ints.items()},
+            **{name: np.full(s, value, np.float32) for name, value in floats.items()},
+            "seed": np.full(s, 5, np.int64),
+        }
+
+    def decode(self, depth: int, count: int, wrap: Any = lambda steps: None) -> float:
+        """Draw ``count`` tokens of each sequence: seconds of wall time a step."""
+        s = self.limits.sequences
+        env = {"T": s, "S": s, "Q": s + 1, "N": s}
+        steps = self.executor.repeat(self.plan, self.feeds(depth), env, "ids")
+        wrap(steps)
+        self.drawn, begun = [], 0
+        start = time.perf_counter()
+        while len(self.drawn) < count:
+            while steps.waiting <= steps.ahead and begun < count:
+                steps.launch()
+                begun += 1
+            self.drawn.append(steps.take())
+        return (time.perf_counter() - start) / count
+
+    def marked(self, depth: int, count: int) -> Marks:
+        """The same, with events around each step."""
+        made: list[Marks] = []
+        device = self.executor.devices["cuda"]
+        self.decode(depth, count, lambda steps: made.append(Marks(steps, device)))
+        return made[0]
+
+    def check(self) -> None:
+        """GraphllmError unless the ids are of the vocabulary, and equal sequences drew the same."""
+        ids = np.array(self.drawn)
+        if (
+            ids.shape != (len(self.drawn), self.limits.sequences)
+            or not ((ids >= 0) & (ids < self.vocab)).all()
+        ):
+            raise GraphllmError(f"batch: ids {ids.shape} from {ids.min()} to {ids.max()}")
+        if (ids[:, 0] != ids[:, -1]).any():
+            raise GraphllmError("batch: two equal sequences drew different tokens")
+
+
+# -------------------------------------------------------------------------------------------- load
+
+
+def load(only: list[Model]) -> Lines:
+    """A file that is in the page cache already to the GPU, and the memory that is in use then."""
+    from make_random_gguf import write  # needs the package gguf, which no other part does
+
+    for model in shared.picked(only, (("mistral-7b", "f16"),)):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            start = time.perf_counter()
+            write(RandomFile(*model), path)
+            size, took = path.stat().st_size, time.perf_counter() - start
+            yield f"{model[0]} {model[1]}: {size / 1e9:.2f} GB, written at {rate(size, took)}"
+            yield f"read into the page cache at {rate(size, read(path))}"
+            yield from load_file(path)
+
+
+def rate(nbytes: float, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s"
+
+
+def read(path: Path) -> float:
+    """Seconds of reading the file."""
+    piece, start = bytearray(64 << 20), time.perf_counter()
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+    return time.perf_counter() - start
+
+
+class Told:
+    """When loading began to tell of something, and when that was done."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self._begun.setdefault(what, time.perf_counter())
+        if done >= total:
+            self._ended.setdefault(what, time.perf_counter())
+
+    def seconds(self, what: str) -> float:
+        return self._ended[what] - self._begun[what]
+
+
+def load_file(path: Path) -> Lines:
+    """Load it twice: the first time kernels may be compiled, too."""
+    for turn in ("first", "second"):
+        gc.collect()
+        before, told = shared.memory_in_use(), Told()
+        llm = graphllm.load(path, device="cuda", context=4096, progress=told)
+        weights = sum(t.nbytes for t in llm.file.tensors.values())
+        cache = sum(node.meta.bound().nbytes for node in llm.decoder.pools.values())
+        after, upload = shared.memory_in_use(), told.seconds("preparing weights")
+        yield f"{turn}: load_s {llm.load_s:.2f}, {rate(weights, llm.load_s)} in all"
+        yield f"  upload of weights: {upload:.2f} s, {rate(weights, upload)}"
+        yield (
+            f"  GPU memory in use: {after / 1e9:.2f} GB ({before / 1e9:.2f} before); weights "
+            f"{weights / 1e9:.2f} + cache {cache / 1e9:.2f} + 1 GiB = "
+            f"{(weights + cache + (1 << 30)) / 1e9:.2f} GB"
+        )
+        del llm
+
+
+# ----------------------------------------------------------------------------------------- profile
+
+
+def profile(only: list[Model]) -> Lines:
+    """One step of decoding after 512 tokens by op, beside the step as it is without time stamps."""
+    for model in shared.picked(only, (("mistral-7b", "q4_0"), ("mistral-7b", "f16"))):
+        llm = shared.loaded(model, DECODE.context + 64)
+        plain = 1e6 / median(bench.run(llm, DECODE, ROUNDS, lambda done: None).rates)
+        yield f"{model[0]} {model[1]}, {len(llm.engine.decode_plan().steps)} steps a token"
+        yield from table(llm, plain)
+        del llm
+
+
+def table(llm: LLM, plain: float, steps: int = 20) -> Lines:
+    """``plain``: microseconds of the step without stamps."""
+    engine, phases = llm.engine, (Recorder(), Recorder())
+    ids = engine.generate(bench.fillers(DECODE.depth, engine._vocab), GREEDY, (), profile=phases)
+    for _ in range(steps + 3):
+        next(ids)
+    every = phases[1].rows
+    count = len(engine.decode_plan().steps)
+    rows = every[-steps * count :]
+    yield f"  {'op':<28} {'calls':>6} {'us each':>8} {'us':>8} {'share':>6}"
+    whole = sum(row.ns for row in rows)
+    for name, total in totals(rows).items():
+        us = total.ns / 1e3
+        yield (
+            f"  {name:<28} {total.calls // steps:6d} {us / total.calls:8.2f} {us / steps:8.1f} "
+            f"{total.ns / whole:6.1%} {shared.share(1e9 * total.gb_s)} "
+            f"{total.gflop_s / 1e3:6.2f} TFLOP/s"
+        )
+    nbytes = bench.step_bytes(engine.decode_plan(), DECODE.depth + steps // 2)
+    yield (
+        f"  {'sum':<28} {count:6d} {'':8} {whole / steps / 1e3:8.1f} {'':6} "
+        f"{shared.share(1e9 * nbytes * steps / whole)}"
+    )
+    yield f"  {'without stamps, wall':<44} {plain:8.1f} {'':6} {shared.share(1e6 * nbytes / plain)}"

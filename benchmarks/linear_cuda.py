@@ -1,0 +1,151 @@
+"""Products on this machine's GPU: the library's ways, where own kernels end, and a layer's steps.
+
+    python benchmarks/linear_cuda.py                      # all parts
+    python benchmarks/linear_cuda.py layers --type q8_0   # one
+
+``products``: of a Mistral-7B's layer, the library's first choice and the fastest of eight, over
+more weights than the caches hold. ``counts``: a linear of few tokens by own kernels and by the
+library. ``layers``: where the time of a prompt goes, by step, in a model of four such layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+from gpu import ROUNDS, cuda, run_time
+
+from graphllm import ops
+from graphllm.backends import Options
+from graphllm.backends.cuda import library, linear, linear_many
+from graphllm.decoder import Limits
+from graphllm.dtype import F16, F32
+from graphllm.llm import LLM, decoder_for
+from graphllm.profiler import bench
+from graphllm.profiler.rows import Recorder, totals
+from graphllm.tensor import Var, feed, weight
+from graphllm.weights.random import RandomFile
+from graphllm.weights.shapes import SHAPES
+
+BYTES = 512 << 20  # of the weights that a measurement goes over
+# rows, depth, matrices at a time, result, added: what linear_many makes of a layer
+SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
+    "q": (4096, 4096, 1, F32, False),
+    "k, v": (1024, 4096, 2, F32, False),
+    "o + residual": (4096, 4096, 1, F32, True),
+    "gate, up": (14336, 4096, 2, F16, False),
+    "down + residual": (4096, 14336, 1, F32, True),
+}
+
+
+def products(given: argparse.Namespace) -> Iterator[str]:
+    """Microseconds of a product, by the library's first choice and by the fastest."""
+    device = cuda().open_device(Options())
+    own = library.of(device)
+    room = [device.alloc(n) for n in (BYTES, 64 << 20, 128 << 20, 128 << 20)]
+    yield f"{'product':<16} {'first, us':>10} {'TFLOP/s':>8} {'fastest, us':>12} {'choice':>7}"
+    sums = [0.0, 0.0]
+    for name, (rows, depth, count, result, added) in SHAPES_OF_A_LAYER.items():
+        size, wide = 2 * rows * depth, result.nbytes * rows * count
+        p = library.Product(
+            F16, result, rows, depth, room[1].address, 2 * depth, room[0].address,
+            room[2].address, wide, 0, room[3].address if added else 0, wide if added else 0,
+            count, size if count > 1 else 0, wide // count if count > 1 else 0,
+        )  # fmt: skip
+        each = [replace(p, w=p.w + i * size * count) for i in range(BYTES // (size * count))]
+        times = [
+            1e6 * median(device.gpu.seconds(partial(run, own, each, way), ROUNDS)) / len(each)
+            for way in own.choices(p, given.tokens, 8)
+        ]
+        rate = 2e-6 * count * rows * depth * given.tokens / times[0]
+        best = min(times)
+        yield f"{name:<16} {times[0]:10.1f} {rate:8.0f} {best:12.1f} {times.index(best):>7}"
+        sums = [sums[0] + times[0], sums[1] + best]
+    yield f"{'a layer':<16} {sums[0]:10.1f} {'':>8} {sums[1]:12.1f}"
+
+
+def run(own: library.Library, each: Sequence[library.Product], way: library.Way) -> None:
+    for p in each:
+        own.go(p, way)
+
+
+def counts(given: argparse.Namespace) -> Iterator[str]:
+    """Microseconds of a linear [14336, 4096] of few tokens by own kernels and by the library."""
+    yield f"{'format':<8} {'tokens':>6} {'own, us':>9} {'library, us':>12}"
+    rng = np.random.default_rng(0)
+    plain = rng.standard_normal((14336, 4096), np.float32).astype(np.float16)
+    for count in (1, 2, 4, 8, 9, 12, 16, 24, 32, 48):
+        own = linear_time(plain, count, linear.FEW, max(count, linear.SOME))
+        yield f"{'f16':<8} {count:>6} {own:9.1f} {linear_time(plain, count, 0, 0):12.1f}"
+
+
+def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
+    """With these bounds of the own kernels."""
+    kept = linear.FEW, linear.SOME
+    linear.FEW, linear.SOME = few, some
+    try:
+        t, (_, depth) = Var("T", count, count), matrix.shape
+        weights = {f"w{i}": matrix for i in range(8)}
+        x = feed("x", (t, depth), "f32")
+        y = ops.quantise_act(x, dtype="f16") if count > few else x
+        made = {n: ops.linear(y, weight(n, matrix.shape, "f16")) for n in weights}
+        return run_time(made, {"x": np.ones((count, depth), np.float32)}, weights) / len(weights)
+    finally:
+        linear.FEW, linear.SOME = kept
+
+
+def layers(given: argparse.Namespace) -> Iterator[str]:
+    """Microseconds of each step of a layer while a prompt is read, and of the layer."""
+    count, tokens, kind, depth = 4, given.tokens, given.type, given.depth
+    file = RandomFile(replace(SHAPES["mistral-7b"], layers=count), kind)
+    limits = Limits(context=depth + tokens + 64)
+    llm = LLM(file, decoder_for(file), {"backends": ("cuda", "reference")}, limits)
+    test = bench.Test(tokens, 0, depth)
+    result = bench.run(llm, test, ROUNDS, lambda done: None)
+    ids, rows = bench.fillers(depth + tokens, llm.decoder.cfg.vocab), []
+    for _ in range(5):
+        llm.engine.reuse([*ids[:depth], -1])
+        recorder = Recorder()
+        next(llm.engine.generate(ids, bench._GREEDY, [], None, (recorder, recorder)))
+        rows = [r for r in recorder.rows if ".layers." in r.scope]
+    yield f"{kind}, {tokens} tokens after {depth}: {median(result.rates):.0f} tok/s of the whole"
+    yield f"{'step':<28} {'calls':>5} {'us each':>9} {'us a layer':>11} {'GB/s':>6} {'TFLOP/s':>8}"
+    total = 0.0
+    for name, t in totals(rows).items():
+        total += t.ns / 1e3 / count
+        yield (
+            f"{name:<28} {t.calls:>5} {t.ns / 1e3 / t.calls:9.1f} {t.ns / 1e3 / count:11.1f} "
+            f"{t.gb_s:6.0f} {t.gflop_s / 1e3:8.0f}"
+        )
+    yield f"{'a layer':<28} {'':>5} {'':>9} {total:11.1f}"
+
+
+PARTS = {"products": products, "counts": counts, "layers": layers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=0, help="tokens before (layers)")
+    parser.add_argument("--type", default="f16", help="format of the weights (layers)")
+    parser.add_argument("--tile", type=int, help="MB of block weights expanded at a time (layers)")
+    given = parser.parse_args()
+    linear_many._TILE = given.tile << 20 if given.tile else linear_many._TILE
+    chosen = given.parts or list(PARTS)
+    unknown = sorted(set(chosen) - set(PARTS))
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}; known: {', '.join(PARTS)}")
+    for part in chosen:
+        print(f"\n## {part}: {(PARTS[part].__doc__ or '').splitlines()[0]}")
+        for line in PARTS[part](given):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

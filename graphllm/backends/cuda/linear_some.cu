@@ -1,0 +1,117 @@
+// Matrix products with f16 or bf16 (BFLOAT) weights for up to 16 tokens, which are halves of the same
+// kind, in one pass over the weights.
+//
+// A block takes SIDE rows of a matrix, which has as many, and reads all activations for them: the more
+// rows, the less of that. GATED: half of the rows are of one matrix, the others the same ones of a
+// second, and give act(first) * second, float32 or of a kind of quantise.cuh. A block's warps share
+// out the depth, 32 at a time; thread q of four takes numbers 8 q .. 8 q + 7 of these, as in
+// linear_tensor.cu. A warp has 8 KB of weights on their way, the first of them before the activations
+// are there.
+
+#include "matrices.cuh"
+#include "quantise.cuh"
+#include "tensor.cuh"
+
+#define STEP 32
+#define MANY 16  // tokens
+#define WARPS 8
+#define TILES (SIDE / 16)  // of 16 rows
+#define STAGES (8 / TILES)
+#define ROWS (SIDE / (1 + GATED))  // of a matrix
+
+extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
+    linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act, int kind) {
+    __shared__ float sums[WARPS][MANY][SIDE + 1];
+    launch_next();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
+    int row = blockIdx.x * ROWS;
+    Matrix m = all.m[0];
+#pragma unroll
+    for (int i = 1; !GATED && i < 3; i++) {
+        int above = ((int)m.rows + ROWS - 1) / ROWS * ROWS;
+        if (row >= above) row -= above, m = all.m[i];
+    }
+    const int first = blockIdx.y * MANY;
+    row = min(row, (int)m.rows - ROWS);  // what two blocks do, they do alike
+    const i64 start = (i64)(row + group) * (k / 8) + part;
+    const uint4* rows = (const uint4*)m.w.a + start;
+    const uint4* others = (const uint4*)all.m[GATED].w.a + start - (i64)(ROWS / 8) * k;
+    uint4 w[STAGES][TILES][2], v[2][2];
+    auto load = [&](int stage, int from) {
+        if (from >= k) return;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                w[stage][t][i] = stream16((GATED && 2 * t + i >= TILES ? others : rows) +
+                                          (i64)(2 * t + i) * k + from / 8);
+    };
+    const int begin_at = STEP * warp, next = STEP * WARPS;
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) load(s, begin_at + s * next);
+    wait_for_previous();
+    const int tokens = (int)*live;
+    if (first >= tokens) return;
+    const uint4* mine[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        mine[i] = (const uint4*)(x + min(first + 8 * i + group, tokens - 1) * x_stride) + part;
+    auto bring = [&](int stage, int from) {
+        if (from >= k) return;
+#pragma unroll
+        for (int i = 0; i < 2; i++) v[stage][i] = mine[i][from / 8];
+    };
+    bring(0, begin_at);
+    float c[TILES][2][4] = {};
+    for (int at = begin_at; at < k; at += STAGES * next) {
+#pragma unroll
+        for (int s = 0; s < STAGES; s++) {
+            int here = at + s * next;
+            if (here >= k) break;
+            bring((s + 1) % 2, here + next);
+#pragma unroll
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int h = 0; h < 4; h += 2) {
+                    const uint4* q = w[s][t];
+                    u32 a[4] = {word(q[0], h), word(q[1], h), word(q[0], h + 1), word(q[1], h + 1)};
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+                        multiply(c[t][n], a, word(v[s % 2][n], h), word(v[s % 2][n], h + 1));
+                }
+            load(s, here + STAGES * next);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                sums[warp][8 * n + 2 * part + e % 2][16 * t + 8 * (e / 2) + group] = c[t][n][e];
+    __syncthreads();
+    auto sum = [&](int token, int r) {
+        float value = 0;
+#pragma unroll
+        for (int s = 0; s < WARPS; s++) value += sums[s][token][r];
+        return value;
+    };
+    for (int i = threadIdx.x; i < MANY * ROWS; i += WARP * WARPS) {
+        const int t = i / ROWS, r = i % ROWS, token = first + t;
+        if (token >= tokens) break;
+#if GATED
+        const Matrix& up = all.m[1];
+        float value = sum(t, r), other = sum(t, ROWS + r);
+        if (m.bias) value += m.bias[row + r];
+        if (up.bias) other += up.bias[row + r];
+        value = activate(act, value) * other;
+        u8* y = m.y + token * m.y_stride;
+        if (kind)
+            ((u16*)y)[row + r] = to_half(kind, value);
+        else
+            ((float*)y)[row + r] = value;
+#else
+        finish(m, token, row + r, sum(t, r));
+#endif
+    }
+}

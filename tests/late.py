@@ -1,0 +1,100 @@
+"""A device that does nothing until somebody asks for a result: what a GPU's queue looks like to the
+host, at its slowest. Its kernels are the reference's."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import graphllm.backends as registry
+from graphllm.backends.reference import BACKEND as REFERENCE
+from graphllm.backends.reference import HostDevice
+
+
+class LateDevice(HostDevice):
+    """``queue``: what was asked for and is not done. ``begun``: runs of segments so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: deque[Callable[[], object]] = deque()
+        self.begun = 0
+
+    def finish(self) -> None:
+        while self.queue:
+            self.queue.popleft()()
+
+    def copy_in(self, operand, data) -> None:
+        kept = data.copy()
+        self.queue.append(lambda: HostDevice.copy_in(self, operand, kept))
+
+    def copy_out(self, operand) -> np.ndarray:
+        self.finish()
+        return super().copy_out(operand)
+
+    def ring(self, operand) -> _Ring:
+        return _Ring(self, operand)
+
+    def build(self, steps, header) -> _Segment:
+        return _Segment(self, super().build(steps, header), header)
+
+
+class _Segment:
+    def __init__(self, device, steps, header) -> None:
+        self.device, self.steps, self.header = device, steps, header
+
+    def run(self, times) -> None:
+        """Later, with the live values of now; at once where the times are asked for."""
+        values = self.header.values.copy()
+
+        def run() -> None:
+            now = self.header.values.copy()
+            self.header.values[:] = values
+            self.steps.run(times)
+            self.header.values[:] = now
+
+        self.device.begun += 1
+        self.device.queue.append(run)
+        if times is not None:
+            self.device.finish()
+
+
+class _Ring:
+    ahead = 1
+
+    def __init__(self, device, operand) -> None:
+        self.device, self.operand = device, operand
+        self.slots = [None] * (self.ahead + 1)
+        self.put_count = self.taken = self.arrived = 0
+
+    def put(self) -> None:
+        slot = self.put_count % len(self.slots)
+        self.put_count += 1
+
+        def copy() -> None:
+            self.slots[slot] = HostDevice.copy_out(self.device, self.operand)
+            self.arrived += 1
+
+        self.device.queue.append(copy)
+
+    def take(self) -> np.ndarray:
+        """Does no more than it must."""
+        assert self.taken < self.put_count
+        while self.arrived <= self.taken:
+            self.device.queue.popleft()()
+        self.taken += 1
+        return self.slots[(self.taken - 1) % len(self.slots)]
+
+    def clear(self) -> None:
+        self.taken = self.put_count
+
+
+def install(
+    patch: pytest.MonkeyPatch, name: str = "late", make: Callable[[], LateDevice] = LateDevice
+) -> None:
+    """Make the backend known under this name."""
+    backend = type(REFERENCE)(name, lambda: (True, f"{name}, for tests"), lambda options: make())
+    find = registry.find
+    patch.setattr(registry, "find", lambda asked: backend if asked == name else find(asked))
