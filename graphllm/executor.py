@@ -348,7 +348,9 @@ def _room(device: Device, what: str, nbytes: int, hint: str) -> Iterator[None]:
     """OutOfMemory with these words where the device has no memory for ``nbytes``."""
     try:
         yield
-    except (MemoryError, OutOfMemory):
+    except OutOfMemory as error:
+        raise OutOfMemory(what, device.memory, error.needed, error.free, hint) from None
+    except MemoryError:
         raise OutOfMemory(what, device.memory, nbytes, device.free(), hint) from None
 
 

@@ -24,7 +24,7 @@ Array = np.ndarray
 ACT_TINY = F32(2.0**-100)
 
 _CHECKED = 4 << 20  # bytes of blocks whose scales are looked at in one go
-_CHECKERS = 4  # threads: memory is what they wait for
+_CHECKERS = 8  # threads at most: memory is what they wait for
 
 FORMATS = tuple(DEQUANTISE)  # the block formats of weights that can be read
 WEIGHT_FORMATS = ("f32", "f16", "bf16", *FORMATS)  # of matrices
