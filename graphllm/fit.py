@@ -137,8 +137,8 @@ class Pieces:
 
 @dataclass
 class Need:
-    """Bytes that plans need in one memory: of weights and state by rank of their piece, of
-    everything else, and while weights are packed."""
+    """Bytes that plans need in one memory: of weights and state by rank of the piece that is taken
+    first of those that read them, of everything else, and while weights are packed."""
 
     pieces: dict[int, int] = field(default_factory=dict)
     layers: set[str] = field(default_factory=set)  # of which some step is there
@@ -155,19 +155,20 @@ class Need:
 
 def need(plans: Sequence[Plan], memory: str, executor: Executor, pieces: Pieces) -> Need:
     """What these plans need in ``memory``."""
-    found, seen = Need(), set()
+    found, buffers = Need(), dict[object, tuple[int, int, bool]]()
     for plan in plans:
         for step in plan.steps:
             if executor.memory_of(step.backend) != memory:
                 continue
-            rank = pieces.rank(step.node)
             if get(step.node.op).role != TRANSFER:
                 found.layers |= {piece_of(step.node)} - {""}
+            rank = pieces.rank(step.node)
             for key, nbytes, packed in _buffers(plan, step, memory):
-                if key not in seen:
-                    seen.add(key)
-                    found.pieces[rank] = found.pieces.get(rank, 0) + _rounded(nbytes)
-                    found.packing = max(found.packing, nbytes if packed else 0)
+                first = min(rank, buffers[key][0]) if key in buffers else rank
+                buffers[key] = first, nbytes, packed
+    for rank, nbytes, packed in buffers.values():
+        found.pieces[rank] = found.pieces.get(rank, 0) + _rounded(nbytes)
+        found.packing = max(found.packing, nbytes if packed else 0)
     found.rest += _rounded(max((plan.arena.get(memory, 0) for plan in plans), default=0))
     return found
 

@@ -161,6 +161,20 @@ def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: 
     assert str(llm.fit).endswith(", all would need 0.54 GB")
 
 
+def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # noqa: F811
+    """A head that is the embedding takes its room from the layers, at the first attempt."""
+    tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
+    whole = graphllm.load(tied, device="far", kv_type="f32").fit
+    placed, adopt = [], Executor.adopt
+    monkeypatch.setattr(
+        Executor, "adopt", lambda self, *rest: (placed.append(1), adopt(self, *rest))
+    )
+    monkeypatch.setattr(FarDevice, "room", whole.needed - 1)
+    llm = graphllm.load(tied, device="far", kv_type="f32")
+    assert (llm.fit.layers, llm.fit.output) == (2, True) and llm.fit.needed < whole.needed
+    assert len(placed) == 2  # the whole, and what fits
+
+
 def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
     llm = graphllm.load(tiny, device="far", gpu_layers="2")
     steps = [s for s in llm.engine.decode_plan().steps if s.node.op != "copy"]
