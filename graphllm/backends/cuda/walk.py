@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,19 +23,22 @@ from .source import Module, module
 LEAST = 4  # steps that a walk is worth while for
 WARPS = 16  # of a block
 CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
-_RECORD, _AHEAD = 512, 24  # bytes of a record; where a product's `ahead` lies in it
+_RECORD, _HEAD = 512, 16  # bytes of a record, and of what stands before the step itself
+_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 36, 204, 212  # where these lie in the steps that have them
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
 _OWN = 6 << 10  # bytes of shared memory that the kernel itself has
-_RINGS = range(2, 9)  # slots that a ring may have
+_RINGS = range(2, 5)  # slots that a ring may have
 
 
 @dataclass(frozen=True)
 class Task:
     """One record of a walk. ``kind``: of `_KINDS`, or a weight format's struct for a product.
 
-    ``everywhere``: every block does it. ``stage``: bytes of shared memory that it needs; ``slot``:
-    of a ring's slot. ``macros``: what the module must be compiled with. ``keep``: what it points
-    at.
+    ``stage``: bytes of shared memory that it needs; ``slot``: of a ring's slot. ``everywhere``:
+    every block does it. ``meets``: the blocks meet before it, in the midst of a step. ``macros``:
+    what the module must be compiled with. ``keep``: what it points at. ``local``: where it leaves
+    its results in shared memory, by their addresses. ``reads``: the activations of a product.
+    ``items``: of attention, into how many parts its heads go.
     """
 
     kind: str
@@ -42,8 +46,12 @@ class Task:
     stage: int
     slot: int = 0
     everywhere: bool = False
+    meets: bool = False
     macros: Mapping[str, object] = field(default_factory=dict)
     keep: object = None
+    local: Mapping[int, int] = field(default_factory=dict)
+    reads: int = 0
+    items: int = 0
 
     @property
     def product(self) -> bool:
@@ -77,6 +85,9 @@ class Run:
         return all(self.macros.get(k, v) == v for k, v in wanted.items())
 
     def add(self, tasks: Sequence[Task], touched: Touched) -> None:
+        turned = self.tasks and self.tasks[-1][0].kind == "rope"
+        if turned and tasks[0].items and overlap(self.touched[-1].writes, touched.reads):
+            self.tasks[-1] = [replace(self.tasks[-1][0], everywhere=True)]
         self.tasks.append(list(tasks))
         self.touched.append(touched)
         for task in tasks:
@@ -102,21 +113,34 @@ def runs(found: Sequence[tuple[Sequence[Task], Touched] | None]) -> list[Run]:
 def _meets(run: Run) -> list[bool]:
     """Whether all blocks meet before each step."""
     flags: list[bool] = []
-    pending: list[tuple[bool, Touched]] = []  # steps since the last meeting: everywhere, what
-    for tasks, now in zip(run.tasks, run.touched):
-        flags.append(any(_conflict(*before, now) for before in pending))
-        if flags[-1]:
-            pending = []
-        pending.append((all(task.everywhere for task in tasks), now))
+    pending: list[int] = []  # steps since the last meeting
+    local = _local(run.tasks)
+    for index, now in enumerate(run.touched):
+        own = [_has(run, before, index, local) for before in pending]
+        meet = any(_conflict(run.touched[b], now, o) for b, o in zip(pending, own))
+        flags.append(meet)
+        met = meet or any(task.meets for task in run.tasks[index])
+        pending = [index] if met else [*pending, index]
     return flags
 
 
-def _conflict(everywhere: bool, before: Touched, now: Touched) -> bool:
-    """Whether a block must not begin a step while another still does the one ``before``. What is
-    done everywhere every block has from itself."""
+def _has(run: Run, before: int, now: int, local: Mapping[tuple[int, int], int]) -> bool:
+    """Whether a block that has done one step itself has what another reads of it."""
+    last = max((i for i, task in enumerate(run.tasks[before]) if task.meets), default=0)
+    done = run.tasks[before][last:]
+    if not all(task.everywhere for task in done):
+        return False
+    if any(task.local for task in done):  # where others look, one block writes it
+        return all((now, i) in local for i, _ in enumerate(run.tasks[now]))
+    return True
+
+
+def _conflict(before: Touched, now: Touched, own: bool) -> bool:
+    """Whether a block must not begin a step while another still does the one ``before``; ``own``:
+    what it reads of that, it has from itself."""
     if overlap(before.writes, now.writes) or overlap(before.reads, now.writes):
         return True
-    return not everywhere and overlap(before.writes, now.reads)
+    return not own and overlap(before.writes, now.reads)
 
 
 def walk(run: Run, device: CudaDevice) -> Walk | None:
@@ -146,19 +170,42 @@ def _ring(room: int, slot: int) -> int:
 
 def _records(run: Run, formats: Sequence[str]) -> bytes:
     """The table of struct Record."""
-    made, stamp = [], -1
-    for step, meet in zip(run.tasks, _meets(run)):
-        stamp += 1
+    made: list[bytearray] = []
+    local = _local(run.tasks)
+    for at, (step, meet) in enumerate(zip(run.tasks, _meets(run))):
         for index, task in enumerate(step):
             number = len(_KINDS) + formats.index(task.kind) if task.product else 0
             kind = number if task.product else _KINDS.index(task.kind)
-            last = index == len(step) - 1
-            head = struct.pack("<4i", kind, meet and index == 0, stamp if last else -1, 0)
+            stamp = at if index == len(step) - 1 else -1
+            head = struct.pack("<4i", kind, task.meets or (meet and index == 0), stamp, 0)
             made.append(bytearray((head + task.words).ljust(_RECORD, b"\0")))
-    products = [i for i, task in enumerate(t for s in run.tasks for t in s) if task.product]
+            if (at, index) in local:
+                struct.pack_into("<i", made[-1], _HEAD + _LOCAL, local[at, index])
+    tasks = [task for step in run.tasks for task in step]
+    products = [i for i, task in enumerate(tasks) if task.product]
     for at, following in zip(products, [*products[1:], -1]):
-        struct.pack_into("<i", made[at], _AHEAD, following)
+        struct.pack_into("<i", made[at], _HEAD + _AHEAD, following)
+    for at, (task, then) in enumerate(pairwise(tasks)):
+        if task.kind == "rope" and task.everywhere:
+            struct.pack_into("<i200s", made[at], _HEAD + _ITEMS, then.items, then.words[:200])
+            struct.pack_into("<i", made[at + 1], _HEAD + _LOOKED_UP, 1)
     return b"".join(made)
+
+
+def _local(steps: Sequence[Sequence[Task]]) -> dict[tuple[int, int], int]:
+    """Where in shared memory products find their activations, if they do, by step and task."""
+    found: dict[tuple[int, int], int] = {}
+    left: Mapping[int, int] = {}  # what the last norm left, while products alone come after it
+    for at, tasks in enumerate(steps):
+        for index, task in enumerate(tasks):
+            if not task.product:
+                left = task.local
+                continue
+            if task.reads in left:
+                found[at, index] = left[task.reads]
+            if any(offset < task.stage for offset in left.values()):
+                left = {}
+    return found
 
 
 def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) -> Module:
@@ -166,7 +213,16 @@ def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) ->
     cases = " ".join(f"CASE({i}, {name})" for i, name in enumerate(formats))
     pool = macros.get("POOL", "F16")
     shape = {name: macros.get(name, size) for name, size in _USUAL.items()}
-    return module("walk", RING=ring, FORMATS=cases, POOL=pool, POOLED=f"POOL_{pool}", **shape)
+    return module(
+        "walk",
+        WARPS=WARPS,
+        CHUNK=CHUNK,
+        RING=ring,
+        FORMATS=cases,
+        POOL=pool,
+        POOLED=f"POOL_{pool}",
+        **shape,
+    )
 
 
 _USUAL = {"DEPTH": 64, "WIDTH": 64, "HEADS": 1}  # where there is no attention

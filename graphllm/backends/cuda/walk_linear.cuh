@@ -4,12 +4,11 @@
 // multiplied, over the end of one product into the next: weights are constants, so the memory need not
 // wait for the steps between two products, nor for a meeting of the blocks.
 //
-// A chunk is what a slot of the ring holds: CHUNK items (blocks.cuh) of the warp's rows, one row after
-// the other, and the bytes of the other planes that belong to them.
+// A chunk is what a slot of the ring holds: CHUNK items (blocks.cuh; a multiple of WARP) of the warp's
+// rows, one row after the other, and the bytes of the other planes that belong to them.
 
 #include "walk_copy.cuh"
 
-#define CHUNK 128  // items, four to a lane
 #define BATCH WARP  // rows whose results a warp holds at a time, one to a lane
 
 // One to three matrices of one format, one below the other; or two that give act(first) * second.
@@ -18,10 +17,11 @@ struct Linear {
     int ahead;    // the walk's next step of this kind, or -1
     int k, items, rest;    // rest: bytes of quantised activations behind the k int8
     int rows, gated;       // of all matrices, or of each of the two
-    int shift, unused;     // a block has 1 << shift items
+    int shift;             // a block has 1 << shift items
+    int local;             // where the activations lie in shared memory already, or 0
+    int act, unused;
     int bytes[3], at[3];   // of a block in planes b, c, d; where these begin in a slot
     Matrices all;
-    Gate gate;
 };
 
 // Neighbouring rows of a matrix.
@@ -164,7 +164,7 @@ template <int N> __device__ __forceinline__ constexpr int parts_of(const Unpacke
 
 template <class W> __device__ __forceinline__ void stage_activations(const Linear& t, u8* stage) {
     const typename W::Values* kind = nullptr;
-    const u8* x = t.x;
+    const u8* x = t.local ? stage + t.local : t.x;
     const int items = t.items, k = t.k;
 #pragma unroll
     for (int p = 0; p < parts_of(kind); p++)
@@ -228,24 +228,23 @@ __device__ __forceinline__ float part_product(const Planes& w, const Staged& x, 
                                               int to) {
     const int lane = threadIdx.x % WARP, ahead = begun - from;
     float sum = 0;
-    if (to - from == CHUNK) {
-        constexpr int EACH_LANE = CHUNK / WARP;
-        W items[EACH_LANE];
-        float sums[EACH_LANE];
+    int l = from + lane;
+#pragma unroll 1
+    for (; l - lane + 4 * WARP <= to; l += 4 * WARP) {
+        W items[4];
+        float sums[4];
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) items[i].load(w, lane + WARP * i);
+        for (int i = 0; i < 4; i++) items[i].load(w, l + WARP * i);
 #pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) {
+        for (int i = 0; i < 4; i++) {
             typename W::Values u;
-            items[i].unpack(begun + lane + WARP * i, u);
-            sums[i] = product<W>(u, x, begun + lane + WARP * i);
+            items[i].unpack(ahead + l + WARP * i, u);
+            sums[i] = product<W>(u, x, ahead + l + WARP * i);
         }
-#pragma unroll
-        for (int i = 0; i < EACH_LANE; i++) sum += sums[i];
-        return sum;
+        sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
 #pragma unroll 1
-    for (int l = from + lane; l < to; l += WARP) {
+    for (; l < to; l += WARP) {
         W item;
         typename W::Values u;
         item.load(w, l);
@@ -290,32 +289,12 @@ __device__ __forceinline__ void rows_product(const Linear* products, int present
     }
 }
 
-// The warp's rows lo..hi of a gated product are written. Whoever is the last to finish one of UNIT
-// results quantises them.
-__device__ __forceinline__ void finish_units(const Gate& gate, const float* y, int lo, int hi,
-                                             int width) {
-    const int lane = threadIdx.x % WARP;
-    __threadfence();
-    for (int group = lo / UNIT; group * UNIT < hi; group++) {
-        int start = group * UNIT, end = min(start + UNIT, width), last = 0;
-        if (lane == 0) {
-            int own = min(hi, end) - max(lo, start);
-            last = (int)atomicAdd(gate.counts + group, own) + own == end - start;
-            if (last) gate.counts[group] = 0;
-        }
-        if (!__shfl_sync(FULL, last, 0)) continue;
-        __threadfence();
-        emit_unit(y + start, &gate.targets, start, width, width);
-    }
-}
-
-// The results of `own`, which lanes from `shown` on have.
-__device__ __forceinline__ void put_rows(const Matrix& m, const Rows& own, int shown, float value) {
+// What is added to a lane's row: lane i + `shown` has row i of `own`.
+__device__ __forceinline__ float added_to(const Matrix& m, const Rows& own, int shown) {
     int i = (int)(threadIdx.x % WARP) - shown, row = own.first + i;
-    if (i < 0 || i >= own.count) return;
-    if (m.bias) value += m.bias[row];
-    if (m.added) value += ((const float*)m.added)[row];
-    ((float*)m.y)[row] = value;
+    if (i < 0 || i >= own.count) return 0;
+    float value = m.bias ? m.bias[row] : 0;
+    return m.added ? value + ((const float*)m.added)[row] : value;
 }
 
 // The step: every warp of all blocks does rows of its own.
@@ -335,19 +314,19 @@ __device__ __forceinline__ void linear_step(const Linear* products, int present,
         for (int part = 0; part < 3; part++) {
             const Rows own = rows_of(t, part, lo, hi);
             if (own.count <= 0) continue;
-            rows_product<W>(products, present, ring, x, own, shown, value);
             const Matrix& m = t.all.m[part];
+            const float added = added_to(m, own, shown);
+            rows_product<W>(products, present, ring, x, own, shown, value);
             if (!gated) {
-                put_rows(m, own, shown, value);
+                if (lane >= shown && lane < shown + own.count)
+                    ((float*)m.y)[own.first + lane - shown] = value + added;
                 shown += own.count;
-            } else {
-                if (m.bias && lane < own.count) value += m.bias[own.first + lane];
-                if (part == 0) gate = value;
+            } else if (part == 0) {
+                gate = value + added;
+            } else if (lane < own.count) {
+                ((float*)t.all.m[0].y)[lo + lane] =
+                    activate(t.act, gate) * (value + added);
             }
         }
-        if (gated && lane < hi - lo)
-            ((float*)t.all.m[0].y)[lo + lane] = activate((int)t.gate.act, gate) * value;
     }
-    if (gated && t.gate.targets.count)
-        finish_units(t.gate, (const float*)t.all.m[0].y, first, last, t.rows);
 }

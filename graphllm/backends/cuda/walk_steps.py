@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ...dtype import F32
 from .. import Bound
@@ -21,9 +20,7 @@ from .rope import turn
 from .walk import CHUNK, WARPS, Task, runs, walk
 
 _WIDEST = 8192  # of a row that is normed
-_UNIT = 256  # results that a warp quantises at a time
-_HEADS = 4  # that go over keys together
-_MOST_PIECES, _KEPT = 64, 1024  # of a part of the heads; keys whose slots are kept
+_MOST_PIECES, _KEPT = 64, 1024  # of a head; keys of a piece whose slots are kept
 
 Builder = Callable[[Site], "Sequence[Task] | None"]
 BUILDERS: dict[str, Builder] = {}  # by op
@@ -69,9 +66,21 @@ def _norm(
     """The struct Norm."""
     if len(h.meta.inner) != 1 or h.width > _WIDEST or len(forms) > 2:
         return None
+    if h.width % 4 or h.address % 16:
+        return None
     addresses = [spot.address if spot else 0 for spot in (h, w, x, w2, total)]
-    words = struct.pack("<5Qi2fi", *addresses, h.width, eps, eps2, 0)
-    return [Task("norm", words + targets(forms), 8 * h.width, everywhere=True)]
+    words = struct.pack("<5Qi2fi", *addresses, h.width, eps, eps2, 8 * h.width)
+    local = {form.address: (8 + 4 * i) * h.width for i, form in enumerate(forms)}
+    stage = (8 + 4 * len(forms)) * h.width
+    return [Task("norm", words + targets(forms), stage, everywhere=True, local=local)]
+
+
+def _quantised(floats: int, out: Spot) -> Task:
+    """The struct Norm for a row that is not normed, once all of it is there."""
+    width = out.width
+    words = struct.pack("<5Qi2fi", floats, 0, 0, 0, 0, width, 0, 0, 4 * width)
+    stage, local = 8 * width, {out.address: 4 * width}
+    return Task("norm", words + targets([out]), stage, everywhere=True, meets=True, local=local)
 
 
 @_step("rms_norm")
@@ -111,10 +120,11 @@ def gather_rows(site: Site) -> list[Task] | None:
 # --------------------------------------------------------------------------------------- products
 
 
-def _product(site: Site, jobs: Sequence[Job], gate: bytes = b"", keep: Any = None) -> Task | None:
-    """The struct Linear for up to three matrices of one format and activation."""
+def _product(jobs: Sequence[Job], act: int = -1) -> Task | None:
+    """The struct Linear for up to three matrices of one format and activation; with ``act`` for two
+    that give act(first) * second."""
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
-    name = w.dtype.name
+    name, gated = w.dtype.name, act >= 0
     each = 16 // w.dtype.nbytes if name in PLAIN else items_of(w.dtype)
     wanted = F32.name if name in PLAIN else activation(w.dtype)
     if x.dtype.name != wanted or k % each or x.address % 16:
@@ -126,36 +136,33 @@ def _product(site: Site, jobs: Sequence[Job], gate: bytes = b"", keep: Any = Non
     for size in sides:
         places.append(slot)
         slot += ceil(blocks * size + 30, 16) * 16
-    rows = jobs[0].rows if gate else sum(job.rows for job in jobs)
+    rows = jobs[0].rows if gated else sum(job.rows for job in jobs)
     shift = (CHUNK // blocks).bit_length() - 1
     three = [*sides, 0, 0, 0][:3], [*places, 0, 0, 0][:3]
     words = struct.pack(
-        "<Q8i6i", x.address, -1, k, items, rest, rows, bool(gate), shift, 0, *three[0], *three[1]
+        "<Q16i", x.address, -1, k, items, rest, rows, gated, shift, 0, act, 0, *three[0], *three[1]
     )  # fmt: skip
     stage = 4 * k if name in PLAIN else k + rest
-    words += matrices(jobs) + gate.ljust(80, b"\0")
-    return Task(name.upper(), words, stage, slot, keep=keep)
+    return Task(name.upper(), words + matrices(jobs), stage, slot, reads=x.address)
 
 
-def _products(site: Site, jobs: Sequence[Job]) -> list[Task] | None:
+def _products(jobs: Sequence[Job]) -> list[Task] | None:
     """Those of one format and activation together."""
     together: dict[tuple[int, str], list[Job]] = {}
     for job in jobs:
         together.setdefault((job.x.address, job.w.dtype.name), []).append(job)
-    made = [
-        _product(site, own[i : i + 3]) for own in together.values() for i in range(0, len(own), 3)
-    ]
+    made = [_product(own[i : i + 3]) for own in together.values() for i in range(0, len(own), 3)]
     return None if None in made else made  # type: ignore[return-value]
 
 
 @_step("linear")
 def linear(site: Site) -> list[Task] | None:
-    return _products(site, [Job(site.x, site.w, site.op("bias"), site.out)])
+    return _products([Job(site.x, site.w, site.op("bias"), site.out)])
 
 
 @_step("linear_add")
 def linear_add(site: Site) -> list[Task] | None:
-    return _products(site, [Job(site.x, site.w, site.op("bias"), site.out, site.r)])
+    return _products([Job(site.x, site.w, site.op("bias"), site.out, site.r)])
 
 
 def _jobs(site: Site, outs: Sequence[Spot]) -> list[Job]:
@@ -166,7 +173,7 @@ def _jobs(site: Site, outs: Sequence[Spot]) -> list[Job]:
 
 @_step("linears")
 def linears(site: Site) -> list[Task] | None:
-    return _products(site, _jobs(site, site.results))
+    return _products(_jobs(site, site.results))
 
 
 @_step("gated")
@@ -177,14 +184,12 @@ def gated(site: Site) -> list[Task] | None:
     place = Spot(site.scratch, forms[0].meta, site.out.operand) if quantised else site.out
     jobs = _jobs(site, [place, place])
     first, second = ((job.x.address, job.w.dtype, job.w.meta.shape) for job in jobs)
-    if first != second or len(forms) > 2:
+    if first != second or len(forms) > 1:
         return None
-    counts = site.device.alloc(4 * ceil(jobs[0].rows, _UNIT))
-    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    gate = struct.pack("<qqQ", act, _UNIT, counts.address)
-    gate += targets(forms if quantised else [])
-    task = _product(site, jobs, gate, counts)
-    return [task] if task else None
+    task = _product(jobs, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])
+    if task is None or not quantised:
+        return [task] if task else None
+    return [task, _quantised(site.scratch, forms[0])]
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -199,7 +204,7 @@ def rope_write(site: Site) -> list[Task] | None:
     words = heads_of(site.q, site.address("q_norm")) + heads_of(site.k, site.address("k_norm"))
     words += heads_of(site.v, 0) + struct.pack("<Q", site.out.address)
     words += pool_of(site.k_pool, site.slot) + pool_of(site.v_pool, site.slot) + turn(site, width)
-    words += struct.pack("<if", width, float(site.attrs["eps"]))
+    words += struct.pack("<fi", float(site.attrs["eps"]), 0)
     macros = {"POOL": site.k_pool.dtype.name.upper(), "DEPTH": width}
     return [Task("rope", words, 0, macros=macros)]
 
@@ -208,23 +213,16 @@ def rope_write(site: Site) -> list[Task] | None:
 @_step("attention_quantise")
 def attention(site: Site) -> list[Task] | None:
     """The struct Attend."""
-    heads, kv_heads, depth, width = sizes(site.node)
-    shared = heads // kv_heads
-    together = next(n for n in (1, 2, _HEADS) if n >= shared or n == _HEADS)
-    items = kv_heads * ceil(shared, together)
-    processors = site.device.gpu.processors
-    whole = site.out.dtype.block <= 32 or all(
-        min(together, shared - h) * width % _UNIT == 0 for h in range(0, shared, together)
-    )
-    if not pieces_fit(site.node) or items > processors or not whole:
+    heads, _, depth, width = sizes(site.node)
+    processors, quantised = site.device.gpu.processors, site.out.dtype.quantised
+    if not pieces_fit(site.node) or heads > processors:
         return None
-    pieces = min(splits(site.node), processors // items, _MOST_PIECES)
-    parts = site.scratch + merged_bytes(site.node)
-    counts = site.device.alloc(4 * items)
-    words = argument(site, 0, parts, pieces) + targets([site.out])
-    words += struct.pack("<Q2i", counts.address, items, 0)
-    macros = {
-        "POOL": site.k.dtype.name.upper(), "DEPTH": depth, "WIDTH": width, "HEADS": together
-    }  # fmt: skip
-    stage = 4 * (together * (WARPS * (2 + width) + _MOST_PIECES + width) + 1 + _KEPT)
-    return [Task("attend", words, stage, macros=macros, keep=counts)]
+    pieces = min(splits(site.node), processors // heads, _MOST_PIECES)
+    floats = site.scratch if quantised else site.out.address
+    parts = site.scratch + merged_bytes(site.node) if quantised else site.scratch
+    counts = site.device.alloc(4 * heads)
+    words = argument(site, floats, parts, pieces) + struct.pack("<Q2i", counts.address, heads, 0)
+    macros = {"POOL": site.k.dtype.name.upper(), "DEPTH": depth, "WIDTH": width}
+    stage = 4 * (WARPS * (2 + width) + _MOST_PIECES + 1 + _KEPT + 16)
+    task = Task("attend", words, stage, macros=macros, keep=counts, items=heads)
+    return [task, _quantised(floats, site.out)] if quantised else [task]
