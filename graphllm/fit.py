@@ -56,10 +56,10 @@ class Fit:
             return f"all {self.total} layers on {self.backend}: {self._room}"
         here = f"{self.layers} of {self.total} layers{' and the output' if self.output else ''}"
         there = f"the first {self.first} on {self.others}" if self.first else "the others pinned"
-        why = f"all would need {_gb(self.needed_by_all)}"
-        if self.asked != AUTO or not self.first:
-            why = f"as asked with gpu_layers = {self.asked}"
-        return f"{here} on {self.backend}, {there}: {self._room}, {why}"
+        why = f", all would need {_gb(self.needed_by_all)}" if self.first else ""
+        if self.asked != AUTO:
+            why = f", as asked with gpu_layers = {self.asked}"
+        return f"{here} on {self.backend}, {there}: {self._room}{why}"
 
     @property
     def _room(self) -> str:

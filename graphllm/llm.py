@@ -276,7 +276,7 @@ class LLM:
             f"{op} ran on {backend} ({count} steps a token): {why}"
             for (op, backend, why), count in plan.misses().items()
         ]
-        return lines + [f"{copies.count} times a token {copies}" for copies in plan.copies()]
+        return lines + [f"a token needs {copies}" for copies in plan.copies()]
 
     @property
     def fit(self) -> Fit | None:

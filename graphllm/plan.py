@@ -175,7 +175,8 @@ class Copies:
 
     def __str__(self) -> str:
         for_what = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
-        return f"copied from {self.source} to {self.target}: {self.nbytes:,} bytes, for {for_what}"
+        what = f"{self.count}, of {self.nbytes:,} bytes in all, for {for_what}"
+        return f"copies from {self.source} to {self.target}: {what}"
 
 
 @dataclass
@@ -246,7 +247,7 @@ class Plan:
         lines = [f"{len(self.steps)} steps in {len(self.segments())} segments"]
         lines += [f"  {n:5d}  {op:<14} {b:<10} {k}" for (op, b, k), n in sorted(counts.items())]
         lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
-        lines += [f"  {copies.count:5d}  {copies}" for copies in self.copies()]
+        lines += [f"  {copies}" for copies in self.copies()]
         lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
         return "\n".join(lines)
 
