@@ -21,13 +21,6 @@ template <int PARTS> struct Unpacked {
 __device__ __forceinline__ float low_half(u32 pair) { return from_f16((u16)pair); }
 __device__ __forceinline__ float high_half(u32 pair) { return from_f16((u16)(pair >> 16)); }
 
-#ifdef SHARED_WEIGHTS  // matrices lie in shared memory, whoever brought them there
-__device__ __forceinline__ uint4 stream16(const void* address) { return *(const uint4*)address; }
-
-template <class V> __device__ __forceinline__ V constant(const void* address) {
-    return *(const V*)address;
-}
-#else
 // 16 bytes that are read once: they do not take a place in the first-level cache.
 __device__ __forceinline__ uint4 stream16(const void* address) {
     uint4 r;
@@ -39,7 +32,6 @@ __device__ __forceinline__ uint4 stream16(const void* address) {
 template <class V> __device__ __forceinline__ V constant(const void* address) {
     return __ldg((const V*)address);
 }
-#endif
 
 __device__ __forceinline__ u16 half_at(const u8* plane, size_t index) {
     return constant<u16>(plane + 2 * index);

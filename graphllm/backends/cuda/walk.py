@@ -22,19 +22,17 @@ from .source import Module, module
 
 LEAST = 4  # steps that a walk is worth while for
 WARPS = 16  # of a block
-CHUNK = 128  # items of a slot of a warp's ring, of 16 bytes each
 _RECORD, _HEAD = 512, 16  # bytes of a record, and of what stands before the step itself
-_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 36, 204, 212  # where these lie in the steps that have them
+_AHEAD, _LOCAL, _ITEMS, _LOOKED_UP = 8, 32, 204, 212  # where these lie in the steps that have them
 _KINDS = ("norm", "copy", "rope", "attend")  # those that are not products
 _OWN = 6 << 10  # bytes of shared memory that the kernel itself has
-_RINGS = range(2, 5)  # slots that a ring may have
 
 
 @dataclass(frozen=True)
 class Task:
     """One record of a walk. ``kind``: of `_KINDS`, or a weight format's struct for a product.
 
-    ``stage``: bytes of shared memory that it needs; ``slot``: of a ring's slot. ``everywhere``:
+    ``stage``: bytes of shared memory that it needs. ``everywhere``:
     every block does it. ``meets``: the blocks meet before it, in the midst of a step. ``macros``:
     what the module must be compiled with. ``keep``: what it points at. ``local``: where it leaves
     its results in shared memory, by their addresses. ``reads``: the activations of a product.
@@ -44,7 +42,6 @@ class Task:
     kind: str
     words: bytes
     stage: int
-    slot: int = 0
     everywhere: bool = False
     meets: bool = False
     macros: Mapping[str, object] = field(default_factory=dict)
@@ -147,25 +144,18 @@ def walk(run: Run, device: CudaDevice) -> Walk | None:
     """The launch for a run of steps; None where the shared memory does not do for it."""
     tasks = [task for step in run.tasks for task in step]
     stage = ceil(max(task.stage for task in tasks), 128) * 128
-    slot = max(task.slot for task in tasks)
-    ring = _ring(device.gpu.shared - _OWN - stage, slot)
-    if ring < _RINGS[0]:
+    if stage > device.gpu.shared - _OWN:
         return None
     formats = tuple(dict.fromkeys(task.kind for task in tasks if task.product))
     records = _records(run, formats)
     table, meeting = device.put(np.frombuffer(records, np.uint8)), device.alloc(8)
     first = next((i for i, task in enumerate(tasks) if task.product), -1)
-    args = (table.address, len(tasks), meeting.address, 0, stage, slot, first)
-    kernel = walk_module(ring, formats, run.macros)["walk"]
+    args = (table.address, len(tasks), meeting.address, 0, first)
+    kernel = walk_module(formats, run.macros)["walk"]
     return Walk(
-        kernel, (device.gpu.processors,), (32 * WARPS,), args, stage + WARPS * ring * slot,
+        kernel, (device.gpu.processors,), (32 * WARPS,), args, stage,
         early=False, cooperative=True, steps=len(run.tasks), keep=(table, meeting, tasks),
     )  # fmt: skip
-
-
-def _ring(room: int, slot: int) -> int:
-    """Slots of each warp's ring."""
-    return min(_RINGS[-1], room // (WARPS * slot)) if slot else _RINGS[0]
 
 
 def _records(run: Run, formats: Sequence[str]) -> bytes:
@@ -208,7 +198,7 @@ def _local(steps: Sequence[Sequence[Task]]) -> dict[tuple[int, int], int]:
     return found
 
 
-def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) -> Module:
+def walk_module(formats: Sequence[str], macros: Mapping[str, Any]) -> Module:
     """walk.cu with these macros."""
     cases = " ".join(f"CASE({i}, {name})" for i, name in enumerate(formats))
     pool = macros.get("POOL", "F16")
@@ -216,8 +206,6 @@ def walk_module(ring: int, formats: Sequence[str], macros: Mapping[str, Any]) ->
     return module(
         "walk",
         WARPS=WARPS,
-        CHUNK=CHUNK,
-        RING=ring,
         FORMATS=cases,
         POOL=pool,
         POOLED=f"POOL_{pool}",

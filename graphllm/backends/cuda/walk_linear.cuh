@@ -1,26 +1,21 @@
 #pragma once
-// Matrix products of a walk, for one token. A warp has some neighbouring rows of the matrix, whose
-// bytes flow through a ring of its own in shared memory. The ring is filled ahead of what is
-// multiplied, over the end of one product into the next: weights are constants, so the memory need not
-// wait for the steps between two products, nor for a meeting of the blocks.
-//
-// A chunk is what a slot of the ring holds: CHUNK items (blocks.cuh; a multiple of WARP) of the warp's
-// rows, one row after the other, and the bytes of the other planes that belong to them.
+// Matrix products of a walk, for one token. A warp has some neighbouring rows of the matrix and loads
+// them into registers, a chunk of some items (blocks.cuh) to a lane ahead of the one that it multiplies.
+// When it is done it has the memory send the first bytes of its rows of the next product to the
+// second-level cache: weights are constants, so the memory need not wait for the steps in between, nor
+// for a meeting of the blocks.
 
-#include "walk_copy.cuh"
-
-#define BATCH WARP  // rows whose results a warp holds at a time, one to a lane
+#define BATCH WARP         // rows whose results a warp holds at a time, one to a lane
+#define SENT_AHEAD 8192    // bytes that a warp has sent to the cache
 
 // One to three matrices of one format, one below the other; or two that give act(first) * second.
 struct Linear {
     const u8* x;  // float32, or quantised
     int ahead;    // the walk's next step of this kind, or -1
-    int k, items, rest;    // rest: bytes of quantised activations behind the k int8
-    int rows, gated;       // of all matrices, or of each of the two
-    int shift;             // a block has 1 << shift items
-    int local;             // where the activations lie in shared memory already, or 0
-    int act, unused;
-    int bytes[3], at[3];   // of a block in planes b, c, d; where these begin in a slot
+    int k, items, rest;   // rest: bytes of quantised activations behind the k int8
+    int rows, gated;      // of all matrices, or of each of the two
+    int local;            // where the activations lie in shared memory already, or 0
+    int act;
     Matrices all;
 };
 
@@ -44,110 +39,19 @@ __device__ __forceinline__ int first_row(int rows, int next) {
     return (int)((u32)rows * warp / warps);
 }
 
-// The chunk's place in a plane of `bytes` a block, whose first item is number `first` of the matrix.
-__device__ __forceinline__ u64 place_of(u32 first, int shift, int bytes) {
-    return (u64)(first >> shift) * (u32)bytes;
+// Has the beginning of the warp's rows sent to the cache.
+__device__ __forceinline__ void send_ahead(const Linear& t) {
+    const int lane = threadIdx.x % WARP, lo = first_row(t.rows, 0), hi = first_row(t.rows, 1);
+    const int most = t.gated ? SENT_AHEAD / 2 : SENT_AHEAD;
+    for (int part = 0; part < 3; part++) {
+        const Rows own = rows_of(t, part, lo, hi);
+        if (own.count <= 0) continue;
+        const u8* from = t.all.m[part].w.a + 16 * (u64)own.first * t.items;
+        const int bytes = min((i64)most, 16 * (i64)own.count * t.items);
+        for (int at = 128 * lane; at < bytes; at += 128 * WARP)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    }
 }
-
-// A slot after another, and how often all have been passed.
-struct Position {
-    int slot, round;
-
-    __device__ __forceinline__ void next() {
-        if (++slot == RING) slot = 0, round ^= 1;
-    }
-};
-
-// A warp's ring, and what is to be fetched next.
-struct Ring {
-    u8* slots;
-    Gates* gates;
-    int bytes;          // of a slot
-    Position head, tail;   // to be fetched next, to be taken next
-    int held;           // chunks that are fetched and not yet released
-    int level;          // 0: fetches from the present product, 1: from the next, 2: waits for another
-    int lo, hi, part;   // rows that are left of the product; the matrix after the one at hand
-    const Matrix* m;    // at hand
-    u32 at, end;        // items of it to be fetched
-
-    // The product `level` away begins.
-    __device__ __forceinline__ void begin(const Linear* products, int present) {
-        if (level > 1) return;
-        int rows = products[(present + level) & 1].rows;
-        lo = first_row(rows, 0), hi = first_row(rows, 1), part = 0;
-    }
-
-    // Have items at hand, if there are any.
-    __device__ __forceinline__ bool more(const Linear* products, int present) {
-        if (at < end) return true;
-        while (level < 2) {
-            const Linear& t = products[(present + level) & 1];
-            for (; lo < hi; lo += BATCH, part = 0)
-                while (part < 3) {
-                    Rows own = rows_of(t, part++, lo, min(hi, lo + BATCH));
-                    if (own.count <= 0) continue;
-                    m = t.all.m + own.matrix;
-                    at = (u32)own.first * t.items, end = at + (u32)own.count * t.items;
-                    return true;
-                }
-            level = level == 0 && t.ahead >= 0 ? 1 : 2;
-            begin(products, present);
-        }
-        return false;
-    }
-
-    // The next chunk, if there is one.
-    __device__ __forceinline__ void fetch(const Linear* products, int present) {
-        if (!more(products, present)) return;
-        const Linear& t = products[(present + level) & 1];
-        const int count = min((u32)CHUNK, end - at), shift = t.shift;
-        Transfer transfer(gates, head.slot, slots + head.slot * bytes);
-        transfer.add(0, m->w.a + 16 * (u64)at, 16 * count);
-        const u8* const* planes = &m->w.b;
-#pragma unroll
-        for (int p = 0; p < 3; p++) {
-            const int size = t.bytes[p];
-            if (!size) break;
-            u64 start = place_of(at, shift, size);
-            int skip = (int)start & 15;
-            transfer.add(t.at[p], planes[p] + (start - skip),
-                         (skip + (count >> shift) * size + 15) & ~15);
-        }
-        transfer.close();
-        at += count;
-        head.next();
-        held++;
-    }
-
-    __device__ __forceinline__ void fill(const Linear* products, int present) {
-#pragma unroll 1
-        while (held < RING && more(products, present)) fetch(products, present);
-    }
-
-    // Goes on to the next product, which may have begun: `products[present]`.
-    __device__ __forceinline__ void turn(const Linear* products, int present) {
-        if (level == 1) {
-            level = 0;
-        } else if (products[present].ahead >= 0) {
-            level = 1;
-            begin(products, present);
-        }
-    }
-
-    // The oldest chunk, once it is here.
-    __device__ __forceinline__ const u8* take() {
-        gates->wait(tail.slot, tail.round, held);
-        return slots + tail.slot * bytes;
-    }
-
-    // Its slot is free.
-    __device__ __forceinline__ void release(const Linear* products, int present) {
-        __syncwarp();
-        tail.next();
-        held--;
-        fetch(products, present);
-    }
-};
 
 // ------------------------------------------------------------------------------ activations
 
@@ -180,113 +84,158 @@ struct Staged {
     int k, items;
 };
 
-template <class W, int N>
-__device__ __forceinline__ float product(const Floats<N>& u, const Staged& x, int j) {
-    float sum = 0;
-#pragma unroll
-    for (int p = 0; p < N / 4; p++) {
-        float4 v = ((const float4*)x.at)[p * x.items + j];
-        sum = fmaf(u.v[4 * p], v.x, sum), sum = fmaf(u.v[4 * p + 1], v.y, sum);
-        sum = fmaf(u.v[4 * p + 2], v.z, sum), sum = fmaf(u.v[4 * p + 3], v.w, sum);
-    }
-    return sum;
-}
+// What an item is multiplied with, in registers.
+template <class W, class Values> struct Partner;
 
-template <class W, int N>
-__device__ __forceinline__ float product(const Unpacked<N>& u, const Staged& x, int j) {
-    const u8 *scales = x.at + x.k, *sums = scales + x.k / W::BLOCK * 4;
-    const int block = W::at(j, 0) / W::BLOCK;
-    float sum = 0;
-    int all = 0;
+template <class W, int N> struct Partner<W, Floats<N>> {
+    float4 v[N / 4];
+
+    __device__ __forceinline__ Partner(const Staged& x, int j) {
 #pragma unroll
-    for (int p = 0; p < N; p++) {
-        int4 v = ((const int4*)x.at)[p * x.items + j];
-        int part = __dp4a(u.v[4 * p], v.x, 0);
-        part = __dp4a(u.v[4 * p + 1], v.y, part);
-        part = __dp4a(u.v[4 * p + 2], v.z, part);
-        part = __dp4a(u.v[4 * p + 3], v.w, part);
-        if (W::BLOCK == 32) {
-            all += part;
-        } else {
-            sum = fmaf(u.scale[p], part, sum);
-            if (W::OFFSET) sum = fmaf(u.offset[p], *(const i16*)(sums + W::at(j, p) / 8), sum);
+        for (int p = 0; p < N / 4; p++) v[p] = ((const float4*)x.at)[p * x.items + j];
+    }
+
+    __device__ __forceinline__ float product(const Floats<N>& u) const {
+        float sum = 0;
+#pragma unroll
+        for (int p = 0; p < N / 4; p++) {
+            sum = fmaf(u.v[4 * p], v[p].x, sum), sum = fmaf(u.v[4 * p + 1], v[p].y, sum);
+            sum = fmaf(u.v[4 * p + 2], v[p].z, sum), sum = fmaf(u.v[4 * p + 3], v[p].w, sum);
         }
+        return sum;
     }
-    if (W::BLOCK == 32) {
-        sum = u.scale[0] * all;
-        if (W::OFFSET) sum = fmaf(u.offset[0], *(const int*)(sums + 4 * block), sum);
+};
+
+template <class W, int N> struct Partner<W, Unpacked<N>> {
+    static constexpr int SUMS = !W::OFFSET ? 0 : W::BLOCK == 32 ? 1 : N;
+    int4 v[N];
+    float d;
+    int sums[SUMS ? SUMS : 1];  // of 32 or of 16 of the int8
+
+    __device__ __forceinline__ Partner(const Staged& x, int j) {
+        const u8 *scales = x.at + x.k, *behind = scales + x.k / W::BLOCK * 4;
+        const int block = W::at(j, 0) / W::BLOCK;
+#pragma unroll
+        for (int p = 0; p < N; p++) v[p] = ((const int4*)x.at)[p * x.items + j];
+        d = ((const float*)scales)[block];
+#pragma unroll
+        for (int p = 0; p < SUMS; p++)
+            sums[p] = W::BLOCK == 32 ? ((const int*)behind)[block]
+                                     : *(const i16*)(behind + W::at(j, p) / 8);
     }
-    return *(const float*)(scales + 4 * block) * sum;
-}
+
+    __device__ __forceinline__ float product(const Unpacked<N>& u) const {
+        float sum = 0;
+        int all = 0;
+#pragma unroll
+        for (int p = 0; p < N; p++) {
+            int part = __dp4a(u.v[4 * p], v[p].x, 0);
+            part = __dp4a(u.v[4 * p + 1], v[p].y, part);
+            part = __dp4a(u.v[4 * p + 2], v[p].z, part);
+            part = __dp4a(u.v[4 * p + 3], v[p].w, part);
+            if (W::BLOCK == 32) {
+                all += part;
+            } else {
+                sum = fmaf(u.scale[p], part, sum);
+                if (W::OFFSET) sum = fmaf(u.offset[p], sums[p], sum);
+            }
+        }
+        if (W::BLOCK == 32) {
+            sum = u.scale[0] * all;
+            if (W::OFFSET) sum = fmaf(u.offset[0], sums[0], sum);
+        }
+        return d * sum;
+    }
+};
 
 // ---------------------------------------------------------------------------------- products
 
-// What a lane has of the product of items from..to of a chunk, the first of which is number `begun` of
-// its row.
-template <class W>
-__device__ __forceinline__ float part_product(const Planes& w, const Staged& x, int begun, int from,
-                                              int to) {
-    const int lane = threadIdx.x % WARP, ahead = begun - from;
-    float sum = 0;
-    int l = from + lane;
-#pragma unroll 1
-    for (; l - lane + 4 * WARP <= to; l += 4 * WARP) {
-        W items[4];
-        float sums[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) items[i].load(w, l + WARP * i);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            typename W::Values u;
-            items[i].unpack(ahead + l + WARP * i, u);
-            sums[i] = product<W>(u, x, ahead + l + WARP * i);
-        }
-        sum += (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    }
-#pragma unroll 1
-    for (; l < to; l += WARP) {
-        W item;
-        typename W::Values u;
-        item.load(w, l);
-        item.unpack(ahead + l, u);
-        sum += product<W>(u, x, ahead + l);
-    }
-    return sum;
-}
+// Items of a row on their way to a lane: number `begun` + lane, + 32, ..
+template <class W> struct Chunk {
+    static constexpr int OWN = sizeof(W) <= 20 ? 4 : 2, SIZE = OWN * WARP;  // more need registers
+    W item[OWN];
 
-// The products of up to BATCH rows of a matrix with the activations, row i's in lane i + `shown`. Their
-// chunks are the next in the ring.
-template <class W>
-__device__ __forceinline__ void rows_product(const Linear* products, int present, Ring& ring,
-                                             const Staged& x, const Rows& own, int shown,
-                                             float& value) {
-    const Linear& t = products[present];
-    const int lane = threadIdx.x % WARP;
-    u32 at = (u32)own.first * x.items;
-    int begun = 0, row = shown, left = own.count * x.items;
-    float sum = 0;
-#pragma unroll 1
-    while (left > 0) {
-        const int count = min(CHUNK, left);
-        const u8* slot = ring.take();
-        auto plane = [&](int p) {
-            return slot + t.at[p] + ((int)place_of(at, t.shift, t.bytes[p]) & 15);
-        };
-        const Planes w = {slot, plane(0), plane(1), plane(2)};
-#pragma unroll 1
-        for (int from = 0; from < count;) {
-            int to = min(count, from + x.items - begun);
-            sum += part_product<W>(w, x, begun, from, to);
-            begun += to - from;
-            from = to;
-            if (begun < x.items) break;
-            sum = warp_sum(sum);
-            if (lane == row) value = sum;
-            row++, begun = 0, sum = 0;
+    __device__ __forceinline__ void load(const Planes& w, u32 row, int begun, int items) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            int j = begun + (int)(threadIdx.x % WARP) + WARP * i;
+            item[i].load(w, (size_t)(row * items + min(j, items - 1)));
         }
-        at += count, left -= count;
-        ring.release(products, present);
     }
+
+    // What a lane has of the product.
+    __device__ __forceinline__ float product(const Staged& x, int begun) const {
+        const int lane = threadIdx.x % WARP;
+        float sum = 0;
+        if (begun + SIZE <= x.items) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) sum += one(x, item[i], begun + lane + WARP * i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                int j = begun + lane + WARP * i;
+                if (j < x.items) sum += one(x, item[i], j);
+            }
+        }
+        return sum;
+    }
+
+    static __device__ __forceinline__ float one(const Staged& x, const W& item, int j) {
+        const Partner<W, typename W::Values> partner(x, j);
+        typename W::Values u;
+        item.unpack(j, u);
+        return partner.product(u);
+    }
+};
+
+// Goes along the warp's rows, in the order in which they are multiplied.
+template <class W> struct Stroll {
+    const Linear& t;
+    int lo, hi, part;     // rows that are left; the matrix after the one at hand
+    Planes w;             // of the matrix at hand
+    int row, end, begun;  // of the chunk that is loaded next
+
+    __device__ __forceinline__ Stroll(const Linear& t, int lo, int hi)
+        : t(t), lo(lo), hi(hi), part(0), row(0), end(0), begun(0) {}
+
+    __device__ __forceinline__ bool more() {
+        for (; lo < hi; lo += BATCH, part = 0)
+            while (part < 3) {
+                const Rows own = rows_of(t, part++, lo, min(hi, lo + BATCH));
+                if (own.count <= 0) continue;
+                w = t.all.m[own.matrix].w;
+                row = own.first, end = row + own.count;
+                return true;
+            }
+        return false;
+    }
+
+    __device__ __forceinline__ void load(Chunk<W>& chunk, int items) {
+        if (row >= end && !more()) return;
+        chunk.load(w, row, begun, items);
+        begun += Chunk<W>::SIZE;
+        if (begun >= items) begun = 0, row++;
+    }
+};
+
+// The products of the next rows with the activations, row i's in lane i + `shown`.
+template <class W>
+__device__ __forceinline__ float rows_product(Stroll<W>& ahead, Chunk<W>& chunk, const Staged& x,
+                                              int count, int shown, float value) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (int row = shown; row < shown + count; row++) {
+        float sum = 0;
+#pragma unroll 1
+        for (int begun = 0; begun < x.items; begun += Chunk<W>::SIZE) {
+            const Chunk<W> now = chunk;
+            ahead.load(chunk, x.items);
+            sum += now.product(x, begun);
+        }
+        sum = warp_sum(sum);
+        if (lane == row) value = sum;
+    }
+    return value;
 }
 
 // What is added to a lane's row: lane i + `shown` has row i of `own`.
@@ -299,24 +248,27 @@ __device__ __forceinline__ float added_to(const Matrix& m, const Rows& own, int 
 
 // The step: every warp of all blocks does rows of its own.
 template <class W>
-__device__ __forceinline__ void linear_step(const Linear* products, int present, Ring& ring,
-                                            u8* stage) {
-    const Linear& t = products[present];
+__device__ __noinline__ void linear_step(const Linear& t, Ready ready, u8* stage) {
     const Staged x = {stage, t.k, t.items};
     const int lane = threadIdx.x % WARP, gated = t.gated;
     const int first = first_row(t.rows, 0), last = first_row(t.rows, 1);
+    Stroll<W> ahead(t, first, last);
+    Chunk<W> chunk;
+    ahead.load(chunk, x.items);
+    ready.wait();
+    stage_activations<W>(t, stage);
+    __syncthreads();
 #pragma unroll 1
     for (int lo = first; lo < last; lo += BATCH) {
-        const int hi = min(last, lo + BATCH);
         float value = 0, gate = 0;
         int shown = 0;
 #pragma unroll 1
         for (int part = 0; part < 3; part++) {
-            const Rows own = rows_of(t, part, lo, hi);
+            const Rows own = rows_of(t, part, lo, min(last, lo + BATCH));
             if (own.count <= 0) continue;
             const Matrix& m = t.all.m[part];
             const float added = added_to(m, own, shown);
-            rows_product<W>(products, present, ring, x, own, shown, value);
+            value = rows_product<W>(ahead, chunk, x, own.count, shown, value);
             if (!gated) {
                 if (lane >= shown && lane < shown + own.count)
                     ((float*)m.y)[own.first + lane - shown] = value + added;
@@ -324,8 +276,7 @@ __device__ __forceinline__ void linear_step(const Linear* products, int present,
             } else if (part == 0) {
                 gate = value + added;
             } else if (lane < own.count) {
-                ((float*)t.all.m[0].y)[lo + lane] =
-                    activate(t.act, gate) * (value + added);
+                ((float*)t.all.m[0].y)[lo + lane] = activate(t.act, gate) * (value + added);
             }
         }
     }

@@ -125,7 +125,7 @@ __device__ __noinline__ void norm_step(const Norm& t, Ready ready, u8* stage, Ta
     }
     if (own) in_batches<8>(width, [=](int c) { return own[c]; }, [=](int c, float v) { weight[c] = v; });
     ready.wait();
-    in_batches<8>(width / 4, [=](int c) { return ((const float4*)h)[c]; }, [&](int c, float4 v) {
+    in_batches<4>(width / 4, [=](int c) { return ((const float4*)h)[c]; }, [&](int c, float4 v) {
         ((float4*)row)[c] = v;
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     });

@@ -9,15 +9,14 @@ from ...dtype import F32
 from .. import Bound
 from ..touched import Touched, touched
 from .attention import argument, merged_bytes, pieces_fit, sizes, splits
-from .device import Site, Spot, Work, ceil
+from .device import Site, Spot, Work
 from .elementwise import ACTIVATIONS
 from .kv import heads_of, pool_of, turned_whole
-from .layouts import PLANES
 from .linear import Job, activation, matrices
 from .linear_many import PLAIN, items_of
 from .quantise import targets
 from .rope import turn
-from .walk import CHUNK, WARPS, Task, runs, walk
+from .walk import WARPS, Task, runs, walk
 
 _WIDEST = 8192  # of a row that is normed
 _MOST_PIECES, _KEPT = 64, 1024  # of a head; keys of a piece whose slots are kept
@@ -130,20 +129,10 @@ def _product(jobs: Sequence[Job], act: int = -1) -> Task | None:
     if x.dtype.name != wanted or k % each or x.address % 16:
         return None
     items, rest = k // each, 0 if name in PLAIN else x.dtype.row_nbytes(k) - k
-    sides = [last - first for first, last in PLANES.get(name, ())[1:]]
-    blocks = CHUNK * each // w.dtype.block  # of a chunk
-    places, slot = [], 16 * CHUNK
-    for size in sides:
-        places.append(slot)
-        slot += ceil(blocks * size + 30, 16) * 16
     rows = jobs[0].rows if gated else sum(job.rows for job in jobs)
-    shift = (CHUNK // blocks).bit_length() - 1
-    three = [*sides, 0, 0, 0][:3], [*places, 0, 0, 0][:3]
-    words = struct.pack(
-        "<Q16i", x.address, -1, k, items, rest, rows, gated, shift, 0, act, 0, *three[0], *three[1]
-    )  # fmt: skip
+    words = struct.pack("<Q8i", x.address, -1, k, items, rest, rows, gated, 0, act)
     stage = 4 * k if name in PLAIN else k + rest
-    return Task(name.upper(), words + matrices(jobs), stage, slot, reads=x.address)
+    return Task(name.upper(), words + matrices(jobs), stage, reads=x.address)
 
 
 def _products(jobs: Sequence[Job]) -> list[Task] | None:
