@@ -25,3 +25,13 @@ class PlacementError(GraphllmError):
 
 class RequestError(GraphllmError):
     """A generation request has an impossible value; names the parameter."""
+
+
+class OutOfMemory(RequestError):
+    """A memory has no room: for what, the bytes ``needed`` and those ``free`` (None: not known)."""
+
+    def __init__(self, what: str, memory: str, needed: int, free: int | None, hint: str) -> None:
+        left = "" if free is None else f", {free / 1e9:.2f} GB are free"
+        needs = f"{needed / 1e9:.2f} GB are needed in {memory}"
+        super().__init__(f"no memory for {what}: {needs}{left}; {hint}")
+        self.what, self.memory, self.needed, self.free = what, memory, needed, free

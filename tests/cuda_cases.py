@@ -1,5 +1,5 @@
-"""Samples of ops on the GPU, each in a plan made for its own count of rows: what kernels are chosen
-depends on that."""
+"""What tests of the CUDA backend share: samples of ops, each in a plan made for its own count of
+rows (what kernels are chosen depends on that), and greedy answers of whole decoders."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import groups
+from test_fusion import IDS
 from test_ops_generated import run_one
 
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.executor import Executor
+from graphllm.generation.request import Sampling
 from graphllm.ops import Sample
 from graphllm.weights import Arrays
 
 ORDER = ("cuda", "reference")
+ARCHS = ("llama", "qwen2", "gemma3")
+TIE = 1e-2  # of logits: behind a tie all may differ
 
 
 def need_gpu() -> None:
@@ -54,3 +58,22 @@ def run_bounded(
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Weights that keep a result's size near one."""
     return rng.standard_normal(shape) / np.sqrt(shape[-1])
+
+
+# ---------------------------------------------------------------------------------- whole decoders
+
+
+def greedy(llm, count: int = 64) -> list[int]:
+    """The likeliest tokens after `IDS`."""
+    ids = llm.engine.generate(IDS, Sampling(temperature=0.0), ())
+    return [next(ids) for _ in range(count)]
+
+
+def disagreement(have: list[int], want: list[int], reference) -> str:
+    """Where two greedy answers part though the reference's logits do not tie; empty if nowhere."""
+    at = next((i for i, pair in enumerate(zip(have, want)) if pair[0] != pair[1]), None)
+    if at is None:
+        return ""
+    logits = reference.logits(IDS + want[:at], last=True)
+    apart = abs(float(logits[have[at]] - logits[want[at]]))
+    return "" if apart < TIE else f"token {at}: {have[at]}, not {want[at]}, {apart:.3g} apart"

@@ -15,6 +15,7 @@ from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 import graphllm
 from graphllm.errors import RequestError
 from graphllm.generation.request import Sampling
+from graphllm.placement import Pin
 from graphllm.profiler.rows import Recorder
 
 ENV = {"T": 1, "S": 1, "Q": 2, "N": 1}
@@ -97,7 +98,7 @@ def test_every_step_finds_its_blocks(ahead, monkeypatch):
 def test_nothing_is_ahead_in_several_segments(path):
     pinned = engine(path, backends=("late", "reference"))
     pinned.executor.strict = False
-    pinned.executor.pins["model.layers.1.*"] = "reference"
+    pinned.executor.adopt(pinned.outputs, [Pin("model.layers.1.*", "reference")])
     plan = pinned.decode_plan()
     assert len(plan.segments()) > 1
     assert pinned.executor.repeat(plan, {}, ENV, "ids").ahead == 0

@@ -29,8 +29,9 @@ COMMAND = [sys.executable, "-m", "graphllm"]
 # What llama-bench calls the numbers that both have.
 PEER_KEYS = {
     "cpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params",
-    "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_prompt", "n_gen", "n_depth",
-    "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts",
+    "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "type_k", "type_v", "n_prompt", "n_gen",
+    "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
+    "samples_ts",
 }  # fmt: skip
 OWN_KEYS = {"version", "gb_s", "ceiling_gb_s", "share"}
 

@@ -107,11 +107,11 @@ def test_a_cache_that_is_a_file(cache):
 
 
 def test_memory_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(ceilings, "_free", lambda: 1 << 30)
+    monkeypatch.setattr(ceilings, "free_bytes", lambda: 1 << 30)
     with pytest.raises(RequestError, match=r"needs 1\.3 GB; 1\.1 GB are free"):
         ceilings.room()
     for free, size in ((3 << 29, 1 << 30), (3 << 30, 3 << 29), (64 << 30, 2 << 30)):
-        monkeypatch.setattr(ceilings, "_free", lambda free=free: free)
+        monkeypatch.setattr(ceilings, "free_bytes", lambda free=free: free)
         assert ceilings.room() == size
     with pytest.raises(RequestError, match="reference does not measure"):
         ceilings.measure("reference", nobody)

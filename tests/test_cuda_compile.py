@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from graphllm.backends.cuda import BACKEND, source
+from graphllm.backends import cuda
+from graphllm.backends.cuda import source
 from graphllm.errors import GraphllmError
 
 ARCHS = ("sm_80", "sm_90a")
@@ -73,10 +74,22 @@ def test_code_is_kept_on_disk_and_checked(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_said_in_one_line():
-    ok, reason = BACKEND.available()
+    ok, reason = cuda._probe()
     assert reason and "\n" not in reason
     if importlib.util.find_spec("cupy") is None:
         assert not ok and "pip install" in reason
+
+
+def test_who_hides_all_gpus_is_not_told(monkeypatch):
+    installed = importlib.util.find_spec("cupy") is not None
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not cuda._wanted()
+    for shown in (None, "1"):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if shown:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        assert cuda._wanted() == installed
 
 
 @needs_nvrtc

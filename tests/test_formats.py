@@ -140,12 +140,29 @@ def test_endless_scales_stop_the_load(name):
             raw = make_blocks(form, "random", 3)
             place = 2 * form.nbytes + at
             raw[18, place : place + size] = np.array([bits], "<u2").view(np.uint8)[:size]
-            for linear in ("float", "integer"):
+            for backend, linear in (("cpu", "float"), ("cpu", "integer"), ("reference", "auto")):
                 weights = Arrays({"mlp.up.weight": Blocks(raw, form, k)})
-                executor = Executor(weights, ("cpu",), Options(linear))
+                executor = Executor(weights, (backend,), Options(linear))
                 says = f"^tensor 'mlp.up.weight': row 18 has an infinite or NaN {name} scale$"
                 with pytest.raises(ModelFileError, match=says):
                     executor.bind(executor.compile({"y": node}))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_are_looked_at_in_pieces(name, monkeypatch):
+    """The first bad row is named, whichever piece it is in; all sound rows are let through."""
+    form = dtype(name)
+    raw = make_blocks(form, "largest", 3)[2:]
+    monkeypatch.setattr(quant, "_CHECKED", 4 * raw.shape[1])
+    quant.check_scales(raw, form)
+    last = quant.SCALES[name][-1]
+    for row in (17, 9, 8):
+        at = form.nbytes + last[0]
+        raw[row, at : at + last[1]] = 255
+        with pytest.raises(ModelFileError, match=f"^row {row} has an infinite or NaN {name} scale"):
+            quant.check_scales(raw, form)
+    quant.check_scales(raw[:0], form)
+    quant.check_scales(np.full((2, 8), 255, np.uint8), dtype("f16"))
 
 
 @pytest.fixture
@@ -179,5 +196,6 @@ def test_an_endless_scale_in_a_file_stops_the_load(name, wide, tmp_path):
     says = (
         f"^tensor 'model.layers.1.mlp.up_proj.weight': row 7 has an infinite or NaN {name} scale$"
     )
-    with pytest.raises(ModelFileError, match=says):
-        graphllm.load(path)
+    for device in ("cpu", "reference"):
+        with pytest.raises(ModelFileError, match=says):
+            graphllm.load(path, device=device)

@@ -52,6 +52,14 @@ def test_logits_agree_with_transformers(small, device):
     np.testing.assert_allclose(have, want, atol=2e-4)
 
 
+def test_a_small_gemma3_on_the_cpu(tmp_path):
+    """Over more tokens than its window; the real one is held against others in test_gemma3.py."""
+    path, ids = tiny.write_tiny(tmp_path / "tiny.gguf", "gemma3"), IDS * 5
+    cpu, reference = (graphllm.load(path, device=d, kv_type="f32") for d in ("cpu", "reference"))
+    assert [layer.window for layer in cpu.decoder.cfg.layers] == [16, 0, 16]
+    np.testing.assert_allclose(cpu.logits(ids), reference.logits(ids), atol=2e-4)
+
+
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_logits_agree_with_llama_cpp(small, device):
     path, arch, _, tied = small

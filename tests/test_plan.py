@@ -12,7 +12,8 @@ from graphllm.backends import ROWS, Backend, Options
 from graphllm.backends.reference import HostDevice
 from graphllm.errors import GraphError, PlacementError
 from graphllm.executor import Executor
-from graphllm.plan import compile_plan, place
+from graphllm.placement import place
+from graphllm.plan import compile_plan
 from graphllm.profiler.rows import Recorder
 from graphllm.tensor import Var, feed, scope, state, weight
 from graphllm.weights import Arrays

@@ -247,4 +247,5 @@ def test_a_context_that_no_memory_holds(tmp_path):
         """
     done = python("-c", textwrap.dedent(code))
     assert "no memory for full." in done.stdout
-    assert "(8.6 GB); a smaller context needs less" in done.stdout
+    assert ": 8.59 GB are needed in host, " in done.stdout
+    assert " GB are free; a smaller context (-c) needs less" in done.stdout

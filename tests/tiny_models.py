@@ -54,12 +54,37 @@ def llama_weights(seed: int = 0, tied: bool = False, bias: bool = False) -> dict
     return weights
 
 
+def gemma3_weights(seed: int = 0) -> dict[str, np.ndarray]:
+    """Gemma 3's: tied, with norms of queries and keys, and around attention and MLP."""
+    rng, weights = np.random.default_rng([seed, 1]), llama_weights(seed, tied=True)
+    for i in range(LAYERS):
+        norms = {"self_attn.q_norm": WIDTH, "self_attn.k_norm": WIDTH}
+        norms |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), DIM)
+        for name, width in norms.items():
+            values = 1 + 0.2 * rng.standard_normal(width)
+            weights[f"model.layers.{i}.{name}.weight"] = values.astype(np.float32)
+    return weights
+
+
+def write_tiny(path: Path, arch: str, kind: str = "") -> Path:
+    """A small random model of ``arch``: llama, qwen2, or gemma3 with a window of 16 in two layers
+    of three."""
+    if arch != "gemma3":
+        return write_llama(path, llama_weights(bias=arch == "qwen2"), arch, kind)
+    return write_llama(path, gemma3_weights(), arch, kind)
+
+
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GEMMA3_NAMES = NAMES | {
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
 
@@ -72,7 +97,7 @@ def _interleaved(w: np.ndarray, heads: int) -> np.ndarray:
 def write_llama(
     path: Path, weights: dict[str, np.ndarray], arch: str = "llama", kind: str = "", **extra: float
 ) -> Path:
-    """The weights as a GGUF file of ``arch`` (llama or qwen2), matrices in the block format
+    """The weights as a GGUF file of ``arch`` (llama, qwen2 or gemma3), matrices in the block format
     ``kind`` or all as they are; ``extra`` keys are added."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(128)
@@ -84,6 +109,11 @@ def write_llama(
     writer.add_layer_norm_rms_eps(1e-5)
     if arch == "llama":
         writer.add_rope_dimension_count(WIDTH)
+    if arch == "gemma3":
+        writer.add_key_length(WIDTH)
+        writer.add_value_length(WIDTH)
+        writer.add_sliding_window(16)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
     for key, value in extra.items():
         writer.add_float32(f"{arch}.{key}", value)
     writer.add_tokenizer_model("llama")
@@ -95,17 +125,18 @@ def write_llama(
         form = None
         if kind and value.ndim == 2:
             value, form = quantise(value, dtype(kind)), gguf.GGMLQuantizationType[kind.upper()]
-        writer.add_tensor(stored_name(name), value, raw_dtype=form)
+        writer.add_tensor(stored_name(name, arch), value, raw_dtype=form)
     return finish(writer, path)
 
 
-def stored_name(name: str) -> str:
+def stored_name(name: str, arch: str = "llama") -> str:
     """What GGUF calls a weight."""
+    names = GEMMA3_NAMES if arch == "gemma3" else NAMES
     path, kind = name.rsplit(".", 1)
     parts = path.split(".")
     if parts[:2] == ["model", "layers"]:
-        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.{kind}"
-    return f"{NAMES[path]}.{kind}"
+        return f"blk.{parts[2]}.{names['.'.join(parts[3:])]}.{kind}"
+    return f"{names[path]}.{kind}"
 
 
 def _permuted(name: str, value: np.ndarray) -> np.ndarray:

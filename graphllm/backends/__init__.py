@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import PlacementError
-from ..ops import OpDef, get
+from ..debug import debug
+from ..errors import PlacementError, RequestError
+from ..ops import OpDef, get, registry
 from ..tensor import WEIGHT, Dim, Meta, Tensor, Var
 from .order import ORDER
 
@@ -36,11 +37,13 @@ class Options:
 
     ``linear``: auto or integer (quantise activations for integer formats) or float. ``threads``: 0
     means the usable cores. ``without``: names of fusion rules to leave out, or ``all``.
+    ``no_kernels``: kernels that are passed over, as ``backend:op``.
     """
 
     linear: str = "auto"
     threads: int = 0
     without: tuple[str, ...] = ()
+    no_kernels: tuple[str, ...] = ()
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -173,7 +176,10 @@ class Device(Protocol):
     progress: Callable[[str, int, int], None]  # told about long work: what, done, total
 
     def alloc(self, nbytes: int) -> Any:
-        """A zeroed buffer, aligned to 64 bytes at least."""
+        """A zeroed buffer, aligned to 64 bytes at least. MemoryError or OutOfMemory."""
+
+    def free(self) -> int | None:
+        """Bytes that can still be allocated; None where that is not known."""
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data`` (of the operand's shape; a block dtype's rows as uint8) there."""
@@ -191,7 +197,10 @@ class Device(Protocol):
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> Any:
-        """The device's buffer for a weight whose stored bytes are ``raw`` [rows, row_bytes]."""
+        """The device's buffer for a weight whose stored bytes are ``raw`` [rows, row_bytes].
+
+        ModelFileError for a block with an infinite or NaN scale (`quant.check_scales`).
+        """
 
     def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
 
@@ -201,17 +210,22 @@ Measure = Callable[[int, Callable[[str, int, int], None]], dict[str, dict[int, f
 
 
 class Backend:
-    """A kind of device. ``probe`` says whether it is usable here, and why not, in words."""
+    """A kind of device. ``probe`` says whether it is usable here, and why not, in words.
+
+    ``wanted``: whether somebody has installed it, and so wants to know why it is not used.
+    """
 
     def __init__(
         self,
         name: str,
         probe: Callable[[], tuple[bool, str]],
         open_device: Callable[[Options], Device],
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self.name = name
         self.probe = probe
         self.open_device = open_device
+        self.wanted = wanted
         self.kernels: dict[str, list[Kernel]] = {}
         # What its memory gives at best, if it can tell; see `graphllm.profiler.ceilings`.
         self.measure: Measure | None = None
@@ -246,6 +260,14 @@ class Backend:
 
     def select(self, node: Tensor, options: Options) -> Kernel | str:
         """The kernel for ``node``, or the reason in words. Never looks at runtime values."""
+        switch = f"{self.name}:{node.op}"
+        return (
+            f"switched off ({switch})"
+            if switch in options.no_kernels
+            else self._find(node, options)
+        )
+
+    def _find(self, node: Tensor, options: Options) -> Kernel | str:
         candidates = self.kernels.get(node.op)
         if not candidates:
             return f"{self.name} has no kernel for {node.op}"
@@ -271,6 +293,47 @@ def find(name: str) -> Backend:
             return _third_party(entry)
     known = ", ".join([*ORDER, *(e.name for e in entry_points(group="graphllm.backends"))])
     raise PlacementError(f"unknown backend {name!r}; known: {known}")
+
+
+def behind(name: str) -> list[str]:
+    """The backend called ``name``, and in order those that run what it cannot: all that come after
+    it; after a third party's the last."""
+    return list(ORDER[ORDER.index(name) :]) if name in ORDER else [name, ORDER[-1]]
+
+
+def usable(names: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
+    """Those of the backends that are usable, and why the others are not, by name.
+
+    PlacementError when there is none.
+    """
+    found, skipped = [], {}
+    for name in names:
+        backend = find(name)
+        ok, reason = backend.available()
+        debug(1, f"backend {name}: {'' if ok else 'not usable, '}{reason}")
+        if ok:
+            found.append(backend)
+        else:
+            skipped[name] = reason
+    if not found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise PlacementError(f"no usable backend ({reasons})")
+    return found, skipped
+
+
+def check_switches(no_kernels: Sequence[str]) -> None:
+    """RequestError for what is not ``backend:op``, or an op that plans cannot do without."""
+    for switch in no_kernels:
+        backend, colon, op = switch.partition(":")
+        problem = ""
+        if not colon or backend not in names():
+            problem = f"begin with one of {', '.join(names())} and a colon"
+        elif op not in registry():
+            problem = f"end in an op; {op!r} is none"
+        elif get(op).role:
+            problem = f"name another op: compiled plans put in {op} where they need it"
+        if problem:
+            raise RequestError(f"no_kernels = {switch!r} (--no-kernel) must {problem}")
 
 
 def _third_party(entry: EntryPoint) -> Backend:
@@ -307,6 +370,9 @@ __all__ = [
     "Options",
     "Ring",
     "Segment",
+    "behind",
+    "check_switches",
     "find",
     "names",
+    "usable",
 ]

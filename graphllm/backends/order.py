@@ -1,3 +1,3 @@
 """The order in which backends are asked whether they can run an op: the first that can, does."""
 
-ORDER = ("cpu", "reference")
+ORDER = ("cuda", "cpu", "reference")

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError
+from ..host import free_bytes
 from ..memory import ALIGN
 from ..ops import get
-from ..quant import Blocks
+from ..quant import Blocks, check_scales
 from ..tensor import Meta, Tensor, Var
 from . import ANY, Backend, Bound, Header, Kernel, Operand, Options
 
@@ -30,7 +31,7 @@ def _kernel(name: str) -> Kernel:
 
 
 class _Reference(Backend):
-    def select(self, node: Tensor, options: Options) -> Kernel | str:
+    def _find(self, node: Tensor, options: Options) -> Kernel | str:
         if get(node.op).fusion:
             return "the reference runs the parts of fused ops"
         return _kernel(node.op)
@@ -122,6 +123,10 @@ class HostDevice:
         start = -spare.ctypes.data % ALIGN
         return spare[start : start + nbytes]
 
+    def free(self) -> int | None:
+        """See `graphllm.backends.Device`."""
+        return free_bytes()
+
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data``, of the operand's shape; for a block format its bytes, [rows, n]."""
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
@@ -146,6 +151,7 @@ class HostDevice:
         meta: Meta,
     ) -> np.ndarray:
         """The stored bytes as they are: without a copy wherever they are dense."""
+        check_scales(raw, meta.dtype)
         if pack is not None:
             raw = pack(raw, meta)
         return np.ascontiguousarray(raw).reshape(-1).view(np.uint8)

@@ -196,7 +196,8 @@ def _rows(
     count = threads_for(Options(threads=threads))
     for test in tests:
         bench.check(llm, test)
-    roof = best.best(count) / 1e9 if best is not None else None
+    threads_matter = not llm.fit  # they do not to a device with a memory of its own
+    roof = best.best(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
         with progress_line() as show:
             result = bench.run(llm, test, repeat, partial(_told, show, test.name, repeat + 1))

@@ -46,7 +46,16 @@ class Placing:
     """Where a model's ops run, and how."""
 
     device: Annotated[
-        str, typer.Option("--device", help="auto, or the first backend to ask: cpu, reference.")
+        str, typer.Option("--device", help="auto, or the first to ask: cuda, cpu, reference.")
+    ] = "auto"
+    gpu_layers: Annotated[
+        str,
+        typer.Option(
+            "-ngl",
+            "--gpu-layers",
+            "--n-gpu-layers",
+            help="Layers on the GPU, from the output back: auto (what fits), all, or a number.",
+        ),
     ] = "auto"
     linear: Annotated[
         str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
@@ -54,6 +63,14 @@ class Placing:
     place: Annotated[
         list[str] | None,
         typer.Option("--place", help="PATTERN=BACKEND: pin sites by scope.", show_default=False),
+    ] = None
+    no_kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--no-kernel",
+            help="BACKEND:OP: that backend leaves the op to others.",
+            show_default=False,
+        ),
     ] = None
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
@@ -75,8 +92,12 @@ class Placing:
             pins[pattern] = backend
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own |= {"place": pins, "no_fuse": self.no_fuse or (), **more}
+        own["no_kernels"] = own.pop("no_kernel") or ()
         with progress_line() as show:
-            return llm.load(model, progress=show, **own)
+            loaded = llm.load(model, progress=show, **own)
+        for line in loaded.notes():
+            note(f"note: {line}")
+        return loaded
 
 
 @dataclass

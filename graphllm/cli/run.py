@@ -135,6 +135,7 @@ def _where(llm: LLM) -> dict[str, Any]:
         "device": llm.device,
         "placement": {backend: sum(counts.values()) for backend, counts in ops.items()},
         "ops": ops,
+        "gpu_layers": llm.fit.as_dict() if llm.fit else None,
         "fallbacks": llm.misses(),
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 from ..decoder import CacheSpec, Decoder, Limits
 from ..errors import RequestError
 from ..executor import Executor
+from ..fit import AUTO, Fit, fit
 from ..plan import Plan
 from ..profiler.rows import Recorder
 from ..repeat import Repeat
@@ -30,7 +31,9 @@ class Engine:
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
         self.executor, self.limits = executor, limits
         self.outputs = decoder.build(limits)
-        executor.check_pins(self.outputs)
+        executor.adopt(self.outputs)
+        self.asked: int | str = AUTO  # of `fit`
+        self.fitted: Fit | None = None  # its answer
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
         self._tables = {c.name: self._table(c) for c in decoder.caches}
@@ -52,10 +55,18 @@ class Engine:
         """The plan of one token: sample, and advance the step's state."""
         return self._plan([output], 1)
 
+    def fit(self, gpu_layers: int | str) -> None:
+        """Settle what a device with a memory of its own takes: `graphllm.fit`. Before `prepare`."""
+        self.asked = gpu_layers
+        self.fitted = fit(self.executor, self.outputs, self._usual_plans, gpu_layers)
+
     def prepare(self) -> None:
         """Bind the plans that every generation needs: pack weights, compile kernels."""
-        self.executor.bind(self._plan(["ids"], self.limits.tokens))
-        self.executor.bind(self.decode_plan())
+        for plan in self._usual_plans():
+            self.executor.bind(plan)
+
+    def _usual_plans(self) -> list[Plan]:
+        return [self._plan(["ids"], self.limits.tokens), self.decode_plan()]
 
     # -- steps
     def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -211,6 +211,7 @@ def describe(llm: LLM, threads: int) -> dict[str, Any]:
         "n_batch": llm.limits.tokens,
         "n_ubatch": llm.limits.tokens,
         "n_threads": threads,
+        "n_gpu_layers": llm.fit.layers + llm.fit.output if llm.fit else 0,
         "type_k": kind,
         "type_v": kind,
     }

@@ -19,6 +19,7 @@ from typing import Any
 from ..backends import find
 from ..debug import debug
 from ..errors import RequestError
+from ..host import free_bytes
 from ..paths import cache_dir
 
 FRESH = timedelta(days=1)
@@ -114,24 +115,10 @@ def room() -> int:
 
     RequestError where that is not free.
     """
-    free = _free()
+    free = free_bytes()
     if free < LEAST * 5 // 4:
         raise RequestError(f"measuring memory needs 1.3 GB; {free / 1e9:.1f} GB are free")
     return max(LEAST, min(LARGE, free // 2))
-
-
-def _free() -> int:
-    """Bytes that can be allocated, by the system and by the control group."""
-    free = LARGE * 2
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(n for n in lines if n.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        group = Path("/sys/fs/cgroup")
-        lines = (group / "memory.stat").read_text().splitlines()  # page cache would give way
-        used = int(next(n for n in lines if n.startswith("anon ")).split()[1])
-        free = min(free, int((group / "memory.max").read_text()) - used)
-    return free
 
 
 def _now() -> datetime:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...host import free_bytes
+from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
 from .isa import threads_for
@@ -133,6 +135,10 @@ class CpuDevice:
         """A zeroed uint8 array, aligned to 64 bytes; a large one in huge pages if possible."""
         return allocate(nbytes)
 
+    def free(self) -> int | None:
+        """See `graphllm.backends.Device`."""
+        return free_bytes()
+
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         view = _array(operand)
         view[...] = data.reshape(view.shape)
@@ -152,6 +158,7 @@ class CpuDevice:
     ) -> np.ndarray:
         """The stored bytes where they lie (mapped, if they are), or as ``pack`` rearranges them."""
         if pack is None:
+            check_scales(raw, meta.dtype)
             return raw
         packed = pack(raw, meta).reshape(-1).view(np.uint8)
         if packed.ctypes.data % _ALIGN == 0:

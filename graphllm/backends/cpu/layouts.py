@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...errors import ModelFileError
+from ...quant import endless_scale
 from ...tensor import Meta
 from .blocks_k import PLACE
 from .formats import BY_CODE, FORMATS
@@ -176,9 +176,11 @@ _slabs = _Slabs()
 
 
 def _map(nbytes: int) -> np.ndarray:
-    """New memory, in huge pages where the system has them, and beginning with one."""
-    # Private: memory that may be shared is not given huge pages.
-    area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """New memory, in huge pages where the system has them, and beginning with one. MemoryError."""
+    try:  # private: memory that may be shared is not given huge pages
+        area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes: {error.strerror}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)
@@ -225,6 +227,5 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     with ThreadPoolExecutor(threads) as pool:  # native code, without the interpreter's lock
         list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
     if report.max() >= 0:
-        row = report[report >= 0].min()
-        raise ModelFileError(f"row {row} has an infinite or NaN {meta.dtype} scale")
+        raise endless_scale(int(report[report >= 0].min()), meta.dtype)
     return packed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 
 from .. import Backend, Device, Options
@@ -16,9 +17,18 @@ from .. import Backend, Device, Options
 LEAST = (7, 5)  # the lowest compute capability that the kernels are written for
 
 
+def _installed() -> bool:
+    return importlib.util.find_spec("cupy") is not None
+
+
+def _wanted() -> bool:
+    """Whether somebody installed CuPy, and did not hide all GPUs."""
+    return _installed() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
 def _probe() -> tuple[bool, str]:
     """(usable, the GPU's name and capability, or in one line why it is not)."""
-    if importlib.util.find_spec("cupy") is None:
+    if not _installed():
         return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
     from .probe import probe
 
@@ -31,7 +41,7 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-BACKEND = Backend("cuda", _probe, _open)
+BACKEND = Backend("cuda", _probe, _open, _wanted)
 
 _NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
 for _module in pkgutil.iter_modules(__path__):  # the others register their kernels

@@ -7,11 +7,13 @@ at, and their sources compiled, on any machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
 from ..site import Spot
@@ -129,16 +131,24 @@ class CudaDevice:
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
         self.gpu = run.Gpu(index)
         self._stager = memory.Stager(self.gpu.stream)
+        self._checks = ThreadPoolExecutor(1, "graphllm-weights")
         self._constants: dict[bytes, Any] = {}
         self._header: Any = None
 
     # -- memory
     def alloc(self, nbytes: int) -> Any:
-        """A zeroed buffer, aligned to 256 bytes. RequestError: the GPU has not so much left."""
+        """A zeroed buffer, aligned to 256 bytes. OutOfMemory: the GPU has not so much left."""
         from .memory import Buffer
 
         self.gpu.use()
         return Buffer(nbytes, self.gpu.stream)
+
+    def free(self) -> int | None:
+        """Bytes that the driver would give now."""
+        from .memory import free_bytes
+
+        self.gpu.use()
+        return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data`` there; it may be changed as soon as this returns."""
@@ -175,9 +185,11 @@ class CudaDevice:
         """The stored bytes on the GPU, or as ``pack`` (or a `DevicePack`) rearranges them."""
         if isinstance(pack, DevicePack):
             return self._packed(pack, raw, meta)
-        if pack is not None:
-            raw = pack(raw, meta)
-        return self.put(np.ascontiguousarray(raw).reshape(-1).view(np.uint8))
+        checks = self._checks.submit(check_scales, raw, meta.dtype)  # while they are on their way
+        stored = pack(raw, meta) if pack is not None else raw
+        buffer = self.put(np.ascontiguousarray(stored).reshape(-1).view(np.uint8))
+        checks.result()
+        return buffer
 
     def put(self, data: np.ndarray) -> Any:
         """A buffer with uint8 ``data``."""
@@ -197,7 +209,7 @@ class CudaDevice:
         raw = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         key = raw.tobytes()
         if key not in self._constants:
-            self._constants[key] = self.prepare(None, raw, Meta.of((raw.size,), "i8"))
+            self._constants[key] = self.put(raw)
         return self._constants[key].address
 
     def live(self, header: Header, var: Var) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from cupy.cuda import Event, Memory, Stream, alloc_pinned_memory, runtime
 from cupy.cuda.runtime import CUDARuntimeError
 
-from ...errors import RequestError
+from ...errors import OutOfMemory
 from ...tensor import Meta
 from ..site import numpy_form, span
 
@@ -17,11 +17,16 @@ _COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
+def free_bytes() -> int:
+    """What the driver would give now on this thread's GPU."""
+    return int(runtime.memGetInfo()[0])
+
+
 class Buffer:
     """Bytes on the GPU, all zero at first. A slice can be filled with one byte's value, or read.
 
     The memory is the driver's own allocation, not a pool's, so that its address is its own for as
-    long as the buffer lives. RequestError with the bytes wanted and free where there is no room.
+    long as the buffer lives. OutOfMemory where there is no room.
     """
 
     def __init__(self, nbytes: int, stream: Stream) -> None:
@@ -29,13 +34,10 @@ class Buffer:
         try:
             self._memory = Memory(max(nbytes, 1))
         except CUDARuntimeError as error:
-            free, total = runtime.memGetInfo()
             if error.status != _OUT_OF_MEMORY:
                 raise
-            raise RequestError(
-                f"the GPU has no {nbytes / 1e9:.2f} GB left: {free / 1e9:.2f} GB of "
-                f"{total / 1e9:.2f} GB are free"
-            ) from None
+            hint = "other programs may hold some"
+            raise OutOfMemory("a buffer", "the GPU", nbytes, free_bytes(), hint) from None
         self.address = int(self._memory.ptr)
         self._stream = stream
         self[:] = 0

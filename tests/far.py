@@ -1,0 +1,67 @@
+"""A stand-in for a backend with a memory of its own: the reference's bodies, on buffers that no
+other backend may be given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphllm import backends, ops
+from graphllm.backends import ANY, Backend
+from graphllm.backends.reference import HostDevice
+from graphllm.ops import get
+
+FREE = 1 << 40
+
+
+class FarArray(np.ndarray):
+    """A buffer of the far memory."""
+
+
+class FarDevice(HostDevice):
+    memory = "far"
+    room = FREE
+
+    def alloc(self, nbytes):
+        if nbytes > self.room:
+            raise MemoryError
+        return super().alloc(nbytes).view(FarArray)
+
+    def free(self):
+        return self.room
+
+    def prepare(self, pack, raw, meta):
+        dense = super().prepare(pack, raw, meta)
+        buffer = self.alloc(dense.nbytes)
+        buffer[:] = dense
+        return buffer
+
+    def build(self, steps, header):
+        for step in steps:
+            operands = [o for o in (*step.inputs, step.out) if o is not None]
+            near = [o for o in operands if not isinstance(o.buffer, FarArray)]
+            copies = get(step.node.op).role == "transfer"
+            assert len(near) == copies, f"{step.node.op} of {step.node.scope} mixes memories"
+        return super().build(steps, header)
+
+
+def far_backend() -> Backend:
+    """All ops but the fused ones."""
+    backend = Backend("far", lambda: (True, "a test"), lambda options: FarDevice())
+    for name, op in ops.registry().items():
+        if not op.fusion:
+            layout = dict.fromkeys((*op.params, "rest"), ANY)
+            if op.role == "transfer":
+                layout = {}
+            backend.kernel(name, layout=layout)(op.reference)
+    return backend
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """The backend ``far`` before all others; `FarDevice.room` is what it has free."""
+    backend, find, names = far_backend(), backends.find, backends.names
+    monkeypatch.setattr(backends, "find", lambda name: backend if name == "far" else find(name))
+    monkeypatch.setattr(backends, "names", lambda: ["far", *names()])
+    monkeypatch.setattr(FarDevice, "room", FREE)
+    return backend

@@ -1,0 +1,251 @@
+"""Whole models on a GPU: beside the reference and the CPU, split between GPU and CPU, and at the
+limit of memory. Skipped, with the reason, where no GPU can be used."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from cuda_cases import ARCHS, IDS, disagreement, greedy, need_gpu
+from test_fusion import nmse
+
+import graphllm
+from graphllm import tokenizer
+from graphllm.backends.cuda.device import CudaDevice
+from graphllm.errors import ModelFileError, OutOfMemory
+from graphllm.generation.request import Sampling
+from graphllm.weights.gguf import GGUF
+from graphllm.weights.random import RandomFile
+from graphllm.weights.shapes import Shape
+
+pytestmark = pytest.mark.cuda
+LONG = [int(i) for i in np.random.default_rng(3).integers(3, 300, 100)]
+TEXT = (
+    "Rivers that begin in the mountains carry sand and stones down to the plain, where they turn "
+    "slow and wide. In spring the snow melts, the water rises over the banks, and the fields on "
+    "both sides are covered with fine mud; farmers have lived on that mud for five thousand years. "
+    "They learned to measure the height of the water, to build dikes and canals, and to write down "
+    "in every year how much grain had been brought in, and who had to give how much of it to whom."
+)
+NEAR, EXACT = 1e-3, 1e-4  # NMSE of logits, with quantised weights and in f32
+WIDE = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256}  # whole blocks
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    need_gpu()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Small random models by architecture and format of the matrices."""
+    folder = tmp_path_factory.mktemp("cuda")
+
+    def get(arch: str = "llama", kind: str = ""):
+        path = folder / f"{arch}{kind}.gguf"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in WIDE.items() if kind else ():
+                patch.setattr(tiny, name, value)
+            return path if path.exists() else tiny.write_tiny(path, arch, kind)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference(files):
+    """The reference's model and its greedy answer, by architecture."""
+    made = {}
+
+    def get(arch: str = "llama"):
+        if arch not in made:
+            llm = graphllm.load(files(arch), device="reference")
+            made[arch] = llm, greedy(llm)
+        return made[arch]
+
+    return get
+
+
+# -------------------------------------------------------------------------------------- all of it
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_small_models_agree_with_the_reference(files, reference, arch):
+    llm, want = reference(arch)
+    gpu = graphllm.load(files(arch), device="cuda", kv_type="f32", strict=True)
+    assert nmse(gpu.logits(LONG), llm.logits(LONG)) < EXACT
+    assert not disagreement(greedy(gpu), want, llm)
+    assert not disagreement(greedy(gpu), want, llm)  # the prompt in the cache, the graph made
+
+
+def check(file, ids, exact: bool = False, **more) -> None:
+    """The GPU's logits against the CPU's without quantised activations, for all ids and for a few,
+    which go through other kernels. With them it may be as far from those as the CPU itself is."""
+    kinds = [("cpu", "float"), ("cuda", "float"), ("cpu", "auto"), ("cuda", "auto")]
+    models = {
+        f"{device} {linear}": graphllm.load(file, device=device, linear=linear, **more)
+        for device, linear in kinds[: 2 if exact else 4]
+    }
+    for count in (len(ids), 3):
+        logits = {name: llm.logits(ids[:count]) for name, llm in models.items()}
+        want = logits.pop("cpu float")
+        apart = {name: nmse(each, want) for name, each in logits.items()}
+        print(f"NMSE of {count} tokens: {apart}")
+        assert apart["cuda float"] < (EXACT if exact else NEAR)
+        assert exact or apart["cuda auto"] < max(NEAR, 2 * apart["cpu auto"])
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_formats_agree_with_the_cpu(files, arch, kind):
+    shape = Shape(
+        arch, 3, 256, 8, 2, 256, 384, 32, tied=True, context=128, bias=arch == "qwen2",
+        window=16 if arch == "gemma3" else 0,
+    )  # fmt: skip
+    check(RandomFile(shape, kind) if kind == "f16" else files(arch, kind), LONG)
+
+
+@pytest.mark.realmodel
+def test_the_demo_agrees_with_the_cpu(demo_path):
+    check(demo_path, tokenizer.load(demo_path).encode(TEXT))
+
+
+@pytest.mark.parametrize("kind", ["f32", "q4_k_m"])
+def test_the_demo_architecture_agrees_with_the_cpu(kind):
+    """The demo's shape with random weights; a prompt beyond its windows of 512."""
+    ids = [int(i) for i in np.random.default_rng(4).integers(3, 262_000, 600)]
+    more = {"kv_type": "f32"} if kind == "f32" else {}
+    check(RandomFile("gemma3-270m", kind), ids, kind == "f32", context=1024, **more)
+
+
+def test_a_request_that_penalises(files, reference):
+    """Another plan, of which the state is the same."""
+    llm, _ = reference()
+    gpu = graphllm.load(files(), device="cuda", kv_type="f32")
+    greedy(gpu)
+    settings = {"max_tokens": 40, "temperature": 0.0, "repeat_penalty": 1.5, "ignore_eos": True}
+    got, want = (m.generate("hello there", **settings).ids for m in (gpu, llm))
+    assert not disagreement(got, want, llm)
+
+
+# ------------------------------------------------------------------------------------- two memories
+
+
+def on(llm, name: str) -> set[str]:
+    """Ops of one token on a backend, but for copies."""
+    return set(llm.placement().get(name, {})) - {"copy"}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_an_op_switched_off_changes_no_token(files, reference, arch):
+    llm, want = reference(arch)
+    off = graphllm.load(files(arch), device="cuda", kv_type="f32", no_kernels=("cuda:rms_norm",))
+    assert "rms_norm" in on(off, "cpu") and not any("norm" in op for op in on(off, "cuda"))
+    assert any("switched off (cuda:rms_norm)" in line for line in off.misses())
+    says = r"copies from cuda:0 to host: \d+, of [\d,]+ bytes in all, for "
+    assert re.search(says, "\n".join(off.misses()))
+    assert "copies from host to cuda:0: " in off.engine.decode_plan().explain()
+    assert not disagreement(greedy(off), want, llm)
+
+
+@pytest.mark.parametrize("switch", ["attention", "kv_write", "advance", "sample", "linear"])
+def test_other_ops_switched_off(files, reference, switch):
+    """States that both sides read are brought over in each step; pools stay on one side."""
+    llm, want = reference()
+    off = graphllm.load(files(), device="cuda", kv_type="f32", no_kernels=(f"cuda:{switch}",))
+    assert switch not in on(off, "cuda")
+    assert sum(copies.nbytes for copies in off.engine.decode_plan().copies()) < 64 << 10
+    assert not disagreement(greedy(off), want, llm)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_layer_on_the_cpu_changes_no_token(files, reference, arch):
+    """The rest is two segments, each a CUDA graph beside its copies."""
+    llm, want = reference(arch)
+    place = {"model.layers.1.*": "cpu"}
+    split = graphllm.load(files(arch), device="cuda", kv_type="f32", place=place)
+    assert not disagreement(greedy(split), want, llm)
+    assert any("pinned by model.layers.1.*=cpu" in line for line in split.misses())
+    plan = split.engine.decode_plan()
+    own = [s for s in plan.steps if s.node.scope.startswith("model.layers.1")]
+    assert {s.backend.name for s in own if s.node.op != "copy"} == {"cpu"}
+    segments = split.engine.executor._programs[id(plan)].segments
+    assert [steps[0].backend.name for _, steps in segments] == ["cuda", "cpu", "cuda"]
+    for segment, steps in segments[::2]:
+        copies = sum(s.node.op == "copy" for s in steps)
+        assert segment.replays and segment.pieces <= 1 + copies
+
+
+def test_a_profile_of_two_memories(files):
+    split = graphllm.load(files(), device="cuda", place={"model.layers.1.*": "cpu"})
+    profile = split.profile("hello there", decode=8)
+    assert {row.backend for row in profile.decode} == {"cuda", "cpu"}
+    assert all(row.ns >= 0 for row in profile.decode)
+
+
+# ------------------------------------------------------------------------------------ what fits
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, "all"])
+def test_so_many_layers_on_the_gpu(files, reference, count):
+    llm, want = reference()
+    split = graphllm.load(files(), device="cuda", kv_type="f32", gpu_layers=count)
+    layers = 3 if count == "all" else max(count - 1, 0)
+    assert (split.fit.layers, split.fit.output) == (layers, count != 0)
+    assert str(split.fit) in split.notes()
+    assert not disagreement(greedy(split), want, llm)
+
+
+def test_quantised_layers_on_both_sides(files):
+    """Each backend packs its own layers' weights."""
+    split = graphllm.load(files("qwen2", "q4_k"), device="cuda", gpu_layers=2)
+    cpu = graphllm.load(files("qwen2", "q4_k"), device="cpu")
+    assert nmse(split.logits(LONG), cpu.logits(LONG)) < NEAR
+    off = graphllm.load(files("qwen2", "q4_k"), device="cuda", no_kernels=("cuda:quantise_act",))
+    assert any("quantise" in op for op in on(off, "cpu"))  # blocks go from one side to the other
+    assert nmse(off.logits(LONG[:3]), cpu.logits(LONG[:3])) < NEAR
+
+
+def test_layers_that_do_not_fit(monkeypatch):
+    """By what the GPU has free; here it says less than it has."""
+    file = RandomFile("llama-1b", "f16")
+    whole = graphllm.load(file, device="cuda", context=2048)
+    used = whole.fit.free - whole.executor.devices["cuda"].free()
+    assert used <= whole.fit.needed < whole.fit.free
+    stored = sum(t.nbytes for t in file.tensors.values())
+    assert used <= stored + (1 << 30)
+    del whole
+    less = 2 << 30
+    monkeypatch.setattr(CudaDevice, "free", lambda device: less)
+    split = graphllm.load(file, device="cuda", context=2048)
+    assert 0 < split.fit.layers < 16 and split.fit.output and split.fit.needed <= less
+    assert f"on cpu: {split.fit.needed / 1e9:.2f} GB of 2.15 GB free there" in str(split.fit)
+    ids = split.engine.generate(IDS, Sampling(temperature=0.0), ())
+    assert len([next(ids) for _ in range(4)]) == 4
+
+
+def test_no_room_for_the_cache():
+    shape = Shape("llama", 2, 256, 4, 4, 512, 384, context=2**27)
+    try:
+        graphllm.load(RandomFile(shape, "f16"), device="cuda", gpu_layers="all", context=2**27)
+    except OutOfMemory as error:  # no `pytest.raises`, which would keep what is bound so far
+        said, memory, needed, free = str(error), error.memory, error.needed, error.free
+    assert memory == "cuda:0" and needed > free > 0
+    assert re.match(r"no memory for full\S+: [\d.]+ GB are needed in cuda:0, [\d.]+ GB are", said)
+    llm = graphllm.load(RandomFile(shape, "f16"), device="cuda", context=256)
+    assert llm.fit.layers == 2 and llm.logits(IDS).shape == (len(IDS), 384)
+
+
+def test_an_endless_scale_stops_the_load(files, tmp_path):
+    """As on the CPU, with the tensor's name and the row."""
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(files("llama", "q4_k").read_bytes())
+    with GGUF(path) as file:
+        info = file.info("blk.1.ffn_up.weight")
+    with open(path, "r+b") as raw:
+        raw.seek(info.offset + 7 * info.dtype.row_nbytes(256))
+        raw.write(b"\xff\xff")
+    says = "^tensor 'model.layers.1.mlp.up_proj.weight': row 7 has an infinite or NaN q4_k scale$"
+    with pytest.raises(ModelFileError, match=says):
+        graphllm.load(path, device="cuda")

@@ -1,0 +1,376 @@
+"""Layers in two memories: pins, copies, states, what fits, kernels that are switched off; with a
+stand-in backend that does the reference's arithmetic in a memory of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from far import FarDevice, far  # noqa: F401
+from tiny_models import LAYERS, llama_weights, write_llama
+
+import graphllm
+from graphllm import backends, cli, fit, ops
+from graphllm.backends.order import ORDER
+from graphllm.errors import OutOfMemory, PlacementError, RequestError
+from graphllm.executor import Executor
+from graphllm.generation.request import Sampling
+from graphllm.plan import HOST
+from graphllm.tensor import Var, feed, scope, state
+
+IDS = [1, 17, 130, 131, 8, 252]
+MORE = [*IDS, 40, 41, 42, 43]
+SPLITS = {
+    "all": {},
+    "a layer between": {"place": {"model.layers.1.*": "reference"}},
+    "two islands": {"place": {"model.layers.0.*": "reference", "model.layers.2.*": "reference"}},
+    "half a layer": {"place": {"model.layers.1.mlp.*": "reference"}},
+    "no head": {"place": {"lm_head": "reference"}},
+    "no layers": {"gpu_layers": 0},
+    "the output only": {"gpu_layers": 1},
+    "two layers": {"gpu_layers": 3},
+    "no attention": {"no_kernels": ("far:attention",)},
+    "no writes": {"no_kernels": ("far:kv_write",)},
+    "no advance": {"no_kernels": ("far:advance",)},
+    "no sampling": {"no_kernels": ("far:sample", "far:penalise")},
+    "no norms": {"no_kernels": ("far:rms_norm",)},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf", llama_weights())
+
+
+def answers(llm) -> list[list[int]]:
+    """Greedy tokens: beyond a block of the cache; after a common prefix; and with penalties."""
+    found = []
+    for prompt, count, more in ((IDS, 70, {}), (MORE, 8, {}), (IDS, 8, {"repeat_penalty": 1.7})):
+        ids = llm.engine.generate(prompt, Sampling(temperature=0.0, **more), ())
+        found.append([next(ids) for _ in range(count)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return answers(graphllm.load(tiny, device="reference"))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_split_changes_no_token(far, tiny, plain, split):  # noqa: F811
+    """What `advance` writes in one memory is read in the other in the next step."""
+    llm = graphllm.load(tiny, device="far", kv_type="f32", **SPLITS[split])
+    assert answers(llm) == plain
+    assert llm.logits(IDS).shape == (len(IDS), 400)
+    plan = llm.engine.decode_plan()
+    crossing = {copies.source for copies in plan.copies()}
+    assert crossing == (set() if split in ("all", "no layers") else {"far", HOST})
+
+
+def test_a_split_with_kernels_of_the_cpu(far, tiny, plain):  # noqa: F811
+    """One segment for each stay on a backend, and one more where a copy comes between."""
+    place = {"model.layers.1.*": "cpu"}
+    llm = graphllm.load(tiny, kv_type="f32", linear="float", place=place)
+    assert answers(llm) == plain
+    assert [b.name for b in llm.executor.backends] == ["far", "cpu", "reference"]
+    assert [s[0].backend.name for s in llm.engine.decode_plan().segments()] == ["far", "cpu", "far"]
+
+
+def test_states_lie_where_they_are_written(far, tiny):  # noqa: F811
+    """Each in one memory, though plans without `advance` are compiled, too."""
+    llm = graphllm.load(tiny, device="far", kv_type="f32", place={"model.layers.0.*": "reference"})
+    answers(llm)
+    llm.logits(IDS)
+    homes: dict[str, set[str]] = {}
+    for name, memory in llm.executor._buffers:
+        homes.setdefault(name, set()).add(memory)
+    assert {name for name, memories in homes.items() if len(memories) > 1} == {
+        "q_start",
+        "table.full",
+    }  # what is fed goes to both
+    assert homes["full.0.k"] == {HOST} and homes["full.1.k"] == homes["pos"] == {"far"}
+
+
+def test_the_plan_and_the_model_name_copies(far, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", kv_type="f32", place={"model.layers.1.*": "reference"})
+    # The activation of 60 floats in and out; to the host also pos, slot and kv_len.
+    there, back = llm.misses()[-2:]
+    assert there.startswith("a token needs copies from far to host: 4, of 252 bytes in all, for ")
+    copies = "copies from host to far: 1, of 240 bytes in all, for rms_norm, add"
+    assert back == f"a token needs {copies}"
+    why = "far: pinned by model.layers.1.*=reference"
+    assert f"attention ran on reference (1 steps a token): {why}" in llm.misses()
+    explained = llm.engine.decode_plan().explain()
+    assert f"\n  {copies}\n" in explained
+    assert f"\n      1  attention ran on reference: {why}\n" in explained
+
+
+def test_a_cache_is_not_copied(far, tiny):  # noqa: F811
+    """An op that is switched off takes those with it that share its pools."""
+    llm = graphllm.load(tiny, device="far", no_kernels=("far:attention",))
+    assert llm.placement()["reference"] == {"attention": LAYERS, "kv_write": 2 * LAYERS}
+    assert "attention ran on reference (3 steps a token): far: switched off (far:attention)" in (
+        llm.misses()
+    )
+    why = [line for line in llm.misses() if line.startswith("kv_write")]
+    assert len(why) == LAYERS and "'full.0.k' stays in one memory with attention of " in why[0]
+    # q, k and v of 6 + 2 + 2 heads of 10, for each of 3 layers, and what addresses them
+    (to_host,) = (c for c in llm.engine.decode_plan().copies() if c.target == HOST)
+    assert to_host.nbytes < 2 * LAYERS * 10 * 10 * 4
+
+
+def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
+    t, pool = Var("T", 1, 4), state("pool", (8, 1, 4), "f32")
+    slot = feed("slot", (t,), "i32")
+    with scope("write"):
+        written = ops.kv_write(pool, feed("x", (t, 1, 4), "f32"), slot)
+    with scope("read"):
+        y = ops.gather_rows(written, slot)
+    executor = Executor(backends=("far", "reference"), pins={"read": "reference"})
+    plan = executor.compile({"y": y})
+    assert {s.backend.name for s in plan.steps} == {"reference"}  # the writer goes along
+    executor = Executor(backends=("far", "reference"), pins={"read": "reference", "write": "far"})
+    plan = executor.compile({"y": y})
+    assert [s.node.op for s in plan.steps] == ["kv_write", "copy", "gather_rows"]
+    x = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
+    np.testing.assert_array_equal(
+        executor.run(plan, {"x": x, "slot": np.array([3], np.int32)})["y"], x
+    )
+
+
+# ------------------------------------------------------------------------------------------- fits
+
+
+def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: F811
+    """The last layers and the output first; never more than there is."""
+    whole = graphllm.load(tiny, device="far", kv_type="f32").fit
+    assert str(whole) == f"all {LAYERS} layers on far: 0.54 GB of 1099.51 GB free there"
+    seen = []
+    for room in range(whole.needed, fit.MARGIN, -8192):
+        monkeypatch.setattr(FarDevice, "room", room)
+        llm = graphllm.load(tiny, device="far", kv_type="f32")
+        assert llm.fit.needed <= room or not llm.fit.output
+        assert llm.fit.needed_by_all == whole.needed
+        seen.append((llm.fit.layers, llm.fit.output))
+    assert seen == sorted(seen, reverse=True)
+    assert set(seen) == {(3, True), (2, True), (1, True), (0, True), (0, False)}
+    assert answers(llm) == plain
+    assert str(llm.fit).startswith("0 of 3 layers on far, the first 3 on reference: ")
+    assert str(llm.fit).endswith(", all would need 0.54 GB")
+
+
+def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # noqa: F811
+    """A head that is the embedding takes its room from the layers, at the first attempt."""
+    tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
+    whole = graphllm.load(tied, device="far", kv_type="f32").fit
+    placed, adopt = [], Executor.adopt
+    monkeypatch.setattr(
+        Executor, "adopt", lambda self, *rest: (placed.append(1), adopt(self, *rest))
+    )
+    monkeypatch.setattr(FarDevice, "room", whole.needed - 1)
+    llm = graphllm.load(tied, device="far", kv_type="f32")
+    assert (llm.fit.layers, llm.fit.output) == (2, True) and llm.fit.needed < whole.needed
+    assert len(placed) == 2  # the whole, and what fits
+
+
+def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", gpu_layers="2")
+    steps = [s for s in llm.engine.decode_plan().steps if s.node.op != "copy"]
+    where = {s.node.scope.split(".self_attn")[0]: s.backend.name for s in steps}
+    assert where["model.embed_tokens"] == where["model.layers.0"] == "reference"
+    assert where["model.layers.1"] == "reference" and where["model.layers.2"] == "far"
+    assert where["lm_head"] == where["model.norm"] == where[""] == "far"
+    assert str(llm.fit).startswith(
+        "1 of 3 layers and the output on far, the first 2 on reference: "
+    )
+    why = [line for line in llm.misses() if line.startswith("attention")]
+    assert why == [
+        "attention ran on reference (2 steps a token): far: not among the last 1 of 3 layers"
+    ]
+
+
+def test_a_pin_comes_before_what_fits(far, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", gpu_layers=3, place={"model.layers.0.mlp.*": "far"})
+    assert llm.fit.first == 1 and llm.fit.layers == 3  # a part of the first, too
+    own = [s for s in llm.engine.decode_plan().steps if s.node.scope.startswith("model.layers.0.")]
+    assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"far"}
+    assert "reference" in {s.backend.name for s in own}
+
+
+def test_layers_that_a_user_pins_are_counted(far, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", place={"model.layers.[01].*": "reference"})
+    says = "1 of 3 layers and the output on far, the others pinned: 0.54 GB of 1099.51 GB free "
+    assert str(llm.fit) == says + "there"
+
+
+@pytest.mark.parametrize("asked", ["some", "-1", -1, "1.5", ""])
+def test_a_bad_count_of_layers(tiny, asked):
+    with pytest.raises(RequestError, match=r"gpu_layers = .* \(-ngl\) must be auto, all or a"):
+        graphllm.load(tiny, device="reference", gpu_layers=asked)
+
+
+def test_layers_without_a_device_of_their_own(tiny):
+    llm = graphllm.load(tiny, device="reference", gpu_layers=2)
+    assert llm.fit is None
+    assert llm.notes() == ["gpu_layers = 2 has no effect: reference works in the host's memory"]
+
+
+@pytest.mark.parametrize("room", [1000, 10_000, 60_000])
+def test_no_room_is_one_line(far, tiny, monkeypatch, room):  # noqa: F811
+    """Whatever does not fit: weights, the cache, intermediates."""
+    monkeypatch.setattr(FarDevice, "room", room)
+    with pytest.raises(OutOfMemory) as caught:
+        graphllm.load(tiny, device="far", gpu_layers="all", context=128)
+    error = caught.value
+    assert error.needed > error.free == room and error.memory == "far"
+    assert str(error).startswith(f"no memory for {error.what}: ") and "are free; " in str(error)
+
+
+def test_what_had_no_room_is_named(far, tiny, monkeypatch):  # noqa: F811
+    """Each allocation of a load fails in its turn."""
+    made, alloc, seen = [], FarDevice.alloc, set()
+
+    def failing(device, nbytes):
+        made.append(nbytes)
+        if len(made) == last:
+            raise MemoryError
+        return alloc(device, nbytes)
+
+    monkeypatch.setattr(FarDevice, "alloc", failing)
+    for last in range(1, 200):
+        made.clear()
+        try:
+            graphllm.load(tiny, device="far")
+        except OutOfMemory as error:
+            assert error.needed == made[-1] and error.free == FarDevice.room
+            seen.add(error.what)
+        if len(made) < last:
+            break
+    assert {"intermediates", "full.0.k", "pos", "tensor 'model.norm.weight'"} <= seen
+
+
+# -------------------------------------------------------------------------------------- switches
+
+
+def test_an_op_is_switched_off_by_name(far, tiny, plain):  # noqa: F811
+    llm = graphllm.load(tiny, device="far", kv_type="f32", no_kernels=("far:rms_norm",))
+    assert "rms_norm" not in llm.placement()["far"]
+    assert llm.placement()["reference"] == {"rms_norm": 2 * LAYERS + 1}
+    assert "rms_norm ran on reference (7 steps a token): far: switched off (far:rms_norm)" in (
+        llm.misses()
+    )
+    with pytest.raises(PlacementError, match=r"rms_norm would run on reference .*switched off"):
+        graphllm.load(tiny, device="far", no_kernels=("far:rms_norm",), strict=True)
+
+
+@pytest.mark.parametrize(
+    "switch, says",
+    [
+        ("rms_norm", "begin with one of"),
+        ("gpu:rms_norm", "begin with one of"),
+        ("cpu:rmsnorm", "end in an op; 'rmsnorm' is none"),
+        ("cpu:copy", "name another op"),
+        ("cpu:contiguous", "name another op"),
+    ],
+)
+def test_a_bad_switch(tiny, switch, says):
+    with pytest.raises(RequestError, match=f"no_kernels = '{switch}' .*must {says}"):
+        graphllm.load(tiny, device="reference", no_kernels=(switch,))
+
+
+def test_a_switched_off_part_is_not_fused(tiny):
+    """Of the CPU's fused ops none has a part that is switched off."""
+    llm = graphllm.load(tiny, device="cpu", no_kernels=("cpu:rms_norm",))
+    assert not any("norm" in op for op in llm.placement()["cpu"])
+    assert llm.placement()["reference"]["rms_norm"] == 2 * LAYERS + 1
+
+
+# ------------------------------------------------------------------------------- the command line
+
+
+def called(monkeypatch, capsys, *words) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["graphllm", *map(str, words)])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+@pytest.mark.parametrize("flag", ["-ngl", "--gpu-layers", "--n-gpu-layers"])
+def test_run_says_where_layers_went(far, tiny, monkeypatch, capsys, flag):  # noqa: F811
+    words = ("run", tiny, "-p", "a", "-n", 2, "--device", "far", flag, 2, "--json")
+    code, out, err = called(monkeypatch, capsys, *words)
+    where = json.loads(out)["gpu_layers"]
+    assert not code and where["layers"] == 1 and where["of"] == 3 and where["output"]
+    assert where["backend"] == "far" and where["needed_bytes"] < where["free_bytes"]
+    assert err == f"note: {where['text']}\n"
+
+
+def test_run_out_of_memory(far, tiny, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(FarDevice, "room", 1000)
+    words = ("run", tiny, "-p", "a", "--device", "far", "-ngl", "all")
+    code, out, err = called(monkeypatch, capsys, *words)
+    assert code == 1 and not out and err.count("\n") == 1
+    assert err.startswith("error: no memory for ") and "0.00 GB are free" in err
+
+
+def test_run_without_a_kernel(tiny, monkeypatch, capsys):
+    words = ("run", tiny, "-p", "a", "-n", 2, "--device", "cpu", "--no-kernel", "cpu:sample")
+    code, _, err = called(monkeypatch, capsys, *words)
+    assert not code and "note: sample ran on reference (1 steps a token): cpu: switched off" in err
+
+
+# -------------------------------------------------------------------------------------- the order
+
+
+def test_who_stands_behind_a_device():
+    assert backends.names()[-3:] == list(ORDER) == ["cuda", "cpu", "reference"]
+    assert backends.behind("cuda") == ["cuda", "cpu", "reference"]
+    assert backends.behind("cpu") == ["cpu", "reference"]
+    assert backends.behind("reference") == ["reference"]
+    assert backends.behind("elsewhere") == ["elsewhere", "reference"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine on which CuPy is installed, and of no use; nobody may open its device."""
+    cuda = backends.find("cuda")
+    monkeypatch.setattr(cuda, "probe", lambda: (False, "no NVIDIA driver is installed"))
+    monkeypatch.setattr(cuda, "wanted", lambda: True)
+    monkeypatch.setattr(cuda, "open_device", None)
+    return cuda
+
+
+def test_what_is_installed_and_not_used_is_told(no_gpu, tiny, monkeypatch, capsys):
+    words = ("run", tiny, "-p", "a", "-n", 1, "--json")
+    code, out, err = called(monkeypatch, capsys, *words)
+    assert not code and json.loads(out)["device"] == "cpu"
+    assert err == "note: cuda is not used: no NVIDIA driver is installed\n"
+    for device in ("cpu", "reference"):  # not asked for
+        assert not called(monkeypatch, capsys, *words, "--device", device)[2]
+    monkeypatch.setattr(no_gpu, "wanted", lambda: False)  # and not installed
+    assert not called(monkeypatch, capsys, *words)[2]
+
+
+def test_a_device_that_cannot_be_used_is_an_error(no_gpu, tiny, monkeypatch, capsys):
+    code, out, err = called(monkeypatch, capsys, "run", tiny, "-p", "a", "--device", "cuda")
+    says = "device = 'cuda' (--device) cannot be used: no NVIDIA driver is installed"
+    assert (code, out, err) == (1, "", f"error: {says}\n")
+
+
+def test_doctor_says_what_is_missing_in_a_line(no_gpu, monkeypatch, capsys):
+    _, out, _ = called(monkeypatch, capsys, "doctor")
+    lines = [line for line in out.splitlines() if line.startswith("cuda")]
+    assert lines == ["cuda       not usable: no NVIDIA driver is installed"]
+
+
+def test_the_cpu_opens_no_gpu(monkeypatch, tiny):
+    """Nor is it asked whether there is one."""
+    monkeypatch.setattr(backends.find("cuda"), "probe", None)
+    llm = graphllm.load(tiny, device="cpu")
+    assert llm.executor.skipped == {} and set(llm.executor.devices) == {"cpu"}
