@@ -1,0 +1,86 @@
+"""What the CUDA backend chooses and keeps, on a GPU that is only on paper: nothing is run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import groups
+from test_ops_generated import OPS
+
+from graphllm import ops
+from graphllm.backends.cuda import BACKEND, LEAST
+from graphllm.backends.cuda.device import CudaDevice, Launch, Site
+from graphllm.dtype import dtype
+from graphllm.executor import Executor
+from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.tensor import Var, feed, weight
+from graphllm.weights import Arrays
+
+TENSOR = {"attention_tile.cu", "linear_tensor.cu"}  # for capability 8.0 and up
+
+
+class Paper(CudaDevice):
+    """A GPU of some capability; ``files`` are those that launches come from."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.memory, self.files = "paper", set()
+        self.gpu = SimpleNamespace(capability=capability, processors=72)
+
+    def alloc(self, nbytes):
+        return SimpleNamespace(address=1 << 40, nbytes=nbytes)
+
+    def prepare(self, pack, raw, meta):
+        return self.alloc(0)
+
+    def constant(self, table):
+        return 1 << 40
+
+    def live(self, header, var):
+        return 1 << 40
+
+    def build(self, steps, header):
+        for step in steps:
+            made = step.kernel.build(Site(step, header, self))
+            parts = made if isinstance(made, list) else [made]
+            self.files |= {part.function.module.file for part in parts if isinstance(part, Launch)}
+
+
+@pytest.fixture
+def paper(monkeypatch):
+    """What makes the backend usable, with a GPU of this capability."""
+
+    def made(capability: tuple[int, int]) -> Paper:
+        device = Paper(capability)
+        monkeypatch.setattr(BACKEND, "probe", lambda: (True, "on paper"))
+        monkeypatch.setattr(BACKEND, "open_device", lambda options: device)
+        return device
+
+    return made
+
+
+@pytest.mark.parametrize("capability, found", [(LEAST, set()), ((8, 0), TENSOR)])
+def test_tensor_cores_are_used_where_they_are_new_enough(capability, found, paper):
+    device = paper(capability)
+    for name in OPS:
+        for group in groups(ops.get(name)):
+            assert group.cases  # makes the weights
+            executor = Executor(Arrays(group.weights), ("cuda", "reference"))
+            for few in (False, True):
+                bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
+                executor.bind(executor.compile({"y": group.node}, bounds))
+    assert device.files & TENSOR == found
+
+
+@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_table_that_is_the_head_too_is_kept_once(name, tokens, paper):
+    paper((9, 0))
+    kind, t = dtype(name), Var("T", 1, tokens)
+    w, stored = weight("w", (4, 256), kind), np.zeros((4, kind.row_nbytes(256)), np.uint8)
+    stored = Blocks(stored, kind, 256) if name in FORMATS else stored.view(kind.numpy)
+    y = ops.linear(ops.embedding(feed("ids", (t,), "i32"), w), w)
+    executor = Executor(Arrays({"w": stored}), ("cuda",))
+    executor.bind(executor.compile({"y": y}))
+    assert len(executor._prepared) == 1
