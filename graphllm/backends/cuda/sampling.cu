@@ -37,7 +37,7 @@ extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings se
     if (n >= *live) return;
     if (wide) {
         int first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
-        for (int i = first; i < ZEROED; i += step) wide[n].mass[i] = 0;
+        for (int i = first; i < ZEROED; i += step) ((u64*)(wide + n))[i] = 0;
     }
     bool greedy = !settings.temperature || !(settings.temperature[n] > 0);
     Row row = {(const float*)(x + n * stride), width, greedy};
