@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,22 +12,28 @@ from cases import groups
 from test_ops_generated import OPS
 
 from graphllm import ops
-from graphllm.backends.cuda import BACKEND, LEAST
+from graphllm.backends.cuda import BACKEND, LEAST, source
 from graphllm.backends.cuda.device import CudaDevice, Launch, Site
-from graphllm.dtype import dtype
+from graphllm.decoder import Limits
+from graphllm.dtype import CACHED, dtype
 from graphllm.executor import Executor
+from graphllm.llm import LLM, decoder_for
 from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.tensor import Var, feed, weight
 from graphllm.weights import Arrays
+from graphllm.weights.random import RandomFile
+from graphllm.weights.shapes import MIX, SHAPES, TYPES
 
+KNOWN = set(source.MODULES)  # that test_cuda_compile.py compiles
+ALL = "llama-1b"  # the shape that is tried with all formats
 TENSOR = {"attention_tile.cu", "linear_tensor.cu"}  # for capability 8.0 and up
 
 
 class Paper(CudaDevice):
-    """A GPU of some capability; ``files`` are those that launches come from."""
+    """A GPU of some capability; ``modules`` are those that launches come from."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        self.memory, self.files = "paper", set()
+        self.memory, self.modules = "paper", set()
         self.gpu = SimpleNamespace(capability=capability, processors=72)
 
     def alloc(self, nbytes):
@@ -44,7 +52,7 @@ class Paper(CudaDevice):
         for step in steps:
             made = step.kernel.build(Site(step, header, self))
             parts = made if isinstance(made, list) else [made]
-            self.files |= {part.function.module.file for part in parts if isinstance(part, Launch)}
+            self.modules |= {part.function.module for part in parts if isinstance(part, Launch)}
 
 
 @pytest.fixture
@@ -70,7 +78,30 @@ def test_tensor_cores_are_used_where_they_are_new_enough(capability, found, pape
             for few in (False, True):
                 bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
                 executor.bind(executor.compile({"y": group.node}, bounds))
-    assert device.files & TENSOR == found
+    assert {made.file for made in device.modules} & TENSOR == found
+
+
+class Empty(RandomFile):
+    """Nothing but zeros, which take no room."""
+
+    def raw(self, name):
+        info = self.info(name)
+        shape = (math.prod(info.shape[:-1]), info.dtype.row_nbytes(info.shape[-1]))
+        return np.broadcast_to(np.zeros(1, np.uint8), shape)
+
+
+@pytest.mark.parametrize("capability, shape", [(LEAST, ALL), *(((9, 0), name) for name in SHAPES)])
+def test_known_models_ask_for_known_modules_only(shape, capability, paper):
+    """Plans of one token, of some and of many; of one shape for all formats of weights."""
+    device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
+    kinds = TYPES if shape == ALL else (MIX, "f16")
+    for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in CACHED)]:
+        file = Empty(cut, kind)
+        llm = LLM(file, decoder_for(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
+        for tokens in (1, 2, 4, 7, 16, 512):
+            llm.executor.bind(llm.engine._plan(["ids.penalised"], tokens))
+    unknown = {str(made) for made in device.modules - KNOWN}
+    assert device.modules and not unknown
 
 
 @pytest.mark.parametrize("tokens", [1, 512])
