@@ -18,12 +18,22 @@ import pytest
 from graphllm.backends.cuda import BACKEND, LEAST, source
 from graphllm.errors import GraphllmError
 
+
+def needs_tensor_cores(made: source.Module) -> bool:
+    """Whether it has instructions of capability 8.0, in its file or in a header of it."""
+    seen, texts = {"common.cuh"}, [made.text]
+    for text in texts:
+        new = set(re.findall(r'#include "(\w+\.cuh)"', text)) - seen
+        seen |= new
+        texts += [source._headers()[name] for name in sorted(new)]
+    return any(re.search(r"m16n8k16|cp\.async", text) for text in texts)
+
+
 ARCHS = ("sm_75", "sm_80", "sm_90a")
-# Files whose kernels need m16n8k16 and cp.async: plans have them from capability 8.0 on
-# (test_cuda_plans.py), so they are not compiled for sm_75.
-TENSOR = ("attention_tile.cu", "linear_tensor.cu")
+# Tensor cores as of capability 8.0 are in no plan below it (test_cuda_plans.py), so modules with
+# them are not compiled for sm_75.
 PAIRS = [(m, arch) for arch in ARCHS for m in source.MODULES
-         if not (arch == "sm_75" and m.file in TENSOR)]  # fmt: skip
+         if not (arch == "sm_75" and needs_tensor_cores(m))]  # fmt: skip
 # Bytes of local memory that a kernel may use, by generation and name.
 LOCAL = {("sm_75", "norm_add_2"): 48}
 
