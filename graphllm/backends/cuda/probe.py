@@ -32,6 +32,7 @@ def probe(least: tuple[int, int]) -> tuple[bool, str]:
 
 def _describe(least: tuple[int, int], version: int) -> tuple[bool, str]:
     """What the first GPU is."""
+    import cupy
     from cupy.cuda import runtime
     from cupy_backends.cuda.libs import nvrtc
 
@@ -48,7 +49,7 @@ def _describe(least: tuple[int, int], version: int) -> tuple[bool, str]:
     memory = found["totalGlobalMem"] / 1e9
     return True, (
         f"{name}, {memory:.0f} GB, compute capability {shown}, driver for CUDA {_dotted(version)}, "
-        f"NVRTC {compiler}"
+        f"NVRTC {compiler}, CuPy {cupy.__version__}"
     )
 
 

@@ -1,0 +1,76 @@
+"""Sampling on the GPU: the ids of the op's body, whichever way the kernels go about it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_cases import need_gpu
+
+from graphllm import ops
+from graphllm.executor import Executor
+from graphllm.tensor import Var, feed
+
+pytestmark = pytest.mark.cuda
+ROWS = 18
+WIDTHS = (1, 31, 2049, 33_333, 128_256, 262_144)  # of one block's piece, and of many
+SETTINGS = {
+    "temperature": ([0.8, 1.0, 2.5, 0.3], "f32"),
+    "top_k": ([0], "i32"),
+    "top_p": ([0.95, 1.0, 0.5, 0.9, 0.0, 0.999, 1e-9], "f32"),
+    "min_p": ([0.0, 0.05, 0.0, 0.001, 1.0], "f32"),
+    "seed": (range(-1, 1 << 40, (1 << 40) // ROWS), "i64"),
+    "count": (range(ROWS), "i32"),
+}
+TOP_K = [0, 40, 64, 255, 256, 257, 1, 1024, 30_000, 128_255, 128_256, 10**6]
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    need_gpu()
+
+
+def masked(x: np.ndarray) -> np.ndarray:
+    """Of -inf, NaN and, in some rows, +inf."""
+    x[:, ::3], x[:, 1::5], x[::4, x.shape[1] // 2] = -np.inf, np.nan, np.inf
+    return x
+
+
+LOGITS = {
+    "usual": lambda x: 3 * x,
+    "flat": lambda x: 0.05 * x,
+    "steep": lambda x: 30 * x,
+    "in steps": lambda x: np.round(2 * x),
+    "masked": masked,
+    "equal": lambda x: 0 * x + 1.5,
+    "nothing": lambda x: np.full_like(x, np.nan),
+}
+
+
+def wrong(width: int, make, changed: dict | None = None) -> list[int]:
+    """Rows whose id is not the body's; each of three runs, the last of which are replays."""
+    n = Var("N", 1, ROWS)
+    leaves, feeds = [], {}
+    for name, (values, kind) in {**SETTINGS, **(changed or {})}.items():
+        leaves.append(feed(name, (n,), kind))
+        feeds[name] = np.resize(np.array(values), ROWS).astype(leaves[-1].dtype.numpy)
+    x = np.random.default_rng(width).standard_normal((ROWS, width)).astype(np.float32)
+    logits = make(x).astype(np.float32)
+    want = ops.get("sample").reference(logits, *feeds.values())
+    executor = Executor(backends=("cuda",), poison=True)
+    plan = executor.compile({"y": ops.sample(feed("logits", (n, width), "f32"), *leaves)})
+    got = [executor.run(plan, {**feeds, "logits": logits})["y"] for _ in range(3)]
+    return [int(row) for y in got for row in np.flatnonzero(y != want)]
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_top_k(width, kind):
+    assert not wrong(width, LOGITS[kind])
+
+
+@pytest.mark.parametrize("kind", ["usual", "in steps", "equal"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_of_all_kinds_together(width, kind):
+    """Few, many and all candidates; and rows in which the largest is taken."""
+    changed = {"top_k": (TOP_K, "i32"), "temperature": ([0.8, 1.0, 0.0, 2.0, -1.0], "f32")}
+    assert not wrong(width, LOGITS[kind], changed)
