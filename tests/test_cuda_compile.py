@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from graphllm.backends import cuda
-from graphllm.backends.cuda import BACKEND, LEAST, source
+from graphllm.backends.cuda import LEAST, source
 from graphllm.errors import GraphllmError
 
 

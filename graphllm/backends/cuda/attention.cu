@@ -1,31 +1,268 @@
-// Attention of few tokens, a block of threads to each piece of a token's keys: attention_pieces.cuh
-// says which macros there are. Where there are several pieces, a second kernel merges them.
+// Attention of few tokens: the keys of each are split, every piece goes to a block.
+//
+// POOL: F32, F16 or Q8_0, what keys and values are kept in. DEPTH: of a query and a key; WIDTH: of a
+// value; both multiples of 8 from 64 to 256. HEADS: that share a kv head and are taken together, 1,
+// 2, 4 or 8. BIASED: logits are capped, or have slopes. A warp takes TILE keys at a time, with
+// K_LANES threads to a key and V_LANES to a value.
 
-#define WARPS 4
-
-#include "attention_pieces.cuh"
+#include "attention.cuh"
 #include "quantise.cuh"
 
-// Blocks that a processor has room for: what keeps to its registers.
-constexpr int RESIDENT = HEADS <= 4 && sizeof(Pooled) <= 16 && !BIASED ? 4 : 2;
+#define THREADS 128
+#define EACH 4  // keys of a thread
+#define LANES_FOR(width) ((width) <= 64 ? 8 : (width) <= 128 ? 16 : 32)
+// Eight neighbouring elements of a slot of a pool.
+struct F32 {
+    float4 a, b;
+    __device__ __forceinline__ void load(const u8* slot, int at) {
+        a = *(const float4*)(slot + 4 * at), b = *(const float4*)(slot + 4 * at + 16);
+    }
+    __device__ __forceinline__ void read(float* x) const {
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+        x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    }
+};
 
-// blockIdx: (kv head and part of its heads, token, piece).
-extern "C" __global__ void __launch_bounds__(WARP* WARPS, RESIDENT) attend(Attention a) {
+struct F16 {
+    uint4 q;
+    __device__ __forceinline__ void load(const u8* slot, int at) {
+        q = *(const uint4*)(slot + 2 * at);
+    }
+    __device__ __forceinline__ void read(float* x) const {
+        const u32* words = &q.x;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = from_f16((u16)words[i]), x[2 * i + 1] = from_f16((u16)(words[i] >> 16));
+        }
+    }
+};
+
+struct Q8_0 {  // blocks of 34 bytes: a scale, 32 int8
+    u16 d;
+    u16 q[4];
+    __device__ __forceinline__ void load(const u8* slot, int at) {
+        const u16* block = (const u16*)(slot + at / 32 * 34);
+        d = block[0];
+#pragma unroll
+        for (int i = 0; i < 4; i++) q[i] = block[1 + at % 32 / 2 + i];
+    }
+    __device__ __forceinline__ void read(float* x) const {
+        float scale = from_f16(d);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = scale * (i8)(q[i] & 255), x[2 * i + 1] = scale * (i8)(q[i] >> 8);
+        }
+    }
+};
+
+constexpr int K_LANES = LANES_FOR(DEPTH), V_LANES = LANES_FOR(WIDTH);
+constexpr int WARPS = THREADS / WARP, K_ROWS = WARP / K_LANES, V_ROWS = WARP / V_LANES;
+// Keys that a warp takes at a time, few of them: code that is run once must be read, too.
+constexpr int TILE = EACH * (K_ROWS > V_ROWS ? K_ROWS : V_ROWS);
+constexpr int K_EACH = TILE / K_ROWS, V_EACH = TILE / V_ROWS;
+constexpr int PART = WIDTH + 4;  // floats of a piece's result: mixed values, top, total
+
+// Sums of `v` over groups of LANES threads; each thread gets that of one head, as v[0].
+template <int LANES> __device__ __forceinline__ void spread_sums(float (&v)[HEADS], int lane) {
+#pragma unroll
+    for (int o = LANES / 2, n = HEADS; o; o >>= 1) {
+        bool upper = lane & o;
+        if (n > 1) {
+            n /= 2;
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
+                v[i] = keep + __shfl_xor_sync(FULL, send, o);
+            }
+        } else {
+            v[0] += __shfl_xor_sync(FULL, v[0], o);
+        }
+    }
+}
+
+// The head whose sum `spread_sums` leaves with a thread, and the first thread that has a head's.
+template <int LANES> __device__ __forceinline__ int own_head(int lane) {
+    return lane % LANES / (LANES / HEADS);
+}
+template <int LANES> __device__ __forceinline__ int holder(int head) {
+    return head * (LANES / HEADS);
+}
+
+// What row `row` of a tile weighs for a head: thread `holder` of the group that took its key has it,
+// as number row / K_ROWS.
+__device__ __forceinline__ float weight_of(const float (&weights)[K_EACH], int row, int i, int h) {
+    if (K_LANES == V_LANES)
+        return __shfl_sync(FULL, weights[i], row % K_ROWS * K_LANES + holder<K_LANES>(h));
+    float found = 0;
+#pragma unroll
+    for (int n = 0; n < K_EACH; n++) {
+        float other = __shfl_sync(FULL, weights[n], row % K_ROWS * K_LANES + holder<K_LANES>(h));
+        if (row / K_ROWS == n) found = other;
+    }
+    return found;
+}
+
+// The keys of a token in pieces of equal length, a whole tile for every warp.
+__device__ __forceinline__ int piece_of(const Attention& a, int count) {
+    int tiles = (count + TILE * WARPS - 1) / (TILE * WARPS), splits = (int)a.splits;
+    return (tiles + splits - 1) / splits * TILE * WARPS;
+}
+
+// Blocks that a processor has room for: what keeps to its registers.
+constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED ? 4 : 2;
+
+struct Shared {
+    float tops[WARPS][HEADS], totals[WARPS][HEADS];
+    float mixed[WARPS][HEADS][WIDTH];
+};
+
+// blockIdx: (kv head and part of its heads, token, piece). Every warp goes along keys of its own,
+// with a softmax of its own; at the end they are merged.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a) {
     __shared__ Shared s;
     begin();
-    const Piece p(a, blockIdx.x, blockIdx.y, blockIdx.z);
-    if (p.token >= *a.tokens || !p.there()) return;
-    attend_piece(a, p, s, [&](int j) { return slot_of(a, p.sees.sequence, j); });
-#pragma unroll 1
-    for (int i = threadIdx.x; i < p.heads * WIDTH; i += WARP * WARPS) {
-        int h = i / WIDTH, e = i % WIDTH;
-        float most, all, sum = merged(s, h, e, most, all);
-        i64 row = (i64)p.token * a.heads + p.first + h;
-        if (a.splits == 1)
-            a.out[row * WIDTH + e] = sum * share_of(a, p.first + h, most, all);
-        else
-            put_part(a, p, h, e, sum, most, all);
+    const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    const int tokens = (int)*a.tokens;
+    const Sight sees = sight(a, token);
+    if (token >= tokens) return;
+    const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
+    const int kv = blockIdx.x / per, first = kv * shared + blockIdx.x % per * HEADS;
+    const int heads = min(HEADS, (kv + 1) * shared - first);
+    const int piece = piece_of(a, sees.high - sees.low);
+    const int from = sees.low + blockIdx.z * piece, to = min(sees.high, from + piece);
+    if (from >= to && (blockIdx.z || sees.high > sees.low)) return;
+
+    // Threads that have no part of a row, and keys beyond the end, repeat what others do, and do not
+    // count: without branches the code is a third as long.
+    const int k_row = warp * TILE + lane / K_LANES, v_row = warp * TILE + lane / V_LANES;
+    const bool k_mine = lane % K_LANES * 8 < DEPTH, v_mine = lane % V_LANES * 8 < WIDTH;
+    const int k_at = k_mine ? lane % K_LANES * 8 : 0, v_at = v_mine ? lane % V_LANES * 8 : 0;
+    float q[HEADS][8], mixed[HEADS][8] = {};
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        int head = first + min(h, heads - 1);
+        const float* row = (const float*)(a.q + token * a.q_stride) + head * DEPTH;
+#pragma unroll
+        for (int e = 0; e < 8; e++) q[h][e] = k_mine ? row[k_at + e] * a.scale : 0;
     }
+    const int own = own_head<K_LANES>(lane);  // whose logits this thread gets
+    const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
+    float top = -INFINITE, total = 0;  // of that head
+#pragma unroll 1
+    for (int at = from; at < to; at += TILE * WARPS) {
+        POOL keys[K_EACH], values[V_EACH];
+        auto slot = [&](int j) { return slot_of(a, sees.sequence, min(at + j, to - 1)); };
+#pragma unroll
+        for (int i = 0; i < K_EACH; i++)
+            keys[i].load(a.k + slot(i * K_ROWS + k_row) * a.k_stride, kv * DEPTH + k_at);
+#pragma unroll
+        for (int i = 0; i < V_EACH; i++)
+            values[i].load(a.v + slot(i * V_ROWS + v_row) * a.v_stride, kv * WIDTH + v_at);
+        float weights[K_EACH], most = top;
+#pragma unroll
+        for (int i = 0; i < K_EACH; i++) {
+            int j = at + i * K_ROWS + k_row;
+            float key[8], sums[HEADS] = {};
+            keys[i].read(key);
+#pragma unroll
+            for (int h = 0; h < HEADS; h++)
+#pragma unroll
+                for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][e], key[e], sums[h]);
+            spread_sums<K_LANES>(sums, lane);
+            if (BIASED) sums[0] = logit(a, sums[0], j - sees.position, slope);
+            weights[i] = j < to ? sums[0] : -INFINITE;
+            most = fmaxf(most, weights[i]);
+        }
+#pragma unroll
+        for (int o = K_LANES; o < WARP; o <<= 1)
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, o));
+        float shrink = top == -INFINITE ? 0 : __expf(top - most);
+        total *= shrink;
+        top = most;
+#pragma unroll
+        for (int i = 0; i < K_EACH; i++) {
+            weights[i] = most == -INFINITE ? 0 : __expf(weights[i] - most);
+            total += weights[i];
+        }
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            float less = __shfl_sync(FULL, shrink, holder<K_LANES>(h));
+#pragma unroll
+            for (int e = 0; e < 8; e++) mixed[h][e] *= less;
+        }
+#pragma unroll
+        for (int i = 0; i < V_EACH; i++) {
+            float value[8];
+            values[i].read(value);
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                float weight = weight_of(weights, i * V_ROWS + lane / V_LANES, i, h);
+#pragma unroll
+                for (int e = 0; e < 8; e++) mixed[h][e] = fmaf(weight, value[e], mixed[h][e]);
+            }
+        }
+    }
+#pragma unroll
+    for (int o = K_LANES; o < WARP; o <<= 1) total += __shfl_xor_sync(FULL, total, o);
+    if (lane < K_LANES && lane % (K_LANES / HEADS) == 0)
+        s.tops[warp][own] = top, s.totals[warp][own] = total;
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+#pragma unroll
+            for (int o = V_LANES; o < WARP; o <<= 1)
+                mixed[h][e] += __shfl_xor_sync(FULL, mixed[h][e], o);
+            if (lane < V_LANES && v_mine) s.mixed[warp][h][v_at + e] = mixed[h][e];
+        }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread; i < heads * WIDTH; i += THREADS) {
+        int h = i / WIDTH, e = i % WIDTH;
+        float most = -INFINITE, sum = 0, all = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) most = fmaxf(most, s.tops[w][h]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            float weight = s.tops[w][h] == -INFINITE ? 0 : __expf(s.tops[w][h] - most);
+            sum = fmaf(s.mixed[w][h][e], weight, sum);
+            all = fmaf(s.totals[w][h], weight, all);
+        }
+        i64 row = (i64)token * a.heads + first + h;
+        if (a.splits == 1) {
+            a.out[row * WIDTH + e] = sum * share_of(a, first + h, most, all);
+        } else {
+            float* part = a.parts + (row * a.splits + blockIdx.z) * PART;
+            part[e] = sum;
+            if (e == 0) part[WIDTH] = most, part[WIDTH + 1] = all;
+        }
+    }
+}
+
+#define MOST_PIECES 64  // attention.py keeps to it
+
+// What each piece weighs in a token's result for a head; lanes share the work. Into `weights`.
+__device__ __forceinline__ void weigh(const Attention& a, const float* part, int head, int pieces,
+                                      float* weights) {
+    int lane = threadIdx.x % WARP;
+    float tops[2], totals[2], top = -INFINITE, total = 0;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        int n = lane + WARP * i;
+        tops[i] = n < pieces ? part[n * PART + WIDTH] : -INFINITE;
+        totals[i] = n < pieces ? part[n * PART + WIDTH + 1] : 0;
+        top = fmaxf(top, tops[i]);
+    }
+    top = warp_max(top);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        tops[i] = tops[i] == -INFINITE ? 0 : __expf(tops[i] - top);
+        total += totals[i] * tops[i];
+    }
+    float share = share_of(a, head, top, warp_sum(total));
+#pragma unroll
+    for (int i = 0; i < 2; i++) weights[lane + WARP * i] = tops[i] * share;
+    __syncwarp();
 }
 
 // blockIdx: (token, 256 of its results), a thread to each: float32 or quantised, as `target` says.

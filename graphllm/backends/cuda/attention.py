@@ -25,7 +25,7 @@ _BLOCKS = 264  # of threads, about as many as a GPU has room for at a time
 _SHORTEST, _MOST_PIECES = 32, 64  # keys of a piece at least; pieces that can be merged
 
 
-def sizes(node: Tensor) -> tuple[int, int, int, int]:
+def _sizes(node: Tensor) -> tuple[int, int, int, int]:
     """Heads, kv heads, depth of a query, width of a value."""
     q, _, v = node.sources[:3]
     (heads, depth), (kv_heads, width) = q.meta.inner, v.meta.inner
@@ -59,17 +59,12 @@ def _usual(node: Tensor) -> bool:
 
 
 def _in_pieces(node: Tensor) -> bool:
-    _, _, depth, width = sizes(node)
+    _, _, depth, width = _sizes(node)
     return depth in _WIDTHS and width in _WIDTHS and _usual(node)
 
 
-def pieces_fit(node: Tensor) -> bool:
-    """Whether a walk's kernel of pieces can do it."""
-    return _in_pieces(node) and not _biased(node) and _kind(node) in ("f16", "q8_0")
-
-
 def _in_tiles(site: Site) -> bool:
-    _, _, depth, width = sizes(site.node)
+    _, _, depth, width = _sizes(site.node)
     cores = site.device.gpu.capability >= (8, 0)
     shaped = depth == width and depth in _DEPTHS and _kind(site.node) in ("f16", "q8_0")
     return bool(cores and shaped and _usual(site.node) and _most(site.node) >= _TILED)
@@ -82,31 +77,31 @@ def _biased(node: Tensor) -> bool:
 
 def _together(node: Tensor) -> int:
     """Heads that go over a kv head's keys together."""
-    heads, kv_heads, *_ = sizes(node)
+    heads, kv_heads, *_ = _sizes(node)
     most = 4 if _kind(node) == "f32" else 8
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 
-def splits(node: Tensor) -> int:
+def _splits(node: Tensor) -> int:
     """Pieces of a token's keys, at most."""
-    heads, kv_heads, *_ = sizes(node)
+    heads, kv_heads, *_ = _sizes(node)
     items = kv_heads * ceil(heads // kv_heads, _together(node)) * max(1, _most(node))
     return max(1, min(ceil(_BLOCKS, items), ceil(_context(node), _SHORTEST), _MOST_PIECES))
 
 
 def _parts(node: Tensor) -> int:
     """Bytes of the pieces' results."""
-    heads, _, _, width = sizes(node)
-    count = splits(node)
+    heads, _, _, width = _sizes(node)
+    count = _splits(node)
     return 0 if count == 1 else 4 * max(1, _most(node)) * heads * count * (width + 4)
 
 
 # ------------------------------------------------------------------------------------- launches
 
 
-def argument(site: Site, out: int, parts: int, splits: int) -> bytes:
+def _argument(site: Site, out: int, parts: int, splits: int) -> bytes:
     """The struct Attention of attention.cuh."""
-    heads, kv_heads, *_ = sizes(site.node)
+    heads, kv_heads, *_ = _sizes(site.node)
     q, k, v, attrs = site.q, site.k, site.v, site.attrs
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [site.q_start.address, site.kv_len.address, site.table.address]
@@ -134,28 +129,28 @@ def _plain_module(k: str, v: str) -> Module:
 
 def _tiles(site: Site, out: int, kind: int = 0) -> Launch:
     """``kind``: 0: float32 results, else as in `HALVES`."""
-    heads, _, depth, _ = sizes(site.node)
+    heads, _, depth, _ = _sizes(site.node)
     count = ceil(_most(site.node), _QUERIES) + site.most(site.kv_len.meta.rows)
     shared = 2 * (_QUERIES + 2 * _KEYS) * (depth + 8)
     kernel = _tiles_module(_kind(site.node), depth, _biased(site.node))["attend"]
-    args = (argument(site, out, 0, 1), kind)
+    args = (_argument(site, out, 0, 1), kind)
     return Launch(kernel, (count, heads), (128,), args, shared)
 
 
 def _plain(site: Site, out: int) -> Launch:
-    heads, _, depth, width = sizes(site.node)
+    heads, _, depth, width = _sizes(site.node)
     kernel = _plain_module(site.k.dtype.name, site.v.dtype.name)["attend"]
-    args = (argument(site, out, 0, 1), depth, width)
+    args = (_argument(site, out, 0, 1), depth, width)
     return Launch(kernel, (heads, _most(site.node)), (128,), args, 4 * width)
 
 
 def _pieces(site: Site, out: int, room: int, result: Spot) -> list[Launch]:
     """``result``: where merged pieces go, quantised if it is; one piece goes to ``out``."""
     node = site.node
-    heads, kv_heads, depth, width = sizes(node)
-    together, count, tokens = _together(node), splits(node), _most(node)
+    heads, kv_heads, depth, width = _sizes(node)
+    together, count, tokens = _together(node), _splits(node), _most(node)
     made = _pieces_module(_kind(node), depth, width, together, _biased(node))
-    arg = argument(site, out, room, count)
+    arg = _argument(site, out, room, count)
     grid = (kv_heads * ceil(heads // kv_heads, together), tokens, count)
     launches = [Launch(made["attend"], grid, (128,), (arg,))]
     if count > 1:
@@ -177,23 +172,23 @@ def attention(site: Site) -> list[Launch]:
     return [_plain(site, site.out.address)]
 
 
-def merged_bytes(node: Tensor) -> int:
+def _floats(node: Tensor) -> int:
     """Bytes of a result that waits to be quantised."""
-    heads, _, _, width = sizes(node)
+    heads, _, _, width = _sizes(node)
     return aligned(4 * max(1, _most(node)) * heads * width)
 
 
 @BACKEND.kernel(
     "attention_quantise", layout={"q": ROWS},
-    scratch=lambda node, options: merged_bytes(node) + _parts(node),
+    scratch=lambda node, options: _floats(node) + _parts(node),
 )  # fmt: skip
 def attention_quantise(site: Site) -> list[Launch]:
-    heads, _, _, width = sizes(site.node)
-    floats, room = site.scratch, site.scratch + merged_bytes(site.node)
+    heads, _, _, width = _sizes(site.node)
+    floats, room = site.scratch, site.scratch + _floats(site.node)
     halves = HALVES.get(site.out.dtype.name, 0)
     if halves and _in_tiles(site):
         return [_tiles(site, site.out.address, halves)]
-    if not _in_tiles(site) and _in_pieces(site.node) and splits(site.node) > 1:
+    if not _in_tiles(site) and _in_pieces(site.node) and _splits(site.node) > 1:
         return _pieces(site, floats, room, site.out)
     if _in_tiles(site):
         made = [_tiles(site, floats)]

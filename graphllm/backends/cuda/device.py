@@ -32,8 +32,7 @@ class Launch:
 
     ``args``: a Python int is given as 64 bits, of which a kernel may read the lower 32; a float as
     float32. ``early``: the kernel begins with `begin()`, so it may be launched before its
-    predecessor has ended. ``cooperative``: its blocks all run side by side. A grid with a zero is
-    not launched.
+    predecessor has ended. A grid with a zero is not launched.
     """
 
     function: Function
@@ -42,7 +41,6 @@ class Launch:
     args: Sequence[Arg]
     shared: int = 0
     early: bool = True
-    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,6 @@ class Site(site.Site[Spot]):
         buffer = operand.buffer
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
         return Spot(int(start) + operand.meta.offset, operand.meta, operand)
-
-    def address_of(self, operand: Operand) -> int:
-        return self.spot(operand).address
 
     def live(self, dim: Dim) -> int:
         """The device address of an int64 that holds the dimension's value in each run."""
@@ -230,26 +225,14 @@ class CudaDevice:
 
         self.gpu.use()
         sites = [Site(step, header, self) for step in steps]
-        work = self._work(steps, sites)
+        work = []
+        for step, place in zip(steps, sites):
+            made = step.kernel.build(place)
+            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
         return Segment(self.gpu, work, lambda: self._header, small, (list(steps), sites))
-
-    def _work(self, steps: Sequence[Bound], sites: Sequence[Site]) -> list[list[Work]]:
-        """What each step puts on the stream; a walk stands at its first step, and is all there is
-        for those that it goes over."""
-        from .walk_steps import walks
-
-        done = walks(steps, sites) if self.gpu.walks else {}
-        work: list[list[Work]] = []
-        for index, (step, place) in enumerate(zip(steps, sites)):
-            if index in done:
-                work.append(done[index])
-                continue
-            made = step.kernel.build(place)
-            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
-        return work
 
     def _load(self, functions: Sequence[Function]) -> None:
         """Have the functions' modules on the GPU, telling of those that must be compiled."""

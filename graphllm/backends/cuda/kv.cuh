@@ -3,10 +3,6 @@
 
 enum PoolKind { POOL_F32, POOL_F16, POOL_Q8_0 };
 
-#ifndef POOL_KIND
-#define POOL_KIND(pool) (pool).kind
-#endif
-
 struct Pool {
     u8* at;
     i64 stride;  // bytes of a slot
@@ -18,9 +14,9 @@ struct Pool {
 // graphllm.quant.quantise, and what is all but zero or not finite as kv_write's declaration says.
 __device__ __forceinline__ void store_kv(const Pool& pool, i64 slot, int i, float x) {
     u8* row = pool.at + slot * pool.stride;
-    if (POOL_KIND(pool) == POOL_F32) {
+    if (pool.kind == POOL_F32) {
         ((float*)row)[i] = x;
-    } else if (POOL_KIND(pool) == POOL_F16) {
+    } else if (pool.kind == POOL_F16) {
         ((u16*)row)[i] = to_f16(x);
     } else {
         u32 most = warp_max(__float_as_uint(x) & 0x7fffffffu);

@@ -20,7 +20,7 @@ _BLOCKS = 2048  # that a GPU of 132 processors has room for at a time
 _WHOLE = (64, 128, 256)  # widths of heads that they are for
 
 
-def pool_of(pool: Spot, slot: Spot) -> bytes:
+def _pool(pool: Spot, slot: Spot) -> bytes:
     """The struct Pool of kv.cuh."""
     kind = CACHED.index(pool.dtype.name)
     return struct.pack("<QqQii", pool.address, pool.row_stride, slot.address, kind, 0)
@@ -29,11 +29,11 @@ def pool_of(pool: Spot, slot: Spot) -> bytes:
 @BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
 def kv_write(site: Site) -> Launch:
     x = site.x
-    args = (pool_of(site.pool, site.slot), x.address, x.row_stride, site.live(x.meta.rows), x.width)
+    args = (_pool(site.pool, site.slot), x.address, x.row_stride, site.live(x.meta.rows), x.width)
     return Launch(_MODULE["kv_write"], rows_grid(site, x, _THREADS), (_THREADS,), args)
 
 
-def heads_of(x: Spot, norm: int) -> bytes:
+def _heads(x: Spot, norm: int) -> bytes:
     """The struct Heads of kv.cu."""
     return struct.pack("<QqQii", x.address, x.row_stride, norm, x.meta.inner[0], 0)
 
@@ -43,7 +43,7 @@ def _one_width(node: Tensor, options: Options) -> str | None:
     return None if len(widths) == 1 else f"heads are of {len(widths)} widths"
 
 
-def turned_whole(site: Site) -> bool:
+def _turned_whole(site: Site) -> bool:
     """Whether the heads are such as the kernels for whole heads turn."""
     width, attrs = site.q.meta.inner[-1], site.attrs
     return attrs["dims"] in (0, width) and width in _WHOLE
@@ -60,11 +60,11 @@ def rope_write(site: Site) -> Launch:
     heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], site.most(q.meta.rows)
     eps, live = float(attrs["eps"]), site.live(q.meta.rows)
     args = (
-        heads_of(q, site.address("q_norm")), heads_of(k, site.address("k_norm")),
-        heads_of(site.v, 0),
-        site.out.address, pool_of(site.k_pool, site.slot), pool_of(site.v_pool, site.slot), live,
+        _heads(q, site.address("q_norm")), _heads(k, site.address("k_norm")),
+        _heads(site.v, 0),
+        site.out.address, _pool(site.k_pool, site.slot), _pool(site.v_pool, site.slot), live,
     )  # fmt: skip
-    if turned_whole(site):
+    if _turned_whole(site):
         # Many tokens: a warp turns many heads by the angles that it has found once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]

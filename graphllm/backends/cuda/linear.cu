@@ -5,11 +5,51 @@
 // on their way at a time. GATED: two matrices of one shape give act(first) * second, as float32 or
 // quantised.
 
-#include "gate.cuh"
 #include "matrices.cuh"
-#include "plain.cuh"
+#include "quantise.cuh"
 
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
+
+// ------------------------------------------------------------------------------ plain weights
+
+template <int COUNT> struct Floats {
+    float v[COUNT];
+};
+
+struct F16 {
+    static constexpr int ITEM = 8;
+    typedef Floats<8> Values;
+    uint4 q;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u.v[2 * k] = low_half(word(q, k));
+            u.v[2 * k + 1] = high_half(word(q, k));
+        }
+    }
+};
+
+struct BF16 : F16 {
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u.v[2 * k] = __uint_as_float(word(q, k) << 16);
+            u.v[2 * k + 1] = __uint_as_float(word(q, k) & 0xffff0000);
+        }
+    }
+};
+
+struct F32 {
+    static constexpr int ITEM = 4;
+    typedef Floats<4> Values;
+    uint4 q;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) u.v[k] = __uint_as_float(word(q, k));
+    }
+};
 
 // ---------------------------------------------------------------------------------- products
 
@@ -98,6 +138,38 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 
 // ----------------------------------------------------------------------------------- kernel
 
+// What becomes of a gated product: `act`, and where it goes. The warp that is the last to finish some
+// of `unit` results quantises all of them, if there are targets. Counts begin and end as zeros.
+struct Gate {
+    i64 act, unit;
+    u32* counts;
+    Targets targets;
+};
+
+template <int N>
+__device__ __forceinline__ void quantise_unit(const Gate& gate, const float* y, int first, int width) {
+    float v[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = __ldcg(y + first + 32 * i + threadIdx.x % WARP);
+    emit<N>(v, gate.targets, 0, first, width);
+}
+
+__device__ __forceinline__ void finish_gated(const Gate& gate, const float* y, int row, int width) {
+    if (!gate.targets.count) return;
+    int unit = (int)gate.unit, group = row / unit, last = 0;
+    __threadfence();
+    if (threadIdx.x % WARP == 0) {
+        last = atomicAdd(gate.counts + group, ROWS) + ROWS == unit;
+        if (last) gate.counts[group] = 0;
+    }
+    if (!__shfl_sync(FULL, last, 0)) return;
+    __threadfence();
+    if (unit == 32)
+        quantise_unit<1>(gate, y, group * unit, width);
+    else
+        quantise_unit<8>(gate, y, group * unit, width);
+}
+
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
 extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
                                   Gate gate) {
@@ -169,6 +241,6 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
 #endif
         }
 #if GATED
-    finish_gated<ROWS>(gate, (const float*)m.y, row, (int)m.rows);
+    finish_gated(gate, (const float*)m.y, row, (int)m.rows);
 #endif
 }

@@ -75,7 +75,7 @@ def _sizes(name: str, integer: bool) -> tuple[int, ...]:
     return _FEW_SIZES if integer or name in PLAIN else _FEW_SIZES[:3]
 
 
-def matrices(jobs: Sequence[Job]) -> bytes:
+def _matrices(jobs: Sequence[Job]) -> bytes:
     """The struct Matrices of matrices.cuh."""
     packed = b""
     for job in jobs:
@@ -93,7 +93,7 @@ def _few(site: Site, jobs: Sequence[Job], gate: bytes = b"") -> Launch:
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
     name, most = w.dtype.name, site.most(x.meta.rows)
     args: list[int | float | bytes] = [
-        x.address, x.row_stride, site.live(x.meta.rows), k, matrices(jobs)
+        x.address, x.row_stride, site.live(x.meta.rows), k, _matrices(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
     if name in PLAIN and (k % _ITEM[name] or unaligned):
@@ -130,7 +130,7 @@ def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> 
     sides = (s for s, n in _SIDES.items() if s <= least and blocks(s) >= n * processors)
     side = next(sides)
     kind = HALVES.get(jobs[0].out.dtype.name, 0)
-    args = (x.address, x.row_stride, site.live(x.meta.rows), jobs[0].depth, matrices(jobs), act,
+    args = (x.address, x.row_stride, site.live(x.meta.rows), jobs[0].depth, _matrices(jobs), act,
             kind)  # fmt: skip
     grid = (blocks(side), ceil(site.most(x.meta.rows), SOME))
     return Launch(_some_kernel(x.dtype, side, gated), grid, (256,), args)

@@ -78,8 +78,8 @@ __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) 
     ((int*)(row + width + width / 8))[first / 32] = sum;
 }
 
-// Up to eight blocks of 32, those before element `end`.
-__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int end, int width) {
+// Up to eight blocks of 32.
+__device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width) {
     int lane = threadIdx.x % WARP, at = first / 32 + lane / 4, q[8];
     u32 sizes[8];
 #pragma unroll
@@ -88,10 +88,10 @@ __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int 
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         q[i] = quantised(v[i], __shfl_sync(FULL, step.inverse, 4 * i));
-        if (first + 32 * i < end) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
+        if (first + 32 * i < width) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
     }
     int sum = reduce8<16>(q, plus);
-    if (lane % 4 || 32 * at >= end) return;
+    if (lane % 4 || 32 * at >= width) return;
     ((float*)(row + width))[at] = step.d;
     ((int*)(row + width + width / 8))[at] = sum;
 }
@@ -114,33 +114,26 @@ __device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int
     if (lane % 2 == 0) sums[first / 16 + 2 * (lane / 2 % 8) + lane / 16] = (i16)sum;
 }
 
-// A unit to one target: what there is of it before element `end` of a row of `width` (blocks are
-// whole).
+// A unit to one target. `width`: of a row; beyond it v is ignored (blocks are whole).
 template <int N>
 __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
-                                        int end, int width) {
+                                        int width) {
     u8* to = t.at + row * t.stride;
     if (N == 1 && t.block > 2) {
         emit_32(v[0], to, first, width);
     } else if (t.block == 32) {
-        emit_32(v, to, first, end, width);
+        emit_32(v, to, first, width);
     } else if (t.block == 256) {
         emit_256(v, to, first, width);
     } else {
         int column = first + threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < N; i++, column += 32)
-            if (column < end && t.block)
+            if (column < width && t.block)
                 ((u16*)to)[column] = to_half(t.block, v[i]);
-            else if (column < end)
+            else if (column < width)
                 ((float*)to)[column] = v[i];
     }
-}
-
-template <int N>
-__device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
-                                        int width) {
-    emit_to<N>(v, t, row, first, width, width);
 }
 
 // A unit to all targets. N is 8 if one of them has blocks of 256 or halves, else 1.

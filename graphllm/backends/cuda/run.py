@@ -20,13 +20,9 @@ from .. import Header
 from .device import Arg, Call, Launch, Work
 from .memory import Buffer
 from .source import Function, Module, image, kept, module, target
-from .walk import Walk
 
 _SUPPORT = module("support")
-_MAX_DYNAMIC_SHARED = 48 << 10
-# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .._PROGRAMMATIC_STREAM_SERIALIZATION
-_COOPERATIVE, _EARLY = 2, 6
-_SHARED_MEMORY = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+_EARLY, _MAX_DYNAMIC_SHARED = 6, 48 << 10  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
@@ -65,12 +61,12 @@ class Prepared:
         self._values = [ctypes.create_string_buffer(d, max(8, len(d))) for d in data]
         addresses = [ctypes.addressof(v) for v in self._values]
         self._params = (ctypes.c_void_p * max(1, len(data)))(*addresses)
-        self._attribute = _Attribute(_COOPERATIVE if launch.cooperative else _EARLY, 0)
+        self._attribute = _Attribute(_EARLY, 0)
         self._attribute.value[0] = 1
         early = launch.early and gpu.capability >= (9, 0)
         self._config = _Config(
             _three(launch.grid), _three(launch.block), launch.shared, gpu.stream.ptr,
-            ctypes.pointer(self._attribute), int(early or launch.cooperative),
+            ctypes.pointer(self._attribute), int(early),
         )  # fmt: skip
         self._reference = ctypes.byref(self._config)
         self._what = f"{launch.function.name} <<<{launch.grid}, {launch.block}, {launch.shared}>>>"
@@ -112,8 +108,6 @@ class Gpu:
         number = int(Device(index).compute_capability)
         self.capability = divmod(number, 10)
         self.processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, index)
-        self.shared = runtime.deviceGetAttribute(_SHARED_MEMORY, index)  # bytes, of a block at most
-        self.walks = self.capability >= (8, 0)  # whether there is what walks need
         self.arch = target(self.capability)
         self.stream = Stream(non_blocking=True)
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -286,16 +280,9 @@ class Segment:
             return Launch(_SUPPORT["stamp"], (1,), (1,), (stamps.address + 8 * index,), early=False)
 
         work: list[Work] = [stamp(0)]
-        walked = 0  # steps to come of a walk, which notes their times itself, but the last one's
         for index, part in enumerate(self._work, 1):
-            for each in part:
-                if isinstance(each, Walk):
-                    walked = each.steps
-                    each = each.stamped(stamps.address + 8 * index)
-                work.append(replace(each, early=False) if isinstance(each, Launch) else each)
-            walked -= 1
-            if walked <= 0:
-                work.append(stamp(index))
+            work += [*(replace(w, early=False) if isinstance(w, Launch) else w for w in part)]
+            work.append(stamp(index))
         sequence = _Sequence(self._gpu, work, self._captured)
         if self._plain.runs:  # then all functions are loaded, and a graph can be made at once
             self._gpu.prepared(stamp(0))()
