@@ -15,9 +15,9 @@ from .device import Site, Spot, Work
 from .elementwise import ACTIVATIONS
 from .fused import gated_halves, gated_unit, two_at_most
 from .layouts import PACK, PLANES
-from .linear import SOME, fits_some, fused_pair, gated_row, launches, some, unmatched
+from .linear import SOME, few_rows, fits_some, fused_pair, launches, some, unmatched
 from .linear_many import PLAIN, Job, room_for
-from .quantise import HALVES
+from .quantise import HALVES, quantise
 
 Builder = Callable[[Site], list[Work]]
 
@@ -101,8 +101,10 @@ def gated(site: Site) -> list[Work]:
     narrow = any(form.dtype.name in HALVES for form in forms)
     if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
         if not site.attrs["dtypes"]:
-            jobs[0] = _job(site, 0, site.out)
-        return [gated_row(site, jobs, act, site.results)]
+            return [few_rows(site, [_job(site, 0, site.out), jobs[1]], act)]
+        made, width = jobs[0].out, meta.inner[0]
+        return [few_rows(site, jobs, act),
+                *(quantise(site, made.address, 4 * width, form) for form in forms)]  # fmt: skip
     if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
         return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves

@@ -2,11 +2,9 @@
 //
 // FORMAT: a struct of blocks.cuh or one of those below. INTEGER: activations are quantised, else
 // float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
-// on their way at a time. GATED: two matrices of one shape give act(first) * second, as float32 or
-// quantised.
+// on their way at a time. GATED: two matrices of one shape give act(first) * second.
 
 #include "matrices.cuh"
-#include "quantise.cuh"
 
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
@@ -138,41 +136,9 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 
 // ----------------------------------------------------------------------------------- kernel
 
-// What becomes of a gated product: `act`, and where it goes. The warp that is the last to finish some
-// of `unit` results quantises all of them, if there are targets. Counts begin and end as zeros.
-struct Gate {
-    i64 act, unit;
-    u32* counts;
-    Targets targets;
-};
-
-template <int N>
-__device__ __forceinline__ void quantise_unit(const Gate& gate, const float* y, int first, int width) {
-    float v[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) v[i] = __ldcg(y + first + 32 * i + threadIdx.x % WARP);
-    emit<N>(v, gate.targets, 0, first, width);
-}
-
-__device__ __forceinline__ void finish_gated(const Gate& gate, const float* y, int row, int width) {
-    if (!gate.targets.count) return;
-    int unit = (int)gate.unit, group = row / unit, last = 0;
-    __threadfence();
-    if (threadIdx.x % WARP == 0) {
-        last = atomicAdd(gate.counts + group, ROWS) + ROWS == unit;
-        if (last) gate.counts[group] = 0;
-    }
-    if (!__shfl_sync(FULL, last, 0)) return;
-    __threadfence();
-    if (unit == 32)
-        quantise_unit<1>(gate, y, group * unit, width);
-    else
-        quantise_unit<8>(gate, y, group * unit, width);
-}
-
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
 extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
-                                  Gate gate) {
+                                  int act) {
     launch_next();
     const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP;
     int row = (int)(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * ROWS;
@@ -232,7 +198,7 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
             float other = warp_sum(sums[1][r][t]);
             if (m.bias) value += m.bias[min(row + r, (int)m.rows - 1)];
             if (up.bias) other += up.bias[min(row + r, (int)m.rows - 1)];
-            value = activate((int)gate.act, value) * other;
+            value = activate(act, value) * other;
             if (lane == 0 && row + r < m.rows && first + t < tokens)
                 ((float*)(m.y + (first + t) * m.y_stride))[row + r] = value;
 #else
@@ -240,7 +206,4 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
                 finish(m, first + t, row + r, value);
 #endif
         }
-#if GATED
-    finish_gated(gate, (const float*)m.y, row, (int)m.rows);
-#endif
 }

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from ... import ops
 from ...dtype import BF16, F16, F32, DType, dtype
 from ...tensor import Tensor
@@ -22,7 +20,7 @@ from . import BACKEND
 from .device import Launch, Site, Spot, Work, ceil
 from .layouts import PACK, PLANES, planes
 from .linear_many import PLAIN, Job, expand_module, many, room_for, wide
-from .quantise import HALVES, targets, unit
+from .quantise import HALVES
 from .source import Function, module
 
 FEW = 8  # tokens, up to which plain weights meet activations of float32
@@ -33,7 +31,6 @@ _ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a tim
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 0.9, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
 _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
-_GATE = 80  # bytes of the struct Gate of linear.cu
 
 
 # ---------------------------------------------------------------------------------- few tokens
@@ -88,8 +85,10 @@ def _matrices(jobs: Sequence[Job]) -> bytes:
     return packed.ljust(80 * TOGETHER, b"\0")
 
 
-def _few(site: Site, jobs: Sequence[Job], gate: bytes = b"") -> Launch:
-    """Up to three linears of one activation and format, or two with a ``gate``."""
+def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
+    """Up to three linears of one activation and format; or of a `fused_pair`, ``act`` of the first
+    times the second, to where the first goes."""
+    gated = act >= 0
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
     name, most = w.dtype.name, site.most(x.meta.rows)
     args: list[int | float | bytes] = [
@@ -103,10 +102,10 @@ def _few(site: Site, jobs: Sequence[Job], gate: bytes = b"") -> Launch:
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
     sizes = _sizes(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
-    kernel = _few_kernel(name, x.dtype != F32, tokens, bool(gate))
-    args.append(gate or bytes(_GATE))
+    kernel = _few_kernel(name, x.dtype != F32, tokens, gated)
+    args.append(act)
     rows = _shape(name, x.dtype != F32, tokens)[0]
-    return _launch(kernel, jobs[:1] if gate else jobs, rows, _WARPS, ceil(most, tokens), args)
+    return _launch(kernel, jobs[:1] if gated else jobs, rows, _WARPS, ceil(most, tokens), args)
 
 
 def fits_some(site: Site, job: Job) -> bool:
@@ -171,7 +170,7 @@ def launches(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
         if kind == "many":
             work += many(site, own, room)
             continue
-        launch = some if kind == "some" else _few
+        launch = some if kind == "some" else few_rows
         work += [launch(site, own[i : i + TOGETHER]) for i in range(0, len(own), TOGETHER)]
     return work
 
@@ -184,17 +183,6 @@ def fused_pair(gate: Job, up: Job) -> bool:
     same = (gate.x.address, kind, gate.w.meta.shape) == (up.x.address, up.w.dtype, up.w.meta.shape)
     whole = kind.name in PLANES or (gate.depth % _ITEM[kind.name] == 0)
     return same and whole and gate.x.address % 16 == 0
-
-
-def gated_row(site: Site, jobs: Sequence[Job], act: int, forms: Sequence[Spot]) -> Launch:
-    """act(first) * second of one row of activations, for a `fused_pair`: where the first goes, and
-    from there to ``forms`` if these are quantised."""
-    size = 32 * unit(forms)
-    quantised = [form for form in forms if form.dtype.quantised]
-    counts = site.keep(np.zeros(ceil(jobs[0].rows, size), np.uint32)) if quantised else 0
-    wanted = targets(quantised) if quantised else b""
-    gate = struct.pack("<qqQ", act, size, counts) + wanted
-    return _few(site, jobs, gate.ljust(_GATE, b"\0"))
 
 
 def activation(w: DType) -> str:
