@@ -120,9 +120,8 @@ struct Shared {
 // with a softmax of its own; at the end they are merged.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a) {
     __shared__ Shared s;
-    begin();
+    const int tokens = (int)begin(a.tokens);
     const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const int tokens = (int)*a.tokens;
     const Sight sees = sight(a, token);
     if (token >= tokens) return;
     const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
@@ -269,11 +268,11 @@ __device__ __forceinline__ void weigh(const Attention& a, const float* part, int
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
     constexpr int SPAN = 256 / WIDTH + 2;  // heads that a block may meet
     __shared__ float weights[SPAN][MOST_PIECES], results[256];
-    begin();
+    const i64 tokens = begin(a.tokens);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
     int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
     const Sight sees = sight(a, token);
-    if (token >= *a.tokens) return;
+    if (token >= tokens) return;
     int count = sees.high - sees.low, piece = piece_of(a, count);
     int pieces = count > 0 ? (count + piece - 1) / piece : 0;
     const float* parts = a.parts + (i64)token * a.heads * a.splits * PART;

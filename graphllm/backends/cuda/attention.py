@@ -78,7 +78,7 @@ def _biased(node: Tensor) -> bool:
 def _together(node: Tensor) -> int:
     """Heads that go over a kv head's keys together."""
     heads, kv_heads, *_ = _sizes(node)
-    most = 4 if _kind(node) == "f32" else 8
+    most = 2 if _most(node) == 1 else 4 if _kind(node) == "f32" else 8  # a lone token: more blocks
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 

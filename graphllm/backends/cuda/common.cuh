@@ -5,7 +5,7 @@
 // bound of what varies; the live count of rows lies in device memory (`live`), and blocks beyond it
 // leave at once. Every kernel begins with `begin()`: it may be launched while its predecessor still
 // runs (programmatic dependent launch), and waits there for the predecessor's results. What stands
-// before `begin()` may read constants (weights) only.
+// before `begin()` may read constants (weights) and live counts only.
 
 typedef unsigned char u8;
 typedef signed char i8;
@@ -36,6 +36,15 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void begin() {
     launch_next();
     wait_for_previous();
+}
+
+// The same, and the live count of rows. It is there before any kernel of a run begins, so it is on its
+// way while this one waits.
+__device__ __forceinline__ i64 begin(const i64* live) {
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+    wait_for_previous();
+    return rows;
 }
 
 // ------------------------------------------------------------------------------- reductions

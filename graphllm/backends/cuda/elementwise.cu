@@ -4,9 +4,9 @@
 template <int EACH, class F>
 __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const i64* live,
                                       int width, F f) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
-    if (row >= *live) return;
+    if (row >= rows) return;
     const float* from = (const float*)(x + row * stride);
     int first = blockIdx.y * EACH * blockDim.x + threadIdx.x;
     float v[EACH];
@@ -40,9 +40,9 @@ UNARY(gelu_erf, act_gelu_erf(x))
 template <int EACH, class F>
 __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i64 b_stride,
                                        float* out, const i64* live, int width, int inner, F f) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
-    if (row >= *live) return;
+    if (row >= rows) return;
     const float* left = (const float*)(a + row * a_stride);
     const float* right = (const float*)(b + row * b_stride);
     int first = blockIdx.y * EACH * blockDim.x + threadIdx.x;

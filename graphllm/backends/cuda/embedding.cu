@@ -145,10 +145,10 @@ struct MXFP4 : Layout<32, 16, 1> {
 template <class Format>
 __device__ __forceinline__ void embed(const int* ids, const Planes& w, i64 count, float* out,
                                       const i64* live, int width) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= *live || column >= width) return;
+    if (row >= rows || column >= width) return;
     int id = ids[row];
     i64 block = (i64)id * (width / Format::BLOCK) + column / Format::BLOCK;
     Planes own = {w.a + block * Format::A, w.b + block * Format::B, w.c + block * Format::C,

@@ -22,8 +22,8 @@ __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const f
                                               const Targets& targets, const i64* live, int width,
                                               float eps) {
     Weight<U> weight(w, width);
-    begin();
-    if (blockIdx.x >= *live) return;
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
     Held<U> row;
     row.load(row_of(h, h_stride), width);
     weight.scale(row, row.factor(width, eps), width);
@@ -37,8 +37,8 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
                                          const Targets& targets, const i64* live, int width,
                                          float eps, float eps2) {
     Weight<U> weight(w, width), weight2(AGAIN ? w2 : w, width);
-    begin();
-    if (blockIdx.x >= *live) return;
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
     Held<U> row, base;
     row.load(row_of(h, h_stride), width);
     base.load(row_of(x, x_stride), width);
@@ -56,9 +56,9 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
 template <int N>
 __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* up, i64 up_stride,
                                     const Targets& targets, const i64* live, int width, int act) {
-    begin();
+    const i64 rows = begin(live);
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
-    if (blockIdx.x >= *live || first >= width) return;
+    if (blockIdx.x >= rows || first >= width) return;
     const float *a = row_of(gate, gate_stride), *b = row_of(up, up_stride);
     float v[N];
 #pragma unroll
@@ -80,10 +80,10 @@ __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
 template <int KIND>
 __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* out, i64 out_stride,
                                            const i64* live, int width, int act) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
-    if (row >= *live || column >= width) return;
+    if (row >= rows || column >= width) return;
     uint4 a = *(const uint4*)(gate + row * width + column);
     uint4 b = *(const uint4*)(up + row * width + column);
     u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w}, z[4];

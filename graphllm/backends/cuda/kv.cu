@@ -6,10 +6,10 @@
 // A block does one row (x) and some elements of it (y).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
                                     int width) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= *live || column >= width) return;
+    if (row >= rows || column >= width) return;
     int slot = pool.slot[row];
     if (slot >= 0) store_kv(pool, slot, column, ((const float*)(x + row * stride))[column]);
 }
@@ -27,9 +27,9 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
                                       Pool v_pool, const i64* live, int width, float eps,
                                       Turn turn) {
     DYNAMIC_SHARED(float, head);
-    begin();
+    const i64 rows = begin(live);
     i64 token = blockIdx.x;
-    if (token >= *live) return;
+    if (token >= rows) return;
     int h = blockIdx.y;
     bool query = h < q.count, key = !query && h < q.count + k.count;
     int own = query ? h : key ? h - q.count : h - q.count - k.count;
@@ -160,9 +160,9 @@ __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const
                                             const i64* live, float eps, const Turn& turn) {
     int warps = blockDim.x / WARP;
     Turning<P> angles(turn);
-    begin();
+    const i64 rows = begin(live);
     i64 token = blockIdx.x;
-    if (token >= *live) return;
+    if (token >= rows) return;
     angles.at(turn.pos[token]);
     angles.heads(q, k, v, out, k_pool, v_pool, token, eps, blockIdx.y * warps + threadIdx.x / WARP,
                  gridDim.y * warps);

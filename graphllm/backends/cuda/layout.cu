@@ -8,10 +8,10 @@ struct Shape {
 
 template <class T>
 __device__ __forceinline__ void pack_rows(const u8* x, const Shape& s, T* out, const i64* live) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= *live || i >= s.width) return;
+    if (row >= rows || i >= s.width) return;
     int c = i % s.dims[2], b = i / s.dims[2] % s.dims[1], a = i / s.dims[2] / s.dims[1];
     const u8* from = x + row * s.stride[0] + a * s.stride[1] + b * s.stride[2] + c * s.stride[3];
     out[row * s.width + i] = *(const T*)from;
@@ -30,10 +30,10 @@ enum FloatKind { KIND_F32, KIND_F16, KIND_BF16 };
 
 extern "C" __global__ void cast(const u8* x, i64 stride, u8* out, const i64* live, int width,
                                 int source, int target) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (row >= *live || i >= width) return;
+    if (row >= rows || i >= width) return;
     const u8* from = x + row * stride;
     i64 at = row * width + i;
     float v = source == KIND_F32   ? ((const float*)from)[i]
@@ -50,10 +50,10 @@ extern "C" __global__ void cast(const u8* x, i64 stride, u8* out, const i64* liv
 template <class T>
 __device__ __forceinline__ void gather(const u8* x, i64 stride, const int* rows, T* out,
                                        const i64* live, int width) {
-    begin();
+    const i64 count = begin(live);
     i64 n = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (n >= *live || i >= width) return;
+    if (n >= count || i >= width) return;
     out[n * width + i] = ((const T*)(x + rows[n] * stride))[i];
 }
 

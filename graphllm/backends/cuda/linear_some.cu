@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     const int begin_at = STEP * warp, next = STEP * WARPS;
 #pragma unroll
     for (int s = 0; s < STAGES; s++) load(s, begin_at + s * next);
-    wait_for_previous();
     const int tokens = (int)*live;
+    wait_for_previous();
     if (first >= tokens) return;
     const uint4* mine[2];
 #pragma unroll

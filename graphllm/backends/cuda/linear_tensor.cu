@@ -57,8 +57,8 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS)
         if (from < k) to[0] = stream16(rows[0] + 2 * from), to[1] = stream16(rows[1] + 2 * from);
     };
     load(w, at);
-    wait_for_previous();
     const int tokens = (int)*live;
+    wait_for_previous();
     const u8* token = x + min(first + group, max(tokens - 1, 0)) * x_stride + 32 * part;
     float c[4] = {};
     for (; at < k && first < tokens; at += STEP * WARPS) {

@@ -11,10 +11,10 @@ struct Line {
 
 __device__ __forceinline__ Line line_of(const u8* x, i64 stride, float* out, const i64* live,
                                         int lines, int width) {
-    begin();
+    const i64 rows = begin(live);
     i64 line = blockIdx.x, row = line / lines;
     const float* from = (const float*)(x + row * stride) + line % lines * width;
-    return {from, out + line * width, row < *live};
+    return {from, out + line * width, row < rows};
 }
 
 template <int U>

@@ -10,9 +10,9 @@ struct Penalties {
 // A block does some columns (y) of a row (x), and those of the ids that lie among them.
 extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i64* live,
                                     int width, Penalties p) {
-    begin();
+    const i64 rows = begin(live);
     i64 n = blockIdx.x;
-    if (n >= *live) return;
+    if (n >= rows) return;
     const float* from = (const float*)(x + n * stride);
     const int* past = p.history + n * p.ring;
     out += n * width;

@@ -5,10 +5,10 @@
 template <int N>
 __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 out_stride,
                                          const i64* live, int width) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
-    if (row >= *live || first >= width) return;
+    if (row >= rows || first >= width) return;
     const float* from = (const float*)(x + row * stride) + first + threadIdx.x % WARP;
     float v[N];
 #pragma unroll
@@ -28,10 +28,10 @@ extern "C" __global__ void quantise_256(const u8* x, i64 stride, u8* out, i64 ou
 
 extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stride,
                                   const i64* live, int width, int kind) {
-    begin();
+    const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 256;
-    if (row >= *live || first >= width) return;
+    if (row >= rows || first >= width) return;
     const float* from = (const float*)(x + row * stride);
     float v[8];
 #pragma unroll

@@ -198,6 +198,7 @@ class _Sequence:
                 continue
             if not self._pieces or not isinstance(self._pieces[-1], list):
                 self._pieces.append([])
+                each = replace(each, early=False)  # counts and inputs are there before it begins
             self._pieces[-1].append(gpu.prepared(each))  # type: ignore[union-attr]
 
     def __call__(self) -> None:

@@ -31,10 +31,10 @@ struct Wide {
 // The largest key of each slice, to out [rows, THREADS]. A warp does a slice.
 extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings settings,
                                  const i64* live, u32* out, Wide* wide) {
-    begin();
+    const i64 rows = begin(live);
     i64 n = blockIdx.x;
     int slice = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, size = slice_of(width);
-    if (n >= *live) return;
+    if (n >= rows) return;
     if (wide) {
         int first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
         for (int i = first; i < ZEROED; i += step) ((u64*)(wide + n))[i] = 0;
@@ -300,9 +300,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
          Wide* wide, int* out) {
     __shared__ u64 room[BINS];  // of candidates, or of bins
-    begin();
+    const i64 rows = begin(live);
     i64 n = blockIdx.x;
-    if (n >= *live) return;
+    if (n >= rows) return;
     Row row = {(const float*)(x + n * stride), width, true};
     Asked a = asked(s, n, row);
     if (a.wide ? !a.draw.some : blockIdx.y) return;
@@ -327,9 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
            Wide* wide, int* out) {
     __shared__ u64 room[BINS];
-    begin();
+    const i64 rows = begin(live);
     i64 n = blockIdx.x;
-    if (n >= *live) return;
+    if (n >= rows) return;
     Row row = {(const float*)(x + n * stride), width, true};
     Asked a = asked(s, n, row);
     if (!a.wide) return;

@@ -12,9 +12,9 @@ struct State {
 };
 
 extern "C" __global__ void advance(State state, const Group* groups, const i64* live) {
-    begin();
+    const i64 rows = begin(live);
     i64 s = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (s >= *live) return;
+    if (s >= rows) return;
     int token = state.sampled[s], at = state.kv_len[s];
     state.ids[s] = token;
     state.pos[s] = at;
