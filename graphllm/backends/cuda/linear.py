@@ -30,51 +30,28 @@ _WARPS = 4  # of a block of linear.cu and linear_ragged.cu
 _ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 0.9, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
-_FEW_SIZES = (2, 4, 8)  # tokens at a time
+_FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
 
 
 # ---------------------------------------------------------------------------------- few tokens
 
 
-def _few_kernel(name: str, integer: bool, tokens: int) -> Function:
+def _few_kernel(name: str, integer: bool, tokens: int, gated: bool = False) -> Function:
     """linear.cu for a format; see there for the macros."""
-    rows, depth = _shape(integer, tokens)
+    rows, depth = _shape(name, integer, tokens, gated)
     made = module(
-        "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=rows, DEPTH=depth
-    )
-    return made["linear"]
-
-
-def _shape(integer: bool, tokens: int) -> tuple[int, int]:
-    """(rows, depth): of the matrix to a warp, and items of each on their way; the fastest of those
-    that were tried on an H200, and more would not fit in registers."""
-    return (2, 1) if integer and tokens < 8 else (1, 2)
-
-
-def _row_kernel(name: str, integer: bool, gated: bool = False) -> Function:
-    """linear_row.cu for a format; see there for the macros."""
-    lines, depth = _line_shape(name, gated)
-    made = module(
-        "linear_row", FORMAT=name.upper(), INTEGER=int(integer), LINES=lines, DEPTH=depth,
-        GATED=int(gated), BLOCKS=_resident(name, integer),
+        "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=rows,
+        DEPTH=depth, GATED=int(gated),
     )  # fmt: skip
     return made["linear"]
 
 
-def _line_shape(name: str, gated: bool) -> tuple[int, int]:
-    """(lines, depth): rows that a warp takes at a time, and items of each on their way."""
-    if dtype(name).block == 256:
-        return (2, 1)
-    return (2, 2) if gated or name in (*PLAIN, "q8_0") else (1, 4)
-
-
-def _resident(name: str, integer: bool) -> int:
-    """Blocks of linear_row.cu that a processor has room for."""
-    if name in PLAIN:
-        return 5
-    if not integer:
-        return 2
-    return 3 if name in ("q2_k", "q3_k", "q5_k", "q5_0", "q5_1") else 5
+def _shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
+    """(rows, depth): of the matrix to a warp, and items of each on their way; the fastest of those
+    that were tried on an H200, and more would not fit in registers."""
+    if tokens > 1:
+        return (2, 1) if integer and tokens < 8 else (1, 2)
+    return (1, 4) if name == "q4_0" else (2, 2)
 
 
 def _tensor_kernel(kind: DType) -> Function:
@@ -92,7 +69,7 @@ def _ragged_kernel(name: str) -> Function:
 
 def _sizes(name: str, integer: bool) -> tuple[int, ...]:
     """Counts of tokens that there are kernels for: as many as fit in registers."""
-    return _FEW_SIZES if integer or name in PLAIN else _FEW_SIZES[:2]
+    return _FEW_SIZES if integer or name in PLAIN else _FEW_SIZES[:3]
 
 
 def _matrices(jobs: Sequence[Job]) -> bytes:
@@ -111,6 +88,7 @@ def _matrices(jobs: Sequence[Job]) -> bytes:
 def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
     """Up to three linears of one activation and format; or of a `fused_pair`, ``act`` of the first
     times the second, to where the first goes."""
+    gated = act >= 0
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
     name, most = w.dtype.name, site.most(x.meta.rows)
     args: list[int | float | bytes] = [
@@ -122,36 +100,12 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
     if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and _tensor_cores(site):
         grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
-    if most <= 1:
-        return _row(site, jobs, act)
     sizes = _sizes(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
-    kernel = _few_kernel(name, x.dtype != F32, tokens)
-    rows = _shape(x.dtype != F32, tokens)[0]
-    return _launch(kernel, jobs, rows, _WARPS, ceil(most, tokens), args)
-
-
-def _row(site: Site, jobs: Sequence[Job], act: int) -> Launch:
-    """As `few_rows`, for one token."""
-    x, w, gated = jobs[0].x, jobs[0].w, act >= 0
-    lines = 1 if gated else _line_shape(w.dtype.name, gated)[0]
-    groups = sum(ceil(job.rows, lines) for job in (jobs[:1] if gated else jobs))
-    resident = _resident(w.dtype.name, x.dtype != F32)
-    each = _groups_of_a_warp(groups, site.device.gpu.processors, resident)
-    kernel = _row_kernel(w.dtype.name, x.dtype != F32, gated)
-    args = (x.address, site.live(x.meta.rows), jobs[0].depth, _matrices(jobs), groups, each, act)
-    blocks = ceil(groups, each * _WARPS) if site.most(x.meta.rows) else 0
-    return Launch(kernel, (blocks,), (32 * _WARPS,), args)
-
-
-def _groups_of_a_warp(groups: int, processors: int, resident: int) -> int:
-    """So many that all blocks run side by side, and that the last processor ends soonest."""
-
-    def blocks(each: int) -> int:  # of the processor that has most
-        return ceil(ceil(groups, each * _WARPS), processors)
-
-    least = ceil(groups, resident * processors * _WARPS)
-    return min(range(least, 3 * least + 1), key=lambda each: each * blocks(each))
+    kernel = _few_kernel(name, x.dtype != F32, tokens, gated)
+    args.append(act)
+    rows = _shape(name, x.dtype != F32, tokens, gated)[0]
+    return _launch(kernel, jobs[:1] if gated else jobs, rows, _WARPS, ceil(most, tokens), args)
 
 
 def fits_some(site: Site, job: Job) -> bool:
@@ -295,14 +249,12 @@ def _all_instances() -> None:
         for integer in (True, False):
             for tokens in _sizes(name, integer):
                 _few_kernel(name, integer, tokens)
-            _row_kernel(name, integer)
-            _row_kernel(name, integer, gated=True)
+            _few_kernel(name, integer, 1, gated=True)
         expand_module(dtype(name))
     for name in PLAIN:
         for tokens in _FEW_SIZES:
             _few_kernel(name, False, tokens)
-        _row_kernel(name, False)
-        _row_kernel(name, False, gated=True)
+        _few_kernel(name, False, 1, gated=True)
         _ragged_kernel(name)
     for kind in (F16, BF16):
         _tensor_kernel(kind)
