@@ -51,7 +51,11 @@ def _shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[
     that were tried on an H200, and more would not fit in registers."""
     if tokens > 1:
         return (2, 1) if integer and tokens < 8 else (1, 2)
-    return (1, 4) if name == "q4_0" else (2, 2)
+    if not integer or name in ("q5_0", "q5_1", "q6_k"):
+        return (2, 2)
+    if gated or dtype(name).block == 256:
+        return (2, 1)
+    return (2, 2) if name == "q8_0" else (1, 4)
 
 
 def _tensor_kernel(kind: DType) -> Function:
