@@ -2,7 +2,8 @@
 //
 // FORMAT: a struct of blocks.cuh or one of those below. INTEGER: activations are quantised, else
 // float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
-// on their way at a time. GATED: two matrices of one shape give act(first) * second.
+// on their way at a time. GATED: two matrices of one shape give act(first) * second. NEXT: when the
+// kernel after this one may begin: 0: at once, 1: when the first weights are asked for, 2: at the end.
 
 #include "matrices.cuh"
 
@@ -139,7 +140,7 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
 extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
                                   int act) {
-    launch_next();
+    if (NEXT == 0) launch_next();
     const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP;
     int row = (int)(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * ROWS;
     Matrix m = all.m[0];
@@ -163,6 +164,7 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
                     }
     };
     load(lane);  // weights are constants: there is no need to wait for the kernel before
+    if (NEXT == 1) launch_next();
     const int first = blockIdx.y * TOKENS, tokens = (int)*live;
     wait_for_previous();
     const bool wide = (u64)x % 16 == 0 && x_stride % 16 == 0;
