@@ -29,7 +29,7 @@ TOGETHER = 3  # matrices in one launch
 _WARPS = 4  # of a block of linear.cu and linear_ragged.cu
 _ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
-_SIDES = {64: 2.0, 32: 0.9, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
+_SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
 _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
 
 

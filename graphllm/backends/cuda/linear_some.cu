@@ -18,6 +18,7 @@
 #define TILES (SIDE / 16)  // of 16 rows
 #define STAGES (8 / TILES)
 #define ROWS (SIDE / (1 + GATED))  // of a matrix
+#define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: those at hand, and the next ones
 
 extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act, int kind) {
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     const i64 start = (i64)(row + group) * (k / 8) + part;
     const uint4* rows = (const uint4*)m.w.a + start;
     const uint4* others = (const uint4*)all.m[GATED].w.a + start - (i64)(ROWS / 8) * k;
-    uint4 w[STAGES][TILES][2], v[2][2];
+    uint4 w[STAGES][TILES][2], v[SOON][2];
     auto load = [&](int stage, int from) {
         if (from >= k) return;
 #pragma unroll
@@ -61,14 +62,15 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
 #pragma unroll
         for (int i = 0; i < 2; i++) v[stage][i] = mine[i][from / 8];
     };
-    bring(0, begin_at);
+#pragma unroll
+    for (int s = 0; s + 1 < SOON; s++) bring(s, begin_at + s * next);
     float c[TILES][2][4] = {};
     for (int at = begin_at; at < k; at += STAGES * next) {
 #pragma unroll
         for (int s = 0; s < STAGES; s++) {
             int here = at + s * next;
             if (here >= k) break;
-            bring((s + 1) % 2, here + next);
+            bring((s + SOON - 1) % SOON, here + (SOON - 1) * next);
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -77,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
                     u32 a[4] = {word(q[0], h), word(q[1], h), word(q[0], h + 1), word(q[1], h + 1)};
 #pragma unroll
                     for (int n = 0; n < 2; n++)
-                        multiply(c[t][n], a, word(v[s % 2][n], h), word(v[s % 2][n], h + 1));
+                        multiply(c[t][n], a, word(v[s % SOON][n], h), word(v[s % SOON][n], h + 1));
                 }
             load(s, here + STAGES * next);
         }
