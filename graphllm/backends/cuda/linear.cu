@@ -4,9 +4,11 @@
 // float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
 // on their way at a time. GATED: two matrices of one shape give act(first) * second. NEXT: when the
 // kernel after this one may begin: 0: at once, 1: when the first weights are asked for, 2: at the end.
+// SHARED_BY: warps that share the depth of a row; more than one for a lone token only.
 
 #include "matrices.cuh"
 
+#define WARPS 4
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
 // ------------------------------------------------------------------------------ plain weights
@@ -141,8 +143,9 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
                                   int act) {
     if (NEXT == 0) launch_next();
-    const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP;
-    int row = (int)(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * ROWS;
+    const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int start = lane + WARP * DEPTH * (warp % SHARED_BY);
+    int row = (int)(blockIdx.x * (WARPS / SHARED_BY) + warp / SHARED_BY) * ROWS;
     Matrix m = all.m[0];
 #pragma unroll
     for (int i = 1; !GATED && i < 3; i++) {
@@ -163,15 +166,15 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
                         w[s][d][r].load(s ? all.m[1].w : m.w, i);
                     }
     };
-    load(lane);  // weights are constants: there is no need to wait for the kernel before
+    load(start);  // weights are constants: there is no need to wait for the kernel before
     if (NEXT == 1) launch_next();
     const int first = blockIdx.y * TOKENS, tokens = (int)*live;
     wait_for_previous();
     const bool wide = (u64)x % 16 == 0 && x_stride % 16 == 0;
     if (first >= tokens) return;
     float sums[STREAMS][ROWS][TOKENS] = {};
-    for (int at = lane; at < items; at += WARP * DEPTH) {
-        if (at != lane) load(at);
+    for (int at = start; at < items; at += WARP * DEPTH * SHARED_BY) {
+        if (at != start) load(at);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int j = at + WARP * d;
@@ -191,21 +194,42 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
         }
     }
 #pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++) sums[s][r][t] = warp_sum(sums[s][r][t]);
+#if SHARED_BY > 1
+    __shared__ float parts[WARPS][STREAMS][ROWS];
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            if (lane == 0) parts[warp][s][r] = sums[s][r][0];
+    __syncthreads();
+    if (warp % SHARED_BY) return;
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int other = 1; other < SHARED_BY; other++)
+                sums[s][r][0] += parts[warp + other][s][r];
+#endif
+    if (lane) return;
+#pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            float value = warp_sum(sums[0][r][t]);
+            if (row + r >= m.rows || first + t >= tokens) continue;
 #if GATED
             const Matrix& up = all.m[1];
-            float other = warp_sum(sums[1][r][t]);
-            if (m.bias) value += m.bias[min(row + r, (int)m.rows - 1)];
-            if (up.bias) other += up.bias[min(row + r, (int)m.rows - 1)];
-            value = activate(act, value) * other;
-            if (lane == 0 && row + r < m.rows && first + t < tokens)
-                ((float*)(m.y + (first + t) * m.y_stride))[row + r] = value;
+            float gate = sums[0][r][t], other = sums[1][r][t];
+            if (m.bias) gate += m.bias[row + r];
+            if (up.bias) other += up.bias[row + r];
+            ((float*)(m.y + (first + t) * m.y_stride))[row + r] = activate(act, gate) * other;
 #else
-            if (lane == 0 && row + r < m.rows && first + t < tokens)
-                finish(m, first + t, row + r, value);
+            finish(m, first + t, row + r, sums[0][r][t]);
 #endif
         }
 }

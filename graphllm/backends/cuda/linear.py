@@ -19,7 +19,7 @@ from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site, Spot, Work, ceil
 from .layouts import PACK, PLANES, planes
-from .linear_many import PLAIN, Job, expand_module, many, room_for, wide
+from .linear_many import PLAIN, Job, expand_module, items_of, many, room_for, wide
 from .quantise import HALVES
 from .source import Function, module
 
@@ -27,6 +27,7 @@ FEW = 8  # tokens, up to which plain weights meet activations of float32
 SOME = 16  # tokens, up to which own kernels multiply; above the library is faster
 TOGETHER = 3  # matrices in one launch
 _WARPS = 4  # of a block of linear.cu and linear_ragged.cu
+_SHARED, _BUSY = (1, 2, 4), 32  # warps that may share a row; warps that keep a processor busy
 _ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
@@ -36,12 +37,15 @@ _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
 # ---------------------------------------------------------------------------------- few tokens
 
 
-def _few_kernel(name: str, integer: bool, tokens: int, gated: bool = False) -> Function:
+def _few_kernel(
+    name: str, integer: bool, tokens: int, gated: bool = False, shared: int = 1
+) -> Function:
     """linear.cu for a format; see there for the macros."""
     rows, depth = _shape(name, integer, tokens, gated)
     made = module(
         "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=rows,
         DEPTH=depth, GATED=int(gated), NEXT=_next(name) if tokens == 1 else 0,
+        SHARED_BY=shared,
     )  # fmt: skip
     return made["linear"]
 
@@ -114,10 +118,24 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
     sizes = _sizes(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
-    kernel = _few_kernel(name, x.dtype != F32, tokens, gated)
+    rows, depth = _shape(name, x.dtype != F32, tokens, gated)
+    own = jobs[:1] if gated else jobs
+    groups = sum(ceil(job.rows, rows) for job in own)
+    integer = x.dtype != F32
+    shared = 1
+    if tokens == 1 and not gated and (integer or name in PLAIN):
+        items = k // (_ITEM.get(name) or items_of(w.dtype))
+        shared = _shared_by(groups, items, depth, site)
+    kernel = _few_kernel(name, integer, tokens, gated, shared)
     args.append(act)
-    rows = _shape(name, x.dtype != F32, tokens, gated)[0]
-    return _launch(kernel, jobs[:1] if gated else jobs, rows, _WARPS, ceil(most, tokens), args)
+    return _launch(kernel, own, rows, _WARPS // shared, ceil(most, tokens), args)
+
+
+def _shared_by(groups: int, items: int, depth: int, site: Site) -> int:
+    """Warps that share the depth of some rows, of which there are so many groups: as many as keep
+    every processor busy."""
+    wanted = _BUSY * site.device.gpu.processors
+    return next((n for n in _SHARED if groups * n >= wanted or items < 64 * depth * n), _SHARED[-1])
 
 
 def fits_some(site: Site, job: Job) -> bool:
@@ -150,9 +168,9 @@ def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> 
 def _launch(
     kernel: Function, jobs: Sequence[Job], rows: int, warps: int, y: int, args: list[Any]
 ) -> Launch:
-    """A warp to so many rows of the matrices."""
+    """``rows`` of the matrices to a warp, and ``warps`` such groups of rows to a block."""
     groups = sum(ceil(job.rows, rows) for job in jobs)
-    return Launch(kernel, (ceil(groups, warps), y), (32 * warps,), args)
+    return Launch(kernel, (ceil(groups, warps), y), (32 * _WARPS,), args)
 
 
 def _tensor_cores(site: Site) -> bool:
@@ -262,11 +280,15 @@ def _all_instances() -> None:
             for tokens in _sizes(name, integer):
                 _few_kernel(name, integer, tokens)
             _few_kernel(name, integer, 1, gated=True)
+        for shared in _SHARED:
+            _few_kernel(name, True, 1, shared=shared)
         expand_module(dtype(name))
     for name in PLAIN:
         for tokens in _FEW_SIZES:
             _few_kernel(name, False, tokens)
         _few_kernel(name, False, 1, gated=True)
+        for shared in _SHARED:
+            _few_kernel(name, False, 1, shared=shared)
         _ragged_kernel(name)
     for kind in (F16, BF16):
         _tensor_kernel(kind)
