@@ -19,7 +19,7 @@ from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site, Spot, Work, ceil
 from .layouts import PACK, PLANES, planes
-from .linear_many import PLAIN, Job, expand_module, items_of, many, room_for, wide
+from .linear_many import PLAIN, Job, expand_module, many, room_for, wide
 from .quantise import HALVES
 from .source import Function, module
 
@@ -27,7 +27,7 @@ FEW = 8  # tokens, up to which plain weights meet activations of float32
 SOME = 16  # tokens, up to which own kernels multiply; above the library is faster
 TOGETHER = 3  # matrices in one launch
 _WARPS = 4  # of a block of linear.cu and linear_ragged.cu
-_SHARED, _BUSY = (1, 2, 4), 32  # warps that may share a row; warps that keep a processor busy
+_SHARED, _BUSY = (1, 2), 20  # warps that may share a row; warps that keep a processor busy
 _ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
@@ -121,19 +121,16 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
     rows, depth = _shape(name, x.dtype != F32, tokens, gated)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, rows) for job in own)
-    integer = x.dtype != F32
-    shared = 1
-    if tokens == 1 and not gated and (integer or name in PLAIN):
-        items = k // (_ITEM.get(name) or items_of(w.dtype))
-        shared = _shared_by(groups, items, depth, site)
-    kernel = _few_kernel(name, integer, tokens, gated, shared)
+    lone = tokens == 1 and not gated and name in PLAIN
+    shared = _shared_by(groups, k // _ITEM[name], depth, site) if lone else 1
+    kernel = _few_kernel(name, x.dtype != F32, tokens, gated, shared)
     args.append(act)
     return _launch(kernel, own, rows, _WARPS // shared, ceil(most, tokens), args)
 
 
 def _shared_by(groups: int, items: int, depth: int, site: Site) -> int:
     """Warps that share the depth of some rows, of which there are so many groups: as many as keep
-    every processor busy."""
+    every processor busy. Only plain weights gain by it."""
     wanted = _BUSY * site.device.gpu.processors
     return next((n for n in _SHARED if groups * n >= wanted or items < 64 * depth * n), _SHARED[-1])
 
@@ -280,8 +277,6 @@ def _all_instances() -> None:
             for tokens in _sizes(name, integer):
                 _few_kernel(name, integer, tokens)
             _few_kernel(name, integer, 1, gated=True)
-        for shared in _SHARED:
-            _few_kernel(name, True, 1, shared=shared)
         expand_module(dtype(name))
     for name in PLAIN:
         for tokens in _FEW_SIZES:
