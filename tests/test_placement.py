@@ -18,7 +18,8 @@ from graphllm.errors import OutOfMemory, PlacementError, RequestError
 from graphllm.executor import Executor
 from graphllm.generation.request import Sampling
 from graphllm.plan import HOST
-from graphllm.tensor import Var, feed, scope, state
+from graphllm.tensor import Var, feed, scope, state, weight
+from graphllm.weights import Arrays
 
 IDS = [1, 17, 130, 131, 8, 252]
 MORE = [*IDS, 40, 41, 42, 43]
@@ -138,6 +139,39 @@ def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
     np.testing.assert_array_equal(
         executor.run(plan, {"x": x, "slot": np.array([3], np.int32)})["y"], x
     )
+
+
+@pytest.mark.parametrize("kind", ["fed", "kept", "weight", "made"])
+@pytest.mark.parametrize("target", [HOST, "far"])
+def test_a_copy_that_the_graph_asks_for(far, kind, target):  # noqa: F811
+    """It comes from the other memory, whoever else reads what is copied, and where."""
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    leaf = {"kept": state, "weight": weight}.get(kind, feed)("x", (3, 4), "f32")
+    with scope("near"):
+        source = ops.silu(leaf) if kind == "made" else leaf
+        outputs = {"near": ops.silu(source)}
+    with scope("copy"):
+        outputs["copy"] = ops.copy(source, memory=target)
+    with scope("far"):
+        outputs["far"] = ops.silu(ops.silu(source))
+    pins = {"near": "reference", "far": "far", "copy": "far"}
+    executor = Executor(Arrays({"x": x}), backends=("far", "reference"), pins=pins)
+    plan = executor.compile(outputs)
+    assert (HOST if target == "far" else "far", target) in {
+        (copies.source, copies.target) for copies in plan.copies()
+    }
+    executor.bind(plan)
+    if kind == "kept":
+        executor.set_state("x", x)
+    found = executor.run(plan, {"x": x} if kind in ("fed", "made") else {})
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    source = silu(x) if kind == "made" else x
+    np.testing.assert_array_equal(found["copy"], source)
+    np.testing.assert_allclose(found["near"], silu(source), 1e-6)
+    np.testing.assert_allclose(found["far"], silu(silu(source)), 1e-6)
 
 
 # ------------------------------------------------------------------------------------------- fits
