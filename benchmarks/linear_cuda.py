@@ -18,7 +18,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpu import ROUNDS, cuda, run_time
+from gpu import ROUNDS, run_time
+from gpu_shared import cuda
 
 from graphllm import ops
 from graphllm.backends import Options
@@ -94,7 +95,8 @@ def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
         x = feed("x", (t, depth), "f32")
         y = ops.quantise_act(x, dtype="f16") if count > few else x
         made = {n: ops.linear(y, weight(n, matrix.shape, "f16")) for n in weights}
-        return run_time(made, {"x": np.ones((count, depth), np.float32)}, weights) / len(weights)
+        feeds = {"x": np.ones((count, depth), np.float32)}
+        return run_time(made, feeds, weights, {"T": count})[0] / len(weights)
     finally:
         linear.FEW, linear.SOME = kept
 

@@ -55,7 +55,8 @@ def table() -> str:
     lines = [HEAD, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, op in sorted(ops.registry().items()):
         samples = groups(op)
-        text = " ".join((op.reference.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
+        told = op.fusion.build if op.fusion else op.reference
+        text = " ".join((told.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
         cells = [f"`{name}`", text, dtypes(op, samples), *(support(b, samples) for b in found)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

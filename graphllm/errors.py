@@ -30,8 +30,10 @@ class RequestError(GraphllmError):
 class OutOfMemory(RequestError):
     """A memory has no room: for what, the bytes ``needed`` and those ``free`` (None: not known)."""
 
-    def __init__(self, what: str, memory: str, needed: int, free: int | None, hint: str) -> None:
+    def __init__(
+        self, what: str, memory: str, needed: int | None, free: int | None, hint: str
+    ) -> None:
+        needs = "more is needed" if needed is None else f"{needed / 1e9:.2f} GB are needed"
         left = "" if free is None else f", {free / 1e9:.2f} GB are free"
-        needs = f"{needed / 1e9:.2f} GB are needed in {memory}"
-        super().__init__(f"no memory for {what}: {needs}{left}; {hint}")
+        super().__init__(f"no memory for {what}: {needs} in {memory}{left}; {hint}")
         self.what, self.memory, self.needed, self.free = what, memory, needed, free

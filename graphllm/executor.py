@@ -171,6 +171,8 @@ class Executor:
         """The device's buffer of a weight, in the form that the step's kernel wants it."""
         pack = step.kernel.pack.get(get(step.node.op).operand(index))
         device = self.device(step.backend)
+        if device.memory != step.memory:  # it is copied from the host's
+            device = self._owner(step.memory)
         key = (leaf.name, pack, device.memory)
         if key not in self._prepared:
             stored = self.weights.meta(leaf.name)
@@ -209,7 +211,8 @@ class Executor:
         for index, step in enumerate(plan.steps):
             inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
             self.progress("preparing weights", min(len(self._prepared), total), total)
-            out = self._operand(plan, step.node, self.memory_of(step.backend), arenas)
+            home = plan.memory[id(graph.root(step.node))]
+            out = self._operand(plan, step.node, home, arenas)
             spot = plan.scratch.get(index)
             scratch = _workspace(spot, arenas) if spot else None
             bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
@@ -233,13 +236,13 @@ class Executor:
             return None
         if source.base.op == WEIGHT:
             return Operand(source.meta, self._weight(source.base, step, index))
-        return self._operand(plan, source, self.memory_of(step.backend), arenas)
+        return self._operand(plan, source, step.memory, arenas)
 
     def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
         own = graph.root(node)
         if not own.is_leaf:
             return _in_arena(node, plan.places[id(own)], arenas)
-        leaf = self._leaf(own.name, plan.memory.get(id(own), memory))
+        leaf = self._leaf(own.name, memory)
         return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
 
     # -------------------------------------------------------------------------------------- state

@@ -15,7 +15,7 @@ from .executor import Executor
 from .ops import get
 from .placement import Pin
 from .plan import HOST, TRANSFER, Plan, Step
-from .tensor import INPUT, WEIGHT, Tensor
+from .tensor import WEIGHT, Tensor
 
 AUTO, ALL = "auto", "all"
 # Left free: logits of many rows, library workspaces, machine code, graphs, and what others ask for.
@@ -153,17 +153,17 @@ class Need:
         return self.of(1 + max(self.pieces, default=0))
 
 
-def need(plans: Sequence[Plan], memory: str, executor: Executor, pieces: Pieces) -> Need:
+def need(plans: Sequence[Plan], memory: str, pieces: Pieces) -> Need:
     """What these plans need in ``memory``."""
     found, buffers = Need(), dict[object, tuple[int, int, bool]]()
     for plan in plans:
         for step in plan.steps:
-            if executor.memory_of(step.backend) != memory:
+            if step.memory != memory:
                 continue
             if get(step.node.op).role != TRANSFER:
                 found.layers |= {piece_of(step.node)} - {""}
             rank = pieces.rank(step.node)
-            for key, nbytes, packed in _buffers(plan, step, memory):
+            for key, nbytes, packed in _buffers(step):
                 first = min(rank, buffers[key][0]) if key in buffers else rank
                 buffers[key] = first, nbytes, packed
     for rank, nbytes, packed in buffers.values():
@@ -173,8 +173,8 @@ def need(plans: Sequence[Plan], memory: str, executor: Executor, pieces: Pieces)
     return found
 
 
-def _buffers(plan: Plan, step: Step, memory: str) -> list[tuple[object, int, bool]]:
-    """(key, bytes, whether it is packed) of the leaves that a step reads in its own memory."""
+def _buffers(step: Step) -> list[tuple[object, int, bool]]:
+    """(key, bytes, whether it is packed) of the leaves that a step reads."""
     found: list[tuple[object, int, bool]] = []
     for index, source in enumerate(step.node.src):
         own = graph.root(source) if source is not None else None
@@ -184,7 +184,7 @@ def _buffers(plan: Plan, step: Step, memory: str) -> list[tuple[object, int, boo
         if own.op == WEIGHT:
             pack = step.kernel.pack.get(get(step.node.op).operand(index))
             found.append(((own.name, pack), nbytes, pack is not None))
-        elif own.op == INPUT or plan.memory.get(id(own), memory) == memory:
+        else:
             found.append(((own.name, None), nbytes, False))
     return found
 
@@ -217,7 +217,7 @@ def fit(
         return None
     pieces, free = Pieces.of(outputs), device.free()
     everything = len(pieces.layers) + 2
-    whole = needs = need(plans(), memory, executor, pieces)
+    whole = needs = need(plans(), memory, pieces)
     taken = everything
     if isinstance(asked, int) and asked <= len(pieces.layers):
         taken = asked
@@ -225,7 +225,7 @@ def fit(
         taken = next((n for n in range(everything, 0, -1) if whole.of(n) <= free), 0)
     while taken < everything:
         executor.adopt(outputs, pieces.pins(taken, behind[0].name))
-        needs = need(plans(), memory, executor, pieces)
+        needs = need(plans(), memory, pieces)
         if asked != AUTO or taken == 0 or free is None or needs.total <= free:
             break
         taken -= 1

@@ -25,11 +25,12 @@ LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel call of a plan."""
+    """One kernel call of a plan. ``memory``: where it wants its sources."""
 
     node: Tensor
     kernel: Kernel
     choice: Choice
+    memory: str
 
     @property
     def backend(self) -> Backend:
@@ -59,15 +60,14 @@ class _Lowering:
         src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
         src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
         node = self.intern(graph.substitute(node, src))
-        self._add(Step(node, self._kernel(backend, node), choice))
+        self._add(node, self._kernel(backend, node), choice)
         return node
 
-    def _add(self, step: Step) -> None:
-        node = step.node
-        self.steps[id(node)] = step
-        moved_to = node.attrs["memory"] if get(node.op).role == TRANSFER else None
-        memory = moved_to or self.placement.memory_of(step.backend)
-        self.memory.setdefault(id(graph.root(node)), memory)
+    def _add(self, node: Tensor, kernel: Kernel, choice: Choice) -> None:
+        memory = self._wanted_in(node, choice.backend)
+        self.steps[id(node)] = Step(node, kernel, choice, memory)
+        target = node.attrs["memory"] if _transfers(node) else memory
+        self.memory.setdefault(id(graph.root(node)), target)
 
     # -- what fusion asks
     def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -81,7 +81,7 @@ class _Lowering:
             return False
         if not all(_reads(kernel, node, i, s.meta) for i, s in enumerate(node.src) if s):
             return False
-        self._add(Step(node, kernel, steps[0].choice))
+        self._add(node, kernel, steps[0].choice)
         return True
 
     def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
@@ -123,8 +123,8 @@ class _Lowering:
         """``source`` as ``kernel`` can read it: in its memory, in its layout."""
         if source is None:
             return None
-        here, own = self.placement.memory_of(choice.backend), graph.root(source)
-        if own.op not in (WEIGHT, INPUT) and get(user.op).role != TRANSFER:
+        here, own = self._wanted_in(user, choice.backend), graph.root(source)
+        if own.op not in (WEIGHT, INPUT):
             home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
             there = self.memory.setdefault(id(own), home)
             if there != here:
@@ -132,6 +132,12 @@ class _Lowering:
         if not _reads(kernel, user, i, source.meta):
             source = self._insert(role(LAYOUT)(source), user, choice)
         return source
+
+    def _wanted_in(self, node: Tensor, backend: Backend) -> str:
+        """The memory where ``node`` finds its sources on ``backend``: its own; the host's, if they
+        are copied to its own."""
+        own = self.placement.memory_of(backend)
+        return HOST if _transfers(node) and node.attrs["memory"] == own else own
 
     def _transfer(self, source: Tensor, there: str, here: str, user: Tensor) -> Tensor:
         """``source`` copied between memories, by the backend that knows the one beside the host."""
@@ -235,7 +241,7 @@ class Plan:
                 if id(source.base) in made:
                     made[id(source.base)].users[node.op] += 1
             if _transfers(node):
-                way = self.memory[id(graph.root(node.sources[0]))], self.memory[id(node)]
+                way = step.memory, self.memory[id(node)]
                 copies = made[id(node)] = found.setdefault(way, Copies(*way))
                 copies.count += 1
                 copies.nbytes += node.meta.bound().nbytes

@@ -1,5 +1,5 @@
 """Every CUDA kernel in use compiles, for every GPU generation named here, without a GPU or driver;
-and none of them keeps anything in local memory, but those listed.
+and none of them keeps anything in local memory.
 
 Needs CuPy and NVRTC, of the extra "nvrtc"; GRAPHLLM_REQUIRE=nvrtc makes a failure of their lack.
 """
@@ -35,8 +35,6 @@ ARCHS = ("sm_75", "sm_80", "sm_90a")
 # them are not compiled for sm_75.
 PAIRS = [(m, arch) for arch in ARCHS for m in source.MODULES
          if not (arch == "sm_75" and needs_tensor_cores(m))]  # fmt: skip
-# Bytes of local memory that a kernel may use, by generation and name.
-LOCAL = {("sm_75", "norm_add_2"): 48}
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +58,7 @@ def test_compiles_without_spills(module, arch, logs):
     assert not isinstance(log, GraphllmError), log
     used = source.resources(log)
     assert used
-    local = {name: size for name, (_, size) in used.items()}
-    assert not {name: n for name, n in local.items() if n > LOCAL.get((arch, name), 0)}
+    assert not {name: local for name, (_, local) in used.items() if local}
 
 
 @pytest.mark.nvrtc

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import late
+import numpy as np
 import pytest
 
 from graphllm.profiler.bench import Test
@@ -87,6 +88,13 @@ def test_parts_over_models(gpu, monkeypatch, capsys, part, wanted):
         assert re.search(pattern, shown), shown
     (kept,) = (gpu.ROOT / "benchmarks" / "results").iterdir()
     assert kept.read_text() == shown
+
+
+def test_a_linear_of_few_tokens(gpu):
+    import linear_cuda
+
+    matrix = np.ones((64, 32), np.float16)
+    assert linear_cuda.linear_time(matrix, 4, few=8, some=16) == pytest.approx(1 / 8)
 
 
 def test_a_part_that_fails_loses_nothing(gpu, monkeypatch, capsys):

@@ -6,19 +6,17 @@ from __future__ import annotations
 import json
 import sys
 
-import numpy as np
 import pytest
 from far import FarDevice, far  # noqa: F401
 from tiny_models import LAYERS, llama_weights, write_llama
 
 import graphllm
-from graphllm import backends, cli, fit, ops
+from graphllm import backends, cli, fit
 from graphllm.backends.order import ORDER
 from graphllm.errors import OutOfMemory, PlacementError, RequestError
 from graphllm.executor import Executor
 from graphllm.generation.request import Sampling
 from graphllm.plan import HOST
-from graphllm.tensor import Var, feed, scope, state
 
 IDS = [1, 17, 130, 131, 8, 252]
 MORE = [*IDS, 40, 41, 42, 43]
@@ -119,25 +117,6 @@ def test_a_cache_is_not_copied(far, tiny):  # noqa: F811
     # q, k and v of 6 + 2 + 2 heads of 10, for each of 3 layers, and what addresses them
     (to_host,) = (c for c in llm.engine.decode_plan().copies() if c.target == HOST)
     assert to_host.nbytes < 2 * LAYERS * 10 * 10 * 4
-
-
-def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
-    t, pool = Var("T", 1, 4), state("pool", (8, 1, 4), "f32")
-    slot = feed("slot", (t,), "i32")
-    with scope("write"):
-        written = ops.kv_write(pool, feed("x", (t, 1, 4), "f32"), slot)
-    with scope("read"):
-        y = ops.gather_rows(written, slot)
-    executor = Executor(backends=("far", "reference"), pins={"read": "reference"})
-    plan = executor.compile({"y": y})
-    assert {s.backend.name for s in plan.steps} == {"reference"}  # the writer goes along
-    executor = Executor(backends=("far", "reference"), pins={"read": "reference", "write": "far"})
-    plan = executor.compile({"y": y})
-    assert [s.node.op for s in plan.steps] == ["kv_write", "copy", "gather_rows"]
-    x = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
-    np.testing.assert_array_equal(
-        executor.run(plan, {"x": x, "slot": np.array([3], np.int32)})["y"], x
-    )
 
 
 # ------------------------------------------------------------------------------------------- fits

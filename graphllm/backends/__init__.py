@@ -261,11 +261,9 @@ class Backend:
     def select(self, node: Tensor, options: Options) -> Kernel | str:
         """The kernel for ``node``, or the reason in words. Never looks at runtime values."""
         switch = f"{self.name}:{node.op}"
-        return (
-            f"switched off ({switch})"
-            if switch in options.no_kernels
-            else self._find(node, options)
-        )
+        if switch in options.no_kernels:
+            return f"switched off ({switch})"
+        return self._find(node, options)
 
     def _find(self, node: Tensor, options: Options) -> Kernel | str:
         candidates = self.kernels.get(node.op)

@@ -7,7 +7,7 @@ import struct
 from . import BACKEND
 from .device import Launch, Site, ceil
 from .layouts import PACK, PLANES, planes
-from .linear import PLAIN
+from .linear_many import PLAIN
 from .source import module
 
 _MODULE = module("embedding")

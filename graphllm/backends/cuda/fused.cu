@@ -30,7 +30,8 @@ __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const f
     emit_row(row, targets, width);
 }
 
-// x + norm(h) to `sum`, and if there is a w2, the norm of that to the targets.
+// x + norm(h) to `sum`, and if there is a w2, the norm of that to the targets. Where a warp has two
+// units, it holds one of x at a time: there are no registers for more.
 template <int U, bool AGAIN>
 __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float* w, const u8* x,
                                          i64 x_stride, const float* w2, u8* sum, i64 sum_stride,
@@ -41,12 +42,16 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
     if (blockIdx.x >= rows) return;
     Held<U> row, base;
     row.load(row_of(h, h_stride), width);
-    base.load(row_of(x, x_stride), width);
+    if (U == 1) base.load(row_of(x, x_stride), width);
     weight.scale(row, row.factor(width, eps), width);
     float* out = (float*)(sum + (i64)blockIdx.x * sum_stride);
 #pragma unroll
-    for (int k = 0; k < 8 * U; k++) row.v[k] += base.v[k];
-    row.each(width, [=](float& v, int c) { out[c] = v; });
+    for (int u = 0; u < U; u++) {
+        if (U > 1) base.load_unit(u, row_of(x, x_stride), width);
+#pragma unroll
+        for (int k = 8 * u; k < 8 * u + 8; k++) row.v[k] += base.v[k];
+        row.each_of(u, width, [=](float& v, int c) { out[c] = v; });
+    }
     if (!AGAIN) return;
     weight2.scale(row, row.factor(width, eps2), width);
     emit_row(row, targets, width);

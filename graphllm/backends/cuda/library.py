@@ -123,11 +123,8 @@ class Library:
         """The library's choice, remembered by all that it depends on."""
         key = (p.shape, tokens)
         if key not in self._ways:
-            self._ways[key] = self._choose(p, tokens)
+            self._ways[key] = self.choices(p, tokens, 1)[0]
         return self._ways[key]
-
-    def _choose(self, p: Product, tokens: int) -> Way:
-        return self.choices(p, tokens, 1)[0]
 
     def choices(self, p: Product, tokens: int, most: int) -> list[Way]:
         """What the library would do, the best first by its own estimate."""

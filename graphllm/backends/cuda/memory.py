@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 from cupy.cuda import Event, Memory, Stream, alloc_pinned_memory, runtime
 from cupy.cuda.runtime import CUDARuntimeError
+from cupy_backends.cuda.api.driver import CUDADriverError
 
 from ...errors import OutOfMemory
 from ...tensor import Meta
@@ -14,12 +17,28 @@ from ..site import numpy_form, span
 
 _STAGE = 32 << 20  # bytes of each of the two pinned halves
 _COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 
 def free_bytes() -> int:
     """What the driver would give now on this thread's GPU."""
     return int(runtime.memGetInfo()[0])
+
+
+def no_room(what: str, nbytes: int | None = None) -> OutOfMemory:
+    """The error where there is none for ``what`` on this thread's GPU."""
+    return OutOfMemory(what, "the GPU", nbytes, free_bytes(), "other programs may hold some")
+
+
+@contextmanager
+def room(what: str, nbytes: int | None = None) -> Iterator[None]:
+    """OutOfMemory where the driver has no memory for ``what``."""
+    try:
+        yield
+    except (CUDARuntimeError, CUDADriverError) as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
+        raise no_room(what, nbytes) from None
 
 
 class Buffer:
@@ -31,13 +50,8 @@ class Buffer:
 
     def __init__(self, nbytes: int, stream: Stream) -> None:
         self.nbytes = nbytes
-        try:
+        with room("a buffer", nbytes):
             self._memory = Memory(max(nbytes, 1))
-        except CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY:
-                raise
-            hint = "other programs may hold some"
-            raise OutOfMemory("a buffer", "the GPU", nbytes, free_bytes(), hint) from None
         self.address = int(self._memory.ptr)
         self._stream = stream
         self[:] = 0

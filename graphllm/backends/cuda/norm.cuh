@@ -14,21 +14,29 @@ template <int U> struct Held {
         return (warp + u * warps) * UNIT + 32 * i + threadIdx.x % WARP;
     }
 
-    // f(element, column) for all elements that there are.
+    // f(element, column) for the elements that there are of unit u, and of all units.
+    template <class F> __device__ __forceinline__ void each_of(int u, int width, F f) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int c = column(u, i);
+            if (c < width) f(v[8 * u + i], c);
+        }
+    }
+
     template <class F> __device__ __forceinline__ void each(int width, F f) {
 #pragma unroll
-        for (int u = 0; u < U; u++)
+        for (int u = 0; u < U; u++) each_of(u, width, f);
+    }
+
+    __device__ __forceinline__ void load_unit(int u, const float* row, int width) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                int c = column(u, i);
-                if (c < width) f(v[8 * u + i], c);
-            }
+        for (int i = 0; i < 8; i++) v[8 * u + i] = 0;
+        each_of(u, width, [=](float& x, int c) { x = row[c]; });
     }
 
     __device__ __forceinline__ void load(const float* row, int width) {
 #pragma unroll
-        for (int k = 0; k < 8 * U; k++) v[k] = 0;
-        each(width, [=](float& x, int c) { x = row[c]; });
+        for (int u = 0; u < U; u++) load_unit(u, row, width);
     }
 
     // What a root-mean-square norm multiplies the row with.

@@ -18,7 +18,7 @@ from cupy_backends.cuda.api import driver
 from ...errors import GraphllmError
 from .. import Header
 from .device import Arg, Call, Launch, Work
-from .memory import Buffer
+from .memory import OUT_OF_MEMORY, Buffer, no_room, room
 from .source import Function, Module, image, kept, module, target
 
 _SUPPORT = module("support")
@@ -73,6 +73,8 @@ class Prepared:
 
     def __call__(self) -> None:
         status = self._go(self._reference, self._handle, self._params, None)
+        if status == OUT_OF_MEMORY:
+            raise no_room(f"the launch of {self._what}")
         if status:
             raise GraphllmError(f"CUDA error {status} at the launch of {self._what}")
 
@@ -129,14 +131,17 @@ class Gpu:
 
     def load(self, made: Module) -> Loaded:
         if made not in self._modules:
-            loaded = Loaded()
-            loaded.load(image(made, self.arch))
+            code, loaded = image(made, self.arch), Loaded()
+            with room(f"the kernels of {made}", len(code)):
+                loaded.load(code)
             self._modules[made] = loaded
         return self._modules[made]
 
     def function(self, wanted: Function) -> Any:
         if wanted not in self._functions:
-            self._functions[wanted] = self.load(wanted.module).get_function(wanted.name)
+            loaded = self.load(wanted.module)
+            with room(f"the kernel {wanted.name} of {wanted.module}"):
+                self._functions[wanted] = loaded.get_function(wanted.name)
         return self._functions[wanted]
 
     def prepared(self, launch: Launch) -> Callable[[], None]:
@@ -219,12 +224,14 @@ class _Sequence:
 
     def _capture(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
         stream = self._gpu.stream
-        stream.begin_capture()
-        try:
-            for launch in launches:
-                launch()
-        finally:
-            graph = stream.end_capture()
+        with room(f"a CUDA graph of {len(launches)} launches"):
+            stream.begin_capture()
+            try:
+                for launch in launches:
+                    launch()
+            finally:
+                graph = stream.end_capture()
+            graph.upload(stream)  # takes its memory now, not at the first launch
         return lambda: graph.launch(stream)
 
 

@@ -92,12 +92,14 @@ __device__ __forceinline__ int gather(const Row& row, u32 peak, u32 least, u64* 
     __syncthreads();
     return used;
 }
+
 // Sums of values[0..i] to sums[i], one after the other: the order is the declaration's.
 __device__ __forceinline__ void add_up(const double* values, int count, double* sums) {
     double sum = 0;
 #pragma unroll 8
     for (int i = 0; i < count; i++) sums[i] = sum += values[i];
 }
+
 // From the `keep` largest of `count` candidates.
 __device__ int draw_few(const u64* found, int count, int keep, const Draw& draw) {
     __shared__ u64 sorted[KEPT];
@@ -141,6 +143,7 @@ __device__ int draw_few(const u64* found, int count, int keep, const Draw& draw)
     int before = __syncthreads_count(t < left && !(sums[t] > target));
     return ids[min(before, left - 1)];
 }
+
 // From a whole row, by one block. Kept are the keys above `least`, and those equal to it that lie
 // before `end`.
 __device__ int draw_many(const Row& row, u32 top, int top_k, const Draw& draw, u32* room) {

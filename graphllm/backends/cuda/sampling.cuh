@@ -183,6 +183,7 @@ template <class K, class W> __device__ int locate(int width, K key, W weight, u6
     u32 beyond = __ballot_sync(FULL, warp_scan(own) > target);
     return beyond ? first + __ffs(beyond) - 1 : -1;
 }
+
 // ------------------------------------------------------------------------------- candidates
 
 // A candidate: the key above, the complement of the index below, so that the first is the largest.
@@ -212,6 +213,7 @@ __device__ __forceinline__ double weight_of(u32 key, u32 top, double temperature
     if (key == top) return 1;
     return exp(((double)value_of(key) - (double)value_of(top)) / temperature);
 }
+
 // What a draw needs of a row's settings.
 struct Draw {
     double temperature, top_p, min_p;

@@ -1,0 +1,65 @@
+"""Copies between memories in graphs made by hand; `test_placement.py` has those of whole models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from far import far  # noqa: F401
+
+from graphllm import ops
+from graphllm.executor import Executor
+from graphllm.plan import HOST
+from graphllm.tensor import Var, feed, scope, state, weight
+from graphllm.weights import Arrays
+
+
+def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
+    t, pool = Var("T", 1, 4), state("pool", (8, 1, 4), "f32")
+    slot = feed("slot", (t,), "i32")
+    with scope("write"):
+        written = ops.kv_write(pool, feed("x", (t, 1, 4), "f32"), slot)
+    with scope("read"):
+        y = ops.gather_rows(written, slot)
+    executor = Executor(backends=("far", "reference"), pins={"read": "reference"})
+    plan = executor.compile({"y": y})
+    assert {s.backend.name for s in plan.steps} == {"reference"}  # the writer goes along
+    executor = Executor(backends=("far", "reference"), pins={"read": "reference", "write": "far"})
+    plan = executor.compile({"y": y})
+    assert [s.node.op for s in plan.steps] == ["kv_write", "copy", "gather_rows"]
+    x = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
+    np.testing.assert_array_equal(
+        executor.run(plan, {"x": x, "slot": np.array([3], np.int32)})["y"], x
+    )
+
+
+@pytest.mark.parametrize("kind", ["fed", "kept", "weight", "made"])
+@pytest.mark.parametrize("target", [HOST, "far"])
+def test_a_copy_that_the_graph_asks_for(far, kind, target):  # noqa: F811
+    """It comes from the other memory, whoever else reads what is copied, and where."""
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    leaf = {"kept": state, "weight": weight}.get(kind, feed)("x", (3, 4), "f32")
+    with scope("near"):
+        source = ops.silu(leaf) if kind == "made" else leaf
+        outputs = {"near": ops.silu(source)}
+    with scope("copy"):
+        outputs["copy"] = ops.copy(source, memory=target)
+    with scope("far"):
+        outputs["far"] = ops.silu(ops.silu(source))
+    pins = {"near": "reference", "far": "far", "copy": "far"}
+    executor = Executor(Arrays({"x": x}), backends=("far", "reference"), pins=pins)
+    plan = executor.compile(outputs)
+    assert (HOST if target == "far" else "far", target) in {
+        (copies.source, copies.target) for copies in plan.copies()
+    }
+    executor.bind(plan)
+    if kind == "kept":
+        executor.set_state("x", x)
+    found = executor.run(plan, {"x": x} if kind in ("fed", "made") else {})
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    source = silu(x) if kind == "made" else x
+    np.testing.assert_array_equal(found["copy"], source)
+    np.testing.assert_allclose(found["near"], silu(source), 1e-6)
+    np.testing.assert_allclose(found["far"], silu(silu(source)), 1e-6)

@@ -1,0 +1,108 @@
+"""What the driver has no memory for is an `OutOfMemory`; there is no GPU, errors are made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from graphllm.backends.cuda import source
+from graphllm.backends.cuda.device import Launch
+from graphllm.errors import GraphllmError, OutOfMemory
+
+pytestmark = pytest.mark.nvrtc
+FREE = 5 << 20
+KERNEL = source.module("support")["stamp"]
+LAUNCH = Launch(KERNEL, (1,), (1,), ())
+
+
+@pytest.fixture(autouse=True)
+def _little(monkeypatch):
+    from graphllm.backends.cuda import memory
+
+    monkeypatch.setattr(memory, "free_bytes", lambda: FREE)
+
+
+def failing(status: int, driver: bool = False):
+    """What raises as CuPy does, for an error of the runtime or of the driver itself."""
+    from cupy.cuda.runtime import CUDARuntimeError
+    from cupy_backends.cuda.api.driver import CUDADriverError
+
+    class OfDriver(CUDADriverError):
+        def __init__(self, status):  # the driver is asked for the text otherwise
+            self.status = status
+
+    def call(*args):
+        raise (OfDriver if driver else CUDARuntimeError)(status)
+
+    return call
+
+
+def gpu(**more):
+    from graphllm.backends.cuda.run import Gpu
+
+    made = Gpu.__new__(Gpu)
+    made.arch, made._modules, made._functions = "sm_90a", {}, {}
+    made.__dict__ |= more
+    return made
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_other_errors_are_left_alone(driver):
+    from graphllm.backends.cuda.memory import room
+
+    with pytest.raises(RuntimeError) as caught, room("a thing"):
+        failing(1, driver)()
+    assert caught.value.status == 1
+
+
+def test_no_room_for_kernels(monkeypatch):
+    from graphllm.backends.cuda import run
+
+    monkeypatch.setattr(run, "image", lambda made, arch: bytes(30_000_000))
+    monkeypatch.setattr(run, "Loaded", lambda: SimpleNamespace(load=failing(2, driver=True)))
+    with pytest.raises(OutOfMemory) as caught:
+        gpu().function(KERNEL)
+    assert str(caught.value) == (
+        "no memory for the kernels of support.cu: 0.03 GB are needed in the GPU, 0.01 GB are free; "
+        "other programs may hold some"
+    )
+    loaded = SimpleNamespace(get_function=failing(2, driver=True))
+    with pytest.raises(OutOfMemory, match=r"kernel stamp of support\.cu: more is"):
+        gpu(_modules={KERNEL.module: loaded}).function(KERNEL)
+
+
+@pytest.mark.parametrize("fails", ["end_capture", "upload"])
+def test_no_room_for_a_graph(fails):
+    """The launches have been made once; a later run may try again."""
+    from graphllm.backends.cuda.run import _Sequence
+
+    calls = {name: lambda *args: None for name in ("begin_capture", "end_capture", "upload")}
+    graph = SimpleNamespace(upload=calls["upload"], launch=lambda stream: made.append("graph"))
+    stream = SimpleNamespace(begin_capture=calls["begin_capture"], end_capture=lambda: graph)
+    setattr(graph if fails == "upload" else stream, fails, failing(2))
+    made = []
+    held = gpu(stream=stream, prepared=lambda launch: lambda: made.append(launch))
+    sequence = _Sequence(held, [LAUNCH, LAUNCH], True)
+    sequence()
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="a CUDA graph of 2 launches: more is needed in the"):
+            sequence()
+    setattr(graph if fails == "upload" else stream, fails, lambda *args: graph)
+    made.clear()
+    sequence()
+    assert made == [LAUNCH, LAUNCH, "graph"] and sequence.captured
+
+
+def test_no_room_for_a_launch():
+    from graphllm.backends.cuda.run import Prepared
+
+    def prepared(status):
+        held = gpu(capability=(9, 0), stream=SimpleNamespace(ptr=0))
+        held.library = SimpleNamespace(cuLaunchKernelEx=lambda *args: status)
+        return Prepared(LAUNCH, 0, held)
+
+    with pytest.raises(OutOfMemory, match=r"the launch of stamp <<<\(1,\), \(1,\), 0>>>: more is"):
+        prepared(2)()
+    with pytest.raises(GraphllmError, match="CUDA error 1 at the launch of stamp"):
+        prepared(1)()
