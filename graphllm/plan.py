@@ -180,8 +180,8 @@ class Copies:
     users: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        for_what = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
-        what = f"{self.count}, of {self.nbytes:,} bytes in all, for {for_what}"
+        users = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
+        what = f"{self.count}, of {self.nbytes:,} bytes in all{', for ' if users else ''}{users}"
         return f"copies from {self.source} to {self.target}: {what}"
 
 

@@ -5,12 +5,10 @@ Skipped, with the reason, where no GPU can be used; `test_cuda_compile.py` needs
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from cases import groups, mismatch
-from cuda_cases import ARCHS, greedy
+from cuda_cases import ARCHS, ORDER, greedy, need_gpu
 from test_fusion import FUSED, named, nmse, values
 from test_ops_generated import OPS, report, run_all, sentinels
 from tiny_models import write_tiny
@@ -29,7 +27,6 @@ from graphllm.tensor import Var, feed, state, weight
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
-ORDER = ("cuda", "reference")
 # Products of many tokens round activations and expanded weights to f16 or bf16, as cuBLAS and
 # tensor cores take them; test_cuda_linear.py and test_cuda_attention.py hold few tokens tighter.
 HALVES = {"linear": 6e-3, "attention": 2e-3, "linears": 6e-3, "gated": 6e-3, "linear_add": 6e-3}
@@ -37,11 +34,7 @@ HALVES = {"linear": 6e-3, "attention": 2e-3, "linears": 6e-3, "gated": 6e-3, "li
 
 @pytest.fixture(autouse=True)
 def _gpu():
-    ok, reason = BACKEND.available()
-    if not ok and "cuda" in os.environ.get("GRAPHLLM_REQUIRE", "").split():
-        pytest.fail(reason)
-    if not ok:
-        pytest.skip(reason)
+    need_gpu()
 
 
 @pytest.fixture(params=[True, False], ids=["graphs", "launches"])
@@ -164,11 +157,12 @@ def test_norms_of_wide_rows(width):
     got = executor.run(executor.compile({"y": y}), feeds)["y"]
     want = ops.get("rms_norm").reference(feeds["x"], weights["w"], eps=1e-5)
     assert not mismatch(got, want, 1e-5)
-    node = ops.get("norm_add_norm").node(h, w, x, w2, eps=1e-5, eps2=1e-6, dtypes=())
-    if width <= 16384:
-        assert not unequal(node, {"": (feeds, {"T": 2})}, weights, 2e-5)
-    else:
-        assert BACKEND.select(node, Options()) == f"rows of {width} do not fit in registers"
+    again = ops.get("norm_add_norm").node(h, w, x, w2, eps=1e-5, eps2=1e-6, dtypes=())
+    for node in (again, ops.get("norm_add").node(h, w, x, eps=1e-5)):
+        if width <= 16384:
+            assert not unequal(node, {"": (feeds, {"T": 2})}, weights, 2e-5)
+        else:
+            assert BACKEND.select(node, Options()) == f"rows of {width} do not fit in registers"
 
 
 # ------------------------------------------------------------------------------- plans and devices
@@ -199,6 +193,23 @@ def test_values_of_vars_reach_captured_graphs():
         got = executor.run(plan, {"x": x})["y"]
         assert got.shape == x.shape
         np.testing.assert_allclose(got, x / (1 + np.exp(-x)) + x, rtol=1e-5, atol=1e-6)
+
+
+def test_copies_that_a_graph_asks_for():
+    """What is fed lies where it is copied from, and what it is copied for is told."""
+    x = feed("x", (Var("T", 1, 4), 64), "f32")
+    there = ops.copy(x, memory="cuda:0")
+    executor = Executor(backends=ORDER)
+    plan = executor.compile({"y": ops.copy(ops.silu(there), memory="host"), "x": there})
+    assert [str(copies) for copies in plan.copies()] == [
+        "copies from host to cuda:0: 1, of 1,024 bytes in all, for silu",
+        "copies from cuda:0 to host: 1, of 1,024 bytes in all",
+    ]
+    for count in (4, 1, 3):
+        fed = np.random.default_rng(count).standard_normal((count, 64)).astype(np.float32)
+        got = executor.run(plan, {"x": fed})
+        np.testing.assert_array_equal(got["x"], fed)
+        np.testing.assert_allclose(got["y"], fed / (1 + np.exp(-fed)), rtol=1e-5, atol=1e-6)
 
 
 def test_no_room_is_an_error_with_figures():

@@ -73,10 +73,14 @@ class Prepared:
 
     def __call__(self) -> None:
         status = self._go(self._reference, self._handle, self._params, None)
-        if status == OUT_OF_MEMORY:
-            raise no_room(f"the launch of {self._what}")
         if status:
-            raise GraphllmError(f"CUDA error {status} at the launch of {self._what}")
+            raise self._failure(status)
+
+    def _failure(self, status: int) -> GraphllmError:
+        what = f"the launch of {self._what}"
+        if status == OUT_OF_MEMORY:
+            return no_room(what)
+        return GraphllmError(f"CUDA error {status} at {what}")
 
 
 class _LiveValues:
