@@ -11,13 +11,15 @@ import numpy as np
 
 from .. import quant
 from ..dtype import BF16, F16, DType
-from ..ops import OpDef, get
+from ..ops import get
+from ..plan import Step
 from ..tensor import WEIGHT, Meta, Tensor
 
 # Where a fused op rounds, the last bit of the number before it decides: one step between two values
 # of the format, as a share of the largest, is then no error. Such steps are rare: what is off
 # everywhere shows in the mean square.
 _BLOCK_STEP, _RARE, _RARE_BY_TOLERANCE = 0.01, 1e-5, 0.05
+_NOISE = 5e-5  # NMSE of products of halves, at most
 
 
 @dataclass(frozen=True)
@@ -89,24 +91,42 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return 1.0 if not a.any() and not b.any() else 0.0
 
 
-def tolerance(node: Tensor) -> float:
+@dataclass(frozen=True)
+class Bounds:
+    """How far off a result may be: the largest share of a row's largest value, and NMSE."""
+
+    relative: float
+    nmse: float = np.inf
+
+    def met(self, found: Deviation) -> bool:
+        return found.relative <= self.relative and found.nmse <= self.nmse
+
+
+def tolerance(step: Step) -> float:
     """The op's, by the first operand whose format has one of its own, else f32's; 0: exact.
 
-    Weights do not count: the node is as a kernel sees it, so nothing is quantised on the way.
+    Weights do not count: the node is as a kernel sees it, so nothing is quantised on the way. A
+    backend may allow more where an operand is halves.
     """
-    op = get(node.op)
+    node, op = step.node, get(step.node.op)
     kinds = [s.dtype.name for s in node.sources if s.base.op != WEIGHT]
     own = (op.tol[kind] for kind in kinds if kind != "f32" and kind in op.tol)
-    return next(own, op.tol.get("f32", 0.0))
+    return max(next(own, op.tol.get("f32", 0.0)), _loose(step))
 
 
-def diverges(found: Deviation, op: OpDef, kind: DType, tol: float) -> bool:
-    """Whether a result of dtype ``kind`` is further off than its op may be."""
-    step = _step(kind) if op.fusion else 0.0
-    if not step:
-        return found.relative > tol
-    rare = _RARE + _RARE_BY_TOLERANCE * tol
-    return found.relative > tol + step or found.nmse > rare
+def _loose(step: Step) -> float:
+    """What the backend allows for an operand that is halves."""
+    halves = any(s.dtype in (F16, BF16) for s in step.node.sources)
+    return step.backend.halves.get(step.node.op, 0.0) if halves else 0.0
+
+
+def bounds(step: Step, kind: DType) -> Bounds:
+    """Of a result of dtype ``kind``."""
+    tol, loose = tolerance(step), _loose(step)
+    between = _step(kind) if get(step.node.op).fusion else 0.0
+    if loose:
+        return Bounds(tol + between, _NOISE)
+    return Bounds(tol + between, _RARE + _RARE_BY_TOLERANCE * tol) if between else Bounds(tol)
 
 
 def _step(kind: DType) -> float:

@@ -29,11 +29,11 @@ from ..ops import get
 from ..ops.parts import parts
 from ..tensor import Tensor
 from ..weights.gguf import GGUF
-from .deviation import Deviation, deviation, diverges, numbers, shapes, tolerance
+from .deviation import Deviation, bounds, deviation, numbers, shapes, tolerance
 from .sides import Item, Run, grouped, in_parts, items, result_name, run_alone, run_chain, run_first
 
 PROMPT = "The capital of France is"
-Bounds = Mapping[str, tuple[int, int]]
+Ranges = Mapping[str, tuple[int, int]]  # of Vars
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,11 @@ class Diff:
         beyond = sum(row.diverged for row in self.rows)
         return [
             f"first divergence ({beyond} of {len(self.rows)} results diverge):",
-            f"  {row.scope}: {row.op}{made_of}, {row.origin}",
+            f"  {row.scope}: {row.op}{made_of}",
             f"  {row.backend} kernel {row.kernel}: {' '.join(row.inputs)} -> {row.shape}",
-            f"  worst at [{at}]: {found.got:.8g}, not {found.want:.8g}; {found.relative:.2e} of "
-            f"its row's largest, the tolerance is {row.tolerance:.0e}; NMSE {found.nmse:.2e}",
+            f"  worst at [{at}]: {found.got:.8g}, not {found.want:.8g}",
+            f"  {found.relative:.1e} of its row's largest, NMSE {found.nmse:.1e}; "
+            f"the op's tolerance is {row.tolerance:.0e}",
         ]
 
 
@@ -211,8 +212,8 @@ class Oracle:
 
 
 def _one_file(llm: LLM, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
-    bounds, run = _run(llm, tokens)
-    plan = llm.executor.compile({n: llm.engine.outputs[n] for n in llm.engine.computed}, bounds)
+    ranges, run = _run(llm, tokens)
+    plan = llm.executor.compile({n: llm.engine.outputs[n] for n in llm.engine.computed}, ranges)
     found = items(plan)
     chained, chain = in_parts(found), oracle.executor()
     for group in grouped(found, run.env):
@@ -224,10 +225,10 @@ def _one_file(llm: LLM, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffR
             yield from _rows(item, run, have, alone, beside)
 
 
-def _run(llm: LLM, tokens: Sequence[int]) -> tuple[Bounds, Run]:
+def _run(llm: LLM, tokens: Sequence[int]) -> tuple[Ranges, Run]:
     llm.check_ids(tokens)
-    bounds, feeds, env = llm.engine.whole(tokens)
-    return bounds, Run(feeds, env)
+    ranges, feeds, env = llm.engine.whole(tokens)
+    return ranges, Run(feeds, env)
 
 
 def _rows(
@@ -238,8 +239,8 @@ def _rows(
     beside: Mapping[str, np.ndarray],
 ) -> Iterator[DiffRow]:
     """A row for each result of a step; ``alone`` is None where there is no isolated run."""
-    node, op = item.step.node, get(item.step.node.op)
-    tol = tolerance(node)
+    node = item.step.node
+    tol = tolerance(item.step)
     for name, result in zip(item.names, item.results):
         meta = result.meta.at(run.env)
         got = numbers(have[name], meta)
@@ -248,7 +249,7 @@ def _rows(
         yield DiffRow(
             item.index, node.op, _parts(node), node.scope, node.origin, item.step.backend.name,
             item.step.kernel.name, tuple(shapes(node.src, run.env)), str(meta), tol,
-            isolated, cumulative, diverges(isolated or cumulative, op, meta.dtype, tol),
+            isolated, cumulative, not bounds(item.step, meta.dtype).met(isolated or cumulative),
         )  # fmt: skip
 
 
@@ -283,16 +284,16 @@ def _check_same_config(llm: LLM, other: LLM) -> None:
 
 def _two_files(llm: LLM, other: LLM, tokens: Sequence[int]) -> Iterator[DiffRow]:
     """Rows for the ops that both graphs have at one site."""
-    (bounds, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
+    (ranges, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
     mine, theirs = _sites(llm), _sites(other)
     pairs = [(node, theirs[site]) for site, node in mine.items() if site in theirs]
-    plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, bounds)
+    plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, ranges)
     steps = {id(step.node): step for step in plan.steps}
     nodes = [plan.outputs[_name(i)] for i in range(len(pairs))]
     found = [Item(i, steps[id(node)], (node,)) for i, node in enumerate(nodes)]
     for group in grouped(found, run.env):
         both = [
-            run_chain(side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, bounds)
+            run_chain(side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges)
             for k, (side, r) in enumerate(((llm, run), (other, run_other)))
         ]
         for item in group:
