@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cuda_cases import need_gpu
+from far import far  # noqa: F401
 from tiny_models import llama_weights, write_llama, write_tiny
 
 import graphllm
@@ -31,15 +33,15 @@ def path(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("diff") / "tiny.gguf", "llama")
 
 
-def crooked(monkeypatch, op: str, scope: str, operand: str, factor: float = 1.01) -> None:
-    """Let the CPU's kernel for ``op`` read the weight ``operand`` 1 % too large where the site's
+def crooked(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu") -> None:
+    """Let a backend's kernel for ``op`` read the weight ``operand`` 1 % too large where the site's
     scope begins with ``scope``."""
-    kernels = find("cpu").kernels[op]
+    kernels = find(backend).kernels[op]
     honest = next(k for k in kernels if "f32" in k.dtypes.get(operand, ("f32",)))
     pack = honest.pack.get(operand)
 
     def larger(raw: np.ndarray, meta: Meta) -> np.ndarray:
-        wrong = (raw.view("<f4") * np.float32(factor)).view(np.uint8)
+        wrong = (raw.view("<f4") * np.float32(1.01)).view(np.uint8)
         return pack(wrong, meta) if pack else wrong
 
     def when(node, options):
@@ -48,7 +50,7 @@ def crooked(monkeypatch, op: str, scope: str, operand: str, factor: float = 1.01
         return honest.when(node, options) if honest.when else None
 
     wrong = replace(honest, name="crooked", pack={**honest.pack, operand: larger}, when=when)
-    monkeypatch.setitem(find("cpu").kernels, op, [wrong, *kernels])
+    monkeypatch.setitem(find(backend).kernels, op, [wrong, *kernels])
 
 
 # ------------------------------------------------------------------------------------- honest pairs
@@ -89,6 +91,18 @@ def test_values_are_looked_at_in_groups(path, monkeypatch):
         monkeypatch.setattr(sides, "GROUP_BYTES", nbytes)
         found.append(graphllm.diff(path, ids=IDS))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("second", ["far", "cpu", "reference"])
+def test_a_plan_with_copies_between_memories(far, path, second):  # noqa: F811
+    """They are no rows; what they bring is compared where it was made."""
+    place = {"model.layers.1.*": "reference"}
+    found = graphllm.diff(path, ("far", second), ids=IDS, place=place)
+    assert found.first is None, found.table()
+    assert {row.backend for row in found.rows} == {"far", "reference"}
+    assert "copy" not in {row.op for row in found.rows}
+    homes = {row.backend for row in found.rows if ".layers.1." in row.scope}
+    assert homes == {"reference"}
 
 
 @pytest.mark.realmodel
@@ -283,9 +297,11 @@ def test_files_that_cannot_be_compared(path, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
 @pytest.mark.parametrize("second", ["cpu", "reference", "cuda"])
-def test_cuda_agrees(arch, second, tmp_path):
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_cuda_agrees(arch, second, count, tmp_path):
+    need_gpu()
     path = write_tiny(tmp_path / "tiny.gguf", arch)
-    found = graphllm.diff(path, ("cuda", second), ids=IDS)
+    found = graphllm.diff(path, ("cuda", second), ids=IDS[:count])
     assert found.first is None, found.table()
     assert any(row.backend == "cuda" for row in found.rows)
 
@@ -293,6 +309,20 @@ def test_cuda_agrees(arch, second, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.realmodel
 @pytest.mark.parametrize("second", ["cpu", "reference", "cuda"])
-def test_cuda_agrees_on_the_real_model(demo_path, second):
-    found = graphllm.diff("demo", ("cuda", second))
+@pytest.mark.parametrize("words", [1, 4, 8])  # of 6 tokens: own kernels, tensor cores, the library
+def test_cuda_agrees_on_the_real_model(demo_path, second, words):
+    need_gpu()
+    found = graphllm.diff("demo", ("cuda", second), prompt="The capital of France is " * words)
     assert found.first is None, found.table()
+
+
+@pytest.mark.cuda
+def test_a_crooked_kernel_on_the_gpu(path, monkeypatch):
+    """Whose scaled weight the GPU's kernel for one site reads."""
+    need_gpu()
+    scope = "model.layers.1.input_layernorm"
+    crooked(monkeypatch, "rms_norm", scope, "w", backend="cuda")
+    first = graphllm.diff(path, ("cuda", "reference"), ids=IDS, no_fuse=["all"]).first
+    assert first is not None and (first.op, first.scope, first.kernel) == (
+        "rms_norm", scope, "crooked",
+    )  # fmt: skip

@@ -179,9 +179,12 @@ def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
         usable, reason = registry.find(name).available()
         if not usable:
             raise RequestError(f"backends: {name} cannot be used: {reason}")
-    if second not in registry.behind(first):
-        raise RequestError(f"backends = '{first},{second}' must be '{second},{first}': the second "
-                           "side runs the first one's plan")  # fmt: skip
+    order = registry.names()
+    if order.index(second) < order.index(first):
+        raise RequestError(
+            f"backends = '{first},{second}' must be '{second},{first}': the second side runs the "
+            "first one's plan"
+        )
     return first, second
 
 
