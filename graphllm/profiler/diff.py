@@ -147,21 +147,25 @@ def diff(
     same: fused steps against their parts, which is what ``fused`` asks of the first). ``ids``: the
     prompt as tokens, at most one step's. ``against``: another file of the same architecture and
     shapes; both run on the first backend, unfused. ``loading``: ``linear``, ``kv_type``,
-    ``threads``, ``model_def`` and so on, as in `graphllm.load`. RequestError for what cannot be
+    ``threads``, ``place`` and so on, as in `graphllm.load`. RequestError for what cannot be
     compared.
     """
     file = model if isinstance(model, GGUF) else GGUF(model_path(model))
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
-    loading |= {"device": first, "context": len(tokens) + 1, "progress": progress}
+
+    def opened(which: GGUF, rules: Sequence[str]) -> LLM:
+        most = len(tokens) + 1
+        return load(which, device=first, context=most, no_fuse=rules, progress=progress, **loading)
+
     if against is not None:
         other = against if isinstance(against, GGUF) else GGUF(model_path(against))
         check_same_shape(file, other)
-        a, b = (load(f, no_fuse=(ALL,), **loading) for f in (file, other))
+        a, b = opened(file, (ALL,)), opened(other, (ALL,))
         _check_same_config(a, b)
         sides = f"{file.path} on {first}", f"{other.path}"
         return Diff(sides, tuple(tokens), tuple(_two_files(a, b, tokens)))
-    llm = load(file, no_fuse=no_fuse, **loading)
+    llm = opened(file, no_fuse)
     # Not quantised by its own kernels' wish: what the first side's plan quantises is enough.
     options = Options("float", llm.executor.options.threads, (ALL,))
     oracle = Oracle(llm, registry.behind(second), options, progress)
