@@ -21,6 +21,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .executor import Executor
     from .llm import LLM, load
+    from .profiler.diff import diff
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +33,11 @@ __all__ = [
     "ModelFileError",
     "PlacementError",
     "RequestError",
+    "diff",
     "load",
 ]
 
-_HOME = {"load": "llm", "LLM": "llm", "Executor": "executor"}
+_HOME = {"load": "llm", "LLM": "llm", "Executor": "executor", "diff": "profiler.diff"}
 
 
 def __getattr__(name: str) -> Any:

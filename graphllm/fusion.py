@@ -182,7 +182,7 @@ class _Pass:
         for node in toposort(self.outputs.values(), (), self._sources):
             match = self.owner.get(id(node))
             if match is None:
-                new[id(node)] = _moved(node, tuple(s and new[id(s)] for s in node.src))
+                new[id(node)] = moved_over(node, tuple(s and new[id(s)] for s in node.src))
             elif id(match.node) not in joined:
                 fused = substitute(match.node, tuple(s and new[id(s)] for s in match.node.src))
                 joined[id(match.node)] = fused
@@ -191,7 +191,7 @@ class _Pass:
         return {name: new[id(node)] for name, node in self.outputs.items()}
 
 
-def _moved(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
+def moved_over(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
     """``node`` over its sources' successors."""
     if not node.is_view or src == node.src:
         return substitute(node, src)

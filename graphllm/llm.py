@@ -154,12 +154,12 @@ class LLM:
         sampling = sampling.checked()
         done.seed = sampling.seed or 0
         done.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_ids([*done.prompt_ids, *sampling.stop_ids])
+        self.check_ids([*done.prompt_ids, *sampling.stop_ids])
         done.timings.load_s = self.load_s
         ends = self.tokenizer.eog_ids if ends is None else ends
         yield from answer(self.engine, self.tokenizer, sampling, done, ends, seen, profile)
 
-    def _check_ids(self, ids: Iterable[int]) -> None:
+    def check_ids(self, ids: Iterable[int]) -> None:
         """RequestError names an id that the model does not have."""
         vocab = self.decoder.cfg.vocab
         for token in ids:
@@ -238,7 +238,7 @@ class LLM:
     # -- numbers
     def logits(self, ids: Sequence[int], last: bool = False) -> np.ndarray:
         """float32 [T, vocab] for the ids; with ``last`` [vocab], of the last position only."""
-        self._check_ids(ids)
+        self.check_ids(ids)
         pieces = list(self.engine.logits(list(ids), last))
         return pieces[0][0] if last else np.concatenate(pieces)
 

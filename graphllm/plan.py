@@ -282,11 +282,22 @@ def compile_plan(
     order = graph.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
-    _lay_out(plan, order, placement.options)
+    _lay_out(plan, placement.options)
     return plan
 
 
-def _lay_out(plan: Plan, order: Sequence[Tensor], options: Options) -> None:
+def watched(plan: Plan, values: Mapping[str, Tensor], options: Options) -> Plan:
+    """The same steps, with outputs more: nodes of the plan's graph, or views of them.
+
+    They keep their places to the end; what the executor knows of ``plan`` does not change.
+    """
+    outputs = {**plan.outputs, **values}
+    wider = replace(plan, outputs=outputs, places={}, scratch={}, arena={}, memory={**plan.memory})
+    _lay_out(wider, options)
+    return wider
+
+
+def _lay_out(plan: Plan, options: Options) -> None:
     """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -229,6 +229,9 @@ class Backend:
         self.kernels: dict[str, list[Kernel]] = {}
         # What its memory gives at best, if it can tell; see `graphllm.profiler.ceilings`.
         self.measure: Measure | None = None
+        # By op: how far off its kernels may be that multiply halves (f16, bf16) as such, where that
+        # is further than the op's own tolerance; see `graphllm.profiler.deviation`.
+        self.halves: Mapping[str, float] = {}
 
     def available(self) -> tuple[bool, str]:
         """(usable, what it is or why it is not)."""

@@ -250,11 +250,30 @@ class Engine:
         """How many rows of logits one step may produce."""
         return max(1, min(self.limits.tokens, LOGITS_BYTES // (4 * self._vocab)))
 
+    @property
+    def computed(self) -> list[str]:
+        """Names of the outputs that a step without sampling has: the logits and the pools."""
+        return ["logits", *self._pools]
+
+    def whole(
+        self, tokens: Sequence[int]
+    ) -> tuple[dict[str, tuple[int, int]], dict[str, np.ndarray], dict[str, int]]:
+        """One step that reads all of ``tokens`` from an empty cache, with every token's logits:
+        the bounds to compile it for, its feeds, and the values of its Vars. RequestError."""
+        most = min(self.limits.tokens, self._logits_rows)
+        if not tokens or len(tokens) > most:
+            raise RequestError(f"{len(tokens)} tokens are not between 1 and {most}, one step's")
+        self.forget()
+        count = len(tokens)
+        bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
+        env = {"T": count, "S": 1, "Q": 2, "N": count, "kv_sum": _kv_sum(0, count)}
+        return bounds, self._feeds(tokens, np.arange(count)), env
+
     def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
         """Append ``tokens`` to the cache in one step: their logits, or the last one's, as rows."""
         rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
         most = (self.limits.tokens, 1) if last else (self._logits_rows, self._logits_rows)
-        plan = self._plan(["logits", *self._pools], *most)
+        plan = self._plan(self.computed, *most)
         env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
         out = self.executor.run(plan, self._feeds(tokens, rows), env, fetch=("logits",))
         self._cached += tokens

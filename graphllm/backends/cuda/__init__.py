@@ -42,6 +42,12 @@ def _open(options: Options) -> Device:
 
 
 BACKEND = Backend("cuda", _probe, _open, _wanted)
+# Products of many tokens round activations and expanded weights to halves, as tensor cores and the
+# library take them.
+BACKEND.halves = {
+    **dict.fromkeys(("linear", "linears", "gated", "linear_add"), 6e-3),
+    **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
+}
 
 _NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
 for _module in pkgutil.iter_modules(__path__):  # the others register their kernels

@@ -1,0 +1,79 @@
+"""``diff``: two backends, or two files, op by op on one prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ..errors import RequestError
+from .options import AsJson, Model, progress_line, verb
+
+
+@verb
+def diff(
+    model: Model,
+    backends: Annotated[
+        str,
+        typer.Option("--backends", metavar="A,B", help="Whose plan is run, and who checks it."),
+    ] = "cpu,reference",
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="The text to read.")] = (
+        "The capital of France is"
+    ),
+    ids: Annotated[
+        str | None,
+        typer.Option("--ids", metavar="LIST", help="The prompt as token ids, with commas."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="FILE", help="Another file, on the first backend."),
+    ] = None,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="Fused steps of the first backend against its own ops.")
+    ] = False,
+    no_fuse: Annotated[
+        list[str] | None,
+        typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
+    ] = None,
+    linear: Annotated[
+        str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
+    ] = "auto",
+    kv_type: Annotated[
+        str | None, typer.Option("--kv-type", help="Of the cache, as in run.")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two backends op by op on a prompt, and name the first divergence.
+
+    Each step of A's plan is run by B from A's own operands (alone), and
+    from B's (chain). Alone, it must be within the op's tolerance: the
+    exit code is 1 where one is not. Of two files there is the chain only.
+
+    graphllm diff demo --backends cpu,reference
+
+    graphllm diff demo --fused --ids 2,818,5279
+
+    graphllm diff q4.gguf --against q8.gguf
+    """
+    from ..profiler.diff import diff as compare
+
+    with progress_line() as show:
+        found = compare(
+            model, backends.split(","), prompt=prompt, ids=_ids(ids), against=against, fused=fused,
+            no_fuse=no_fuse or (), linear=linear, kv_type=kv_type, threads=threads, progress=show,
+        )  # fmt: skip
+    print(json.dumps(found.as_dict()) if as_json else found.table())
+    if found.first is not None:
+        raise typer.Exit(1)
+
+
+def _ids(text: str | None) -> list[int] | None:
+    """The ids of a list with commas. RequestError."""
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise RequestError(f"--ids {text!r} must be numbers with commas") from None
