@@ -235,7 +235,7 @@ def step_of(op: str, halves: dict[str, float], kind: str = "f32") -> Step:
     backend = Backend("halves", lambda: (True, ""), lambda options: None)
     backend.halves = halves
     node = Tensor(op, (feed("x", (64, 256), kind),), {}, Meta.of((64, 256), "f32"))
-    return Step(node, Kernel("halves", op, op, print), Choice(backend))
+    return Step(node, Kernel("halves", op, op, print), Choice(backend), "host")
 
 
 # ------------------------------------------------------------------------------ on the command line
