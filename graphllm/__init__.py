@@ -21,6 +21,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .executor import Executor
     from .llm import LLM, load
+    from .profiler.predict import dry_run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,10 +33,16 @@ __all__ = [
     "ModelFileError",
     "PlacementError",
     "RequestError",
+    "dry_run",
     "load",
 ]
 
-_HOME = {"load": "llm", "LLM": "llm", "Executor": "executor"}
+_HOME = {
+    "load": "llm",
+    "LLM": "llm",
+    "Executor": "executor",
+    "dry_run": "profiler.predict",
+}
 
 
 def __getattr__(name: str) -> Any:

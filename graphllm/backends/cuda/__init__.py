@@ -41,7 +41,7 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-BACKEND = Backend("cuda", _probe, _open, _wanted)
+BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
 
 _NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
 for _module in pkgutil.iter_modules(__path__):  # the others register their kernels
