@@ -112,6 +112,11 @@ class Phase:
     flops: float
     seconds: float | None
 
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        copies = [{**vars(copy), "users": dict(copy.users)} for copy in self.copies]
+        return {**vars(self), "misses": list(map(asdict, self.misses)), "copies": copies}
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -147,10 +152,9 @@ class DryRun:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = asdict(self)
-        for name, own in self.memory.items():
-            found["memory"][name]["total"] = own.total
-        return found
+        memory = {name: {**vars(m), "total": m.total} for name, m in self.memory.items()}
+        phases = {"prefill": self.prefill.as_dict(), "token": self.token.as_dict()}
+        return {**vars(self), **phases, "memory": memory}
 
 
 # --------------------------------------------------------------------------------------------- time
