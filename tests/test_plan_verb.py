@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_cases import need_gpu
 from far import FarDevice, far  # noqa: F401
 from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
 
@@ -17,7 +18,7 @@ import graphllm
 from graphllm import backends
 from graphllm.backends.order import ORDER
 from graphllm.errors import ModelFileError, PlacementError, RequestError
-from graphllm.profiler import bench, ceilings, predict
+from graphllm.profiler import bench, ceilings, predict, rates
 from graphllm.profiler.bench import Test
 from graphllm.profiler.ceilings import Ceiling
 from graphllm.weights.gguf import GGUF
@@ -170,6 +171,18 @@ def test_free_bytes_of_a_device_that_is_here(far, tiny, monkeypatch):  # noqa: F
     monkeypatch.setattr(FarDevice, "room", 0)
     assert "far" not in graphllm.dry_run(tiny, device="far").token.ops
     assert "far" in graphllm.dry_run(tiny, device="far", free=10**12).token.ops
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_is_here(tiny):
+    """A dry run is what a run does, and its device says what is free; arithmetic is measured."""
+    need_gpu()
+    llm, found = graphllm.load(tiny, device=GPU), graphllm.dry_run(tiny, device=GPU)
+    assert found.token.ops == llm.placement()
+    assert not [note for note in found.notes if "not usable" in note]
+    assert "free there" in found.notes[0]
+    flops, steps = rates.measure(GPU, lambda n: 1e12, [1], 64 << 20, lambda what, done, total: None)
+    assert flops["float"][1] > 1e13 and 0 < steps[1] < 1e-4
 
 
 # ------------------------------------------------------------------------------------------- time

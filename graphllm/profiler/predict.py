@@ -178,7 +178,8 @@ class Roofs:
         """Of one run; None where a ceiling that it needs is missing.
 
         Each step takes as long as its bytes or its operations, whichever is longer, and what every
-        step costs beside them.
+        step costs beside them. Intermediates count only where they are of many tokens: one token's
+        stay in the nearest caches.
         """
         total = 0.0
         for step in plan.steps:
@@ -194,12 +195,13 @@ class Roofs:
             return None
         threads = self.threads if step.backend.memory == HOST else 0
         kind = arithmetic(step)
-        flops, gives = get(step.node.op).price(step.node, env).flops, ceiling.flop_s(kind, threads)
-        best = ceiling.best(threads)
-        if not best or (not gives and env["T"] > 1):
+        cost, gives = get(step.node.op).price(step.node, env), ceiling.flop_s(kind, threads)
+        best, many = ceiling.best(threads), env["T"] > 1
+        if not best or (not gives and many):
             return None
-        computes = flops / gives if gives else 0.0
-        return max(own_bytes(step.node, env) / best, computes) + ceiling.step(threads)
+        computes = cost.flops / gives if gives else 0.0
+        moved = cost.bytes if many else own_bytes(step.node, env)
+        return max(moved / best, computes) + ceiling.step(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """A line for each backend of which something was not measured."""

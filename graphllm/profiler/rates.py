@@ -5,6 +5,7 @@ Measured through an Executor, as plans run: any backend can be asked.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -90,5 +91,6 @@ def measure(
         for kind, rate in arithmetic(backend, threads):
             flops.setdefault(kind, {})[threads] = rate
         steps[threads] = step_cost(backend, threads, nbytes, best(threads))
+        gc.collect()  # the weights go before the next are there
     show("measuring arithmetic", len(tries), len(tries))
     return flops, steps
