@@ -45,6 +45,7 @@ def test_measured_and_kept(cache):
     for by_count in found.rates.values():
         assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e8
     assert set(found.flops) == set(rates.KINDS) and set(found.steps) == set(counts(usable_cores()))
+    assert set(found.shares) == set(rates.FORMATS) and 0 < max(found.shares.values()) <= 1
     assert all(rate > 1e7 for by_count in found.flops.values() for rate in by_count.values())
     assert ceilings.kept("cpu") == found and found.fresh()
     assert [p.name for p in cache.iterdir()] == ["ceilings.json"]

@@ -181,7 +181,9 @@ def test_a_gpu_that_is_here(tiny):
     assert found.token.ops == llm.placement()
     assert not [note for note in found.notes if "not usable" in note]
     assert "free there" in found.notes[0]
-    flops, steps = rates.measure(GPU, lambda n: 1e12, [1], 64 << 20, lambda what, done, total: None)
+    flops, steps, _ = rates.measure(
+        GPU, lambda n: 1e12, [1], 64 << 20, lambda what, done, total: None
+    )
     assert flops["float"][1] > 1e13 and 0 < steps[1] < 1e-4
 
 
@@ -201,6 +203,19 @@ def test_time_is_bytes_or_operations_and_steps(tiny, measured):
     ]
     twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU)  # any count of threads
     assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
+
+
+def test_formats_that_take_longer(tiny, monkeypatch):
+    """By the bytes of each, in a token's steps only."""
+    rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}
+    seconds = []
+    for share in (1.0, 0.5):
+        own = Ceiling(CPU, "a machine", DATE, 1, *rates, shares={"q8_0": share})
+        monkeypatch.setattr(ceilings, "kept", lambda name, own=own: own)
+        run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+        seconds.append((run.token.seconds, run.prefill.seconds))
+    assert seconds[1][0] == pytest.approx(2 * seconds[0][0], rel=0.03)
+    assert seconds[1][1] == seconds[0][1]
 
 
 def test_a_bench_test_is_predicted(tiny, measured):

@@ -34,7 +34,8 @@ class Ceiling:
     """One measurement. ``rates``: what was run -> count of threads -> bytes a second.
 
     ``flops``: kind of a linear of many tokens -> threads -> operations a second. ``steps``: threads
-    -> seconds that a step costs beside its bytes. See `graphllm.profiler.rates`.
+    -> seconds that a step costs beside its bytes. ``shares``: format -> part of the memory's rate
+    that linears of one token reach. See `graphllm.profiler.rates`.
     """
 
     backend: str
@@ -44,6 +45,7 @@ class Ceiling:
     rates: Mapping[str, Mapping[int, float]]
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def best(self, threads: int = 0) -> float:
         """Bytes a second, with at most ``threads`` threads (0: any count); 0.0 if none fits."""
@@ -91,6 +93,9 @@ class Ceiling:
         if self.steps:
             counts = ", ".join(f"{n}: {s * 1e6:.1f}" for n, s in sorted(self.steps.items()))
             rows.append(f"  a step beside its bytes, us by threads: {counts}")
+        if self.shares:
+            shares = ", ".join(f"{name}: {share:.0%}" for name, share in self.shares.items())
+            rows.append(f"  of that in linears of one token: {shares}")
         return [first, *rows]
 
 
@@ -136,8 +141,8 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
     date = _now().isoformat(timespec="seconds")
     memory = Ceiling(backend, machine(), date, size, run(size, show))
     counts = {n for by_count in memory.rates.values() for n in by_count}
-    flops, steps = rates.measure(backend, memory.best, counts, size, show)
-    found = replace(memory, flops=flops, steps=steps)
+    flops, steps, shares = rates.measure(backend, memory.best, counts, size, show)
+    found = replace(memory, flops=flops, steps=steps, shares=shares)
     _keep(found)
     return found
 
@@ -171,10 +176,11 @@ def _read(entry: Mapping[str, Any]) -> Ceiling:
         for table in (entry["rates"], entry.get("flops", {}))
     )
     steps = {int(n): float(seconds) for n, seconds in entry.get("steps", {}).items()}
+    shares = {str(name): float(share) for name, share in entry.get("shares", {}).items()}
     backend, where, date = (str(entry[name]) for name in ("backend", "machine", "date"))
     if datetime.fromisoformat(date).tzinfo is None:
         raise ValueError(date)
-    return Ceiling(backend, where, date, int(entry["nbytes"]), found, flops, steps)
+    return Ceiling(backend, where, date, int(entry["nbytes"]), found, flops, steps, shares)
 
 
 def _keep(ceiling: Ceiling) -> None:

@@ -200,7 +200,7 @@ class Roofs:
         if not best or (not gives and many):
             return None
         computes = cost.flops / gives if gives else 0.0
-        moved = cost.bytes if many else own_bytes(step.node, env)
+        moved = cost.bytes if many else own_bytes(step.node, env) * _slower(step, ceiling)
         return max(moved / best, computes) + ceiling.step(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
@@ -224,6 +224,17 @@ class Roofs:
             f" GB/s on {c.machine}, measured {c.date}"
             for name, c in self.known.items()
         ]
+
+
+def _slower(step: Step, ceiling: Ceiling) -> float:
+    """How much longer than at the memory's rate the step's weights take, by their formats."""
+    sizes = [
+        (s.meta.bound().nbytes, ceiling.shares.get(s.dtype.name, 1.0))
+        for s in step.node.sources
+        if s.base.op == WEIGHT
+    ]
+    total = sum(nbytes for nbytes, _ in sizes)
+    return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
 
 
 def arithmetic(step: Step) -> str:

@@ -13,15 +13,16 @@ import numpy as np
 
 from .. import ops
 from ..backends import Options
-from ..dtype import F16, F32, Q8_0, DType
+from ..dtype import F16, F32, Q8_0, DType, dtype
 from ..executor import Executor
 from ..quant import Blocks
 from ..tensor import Tensor, Var, feed, scope, weight
 from ..weights import Arrays
 from ..weights.random import random_bytes
-from .rows import Recorder
+from .rows import Recorder, Row
 
 KINDS: dict[str, DType] = {"float": F16, "integer": Q8_0}  # of a linear's weights
+FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # that most files are made of
 ROUNDS = 5  # of which the fastest counts
 WIDTH, _TOKENS = 4096, 512  # of the large linears
 _SMALL = 512  # rows and columns of the small ones, of 1 MiB in float32
@@ -30,24 +31,37 @@ _MOST = 512 << 20  # bytes of all small ones: they are held twice while they are
 
 def arithmetic(backend: str, threads: int) -> Iterator[tuple[str, float]]:
     """(kind, operations a second) of linears of many tokens, for kinds that the backend runs."""
-    width = WIDTH
     for kind, form in KINDS.items():
-        raw = np.resize(random_bytes(form), width * form.row_nbytes(width)).reshape(width, -1)
-        x = feed("x", (Var("T", 1, _TOKENS), width), F32)
-        with scope("product"):
-            y = ops.linear(x, weight("w", (width, width), form))
-        executor = _executor(backend, threads, {"w": Blocks(raw, form, width)})
-        plan = executor.compile({"y": y})
-        if {step.backend.name for step in plan.steps} != {backend}:
-            continue
-        best = 0.0
-        feeds = {"x": np.ones((_TOKENS, width), np.float32)}
-        for _ in range(ROUNDS):
-            recorder = Recorder()
-            executor.run(plan, feeds, profile=recorder)
-            row = max(recorder.rows, key=lambda row: row.flops)
-            best = max(best, row.flops / max(row.ns, 1) * 1e9)
-        yield kind, best
+        row = _linear(backend, threads, form, WIDTH, _TOKENS)
+        if row is not None:
+            yield kind, row.flops / max(row.ns, 1) * 1e9
+
+
+def streamed(backend: str, threads: int, nbytes: int) -> Iterator[tuple[str, float]]:
+    """(format, bytes a second) of linears of one token with ``nbytes`` of weights, for formats that
+    the backend runs: what is left of the memory's rate when blocks are unpacked."""
+    for name in FORMATS:
+        rows = max(1, nbytes // dtype(name).row_nbytes(WIDTH))
+        row = _linear(backend, threads, dtype(name), rows, 1)
+        if row is not None:
+            yield name, row.bytes / max(row.ns, 1) * 1e9
+
+
+def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> Row | None:
+    """The fastest run of a linear of ``rows`` outputs; None where the backend does not run it."""
+    raw = np.resize(random_bytes(form), rows * form.row_nbytes(WIDTH)).reshape(rows, -1)
+    x = feed("x", (Var("T", 1, tokens), WIDTH), F32)
+    with scope("product"):
+        y = ops.linear(x, weight("w", (rows, WIDTH), form))
+    executor = _executor(backend, threads, {"w": Blocks(raw, form, WIDTH)})
+    plan = executor.compile({"y": y})
+    if {step.backend.name for step in plan.steps} != {backend}:
+        return None
+    recorder, feeds = Recorder(), {"x": np.ones((tokens, WIDTH), np.float32)}
+    for _ in range(ROUNDS):
+        executor.run(plan, feeds, profile=recorder)
+    most = max(row.flops for row in recorder.rows)
+    return min((row for row in recorder.rows if row.flops == most), key=lambda row: row.ns)
 
 
 def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float:
@@ -78,8 +92,8 @@ def _executor(backend: str, threads: int, weights: Mapping[str, np.ndarray | Blo
 def measure(
     backend: str, best: Callable[[int], float], counts: Iterable[int], nbytes: int,
     show: Callable[[str, int, int], None],
-) -> tuple[dict[str, dict[int, float]], dict[int, float]]:  # fmt: skip
-    """Operations a second by kind and count of threads, and seconds of a step by count of threads.
+) -> tuple[dict[str, dict[int, float]], dict[int, float], dict[str, float]]:  # fmt: skip
+    """What `Ceiling` calls flops, steps and shares.
 
     ``best``: bytes a second with so many threads. ``nbytes``: of weights to go over.
     """
@@ -92,5 +106,9 @@ def measure(
             flops.setdefault(kind, {})[threads] = rate
         steps[threads] = step_cost(backend, threads, nbytes, best(threads))
         gc.collect()  # the weights go before the next are there
+    # By one thread, which shares memory with nobody: several have the same share of what they get.
+    found = streamed(backend, tries[0], min(nbytes, _MOST))
+    shares = {name: min(1.0, rate / best(tries[0])) for name, rate in found}
+    gc.collect()
     show("measuring arithmetic", len(tries), len(tries))
-    return flops, steps
+    return flops, steps, shares
