@@ -45,6 +45,7 @@ def streamed(backend: str, threads: int, nbytes: int) -> Iterator[tuple[str, flo
         row = _linear(backend, threads, dtype(name), rows, 1)
         if row is not None:
             yield name, row.bytes / max(row.ns, 1) * 1e9
+        gc.collect()  # these weights go before the next are there
 
 
 def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> Row | None:
@@ -105,10 +106,9 @@ def measure(
         for kind, rate in arithmetic(backend, threads):
             flops.setdefault(kind, {})[threads] = rate
         steps[threads] = step_cost(backend, threads, nbytes, best(threads))
-        gc.collect()  # the weights go before the next are there
+        gc.collect()
     # By one thread, which shares memory with nobody: several have the same share of what they get.
     found = streamed(backend, tries[0], min(nbytes, _MOST))
     shares = {name: min(1.0, rate / best(tries[0])) for name, rate in found}
-    gc.collect()
     show("measuring arithmetic", len(tries), len(tries))
     return flops, steps, shares
