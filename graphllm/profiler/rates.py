@@ -65,8 +65,8 @@ def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> 
     return min((row for row in recorder.rows if row.flops == most), key=lambda row: row.ns)
 
 
-def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float:
-    """Seconds that a step takes beside its bytes at ``rate`` a second.
+def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float | None:
+    """Seconds that a step takes beside its bytes at ``rate`` a second; None as for `_linear`.
 
     Of small linears of one token, one after another, over ``nbytes`` of weights in all.
     """
@@ -78,6 +78,8 @@ def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float:
             y = ops.linear(y, weight(f"w{i}", (_SMALL, _SMALL), F32))
     executor = _executor(backend, threads, {f"w{i}": ones for i in range(count)})
     plan = executor.compile({"y": y})
+    if {step.backend.name for step in plan.steps} != {backend}:
+        return None
     feeds, took = {"x": np.ones((1, _SMALL), np.float32)}, float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -105,7 +107,9 @@ def measure(
         show("measuring arithmetic", done, len(tries))
         for kind, rate in arithmetic(backend, threads):
             flops.setdefault(kind, {})[threads] = rate
-        steps[threads] = step_cost(backend, threads, nbytes, best(threads))
+        own = step_cost(backend, threads, nbytes, best(threads))
+        if own is not None:
+            steps[threads] = own
         gc.collect()
     # By one thread, which shares memory with nobody: several have the same share of what they get.
     found = streamed(backend, tries[0], min(nbytes, _MOST))
