@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .llm import LLM, load
     from .profiler.diff import diff
+    from .profiler.predict import dry_run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,10 +35,17 @@ __all__ = [
     "PlacementError",
     "RequestError",
     "diff",
+    "dry_run",
     "load",
 ]
 
-_HOME = {"load": "llm", "LLM": "llm", "Executor": "executor", "diff": "profiler.diff"}
+_HOME = {
+    "load": "llm",
+    "LLM": "llm",
+    "Executor": "executor",
+    "diff": "profiler.diff",
+    "dry_run": "profiler.predict",
+}
 
 
 def __getattr__(name: str) -> Any:

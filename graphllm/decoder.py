@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import ops
 from .dtype import dtype
@@ -99,6 +99,11 @@ class Limits:
     kv_dtype: str = "f16"
     stops: int = 32  # ids that end a sequence
     history: int = 64  # tokens that penalties look back on
+
+    def within(self, context: int) -> Limits:
+        """With sequences of ``context`` tokens at most: no model is run beyond its own."""
+        length = min(self.context, context)
+        return replace(self, context=length, tokens=min(self.tokens, length))
 
     @property
     def blocks(self) -> int:

@@ -163,7 +163,7 @@ def need(plans: Sequence[Plan], memory: str, pieces: Pieces) -> Need:
             if get(step.node.op).role != TRANSFER:
                 found.layers |= {piece_of(step.node)} - {""}
             rank = pieces.rank(step.node)
-            for key, nbytes, packed in _buffers(step):
+            for key, nbytes, packed in leaf_buffers(step):
                 first = min(rank, buffers[key][0]) if key in buffers else rank
                 buffers[key] = first, nbytes, packed
     for rank, nbytes, packed in buffers.values():
@@ -173,9 +173,9 @@ def need(plans: Sequence[Plan], memory: str, pieces: Pieces) -> Need:
     return found
 
 
-def _buffers(step: Step) -> list[tuple[object, int, bool]]:
-    """(key, bytes, whether it is packed) of the leaves that a step reads."""
-    found: list[tuple[object, int, bool]] = []
+def leaf_buffers(step: Step) -> list[tuple[tuple[str, object], int, bool]]:
+    """((leaf, form), bytes, whether it is packed) of the leaves that a step reads."""
+    found: list[tuple[tuple[str, object], int, bool]] = []
     for index, source in enumerate(step.node.src):
         own = graph.root(source) if source is not None else None
         if own is None or not own.is_leaf:

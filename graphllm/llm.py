@@ -95,8 +95,7 @@ class LLM:
         self.file, self.decoder = file, decoder
         self._template_choice = chat_template
         self._template: ChatTemplate | None = None
-        context = min(limits.context, self.decoder.cfg.context)
-        self.limits = replace(limits, context=context, tokens=min(limits.tokens, context))
+        self.limits = limits.within(self.decoder.cfg.context)
         if file.has_vocabulary:
             _ = self.tokenizer  # a bad one is told now
         self.executor = Executor(self.decoder.weights, **executor_options)
@@ -297,8 +296,7 @@ class LLM:
         return lines
 
 
-def _options(
-    device: str,
+def options_from(
     context: int,
     kv_type: str | None,
     linear: str,
@@ -306,8 +304,7 @@ def _options(
     no_fuse: Sequence[str],
     no_kernels: Sequence[str],
 ) -> Options:
-    """What `load` was asked for, as `Options`. RequestError names a bad value, PlacementError a
-    device that cannot be used."""
+    """What `load` was asked for, as `Options`. RequestError names a bad value."""
     if linear not in ("auto", "integer", "float"):
         raise RequestError(f"linear = {linear!r} must be auto, integer or float")
     if kv_type not in (None, *CACHED):
@@ -321,10 +318,12 @@ def _options(
         raise RequestError(f"threads = {threads} must be at least 0")
     fusion.check_names(no_fuse)
     registry.check_switches(no_kernels)
-    usable, reason = (True, "") if device == "auto" else registry.find(device).available()
-    if not usable:
-        raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     return Options(linear, threads, tuple(no_fuse), tuple(no_kernels))
+
+
+def limits_from(context: int, kv_type: str | None, device: str) -> Limits:
+    """What a graph is built for, of one sequence."""
+    return Limits(context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16"))
 
 
 def load(
@@ -358,12 +357,13 @@ def load(
     PlacementError and OutOfMemory say in a line what is wrong.
     """
     start = time.perf_counter()
-    options = _options(device, context, kv_type, linear, threads, no_fuse, no_kernels)
+    options = options_from(context, kv_type, linear, threads, no_fuse, no_kernels)
+    usable, reason = (True, "") if device == "auto" else registry.find(device).available()
+    if not usable:
+        raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     wanted = checked(gpu_layers)
     file = model if isinstance(model, GGUF) else GGUF(model_path(model))
-    limits = Limits(
-        context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16")
-    )
+    limits = limits_from(context, kv_type, device)
     executor = {
         "backends": None if device == "auto" else registry.behind(device),
         "options": options,

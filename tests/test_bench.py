@@ -33,7 +33,7 @@ PEER_KEYS = {
     "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts", "samples_ns",
     "samples_ts",
 }  # fmt: skip
-OWN_KEYS = {"version", "gb_s", "ceiling_gb_s", "share"}
+OWN_KEYS = {"version", "gb_s", "ceiling_gb_s", "share", "predicted_ts"}
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +198,14 @@ def test_csv_and_json_of_rows(rows):
 
 def test_table_of_rows(rows):
     rate = {"avg_ts": 123.456, "stddev_ts": 1.5}
-    full = [{**rows[1], **rate, "gb_s": 20.04, "share": 0.8349}]
+    full = [{**rows[1], **rate, "gb_s": 20.04, "share": 0.8349, "predicted_ts": 130.06}]
     plain, with_kv = list(as_table(full, False)), list(as_table(full, True))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in plain]
     assert cells[0] == [
-        "model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "ceiling"
+        "model", "size", "params", "backend", "threads", "test", "t/s", "predicted", "GB/s",
+        "ceiling",
     ]  # fmt: skip
-    assert cells[2][5] == "tg4" and cells[2][6:] == ["123.46 ± 1.50", "20.0", "83%"]
+    assert cells[2][5] == "tg4" and cells[2][6:] == ["123.46 ± 1.50", "130.1", "20.0", "83%"]
     assert len({len(line) for line in plain}) == 1
     assert with_kv[0].count("|") == plain[0].count("|") + 1 and "| f16 " in with_kv[2]
     assert list(as_table([], False)) == []

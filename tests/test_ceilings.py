@@ -13,7 +13,7 @@ from graphllm.backends.cpu.isa import usable_cores
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
-from graphllm.profiler import ceilings
+from graphllm.profiler import ceilings, rates
 from graphllm.profiler.ceilings import Ceiling
 
 SMALL = 4 << 20
@@ -28,6 +28,7 @@ def cache(tmp_path, monkeypatch):
     """A cache directory of its own, and a small buffer to go over."""
     monkeypatch.setattr(ceilings, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(ceilings, "room", lambda: SMALL)
+    monkeypatch.setattr(rates, "WIDTH", 256)
     return tmp_path / "cache"
 
 
@@ -43,6 +44,9 @@ def test_measured_and_kept(cache):
     assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
     for by_count in found.rates.values():
         assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e8
+    assert set(found.flops) == set(rates.KINDS) and set(found.steps) == set(counts(usable_cores()))
+    assert set(found.shares) == set(rates.FORMATS) and 0 < max(found.shares.values()) <= 1
+    assert all(rate > 1e7 for by_count in found.flops.values() for rate in by_count.values())
     assert ceilings.kept("cpu") == found and found.fresh()
     assert [p.name for p in cache.iterdir()] == ["ceilings.json"]
 

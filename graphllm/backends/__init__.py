@@ -213,6 +213,7 @@ class Backend:
     """A kind of device. ``probe`` says whether it is usable here, and why not, in words.
 
     ``wanted``: whether somebody has installed it, and so wants to know why it is not used.
+    ``memory``: what its devices work in, for plans that are made where there is none.
     """
 
     def __init__(
@@ -221,8 +222,9 @@ class Backend:
         probe: Callable[[], tuple[bool, str]],
         open_device: Callable[[Options], Device],
         wanted: Callable[[], bool] = lambda: True,
+        memory: str = "host",
     ) -> None:
-        self.name = name
+        self.name, self.memory = name, memory
         self.probe = probe
         self.open_device = open_device
         self.wanted = wanted

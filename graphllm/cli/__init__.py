@@ -1,4 +1,4 @@
-"""The command line: ``graphllm run | chat | tokenize | inspect | doctor | profile | bench | diff``.
+"""The command line: one module for each verb, or a few; ``graphllm --help`` lists them.
 
 Errors are one line on standard error with exit code 1 (2 for wrong usage); a traceback shows only
 with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API and prints.
@@ -13,10 +13,10 @@ import typer
 
 from ..debug import debug_level
 from ..errors import GraphllmError
-from . import bench, chat, diff, run, show
+from . import bench, chat, diff, plan, run, show
 from .options import app
 
-__all__ = ["app", "bench", "chat", "diff", "main", "run", "show"]
+__all__ = ["app", "bench", "chat", "diff", "main", "plan", "run", "show"]
 
 
 def _call() -> None:

@@ -128,7 +128,8 @@ def bench(
     A LIST is values with commas, or first-last+step, or first-last*factor.
     Each test runs once before it counts. GB/s: the weights and the cache
     that a generated token moves; the ceiling is the best that memory gave
-    with as many threads or fewer, measured at most once a day.
+    with as many threads or fewer, measured at most once a day. Predicted:
+    tok/s from what each step moves and computes, as `plan` has it.
 
     graphllm bench demo -p 128,512 -n 64 -d 0,4096 -t 1,2
 
@@ -137,7 +138,7 @@ def bench(
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
     tests, setups = grid.tests(), grid.setups()
-    file = _file(model, random, kind)
+    file = open_model(model, random, kind)
     best = _ceiling(placing.device) if ceiling else None
     rows = itertools.chain.from_iterable(
         _rows(partial(placing.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
@@ -148,13 +149,14 @@ def bench(
         print(line, flush=True)
 
 
-def _file(model: str | None, random: str | None, kind: str) -> GGUF:
+def open_model(model: str | None, random: str | None, kind: str, data: bool = True) -> GGUF:
+    """The file, with its tensors' ``data`` or without, or random weights. RequestError."""
     from ..llm import model_path
     from ..weights.gguf import GGUF
     from ..weights.random import RandomFile
 
     if model is not None and random is None:
-        return GGUF(model_path(model))
+        return GGUF(model_path(model), data)
     if random is not None and model is None:
         return RandomFile(random, kind)
     raise RequestError("give a MODEL, or --random SHAPE")
@@ -190,7 +192,7 @@ def _rows(
     """One row for each test on a model that is loaded for them, under llama-bench's names."""
     from ..backends import Options
     from ..backends.cpu.isa import threads_for
-    from ..profiler import bench
+    from ..profiler import bench, predict
 
     llm = load(context=max(test.context for test in tests))
     count = threads_for(Options(threads=threads))
@@ -202,7 +204,9 @@ def _rows(
         with progress_line() as show:
             result = bench.run(llm, test, repeat, partial(_told, show, test.name, repeat + 1))
         share = result.gb_s / roof if result.gb_s and roof else None
-        own = {"ceiling_gb_s": roof, "share": share}
+        took = predict.of_test(llm.engine, test, count) if best is not None else None
+        predicted = test.tokens / took if took else None
+        own = {"ceiling_gb_s": roof, "share": share, "predicted_ts": predicted}
         yield {**bench.describe(llm, count), **result.as_dict(), **own}
     del llm
     gc.collect()  # before the next is loaded
@@ -261,6 +265,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("kv", 5, lambda row: row["type_k"]),
     ("test:", 15, _test),
     ("t/s:", 16, _rate),
+    ("predicted:", 9, lambda row: f"{row['predicted_ts']:.1f}" if row["predicted_ts"] else ""),
     ("GB/s:", 6, lambda row: f"{row['gb_s']:.1f}" if row["gb_s"] else ""),
     ("ceiling:", 7, lambda row: f"{row['share']:.0%}" if row["share"] else ""),
 )

@@ -80,10 +80,8 @@ class Placing:
         typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
     ] = None
 
-    def load(self, model: str | GGUF, **more: Any) -> LLM:
-        """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
-        from .. import llm
-
+    def arguments(self) -> dict[str, Any]:
+        """As `graphllm.load` takes them."""
         pins = {}
         for pin in self.place or []:
             pattern, equals, backend = pin.rpartition("=")
@@ -91,10 +89,16 @@ class Placing:
                 raise RequestError(f"--place {pin!r} must be PATTERN=BACKEND")
             pins[pattern] = backend
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own |= {"place": pins, "no_fuse": self.no_fuse or (), **more}
+        own |= {"place": pins, "no_fuse": self.no_fuse or ()}
         own["no_kernels"] = own.pop("no_kernel") or ()
+        return own
+
+    def load(self, model: str | GGUF, **more: Any) -> LLM:
+        """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
+        from .. import llm
+
         with progress_line() as show:
-            loaded = llm.load(model, progress=show, **own)
+            loaded = llm.load(model, progress=show, **self.arguments() | more)
         for line in loaded.notes():
             note(f"note: {line}")
         return loaded

@@ -86,7 +86,11 @@ def tokenize(
 @verb
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure what memory gives at best (10 s and more).")
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure what memory and arithmetic give at best (half a minute and more).",
+        ),
     ] = False,
 ) -> None:
     """Show which backends can be used here, why the others can not, and what memory gives.

@@ -58,14 +58,15 @@ class Engine:
     def fit(self, gpu_layers: int | str) -> None:
         """Settle what a device with a memory of its own takes: `graphllm.fit`. Before `prepare`."""
         self.asked = gpu_layers
-        self.fitted = fit(self.executor, self.outputs, self._usual_plans, gpu_layers)
+        self.fitted = fit(self.executor, self.outputs, self.usual_plans, gpu_layers)
 
     def prepare(self) -> None:
         """Bind the plans that every generation needs: pack weights, compile kernels."""
-        for plan in self._usual_plans():
+        for plan in self.usual_plans():
             self.executor.bind(plan)
 
-    def _usual_plans(self) -> list[Plan]:
+    def usual_plans(self) -> list[Plan]:
+        """Of a prompt, and of one token."""
         return [self._plan(["ids"], self.limits.tokens), self.decode_plan()]
 
     # -- steps

@@ -54,6 +54,11 @@ class Test:
         return self.prompt or self.gen
 
     @property
+    def middle(self) -> int:
+        """Tokens in the cache when half of a generation is done."""
+        return max(self.depth, 1) + (self.gen + 1) // 2
+
+    @property
     def context(self) -> int:
         """Tokens that the cache must hold."""
         return self.tokens + max(self.depth, 1)
@@ -121,8 +126,7 @@ def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Resul
     seen(repeat + 1)
     nbytes = 0.0
     if test.gen:
-        middle = max(test.depth, 1) + (test.gen + 1) // 2  # tokens in the cache halfway
-        nbytes = step_bytes(llm.engine.decode_plan(), middle)
+        nbytes = step_bytes(llm.engine.decode_plan(), test.middle)
     return Result(test, tuple(samples[1:]), nbytes, date)
 
 
@@ -177,7 +181,7 @@ def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
     """
     env = {"T": sequences, "S": sequences, "Q": sequences + 1, "N": sequences}
     env["kv_sum"] = sequences * length
-    return sum(_own_bytes(step.node, env) for step in plan.steps)
+    return sum(own_bytes(step.node, env) for step in plan.steps)
 
 
 def step_flops(plan: Plan, start: int, count: int) -> float:
@@ -188,7 +192,8 @@ def step_flops(plan: Plan, start: int, count: int) -> float:
     return sum(get(step.node.op).price(step.node, env).flops for step in plan.steps)
 
 
-def _own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
+def own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
+    """Bytes that its op must move, less those of intermediates."""
     between = {id(each): each for each in (*node.sources, node) if not root(each).is_leaf}
     passing = sum(each.meta.at(env).nbytes for each in between.values())
     return max(0.0, get(node.op).price(node, env).bytes - passing)

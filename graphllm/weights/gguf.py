@@ -51,8 +51,8 @@ def _open_map(path: Path) -> mmap.mmap:
 class _Part:
     """One mapped file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, data: bool) -> None:
+        self.path, self._data = path, data
         self._map: mmap.mmap | None = _open_map(path)
         cursor = Cursor(memoryview(self._map), path)
         self.version, tensor_count, key_count = read_header(cursor)
@@ -60,7 +60,7 @@ class _Part:
         alignment = self.integer("general.alignment", 32)
         if alignment < 8 or alignment & (alignment - 1):
             raise self.error("general.alignment", f"{alignment} is not a power of two from 8 up")
-        self.tensors = read_tensors(cursor, tensor_count, alignment)
+        self.tensors = read_tensors(cursor, tensor_count, alignment, data)
 
     def error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: key {key!r}: {text}")
@@ -75,6 +75,10 @@ class _Part:
         """See `GGUF.raw`."""
         if self._map is None:
             raise ModelFileError(f"{self.path}: tensor {shown(info.name)}: the file is closed")
+        if not self._data:
+            raise ModelFileError(
+                f"{self.path}: tensor {shown(info.name)}: the file was opened without its data"
+            )
         rows = math.prod(info.shape[:-1])
         return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(rows, -1)
 
@@ -95,9 +99,9 @@ class _Part:
                 mapped.close()
 
 
-def _open_parts(path: Path) -> list[_Part]:
+def _open_parts(path: Path, data: bool) -> list[_Part]:
     """The file, or all parts of which it is the first."""
-    first = _Part(path)
+    first = _Part(path, data)
     count = first.integer("split.count", 1)
     if count <= 1:
         return [first]
@@ -114,7 +118,7 @@ def _open_parts(path: Path) -> list[_Part]:
     missing = [name for name in names if not path.with_name(name).exists()]
     if missing:
         raise ModelFileError(f"{path.with_name(missing[0])}: missing, one of {count} parts")
-    parts = [first, *(_Part(path.with_name(name)) for name in names[1:])]
+    parts = [first, *(_Part(path.with_name(name), data) for name in names[1:])]
     for index, part in enumerate(parts):
         own = part.integer("split.no", -1), part.integer("split.count", 1)
         if own != (index, count):
@@ -128,14 +132,15 @@ class GGUF:
     ``metadata`` maps keys to int, float, bool, str, a read-only NumPy array or a `StringArray`;
     ``tensors`` maps names to `TensorInfo`, in file order. Views keep the mapping alive after
     `close`. Of a file in parts (``-00001-of-00003.gguf``) ``path`` is the first, whose metadata
-    counts. ModelFileError when a file is missing or malformed.
+    counts. Without ``data`` the header is all that is read, and all that must be there: `raw` is an
+    error then. ModelFileError when a file is missing or malformed.
     """
 
     has_vocabulary = True  # a model file without one is malformed
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
         self.path = Path(path)
-        self._parts = _open_parts(self.path)
+        self._parts = _open_parts(self.path, data)
         self.version: int = self._parts[0].version
         self.metadata: Mapping[str, Any] = self._parts[0].metadata
         self.tensors: dict[str, TensorInfo] = {}

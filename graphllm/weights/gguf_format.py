@@ -227,8 +227,9 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
     return metadata
 
 
-def read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """The tensors by name, their offsets made absolute and their extents checked."""
+def read_tensors(cursor: Cursor, count: int, alignment: int, data: bool) -> dict[str, TensorInfo]:
+    """The tensors by name, their offsets made absolute and their extents checked: against the
+    file's end where its ``data`` will be read."""
     entries: dict[str, tuple[tuple[int, ...], DType, int]] = {}
     for number in range(count):
         cursor.where = f"tensor {number}"
@@ -245,7 +246,7 @@ def read_tensors(cursor: Cursor, count: int, alignment: int) -> dict[str, Tensor
         start = data_start + offset
         if offset % alignment:
             raise cursor.error(f"offset {offset} is not aligned to {alignment}")
-        if start + nbytes > len(cursor.data):
+        if data and start + nbytes > len(cursor.data):
             raise cursor.error(
                 f"its {nbytes} bytes at {start} end past the file's {len(cursor.data)} bytes"
             )

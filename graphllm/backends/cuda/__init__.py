@@ -41,7 +41,7 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-BACKEND = Backend("cuda", _probe, _open, _wanted)
+BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
 # Products of many tokens round activations and expanded weights to halves, as tensor cores and the
 # library take them.
 BACKEND.halves = {

@@ -1,0 +1,117 @@
+"""``plan``: where a model would run, in which memory, and how fast, from its header alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .bench import open_model
+from .options import AsJson, Loading, verb
+
+if TYPE_CHECKING:
+    from ..profiler.predict import DryRun, Phase
+
+
+@verb
+def plan(
+    loading: Loading,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
+        ),
+    ] = None,
+    random: Annotated[
+        str | None,
+        typer.Option("--random", metavar="SHAPE", help="A real model's shape, without a file."),
+    ] = None,
+    kind: Annotated[
+        str, typer.Option("--type", help="The format of a shape's weights: q4_0, q4_k_m, f16, ...")
+    ] = "q4_k_m",
+    free: Annotated[
+        float | None,
+        typer.Option("--free", help="GB free on the GPU; without one here, else: enough."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run would do, without one: no tensor data is read, nothing is compiled.
+
+    Steps by op and backend, the reason where an op misses the first backend,
+    copies, memory, and the time of a prompt and of a token, as predicted from
+    what `doctor --measure` found. --device may be one that is not here.
+
+    graphllm plan demo
+
+    graphllm plan --random llama-7b --type q4_0 --device cuda --free 6
+    """
+    from ..profiler.predict import dry_run
+
+    file = open_model(model, random, kind, data=False)
+    room = None if free is None else round(free * 1e9)
+    found = dry_run(file, **loading.arguments(), free=room)
+    if as_json:
+        print(json.dumps(found.as_dict()))
+        return
+    for line in _lines(found):
+        print(line)
+
+
+def _lines(found: DryRun) -> Iterator[str]:
+    yield f"{found.model}: {found.model_type}"
+    yield f"context {found.context}, cache in {found.kv_type}, {found.threads} threads"
+    yield from found.notes
+    phases = found.prefill, found.token
+    yield ""
+    yield from _table(phases)
+    for phase in phases:
+        yield from _misses(phase)
+        yield from (f"{phase.name} needs {copies}" for copies in phase.copies)
+    yield ""
+    yield f"{'MB':<10} {'weights':>9} {'cache':>9} {'state':>9} {'arena':>9} {'in all':>9}"
+    for name, m in found.memory.items():
+        sizes = (m.weights, m.kv, m.state, m.arena, m.total)
+        yield f"{name:<10} " + " ".join(f"{size / 1e6:>9.1f}" for size in sizes)
+    yield ""
+    yield from map(_time, phases)
+    yield from found.lacking
+    if any(phase.seconds is not None for phase in phases):
+        yield from (f"from {line}" for line in found.basis)
+
+
+def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
+    """Steps by op, for each backend those of a prompt's chunk and of a token."""
+    columns = [
+        (f"{backend} {'prompt' if phase.tokens > 1 else 'token'}", phase.ops.get(backend, {}))
+        for backend in dict.fromkeys(b for phase in phases for b in phase.ops)
+        for phase in phases
+    ]
+    ops = list(dict.fromkeys(op for _, counts in columns for op in counts))
+    width = max(map(len, ops))
+    yield f"{'steps':<{width}} " + " ".join(f"{title:>16}" for title, _ in columns)
+    for op in ops:
+        cells = (counts.get(op, "") for _, counts in columns)
+        yield f"{op:<{width}} " + " ".join(f"{cell:>16}" for cell in cells)
+
+
+def _misses(phase: Phase) -> Iterator[str]:
+    """The ops that the first backend does not run, a line for each reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for miss in phase.misses:
+        reasons.setdefault((miss.backend, miss.why), []).append(f"{miss.op} ({miss.steps})")
+    for (backend, why), ops in reasons.items():
+        yield f"{phase.name}, on {backend}: {', '.join(ops)}: {why}"
+
+
+def _time(phase: Phase) -> str:
+    """What a phase moves and computes, and how long that takes."""
+    does = f"{phase.nbytes / 1e6:.1f} MB, {phase.flops / 1e9:.2f} GFLOP"
+    after = f" after {phase.cached}" if phase.cached else ""
+    if phase.seconds is None:
+        return f"{phase.name}{after}: {does}"
+    rate = phase.tokens / phase.seconds
+    return (
+        f"{phase.name}{after}: {phase.seconds * 1e3:.2f} ms, {rate:.1f} tok/s ({does}), predicted"
+    )

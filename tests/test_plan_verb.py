@@ -1,0 +1,307 @@
+"""`graphllm plan`: from a header alone, for devices that are not here; what it predicts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_cases import need_gpu
+from far import FarDevice, far  # noqa: F401
+from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
+
+import graphllm
+from graphllm import backends
+from graphllm.backends.order import ORDER
+from graphllm.errors import ModelFileError, PlacementError, RequestError
+from graphllm.profiler import bench, ceilings, predict, rates
+from graphllm.profiler.bench import Test
+from graphllm.profiler.ceilings import Ceiling
+from graphllm.weights.gguf import GGUF
+from graphllm.weights.random import RandomFile
+
+GPU, CPU = ORDER[:2]
+DATE = "2026-01-01T00:00:00+00:00"
+GB_S, GFLOP_S, STEP = 10e9, 500e9, 5e-6
+
+
+def call(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "graphllm", "plan", *words],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("tiny") / "tiny.gguf", llama_weights())
+
+
+def header_of(path: Path, to: Path) -> Path:
+    """A file with the header of another, and no data."""
+    with GGUF(path) as file:
+        end = min(t.offset for t in file.tensors.values())
+    with open(path, "rb") as whole:
+        to.write_bytes(whole.read(end))
+    return to
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Ceilings of every backend; those in the list that the fixture gives are not known."""
+    missing: list[str] = []
+    by_count = {1: 1.0, 2: 2.0}
+    rates = {"read": {n: n * GB_S for n in by_count}}
+    flops = {kind: {n: n * GFLOP_S for n in by_count} for kind in ("float", "integer")}
+
+    def kept(name: str) -> Ceiling | None:
+        own = Ceiling(name, "a machine", DATE, 1, rates, flops, {1: STEP, 2: STEP})
+        return None if name in missing else own
+
+    monkeypatch.setattr(ceilings, "kept", kept)
+    return missing
+
+
+# ----------------------------------------------------------------------------------- header alone
+
+
+def test_a_header_is_enough(tiny, tmp_path):
+    head = header_of(tiny, tmp_path / "head.gguf")
+    assert head.stat().st_size < tiny.stat().st_size
+    with pytest.raises(ModelFileError, match="end past the file's"):
+        graphllm.load(head)
+    whole, alone = graphllm.dry_run(tiny).as_dict(), graphllm.dry_run(head).as_dict()
+    assert (whole.pop("model"), alone.pop("model")) == (str(tiny), str(head))
+    assert whole == alone
+
+
+def test_no_tensor_can_be_read(tiny):
+    with GGUF(tiny, data=False) as file, pytest.raises(ModelFileError) as error:
+        file.raw("token_embd.weight")
+    want = f"{tiny}: tensor 'token_embd.weight': the file was opened without its data"
+    assert str(error.value) == want
+
+
+@pytest.mark.realmodel
+def test_the_demo_from_its_header(demo_path, tmp_path):
+    """The time is only printed: machines differ, and are busy."""
+    head = header_of(demo_path, tmp_path / "demo.gguf")
+    start = time.perf_counter()
+    done = call(str(head), "--json")
+    print(f"{time.perf_counter() - start:.2f} s")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["token"]["nbytes"] > 0.9 * (demo_path.stat().st_size - head.stat().st_size)
+
+
+def test_the_file_may_not_be_cut_in_its_header(tiny, tmp_path):
+    head = header_of(tiny, tmp_path / "head.gguf")
+    head.write_bytes(head.read_bytes()[:-200])
+    with pytest.raises(ModelFileError, match=r"head\.gguf"):
+        graphllm.dry_run(head)
+
+
+# ------------------------------------------------------------------------------------------ facts
+
+
+def test_as_a_run_has_it(tiny):
+    """Steps, memory and context are those of a model that was loaded."""
+    llm, found = graphllm.load(tiny, device=CPU), graphllm.dry_run(tiny, device=CPU)
+    assert found.token.ops == llm.placement() and found.device == llm.device
+    assert (found.context, found.kv_type) == (llm.limits.context, llm.limits.kv_dtype)
+    (host,) = found.memory.values()
+    executor = llm.executor
+    held = {name: operand.buffer.nbytes for (name, _), operand in executor._buffers.items()}
+    pools = {name.removeprefix("kv.") for name in llm.engine.outputs if name.startswith("kv.")}
+    assert host.kv == sum(held[name] for name in pools)
+    assert host.kv == 2 * LAYERS * 128 * KV * WIDTH * 2
+    assert host.arena == executor._arenas["host"].nbytes
+    assert host.total == host.weights + host.kv + host.state + host.arena
+    plan = llm.engine.decode_plan()
+    assert found.token.nbytes == bench.step_bytes(plan, found.token.cached + 1)
+    chunk = llm.engine.usual_plans()[0]
+    assert found.prefill.flops == bench.step_flops(chunk, 0, found.prefill.tokens)
+
+
+def test_misses_and_copies(far, tiny):  # noqa: F811
+    place = {"model.layers.1.*": "reference"}
+    llm = graphllm.load(tiny, device="far", place=place)
+    found = graphllm.dry_run(tiny, device="far", place=place)
+    plan = llm.engine.decode_plan()
+    assert list(map(str, found.token.copies)) == list(map(str, plan.copies()))
+    assert found.token.copies and found.prefill.copies
+    told = {(m.op, m.backend, m.why): m.steps for m in found.token.misses}
+    assert told == plan.misses() and told
+    assert set(found.memory) == {"far", "host"}
+    layer = found.memory["host"]
+    assert layer.kv * (LAYERS - 1) == found.memory["far"].kv and layer.weights
+
+
+# --------------------------------------------------------------------------------------- elsewhere
+
+
+def test_a_gpu_that_is_not_here(tiny, capsys):
+    """Its kernels are selected, and all layers fit it, as nothing says how much it has."""
+    found = graphllm.dry_run(tiny, device=GPU)
+    assert found.device == GPU and set(found.token.ops) == {GPU}
+    (memory,) = found.memory
+    assert memory == backends.find(GPU).memory != "host"
+    assert found.notes[0].startswith(f"{GPU} is not usable here: ")
+    assert found.notes[1].startswith(f"all {LAYERS} layers on {GPU}: ")
+    assert GPU not in graphllm.dry_run(tiny).token.ops  # unless it is asked for
+
+
+def test_layers_by_free_bytes(tiny):
+    def layers(free: int | None, gpu_layers: int | str = "auto") -> int:
+        run = graphllm.dry_run(tiny, device=GPU, free=free, gpu_layers=gpu_layers)
+        pattern = "attention"
+        ops = run.token.ops.get(GPU, {})
+        return sum(count for op, count in ops.items() if op.startswith(pattern))
+
+    assert layers(None) == layers(10**12) == LAYERS
+    assert layers(0) == 0
+    assert layers(None, 2) == 1  # the output is the other one
+
+
+def test_free_bytes_of_a_device_that_is_here(far, tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(FarDevice, "room", 0)
+    assert "far" not in graphllm.dry_run(tiny, device="far").token.ops
+    assert "far" in graphllm.dry_run(tiny, device="far", free=10**12).token.ops
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_is_here(tiny):
+    """A dry run is what a run does, and its device says what is free; arithmetic is measured."""
+    need_gpu()
+    llm, found = graphllm.load(tiny, device=GPU), graphllm.dry_run(tiny, device=GPU)
+    assert found.token.ops == llm.placement()
+    assert not [note for note in found.notes if "not usable" in note]
+    assert "free there" in found.notes[0]
+    flops, steps, _ = rates.measure(
+        GPU, lambda n: 1e12, [1], 64 << 20, lambda what, done, total: None
+    )
+    assert flops["float"][1] > 1e13 and 0 < steps[1] < 1e-4
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+def test_time_is_bytes_or_operations_and_steps(tiny, measured):
+    """A token's is its bytes, a long prompt's of a wide model its operations."""
+    found = graphllm.dry_run(tiny, device=CPU, threads=1)
+    steps = sum(found.token.ops[CPU].values())
+    assert found.token.seconds == pytest.approx(found.token.nbytes / GB_S + steps * STEP, rel=0.05)
+    wide = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+    assert wide.prefill.seconds == pytest.approx(wide.prefill.flops / GFLOP_S, rel=0.05)
+    assert wide.token.seconds == pytest.approx(wide.token.nbytes / GB_S, rel=0.05)
+    assert found.lacking == [] and found.basis == [
+        f"{CPU}: 10.0 GB/s on a machine, measured {DATE}"
+    ]
+    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU)  # any count of threads
+    assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
+
+
+def test_formats_that_take_longer(tiny, monkeypatch):
+    """By the bytes of each, in a token's steps only."""
+    rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}
+    seconds = []
+    for share in (1.0, 0.5):
+        own = Ceiling(CPU, "a machine", DATE, 1, *rates, shares={"q8_0": share})
+        monkeypatch.setattr(ceilings, "kept", lambda name, own=own: own)
+        run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+        seconds.append((run.token.seconds, run.prefill.seconds))
+    assert seconds[1][0] == pytest.approx(2 * seconds[0][0], rel=0.03)
+    assert seconds[1][1] == seconds[0][1]
+
+
+def test_a_bench_test_is_predicted(tiny, measured):
+    llm = graphllm.load(tiny, device=CPU, threads=1)
+    token = graphllm.dry_run(tiny, device=CPU, threads=1).token.seconds
+    assert predict.of_test(llm.engine, Test(0, 8, 16), 1) == pytest.approx(8 * token, rel=0.1)
+    assert predict.of_test(llm.engine, Test(16, 0, 16), 1) > 0
+    measured.append(CPU)
+    assert predict.of_test(llm.engine, Test(0, 8, 16), 1) is None
+    assert predict.of_test(llm.engine, Test(16, 0, 16), 1) is None
+
+
+def test_nothing_is_predicted_without_ceilings(tiny, measured):
+    measured += [GPU, CPU]
+    found = graphllm.dry_run(tiny, device=CPU)
+    assert found.token.seconds is found.prefill.seconds is None and not found.basis
+    how = "(graphllm doctor --measure, where it runs)"
+    assert found.lacking == [f"no prediction: {CPU} was not measured {how}"]
+    (line,) = graphllm.dry_run(tiny, device="reference").lacking
+    assert line == "no prediction: nothing is known of the speed of reference"
+
+
+def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
+    old = Ceiling(CPU, "a machine", DATE, 1, {"read": {1: GB_S}})
+    monkeypatch.setattr(ceilings, "kept", lambda name: old)
+    found = graphllm.dry_run(tiny, device=CPU)
+    assert found.prefill.seconds is None and found.token.seconds is not None
+    assert found.lacking[0].startswith(f"no prediction of a prompt: {CPU}'s arithmetic was not")
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def test_command_line(tiny):
+    done = call(str(tiny), "--device", GPU, "--no-kernel", f"{GPU}:sample")
+    assert done.returncode == 0 and done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{tiny}: llama 0M F32"
+    assert lines[1].startswith("context 128, cache in f16, ")
+    assert f"a token, on {CPU}: sample (1): {GPU}: switched off ({GPU}:sample)" in lines
+    assert any(line.startswith("a token needs copies from ") for line in lines)
+    (row,) = (line.split() for line in lines if line.startswith("sample "))
+    assert row == ["sample", "1", "1"]
+
+
+def test_json_and_random_shapes():
+    done = call("--random", "llama-7b", "--type", "q4_0", "--device", GPU, "--free", "3", "--json")
+    found = json.loads(done.stdout)
+    assert set(found["memory"]) == {"host", backends.find(GPU).memory}
+    total = sum(m["weights"] for m in found["memory"].values())
+    assert total == pytest.approx(3.8e9, rel=0.02)
+    assert found["memory"][backends.find(GPU).memory]["total"] < 3e9
+    assert {"prefill", "token", "notes", "basis", "lacking"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((), "give a MODEL, or --random SHAPE"),
+        (("no.gguf",), "no.gguf: no such file"),
+        (("--random", "llama-1b", "--device", "tpu"), "unknown backend 'tpu'"),
+        (("--random", "llama-1b", "--free", "-1"), "free = -1000000000 (--free) must be"),
+        (("--random", "llama-1b", "--place", "x"), "--place 'x' must be PATTERN=BACKEND"),
+        (("--random", "llama-1b", "--device", GPU, "--place", "x=cpu"), "no site of the model"),
+    ],
+)
+def test_bad_input_is_one_line(words, message):
+    done = call(*words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_has_no_kernels_cannot_be_planned(tiny, monkeypatch):
+    broken = backends.Backend("broken", lambda: (False, "no import"), lambda options: None)
+    find = backends.find
+    monkeypatch.setattr(backends, "find", lambda n: broken if n == "broken" else find(n))
+    with pytest.raises(PlacementError, match="cannot be planned for: no import"):
+        graphllm.dry_run(tiny, device="broken")
+    with pytest.raises(RequestError, match="context = 0"):
+        graphllm.dry_run(tiny, context=0)
+
+
+def test_weights_of_one_form_are_counted_once(tmp_path):
+    """A head that is the embedding lies in the GPU's memory once."""
+    tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
+    weights = sum(np.asarray(w).nbytes for w in llama_weights(tied=True).values())
+    (memory,) = graphllm.dry_run(tied, device=GPU).memory.values()
+    assert memory.weights == weights and weights > 4 * DIM
