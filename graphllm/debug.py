@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 
 def debug_level() -> int:
@@ -12,7 +13,7 @@ def debug_level() -> int:
     return int(value) if value.isdigit() else 0
 
 
-def debug(level: int, text: str) -> None:
-    """Print ``text`` on standard error at this level or above."""
+def debug(level: int, text: str | Callable[[], str]) -> None:
+    """Print ``text``, or what it gives, on standard error at this level or above."""
     if debug_level() >= level:
-        print(text, file=sys.stderr)
+        print(text if isinstance(text, str) else text(), file=sys.stderr)

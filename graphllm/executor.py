@@ -111,7 +111,7 @@ class Executor:
         self._model, self._adopted = outputs, self._place(outputs, pins)
 
     def _place(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> Placement:
-        debug(3, graph.dump(outputs))
+        debug(3, lambda: graph.dump(outputs))
         own = [*self.pins, *pins]
         placement = place(outputs, self.backends, self.options, self.memory_of, own)
         for node in graph.toposort(placement.outputs.values()):
@@ -147,8 +147,8 @@ class Executor:
             plan = self._plans[key] = compile_plan(self._placements[which], bounds, guard)
             if self.strict:
                 plan.check_strict()
-            debug(1, plan.explain())
-            debug(3, graph.dump(plan.outputs))
+            debug(1, plan.explain)
+            debug(3, lambda: graph.dump(plan.outputs))
         return self._plans[key]
 
     # ----------------------------------------------------------------------------------- buffers

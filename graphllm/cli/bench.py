@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GraphllmError, RequestError
-from .options import Placing, note, progress_line, verb
+from .options import Placing, Source, note, progress_line, verb
 
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..profiler.bench import Test
     from ..profiler.ceilings import Ceiling
-    from ..weights.gguf import GGUF
 
 Row = Mapping[str, Any]
 
@@ -105,19 +104,7 @@ def numbers(flag: str, text: str) -> list[int]:
 def bench(
     placing: Placing,
     grid: Grid,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
-        ),
-    ] = None,
-    random: Annotated[
-        str | None,
-        typer.Option("--random", metavar="SHAPE", help="Random weights of a real model's shape."),
-    ] = None,
-    kind: Annotated[
-        str, typer.Option("--type", help="The format of random weights: q4_0, q4_k_m, f16, ...")
-    ] = "q4_k_m",
+    source: Source,
     ceiling: Annotated[
         bool, typer.Option("--ceiling/--no-ceiling", help="Compare with what memory gives at best.")
     ] = True,
@@ -138,7 +125,7 @@ def bench(
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
     tests, setups = grid.tests(), grid.setups()
-    file = open_model(model, random, kind)
+    file = source.open()
     best = _ceiling(placing.device) if ceiling else None
     rows = itertools.chain.from_iterable(
         _rows(partial(placing.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
@@ -147,19 +134,6 @@ def bench(
     formats = {"json": as_json, "csv": as_csv}
     for line in formats[output](rows) if output in formats else as_table(rows, bool(grid.kv_types)):
         print(line, flush=True)
-
-
-def open_model(model: str | None, random: str | None, kind: str, data: bool = True) -> GGUF:
-    """The file, with its tensors' ``data`` or without, or random weights. RequestError."""
-    from ..llm import model_path
-    from ..weights.gguf import GGUF
-    from ..weights.random import RandomFile
-
-    if model is not None and random is None:
-        return GGUF(model_path(model), data)
-    if random is not None and model is None:
-        return RandomFile(random, kind)
-    raise RequestError("give a MODEL, or --random SHAPE")
 
 
 def _ceiling(device: str) -> Ceiling | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, Model, progress_line, verb
+from .options import AsJson, KvType, LinearMode, Model, NoFuse, Threads, progress_line, verb
 
 
 @verb
@@ -32,19 +32,10 @@ def diff(
     fused: Annotated[
         bool, typer.Option("--fused", help="Fused steps of the first backend against its own ops.")
     ] = False,
-    no_fuse: Annotated[
-        list[str] | None,
-        typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
-    ] = None,
-    linear: Annotated[
-        str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
-    ] = "auto",
-    kv_type: Annotated[
-        str | None, typer.Option("--kv-type", help="Of the cache, as in run.")
-    ] = None,
-    threads: Annotated[
-        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
-    ] = 0,
+    no_fuse: NoFuse = None,
+    linear: LinearMode = "auto",
+    kv_type: KvType = None,
+    threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
     """Compare two backends op by op on a prompt, and name the first divergence.

@@ -38,6 +38,18 @@ Template = Annotated[
         help="A Jinja2 file, or gemma, chatml, llama3, mistral, phi3, zephyr; else the model's.",
     ),
 ]
+LinearMode = Annotated[
+    str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
+]
+NoFuse = Annotated[
+    list[str] | None,
+    typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
+]
+Threads = Annotated[int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")]
+KvType = Annotated[
+    str | None,
+    typer.Option("--kv-type", help="f32, f16 or q8_0; f16 by default, f32 on the reference."),
+]
 System = Annotated[str | None, typer.Option("--system", help="A system message to begin with.")]
 
 
@@ -57,9 +69,7 @@ class Placing:
             help="Layers on the GPU, from the output back: auto (what fits), all, or a number.",
         ),
     ] = "auto"
-    linear: Annotated[
-        str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
-    ] = "auto"
+    linear: LinearMode = "auto"
     place: Annotated[
         list[str] | None,
         typer.Option("--place", help="PATTERN=BACKEND: pin sites by scope.", show_default=False),
@@ -75,10 +85,7 @@ class Placing:
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
     ] = False
-    no_fuse: Annotated[
-        list[str] | None,
-        typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
-    ] = None
+    no_fuse: NoFuse = None
 
     def arguments(self) -> dict[str, Any]:
         """As `graphllm.load` takes them."""
@@ -111,13 +118,39 @@ class Loading(Placing):
     context: Annotated[
         int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
     ] = 4096
-    threads: Annotated[
-        int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")
-    ] = 0
-    kv_type: Annotated[
+    threads: Threads = 0
+    kv_type: KvType = None
+
+
+@dataclass
+class Source:
+    """A model file, or a shape without one."""
+
+    model: Annotated[
         str | None,
-        typer.Option("--kv-type", help="f32, f16 or q8_0; f16 by default, f32 on the reference."),
+        typer.Argument(
+            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
+        ),
     ] = None
+    random: Annotated[
+        str | None,
+        typer.Option("--random", metavar="SHAPE", help="Random weights of a real model's shape."),
+    ] = None
+    kind: Annotated[
+        str, typer.Option("--type", help="The format of random weights: q4_0, q4_k_m, f16, ...")
+    ] = "q4_k_m"
+
+    def open(self, data: bool = True) -> GGUF:
+        """The file, with its tensors' ``data`` or without, or random weights. RequestError."""
+        from ..llm import model_path
+        from ..weights.gguf import GGUF
+        from ..weights.random import RandomFile
+
+        if self.model is not None and self.random is None:
+            return GGUF(model_path(self.model), data)
+        if self.random is not None and self.model is None:
+            return RandomFile(self.random, self.kind)
+        raise RequestError("give a MODEL, or --random SHAPE")
 
 
 @dataclass

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .bench import open_model
-from .options import AsJson, Loading, verb
+from .options import AsJson, Loading, Source, verb
 
 if TYPE_CHECKING:
     from ..profiler.predict import DryRun, Phase
@@ -18,19 +17,7 @@ if TYPE_CHECKING:
 @verb
 def plan(
     loading: Loading,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
-        ),
-    ] = None,
-    random: Annotated[
-        str | None,
-        typer.Option("--random", metavar="SHAPE", help="A real model's shape, without a file."),
-    ] = None,
-    kind: Annotated[
-        str, typer.Option("--type", help="The format of a shape's weights: q4_0, q4_k_m, f16, ...")
-    ] = "q4_k_m",
+    source: Source,
     free: Annotated[
         float | None,
         typer.Option("--free", help="GB free on the GPU; without one here, else: enough."),
@@ -49,9 +36,8 @@ def plan(
     """
     from ..profiler.predict import dry_run
 
-    file = open_model(model, random, kind, data=False)
     room = None if free is None else round(free * 1e9)
-    found = dry_run(file, **loading.arguments(), free=room)
+    found = dry_run(source.open(data=False), **loading.arguments(), free=room)
     if as_json:
         print(json.dumps(found.as_dict()))
         return

@@ -133,7 +133,7 @@ class Kernel:
     def _compile(self) -> tuple[Any, str]:
         made: Any = CFunc(self.function, SIGNATURE_PARTS, locals={}, options=OPTIONS)
         made.compile()
-        debug(4, made.inspect_llvm())
+        debug(4, made.inspect_llvm)
         self._cache.save(made._library, made.native_name)
         return made._library, made.native_name
 

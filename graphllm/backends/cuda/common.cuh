@@ -110,6 +110,10 @@ __device__ __forceinline__ u16 to_f16(float x) {  // to nearest even; beyond the
     return h;
 }
 
+__device__ __forceinline__ float within_f16(float x) {  // beyond the range the largest; NaN stays NaN
+    return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
+}
+
 __device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
 
 __device__ __forceinline__ u16 to_bf16(float x) {  // to nearest even; NaN stays NaN

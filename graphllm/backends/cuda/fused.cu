@@ -77,8 +77,7 @@ __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* u
 __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
     u16 half = (u16)(pair >> 16 * i);
     if (kind == 2) return from_bf16(half);
-    float x = from_f16(half);  // what a product made too large counts as the largest
-    return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
+    return within_f16(from_f16(half));  // what a product made too large counts as the largest
 }
 
 // act(gate) * up of dense rows of halves, to halves. A thread does eight columns.

@@ -147,11 +147,7 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
     const int start = lane + WARP * DEPTH * (warp % SHARED_BY);
     int row = (int)(blockIdx.x * (WARPS / SHARED_BY) + warp / SHARED_BY) * ROWS;
     Matrix m = all.m[0];
-#pragma unroll
-    for (int i = 1; !GATED && i < 3; i++) {
-        int above = ((int)m.rows + ROWS - 1) / ROWS * ROWS;
-        if (row >= above) row -= above, m = all.m[i];
-    }
+    if (!GATED) find_matrix<ROWS>(all, row, m);
     if (row >= m.rows) return;
     FORMAT w[STREAMS][DEPTH][ROWS];
     auto load = [&](int at) {

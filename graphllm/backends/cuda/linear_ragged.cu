@@ -20,8 +20,7 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
     const i64 rows = begin(live);
     int row = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, token = blockIdx.y;
     Matrix m = all.m[0];
-    for (int i = 1; i < 3; i++)
-        if (row >= m.rows) row -= (int)m.rows, m = all.m[i];
+    find_matrix<1>(all, row, m);
     if (row >= m.rows || token >= rows) return;
     const u8* from = m.w.a + (i64)row * k * (FORMAT ? 2 : 4);
     const float* values = (const float*)(x + token * x_stride);

@@ -27,11 +27,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
     int row = blockIdx.x * ROWS;
     Matrix m = all.m[0];
-#pragma unroll
-    for (int i = 1; !GATED && i < 3; i++) {
-        int above = ((int)m.rows + ROWS - 1) / ROWS * ROWS;
-        if (row >= above) row -= above, m = all.m[i];
-    }
+    if (!GATED) find_matrix<ROWS>(all, row, m);
     const int first = blockIdx.y * MANY;
     row = min(row, (int)m.rows - ROWS);  // what two blocks do, they do alike
     const i64 start = (i64)(row + group) * (k / 8) + part;

@@ -22,9 +22,7 @@ __device__ __forceinline__ float limited(float x) { return x; }
 #else
 __device__ __forceinline__ float first(u32 pair) { return low_half(pair); }
 __device__ __forceinline__ float second(u32 pair) { return high_half(pair); }
-__device__ __forceinline__ float limited(float x) {
-    return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;  // NaN stays NaN
-}
+__device__ __forceinline__ float limited(float x) { return within_f16(x); }
 #endif
 
 // Two floats as a pair of halves, and what these leave over as another.
@@ -41,11 +39,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
     int row = blockIdx.x * SIDE;
     Matrix m = all.m[0];
-#pragma unroll
-    for (int i = 1; i < 3; i++) {
-        int above = ((int)m.rows + SIDE - 1) / SIDE * SIDE;
-        if (row >= above) row -= above, m = all.m[i];
-    }
+    find_matrix<SIDE>(all, row, m);
     const int first = blockIdx.y * MANY;
     const u8* rows[2];
 #pragma unroll

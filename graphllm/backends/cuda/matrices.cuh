@@ -16,6 +16,17 @@ struct Matrices {
     Matrix m[3];  // those that are not there have no rows
 };
 
+// The matrix that a group of SIZE rows is in, of those that lie one below the other, each in whole
+// groups: `row` becomes the number of its first row there.
+template <int SIZE>
+__device__ __forceinline__ void find_matrix(const Matrices& all, int& row, Matrix& m) {
+#pragma unroll
+    for (int i = 1; i < 3; i++) {
+        int above = ((int)m.rows + SIZE - 1) / SIZE * SIZE;
+        if (row >= above) row -= above, m = all.m[i];
+    }
+}
+
 // One result, where it belongs.
 __device__ __forceinline__ void finish(const Matrix& m, int token, int row, float value) {
     if (m.bias) value += m.bias[row];

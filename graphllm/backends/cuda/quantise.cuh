@@ -18,7 +18,7 @@ struct Targets {
 // Beyond the range of float16 the largest; NaN stays NaN.
 __device__ __forceinline__ u16 to_half(int kind, float x) {
     if (kind == 2) return to_bf16(x);
-    return to_f16(x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x);
+    return to_f16(within_f16(x));
 }
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
