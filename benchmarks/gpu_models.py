@@ -20,9 +20,8 @@ from graphllm.executor import Executor
 from graphllm.generation.engine import Engine
 from graphllm.generation.kv import BlockTable
 from graphllm.generation.request import Sampling
-from graphllm.llm import LLM, decoder_for
+from graphllm.llm import decoder_for
 from graphllm.profiler import bench
-from graphllm.profiler.rows import Recorder, totals
 from graphllm.repeat import Repeat
 from graphllm.weights.random import RandomFile
 
@@ -335,36 +334,10 @@ def load_file(path: Path) -> Lines:
 
 
 def profile(only: list[Model]) -> Lines:
-    """One step of decoding after 512 tokens by op, beside the step as it is without time stamps."""
+    """A prompt of 512 tokens and 64 after it, op by op: `graphllm profile` as it is."""
     for model in shared.picked(only, (("mistral-7b", "q4_0"), ("mistral-7b", "f16"))):
         llm = shared.loaded(model, DECODE.context + 64)
-        plain = 1e6 / median(bench.run(llm, DECODE, ROUNDS, lambda done: None).rates)
-        yield f"{model[0]} {model[1]}, {len(llm.engine.decode_plan().steps)} steps a token"
-        yield from table(llm, plain)
+        yield f"{model[0]} {model[1]}"
+        found = llm.profile(bench.fillers(DECODE.depth, llm.decoder.cfg.vocab), 64, ROUNDS)
+        yield from found.table().splitlines()
         del llm
-
-
-def table(llm: LLM, plain: float, steps: int = 20) -> Lines:
-    """``plain``: microseconds of the step without stamps."""
-    engine, phases = llm.engine, (Recorder(), Recorder())
-    ids = engine.generate(bench.fillers(DECODE.depth, engine._vocab), GREEDY, (), profile=phases)
-    for _ in range(steps + 3):
-        next(ids)
-    every = phases[1].rows
-    count = len(engine.decode_plan().steps)
-    rows = every[-steps * count :]
-    yield f"  {'op':<28} {'calls':>6} {'us each':>8} {'us':>8} {'share':>6}"
-    whole = sum(row.ns for row in rows)
-    for name, total in totals(rows).items():
-        us = total.ns / 1e3
-        yield (
-            f"  {name:<28} {total.calls // steps:6d} {us / total.calls:8.2f} {us / steps:8.1f} "
-            f"{total.ns / whole:6.1%} {shared.share(1e9 * total.gb_s)} "
-            f"{total.gflop_s / 1e3:6.2f} TFLOP/s"
-        )
-    nbytes = bench.step_bytes(engine.decode_plan(), DECODE.depth + steps // 2)
-    yield (
-        f"  {'sum':<28} {count:6d} {'':8} {whole / steps / 1e3:8.1f} {'':6} "
-        f"{shared.share(1e9 * nbytes * steps / whole)}"
-    )
-    yield f"  {'without stamps, wall':<44} {plain:8.1f} {'':6} {shared.share(1e6 * nbytes / plain)}"

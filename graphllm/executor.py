@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -66,6 +67,7 @@ class Executor:
         self.backends, self.skipped = registry.usable(backends or registry.names())
         self.devices: dict[str, Device] = {}
         self.header = Header()
+        self.spent = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
         self._leaves: dict[str, Tensor] = {}  # as the graphs have them, at their widest
         self._buffers: dict[tuple[str, str], Operand] = {}  # of inputs and states: (name, memory)
         self._prepared: dict[tuple[str, object, str], Any] = {}  # weights: (name, pack, memory)
@@ -208,6 +210,7 @@ class Executor:
         arenas = {memory: self._arena(memory, nbytes) for memory, nbytes in plan.arena.items()}
         total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
         bound: list[Bound] = []
+        start = time.perf_counter()
         for index, step in enumerate(plan.steps):
             inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
             self.progress("preparing weights", min(len(self._prepared), total), total)
@@ -216,11 +219,14 @@ class Executor:
             spot = plan.scratch.get(index)
             scratch = _workspace(spot, arenas) if spot else None
             bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
+        ready = time.perf_counter()
         segments, at = [], 0
         for steps in plan.segments():
             device = self.device(steps[0].backend)
             segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
             at += len(steps)
+        self.spent["weights_s"] += ready - start
+        self.spent["kernels_s"] += time.perf_counter() - ready
         outputs = {}
         for name, node in plan.outputs.items():
             memory = plan.memory[id(graph.root(node))]
@@ -292,11 +298,11 @@ class Executor:
         if self.poison:
             for arena in program.arenas.values():
                 arena[:] = POISON
-        for segment, steps in program.segments:
-            times = np.zeros(len(steps) + 1, np.int64) if profile is not None else None
-            segment.run(times)
-            if profile is not None and times is not None:
-                profile.record(steps, values, times)
+        if profile is not None:
+            profile.run(plan, program.segments, values)
+        else:
+            for segment, _ in program.segments:
+                segment.run(None)
         if self.poison:
             check_surrounded(self._guarded)
             spots = [*plan.places.values(), *plan.scratch.values()]
@@ -305,23 +311,34 @@ class Executor:
         return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
 
     def repeat(
-        self, plan: Plan, feeds: Mapping[str, np.ndarray], env: Mapping[str, int], name: str
+        self,
+        plan: Plan,
+        feeds: Mapping[str, np.ndarray],
+        env: Mapping[str, int],
+        name: str,
+        profile: Recorder | None = None,
+        counts: Callable[[], Mapping[str, int]] = dict,
     ) -> Repeat:
         """What runs ``plan`` again and again and gives one output, for the decode loop.
 
         ``feeds`` are written once, now. It holds while the Vars and the bound buffers stay as they
         are; other feeds go through `set_state`, in order with what has been launched. Where the
         plan is one segment, the next run may be begun before the output of the last is there, if
-        the device can do that.
+        the device can do that. With ``profile`` runs are timed in it; ``counts``: what is known of
+        each beside the Vars, for the costs of its steps.
         """
         self.bind(plan)
         program = self._programs[id(plan)]
         values = self._feed(plan, feeds, dict(env))
         output = program.outputs[name]
         if self.poison:
-            return Repeat([lambda: self.run(plan, {}, env, fetch=())], output.reader(values))
-        begin = [partial(segment.run, None) for segment, _ in program.segments]
-        ring = output.ring(values) if len(begin) == 1 else None
+            alone = partial(self.run, plan, {}, profile=profile, fetch=())
+            return Repeat([lambda: alone(env={**env, **counts()})], output.reader(values))
+        begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
+        if profile is not None:
+            timed = partial(profile.run, plan, program.segments)
+            begin = [lambda: timed({**values, **counts()})]
+        ring = output.ring(values) if len(program.segments) == 1 else None
         if ring is None:
             return Repeat(begin, output.reader(values))
         return Repeat([*begin, ring.put], ring.take, ring.ahead)

@@ -25,13 +25,13 @@ from .fit import AUTO, Fit, checked
 from .generation.answer import answer
 from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
-from .profiler.report import Profile
 from .profiler.rows import Recorder
 from .weights.demo import demo_path
 from .weights.gguf import GGUF
 
 if TYPE_CHECKING:
     from .chat import ChatTemplate, Conversation
+    from .profiler.profile import Profile
 
 DEFAULT_CONTEXT = 4096
 TEMPLATE_KEY = "tokenizer.chat_template"
@@ -241,18 +241,19 @@ class LLM:
         pieces = list(self.engine.logits(list(ids), last))
         return pieces[0][0] if last else np.concatenate(pieces)
 
-    def profile(self, prompt: str, decode: int = 64) -> Profile:
-        """What a prefill of ``prompt`` and ``decode`` tokens cost, op by op, after a warm-up."""
-        greedy = Sampling(max_tokens=4, temperature=0.0, seed=0)
-        for _ in self.complete(prompt, greedy, Completion(), ends=()):
-            pass
-        self.engine.forget()
-        phases = Recorder(), Recorder()
-        done = Completion()
-        sampling = replace(greedy, max_tokens=decode + 1)  # the prefill gives the first
-        for _ in self.complete(prompt, sampling, done, None, phases, ends=()):
-            pass
-        return Profile(phases[0].rows, phases[1].rows, done.timings, self.placement())
+    def profile(
+        self,
+        prompt: str | Sequence[int],
+        decode: int = 64,
+        repeat: int = 3,
+        show: Progress = lambda what, done, total: None,
+    ) -> Profile:
+        """What reading ``prompt`` (a text or token ids) and ``decode`` tokens after it cost, step
+        by step: ``repeat`` timed passes, in turns with passes that are not timed. RequestError."""
+        from .profiler import measure
+
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return measure.profile(self, ids, decode, repeat, show)
 
     @property
     def device(self) -> str:

@@ -152,17 +152,23 @@ def current_scope() -> str:
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _MODELS = (str(Path(_PACKAGE, "models")), str(Path(_PACKAGE).parent / "models"))
+_MAKERS = tuple(str(Path(_PACKAGE, n)) for n in ("decoder.py", "nn.py", "tensor.py", "ops"))
 
 
 def _origin() -> str:
-    """``file:line`` of the model code that made a node: the nearest frame outside the package."""
-    frame = sys._getframe(1)
+    """``file:line`` of the model code that made a node: the nearest frame outside the package, or
+    of the shared decoder where a model leaves that to it."""
+    frame, shared = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) or name.startswith(_MODELS):
             return f"{name}:{frame.f_lineno}"
+        if shared and not name.startswith(_MAKERS):
+            break  # whoever had the model built is not meant
+        if name == _MAKERS[0]:
+            shared = shared or f"graphllm/decoder.py:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return shared
 
 
 # ----------------------------------------------------------------------------------------- nodes

@@ -45,20 +45,20 @@ class _Segment:
     def __init__(self, device, steps, header) -> None:
         self.device, self.steps, self.header = device, steps, header
 
-    def run(self, times) -> None:
-        """Later, with the live values of now; at once where the times are asked for."""
+    def run(self, log) -> None:
+        """Later, with the live values of now."""
         values = self.header.values.copy()
 
         def run() -> None:
             now = self.header.values.copy()
             self.header.values[:] = values
-            self.steps.run(times)
+            self.steps.run(log)
             self.header.values[:] = now
 
         self.device.begun += 1
         self.device.queue.append(run)
-        if times is not None:
-            self.device.finish()
+        if log is not None:
+            log.settle = self.device.finish
 
 
 class _Ring:

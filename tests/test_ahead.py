@@ -104,15 +104,16 @@ def test_nothing_is_ahead_in_several_segments(path):
     assert pinned.executor.repeat(plan, {}, ENV, "ids").ahead == 0
 
 
-def test_nothing_is_ahead_in_a_profile(ahead, plain):
+def test_timed_runs_are_ahead_as_others_are(ahead, plain):
     times = Recorder(), Recorder()
     found = ahead.generate(IDS[:20], GREEDY, (), profile=times)
-    have = []
-    for read in range(9):
-        have.append(next(found))
-        assert device(ahead).begun == 2 + read and (read == 0 or not device(ahead).queue)
-    assert have == drawn(plain, IDS[:20], 9)
-    assert len(times[1].rows) == 8 * len(ahead.decode_plan().steps)
+    have = [next(found) for _ in range(9)]
+    assert device(ahead).queue and have == drawn(plain, IDS[:20], 9)
+    runs, steps = times[1].runs, ahead.decode_plan().steps
+    assert not device(ahead).queue  # reading the times waits for what was begun
+    assert [run.env["kv_sum"] for run in runs] == list(range(21, 21 + len(runs)))
+    assert len(times[1].rows) == len(steps) and 8 <= len(runs) <= 9 + ahead.limits.tokens
+    assert all(len(row.times) == len(runs) for row in times[1].rows)
 
 
 def test_another_request_ends_this_one(ahead):

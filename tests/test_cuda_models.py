@@ -180,8 +180,8 @@ def test_a_layer_on_the_cpu_changes_no_token(files, reference, arch):
 def test_a_profile_of_two_memories(files):
     split = graphllm.load(files(), device="cuda", place={"model.layers.1.*": "cpu"})
     profile = split.profile("hello there", decode=8)
-    assert {row.backend for row in profile.decode} == {"cuda", "cpu"}
-    assert all(row.ns >= 0 for row in profile.decode)
+    assert {row.backend for row in profile["decode"].rows} == {"cuda", "cpu"}
+    assert all(row.ns >= 0 for row in profile["decode"].rows)
 
 
 # ------------------------------------------------------------------------------------ what fits

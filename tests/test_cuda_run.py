@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
@@ -9,7 +12,10 @@ from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
+from graphllm.profiler.rows import Recorder
 from graphllm.tensor import Meta
+
+SLACK = 200_000  # nanoseconds by which two clocks may differ
 
 pytestmark = pytest.mark.cuda
 
@@ -66,3 +72,64 @@ def test_what_is_sent_arrives(nbytes):
     buffers = [device.prepare(None, data, Meta.of((nbytes,), "i8")) for _ in range(2)]
     for buffer in buffers:
         np.testing.assert_array_equal(buffer[:nbytes], data)
+
+
+# ------------------------------------------------------------------------------------------- times
+
+
+def noted(held, count: int) -> tuple[list[int], list]:
+    """Ids that are drawn while steps are timed, and the runs."""
+    held.forget()
+    times = Recorder(), Recorder()
+    ids = list(itertools.islice(held.generate(IDS[:20], GREEDY, (), profile=times), count))
+    return ids, times[1].runs
+
+
+def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
+    want = drawn(plain, IDS[:20], 40)
+    for _ in range(3):
+        ids, runs = noted(ahead, 40)
+        assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
+    ((segment, _),) = ahead.executor._programs[id(ahead.decode_plan())].segments
+    assert segment._timed._sequence.captured and segment._timed._sequence.pieces == 1
+
+
+def test_times_are_in_order_on_the_clock_of_the_host(ahead):
+    noted(ahead, 5)
+    begun = time.perf_counter_ns()
+    _, runs = noted(ahead, 60)
+    over, last = time.perf_counter_ns(), begun
+    for run in runs:
+        ((ends,), (starts,)) = run.ends, run.starts
+        assert (np.diff(ends) >= 0).all() and (starts <= ends[1:]).all()
+        assert last - SLACK <= ends[0] and ends[-1] <= over + SLACK
+        assert (np.diff(ends) > 0).mean() > 0.9  # all but steps that end with the one before
+        last = int(ends[-1])
+
+
+def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
+    from graphllm.backends.cuda.run import Timed
+
+    monkeypatch.setattr(Timed, "PLACES", 3)
+    ids, runs = noted(ahead, 17)
+    assert len(ids) == 17 and len(runs) >= 16
+    ends = [int(run.ends[0][-1]) for run in runs]
+    assert ends == sorted(ends)
+
+
+def test_steps_of_a_library_have_times(ahead):
+    """Prompts are not one graph, and are multiplied by cuBLAS."""
+    held, times = ahead, (Recorder(), Recorder())
+    for _ in range(2):
+        held.forget()
+        next(held.generate(IDS[:100], GREEDY, (), profile=times))
+    assert times[0].runs
+    assert all(run.times.sum() > 0 and (run.times >= 0).all() for run in times[0].runs)
+
+
+def test_runs_without_times_have_nothing_of_them(ahead):
+    drawn(ahead, IDS[:20], 4)
+    ((segment, _),) = ahead.executor._programs[id(ahead.decode_plan())].segments
+    assert segment._timed is None
+    work = [w for part in segment._work for w in part]
+    assert not any("STAMPED_BUILD" in str(w.function.module) for w in work)

@@ -77,7 +77,7 @@ def run(gpu, monkeypatch, *words: str) -> int:
         ("models", [r"small +f16 +tg12 @ d40 +[\d.]+ +\d+ GB/s +[\d.]+%", r"pp50 .* TFLOP/s"]),
         ("idle", [r"small +f16( +[\d.]+){2} +-?[\d.]+%( +[\d.]+){2} +\d+ GB/s"]),
         ("batch", [r"small +f16( +[\d.]+){3} +\d+ GB/s +[\d.]+%"]),
-        ("profile", [r"linear f16 +\d+", r"sum +\d+", r"without stamps, wall"]),
+        ("profile", [r"linear f16 +\d+", r"all ops +[\d.]+", r"wall +[\d.]+ 100"]),
         ("load", [r"upload of weights: .* GB/s", r"in use: 0\.12 GB \(0\.12 before\)"]),
     ],
 )

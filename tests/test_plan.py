@@ -175,8 +175,8 @@ def test_poison_catches_a_kernel_that_writes_beside_its_buffer(with_toy):
             segment = super().build(steps, header)
             run, out = segment.run, steps[0].out
 
-            def sloppy(times):
-                run(times)
+            def sloppy(log):
+                run(log)
                 out.buffer[out.meta.offset + out.meta.bound().nbytes] = 1
 
             segment.run = sloppy

@@ -145,12 +145,25 @@ class Header:
         return int(self.values[self._slots[dim.name]]) if isinstance(dim, Var) else dim
 
 
+@dataclass
+class Log:
+    """Times of a segment's runs, in nanoseconds on the clock of `time.perf_counter_ns`.
+
+    ``runs``: of each run int64 (begin and ends [n + 1], starts [n]): when it began and each step
+    ended; when each step started, which may be before the one before it has ended. ``settle`` waits
+    for the runs that are not over, and adds theirs.
+    """
+
+    runs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    settle: Callable[[], None] = lambda: None
+
+
 class Segment(Protocol):
     """Consecutive steps on one device, ready to run."""
 
-    def run(self, times: np.ndarray | None) -> None:
-        """Run all steps; with ``times`` (int64, one a step plus one) write a clock reading in
-        nanoseconds before the first step and after each. KeyboardInterrupt stops early."""
+    def run(self, log: Log | None) -> None:
+        """Run all steps, or begin to: see `Device.ring`. With a ``log``, note their times in it,
+        and otherwise run as without. KeyboardInterrupt stops early."""
 
 
 class Ring(Protocol):

@@ -20,7 +20,7 @@ from ..memory import ALIGN
 from ..ops import get
 from ..quant import Blocks, check_scales
 from ..tensor import Meta, Tensor, Var
-from . import ANY, Backend, Bound, Header, Kernel, Operand, Options
+from . import ANY, Backend, Bound, Header, Kernel, Log, Operand, Options
 
 
 @cache
@@ -98,15 +98,17 @@ class _Segment:
     def __init__(self, steps: Sequence[Bound], header: Header) -> None:
         self.calls = [_Call(step, header) for step in steps]
 
-    def run(self, times: np.ndarray | None) -> None:
-        if times is None:
+    def run(self, log: Log | None) -> None:
+        if log is None:
             for call in self.calls:
                 call()
             return
+        times = np.zeros(len(self.calls) + 1, np.int64)
         times[0] = time.perf_counter_ns()
         for index, call in enumerate(self.calls, 1):
             call()
             times[index] = time.perf_counter_ns()
+        log.runs.append((times, times[:-1]))
 
 
 class HostDevice:

@@ -13,10 +13,10 @@ import typer
 
 from ..debug import debug_level
 from ..errors import GraphllmError
-from . import bench, chat, diff, plan, run, show
+from . import bench, chat, diff, plan, profile, run, show
 from .options import app
 
-__all__ = ["app", "bench", "chat", "diff", "main", "plan", "run", "show"]
+__all__ = ["app", "bench", "chat", "diff", "main", "plan", "profile", "run", "show"]
 
 
 def _call() -> None:

@@ -1,4 +1,4 @@
-"""The verbs that show something: ``inspect``, ``tokenize``, ``doctor``, ``profile``."""
+"""The verbs that show something: ``inspect``, ``tokenize``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import RequestError
-from .options import AsJson, Loading, Model, progress_line, read_text, verb
+from .options import AsJson, Model, progress_line, read_text, verb
 
 
 @verb
@@ -128,28 +127,3 @@ def _ceiling(backend: str, measure: bool) -> list[str]:
         return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
     with progress_line() as show:
         return ceilings.measure(backend, show).lines()
-
-
-@verb
-def profile(
-    model: Model,
-    loading: Loading,
-    prompt: Annotated[
-        str, typer.Option("-p", "--prompt", help="The text to continue.")
-    ] = "The capital of France is",
-    max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Tokens to generate.")
-    ] = 64,
-    by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op",
-) -> None:
-    """Show what each op of a prefill and of a decode costs: time, share, GB/s, GFLOP/s.
-
-    graphllm profile demo -n 64
-
-    graphllm profile demo --by layer -t 1
-    """
-    from ..profiler.rows import KEYS
-
-    if by not in KEYS:
-        raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
-    print(loading.load(model).profile(prompt, max_tokens).table(by))

@@ -39,6 +39,7 @@ class Engine:
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
         self._turn = 0  # counts requests: only the last may go on
+        self._begun = 0  # tokens in the cache when the last step that was begun is over
         self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
 
     def _table(self, group: CacheSpec) -> BlockTable:
@@ -191,16 +192,16 @@ class Engine:
         Where the device can, the next step is begun before the id of this one is read. Whoever
         ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
         """
-        turn, begun = self._turn, len(self._cached)
+        turn, self._begun = self._turn, len(self._cached)
         steps: Repeat | None = None
         while True:
             yield token
             if self._turn != turn:
                 raise RequestError("another request has begun on this model; this one is over")
             steps = steps or self._steps(drawn, profile)
-            while steps.waiting <= steps.ahead and begun < self.limits.context:
-                begun += 1
-                self._grow(begun)
+            while steps.waiting <= steps.ahead and self._begun < self.limits.context:
+                self._begun += 1
+                self._grow(self._begun)
                 steps.launch()
             if not steps.waiting:
                 return
@@ -209,20 +210,13 @@ class Engine:
             token = int(ids[0])
 
     def _steps(self, drawn: str, profile: Recorder | None) -> Repeat:
-        """Steps of one token; with ``profile`` each is timed, and over before the next begins."""
-        plan = self.decode_plan(drawn)
+        """Steps of one token, timed with ``profile``."""
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-        steps = self.executor.repeat(plan, feeds, env, drawn)
-        if profile is None:
-            return steps
-        found: list[np.ndarray] = []
-
-        def timed() -> None:
-            values = {**env, "kv_sum": len(self._cached) + 1}
-            found.append(self.executor.run(plan, {}, values, profile, (drawn,))[drawn])
-
-        return Repeat([timed], found.pop)
+        plan = self.decode_plan(drawn)
+        return self.executor.repeat(
+            plan, feeds, env, drawn, profile, lambda: {"kv_sum": self._begun}
+        )
 
     def _grow(self, length: int) -> None:
         """Have the blocks of a step that ends with ``length`` tokens: for the next token, too,

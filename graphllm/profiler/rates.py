@@ -61,8 +61,7 @@ def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> 
     recorder, feeds = Recorder(), {"x": np.ones((tokens, WIDTH), np.float32)}
     for _ in range(ROUNDS):
         executor.run(plan, feeds, profile=recorder)
-    most = max(row.flops for row in recorder.rows)
-    return min((row for row in recorder.rows if row.flops == most), key=lambda row: row.ns)
+    return max(recorder.rows, key=lambda row: row.flops).fastest
 
 
 def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float | None:

@@ -1,54 +1,115 @@
-"""A profiled run, and its plain table."""
+"""A profile as text: a table of each phase, where the rest of the time went, what was missed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ..generation.request import Timings
-from .rows import KEYS, Row, totals
+from .closing import Closing
+from .rows import Total, totals
 
+if TYPE_CHECKING:
+    from .profile import Phase, Profile
 
-@dataclass
-class Profile:
-    """Rows of the prefill and of the decoding of one run."""
-
-    prefill: list[Row]
-    decode: list[Row]
-    timings: Timings
-    placement: Mapping[str, Mapping[str, int]]
-
-    def table(self, by: str = "op") -> str:
-        """Both phases as text, rows summed by op, scope, layer, backend or format."""
-        if by not in KEYS:
-            raise ValueError(f"by = {by!r} must be one of {', '.join(KEYS)}")
-        t = self.timings
-        parts = [
-            _phase("prefill", self.prefill, by, t.prefill_s, t.prefill_tokens),
-            _phase("decode", self.decode, by, t.decode_s, t.decode_tokens),
-        ]
-        reasons = sorted({f"{r.op} ran on {r.backend}: {r.why}" for r in self.decode if r.why})
-        return "\n\n".join(parts + (["\n".join(reasons)] if reasons else []))
+_BOLD, _DIM, _RED, _PLAIN = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
+_POOR = 0.5  # a share of the limit below this stands out, where there is much to gain
 
 
-def _phase(name: str, rows: list[Row], by: str, seconds: float, tokens: int) -> str:
-    """One phase's table: time per token, share of the wall time, bandwidth and arithmetic."""
-    if not rows or not tokens:
-        return f"{name}: nothing ran"
-    wall_ms = seconds * 1e3 / tokens
-    width = max(len(by), *(len(key) for key in totals(rows, by)))
-    lines = [
-        f"{name}: {tokens} tokens, {tokens / seconds:.1f} tok/s, {wall_ms:.3f} ms a token",
-        f"{by:<{width}} {'calls':>7} {'ms/token':>9} {'share':>6} {'GB/s':>7} {'GFLOP/s':>8}",
-    ]
-    inside = 0.0
-    for key, total in totals(rows, by).items():
-        ms = total.ns / 1e6 / tokens
-        inside += ms
-        lines.append(
-            f"{key:<{width}} {total.calls:>7} {ms:>9.3f} {ms / wall_ms:>6.1%}"
-            f" {total.gb_s:>7.1f} {total.gflop_s:>8.1f}"
-        )
-    rest = wall_ms - inside
-    lines.append(f"{'between steps':<{width}} {'':>7} {rest:>9.3f} {rest / wall_ms:>6.1%}")
-    return "\n".join(lines)
+def table(profile: Profile, by: str, top: int, colour: bool) -> str:
+    """See `Profile.table`."""
+    blocks = ["\n".join(_phase(phase, by, top, colour)) for phase in profile.phases]
+    reasons = dict.fromkeys(
+        f"{row.op} ran on {row.backend}: {row.why}"
+        for phase in profile.phases
+        for row in phase.rows
+        if row.why
+    )
+    roofs = [_roof(name, roof.stale) for name, roof in profile.roofs.items() if roof.stale]
+    names = {row.backend for phase in profile.phases for row in phase.rows}
+    if names - profile.roofs.keys():
+        roofs.append("shares of the limit: none, nothing is measured (graphllm doctor --measure)")
+    start = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.start.items())
+    return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, f"beside that: {start}"])])
+
+
+def _roof(backend: str, stale: bool) -> str:
+    return f"the limits of {backend} are old, or another machine's (graphllm doctor --measure)"
+
+
+def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
+    """One phase's table."""
+    limits = {row: limit for row, (limit, bound) in phase.limits.items() if bound}
+    sums = totals(phase.rows, by, limits)
+    wall_ms = phase.wall_ns / 1e6 / phase.tokens
+    yield _heading(phase, wall_ms, colour)
+    names = list(sums)[: top or None]
+    rest = [sums[name] for name in list(sums)[len(names) :]]
+    width = max(len(by), 14, *(len(name) for name in names))
+    limited = bool(limits)
+    head = f"{by:<{width}} {'calls':>6} {'ms/token':>9} {'share':>6} {'GB/s':>7} {'GFLOP/s':>9}"
+    yield _dim(head + (f" {'limit':>6} {'to gain':>9}" if limited else ""), colour)
+    scale = _Scale(phase, limited, colour)
+    for name in names:
+        yield f"{name:<{width}} {scale.row(sums[name])}"
+    if rest:
+        yield f"{f'{len(rest)} more':<{width}} {scale.row(_sum(rest))}"
+    yield from _closing(phase.closing, width, scale, colour)
+
+
+def _heading(phase: Phase, wall_ms: float, colour: bool) -> str:
+    rates = [1e9 * phase.tokens / (p.end - p.start) for p in phase.passes]
+    spread = statistics.stdev(rates) / statistics.mean(rates) if len(rates) > 1 else 0.0
+    what = f"{phase.name}: {phase.tokens} tokens, {phase.tok_s:.1f} tok/s"
+    if len(rates) > 1:
+        what += f" (± {spread:.1%}, {len(rates)} passes)"
+    what += f", {wall_ms:.3f} ms a token, of which taking times {phase.overhead:+.1%}"
+    return f"{_BOLD}{what}{_PLAIN}" if colour else what
+
+
+class _Scale:
+    """Totals of all passes as columns: per token, and against the phase's wall time."""
+
+    def __init__(self, phase: Phase, limited: bool, colour: bool) -> None:
+        self.wall = phase.closing.wall
+        self.tokens = phase.tokens * len(phase.passes)
+        self.passes = len(phase.passes)
+        self.limited, self.colour = limited, colour
+
+    def part(self, ns: float) -> str:
+        return f"{ns / 1e6 / self.tokens:>9.3f} {ns / max(self.wall, 1):>6.1%}"
+
+    def row(self, total: Total) -> str:
+        line = f"{total.calls // self.passes:>6} {self.part(total.ns)}"
+        line += f" {total.gb_s:>7.1f} {total.gflop_s:>9.1f}"
+        if not self.limited:
+            return line
+        share = total.limit / total.ns if total.ns else 0.0
+        gain = max(0.0, total.ns - total.limit) / 1e6 / self.tokens
+        cells = f" {share:>6.0%} {gain:>9.3f}"
+        poor = share < _POOR and total.ns - total.limit > 0.05 * self.wall
+        return line + (f"{_RED}{cells}{_PLAIN}" if poor and self.colour else cells)
+
+
+def _sum(totals_: list[Total]) -> Total:
+    found = Total()
+    for each in totals_:
+        found.calls += each.calls
+        found.ns += each.ns
+        found.overlap += each.overlap
+        found.bytes += each.bytes
+        found.flops += each.flops
+        found.limit += each.limit
+    return found
+
+
+def _closing(closing: Closing, width: int, scale: _Scale, colour: bool) -> Iterator[str]:
+    """What is not an op's, and that it adds up."""
+    yield _dim(f"{'all ops':<{width}} {'':>6} {scale.part(closing.ops)}", colour)
+    for name in ("copies", "gaps", "host", "unattributed"):
+        yield _dim(f"{name:<{width}} {'':>6} {scale.part(getattr(closing, name))}", colour)
+    yield _dim(f"{'wall':<{width}} {'':>6} {scale.part(closing.wall)}", colour)
+
+
+def _dim(line: str, colour: bool) -> str:
+    return f"{_DIM}{line}{_PLAIN}" if colour else line

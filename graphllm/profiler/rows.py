@@ -1,94 +1,212 @@
-"""Profile rows: one for each step that ran, and tables of them."""
+"""What timed runs of plans noted: a row for each step, and sums of rows."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..backends import Log, Segment
 from ..ops import get
 from ..ops.parts import parts
+from ..plan import TRANSFER
 
 if TYPE_CHECKING:
-    from ..plan import Step
+    from ..plan import Plan, Step
+
+Pieces = Sequence[tuple[Segment, Sequence["Step"]]]  # of a plan, in order
 
 
 @dataclass(frozen=True)
 class Row:
-    """One step of one run. ``ns`` is its end minus the previous step's end on the device's clock;
-    ``bytes`` and ``flops`` are what the op must move and compute, by its declared cost."""
+    """One step of a plan, over all its runs.
 
+    ``times``: nanoseconds of each run, its end less the end of the step before on the device's
+    clock. ``overlap``: how long it had been running by then, in all. ``bytes`` and ``flops``: what
+    the op must move and compute in these runs, by its declared cost.
+    """
+
+    plan: int  # counts the plans of a recorder
+    step: int
     op: str
+    parts: tuple[str, ...]  # the ops that a fused one stands for
     scope: str
+    layer: int | None
     origin: str
     shape: str
+    inputs: tuple[str, ...]
     weight: str  # the formats of its weight matrices, if it has any
     backend: str
     kernel: str
     why: str  # why not on the first backend; empty when it is
-    ns: int
+    copy: bool  # between memories
+    integer: bool  # its products are of integers
+    times: tuple[int, ...]
+    overlap: int
     bytes: float
     flops: float
-    parts: tuple[str, ...] = ()  # the ops that a fused one stands for
+
+    @property
+    def ns(self) -> int:
+        return sum(self.times)
+
+    @property
+    def fastest(self) -> Row:
+        """Its fastest run alone, of runs of one size."""
+        calls = len(self.times)
+        size = self.bytes / calls, self.flops / calls
+        return replace(self, times=(min(self.times),), overlap=0, bytes=size[0], flops=size[1])
 
 
-def make_row(step: Step, env: Mapping[str, int], ns: int) -> Row:
-    node, op = step.node, get(step.node.op)
-    cost = op.price(node, env)
-    weights = [s.dtype.name for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1]
-    own = parts(node) if op.fusion else None
-    shapes = [r.meta for r, s in zip(own.results, own.states) if s is None] if own else [node.meta]
-    return Row(
-        op=node.op,
-        scope=node.scope,
-        origin=node.origin,
-        shape=" ".join(str(meta.at(env)) for meta in shapes),
-        weight="+".join(dict.fromkeys(weights)),
-        backend=step.backend.name,
-        kernel=step.kernel.name,
-        why=step.choice.why,
-        ns=ns,
-        bytes=cost.bytes,
-        flops=cost.flops,
-        parts=tuple(part.op for part in own.nodes) if own else (),
-    )
+@dataclass(frozen=True)
+class Run:
+    """One run of a plan: when the host began it and had it back, and its segments' times, as in
+    `graphllm.backends.Log`."""
+
+    plan: Plan
+    env: Mapping[str, int]
+    called: int
+    returned: int
+    ends: tuple[np.ndarray, ...]
+    starts: tuple[np.ndarray, ...]
+
+    @property
+    def times(self) -> np.ndarray:
+        """Nanoseconds of each step [n]."""
+        return np.concatenate([np.diff(ends) for ends in self.ends])
+
+    @property
+    def overlaps(self) -> np.ndarray:
+        """Nanoseconds that each step [n] had been running when the one before it ended."""
+        pairs = zip(self.ends, self.starts)
+        return np.concatenate([np.maximum(ends[:-1] - starts, 0) for ends, starts in pairs])
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A run whose times may not be there yet: for each segment its log, and the place in it."""
+
+    plan: Plan
+    env: Mapping[str, int]
+    called: int
+    returned: int
+    places: tuple[tuple[Log, int], ...]
 
 
 class Recorder:
-    """Collects what a run's segments measured; rows are made when asked for, not while it runs."""
+    """Times runs, and keeps what they note. Rows are made when asked for, not while plans run."""
 
     def __init__(self) -> None:
-        self._runs: list[tuple[Sequence[Step], Mapping[str, int], np.ndarray]] = []
+        self._pending: list[_Pending] = []
+        self._logs: dict[int, tuple[Segment, Log]] = {}  # by id of the segment
+        self._counts: dict[int, int] = {}  # timed runs of each log, by its id
 
-    def record(self, steps: Sequence[Step], env: Mapping[str, int], times: np.ndarray) -> None:
-        """``times``: clock readings in nanoseconds, before the first step and after each."""
-        self._runs.append((steps, env, times))
+    def run(self, plan: Plan, pieces: Pieces, env: Mapping[str, int]) -> None:
+        """Run ``pieces`` of ``plan``, timed, with these values of the Vars."""
+        places, called = [], time.perf_counter_ns()
+        for segment, _ in pieces:
+            log = self._logs.setdefault(id(segment), (segment, Log()))[1]
+            at = self._counts.setdefault(id(log), 0)
+            segment.run(log)
+            self._counts[id(log)] = at + 1
+            places.append((log, at))
+        now = time.perf_counter_ns()
+        self._pending.append(_Pending(plan, dict(env), called, now, tuple(places)))
+
+    @property
+    def runs(self) -> list[Run]:
+        """All of them, once they are over."""
+        for _, log in self._logs.values():
+            log.settle()
+        return [
+            Run(
+                p.plan, p.env, p.called, p.returned,
+                tuple(log.runs[at][0] for log, at in p.places),
+                tuple(log.runs[at][1] for log, at in p.places),
+            )
+            for p in self._pending
+        ]  # fmt: skip
 
     @property
     def rows(self) -> list[Row]:
-        return [
-            make_row(step, env, int(ns))
-            for steps, env, times in self._runs
-            for step, ns in zip(steps, np.diff(times))
-        ]
+        return rows_of(self.runs)
+
+
+def plans_of(runs: Iterable[Run]) -> list[Plan]:
+    """The plans that were run, each once, in order."""
+    return list({id(run.plan): run.plan for run in runs}.values())
+
+
+def rows_of(runs: Sequence[Run]) -> list[Row]:
+    """A row for each step of each plan, in the order of running."""
+    rows = []
+    for index, plan in enumerate(plans_of(runs)):
+        own = [run for run in runs if run.plan is plan]
+        times = np.stack([run.times for run in own])  # [runs, steps]
+        overlaps = np.stack([run.overlaps for run in own]).sum(0)
+        for step in range(len(plan.steps)):
+            some = tuple(times[:, step].tolist()), int(overlaps[step])
+            rows.append(_row(index, step, plan.steps[step], [run.env for run in own], *some))
+    return rows
+
+
+def _row(
+    plan: int, index: int, step: Step, envs: Sequence[Mapping[str, int]], times: tuple[int, ...],
+    overlap: int,
+) -> Row:  # fmt: skip
+    node, op = step.node, get(step.node.op)
+    costs = [op.price(node, env) for env in envs]
+    weights = [s.dtype for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1]
+    own = parts(node) if op.fusion else None
+    results = [r.meta for r, s in zip(own.results, own.states) if s is None] if own else [node.meta]
+    largest = max(envs, key=lambda env: env.get("T", 0))
+    layer = re.search(r"\.(\d+)(\.|$)", node.scope)
+    return Row(
+        plan=plan,
+        step=index,
+        op=node.op,
+        parts=tuple(part.op for part in own.nodes) if own else (),
+        scope=node.scope,
+        layer=int(layer[1]) if layer else None,
+        origin=node.origin,
+        shape=" ".join(str(meta.at(largest)) for meta in results),
+        inputs=tuple(str(s.meta.at(largest)) for s in node.sources),
+        weight="+".join(dict.fromkeys(kind.name for kind in weights)),
+        backend=step.backend.name,
+        kernel=step.kernel.name,
+        why=step.choice.why,
+        copy=op.role == TRANSFER,
+        integer=any(k.quantised for k in weights)
+        and any(s.dtype.quantised for s in node.sources if s.base.op != "weight"),
+        times=times,
+        overlap=overlap,
+        bytes=sum(cost.bytes for cost in costs),
+        flops=sum(cost.flops for cost in costs),
+    )
 
 
 @dataclass
 class Total:
-    """Rows of one kind, summed."""
+    """Rows of one kind, summed. ``limit``: nanoseconds at the ceiling that binds each of them."""
 
     calls: int = 0
     ns: int = 0
+    overlap: int = 0
     bytes: float = 0.0
     flops: float = 0.0
+    limit: float = 0.0
 
-    def add(self, row: Row) -> None:
-        self.calls += 1
+    def add(self, row: Row, limit: float = 0.0) -> None:
+        self.calls += len(row.times)
         self.ns += row.ns
+        self.overlap += row.overlap
         self.bytes += row.bytes
         self.flops += row.flops
+        self.limit += limit
 
     @property
     def gb_s(self) -> float:
@@ -108,9 +226,14 @@ KEYS = {
 }
 
 
-def totals(rows: Iterable[Row], by: str = "op") -> dict[str, Total]:
-    """Rows summed by op, scope, layer, backend or format, the longest first."""
+def totals(
+    rows: Iterable[Row], by: str = "op", limits: Mapping[int, float] | None = None
+) -> dict[str, Total]:
+    """Rows summed by op, scope, layer, backend or format, the longest first.
+
+    ``limits``: nanoseconds at its ceiling, by id of the row.
+    """
     sums: dict[str, Total] = {}
     for row in rows:
-        sums.setdefault(KEYS[by](row), Total()).add(row)
+        sums.setdefault(KEYS[by](row), Total()).add(row, (limits or {}).get(id(row), 0.0))
     return dict(sorted(sums.items(), key=lambda item: -item[1].ns))

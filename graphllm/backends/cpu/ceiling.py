@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from ... import ops
 from ...errors import GraphllmError
 from ...tensor import INPUT, WEIGHT, Meta, Tensor
-from .. import Bound, Header, Operand, Options
+from .. import Bound, Header, Log, Operand, Options
 from . import BACKEND
 from .device import CpuDevice, Launch, Program
 from .isa import usable_cores
@@ -31,7 +31,7 @@ _CHUNK = 256 << 10  # bytes that a reader takes at a time
 _AHEAD = 1024  # bytes between a load and what is asked for
 _LOADS = 4  # vectors of one turn, each with a sum of its own
 
-Run = Callable[[np.ndarray], None]  # takes two time stamps
+Run = Callable[[Log | None], None]
 
 
 @intrinsic
@@ -108,16 +108,13 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> dict[str, dic
     area.view(np.float32)[:] = 1.0
     tries = [(kind, threads) for threads in counts(usable_cores()) for kind in KINDS]
     found: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
-    stamps = np.zeros(2, np.int64)
     for done, (kind, threads) in enumerate(tries):
         show("measuring memory", done, len(tries))
-        run, best = KINDS[kind](area, threads), 0
-        run(stamps)  # the first compiles, and wakes the team
-        for _ in range(ROUNDS):
-            run(stamps)
-            took = int(stamps[1] - stamps[0])
-            best = min(best or took, took)
-        found[kind][threads] = area.nbytes / best * 1e9
+        run, log = KINDS[kind](area, threads), Log()
+        for _ in range(ROUNDS + 1):
+            run(log)
+        took = (int(ends[-1] - ends[0]) for ends, _ in log.runs[1:])  # the first wakes the team
+        found[kind][threads] = area.nbytes / min(took) * 1e9
     show("measuring memory", len(tries), len(tries))
     return found
 

@@ -10,7 +10,7 @@ import numpy as np
 from ...host import free_bytes
 from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
-from .. import Bound, Header, Operand, Options, site
+from .. import Bound, Header, Log, Operand, Options, site
 from .isa import threads_for
 from .jit import HIDDEN, Kernel
 from .layouts import allocate
@@ -108,14 +108,18 @@ class Program:
         self._words = np.array([where[0], len(entries), 0, where[1], count], np.int64)
         self._address = int(self._words.ctypes.data)
 
-    def run(self, times: np.ndarray | None) -> None:
-        """Run all steps; ``times``: see `graphllm.backends.Segment`."""
-        stamps = 0
-        if times is not None:
-            assert times.dtype == np.int64 and times.size > self._size and times.flags.c_contiguous
-            stamps = int(times.ctypes.data)
-        self._words[TIMES] = stamps
-        TEAM.run(self._address, self._threads, self._short)
+    def run(self, log: Log | None) -> None:
+        """See `graphllm.backends.Segment`. Without a log the program has no place for times."""
+        if log is None:
+            TEAM.run(self._address, self._threads, self._short)
+            return
+        times = np.zeros(self._size + 1, np.int64)
+        self._words[TIMES] = int(times.ctypes.data)
+        try:
+            TEAM.run(self._address, self._threads, self._short)
+        finally:
+            self._words[TIMES] = 0
+        log.runs.append((times, times[:-1]))
 
 
 def _kernels(launches: Sequence[Sequence[Launch]]) -> list[Kernel]:

@@ -118,7 +118,8 @@ struct Shared {
 
 // blockIdx: (kv head and part of its heads, token, piece). Every warp goes along keys of its own,
 // with a softmax of its own; at the end they are merged.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a STAMPS) {
+    STAMPED
     __shared__ Shared s;
     const int tokens = (int)begin(a.tokens);
     const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -299,5 +300,11 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
     if (first < width) emit_to<N>(v, target, token, first, width);
 }
 
-extern "C" __global__ void merge_1(Attention a, Target target) { merge<1>(a, target); }
-extern "C" __global__ void merge_8(Attention a, Target target) { merge<8>(a, target); }
+extern "C" __global__ void merge_1(Attention a, Target target STAMPS) {
+    STAMPED
+    merge<1>(a, target);
+}
+extern "C" __global__ void merge_8(Attention a, Target target STAMPS) {
+    STAMPED
+    merge<8>(a, target);
+}

@@ -13,7 +13,9 @@ template <int POOL> __device__ __forceinline__ float element(const u8* slot, int
     return from_f16(*(const u16*)block) * as_i8(block[2 + at % 32]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth, int width) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth,
+                                                                int width STAMPS) {
+    STAMPED
     DYNAMIC_SHARED(float, mixed);  // the values' sum so far
     __shared__ float weights[THREADS];
     __shared__ i64 slots[THREADS];

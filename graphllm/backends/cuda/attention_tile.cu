@@ -78,7 +78,8 @@ __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence
 }
 
 // blockIdx: (tile of queries, head). kind: of the results, as quantise.cuh has them.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind STAMPS) {
+    STAMPED
     DYNAMIC_SHARED(Tile, memory);
     Tile& s = *memory;
     begin();

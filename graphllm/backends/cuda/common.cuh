@@ -21,6 +21,50 @@ typedef unsigned long long u64;
 #define WARP 32
 #define DYNAMIC_SHARED(T, NAME) extern __shared__ T NAME[]
 
+// ------------------------------------------------------------------------------------ times
+
+// When a step started, when what is before it was over, and when it ended, in nanoseconds of the GPU's
+// clock.
+struct Stamps {
+    u64 start, ready, end;
+};
+
+__device__ __forceinline__ u64 clock_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+
+// In a build for timed runs each kernel's last parameter is the place for its step's times: start and
+// ready are those of the first block, the end that of the last thread 0 of a block. Kernels overlap as
+// they do in other builds, which have none of this.
+#if STAMPED_BUILD
+__shared__ Stamps* stamped_at;  // thread 0 alone knows it
+
+__device__ __forceinline__ bool first_thread() {
+    return threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0;
+}
+
+struct Stamped {
+    Stamps* const to;
+    __device__ __forceinline__ Stamped(Stamps* stamps) : to(stamps) {
+        if (first_thread()) stamped_at = to, atomicMin(&to->start, clock_ns());
+    }
+    __device__ __forceinline__ ~Stamped() {
+        if (threadIdx.x == 0) atomicMax(&to->end, clock_ns());
+    }
+};
+#define STAMPS , Stamps* stamps
+#define STAMPED Stamped stamped(stamps);
+#define STAMP_READY if (first_thread()) atomicMin(&stamped_at->ready, clock_ns());
+#else
+#define STAMPS
+#define STAMPED
+#define STAMP_READY
+#endif
+
+// ----------------------------------------------------------------------------------- launches
+
 __device__ __forceinline__ void launch_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -31,6 +75,7 @@ __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+    STAMP_READY
 }
 
 __device__ __forceinline__ void begin() {

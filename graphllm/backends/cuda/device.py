@@ -232,7 +232,9 @@ class CudaDevice:
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
-        return Segment(self.gpu, work, lambda: self._header, small, (list(steps), sites))
+        return Segment(
+            self.gpu, work, lambda: self._header, small, self._load, (list(steps), sites)
+        )
 
     def _load(self, functions: Sequence[Function]) -> None:
         """Have the functions' modules on the GPU, telling of those that must be compiled."""

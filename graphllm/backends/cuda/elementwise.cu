@@ -24,7 +24,9 @@ __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const
 
 #define UNARY_EACH(NAME, EACH, EXPRESSION)                                                      \
     extern "C" __global__ void NAME##_##EACH(const u8* at, i64 stride, float* out,             \
-                                             const i64* live, int width, float parameter) {    \
+                                             const i64* live, int width,                        \
+                                             float parameter STAMPS) {                          \
+        STAMPED                                                                                 \
         unary<EACH>(at, stride, out, live, width, [=](float x) { return EXPRESSION; });         \
     }
 #define UNARY(NAME, EXPRESSION)                                                                 \
@@ -63,7 +65,8 @@ __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i
 #define BINARY_EACH(NAME, EACH, EXPRESSION)                                                     \
     extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,           \
                                              i64 b_stride, float* out, const i64* live,        \
-                                             int width, int inner) {                           \
+                                             int width, int inner STAMPS) {                     \
+        STAMPED                                                                                 \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, inner,                         \
                      [](float x, float y) { return EXPRESSION; });                              \
     }

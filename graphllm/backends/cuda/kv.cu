@@ -5,7 +5,8 @@
 
 // A block does one row (x) and some elements of it (y).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
-                                    int width) {
+                                    int width STAMPS) {
+    STAMPED
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;
@@ -25,7 +26,8 @@ struct Heads {
 // first the queries, then the keys, then the values, which are only stored.
 extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Pool k_pool,
                                       Pool v_pool, const i64* live, int width, float eps,
-                                      Turn turn) {
+                                      Turn turn STAMPS) {
+    STAMPED
     DYNAMIC_SHARED(float, head);
     const i64 rows = begin(live);
     i64 token = blockIdx.x;
@@ -171,7 +173,8 @@ __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const
 #define WHOLE(P)                                                                               \
     extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
                                               Pool k_pool, Pool v_pool, const i64* live,       \
-                                              float eps, Turn turn) {                          \
+                                              float eps, Turn turn STAMPS) {                    \
+        STAMPED                                                                                 \
         turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, turn);                          \
     }
 WHOLE(1)

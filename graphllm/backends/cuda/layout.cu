@@ -18,7 +18,8 @@ __device__ __forceinline__ void pack_rows(const u8* x, const Shape& s, T* out, c
 }
 
 #define PACK(NAME, T)                                                                           \
-    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live) {            \
+    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live STAMPS) {     \
+        STAMPED                                                                                 \
         pack_rows(x, s, out, live);                                                             \
     }
 PACK(contiguous_1, u8)
@@ -29,7 +30,8 @@ PACK(contiguous_8, u64)
 enum FloatKind { KIND_F32, KIND_F16, KIND_BF16 };
 
 extern "C" __global__ void cast(const u8* x, i64 stride, u8* out, const i64* live, int width,
-                                int source, int target) {
+                                int source, int target STAMPS) {
+    STAMPED
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x;
@@ -59,7 +61,8 @@ __device__ __forceinline__ void gather(const u8* x, i64 stride, const int* rows,
 
 #define GATHER(NAME, T)                                                                         \
     extern "C" __global__ void NAME(const u8* x, i64 stride, const int* rows, T* out,          \
-                                    const i64* live, int width) {                              \
+                                    const i64* live, int width STAMPS) {                        \
+        STAMPED                                                                                 \
         gather(x, stride, rows, out, live, width);                                              \
     }
 GATHER(gather_1, u8)

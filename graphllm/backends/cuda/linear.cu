@@ -141,7 +141,8 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
 extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
-                                  int act) {
+                                  int act STAMPS) {
+    STAMPED
     if (NEXT == 0) launch_next();
     const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int start = lane + WARP * DEPTH * (warp % SHARED_BY);

@@ -21,7 +21,9 @@
 #define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: those at hand, and the next ones
 
 extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
-    linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act, int kind) {
+    linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act,
+           int kind STAMPS) {
+    STAMPED
     __shared__ float sums[WARPS][MANY][SIDE + 1];
     launch_next();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;

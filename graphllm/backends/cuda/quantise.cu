@@ -17,17 +17,20 @@ __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 o
 }
 
 extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                       const i64* live, int width) {
+                                       const i64* live, int width STAMPS) {
+    STAMPED
     quantise<1>(x, stride, out, out_stride, live, width);
 }
 
 extern "C" __global__ void quantise_256(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                        const i64* live, int width) {
+                                        const i64* live, int width STAMPS) {
+    STAMPED
     quantise<8>(x, stride, out, out_stride, live, width);
 }
 
 extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                  const i64* live, int width, int kind) {
+                                  const i64* live, int width, int kind STAMPS) {
+    STAMPED
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 256;

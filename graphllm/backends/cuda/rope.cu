@@ -3,7 +3,8 @@
 #include "rope.cuh"
 
 extern "C" __global__ void rope(const u8* x, i64 stride, float* out, const i64* live, int width,
-                                int head, Turn turn) {
+                                int head, Turn turn STAMPS) {
+    STAMPED
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;

@@ -16,12 +16,15 @@ from cupy.cuda.function import Module as Loaded
 from cupy_backends.cuda.api import driver
 
 from ...errors import GraphllmError
-from .. import Header
+from .. import Header, Log
 from .device import Arg, Call, Launch, Work
 from .memory import OUT_OF_MEMORY, Buffer, no_room, room
-from .source import Function, Module, image, kept, module, target
+from .source import Function, Module, image, kept, module, stamped, target
+from .stamps import STAMPS, ends_and_starts
 
 _SUPPORT = module("support")
+_THREADS = 256  # of the kernels that handle times
+Load = Callable[[Sequence[Function]], None]
 _EARLY, _MAX_DYNAMIC_SHARED = 6, 48 << 10  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -177,6 +180,23 @@ class Gpu:
             found.append(get_elapsed_time(start, end) / 1e3)
         return found[2:]
 
+    def clock_shift(self) -> int:
+        """What to add to the GPU's clock to have that of `time.perf_counter_ns`: by the reading of
+        the GPU's that took the host the least time."""
+        place = Buffer(8, self.stream)
+        read = self.prepared(
+            Launch(_SUPPORT["read_clock"], (1,), (1,), (place.address,), early=False)
+        )
+        found = []
+        for _ in range(8):
+            before = time.perf_counter_ns()
+            read()
+            self.stream.synchronize()
+            after = time.perf_counter_ns()
+            (there,) = place[:].view(np.int64)
+            found.append((after - before, (before + after) // 2 - int(there)))
+        return min(found)[1]
+
     def paced(self, run: Callable[[], None]) -> None:
         """A run that takes the GPU long, once the one before the last is over: what is on the
         stream cannot be taken back, Ctrl-C waits for it, and progress is told too early."""
@@ -239,8 +259,70 @@ class _Sequence:
         return lambda: graph.launch(stream)
 
 
+class Timed:
+    """Steps in their timed build: each kernel notes when its step started and ended, and a run's
+    times go to a ring in the GPU's memory. So timed runs are replayed, overlap and run ahead as
+    others do."""
+
+    PLACES = 256  # runs whose times are kept until they are read
+
+    def __init__(
+        self, gpu: Gpu, work: Sequence[Sequence[Work]], captured: bool, load: Load
+    ) -> None:
+        self._gpu, self._steps = gpu, len(work)
+        size = STAMPS.itemsize * (len(work) + 1)  # of each step, and of the beginning
+        self._times, self._count = Buffer(size, gpu.stream), Buffer(8, gpu.stream)
+        self._kept = Buffer(size * self.PLACES, gpu.stream)
+        self._log, self._read, self._runs = Log(), 0, 0
+        own = [self._stamped(w, i) for i, part in enumerate(work, 1) for w in part]
+        load([w.function for w, *_ in own if isinstance(w, Launch)])
+        times = self._times.address
+        begin = self._support("begin_times", times, len(work), threads=_THREADS)
+        keep = self._support(
+            "keep_times", times, len(work), self._kept.address, self.PLACES, self._count.address,
+            threads=_THREADS,
+        )  # fmt: skip
+        self._sequence = _Sequence(gpu, [begin, *(w for each in own for w in each), keep], captured)
+
+    def _stamped(self, work: Work, step: int) -> list[Work]:
+        """A step's work, with a place for its times."""
+        place = self._times.address + STAMPS.itemsize * step
+        if isinstance(work, Call):
+            return [work, self._support("note_end", place)]
+        function = Function(stamped(work.function.module), work.function.name)
+        return [replace(work, function=function, args=(*work.args, place))]
+
+    @staticmethod
+    def _support(name: str, *args: int, threads: int = 1) -> Launch:
+        return Launch(_SUPPORT[name], (1,), (threads,), args, early=False)
+
+    def noting(self, log: Log) -> Callable[[], None]:
+        """A run whose times go to ``log``."""
+        if log is not self._log or self._runs - self._read == self.PLACES:
+            self._settle()
+            self._log, log.settle = log, self._settle
+        return self._run
+
+    def _run(self) -> None:
+        self._runs += 1
+        self._sequence()
+
+    def _settle(self) -> None:
+        """Give the log the times of the runs since the last call, once they are over."""
+        if self._read == self._runs:
+            return
+        self._gpu.use()
+        ring = self._kept[:].view(STAMPS).reshape(self.PLACES, self._steps + 1)
+        shift = self._gpu.clock_shift()
+        for run in range(self._read, self._runs):
+            ends, starts = ends_and_starts(ring[run % self.PLACES])
+            self._log.runs.append((ends + shift, starts + shift))
+        self._read = self._runs
+
+
 class Segment:
-    """Consecutive steps: a list of launches and calls for each. ``keep``: what they point at."""
+    """Consecutive steps: a list of launches and calls for each. ``load``: has functions ready,
+    telling of those that must be compiled; ``keep``: what the steps point at."""
 
     def __init__(
         self,
@@ -248,12 +330,13 @@ class Segment:
         work: Sequence[Sequence[Work]],
         live: Callable[[], _LiveValues | None],
         captured: bool,
+        load: Load,
         keep: object,
     ) -> None:
         self._gpu, self._work, self._live, self._captured = gpu, work, live, captured
-        self._keep = keep
+        self._load, self._keep = load, keep
         self._plain = _Sequence(gpu, [w for part in work for w in part], captured)
-        self._stamped: tuple[_Sequence, Buffer] | None = None
+        self._timed: Timed | None = None
 
     @property
     def pieces(self) -> int:
@@ -265,38 +348,16 @@ class Segment:
         """Whether launches are replayed from CUDA graphs by now."""
         return self._plain.captured
 
-    def run(self, times: np.ndarray | None) -> None:
-        """Put all steps on the stream; with ``times``, wait for them and read the GPU's clock."""
+    def run(self, log: Log | None) -> None:
+        """Put all steps on the stream; with a ``log``, in their timed build."""
         self._gpu.use()
         values = self._live()
         if values is not None:
             values.update()
-        if times is None:
-            if self._captured:
-                self._plain()
-            else:
-                self._gpu.paced(self._plain)
-            return
-        if self._stamped is None:
-            self._stamped = self._with_stamps()
-        sequence, stamps = self._stamped
-        sequence()
-        read = stamps[:].view(np.int64)
-        times[:] = read + (time.perf_counter_ns() - int(read[-1]))  # ends now, on the host's clock
-
-    def _with_stamps(self) -> tuple[_Sequence, Buffer]:
-        """The same steps with a kernel of one thread after each that notes the time."""
-        stamps = Buffer(8 * (len(self._work) + 1), self._gpu.stream)
-
-        def stamp(index: int) -> Launch:
-            return Launch(_SUPPORT["stamp"], (1,), (1,), (stamps.address + 8 * index,), early=False)
-
-        work: list[Work] = [stamp(0)]
-        for index, part in enumerate(self._work, 1):
-            work += [*(replace(w, early=False) if isinstance(w, Launch) else w for w in part)]
-            work.append(stamp(index))
-        sequence = _Sequence(self._gpu, work, self._captured)
-        if self._plain.runs:  # then all functions are loaded, and a graph can be made at once
-            self._gpu.prepared(stamp(0))()
-            sequence.runs = 1
-        return sequence, stamps
+        if log is not None and self._timed is None:
+            self._timed = Timed(self._gpu, self._work, self._captured, self._load)
+        run = self._plain if log is None or self._timed is None else self._timed.noting(log)
+        if self._captured:
+            run()
+        else:
+            self._gpu.paced(run)

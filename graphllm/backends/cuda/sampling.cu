@@ -30,7 +30,8 @@ struct Wide {
 
 // The largest key of each slice, to out [rows, THREADS]. A warp does a slice.
 extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings settings,
-                                 const i64* live, u32* out, Wide* wide) {
+                                 const i64* live, u32* out, Wide* wide STAMPS) {
+    STAMPED
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     int slice = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, size = slice_of(width);
@@ -301,7 +302,8 @@ __device__ __forceinline__ int largest(const Row& row, u32 peak, u32 most) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
-         Wide* wide, int* out) {
+         Wide* wide, int* out STAMPS) {
+    STAMPED
     __shared__ u64 room[BINS];  // of candidates, or of bins
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
@@ -328,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
-           Wide* wide, int* out) {
+           Wide* wide, int* out STAMPS) {
+    STAMPED
     __shared__ u64 room[BINS];
     const i64 rows = begin(live);
     i64 n = blockIdx.x;

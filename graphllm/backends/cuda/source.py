@@ -67,6 +67,11 @@ def module(family: str, **defines: object) -> Module:
     return MODULES.setdefault(made) or made
 
 
+def stamped(made: Module) -> Module:
+    """The module's build for timed runs: see common.cuh."""
+    return Module(made.file, (*made.defines, ("STAMPED_BUILD", "1")))
+
+
 @dataclass(frozen=True)
 class Image:
     """Machine code (or PTX, for a device newer than the compiler) and the assembler's report."""

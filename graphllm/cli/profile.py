@@ -1,0 +1,90 @@
+"""The verb ``profile``: where the time of a prompt and of the tokens after it goes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import RequestError
+from .options import Loading, Source, progress_line, verb
+
+if TYPE_CHECKING:
+    from ..profiler.profile import Profile
+
+_PROMPT = "The capital of France is"
+
+
+@verb
+def profile(
+    source: Source,
+    loading: Loading,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help=f"The text to continue; {_PROMPT!r}.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option("--prompt-tokens", help="Instead of a text, so many tokens without meaning."),
+    ] = 0,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Tokens after the prompt.")
+    ] = 64,
+    repeat: Annotated[int, typer.Option("-r", "--repeat", help="Passes over all of it.")] = 3,
+    by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op",
+    top: Annotated[int, typer.Option("--top", help="Rows of each table; 0: all.")] = 0,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("-o", "--output", help="Also write NAME.json; repeatable."),
+    ] = None,
+) -> None:
+    """Show what each op of a prompt and of the tokens after it costs, and the rest of the time.
+
+    graphllm profile demo -n 64
+
+    graphllm profile demo --by layer --top 5 -t 1 -o report.json
+
+    graphllm profile --random mistral-7b --type q4_0 --prompt-tokens 512
+
+    Share: of the wall time. Limit: the time at the ceiling that binds the op (doctor --measure) as
+    a share of its time. To gain: ms a token above that.
+    """
+    from ..profiler.rows import KEYS
+
+    if by not in KEYS:
+        raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
+    if top < 0:
+        raise RequestError(f"--top {top} must be at least 0")
+    writers = [(path, _writer(path)) for path in output or ()]
+    if prompt is not None and prompt_tokens:
+        raise RequestError("give --prompt or --prompt-tokens, not both")
+    if prompt is None and source.random is not None:
+        prompt_tokens = prompt_tokens or 512
+    found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
+    for path, write in writers:
+        try:
+            path.write_text(write(found), "utf-8")
+        except OSError as error:
+            raise RequestError(f"-o {path}: {error.strerror}") from None
+    print(found.table(by, top, sys.stdout.isatty()))
+
+
+def _taken(
+    source: Source, loading: Loading, prompt: str, prompt_tokens: int, decode: int, repeat: int
+) -> Profile:
+    from ..profiler.bench import fillers
+
+    llm = loading.load(source.open())
+    ids = fillers(prompt_tokens, llm.decoder.cfg.vocab)
+    with progress_line() as show:
+        return llm.profile(ids or prompt, decode, repeat, show)
+
+
+def _writer(path: Path) -> Callable[[Profile], str]:
+    """What makes the file's text. RequestError for an unknown kind."""
+    if path.name.endswith(".json"):
+        return lambda profile: json.dumps(profile.as_dict())
+    raise RequestError(f"-o {path}: the name must end in .json")

@@ -1,0 +1,149 @@
+"""How a profile is taken: passes over a prompt and tokens after it, plain and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..errors import RequestError
+from ..generation.request import Sampling
+from . import ceilings
+from .bench import describe
+from .closing import Pass
+from .profile import Phase, Profile, Roof
+from .rows import Recorder, Run
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+Show = Callable[[str, int, int], None]  # what, done, total
+Recorders = tuple[Recorder, Recorder]  # of the prompt, and of the tokens after it
+_Window = tuple[int, int]  # nanoseconds of the clock: begin, end
+
+
+def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) -> Profile:
+    """``repeat`` passes over the prompt ``ids`` and ``decode`` tokens after it, each plain and then
+    timed, after one of each that does not count. RequestError where they do not fit."""
+    if decode < 0 or repeat < 1:
+        raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
+    if not ids or len(ids) + decode > llm.limits.context:
+        have = f"the context holds {llm.limits.context} (-c)"
+        raise RequestError(f"{len(ids)} tokens and {decode} after them: there must be one; {have}")
+    llm.check_ids(ids)
+    llm.engine.prepare()
+    plain: list[tuple[_Window, _Window]] = []
+    timed: list[tuple[_Window, _Window]] = []
+    recorders = Recorder(), Recorder()
+    for done in range(repeat + 1):
+        show("profiling", done, repeat + 1)
+        plain.append(_once(llm, ids, decode, None))
+        if not done:  # graphs are made with the second run of each kind
+            _once(llm, ids, min(decode, 3), (Recorder(), Recorder()))
+            continue
+        timed.append(_once(llm, ids, decode, recorders))
+    show("profiling", repeat + 1, repeat + 1)
+    phases = _phases(llm, len(ids), decode, plain[1:], timed, recorders)
+    return Profile(
+        phases, phases[0].roofs, _about(llm, len(ids), decode, repeat), _start(llm, plain)
+    )
+
+
+def _once(
+    llm: LLM, ids: Sequence[int], decode: int, recorders: Recorders | None
+) -> tuple[_Window, _Window]:
+    """The wall windows of the prompt and of the tokens after it."""
+    engine = llm.engine
+    engine.forget()
+    llm.executor.get_state("ids")  # waits for a step that was begun ahead
+    start = time.perf_counter_ns()
+    drawn = engine.generate(ids, Sampling(seed=0).checked(), (), profile=recorders)
+    next(drawn)
+    middle = time.perf_counter_ns()
+    for _ in range(decode):
+        next(drawn)
+    return (start, middle), (middle, time.perf_counter_ns())
+
+
+def _phases(
+    llm: LLM, prompt: int, decode: int, plain: Sequence[tuple[_Window, _Window]],
+    timed: Sequence[tuple[_Window, _Window]], recorders: Recorders,
+) -> tuple[Phase, ...]:  # fmt: skip
+    found = []
+    roofs: dict[str, Roof] = {}
+    for index, (name, tokens) in enumerate((("prefill", prompt), ("decode", decode))):
+        if not tokens:
+            continue
+        spans = [pair[index] for pair in timed]
+        lengths = [pair[index][1] - pair[index][0] for pair in plain]
+        passes = tuple(Pass(*span, length) for span, length in zip(spans, lengths))
+        runs = recorders[index].runs
+        if name == "decode":
+            runs = [run for span in spans for run in _inside(runs, span)[:tokens]]
+        for backend in {step.backend.name for run in runs for step in run.plan.steps}:
+            _add_roof(roofs, backend, _threads(llm))
+        found.append(Phase(name, tokens, passes, tuple(runs), roofs))
+    return tuple(found)
+
+
+def _threads(llm: LLM) -> int:
+    """Those of the CPU."""
+    from ..backends.cpu.isa import threads_for
+
+    return threads_for(llm.executor.options)
+
+
+def _inside(runs: Sequence[Run], span: _Window) -> list[Run]:
+    return [run for run in runs if span[0] <= run.called < span[1]]
+
+
+def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
+    """What was measured of the backend, if it was."""
+    kept = ceilings.kept(backend)
+    if kept is None or backend in roofs:
+        return
+    flops = [kept.flop_s(kind, threads) for kind in ("float", "integer")]
+    roofs[backend] = Roof(kept.date, not kept.fresh(), kept.best(threads), *flops)
+
+
+def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
+    """The sections that say what was run, and on what."""
+    executor = llm.executor
+    told = describe(llm, _threads(llm))
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        "made": {"graphllm": __version__, "python": sys.version.split()[0], "date": date},
+        "machine": {
+            "name": ceilings.machine(),
+            "backends": {backend.name: backend.available()[1] for backend in executor.backends},
+        },
+        "model": {
+            "path": told["model_filename"],
+            "type": told["model_type"],
+            "bytes": told["model_size"],
+            "parameters": told["model_n_params"],
+            "context": llm.limits.context,
+            "kv_type": llm.limits.kv_dtype,
+        },
+        "settings": {
+            "threads": _threads(llm),
+            "linear": executor.options.linear,
+            "no_fuse": list(executor.options.without),
+            "no_kernels": list(executor.options.no_kernels),
+            "gpu_layers": told["n_gpu_layers"],
+            "prompt_tokens": prompt,
+            "decode_tokens": decode,
+            "repeat": repeat,
+        },
+    }
+
+
+def _start(llm: LLM, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
+    """Seconds of what happens once."""
+    walls = [(late[1] - early[0]) / 1e9 for early, late in plain]
+    first = max(0.0, walls[0] - statistics.median(walls[1:]))
+    return {"load_s": llm.load_s, **llm.executor.spent, "first_run_s": first}

@@ -1,0 +1,167 @@
+"""A profile: what the steps of a prompt and of the tokens after it cost, and where the rest of the
+wall time went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from ..plan import Plan
+from .closing import Closing, Pass, close
+from .report import table
+from .rows import KEYS, Row, Run, plans_of, rows_of
+from .spans import arenas
+
+SCHEMA, VERSION = "graphllm.profile", 1
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What a backend gives at best with the threads of the run: bytes and operations a second."""
+
+    date: str
+    stale: bool  # measured on another machine, or too long ago
+    bytes_s: float
+    float_flop_s: float
+    integer_flop_s: float
+
+    def limit(self, row: Row) -> tuple[float, str]:
+        """Nanoseconds that the row's runs would take, and what binds them."""
+        rate = self.integer_flop_s if row.integer else self.float_flop_s
+        memory = 1e9 * row.bytes / self.bytes_s if self.bytes_s else 0.0
+        arithmetic = 1e9 * row.flops / rate if rate else 0.0
+        if not memory and not arithmetic:
+            return 0.0, ""
+        return max((memory, "memory"), (arithmetic, "arithmetic"))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The prompt, or the tokens after it: ``tokens`` in each of the passes."""
+
+    name: str
+    tokens: int
+    passes: tuple[Pass, ...]
+    runs: tuple[Run, ...]
+    roofs: Mapping[str, Roof]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return rows_of(self.runs)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        return plans_of(self.runs)
+
+    @cached_property
+    def limits(self) -> dict[int, tuple[float, str]]:
+        """By id of the row: nanoseconds at the ceiling that binds it, and which that is."""
+        known = ((row, self.roofs.get(row.backend)) for row in self.rows)
+        return {id(row): roof.limit(row) for row, roof in known if roof is not None}
+
+    @cached_property
+    def closing(self) -> Closing:
+        return close(self.passes, self.runs)
+
+    @property
+    def wall_ns(self) -> float:
+        """Of a pass, the median."""
+        return statistics.median(p.end - p.start for p in self.passes)
+
+    @property
+    def tok_s(self) -> float:
+        return 1e9 * self.tokens / self.wall_ns
+
+    @property
+    def overhead(self) -> float:
+        """What noting times costs: a pass's wall time against the plain one before it, less 1."""
+        return statistics.median((p.end - p.start) / p.plain for p in self.passes) - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        zero = self.passes[0].start
+        return {
+            "name": self.name,
+            "tokens": self.tokens,
+            "passes": [
+                {"start": p.start - zero, "end": p.end - zero, "plain": p.plain}
+                for p in self.passes
+            ],
+            "closing": self.closing.as_dict(),
+            "overhead": self.overhead,
+            "rows": [self._row(row) for row in self.rows],
+            "runs": [self._run(run, zero) for run in self.runs],
+            "arena": [
+                {"plan": index, **each}
+                for index, plan in enumerate(self.plans)
+                for each in arenas(plan)
+            ],
+        }
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        limit, bound = self.limits.get(id(row), (None, ""))
+        own = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "integer"}
+        return {**own, "limit": limit if bound else None, "bound": bound}
+
+    def _run(self, run: Run, zero: int) -> dict[str, Any]:
+        segments, first = [], 0
+        for ends in run.ends:
+            count = len(ends) - 1
+            segments.append({"first": first, "count": count, "begin": int(ends[0]) - zero})
+            first += count
+        within = (i for i, p in enumerate(self.passes) if p.start <= run.called < p.end)
+        return {
+            "plan": next(i for i, plan in enumerate(self.plans) if plan is run.plan),
+            "pass": next(within),
+            "called": run.called - zero,
+            "returned": run.returned - zero,
+            "env": dict(run.env),
+            "segments": segments,
+        }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Both phases, and what they were run on.
+
+    ``about``: the sections ``machine``, ``model`` and ``settings`` of the report, as in
+    docs/profile-format.md. ``start``: seconds of loading, of compiling, and of the first run.
+    """
+
+    phases: tuple[Phase, ...]
+    roofs: Mapping[str, Roof]
+    about: Mapping[str, Any]
+    start: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> Phase:
+        """``prefill`` or ``decode``. KeyError where nothing of it ran."""
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(name)
+
+    def table(self, by: str = "op", top: int = 0, colour: bool = False) -> str:
+        """Both phases as text, rows summed by op, scope, layer, backend or format.
+
+        ``top``: so many rows, the longest; 0: all. ValueError for another ``by``.
+        """
+        if by not in KEYS:
+            raise ValueError(f"by = {by!r} must be one of {', '.join(KEYS)}")
+        return table(self, by, top, colour)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `graphllm profile -o NAME.json` writes: docs/profile-format.md."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            **self.about,
+            "start": dict(self.start),
+            "ceilings": {name: _plain(roof) for name, roof in self.roofs.items()},
+            "phases": [phase.as_dict() for phase in self.phases],
+        }
+
+
+def _plain(roof: Roof) -> dict[str, Any]:
+    return {f.name: getattr(roof, f.name) for f in fields(roof)}

@@ -1,0 +1,209 @@
+"""A profile of a small model: rows, sums that add up to the wall time, the report as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_models as tiny
+from typer.testing import CliRunner
+
+import graphllm
+from graphllm.backends import Log
+from graphllm.cli import app
+from graphllm.errors import RequestError
+from graphllm.generation.request import Sampling
+from graphllm.profiler.closing import Pass, close
+from graphllm.profiler.profile import Roof
+from graphllm.profiler.rows import KEYS, Recorder, Run, totals
+
+PROMPT, DECODE, REPEAT = 20, 6, 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny.write_tiny(tmp_path_factory.mktemp("profile") / "m.gguf", "llama")
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def llm(request, path):
+    return graphllm.load(path, device=request.param, context=128)
+
+
+@pytest.fixture(scope="module")
+def found(llm):
+    return llm.profile(list(range(3, 3 + PROMPT)), DECODE, REPEAT)
+
+
+def test_there_is_a_row_for_each_step(llm, found):
+    decode = found["decode"]
+    steps = llm.engine.decode_plan().steps
+    assert [row.op for row in decode.rows] == [step.node.op for step in steps]
+    assert all(len(row.times) == DECODE * REPEAT for row in decode.rows)
+    assert all(ns >= 0 for row in decode.rows for ns in row.times)
+    assert {row.layer for row in decode.rows} >= {0, None}
+    assert all(":" in row.origin for row in decode.rows)
+    assert {len(row.times) for row in found["prefill"].rows} == {REPEAT}
+
+
+def test_it_adds_up(found):
+    for phase in found.phases:
+        own = phase.closing
+        assert own.wall == sum(p.end - p.start for p in phase.passes)
+        assert own.wall == own.ops + own.copies + own.gaps + own.host + own.unattributed
+        assert own.ops == sum(row.ns for row in phase.rows if not row.copy) > 0
+        assert min(own.gaps, own.host) >= 0 and own.attributed > 0.97
+
+
+def test_a_row_has_what_its_runs_cost(found):
+    (row,) = (r for r in found["decode"].rows if r.scope == "lm_head" and r.weight)
+    calls = len(row.times)
+    rows, columns = (int(n) for n in row.inputs[1].partition("[")[2].rstrip("]").split(","))
+    assert row.flops == calls * 2 * rows * columns
+
+
+def test_rows_are_summed_by_every_key(found):
+    rows = found["decode"].rows
+    for by in KEYS:
+        sums = totals(rows, by)
+        assert sum(total.ns for total in sums.values()) == sum(row.ns for row in rows)
+        assert list(sums.values()) == sorted(sums.values(), key=lambda total: -total.ns)
+        assert found.table(by)
+    with pytest.raises(ValueError, match="by = 'name' must be one of op"):
+        found.table("name")
+
+
+def test_the_longest_rows_and_what_is_left(found):
+    lines = found.table(top=2).split("\n\n")[1].splitlines()
+    kinds = len(totals(found["decode"].rows))
+    assert lines[4].startswith(f"{kinds - 2} more") and lines[5].startswith("all ops")
+
+
+def test_the_report_is_json_and_its_times_fit_together(found):
+    report = json.loads(json.dumps(found.as_dict()))
+    assert (report["schema"], report["version"]) == ("graphllm.profile", 1)
+    for phase in report["phases"]:
+        assert phase["passes"][0]["start"] == 0
+        assert sum(phase["closing"][k] for k in phase["closing"] if k != "wall") == phase[
+            "closing"]["wall"]  # fmt: skip
+        rows = {(row["plan"], row["step"]): row for row in phase["rows"]}
+        seen: dict[int, int] = {}
+        for run in phase["runs"]:
+            nth = seen[run["plan"]] = seen.get(run["plan"], -1) + 1
+            for piece in run["segments"]:
+                steps = range(piece["first"], piece["first"] + piece["count"])
+                took = sum(rows[run["plan"], step]["times"][nth] for step in steps)
+                window = phase["passes"][run["pass"]]
+                assert window["start"] <= run["called"] <= piece["begin"]
+                assert piece["begin"] + took <= window["end"]
+        for arena in phase["arena"]:
+            assert all(s["offset"] + s["nbytes"] <= arena["nbytes"] for s in arena["spans"])
+            assert all(s["first"] <= s["last"] for s in arena["spans"])
+
+
+def test_limits_are_those_of_what_binds(found):
+    row = replace(found["decode"].rows[0], bytes=1e6, flops=1e6, integer=False)
+    roof = Roof("", False, bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
+    assert roof.limit(row) == (1e6, "memory")
+    assert roof.limit(replace(row, integer=True)) == (1e7, "arithmetic")
+    assert replace(roof, bytes_s=0.0, float_flop_s=0.0).limit(row) == (0.0, "")
+
+
+# ------------------------------------------------------------------------------------------ closing
+
+
+def a_run(plan, called: int, returned: int, *ends: list[int]) -> Run:
+    pieces = tuple(np.array(each) for each in ends)
+    return Run(plan, {}, called, returned, pieces, tuple(each[:-1] for each in pieces))
+
+
+class _Plan:
+    """Of five steps that copy nothing."""
+
+    def __init__(self, llm) -> None:
+        self.steps = llm.engine.decode_plan().steps[:5]
+
+
+def test_time_is_given_to_who_spent_it(llm):
+    plan = _Plan(llm)
+    first = a_run(plan, 10, 75, [20, 30, 40], [50, 55, 60, 70])
+    second = a_run(plan, 90, 140, [100, 105, 110], [110, 120, 125, 130])
+    own = close([Pass(0, 150, 1)], [first, second])
+    assert own.ops == 20 + 20 + 10 + 20 and own.copies == 0
+    assert own.gaps == (10 + 10 + 5) + (10 + 0 + 10)
+    assert own.host == 10 + 15 + 10 and own.unattributed == 0
+
+
+def test_the_host_is_not_waited_for_where_it_runs_ahead(llm):
+    plan = _Plan(llm)
+    first = a_run(plan, 0, 1, [5, 10, 20], [20, 30, 40, 50])
+    second = a_run(plan, 2, 3, [52, 60, 70], [70, 80, 90, 100])
+    own = close([Pass(0, 103, 1)], [first, second])
+    assert (own.gaps, own.host, own.ops) == (5 + 2, 3, 45 + 48)
+    assert own.unattributed == 0
+
+
+def test_clocks_that_differ_leave_something(llm):
+    first = a_run(_Plan(llm), 10, 12, [4, 10, 20], [20, 30, 40, 50])
+    own = close([Pass(0, 50, 1)], [first])
+    assert own.wall == 50 == own.ops + own.gaps + own.host + own.unattributed
+
+
+# ---------------------------------------------------------------------------------------- recorders
+
+
+def test_a_program_without_times_has_no_place_for_them(path):
+    llm = graphllm.load(path, device="cpu", context=128)
+    plan = llm.engine.decode_plan()
+    ((segment, _),) = llm.executor._programs[id(plan)].segments
+    from graphllm.backends.cpu.walk import TIMES
+
+    assert segment._words[TIMES] == 0
+    log = Log()
+    llm.profile([3, 4, 5], 2, 1)
+    segment.run(log)
+    assert len(log.runs) == 1 and segment._words[TIMES] == 0
+
+
+def test_two_recorders_of_one_plan_do_not_mix(llm):
+    recorders = [Recorder(), Recorder()]
+    for count, recorder in ((2, recorders[0]), (3, recorders[1]), (1, recorders[0])):
+        llm.engine.forget()
+        drawn = llm.engine.generate([3, 4, 5], Sampling(seed=0), (), profile=(
+            Recorder(), recorder))  # fmt: skip
+        for _ in range(count + 1):
+            next(drawn)
+    assert [len(each.runs) for each in recorders] == [3, 3]
+    calls = [run.called for run in recorders[0].runs]
+    assert calls == sorted(calls)
+
+
+# --------------------------------------------------------------------------------------------- verb
+
+
+def test_the_verb_writes_a_report(path, tmp_path):
+    out = tmp_path / "report.json"
+    asked = ["profile", str(path), "--prompt-tokens", "9", "-n", "3", "-r", "2", "-c", "64",
+             "--by", "layer", "--top", "3", "-o", str(out)]  # fmt: skip
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert "prefill: 9 tokens" in result.output and "decode: 3 tokens" in result.output
+    assert json.loads(out.read_text())["settings"]["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        (["--by", "name"], "--by name must be one of"),
+        (["-o", "x.txt"], "-o x.txt"),
+        (["--top", "-1"], "--top -1"),
+        (["-p", "a", "--prompt-tokens", "4"], "not both"),
+        (["--prompt-tokens", "60", "-n", "60", "-c", "64"], "60 tokens and 60 after them"),
+        (["-r", "0"], "repeat = 0"),
+    ],
+)
+def test_what_it_refuses(path, asked, words):
+    result = CliRunner().invoke(app, ["profile", str(path), *asked])
+    assert isinstance(result.exception, RequestError) and words in str(result.exception)
