@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,44 @@ def test_compiles_without_spills(module, arch, logs):
     used = source.resources(log)
     assert used
     assert not {name: local for name, (_, local) in used.items() if local}
+
+
+def timed_builds() -> list[source.Module]:
+    """Of the first and the last module of each file whose kernels are steps' of plans."""
+    files: dict[str, list[source.Module]] = {}
+    for made in source.MODULES:
+        if "STAMPED" in made.text:
+            files.setdefault(made.file, []).append(made)
+    assert len(files) > 15
+    some = {each: None for modules in files.values() for each in (modules[0], modules[-1])}
+    return [source.stamped(made) for made in some]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("made", timed_builds(), ids=str)
+def test_timed_builds_compile_without_spills(made):
+    used = source.resources(source.compile_module(made, "sm_90a").log)
+    assert used and not {name: local for name, (_, local) in used.items() if local}
+
+
+@pytest.mark.nvrtc
+def test_only_timed_builds_read_the_clock():
+    """By the instructions that the compiler leaves: PTX of a kernel of each file."""
+    for made in timed_builds()[::2]:
+        plain = source.Module(made.file, made.defines[:-1])
+        assert source.stamped(plain) == made
+        texts = [source.compile_module(each, "compute_90").code for each in (plain, made)]
+        assert [b"globaltimer" in text for text in texts] == [False, True], made
+
+
+def test_every_kernel_of_a_step_can_be_timed():
+    for path in sorted(Path(source.__file__).parent.glob("*.cu")):
+        if path.name in ("support.cu", "layouts.cu"):  # what is not a step of a plan
+            continue
+        text = path.read_text("utf-8")
+        kernels = len(re.findall("__global__", text))
+        assert kernels == len(re.findall(r" STAMPS\)", text)), path.name
+        assert kernels == len(re.findall(r"^ +STAMPED\b", text, re.M)), path.name
 
 
 @pytest.mark.nvrtc

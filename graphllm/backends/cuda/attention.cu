@@ -108,6 +108,8 @@ __device__ __forceinline__ int piece_of(const Attention& a, int count) {
     return (tiles + splits - 1) / splits * TILE * WARPS;
 }
 
+constexpr bool AHEAD = HEADS <= 2;  // there are registers for keys beside what finds the queries
+
 // Blocks that a processor has room for: what keeps to its registers.
 constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED ? 4 : 2;
 
@@ -121,16 +123,21 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a STAMPS) {
     STAMPED
     __shared__ Shared s;
-    const int tokens = (int)begin(a.tokens);
+    const int tokens = (int)begin(a.tokens, a.settled);
     const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const Sight sees = sight(a, token);
-    if (token >= tokens) return;
     const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
     const int kv = blockIdx.x / per, first = kv * shared + blockIdx.x % per * HEADS;
     const int heads = min(HEADS, (kv + 1) * shared - first);
     const int piece = piece_of(a, sees.high - sees.low);
     const int from = sees.low + blockIdx.z * piece, to = min(sees.high, from + piece);
-    if (from >= to && (blockIdx.z || sees.high > sees.low)) return;
+    if (token >= tokens || (from >= to && (blockIdx.z || sees.high > sees.low))) {
+        wait_for_previous();  // or this kernel could end before the one before it
+        return;
+    }
+    // Keys of runs before are settled: the first of them are on their way while this kernel waits.
+    const bool ahead = AHEAD && a.settled && min(to, from + TILE * WARPS) <= sees.old;
+    if (!ahead) wait_for_previous();
 
     // Threads that have no part of a row, and keys beyond the end, repeat what others do, and do not
     // count: without branches the code is a third as long.
@@ -138,13 +145,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const bool k_mine = lane % K_LANES * 8 < DEPTH, v_mine = lane % V_LANES * 8 < WIDTH;
     const int k_at = k_mine ? lane % K_LANES * 8 : 0, v_at = v_mine ? lane % V_LANES * 8 : 0;
     float q[HEADS][8], mixed[HEADS][8] = {};
+    auto load_queries = [&]() {
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        int head = first + min(h, heads - 1);
-        const float* row = (const float*)(a.q + token * a.q_stride) + head * DEPTH;
+        for (int h = 0; h < HEADS; h++) {
+            int head = first + min(h, heads - 1);
+            const float* row = (const float*)(a.q + token * a.q_stride) + head * DEPTH;
 #pragma unroll
-        for (int e = 0; e < 8; e++) q[h][e] = k_mine ? row[k_at + e] * a.scale : 0;
-    }
+            for (int e = 0; e < 8; e++) q[h][e] = k_mine ? row[k_at + e] * a.scale : 0;
+        }
+    };
+    if (!AHEAD) load_queries();
     const int own = own_head<K_LANES>(lane);  // whose logits this thread gets
     const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
     float top = -INFINITE, total = 0;  // of that head
@@ -158,6 +168,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
         for (int i = 0; i < V_EACH; i++)
             values[i].load(a.v + slot(i * V_ROWS + v_row) * a.v_stride, kv * WIDTH + v_at);
+        if (AHEAD && at == from) {
+            wait_for_previous();
+            load_queries();
+        }
         float weights[K_EACH], most = top;
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
@@ -269,10 +283,11 @@ __device__ __forceinline__ void weigh(const Attention& a, const float* part, int
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
     constexpr int SPAN = 256 / WIDTH + 2;  // heads that a block may meet
     __shared__ float weights[SPAN][MOST_PIECES], results[256];
-    const i64 tokens = begin(a.tokens);
+    const i64 tokens = begin(a.tokens, a.settled);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
     int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
     const Sight sees = sight(a, token);
+    wait_for_previous();
     if (token >= tokens) return;
     int count = sees.high - sees.low, piece = piece_of(a, count);
     int pieces = count > 0 ? (count + piece - 1) / piece : 0;

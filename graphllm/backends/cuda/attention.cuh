@@ -15,12 +15,14 @@ struct Attention {
     const i64 *tokens, *sequences;
     float *out, *parts;
     i64 heads, kv_heads, block, shift, causal, window, splits;  // block is 1 << shift, if it can be
+    i64 settled;  // q_start, kv_len and table are: see common.cuh
     float scale, softcap;
 };
 
-// The keys low..high of a sequence, that the query at `position` sees.
+// The keys low..high of a sequence, that the query at `position` sees; those before `old` were written
+// by runs before this one.
 struct Sight {
-    int sequence, position, low, high;
+    int sequence, position, low, high, old;
 };
 
 __device__ __forceinline__ int sequence_of(const Attention& a, int token) {
@@ -30,10 +32,10 @@ __device__ __forceinline__ int sequence_of(const Attention& a, int token) {
     return s;
 }
 
-__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int length, int end,
-                                       int token) {
+__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int length, int first,
+                                       int end, int token) {
     int position = length - (end - token);
-    Sight sees = {sequence, position, 0, length};
+    Sight sees = {sequence, position, 0, length, length - (end - first)};
     if (a.causal) {
         int prefix = a.prefix_len ? a.prefix_len[sequence] : 0;
         sees.high = min(length, position < prefix ? prefix : position + 1);
@@ -43,17 +45,15 @@ __device__ __forceinline__ Sight sight(const Attention& a, int sequence, int len
 }
 
 __device__ __forceinline__ Sight sight(const Attention& a, int sequence, int token) {
-    return sight(a, sequence, a.kv_len[sequence], a.q_start[sequence + 1], token);
+    const int *first = a.q_start + sequence;
+    return sight(a, sequence, a.kv_len[sequence], first[0], first[1], token);
 }
 
 // The same for a token of any sequence. What a lone sequence needs is loaded at once.
 __device__ __forceinline__ Sight sight(const Attention& a, int token) {
-    int count = (int)*a.sequences, length = a.kv_len[0], end = a.q_start[1], sequence = 0;
-    if (count > 1) {
-        sequence = sequence_of(a, token);
-        length = a.kv_len[sequence], end = a.q_start[sequence + 1];
-    }
-    return sight(a, sequence, length, end, token);
+    int count = (int)*a.sequences, length = a.kv_len[0], end = a.q_start[1];
+    if (count > 1) return sight(a, sequence_of(a, token), token);
+    return sight(a, 0, length, 0, end, token);
 }
 
 // Where key j of a sequence lies: a slot of the pools, whose blocks are 1 << shift long.

@@ -110,8 +110,8 @@ def _argument(site: Site, out: int, parts: int, splits: int) -> bytes:
     words += [site.live(q.meta.rows), site.live(site.kv_len.meta.rows), out, parts]
     block = attrs["block"]
     words += [heads, kv_heads, block, block.bit_length() - 1, int(attrs["causal"])]
-    words += [attrs["window"], splits]
-    return struct.pack("<24q2f", *words, attrs["scale"], attrs["softcap"])
+    words += [attrs["window"], splits, site.settled("q_start", "kv_len", "table")]
+    return struct.pack("<25q2f", *words, attrs["scale"], attrs["softcap"])
 
 
 def _pieces_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:

@@ -5,7 +5,8 @@
 // bound of what varies; the live count of rows lies in device memory (`live`), and blocks beyond it
 // leave at once. Every kernel begins with `begin()`: it may be launched while its predecessor still
 // runs (programmatic dependent launch), and waits there for the predecessor's results. What stands
-// before `begin()` may read constants (weights) and live counts only.
+// before `begin()` may read constants (weights) and live counts only, and what is `settled`: inputs and
+// states as the run finds them, which nothing that the kernel depends on writes.
 
 typedef unsigned char u8;
 typedef signed char i8;
@@ -89,6 +90,14 @@ __device__ __forceinline__ i64 begin(const i64* live) {
     launch_next();
     const i64 rows = *(volatile const i64*)live;
     wait_for_previous();
+    return rows;
+}
+
+// The same for kernels that first read what is settled, if it is, and then `wait_for_previous`.
+__device__ __forceinline__ i64 begin(const i64* live, bool settled) {
+    launch_next();
+    const i64 rows = *(volatile const i64*)live;
+    if (!settled) wait_for_previous();
     return rows;
 }
 

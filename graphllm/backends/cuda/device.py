@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...ops import get
 from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
 from .. import Bound, Header, Operand, Options, site
@@ -83,6 +84,11 @@ class Site(site.Site[Spot]):
         if isinstance(dim, Var):
             return self.device.live(self._header, dim)
         return self.keep(np.array([dim], np.int64))
+
+    def settled(self, *names: str) -> bool:
+        """Whether the operands are inputs or states as the run finds them: see common.cuh."""
+        nodes = dict(zip(get(self.node.op).params, self.node.src))
+        return all(nodes[name] is None or nodes[name].is_leaf for name in names)
 
     def now(self, dim: Dim) -> int:
         """The dimension's value in the present run; for a `Call`."""

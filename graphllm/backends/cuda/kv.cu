@@ -113,10 +113,10 @@ template <int P> struct Turning {
 
     // Heads first, first + by, .. of a token: queries, then keys, then values.
     __device__ __forceinline__ void heads(const Heads& q, const Heads& k, const Heads& v, float* out,
-                                          const Pool& k_pool, const Pool& v_pool, i64 token,
-                                          float eps, int first, int by) const {
+                                          const Pool& k_pool, const Pool& v_pool, int k_slot,
+                                          int v_slot, i64 token, float eps, int first,
+                                          int by) const {
         const int lane = threadIdx.x % WARP, all = q.count + k.count + v.count;
-        const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
         const int apart = interleaved ? 32 : WIDE / 2;  // of a lane's two elements
         for (int h = first; h < all; h += by) {
             bool query = h < q.count, key = !query && h < q.count + k.count;
@@ -159,23 +159,25 @@ template <int P> struct Turning {
 template <int P>
 __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const Heads& v,
                                             float* out, const Pool& k_pool, const Pool& v_pool,
-                                            const i64* live, float eps, const Turn& turn) {
-    int warps = blockDim.x / WARP;
+                                            const i64* live, float eps, bool settled,
+                                            const Turn& turn) {
+    int warps = blockDim.x / WARP, first = blockIdx.y * warps + threadIdx.x / WARP;
     Turning<P> angles(turn);
-    const i64 rows = begin(live);
-    i64 token = blockIdx.x;
-    if (token >= rows) return;
+    const i64 rows = begin(live, settled), token = blockIdx.x;
+    const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
     angles.at(turn.pos[token]);
-    angles.heads(q, k, v, out, k_pool, v_pool, token, eps, blockIdx.y * warps + threadIdx.x / WARP,
+    wait_for_previous();
+    if (token >= rows) return;
+    angles.heads(q, k, v, out, k_pool, v_pool, k_slot, v_slot, token, eps, first,
                  gridDim.y * warps);
 }
 
 #define WHOLE(P)                                                                               \
     extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
                                               Pool k_pool, Pool v_pool, const i64* live,       \
-                                              float eps, Turn turn STAMPS) {                    \
+                                              float eps, int settled, Turn turn STAMPS) {       \
         STAMPED                                                                                 \
-        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, turn);                          \
+        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, settled, turn);                 \
     }
 WHOLE(1)
 WHOLE(2)

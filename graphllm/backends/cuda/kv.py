@@ -68,7 +68,8 @@ def rope_write(site: Site) -> Launch:
         # Many tokens: a warp turns many heads by the angles that it has found once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
-        return Launch(kernel, (rows, blocks), (32 * _WARPS,), (*args, eps, turn(site, width)))
+        more = (eps, site.settled("slot", "pos"), turn(site, width))
+        return Launch(kernel, (rows, blocks), (32 * _WARPS,), (*args, *more))
     threads = min(256, 32 * ceil(width, 32))
-    more = (width, eps, turn(site, width))
-    return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *more), 4 * width)
+    last = (width, eps, turn(site, width))
+    return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)
