@@ -25,7 +25,11 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
         for row in phase.rows
         if row.why
     )
-    roofs = [_roof(name, roof.stale) for name, roof in profile.roofs.items() if roof.stale]
+    roofs = [
+        f"the limits of {name} are old, or another machine's (graphllm doctor --measure)"
+        for name, roof in profile.roofs.items()
+        if roof.stale
+    ]
     names = {row.backend for phase in profile.phases for row in phase.rows}
     if names - profile.roofs.keys():
         roofs.append("shares of the limit: none, nothing is measured (graphllm doctor --measure)")
@@ -33,23 +37,18 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
     return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, f"beside that: {start}"])])
 
 
-def _roof(backend: str, stale: bool) -> str:
-    return f"the limits of {backend} are old, or another machine's (graphllm doctor --measure)"
-
-
 def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
     """One phase's table."""
     limits = {row: limit for row, (limit, bound) in phase.limits.items() if bound}
     sums = totals(phase.rows, by, limits)
-    wall_ms = phase.wall_ns / 1e6 / phase.tokens
-    yield _heading(phase, wall_ms, colour)
+    scale = _Scale(phase, bool(limits), colour)
+    yield _heading(phase, scale, colour)
     names = list(sums)[: top or None]
     rest = [sums[name] for name in list(sums)[len(names) :]]
     width = max(len(by), 14, *(len(name) for name in names))
-    limited = bool(limits)
-    head = f"{by:<{width}} {'calls':>6} {'ms/token':>9} {'share':>6} {'GB/s':>7} {'GFLOP/s':>9}"
-    yield _dim(head + (f" {'limit':>6} {'to gain':>9}" if limited else ""), colour)
-    scale = _Scale(phase, limited, colour)
+    head = f"{by:<{width}} {'calls':>6} {scale.unit + '/token':>9} {'share':>6}"
+    head += f" {'GB/s':>7} {'GFLOP/s':>9}"
+    yield _dim(head + (f" {'limit':>6} {'to gain':>9}" if limits else ""), colour)
     for name in names:
         yield f"{name:<{width}} {scale.row(sums[name])}"
     if rest:
@@ -57,13 +56,14 @@ def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
     yield from _closing(phase.closing, width, scale, colour)
 
 
-def _heading(phase: Phase, wall_ms: float, colour: bool) -> str:
+def _heading(phase: Phase, scale: _Scale, colour: bool) -> str:
     rates = [1e9 * phase.tokens / (p.end - p.start) for p in phase.passes]
     spread = statistics.stdev(rates) / statistics.mean(rates) if len(rates) > 1 else 0.0
     what = f"{phase.name}: {phase.tokens} tokens, {phase.tok_s:.1f} tok/s"
     if len(rates) > 1:
         what += f" (± {spread:.1%}, {len(rates)} passes)"
-    what += f", {wall_ms:.3f} ms a token, of which taking times {phase.overhead:+.1%}"
+    each = phase.wall_ns / phase.tokens / scale.ns
+    what += f", {each:.3f} {scale.unit} a token, of which taking times {phase.overhead:+.1%}"
     return f"{_BOLD}{what}{_PLAIN}" if colour else what
 
 
@@ -75,9 +75,11 @@ class _Scale:
         self.tokens = phase.tokens * len(phase.passes)
         self.passes = len(phase.passes)
         self.limited, self.colour = limited, colour
+        short = phase.wall_ns < 1e6 * phase.tokens
+        self.unit, self.ns = ("us", 1e3) if short else ("ms", 1e6)
 
     def part(self, ns: float) -> str:
-        return f"{ns / 1e6 / self.tokens:>9.3f} {ns / max(self.wall, 1):>6.1%}"
+        return f"{ns / self.ns / self.tokens:>9.3f} {ns / max(self.wall, 1):>6.1%}"
 
     def row(self, total: Total) -> str:
         line = f"{total.calls // self.passes:>6} {self.part(total.ns)}"
@@ -85,7 +87,7 @@ class _Scale:
         if not self.limited:
             return line
         share = total.limit / total.ns if total.ns else 0.0
-        gain = max(0.0, total.ns - total.limit) / 1e6 / self.tokens
+        gain = max(0.0, total.ns - total.limit) / self.ns / self.tokens
         cells = f" {share:>6.0%} {gain:>9.3f}"
         poor = share < _POOR and total.ns - total.limit > 0.05 * self.wall
         return line + (f"{_RED}{cells}{_PLAIN}" if poor and self.colour else cells)

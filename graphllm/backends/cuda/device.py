@@ -87,8 +87,8 @@ class Site(site.Site[Spot]):
 
     def settled(self, *names: str) -> bool:
         """Whether the operands are inputs or states as the run finds them: see common.cuh."""
-        nodes = dict(zip(get(self.node.op).params, self.node.src))
-        return all(nodes[name] is None or nodes[name].is_leaf for name in names)
+        operands = zip(get(self.node.op).params, self.node.src)
+        return all(s is None or s.is_leaf for name, s in operands if name in names)
 
     def now(self, dim: Dim) -> int:
         """The dimension's value in the present run; for a `Call`."""
