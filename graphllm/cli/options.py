@@ -86,6 +86,10 @@ class Placing:
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
     ] = False
     no_fuse: NoFuse = None
+    model_def: Annotated[
+        Path | None,
+        typer.Option("--model-def", help="A model file of your own, a Python file, for MODEL."),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """As `graphllm.load` takes them."""

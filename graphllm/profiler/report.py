@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..backends import find
 from .closing import Closing
 from .rows import Total, totals
 
@@ -30,9 +31,11 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
         for name, roof in profile.roofs.items()
         if roof.stale
     ]
-    names = {row.backend for phase in profile.phases for row in phase.rows}
-    if names - profile.roofs.keys():
-        roofs.append("shares of the limit: none, nothing is measured (graphllm doctor --measure)")
+    names = {row.backend for phase in profile.phases for row in phase.rows} - profile.roofs.keys()
+    measurable = sorted(name for name in names if find(name).measure is not None)
+    roofs += [
+        f"{name} is not measured: no limits (graphllm doctor --measure)" for name in measurable
+    ]
     start = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.start.items())
     return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, f"beside that: {start}"])])
 
