@@ -34,17 +34,18 @@ class _Call:
         given = self.function(value.copy())
         if self._engine.turn != turn:
             raise RequestError(f"the patch of {self.scope!r} has begun a request on this model")
-        if not isinstance(given, np.ndarray):
-            raise RequestError(f"the patch of {self.scope!r} gave {given!r}, not {_shown(value)}")
-        if (given.shape, given.dtype) != (value.shape, value.dtype):
+        if _shown(given) != _shown(value):
             raise RequestError(
                 f"the patch of {self.scope!r} gave {_shown(given)}, not {_shown(value)}"
             )
         return given
 
 
-def _shown(array: np.ndarray) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+def _shown(value: object) -> str:
+    """Dtype and shape of an array; of anything else what it is."""
+    if not isinstance(value, np.ndarray):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 @dataclass(frozen=True)
