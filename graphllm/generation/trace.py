@@ -91,7 +91,7 @@ class Tracer:
             for call in traced.calls.values():
                 call.function = None  # it may hold on to much
             self._engine.forget()  # keys and values may be patched ones
-        return {name: _joined([s[name] for s in steps], known[name]) for name in traced.wanted}
+        return {name: _joined([s.pop(name) for s in steps], known[name]) for name in traced.wanted}
 
     def _steps(self, traced: _Traced, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """The values of the pieces of a prompt, each of which is appended to the cache."""
