@@ -20,7 +20,7 @@ from .debug import debug
 from .errors import GraphError, GraphllmError, OutOfMemory
 from .memory import aligned
 from .ops import get
-from .placement import Pin, Placement, check_pins, pins_from, place
+from .placement import Pin, Placement, Tap, check_pins, pins_from, place
 from .plan import Place, Plan, Step, compile_plan
 from .profiler.rows import Recorder
 from .repeat import Output, Repeat
@@ -28,6 +28,7 @@ from .tensor import WEIGHT, Meta, Tensor, Var
 from .weights import Arrays, Weights
 
 Progress = Callable[[str, int, int], None]  # what, done, total
+Bounds = Mapping[str, tuple[int, int]]  # of Vars, by name
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Executor:
         self._adopted: Placement | None = None
         self._placements: dict[object, Placement] = {}
         self._plans: dict[object, Plan] = {}
-        self._programs: dict[int, _Program] = {}  # by id of a kept plan
+        self._programs: dict[int, _Program] = {}  # by id of the plan, which they keep
 
     def device(self, backend: Backend) -> Device:
         """The backend's device, opened at first use."""
@@ -131,11 +132,7 @@ class Executor:
 
     # ------------------------------------------------------------------------------------- plans
 
-    def compile(
-        self,
-        outputs: Mapping[str, Tensor],
-        bounds: Mapping[str, tuple[int, int]] | None = None,
-    ) -> Plan:
+    def compile(self, outputs: Mapping[str, Tensor], bounds: Bounds | None = None) -> Plan:
         """The plan that computes ``outputs`` while the Vars stay within ``bounds``.
 
         Kept: the same call returns the same plan. PlacementError when an op has no backend.
@@ -145,13 +142,26 @@ class Executor:
         if key not in self._plans:
             if which not in self._placements:
                 self._placements[which] = self._placement(outputs)
-            guard = GUARD if self.poison else 0
-            plan = self._plans[key] = compile_plan(self._placements[which], bounds, guard)
-            if self.strict:
-                plan.check_strict()
-            debug(1, plan.explain)
-            debug(3, lambda: graph.dump(plan.outputs))
+            self._plans[key] = self._compiled(self._placements[which], bounds)
         return self._plans[key]
+
+    def tap(self, taps: Sequence[Tap], bounds: Bounds | None = None) -> Plan:
+        """A plan whose outputs are values within the adopted model, some of them replaced on the
+        way. It is not kept: `drop` it when it is not needed any more."""
+        assert self._adopted is not None
+        return self._compiled(self._adopted.tapped(taps), bounds)
+
+    def _compiled(self, placement: Placement, bounds: Bounds | None) -> Plan:
+        plan = compile_plan(placement, bounds, GUARD if self.poison else 0)
+        if self.strict:
+            plan.check_strict()
+        debug(1, plan.explain)
+        debug(3, lambda: graph.dump(plan.outputs))
+        return plan
+
+    def drop(self, plan: Plan) -> None:
+        """Forget what a plan was bound to; the arenas stay."""
+        self._programs.pop(id(plan), None)
 
     # ----------------------------------------------------------------------------------- buffers
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -25,6 +23,7 @@ from .fit import AUTO, Fit, checked
 from .generation.answer import answer
 from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
+from .generation.trace import Patch, Tracer
 from .profiler.rows import Recorder
 from .weights.demo import demo_path
 from .weights.gguf import GGUF
@@ -47,34 +46,12 @@ def model_path(model: str | Path) -> Path:
     return path
 
 
-def _family(file: GGUF, model_def: str | Path | None) -> ModuleType:
-    """The model file for this architecture: the user's own, or one of `graphllm.models`."""
-    from . import models
-
-    if model_def is not None:
-        spec = importlib.util.spec_from_file_location(Path(model_def).stem, model_def)
-        if spec is None or spec.loader is None or not Path(model_def).is_file():
-            raise ModelFileError(f"{model_def}: is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        missing = [n for n in ("GGUF", "RULES", "Model", "config") if not hasattr(module, n)]
-        if missing:
-            raise ModelFileError(f"{model_def}: a model file needs {', '.join(missing)}")
-        return module
-    family = models.for_gguf(file.architecture)
-    if family is None:
-        known = ", ".join(sorted(a for m in models.families() for a in m.GGUF))
-        raise ModelFileError(
-            f"{file.path}: unknown architecture {file.architecture!r}; known: {known}"
-        )
-    return family
-
-
 def decoder_for(file: GGUF, model_def: str | Path | None = None) -> Decoder:
     """The family's decoder over the file's weights. ModelFileError for an unknown architecture."""
+    from . import models
     from .weights.gguf_model import GGUFWeights, Keys
 
-    family = _family(file, model_def)
+    family = models.family(file, model_def)
     keys = Keys(file)
     config = family.config(keys)
     keys.finish()
@@ -240,6 +217,35 @@ class LLM:
         self.check_ids(ids)
         pieces = list(self.engine.logits(list(ids), last))
         return pieces[0][0] if last else np.concatenate(pieces)
+
+    def scopes(self) -> list[str]:
+        """The scopes whose values `trace` can give, in the order in which a run makes them."""
+        return list(self.engine.values)
+
+    def trace(
+        self,
+        prompt: str | Sequence[int],
+        scopes: str | Iterable[str],
+        patch: Mapping[str, Patch] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """What modules return while ``prompt``, a text or ids, is read: arrays [T, ...] by scope.
+
+        ``scopes``: names out of `scopes`, or patterns: ``*.mlp``; ``model.layers.3.*`` is the layer
+        and all in it. A scope that runs several times has its last value. Values are those of this
+        model as it is loaded, quantised activations included; a fused step that hides one is run in
+        parts. ``patch``: scope or pattern -> function of a value (float32, [tokens, ...]) that
+        returns what takes its place, of the same shape and dtype; all that follows reads that, and
+        it is what is returned. A prompt is read in steps of at most 512 tokens (fewer where the
+        values of a step are more than 256 MB), and a function is called once in each. The cache is
+        forgotten. RequestError for an unknown scope, with the nearest names, or a bad replacement.
+        """
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.check_ids(ids)
+        return self._tracer.trace(ids, scopes, patch)
+
+    @cached_property
+    def _tracer(self) -> Tracer:
+        return Tracer(self.engine)
 
     def profile(
         self,

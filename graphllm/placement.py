@@ -5,12 +5,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from . import graph
 from .backends import Backend, Kernel, Options
-from .errors import PlacementError
-from .ops import get
+from .errors import GraphError, PlacementError
+from .fusion import moved_over
+from .ops import get, role
 from .tensor import STATE, Tensor
+
+CALL = "call"  # the role of the op that a Python function runs
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,16 @@ class Pin:
     why: str = ""
 
     def matches(self, node: Tensor) -> bool:
-        """By any of the node's scopes; ``layers.3.*`` is the site ``layers.3`` and all in it."""
-        names = [name for scope in node.scopes for name in (scope, f"{scope}.")]
-        return any(fnmatch.fnmatchcase(name, self.pattern) for name in names)
+        """By any of the node's scopes."""
+        return any(matches(scope, self.pattern) for scope in node.scopes)
 
     def __str__(self) -> str:
         return self.why or f"pinned by {self.pattern}={self.backend}"
+
+
+def matches(scope: str, pattern: str) -> bool:
+    """Whether ``pattern`` is for this scope; ``layers.3.*`` is ``layers.3`` and all in it."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (scope, f"{scope}."))
 
 
 def pins_from(places: Mapping[str, str]) -> tuple[Pin, ...]:
@@ -59,10 +67,22 @@ def check_pins(pins: Iterable[Pin], nodes: Sequence[Tensor], backends: Sequence[
 
 
 @dataclass(frozen=True)
+class Tap:
+    """The value of ``node``, handed out as ``name``. What ``call`` (array -> array) makes of it, if
+    there is one, takes its place: in this tap, in those of the same node that follow, and for
+    whoever reads it."""
+
+    name: str
+    node: Tensor
+    call: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
 class Placement:
     """A graph with a backend for every node."""
 
     outputs: dict[str, Tensor]
+    merged: Mapping[int, Tensor]  # what the nodes that were placed have become, by id
     choices: dict[int, Choice]  # by id of the node
     backends: Sequence[Backend]
     options: Options
@@ -74,6 +94,37 @@ class Placement:
         outputs = {name: self.outputs[name] for name in names}
         graph.verify(outputs)
         return replace(self, outputs=outputs)
+
+    def tapped(self, taps: Sequence[Tap]) -> Placement:
+        """Of values within the graph that was placed, whose nodes ``taps`` name; each site keeps
+        its backend. GraphError where a value cannot be replaced, and as `graph.verify`."""
+        mine: dict[int, list[Tap]] = {}
+        for tap in taps:
+            mine.setdefault(id(tap.node), []).append(tap)
+        intern, new = graph.Interner(), dict[int, Tensor]()
+        choices, outputs = dict[int, Choice](), dict[str, Tensor]()
+        for node in graph.toposort(tap.node for tap in taps):
+            value = intern(moved_over(node, tuple(s and new[id(s)] for s in node.src)))
+            placed = id(self.merged[id(node)])
+            if placed in self.choices:
+                choices[id(value)] = self.choices[placed]
+            for tap in mine.get(id(node), ()):
+                if tap.call is not None:
+                    value = _replaced(value, tap)
+                    choices[id(value)] = Choice(self.backends[-1])  # wanted there: it misses none
+                outputs[tap.name] = value
+            new[id(node)] = value
+        graph.verify(outputs)
+        return replace(self, outputs=outputs, choices=choices)
+
+
+def _replaced(value: Tensor, tap: Tap) -> Tensor:
+    """What the tap's call gives for ``value``, densely packed."""
+    if not value.meta.inner_contiguous:  # views of it could not be moved
+        raise GraphError(f"{tap.name}: rows that are not contiguous cannot be replaced")
+    node = role(CALL)(value, call=tap.call)
+    node.scopes, node.origin = (tap.name,), value.origin
+    return node
 
 
 def choose(
@@ -109,13 +160,13 @@ def place(
     Outputs that are never wanted in one plan may write one state each in its own way: what is
     compiled is verified, see `Placement.part`.
     """
-    merged = graph.merge(outputs)
+    merged, moved = graph.rewrite(outputs, graph.Interner())
     nodes = [n for n in graph.toposort(merged.values()) if not n.is_leaf and not n.is_view]
     choices = {id(node): choose(node, backends, options, pins) for node in nodes}
     for name, users in _users_of_written(nodes).items():
         _keep_together(name, users, choices, backends, options, memory_of, pins)
     written = _written(nodes, lambda node: memory_of(choices[id(node)].backend))
-    return Placement(merged, choices, backends, options, memory_of, written)
+    return Placement(merged, moved, choices, backends, options, memory_of, written)
 
 
 def _written(nodes: Sequence[Tensor], memory_of: Callable[[Tensor], str]) -> dict[str, str]:

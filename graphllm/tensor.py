@@ -7,9 +7,7 @@ last stride is the bytes of one block. Axis 0 may be a `Var`, whose value is kno
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -17,6 +15,8 @@ from typing import Any
 
 from .dtype import DType, dtype
 from .errors import GraphError
+from .scopes import current_scope, note
+from .scopes import scope as scope  # for model files
 
 VIEW = "view"
 INPUT, STATE, WEIGHT = LEAVES = ("input", "state", "weight")
@@ -131,24 +131,7 @@ class Meta:
         return f"{self.dtype}[{dims}]"
 
 
-# ---------------------------------------------------------------------------------------- scopes
-
-_scope: ContextVar[str] = ContextVar("graphllm_scope", default="")
-
-
-@contextmanager
-def scope(name: str) -> Iterator[None]:
-    """Nodes made inside carry ``name`` appended, with a dot, to the scope around it."""
-    token = _scope.set(f"{_scope.get()}.{name}".lstrip(".") if name else _scope.get())
-    try:
-        yield
-    finally:
-        _scope.reset(token)
-
-
-def current_scope() -> str:
-    return _scope.get()
-
+# ----------------------------------------------------------------------------------------- nodes
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _MODELS = (str(Path(_PACKAGE, "models")), str(Path(_PACKAGE).parent / "models"))
@@ -169,9 +152,6 @@ def _origin() -> str:
             shared = shared or f"graphllm/decoder.py:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return shared
-
-
-# ----------------------------------------------------------------------------------------- nodes
 
 
 class Tensor:
@@ -198,6 +178,8 @@ class Tensor:
         self.meta = meta
         self.scopes = (current_scope(),) if scopes is None else scopes
         self.origin = _origin() if origin is None else origin
+        if op not in LEAVES and isinstance(meta.rows, Var):
+            note(self)
 
     # -- what it is
     @property

@@ -67,3 +67,32 @@ def _refill_buffers(model, hf_config) -> None:
     model.model.rotary_emb = Gemma3RotaryEmbedding(hf_config)
     embed = model.model.embed_tokens
     embed.embed_scale = torch.tensor(hf_config.hidden_size**0.5)
+
+
+def returned(model, ids: list[int]) -> dict[str, np.ndarray]:
+    """What every module of a causal language model returns for the ids, by its name, a row a token:
+    [T, ...]."""
+    import torch
+
+    found: dict[str, np.ndarray] = {}
+
+    def note(name: str):
+        def hook(module, args, out) -> None:
+            out = out[0] if isinstance(out, tuple) else getattr(out, "last_hidden_state", out)
+            if isinstance(out, torch.Tensor) and out.shape[0] == 1:
+                rows = out[0].transpose(0, 1) if out.ndim == 4 and _by_head(name) else out[0]
+                found[name] = rows.numpy().copy()
+
+        return hook
+
+    hooks = [m.register_forward_hook(note(name)) for name, m in model.named_modules() if name]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _by_head(name: str) -> bool:
+    """Whether a module's result is [1, heads, T, width]: Gemma norms heads that stand so."""
+    return name.endswith(("q_norm", "k_norm"))

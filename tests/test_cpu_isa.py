@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from llvmlite import binding, ir
 from test_cpu_linear import BLOCKS, digests
-from test_ops_generated import OPS, run_all
+from test_ops_generated import KERNELS, run_all
 
 from graphllm.backends import Options
 from graphllm.backends.cpu import float_ir, integer_ir, layouts, quantise
@@ -163,7 +163,7 @@ def calls(code: str) -> list[str]:
 def main() -> None:
     print(isa())
     print("\n".join(digests(BLOCKS)))
-    for name in OPS:
+    for name in KERNELS:
         for line in run_all(name, ("cpu",), Options()):
             print(f"{name}: {line}")
     for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):

@@ -10,7 +10,7 @@ import pytest
 from cases import groups, mismatch
 from cuda_cases import ARCHS, ORDER, greedy, need_gpu
 from test_fusion import FUSED, named, nmse, values
-from test_ops_generated import OPS, report, run_all, sentinels
+from test_ops_generated import KERNELS, OPS, report, run_all, sentinels
 from tiny_models import write_tiny
 
 import graphllm
@@ -59,7 +59,7 @@ def test_linear_options(linear, cap):
 
 def test_every_contiguous_sample_runs_on_the_gpu():
     refused = set()
-    for name in OPS:
+    for name in KERNELS:
         for group in groups(ops.get(name)):
             choice = BACKEND.select(group.node, Options()) if group.contiguous else None
             if choice is not None and not isinstance(choice, Kernel):

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 CORE = [
     ROOT / "graphllm" / name
     for name in (
-        "tensor.py", "graph.py", "fusion.py", "memory.py", "placement.py", "plan.py", "executor.py",
-        "repeat.py", "ops/__init__.py", "ops/parts.py", "backends/__init__.py",
+        "scopes.py", "tensor.py", "graph.py", "fusion.py", "memory.py", "placement.py", "plan.py",
+        "executor.py", "repeat.py", "ops/__init__.py", "ops/parts.py", "backends/__init__.py",
     )
     if (ROOT / "graphllm" / name).exists()
 ]  # fmt: skip

@@ -17,10 +17,12 @@ from cases import SPARE, Case, Group, groups, mismatch
 from graphllm import backends, ops
 from graphllm.backends import Kernel, Options
 from graphllm.executor import Executor
+from graphllm.placement import CALL
 from graphllm.tensor import Meta
 from graphllm.weights import Arrays
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
+KERNELS = [n for n in OPS if ops.get(n).role != CALL]  # what the reference alone has is not one
 REFUSALS = Path(__file__).with_name("cpu_refusals.txt")
 SENTINEL = 77
 

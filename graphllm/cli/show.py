@@ -99,8 +99,9 @@ def doctor(
     graphllm doctor --measure
     """
     from .. import __version__, backends
-    from ..ops import registry
+    from ..ops import get, registry
     from ..paths import cache_dir
+    from ..placement import CALL
 
     print(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
     for name in backends.names():
@@ -108,9 +109,10 @@ def doctor(
         ok, reason = backend.available()
         print(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
         if ok and backend.kernels:
-            without = sorted(op for op in registry() if op not in backend.kernels)
-            have = len(registry()) - len(without)
-            print(f"{'':<10} kernels for {have} of {len(registry())} ops")
+            names = [op for op in registry() if get(op).role != CALL]  # which is no kernel's
+            without = sorted(op for op in names if op not in backend.kernels)
+            have = len(names) - len(without)
+            print(f"{'':<10} kernels for {have} of {len(names)} ops")
             for op in without:
                 print(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
         if ok and backend.measure is not None:

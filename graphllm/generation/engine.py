@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from ..decoder import CacheSpec, Decoder, Limits
 from ..errors import RequestError
 from ..executor import Executor
 from ..fit import AUTO, Fit, fit
+from ..graph import toposort
 from ..plan import Plan
 from ..profiler.rows import Recorder
 from ..repeat import Repeat
+from ..scopes import noted
 from .kv import BlockTable
 from .request import Sampling
 
@@ -25,12 +27,16 @@ Seen = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 class Engine:
     """A decoder, its executor and the cache of one sequence.
 
-    The cache remembers its tokens: a prompt that begins like the last one prefills only the rest.
+    ``outputs``: of its graph; ``values``: what its scopes return, see `noted`. The cache remembers
+    its tokens: a prompt that begins like the last one prefills only the rest.
     """
 
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
         self.executor, self.limits = executor, limits
-        self.outputs = decoder.build(limits)
+        with noted() as values:
+            self.outputs = decoder.build(limits)
+        used = {id(node) for node in toposort(self.outputs.values())}
+        self.values = {scope: node for scope, node in values.items() if id(node) in used}
         executor.adopt(self.outputs)
         self.asked: int | str = AUTO  # of `fit`
         self.fitted: Fit | None = None  # its answer
@@ -38,7 +44,7 @@ class Engine:
         self._vocab = decoder.cfg.vocab
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
-        self._turn = 0  # counts requests: only the last may go on
+        self.turn = 0  # counts requests: only the last may go on
         self._begun = 0  # tokens in the cache when the last step that was begun is over
         self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
 
@@ -138,7 +144,7 @@ class Engine:
             self.forget()
             return 0
         del self._cached[common:]
-        self._turn += 1
+        self.turn += 1
         return common
 
     def forget(self) -> None:
@@ -146,7 +152,7 @@ class Engine:
         for table in self._tables.values():
             table.release()
         self._cached.clear()
-        self._turn += 1
+        self.turn += 1
 
     def generate(
         self,
@@ -192,11 +198,11 @@ class Engine:
         Where the device can, the next step is begun before the id of this one is read. Whoever
         ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
         """
-        turn, self._begun = self._turn, len(self._cached)
+        turn, self._begun = self.turn, len(self._cached)
         steps: Repeat | None = None
         while True:
             yield token
-            if self._turn != turn:
+            if self.turn != turn:
                 raise RequestError("another request has begun on this model; this one is over")
             steps = steps or self._steps(drawn, profile)
             while steps.waiting <= steps.ahead and self._begun < self.limits.context:
@@ -225,8 +231,8 @@ class Engine:
             if table.grow(min(length + 1, self.limits.context)):
                 self.executor.set_state(f"table.{name}", table.table[None])
 
-    def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
-        """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Forget the cache for a request that computes all of ``tokens``. RequestError."""
         if not tokens:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
@@ -234,6 +240,10 @@ class Engine:
                 f"{len(tokens)} tokens do not fit a context of {self.limits.context}"
             )
         self.forget()
+
+    def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
+        """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
+        self.begin(tokens)
         size = self.limits.tokens if last else self._logits_rows
         for at in range(0, len(tokens), size):
             logits = self.step_logits(tokens[at : at + size], last)
@@ -269,10 +279,17 @@ class Engine:
         rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
         most = (self.limits.tokens, 1) if last else (self._logits_rows, self._logits_rows)
         plan = self._plan(self.computed, *most)
+        return self.append(plan, tokens, rows, ("logits",))["logits"]
+
+    def append(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]:
+        """Append ``tokens`` to the cache in one step of ``plan``: its outputs ``fetch``. ``rows``:
+        the tokens that the logits' rows are of."""
         env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
-        out = self.executor.run(plan, self._feeds(tokens, rows), env, fetch=("logits",))
+        out = self.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
         self._cached += tokens
-        return out["logits"]
+        return out
 
 
 def _kv_sum(start: int, count: int) -> int:
