@@ -1,0 +1,214 @@
+"""A profile as a trace for chrome://tracing and ui.perfetto.dev.
+
+In the Trace Event Format (Chromium's document of that name, JSON object form): complete events
+(`X`), counters (`C`) and metadata (`M`), times in microseconds. Processes are the host and each
+backend. The host's tracks are the phases with their passes, Python, and the time in which no step
+runs, by its reason; a backend's are its steps inside their runs, and its rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = dict[str, Any]
+Step = tuple[Mapping[str, Any], int, int]  # a row, begin and end of one of its runs
+
+HOST = 1  # process; backends follow
+PHASES, PYTHON, IDLE = 1, 2, 3  # its tracks
+STEPS = 1  # a backend's track
+PAUSE = 1_000_000  # ns between phases, whose clocks begin at 0 each
+
+
+def trace(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace of a report (docs/profile-format.md), to be written as JSON.
+
+    Prefill and decode stand one after the other. What a report has only in sum over a step's runs
+    (bytes, operations, what they would take at the ceiling) is shared out evenly among them.
+    """
+    pids = {name: HOST + i for i, name in enumerate(_backends(report), 1)}
+    events: list[Event] = []
+    zero = 0
+    for phase in report["phases"]:
+        runs = list(unfold(phase))
+        end = max([phase["passes"][-1]["end"], *(run.end for run in runs)])
+        writer = _Writer(events, zero)
+        writer.phase(phase, runs, end)
+        for run in runs:
+            writer.steps(run, pids)
+        zero += end + PAUSE
+    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # what holds others comes before them
+    return {
+        "traceEvents": [*_names(report, pids), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {key: report[key] for key in ("made", "machine", "model", "settings")},
+    }
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """One run of a plan with the times of its steps, one list for each segment."""
+
+    run: Mapping[str, Any]
+    segments: Sequence[Sequence[Step]]
+
+    @property
+    def end(self) -> int:
+        """When its last step is over and the host has it back."""
+        return max(self.run["returned"], self.segments[-1][-1][2])
+
+
+def unfold(phase: Mapping[str, Any]) -> Iterator[Unfolded]:
+    """The runs of a phase, in order."""
+    plans: dict[int, list[Mapping[str, Any]]] = {}
+    for row in phase["rows"]:
+        plans.setdefault(row["plan"], []).append(row)
+    counts = dict.fromkeys(plans, 0)
+    for run in phase["runs"]:
+        index = counts[run["plan"]]
+        counts[run["plan"]] += 1
+        segments = []
+        for segment in run["segments"]:
+            at, steps = segment["begin"], []
+            for row in plans[run["plan"]][segment["first"] :][: segment["count"]]:
+                steps.append((row, at, at + row["times"][index]))
+                at = steps[-1][2]
+            segments.append(steps)
+        yield Unfolded(run, segments)
+
+
+class _Writer:
+    """Adds the events of a phase whose clock begins at ``zero``."""
+
+    def __init__(self, events: list[Event], zero: int) -> None:
+        self.events, self.zero = events, zero
+
+    def slice(
+        self, name: str, cat: str, pid: int, tid: int, begin: int, end: int, **args: Any
+    ) -> None:
+        where = {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid}
+        times = {"ts": _us(self.zero + begin), "dur": _us(end - begin)}
+        self.events.append({**where, **times, "args": args})
+
+    def phase(self, phase: Mapping[str, Any], runs: Sequence[Unfolded], end: int) -> None:
+        """The host's tracks."""
+        closing = {f"{name}_ns": ns for name, ns in phase["closing"].items()}
+        self.slice(phase["name"], "phase", HOST, PHASES, 0, end, tokens=phase["tokens"], **closing)
+        for index, window in enumerate(phase["passes"]):
+            begin, end = window["start"], window["end"]
+            plain = window["plain"] / 1e3
+            self.slice(f"pass {index + 1}", "pass", HOST, PHASES, begin, end, plain_us=plain)
+            at, last = self._host(begin, [u for u in runs if u.run["pass"] == index])
+            if end > at:
+                self.slice("between runs", "python", HOST, PYTHON, at, end)
+            if end > last:
+                self.slice("Python", "host", HOST, IDLE, last, end)
+
+    def _host(self, begin: int, runs: Sequence[Unfolded]) -> tuple[int, int]:
+        """What Python did and why no step ran from ``begin``; until when either is told."""
+        python = idle = begin
+        for unfolded in runs:
+            run = unfolded.run
+            called, back = run["called"], run["returned"]
+            if called > python:
+                self.slice("between runs", "python", HOST, PYTHON, python, called)
+            own = {"plan": run["plan"], "pass": run["pass"], **run["env"]}
+            self.slice("run", "python", HOST, PYTHON, called, back, **own)
+            python = back
+            if called > idle:
+                self.slice("Python", "host", HOST, IDLE, idle, called)
+            idle = self._gaps(unfolded, max(idle, called))
+        return python, idle
+
+    def _gaps(self, unfolded: Unfolded, at: int) -> int:
+        """When no step of a run runs, from ``at`` on; until when that is told."""
+        before = ""
+        for steps in unfolded.segments:
+            backend, begin = steps[0][0]["backend"], steps[0][1]
+            if begin > at:
+                name = f"{before} to {backend}" if before else f"launch on {backend}"
+                self.slice(name, "gap", HOST, IDLE, at, begin)
+            before, at = backend, max(at, steps[-1][2])
+        if unfolded.run["returned"] > at:
+            self.slice("return", "gap", HOST, IDLE, at, unfolded.run["returned"])
+        return max(at, unfolded.run["returned"])
+
+    def steps(self, unfolded: Unfolded, pids: Mapping[str, int]) -> None:
+        """A run on the tracks of its backends."""
+        run = unfolded.run
+        for backend in dict.fromkeys(steps[0][0]["backend"] for steps in unfolded.segments):
+            own = [steps for steps in unfolded.segments if steps[0][0]["backend"] == backend]
+            pid, begin, end = pids[backend], own[0][0][1], own[-1][-1][2]
+            about = {"plan": run["plan"], "pass": run["pass"], **run["env"]}
+            self.slice(f"run of plan {run['plan']}", "run", pid, STEPS, begin, end, **about)
+            for steps in own:
+                for step in steps:
+                    self._step(pid, *step)
+                self._rates(pid, steps[-1][2], 0.0, 0.0)
+
+    def _step(self, pid: int, row: Mapping[str, Any], begin: int, end: int) -> None:
+        calls, ns = len(row["times"]), end - begin
+        nbytes, flops = row["bytes"] / calls, row["flops"] / calls
+        gb_s, gflop_s = (nbytes / ns, flops / ns) if ns else (0.0, 0.0)
+        args = {
+            "scope": row["scope"],
+            "plan": row["plan"],
+            "step": row["step"],
+            "shape": f"{' '.join(row['inputs'])} -> {row['shape']}",
+            "kernel": row["kernel"],
+            "origin": row["origin"],
+            "bytes": nbytes,
+            "flops": flops,
+            "GB/s": round(gb_s, 3),
+            "GFLOP/s": round(gflop_s, 3),
+        }
+        if row["limit"] is not None and ns:
+            args |= {"share of limit": round(row["limit"] / calls / ns, 4), "bound": row["bound"]}
+        args |= {key: row[key] for key in ("parts", "why") if row[key]}
+        name, cat = f"{row['op']} {row['weight']}".strip(), "copy" if row["copy"] else "op"
+        self.slice(name, cat, pid, STEPS, begin, end, **args)
+        self._rates(pid, begin, gb_s, gflop_s)
+
+    def _rates(self, pid: int, at: int, gb_s: float, gflop_s: float) -> None:
+        """What the counters stand at from ``at`` on."""
+        for name, value in (("GB/s", gb_s), ("GFLOP/s", gflop_s)):
+            where = {"ph": "C", "name": name, "pid": pid, "tid": STEPS, "ts": _us(self.zero + at)}
+            self.events.append({**where, "args": {name: round(value, 3)}})
+
+
+def _us(ns: int) -> float:
+    """Microseconds that are the same nanoseconds to a viewer that cuts off what is behind them:
+    a step must not seem to end after its run."""
+    us = ns / 1e3
+    return us if us * 1e3 >= ns else math.nextafter(us, math.inf)
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def _backends(report: Mapping[str, Any]) -> list[str]:
+    """The usable ones, first asked first, and any other that has steps."""
+    used = (row["backend"] for phase in report["phases"] for row in phase["rows"])
+    return list(dict.fromkeys([*report["machine"]["backends"], *used]))
+
+
+def _names(report: Mapping[str, Any], pids: Mapping[str, int]) -> Iterator[Event]:
+    """What processes and tracks are called, and their order."""
+    host = {PHASES: "phases and passes", PYTHON: "Python", IDLE: "no step runs"}
+    yield from _process(HOST, f"host: {report['model']['type']}", host)
+    for name, pid in pids.items():
+        about = report["machine"]["backends"].get(name, "")
+        yield from _process(pid, f"{name}: {about}" if about else name, {STEPS: "steps"})
+
+
+def _process(pid: int, title: str, tracks: Mapping[int, str]) -> Iterator[Event]:
+    def about(kind: str, tid: int, **args: Any) -> Event:
+        return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+    yield about("process_name", 0, name=title)
+    yield about("process_sort_index", 0, sort_index=pid)
+    for tid, name in tracks.items():
+        yield about("thread_name", tid, name=name)
+        yield about("thread_sort_index", tid, sort_index=tid)
