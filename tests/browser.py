@@ -12,11 +12,11 @@ descriptor 3 and writes to 4), so nothing but the standard library is needed.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -52,15 +52,14 @@ class Browser:
         ]  # fmt: skip
         if os.geteuid() == 0:
             flags.append("--no-sandbox")  # it refuses to run as root otherwise
-        theirs, self._out = os.pipe()
-        self._in, answers = os.pipe()
-        shell = f'exec "$@" 3<&{theirs} 4>&{answers}'
-        self._process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", program, *flags, "about:blank"],
-            pass_fds=(theirs, answers), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(theirs)
-        os.close(answers)
+        (theirs, self._out), (self._in, answers) = os.pipe(), os.pipe()
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs, answers)]  # not 3 or 4
+        quiet = [(os.POSIX_SPAWN_OPEN, i, os.devnull, os.O_RDWR, 0) for i in (0, 1, 2)]
+        places = [(os.POSIX_SPAWN_DUP2, end, i) for i, end in enumerate(ends, 3)]
+        arguments = [program, *flags, "about:blank"]
+        self._pid = os.posix_spawn(program, arguments, os.environ, file_actions=quiet + places)
+        for end in (theirs, answers, *ends):
+            os.close(end)
         self._buffer = b""
         self._count = 0
         self.events: list[dict[str, Any]] = []
@@ -69,9 +68,8 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(PATIENCE)
-        os.close(self._out)
+        os.close(self._out)  # which ends it
+        os.waitpid(self._pid, 0)
         os.close(self._in)
         self._folder.cleanup()
 
@@ -108,7 +106,7 @@ class Browser:
         """A new window that shows a file, once it is loaded."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        page = Page(self, attached["sessionId"])
+        page = Page(self, target, attached["sessionId"])
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.resize(width, height)
@@ -118,9 +116,14 @@ class Browser:
 
 
 class Page:
-    def __init__(self, browser: Browser, session: str) -> None:
-        self._browser, self._session = browser, session
+    """One window. Selectors are those of CSS, and stand for the first element that they find."""
+
+    def __init__(self, browser: Browser, target: str, session: str) -> None:
+        self._browser, self._target, self._session = browser, target, session
         self._url = ""
+
+    def close(self) -> None:
+        self._browser.call("Target.closeTarget", targetId=self._target)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)

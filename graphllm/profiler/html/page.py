@@ -1,0 +1,60 @@
+"""The HTML report: template, style, script and data in one file, which asks no network for anything.
+
+The scripts are plain ones that share a scope, in the order of `SCRIPTS`; they make every element
+through the document's own functions and never read text as HTML. The page's policy lets nothing run
+but this very script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from .reduce import reduced
+
+SCRIPTS = (
+    "base.js", "groups.js", "summary.js", "roofline.js", "heat.js", "table.js", "scroller.js",
+    "timeline.js", "arena.js", "placement.js", "main.js",
+)  # fmt: skip
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The page of a report (docs/profile-format.md), to be written as UTF-8."""
+    style = _file("style.css")
+    script = "(() => {\n" + "\n".join(map(_file, SCRIPTS)) + "\n})();\n"
+    policy = (
+        "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
+        f" style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+    )
+    parts = {
+        "title": escape(f"{report['model']['type']}: profile"),
+        "policy": escape(policy),
+        "style": style,
+        "script": script,
+        "data": _embedded(reduced(report)),
+    }
+    # In one go, so that what is filled in is not looked at for more to fill in.
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("template.html"))
+
+
+def _file(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    """As a content security policy names what may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that may stand in a script element: no text in it can end the element."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text

@@ -1,0 +1,182 @@
+// ---------------------------------------------------------------------------------------- roofline
+
+const MARKS = ["circle", "square", "diamond"]; // of backends, in the order in which they are asked
+
+/** Operations per byte against operations a second, both in powers of ten; time is area. */
+function roofline(phase, width) {
+  const groups = grouped(phase, "op").flatMap((group) => byBackend(phase, group))
+    .filter((dot) => dot.ns && dot.bytes && dot.flops).sort((a, b) => b.ns - a.ns);
+  const backends = [...new Set(groups.map((dot) => dot.backend))];
+  const height = Math.round(Math.min(540, Math.max(300, width * 0.74)));
+  const plot = axes(groups, backends, width, height);
+  for (const dot of groups) {
+    Object.assign(dot, {
+      cx: plot.x(dot.flops / dot.bytes), cy: plot.y(1e9 * dot.gflops),
+      r: Math.max(3.5, 30 * Math.sqrt(dot.ns / phase.wall)),
+    });
+  }
+  const drawing = svg("svg", {
+    viewBox: `0 0 ${width} ${height}`, width, height, class: "roofline", role: "group",
+    "aria-label": "roofline plot",
+  }, grid(plot), roofs(plot, groups, backends),
+    dots(phase, groups, backends), names(plot, groups));
+  const left = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
+  const marks = backends.length > 1
+    ? `Marks: ${backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ")}. ` : "";
+  return [drawing, h("p", { class: "about" }, marks +
+    (left ? `${plural(left, "step")} without operations or bytes not shown.` : ""))];
+}
+
+/** A group of an op may have run on several backends. */
+function byBackend(phase, group) {
+  const own = new Map();
+  for (const row of group.rows) {
+    const backend = phase.text("backend", row);
+    if (!own.has(backend)) own.set(backend, new Group(group.key));
+    own.get(backend).add(phase, row);
+  }
+  return [...own].map(([backend, part]) =>
+    Object.assign(part, { backend, op: phase.text("op", part.rows[0]) }));
+}
+
+/** Where what is drawn: x in operations per byte, y in operations a second. */
+function axes(groups, backends, width, height) {
+  const known = backends.map((name) => report.ceilings[name]).filter(Boolean);
+  const xs = groups.map((dot) => dot.flops / dot.bytes);
+  const ys = groups.map((dot) => 1e9 * dot.gflops);
+  for (const roof of known) {
+    const top = Math.max(roof.float_flop_s, roof.integer_flop_s);
+    xs.push((3 * top) / roof.bytes_s);
+    ys.push(1.6 * top);
+  }
+  const low = (values) => Math.floor(Math.log10(Math.min(...values, 1e30)) - 0.15);
+  const high = (values) => Math.log10(Math.max(...values, 1e-30)) + 0.15;
+  const box = { left: 62, right: width - 12, top: 12, bottom: height - 40 };
+  const x0 = groups.length ? low(xs) : 0, x1 = groups.length ? high(xs) : 1;
+  const y0 = groups.length ? low(ys) : 0, y1 = groups.length ? high(ys) : 1;
+  const x = (value) => box.left + ((Math.log10(value) - x0) / (x1 - x0)) * (box.right - box.left);
+  const y = (value) => box.bottom - ((Math.log10(value) - y0) / (y1 - y0)) * (box.bottom - box.top);
+  return { box, x0, x1, y0, y1, x, y, width, height, taken: [] };
+}
+
+function grid({ box, x0, x1, y0, y1, x, y, width, height }) {
+  const decades = (from, to) => {
+    const step = Math.ceil((to - from) / 8);
+    return Array.from({ length: Math.floor(to) - from + 1 }, (_, i) => from + i)
+      .filter((exponent) => (exponent - from) % step === 0);
+  };
+  const plain = (exponent) => (exponent >= -3 && exponent <= 6
+    ? fixed(10 ** exponent, Math.max(0, -exponent)) : `1e${exponent}`);
+  const upright = (exponent) => {
+    const at = x(10 ** exponent);
+    return [svg("line", { x1: at, x2: at, y1: box.top, y2: box.bottom, class: "grid" }),
+      svg("text", { x: at, y: box.bottom + 15, class: "tick middle" }, plain(exponent))];
+  };
+  const level = (exponent) => {
+    const at = y(10 ** exponent);
+    return [svg("line", { x1: box.left, x2: box.right, y1: at, y2: at, class: "grid" }),
+      svg("text", { x: box.left - 7, y: at + 3.5, class: "tick end" }, plain(exponent - 9))];
+  };
+  return svg("g", {}, decades(x0, x1).map(upright), decades(y0, y1).map(level),
+    svg("text", { x: (box.left + box.right) / 2, y: height - 6, class: "axis middle" },
+      "operations per byte"),
+    svg("text", {
+      transform: `translate(12 ${(box.top + box.bottom) / 2}) rotate(-90)`, class: "axis middle",
+    }, "GFLOP/s"));
+}
+
+/** What the memories give, and under what the arithmetic ends. */
+function roofs(plot, groups, backends) {
+  const { box, x1, x, y, taken } = plot;
+  const known = backends.filter((name) => report.ceilings[name]).map((name) => {
+    const roof = report.ceilings[name], several = backends.length > 1 ? `${name}: ` : "";
+    const flats = [["integer", roof.integer_flop_s], ["float", roof.float_flop_s]]
+      .filter(([, rate], i, all) => rate && (i === 0 || rate !== all[0][1]))
+      .map(([kind, rate]) => ({ rate, text: `${several}${kind} ${flopRate(rate)}` }));
+    return { name, several, flats, rate: roof.bytes_s, top: Math.max(...flats.map((f) => f.rate)) };
+  });
+  for (const { rate, text } of known.flatMap((roof) => roof.flats)) {
+    taken.push(around(box.right - text.length * 3, y(rate) - 8, text.length * 6, 14));
+  }
+  taken.push(...groups.map(roomOf));
+  return known.map((roof) => {
+    const dashes = backends.indexOf(roof.name) ? "6 3" : null;
+    const flat = ({ rate, text }) => [
+      svg("line", {
+        x1: x(rate / roof.rate), y1: y(rate), x2: x(10 ** x1), y2: y(rate),
+        "stroke-dasharray": dashes,
+      }),
+      svg("text", { x: box.right - 2, y: y(rate) - 5, class: "end" }, text),
+    ];
+    return svg("g", { class: "roof" }, slope(plot, roof, dashes), roof.flats.map(flat));
+  });
+}
+
+/** The line of the memory up to the highest arithmetic, with its name where there is room. */
+function slope({ x0, y0, x, y, taken }, { several, rate, top }, dashes) {
+  const from = Math.max(10 ** x0, 10 ** y0 / rate), to = top / rate;
+  const text = `${several}${byteRate(rate)}`, wide = text.length * 6;
+  const angle = Math.atan2(y(rate * to) - y(rate * from), x(to) - x(from));
+  const spots = [0.85, 0.7, 0.55, 0.4, 0.25].map((share) => from ** (1 - share) * to ** share)
+    .map((at) => ({
+      at, room: around(x(at) - 4, y(rate * at) - 6,
+        wide * Math.cos(angle) + 4, wide * Math.sin(-angle) + 12),
+    }));
+  const own = spots.find(({ room }) => free(room, taken));
+  if (own) taken.push(own.room);
+  return [
+    svg("line", {
+      x1: x(from), y1: y(rate * from), x2: x(to), y2: y(top), "stroke-dasharray": dashes,
+    }),
+    own && svg("text", {
+      transform: `translate(${x(own.at)} ${y(rate * own.at) - 6}) rotate(${(angle * 180) / Math.PI})`,
+      class: "middle",
+    }, text),
+  ];
+}
+
+function dots(phase, groups, backends) {
+  return svg("g", {}, groups.map((dot) => {
+    const show = (event) => {
+      const box = event.currentTarget.getBoundingClientRect();
+      const lines = [["backend", dot.backend],
+        ["operations per byte", short(dot.flops / dot.bytes)], ...facts(phase, dot)];
+      tip.show(dot.key, lines, box.right - box.width / 4, box.top + box.height / 2);
+    };
+    return mark(MARKS[backends.indexOf(dot.backend) % 3], dot, {
+      class: "dot", fill: fillOf(dot.op), tabindex: 0, role: "img",
+      "aria-label": `${dot.key}: ${phase.msText(dot.ns)} ms a token`,
+      onpointerenter: show, onpointerleave: tip.left, onfocus: show, onblur: tip.hide,
+    });
+  }));
+}
+
+/** A mark of the area of a circle of radius r. */
+function mark(kind, { cx, cy, r }, attributes) {
+  if (kind === "circle") return svg("circle", { cx, cy, r, ...attributes });
+  const side = r * Math.sqrt(Math.PI);
+  const turn = kind === "diamond" ? `rotate(45 ${cx} ${cy})` : null;
+  const corner = { x: cx - side / 2, y: cy - side / 2, width: side, height: side };
+  return svg("rect", { ...corner, transform: turn, ...attributes });
+}
+
+/** The room that a text takes, or a dot; and whether it is apart from all others. */
+const around = (x, y, wide, tall) =>
+  ({ left: x - wide / 2, right: x + wide / 2, top: y - tall / 2, bottom: y + tall / 2 });
+const roomOf = ({ cx, cy, r }) => around(cx, cy, 2 * r - 2, 2 * r - 2);
+const free = (box, taken) => taken.every((other) => box.right < other.left ||
+  other.right < box.left || box.bottom < other.top || other.bottom < box.top);
+
+/** Names of the largest dots, where there is room for them. */
+function names({ box, taken }, groups) {
+  return svg("g", { class: "names" }, groups.slice(0, 10).map((dot) => {
+    const wide = dot.key.length * 6 + 2, aside = dot.r + 5 + wide / 2;
+    const spots = [[aside, 0], [-aside, 0], [0, dot.r + 9], [0, -dot.r - 9]]
+      .map(([dx, dy]) => around(dot.cx + dx, dot.cy + dy, wide, 13));
+    const own = spots.find((spot) =>
+      spot.left >= box.left && spot.right <= box.right && free(spot, taken));
+    if (!own) return null;
+    taken.push(own);
+    return svg("text", { x: own.left + 1, y: own.bottom - 3 }, dot.key);
+  }));
+}
