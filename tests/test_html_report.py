@@ -246,7 +246,7 @@ def total(rows: list[dict[str, Any]], key: str) -> float:
 def test_the_summary_closes(report, opened):
     shown = opened(page(report))
     for card, phase in zip(("1", "2"), report["phases"]):
-        cells = texts(shown, f".card:nth-child({card}) .parts td:nth-child(2)")
+        cells = texts(shown, f".card:nth-child({card}) tbody td:nth-child(2)")
         tokens = phase["tokens"] * len(phase["passes"])
         closing = phase["closing"]
         parts = [closing[k] for k in ("ops", "copies", "gaps", "host", "unattributed")]
@@ -433,7 +433,10 @@ def test_heat_memory_and_placement(report, opened):
     inside = [r for r in report["phases"][1]["rows"] if r["layer"] is not None]
     cells = {(f"{r['op']} {r['weight']}", r["layer"]) for r in inside}
     assert count(shown, ".heat .cell") == len(cells)
-    hottest = "Math.max(...Array.from(document.querySelectorAll('.heat .cell'), e => e.getAttribute('fill-opacity')))"
+    cells = (
+        "Array.from(document.querySelectorAll('.heat .cell'), e => e.getAttribute('fill-opacity'))"
+    )
+    hottest = f"Math.max(...{cells})"
     assert shown.evaluate(hottest) == pytest.approx(1.0)
     shown.click("#heat-by input[value=gain] + span")
     assert shown.evaluate(hottest) == pytest.approx(1.0)

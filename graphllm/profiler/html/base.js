@@ -1,6 +1,6 @@
 "use strict";
 
-// ---------------------------------------------------------------------------------- the document
+// ------------------------------------------------------------------------------------ the document
 
 /** Puts attributes and children on an element; `on...` are listeners, `--...` custom properties. */
 function fill(element, attributes, children) {
@@ -19,28 +19,41 @@ const h = (tag, attributes, ...children) =>
 const svg = (tag, attributes, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+const p = (kind, ...children) => h("p", { class: kind }, children);
+const swatch = (colour) => h("i", { class: "swatch", "--fill": colour });
+
+/** A row of a table, whose first cell is what the row is of. */
+const tr = (first, cells) =>
+  h("tr", {}, h("th", { scope: "row" }, first), cells.map((cell) => h("td", {}, cell)));
+
+/** A small table: names of the columns, rows made by `tr`, and perhaps a last row. */
+function listing(kind, heads, rows, last = null) {
+  const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));
+  return h("div", { class: "wide" }, h("table", { class: `listing ${kind}` },
+    h("thead", {}, head), h("tbody", {}, rows), last && h("tfoot", {}, last)));
+}
+
 /** Radio buttons in a row, one of `options` ([value, text] each). */
-function choice(name, label, options, chosen, chose) {
-  const buttons = options.map(([value, text]) =>
-    h("label", {},
-      h("input", {
-        type: "radio", name, value, checked: value === chosen, onchange: () => chose(value),
-      }),
-      h("span", {}, text)));
-  return h("fieldset", { class: "choice", id: name }, h("legend", {}, label), buttons);
+function choice(id, label, options, chosen, chose) {
+  const button = ([value, text]) => {
+    const checked = value === chosen, onchange = () => chose(value);
+    return h("label", {}, h("input", { type: "radio", name: id, value, checked, onchange }),
+      h("span", {}, text));
+  };
+  return h("fieldset", { class: "choice", id }, h("legend", {}, label), options.map(button));
 }
 
 /** A section with its heading, what stands right of it, and a line that says how to read it. */
 function section(id, title, about, controls, ...content) {
   return h("section", { id, "aria-labelledby": `${id}-title` },
     h("div", { class: "title" }, h("h2", { id: `${id}-title` }, title), controls),
-    about ? h("p", { class: "about" }, about) : null, content);
+    p("about", about), content);
 }
 
-// ----------------------------------------------------------------------------------------- texts
+// ------------------------------------------------------------------------------------------- texts
 
 /** A number with a fixed count of decimals and thin spaces between thousands. */
-function fixed(value, decimals) {
+function fixed(value, decimals = 0) {
   const [whole, rest] = Math.abs(value).toFixed(decimals).split(".");
   const grouped = whole.replace(/\B(?=(\d{3})+$)/g, "\u202f");
   const sign = value < 0 && /[1-9]/.test(whole + (rest || "")) ? "\u2212" : "";
@@ -53,23 +66,25 @@ function short(value) {
   return fixed(value, size >= 99.95 || size === 0 ? 0 : size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3);
 }
 
-/** A number with its unit, where each unit is `step` times the one before it. */
-function scaled(value, units, step = 1000) {
+/** A number with its unit, where each unit is a thousand times the one before it. */
+function scaled(value, units) {
   let index = 0;
-  while (Math.abs(value) >= step * 0.9995 && index < units.length - 1) {
-    value /= step;
+  while (Math.abs(value) >= 999.5 && index < units.length - 1) {
+    value /= 1000;
     index++;
   }
-  return `${index === 0 && Number.isInteger(value) ? fixed(value, 0) : short(value)} ${units[index]}`;
+  const text = index === 0 && Number.isInteger(value) ? fixed(value) : short(value);
+  return `${text}\u202f${units[index]}`;
 }
 
 const time = (ns) => scaled(ns, ["ns", "\u00b5s", "ms", "s"]);
-const bytes = (n) => scaled(n, ["bytes", "kB", "MB", "GB", "TB"]);
-const operations = (n) => scaled(n, ["", "thousand", "million", "billion", "trillion"]).trim();
-const byteRate = (n) => scaled(n, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
-const flopRate = (n) => scaled(n, ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"]);
+const bytes = (count) => scaled(count, ["bytes", "kB", "MB", "GB", "TB"]);
+const byteRate = (rate) => scaled(rate, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
+const flopRate = (rate) =>
+  scaled(rate, ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"]);
 const percent = (share, decimals = 1) => `${fixed(100 * share, decimals)}\u202f%`;
-const plural = (count, one, many = `${one}s`) => `${fixed(count, 0)} ${count === 1 ? one : many}`;
+const plural = (count, one, many = `${one}s`) => `${fixed(count)} ${count === 1 ? one : many}`;
+const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}\u2026` : text);
 
 // ------------------------------------------------------------------------------------- the pointer
 
@@ -77,10 +92,9 @@ const tip = {
   /** Shows a title and [name, value] lines near a point of the window. */
   show(title, lines, x, y) {
     const box = document.getElementById("tip");
-    box.replaceChildren(
-      h("strong", {}, title),
-      h("dl", {}, lines.filter(([, value]) => value !== "" && value !== null).map(([name, value]) =>
-        [h("dt", {}, name), h("dd", {}, value)])));
+    const told = lines.filter(([, value]) => value);
+    box.replaceChildren(h("strong", {}, title),
+      h("dl", {}, told.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
     box.hidden = false;
     const { width, height } = box.getBoundingClientRect();
     const left = x + 14 + width > innerWidth - 8 ? x - 14 - width : x + 14;
@@ -88,9 +102,11 @@ const tip = {
     box.style.left = `${Math.max(8, Math.min(left, innerWidth - width - 8))}px`;
     box.style.top = `${Math.max(8, top)}px`;
   },
+
   hide() {
     document.getElementById("tip").hidden = true;
   },
+
   /** The pointer is gone; a finger is so after every touch, and what it touched stays. */
   left(event) {
     if (event.pointerType !== "touch") tip.hide();
@@ -114,21 +130,20 @@ function colours() {
   return {
     ops, on: ops.map((colour) => (luminance(colour) > 0.3 ? "#111" : "#fff")),
     ink: named("--ink"), soft: named("--ink-2"), line: named("--line"), lane: named("--lane"),
-    paper: named("--panel"), host: named("--host"), font: style.getPropertyValue("--font").trim(),
+    paper: named("--panel"), host: named("--host"), font: `11px ${named("--font")}`,
   };
 }
 
 /** Of a colour `#rrggbb`, roughly: texts on it are dark above 0.3. */
 function luminance(colour) {
-  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
-  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  const part = (at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2;
+  return 0.2126 * part(1) + 0.7152 * part(3) + 0.0722 * part(5);
 }
 
 /** Ops and their colours. */
 function legend(ops) {
-  const own = ops.filter((op) => hues.has(op));
-  const entry = (name, colour) =>
-    h("li", {}, h("i", { class: "swatch", "--fill": colour }), name);
+  const own = [...hues.keys()].filter((op) => ops.has(op));
+  const entry = (name, colour) => h("li", {}, swatch(colour), name);
   return h("ul", { class: "legend" }, own.map((op) => entry(op, fillOf(op))),
-    ops.length > own.length ? entry("other ops", `var(--c${HUES})`) : null);
+    ops.size > own.length ? entry("other ops", `var(--c${HUES})`) : null);
 }

@@ -3,18 +3,17 @@
 const report = JSON.parse(document.getElementById("profile").textContent);
 const texts = report.texts;
 
-/** A phase, its rows in columns; see reduce.py. Texts of row `i` are `phase.text("op", i)`. */
+/** A phase with its rows in columns: see reduce.py. */
 class Phase {
   constructor(raw) {
     Object.assign(this, raw);
     this.count = raw.rows.op.length;
     this.plans = raw.typical.length;
-    this.all = this.tokens * this.passes.length; // tokens of all passes
+    this.all = raw.tokens * raw.passes.length; // tokens of all passes
     this.wall = raw.closing.wall;
-    const walls = this.passes.map((pass) => pass.end - pass.start);
-    this.walls = walls.sort((a, b) => a - b);
-    const perToken = this.wall / this.all / 1e6;
-    this.decimals = Math.max(3, 3 - Math.floor(Math.log10(perToken || 1)));
+    this.walls = raw.passes.map((pass) => pass.end - pass.start).sort((a, b) => a - b);
+    this.decimals = Math.max(3, 3 - Math.floor(Math.log10(this.ms(this.wall) || 1)));
+    this.found = []; // what a row can be found by, once it was asked for
   }
 
   text(column, row) {
@@ -26,6 +25,12 @@ class Phase {
     return `${this.text("op", row)} ${this.text("weight", row)}`.trim();
   }
 
+  /** The number of a step, with that of its plan where there are several. */
+  step(row) {
+    const { plan, step } = this.rows;
+    return this.plans > 1 ? `${plan[row]}.${step[row]}` : String(step[row]);
+  }
+
   /** Milliseconds a token. */
   ms(ns) {
     return ns / 1e6 / this.all;
@@ -35,19 +40,22 @@ class Phase {
     return fixed(this.ms(ns), this.decimals);
   }
 
+  /** The wall time of a pass, the median. */
   get median() {
-    const middle = this.walls.length >> 1;
-    return this.walls.length % 2
-      ? this.walls[middle] : (this.walls[middle - 1] + this.walls[middle]) / 2;
+    const { walls } = this, half = (walls.length - 1) / 2;
+    return (walls[Math.floor(half)] + walls[Math.ceil(half)]) / 2;
   }
 
   /** What a row can be found by, in small letters. */
   words(row) {
-    this.found = this.found || [];
     this.found[row] ??= [
       "op", "weight", "scope", "kernel", "backend", "parts", "origin", "why", "bound",
     ].map((column) => this.text(column, row)).join(" ").toLowerCase();
     return this.found[row];
+  }
+
+  get limited() {
+    return this.rows.limit.some((limit) => limit !== null);
   }
 }
 
@@ -55,45 +63,44 @@ const phases = report.phases.filter((phase) => phase.rows.op.length).map((raw) =
 
 // ------------------------------------------------------------------------------------------ groups
 
+const NONE = "\u2013";
+
 const KEYS = {
   op: (phase, row) => phase.kind(row),
-  scope: (phase, row) => phase.text("scope", row) || "\u2013",
-  layer: (phase, row) => phase.rows.layer[row] ?? "\u2013",
+  scope: (phase, row) => phase.text("scope", row) || NONE,
+  layer: (phase, row) => phase.rows.layer[row] ?? NONE,
   backend: (phase, row) => phase.text("backend", row),
-  format: (phase, row) => phase.text("weight", row) || "\u2013",
+  format: (phase, row) => phase.text("weight", row) || NONE,
   step: (phase, row) => row,
 };
 
-/** Rows summed. Rows without a known limit count in `ns`, but not in `limited`. */
+const SUMS = ["calls", "ns", "overlap", "bytes", "flops", "limit", "limited"];
+
+/** Rows summed. `limited` is the time of those whose limit is known, `limit` what they need. */
 class Group {
   constructor(key) {
-    this.key = key;
-    this.rows = [];
-    this.calls = this.ns = this.overlap = this.bytes = this.flops = 0;
-    this.limit = this.limited = this.gain = 0;
-    this.bounds = new Map();
+    Object.assign(this, { key, rows: [], bounds: new Map() });
+    for (const name of SUMS) this[name] = 0;
   }
 
   add(phase, row) {
-    const columns = phase.rows;
+    const { calls, sum, overlap, bytes, flops, limit } = phase.rows;
     this.rows.push(row);
-    this.calls += columns.calls[row];
-    this.ns += columns.sum[row];
-    this.overlap += columns.overlap[row];
-    this.bytes += columns.bytes[row];
-    this.flops += columns.flops[row];
-    const limit = columns.limit[row];
-    if (limit === null) return;
-    this.limit += limit;
-    this.limited += columns.sum[row];
+    this.calls += calls[row];
+    this.ns += sum[row];
+    this.overlap += overlap[row];
+    this.bytes += bytes[row];
+    this.flops += flops[row];
+    if (limit[row] === null) return;
+    this.limit += limit[row];
+    this.limited += sum[row];
     const bound = phase.text("bound", row);
-    this.bounds.set(bound, (this.bounds.get(bound) || 0) + limit);
+    this.bounds.set(bound, (this.bounds.get(bound) || 0) + limit[row]);
   }
 
   /** What binds most of it. */
   get bound() {
-    const sorted = [...this.bounds].sort((a, b) => b[1] - a[1]);
-    return sorted.length ? sorted[0][0] : "";
+    return [...this.bounds].sort((a, b) => b[1] - a[1]).map(([name]) => name)[0] || "";
   }
 
   get gbs() {
@@ -109,15 +116,15 @@ class Group {
     return this.limited && this.limit ? this.limit / this.limited : null;
   }
 
-  /** Nanoseconds to gain. */
-  get toGain() {
+  /** Nanoseconds to gain; null where there is no limit. */
+  get gain() {
     return this.limited && this.limit ? Math.max(0, this.limited - this.limit) : null;
   }
 }
 
-/** The rows that `wanted` takes, in groups of one key each. */
-function grouped(phase, by, wanted = () => true) {
-  const groups = new Map(), key = KEYS[by];
+/** The rows that `wanted` takes, in groups by what `key` gives for them. */
+function grouped(phase, key, wanted = () => true) {
+  const groups = new Map();
   for (let row = 0; row < phase.count; row++) {
     if (!wanted(row)) continue;
     const own = key(phase, row);
@@ -128,15 +135,18 @@ function grouped(phase, by, wanted = () => true) {
   return [...groups.values()];
 }
 
+const longestFirst = (a, b) => b.ns - a.ns;
+
 /** Names and numbers of a group, as the pointer shows them. */
 function facts(phase, group) {
+  const { ns, bytes: moved, flops, share, gain } = group;
   return [
-    ["time", `${phase.msText(group.ns)} ms a token, ${percent(group.ns / phase.wall)} of the wall`],
-    ["calls", fixed(group.calls, 0)],
-    ["memory", group.bytes ? byteRate(1e9 * group.gbs) : ""],
-    ["arithmetic", group.flops ? flopRate(1e9 * group.gflops) : ""],
-    ["of the limit", group.share === null ? "" : `${percent(group.share)}, bound by ${group.bound}`],
-    ["to gain", group.toGain === null ? "" : `${phase.msText(group.toGain)} ms a token`],
+    ["time", `${phase.msText(ns)} ms a token, ${percent(ns / phase.wall)} of the wall`],
+    ["calls", fixed(group.calls)],
+    ["memory", moved && byteRate(1e9 * group.gbs)],
+    ["arithmetic", flops && flopRate(1e9 * group.gflops)],
+    ["of the limit", share !== null && `${percent(share)}, bound by ${group.bound}`],
+    ["to gain", gain !== null && `${phase.msText(gain)} ms a token`],
   ];
 }
 
@@ -144,9 +154,8 @@ function facts(phase, group) {
 function paint() {
   const spent = new Map();
   for (const phase of phases) {
-    for (let row = 0; row < phase.count; row++) {
-      const op = phase.text("op", row);
-      spent.set(op, (spent.get(op) || 0) + phase.rows.sum[row] / phase.wall);
+    for (const { key, ns } of grouped(phase, (_, row) => phase.text("op", row))) {
+      spent.set(key, (spent.get(key) || 0) + ns / phase.wall);
     }
   }
   [...spent].sort((a, b) => b[1] - a[1]).slice(0, HUES).forEach(([op], i) => hues.set(op, i));

@@ -1,4 +1,4 @@
-"""The HTML report: template, style, script and data in one file, which asks no network for anything.
+"""The HTML report: template, style, script and data in one file, which needs no network.
 
 The scripts are plain ones that share a scope, in the order of `SCRIPTS`; they make every element
 through the document's own functions and never read text as HTML. The page's policy lets nothing run

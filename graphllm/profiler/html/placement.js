@@ -1,71 +1,61 @@
 // --------------------------------------------------------------------------------------- placement
 
+const LINES = 200; // of a list
+
 /** Ops and backends, why steps missed the first of them, and what was copied. */
 function placement(phase) {
   const used = new Set(phase.rows.backend.map((text) => texts[text]));
-  const known = Object.keys(report.machine.backends);
-  const backends = [...known.filter((name) => used.has(name)), ...[...used].filter((name) => !known.includes(name))];
-  const missed = tallied(phase, (row) => phase.text("why", row) &&
-    `${phase.text("backend", row)}\n${phase.text("why", row)}`);
-  const copied = tallied(phase, (row) => phase.rows.copy[row] &&
-    `${phase.text("scope", row)}\n${phase.text("shape", row)}\n${phase.text("backend", row)}`);
-  return [counts(phase, backends), misses(phase, backends, missed), copies(phase, copied)];
+  const backends = [...new Set([...Object.keys(report.machine.backends), ...used])]
+    .filter((name) => used.has(name));
+  return [counts(phase, backends), misses(phase, backends[0]), copies(phase)];
 }
 
-/** Rows summed by a text of several lines; those without one are left out. */
-function tallied(phase, key) {
-  const groups = new Map();
-  for (let row = 0; row < phase.count; row++) {
-    const own = key(row);
-    if (!own) continue;
-    if (!groups.has(own)) groups.set(own, new Group(own));
-    groups.get(own).add(phase, row);
-  }
-  return [...groups.values()].sort((a, b) => b.ns - a.ns);
-}
-
+/** Steps of each op on each backend. */
 function counts(phase, backends) {
-  const groups = tallied(phase, (row) => phase.text("op", row));
-  const on = (group, name) => group.rows.filter((row) => phase.text("backend", row) === name).length;
-  const all = (name) => groups.reduce((sum, group) => sum + on(group, name), 0);
-  const cell = (count) => h("td", { class: count ? null : "zero" }, count ? fixed(count, 0) : "\u00b7");
-  return h("div", { class: "wide" }, h("table", { class: "parts placed" },
-    h("thead", {}, h("tr", {}, h("th", {}, "steps"), backends.map((name) => h("th", {}, name)),
-      h("th", {}, "ms/token"))),
-    h("tbody", {}, groups.slice(0, MANY).map((group) =>
-      h("tr", {}, h("th", { scope: "row" }, group.key),
-        backends.map((name) => cell(on(group, name))), h("td", {}, phase.msText(group.ns))))),
-    h("tfoot", {}, h("tr", {}, h("th", { scope: "row" }, "all"),
-      backends.map((name) => cell(all(name))), h("td", {}, phase.msText(phase.closing.ops + phase.closing.copies))))));
+  const { rows } = phase;
+  const cell = (group, name) => {
+    const count = group.rows.filter((row) => texts[rows.backend[row]] === name).length;
+    return count ? fixed(count) : h("span", { class: "zero" }, "\u00b7");
+  };
+  const line = (group) => tr(group.key,
+    [...backends.map((name) => cell(group, name)), phase.msText(group.ns)]);
+  const groups = grouped(phase, (_, row) => phase.text("op", row)).sort(longestFirst);
+  const [all] = grouped(phase, () => "all");
+  return listing("placed", ["steps", ...backends, "ms/token"], groups.slice(0, LINES).map(line),
+    line(all));
 }
 
-function misses(phase, backends, missed) {
-  if (!missed.length) {
-    return h("p", { class: "note" }, `Every step is on ${backends[0]}, the first backend that was asked.`);
-  }
+/** A list of groups under a heading: of each what it is, and what it took. */
+function list(title, groups, what, rest) {
+  const entry = (group) => h("li", {}, what(group), h("small", {}, rest(group)));
+  return [h("h3", {}, title), h("ul", { class: "list" }, groups.slice(0, LINES).map(entry))];
+}
+
+function misses(phase, first) {
+  const key = (_, row) => `${phase.text("backend", row)}\n${phase.text("why", row)}`;
+  const missed = grouped(phase, key, (row) => phase.text("why", row)).sort(longestFirst);
+  if (!missed.length) return p("note", `Every step is on ${first}, the first backend asked.`);
   const ops = (group) => {
     const own = new Map();
     for (const row of group.rows) {
-      own.set(phase.text("op", row), (own.get(phase.text("op", row)) || 0) + 1);
+      const op = phase.text("op", row);
+      own.set(op, (own.get(op) || 0) + 1);
     }
     return [...own].map(([op, count]) => (count > 1 ? `${op} \u00d7 ${count}` : op)).join(", ");
   };
-  return h("div", {}, h("h3", {}, "not on the first backend"),
-    h("ul", { class: "list" }, missed.slice(0, MANY).map((group) => {
-      const [backend, why] = group.key.split("\n");
-      return h("li", {}, h("b", {}, `on ${backend}`), ` ${why}`,
-        h("small", {}, `${ops(group)}: ${phase.msText(group.ns)} ms a token`));
-    })));
+  return list("not on the first backend", missed, (group) => {
+    const [backend, why] = group.key.split("\n");
+    return [h("b", {}, `on ${backend}`), ` ${why}`];
+  }, (group) => `${ops(group)}: ${phase.msText(group.ns)} ms a token`);
 }
 
-function copies(phase, copied) {
-  if (!copied.length) return h("p", { class: "note" }, "Nothing is copied between memories.");
-  return h("div", {}, h("h3", {}, "copies between memories"),
-    h("ul", { class: "list" }, copied.slice(0, MANY).map((group) => {
-      const [scope, shape, backend] = group.key.split("\n");
-      const size = bytes(group.bytes / group.calls);
-      return h("li", {}, h("b", {}, `to ${backend}`), ` ${shape} `, h("code", {}, scope),
-        h("small", {}, `${plural(group.rows.length, "step")}, ${size} each, ` +
-          `${phase.msText(group.ns)} ms a token`));
-    })));
+function copies(phase) {
+  const key = (_, row) => ["backend", "shape", "scope"].map((c) => phase.text(c, row)).join("\n");
+  const copied = grouped(phase, key, (row) => phase.rows.copy[row]).sort(longestFirst);
+  if (!copied.length) return p("note", "Nothing is copied between memories.");
+  return list("copies between memories", copied, (group) => {
+    const [backend, shape, scope] = group.key.split("\n");
+    return [h("b", {}, `to ${backend}`), ` ${shape} `, h("code", {}, scope)];
+  }, (group) => `${plural(group.rows.length, "step")}, ${bytes(group.bytes / group.calls)} each, ` +
+    `${phase.msText(group.ns)} ms a token`);
 }

@@ -4,8 +4,13 @@ const MARKS = ["circle", "square", "diamond"]; // of backends, in the order in w
 
 /** Operations per byte against operations a second, both in powers of ten; time is area. */
 function roofline(phase, width) {
-  const groups = grouped(phase, "op").flatMap((group) => byBackend(phase, group))
-    .filter((dot) => dot.ns && dot.bytes && dot.flops).sort((a, b) => b.ns - a.ns);
+  const key = (_, row) => `${phase.kind(row)}\n${phase.text("backend", row)}`;
+  const groups = grouped(phase, key).filter((dot) => dot.ns && dot.bytes && dot.flops)
+    .sort(longestFirst);
+  for (const dot of groups) {
+    [dot.key, dot.backend] = dot.key.split("\n");
+    dot.op = phase.text("op", dot.rows[0]);
+  }
   const backends = [...new Set(groups.map((dot) => dot.backend))];
   const height = Math.round(Math.min(540, Math.max(300, width * 0.74)));
   const plot = axes(groups, backends, width, height);
@@ -21,33 +26,27 @@ function roofline(phase, width) {
   }, grid(plot), roofs(plot, groups, backends),
     dots(phase, groups, backends), names(plot, groups));
   const left = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
-  const marks = backends.length > 1
-    ? `Marks: ${backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ")}. ` : "";
-  return [drawing, h("p", { class: "about" }, marks +
-    (left ? `${plural(left, "step")} without operations or bytes not shown.` : ""))];
+  const marks = backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ");
+  return [drawing, p("about", backends.length > 1 ? `Marks: ${marks}. ` : "",
+    left ? `${plural(left, "step")} without operations or bytes not shown.` : "")];
 }
 
-/** A group of an op may have run on several backends. */
-function byBackend(phase, group) {
-  const own = new Map();
-  for (const row of group.rows) {
-    const backend = phase.text("backend", row);
-    if (!own.has(backend)) own.set(backend, new Group(group.key));
-    own.get(backend).add(phase, row);
-  }
-  return [...own].map(([backend, part]) =>
-    Object.assign(part, { backend, op: phase.text("op", part.rows[0]) }));
+/** What a backend's memory gives, and its kinds of arithmetic; null where not both are known. */
+function roofOf(name) {
+  const roof = report.ceilings[name] ?? {}, integer = roof.integer_flop_s;
+  const flats = [["integer", integer], ["float", roof.float_flop_s]]
+    .filter(([, rate], i) => rate && (i === 0 || rate !== integer));
+  if (!roof.bytes_s || !flats.length) return null;
+  return { name, rate: roof.bytes_s, flats, top: Math.max(...flats.map(([, rate]) => rate)) };
 }
 
 /** Where what is drawn: x in operations per byte, y in operations a second. */
 function axes(groups, backends, width, height) {
-  const known = backends.map((name) => report.ceilings[name]).filter(Boolean);
   const xs = groups.map((dot) => dot.flops / dot.bytes);
   const ys = groups.map((dot) => 1e9 * dot.gflops);
-  for (const roof of known) {
-    const top = Math.max(roof.float_flop_s, roof.integer_flop_s);
-    xs.push((3 * top) / roof.bytes_s);
-    ys.push(1.6 * top);
+  for (const roof of backends.map(roofOf).filter(Boolean)) {
+    xs.push((3 * roof.top) / roof.rate);
+    ys.push(1.6 * roof.top);
   }
   const low = (values) => Math.floor(Math.log10(Math.min(...values, 1e30)) - 0.15);
   const high = (values) => Math.log10(Math.max(...values, 1e-30)) + 0.15;
@@ -88,12 +87,11 @@ function grid({ box, x0, x1, y0, y1, x, y, width, height }) {
 /** What the memories give, and under what the arithmetic ends. */
 function roofs(plot, groups, backends) {
   const { box, x1, x, y, taken } = plot;
-  const known = backends.filter((name) => report.ceilings[name]).map((name) => {
-    const roof = report.ceilings[name], several = backends.length > 1 ? `${name}: ` : "";
-    const flats = [["integer", roof.integer_flop_s], ["float", roof.float_flop_s]]
-      .filter(([, rate], i, all) => rate && (i === 0 || rate !== all[0][1]))
-      .map(([kind, rate]) => ({ rate, text: `${several}${kind} ${flopRate(rate)}` }));
-    return { name, several, flats, rate: roof.bytes_s, top: Math.max(...flats.map((f) => f.rate)) };
+  const known = backends.map(roofOf).filter(Boolean).map((roof) => {
+    const several = backends.length > 1 ? `${roof.name}: ` : "";
+    const flats = roof.flats.map(([kind, rate]) =>
+      ({ rate, text: `${several}${kind} ${flopRate(rate)}` }));
+    return { ...roof, several, flats };
   });
   for (const { rate, text } of known.flatMap((roof) => roof.flats)) {
     taken.push(around(box.right - text.length * 3, y(rate) - 8, text.length * 6, 14));
@@ -124,13 +122,14 @@ function slope({ x0, y0, x, y, taken }, { several, rate, top }, dashes) {
     }));
   const own = spots.find(({ room }) => free(room, taken));
   if (own) taken.push(own.room);
+  const degrees = (angle * 180) / Math.PI;
   return [
     svg("line", {
       x1: x(from), y1: y(rate * from), x2: x(to), y2: y(top), "stroke-dasharray": dashes,
     }),
     own && svg("text", {
-      transform: `translate(${x(own.at)} ${y(rate * own.at) - 6}) rotate(${(angle * 180) / Math.PI})`,
       class: "middle",
+      transform: `translate(${x(own.at)} ${y(rate * own.at) - 6}) rotate(${degrees})`,
     }, text),
   ];
 }

@@ -1,4 +1,4 @@
-// ----------------------------------------------------------------------- drawings that can be zoomed
+// --------------------------------------------------------------------- drawings that can be zoomed
 
 /**
  * A canvas over a range of x that pointer and keys zoom and shift. `drawing` has
@@ -15,7 +15,8 @@ class Scroller {
     this.canvas = h("canvas", {
       tabindex: 0, role: "img",
       "aria-label": `${name}; arrow keys go through it, + and - zoom, 0 shows all of it`,
-      onpointermove: (event) => this.move(event), onpointerleave: (event) => event.pointerType === "touch" || this.leave(),
+      onpointermove: (event) => this.move(event),
+      onpointerleave: (event) => event.pointerType === "touch" || this.leave(),
       onpointerdown: (event) => this.press(event), onpointerup: () => { this.held = null; },
       onwheel: (event) => this.wheel(event), onkeydown: (event) => this.key(event),
       ondblclick: (event) => this.zoom(0.4, this.x(event)), onblur: () => this.leave(),
@@ -41,6 +42,7 @@ class Scroller {
     const context = canvas.getContext("2d");
     context.scale(scale, scale);
     const palette = colours();
+    context.font = palette.font;
     drawing.draw(context, this.view, width, palette);
     if (!this.item) return;
     const px = (x) => ((x - this.view.lo) / (this.view.hi - this.view.lo)) * width;

@@ -2,81 +2,78 @@
 
 const LANE = 46, HOST_LANE = 16, AXIS = 22, SPACE = 8, LABEL = 15;
 
-/** A typical run as a drawing: a lane of each backend with its steps, one of the host. */
-function timeline(phase, typical) {
-  const rows = [];
-  for (let row = 0; row < phase.count; row++) {
-    if (phase.rows.plan[row] === typical.plan) rows.push(row);
-  }
+/** A typical run as a drawing. */
+function timeline(phase, run) {
+  const rows = [...phase.rows.plan.keys()].filter((row) => phase.rows.plan[row] === run.plan);
   const steps = [], gaps = [];
-  let at = typical.called, before = "";
-  for (const segment of typical.segments) {
-    const backend = phase.text("backend", rows[segment.first]);
+  let at = run.called, before = "";
+  for (const { first, count, begin } of run.segments) {
+    const backend = phase.text("backend", rows[first]);
     const name = before ? `${before} to ${backend}` : `launch on ${backend}`;
-    if (segment.begin > at) gaps.push({ name, lo: at, hi: segment.begin, backend });
-    let end = segment.begin;
-    for (let step = segment.first; step < segment.first + segment.count; step++) {
-      steps.push({ row: rows[step], lo: end, hi: end + typical.times[step], backend });
-      end += typical.times[step];
+    if (begin > at) gaps.push({ name, lo: at, hi: begin, backend });
+    let end = begin;
+    for (let step = first; step < first + count; step++) {
+      steps.push({ row: rows[step], lo: end, hi: end += run.times[step], backend });
     }
-    [at, before] = [Math.max(at, end), backend];
+    at = Math.max(at, end);
+    before = backend;
   }
-  if (typical.returned > at) {
-    gaps.push({ name: "return", lo: at, hi: typical.returned, backend: before });
-  }
-  return new Timeline(phase, typical, steps, gaps);
+  if (run.returned > at) gaps.push({ name: "return", lo: at, hi: run.returned, backend: before });
+  return new Timeline(phase, run, steps, gaps);
 }
 
+/** A lane of the host, and one of each backend with its steps. */
 class Timeline {
-  constructor(phase, typical, steps, gaps) {
-    const start = Math.min(typical.called, steps.length ? steps[0].lo : typical.called);
-    const lanes = [...new Set(steps.map((step) => step.backend))];
-    const top = (backend) => HOST_LANE + SPACE + LABEL + lanes.indexOf(backend) * (LANE + SPACE + LABEL);
+  constructor(phase, run, steps, gaps) {
+    const start = Math.min(run.called, steps[0].lo);
+    this.lanes = [...new Set(steps.map((step) => step.backend))].map((backend, i) => ({
+      backend, top: HOST_LANE + (i + 1) * (SPACE + LABEL) + i * LANE,
+      steps: steps.filter((step) => step.backend === backend),
+    }));
+    const tops = new Map(this.lanes.map(({ backend, top }) => [backend, top]));
     for (const item of [...steps, ...gaps]) {
-      Object.assign(item, { lo: item.lo - start, hi: item.hi - start, top: top(item.backend) });
+      item.lo -= start;
+      item.hi -= start;
+      item.top = tops.get(item.backend);
       item.bottom = item.top + LANE;
     }
-    const end = Math.max(typical.returned - start, ...steps.slice(-1).map((step) => step.hi));
-    Object.assign(this, { phase, steps, gaps, lanes, top });
-    this.own = lanes.map((backend) => steps.filter((step) => step.backend === backend));
-    this.host = { lo: typical.called - start, hi: typical.returned - start };
-    this.length = Math.max(1, end);
-    this.height = top(lanes[0]) + lanes.length * (LANE + SPACE + LABEL) - LABEL + AXIS;
+    Object.assign(this, { phase, steps, gaps });
+    this.host = { lo: run.called - start, hi: run.returned - start };
+    this.length = Math.max(1, this.host.hi, steps[steps.length - 1].hi);
+    this.height = this.lanes[this.lanes.length - 1].top + LANE + AXIS;
   }
 
   draw(context, view, width, palette) {
     const px = (x) => ((x - view.lo) / (view.hi - view.lo)) * width;
-    context.font = `11px ${palette.font}`;
+    const from = Math.max(0, px(this.host.lo)), to = Math.min(width, px(this.host.hi));
     context.textBaseline = "middle";
     context.fillStyle = palette.host;
-    const from = Math.max(0, px(this.host.lo)), to = Math.min(width, px(this.host.hi));
     context.fillRect(from, 0, Math.max(1, to - from), HOST_LANE);
     context.fillStyle = palette.paper;
-    if (to - from > 150) context.fillText("host: called to returned", from + 6, HOST_LANE / 2 + 0.5);
-    this.lanes.forEach((backend, i) => {
-      const top = this.top(backend);
+    if (to - from > 150) context.fillText("host: called to returned", from + 6, HOST_LANE / 2);
+    for (const lane of this.lanes) {
       context.fillStyle = palette.soft;
-      context.fillText(backend, 0, top - LABEL / 2);
+      context.fillText(lane.backend, 0, lane.top - LABEL / 2);
       context.fillStyle = palette.lane;
-      context.fillRect(0, top, width, LANE);
-      this.lane(context, this.own[i], px, width, palette);
-    });
+      context.fillRect(0, lane.top, width, LANE);
+      this.lane(context, lane.steps, px, width, palette);
+    }
     ruler(context, view, width, this.height - AXIS, palette, time);
   }
 
   /** The steps of one lane; of those that share a pixel, the longest. */
   lane(context, steps, px, width, palette) {
     let drawn = -1, longest = 0;
-    for (const step of steps.slice(first(steps, px))) {
-      const from = px(step.lo), to = px(step.hi);
-      if (from > width) break;
-      const thin = to - from < 1, pixel = Math.floor(from);
-      if (thin && pixel === drawn && step.hi - step.lo < longest) continue;
-      [drawn, longest] = [pixel, step.hi - step.lo];
-      context.fillStyle = palette.ops[hue(this.phase.text("op", step.row))];
-      const size = thin ? 1 : Math.max(0.6, to - from - (to - from > 4 ? 1 : 0));
-      context.fillRect(thin ? pixel : from, step.top, size, LANE);
-      if (size > 60) this.name(context, step, Math.max(0, from), Math.min(width, to), palette);
+    for (let i = firstSeen(steps, px); i < steps.length && px(steps[i].lo) <= width; i++) {
+      const { row, lo, hi, top } = steps[i], from = px(lo), wide = px(hi) - from;
+      const thin = wide < 1, pixel = Math.floor(from);
+      if (thin && pixel === drawn && hi - lo < longest) continue;
+      [drawn, longest] = [pixel, hi - lo];
+      context.fillStyle = palette.ops[hue(this.phase.text("op", row))];
+      context.fillRect(thin ? pixel : from, top, thin ? 1 : wide - (wide > 4 ? 1 : 0), LANE);
+      if (wide > 40) {
+        this.name(context, steps[i], Math.max(0, from), Math.min(width, from + wide), palette);
+      }
     }
   }
 
@@ -90,11 +87,9 @@ class Timeline {
   }
 
   at(x, y) {
-    const lane = this.lanes.findIndex((backend) =>
-      y >= this.top(backend) && y < this.top(backend) + LANE);
-    if (lane < 0) return null;
+    const lane = this.lanes.find(({ top }) => top <= y && y < top + LANE);
     const inside = (item) => item.lo <= x && x < item.hi;
-    return this.own[lane].find(inside) || this.gaps.find((gap) => inside(gap)) || null;
+    return (lane && (lane.steps.find(inside) || this.gaps.find(inside))) || null;
   }
 
   beside(item, by) {
@@ -102,25 +97,25 @@ class Timeline {
   }
 
   tell(item) {
-    const took = ["time", time(item.hi - item.lo)], from = ["from", time(item.lo)];
-    if (item.name) return [`gap: ${item.name}`, [took, from]];
-    const { phase } = this, { row } = item, { rows } = phase;
-    const ns = item.hi - item.lo, calls = rows.calls[row];
-    const limit = rows.limit[row] === null || !ns ? "" :
-      `${percent(rows.limit[row] / calls / ns)}, bound by ${phase.text("bound", row)}`;
+    const { phase } = this, { row } = item, ns = item.hi - item.lo;
+    const times = [["time", time(ns)], ["from", time(item.lo)]];
+    if (item.name) return [`gap: ${item.name}`, times];
+    const { calls, bytes: moved, flops, limit, median } = phase.rows;
+    const rate = (sum) => (ns ? (1e9 * sum[row]) / calls[row] / ns : 0);
+    const share = ns && limit[row] !== null ? limit[row] / calls[row] / ns : 0;
     return [phase.kind(row), [
-      ["scope", phase.text("scope", row)], ["step", String(rows.step[row])], took, from,
-      ["median", time(rows.median[row])],
-      ["memory", rows.bytes[row] && ns ? byteRate((1e9 * rows.bytes[row]) / calls / ns) : ""],
-      ["arithmetic", rows.flops[row] && ns ? flopRate((1e9 * rows.flops[row]) / calls / ns) : ""],
-      ["of the limit", limit], ["kernel", `${item.backend}: ${phase.text("kernel", row)}`],
+      ["scope", phase.text("scope", row)], ["step", phase.step(row)], ...times,
+      ["median", time(median[row])], ["memory", rate(moved) && byteRate(rate(moved))],
+      ["arithmetic", rate(flops) && flopRate(rate(flops))],
+      ["of the limit", share && `${percent(share)}, bound by ${phase.text("bound", row)}`],
+      ["kernel", `${item.backend}: ${phase.text("kernel", row)}`],
       ["shapes", phase.text("shape", row)],
     ]];
   }
 }
 
-/** The first step that ends right of the left edge. */
-function first(steps, px) {
+/** The number of the first step that ends right of the left edge. */
+function firstSeen(steps, px) {
   let low = 0, high = steps.length;
   while (low < high) {
     const middle = (low + high) >> 1;
