@@ -121,6 +121,7 @@ class Page:
     def __init__(self, browser: Browser, target: str, session: str) -> None:
         self._browser, self._target, self._session = browser, target, session
         self._url = ""
+        self.width = 0
 
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
@@ -139,6 +140,7 @@ class Page:
             self._browser.receive()
 
     def resize(self, width: int, height: int = 800) -> None:
+        self.width = width
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 

@@ -1,15 +1,20 @@
-"""Made-up profile reports, as docs/profile-format.md has them: what writers of other forms are
-tested on.
+"""Profile reports, as docs/profile-format.md has them: what writers of other forms are tested on.
 
-`sample` has what is rare: two plans in one phase, a backend in the middle of another, steps that
-missed the first backend, overlaps, rows without a limit. `large` has many rows.
+`sample` is made up and has what is rare: two plans in one phase, a backend in the middle of
+another, steps that missed the first backend, overlaps, rows without a limit. `large` has many rows.
+`measured` is a real one, of a small model on two backends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
+
+import tiny_models
+
+import graphllm
 
 ROOFS = {"cuda": (900e9, 20e12, 80e12), "cpu": (30e9, 200e9, 800e9)}
 PINNED = 1  # the layer that runs on the CPU
@@ -40,7 +45,7 @@ def _steps(layers: int, tokens: int) -> list[dict[str, Any]]:
             "layer": layer, "origin": f"models/gemma3.py:{30 + len(op)}",
             "shape": f"f32[{tokens}, 640]", "inputs": [f"a8_32[{tokens}, 640]"], "weight": weight,
             "backend": on, "kernel": f"{op}_{on}",
-            "why": "pinned to cpu by --place" if on == "cpu" else "", "copy": False,
+            "why": f"cuda: pinned by model.layers.{PINNED}.*=cpu" if on == "cpu" else "", "copy": False,
             "bytes": mb * 1e6 + 4e3 * tokens, "flops": mflop * 1e6 * tokens, **more,
         })  # fmt: skip
 
@@ -57,7 +62,7 @@ def _steps(layers: int, tokens: int) -> list[dict[str, Any]]:
         step("linear_add", f"{at}.self_attn.o_proj", "q4_k", 0.4, 1.3, parts=["linear", "add"])
         step("gated", f"{at}.mlp", "q5_0", 1.8, 5.2, parts=["linears", "gelu", "mul"])
         step("linear_add", f"{at}.mlp.down_proj", "q6_k", 1.1, 2.6, parts=["linear", "add"])
-    missed = {"backend": "cpu", "why": "cuda has no kernel for softcap"}
+    missed = {"backend": "cpu", "why": "cuda: no kernel"}
     step("norm_quantise", "model.norm", "", 0.006, 0.004)
     step("linear", "lm_head", "q8_0", 170.0, 335.0)
     step("softcap", "lm_head", "", 2.1, 0.5, **missed)
@@ -196,3 +201,10 @@ def large(rows: int) -> dict[str, Any]:
     """A report of one plan with at least so many rows, run 6 times."""
     steps = _steps(-(-rows // 7), 1)
     return _report([_phase("decode", [steps], [0, 0], 2, 3, True, Random(3))], True)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """What a small model really took, whose last layer is on the reference."""
+    path = tiny_models.write_tiny(folder / "m.gguf", "llama")
+    llm = graphllm.load(path, device="cpu", context=128, place={"model.layers.1.*": "reference"})
+    return llm.profile(list(range(3, 23)), decode=5, repeat=2).as_dict()

@@ -142,7 +142,7 @@ function facts(phase, group) {
   const { ns, bytes: moved, flops, share, gain } = group;
   return [
     ["time", `${phase.msText(ns)} ms a token, ${percent(ns / phase.wall)} of the wall`],
-    ["calls", fixed(group.calls)],
+    ["calls", `${fixed(group.calls / phase.passes.length)} a pass`],
     ["memory", moved && byteRate(1e9 * group.gbs)],
     ["arithmetic", flops && flopRate(1e9 * group.gflops)],
     ["of the limit", share !== null && `${percent(share)}, bound by ${group.bound}`],

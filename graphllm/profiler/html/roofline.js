@@ -1,34 +1,39 @@
 // ---------------------------------------------------------------------------------------- roofline
 
+const LARGE = 0.01; // share of the wall time from which on a dot widens the plot
 const MARKS = ["circle", "square", "diamond"]; // of backends, in the order in which they are asked
 
 /** Operations per byte against operations a second, both in powers of ten; time is area. */
 function roofline(phase, width) {
   const key = (_, row) => `${phase.kind(row)}\n${phase.text("backend", row)}`;
-  const groups = grouped(phase, key).filter((dot) => dot.ns && dot.bytes && dot.flops)
-    .sort(longestFirst);
+  const groups = grouped(phase, key).sort(longestFirst)
+    .filter((dot) => dot.ns && dot.bytes && dot.flops);
   for (const dot of groups) {
     [dot.key, dot.backend] = dot.key.split("\n");
     dot.op = phase.text("op", dot.rows[0]);
   }
   const backends = [...new Set(groups.map((dot) => dot.backend))];
-  const height = Math.round(Math.min(540, Math.max(300, width * 0.74)));
-  const plot = axes(groups, backends, width, height);
+  const height = Math.round(Math.min(560, Math.max(300, width * 0.95)));
+  const large = groups.filter((dot) => dot.ns > LARGE * phase.wall);
+  const plot = axes(large.length ? large : groups, backends, width, height);
+  const { left, right, top, bottom } = plot.box;
   for (const dot of groups) {
-    Object.assign(dot, {
-      cx: plot.x(dot.flops / dot.bytes), cy: plot.y(1e9 * dot.gflops),
-      r: Math.max(3.5, 30 * Math.sqrt(dot.ns / phase.wall)),
-    });
+    const x = plot.x(dot.flops / dot.bytes), y = plot.y(1e9 * dot.gflops);
+    dot.cx = Math.max(left, Math.min(x, right));
+    dot.cy = Math.max(top, Math.min(y, bottom));
+    dot.edge = dot.cx !== x || dot.cy !== y;
+    dot.r = Math.max(3.5, Math.min(30, width / 16) * Math.sqrt(dot.ns / phase.wall));
   }
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, class: "roofline", role: "group",
     "aria-label": "roofline plot",
   }, grid(plot), roofs(plot, groups, backends),
-    dots(phase, groups, backends), names(plot, groups));
-  const left = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
+    dots(phase, groups, backends), names(plot, large));
+  const rest = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
   const marks = backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ");
   return [drawing, p("about", backends.length > 1 ? `Marks: ${marks}. ` : "",
-    left ? `${plural(left, "step")} without operations or bytes not shown.` : "")];
+    groups.some((dot) => dot.edge) ? "Small dots on the edge lie beyond it. " : "",
+    rest ? `${plural(rest, "step")} without operations or bytes not shown.` : "")];
 }
 
 /** What a backend's memory gives, and its kinds of arithmetic; null where not both are known. */
@@ -48,8 +53,8 @@ function axes(groups, backends, width, height) {
     xs.push((3 * roof.top) / roof.rate);
     ys.push(1.6 * roof.top);
   }
-  const low = (values) => Math.floor(Math.log10(Math.min(...values, 1e30)) - 0.15);
-  const high = (values) => Math.log10(Math.max(...values, 1e-30)) + 0.15;
+  const low = (values) => Math.log10(Math.min(...values)) - 0.35;
+  const high = (values) => Math.log10(Math.max(...values)) + 0.15;
   const box = { left: 62, right: width - 12, top: 12, bottom: height - 40 };
   const x0 = groups.length ? low(xs) : 0, x1 = groups.length ? high(xs) : 1;
   const y0 = groups.length ? low(ys) : 0, y1 = groups.length ? high(ys) : 1;
@@ -59,29 +64,37 @@ function axes(groups, backends, width, height) {
 }
 
 function grid({ box, x0, x1, y0, y1, x, y, width, height }) {
-  const decades = (from, to) => {
-    const step = Math.ceil((to - from) / 8);
-    return Array.from({ length: Math.floor(to) - from + 1 }, (_, i) => from + i)
-      .filter((exponent) => (exponent - from) % step === 0);
-  };
-  const plain = (exponent) => (exponent >= -3 && exponent <= 6
-    ? fixed(10 ** exponent, Math.max(0, -exponent)) : `1e${exponent}`);
-  const upright = (exponent) => {
-    const at = x(10 ** exponent);
+  const plain = (exponent, digit) => (exponent >= -3 && exponent <= 6
+    ? fixed(digit * 10 ** exponent, Math.max(0, -exponent)) : `${digit}e${exponent}`);
+  const upright = ([exponent, digit]) => {
+    const at = x(digit * 10 ** exponent);
     return [svg("line", { x1: at, x2: at, y1: box.top, y2: box.bottom, class: "grid" }),
-      svg("text", { x: at, y: box.bottom + 15, class: "tick middle" }, plain(exponent))];
+      svg("text", { x: at, y: box.bottom + 15, class: "tick middle" }, plain(exponent, digit))];
   };
-  const level = (exponent) => {
-    const at = y(10 ** exponent);
+  const level = ([exponent, digit]) => {
+    const at = y(digit * 10 ** exponent);
     return [svg("line", { x1: box.left, x2: box.right, y1: at, y2: at, class: "grid" }),
-      svg("text", { x: box.left - 7, y: at + 3.5, class: "tick end" }, plain(exponent - 9))];
+      svg("text", { x: box.left - 7, y: at + 3.5, class: "tick end" }, plain(exponent - 9, digit))];
   };
-  return svg("g", {}, decades(x0, x1).map(upright), decades(y0, y1).map(level),
+  return svg("g", {}, ticks(x0, x1).map(upright), ticks(y0, y1).map(level),
     svg("text", { x: (box.left + box.right) / 2, y: height - 6, class: "axis middle" },
       "operations per byte"),
     svg("text", {
       transform: `translate(12 ${(box.top + box.bottom) / 2}) rotate(-90)`, class: "axis middle",
     }, "GFLOP/s"));
+}
+
+/** Round numbers between two powers of ten, as [exponent, digit]. */
+function ticks(from, to) {
+  const digits = to - from < 2.5 ? [1, 2, 5] : [1], every = Math.ceil((to - from) / 8);
+  const found = [];
+  for (let exponent = Math.floor(from); exponent <= to; exponent++) {
+    for (const digit of digits) {
+      const at = exponent + Math.log10(digit);
+      if (at >= from && at <= to && exponent % every === 0) found.push([exponent, digit]);
+    }
+  }
+  return found;
 }
 
 /** What the memories give, and under what the arithmetic ends. */
@@ -93,18 +106,24 @@ function roofs(plot, groups, backends) {
       ({ rate, text: `${several}${kind} ${flopRate(rate)}` }));
     return { ...roof, several, flats };
   });
-  for (const { rate, text } of known.flatMap((roof) => roof.flats)) {
-    taken.push(around(box.right - text.length * 3, y(rate) - 8, text.length * 6, 14));
-  }
   taken.push(...groups.map(roomOf));
+  for (const roof of known) {
+    for (const flat of roof.flats) {
+      const wide = flat.text.length * 6, bend = x(flat.rate / roof.rate);
+      const spots = [box.right - wide / 2, bend + 8 + wide / 2, (bend + box.right) / 2]
+        .map((middle) => around(middle, y(flat.rate) - 8, wide, 14));
+      flat.room = spots.find((room) => free(room, taken)) ?? spots[0];
+      taken.push(flat.room);
+    }
+  }
   return known.map((roof) => {
     const dashes = backends.indexOf(roof.name) ? "6 3" : null;
-    const flat = ({ rate, text }) => [
+    const flat = ({ rate, text, room }) => [
       svg("line", {
         x1: x(rate / roof.rate), y1: y(rate), x2: x(10 ** x1), y2: y(rate),
         "stroke-dasharray": dashes,
       }),
-      svg("text", { x: box.right - 2, y: y(rate) - 5, class: "end" }, text),
+      svg("text", { x: (room.left + room.right) / 2, y: y(rate) - 5, class: "middle" }, text),
     ];
     return svg("g", { class: "roof" }, slope(plot, roof, dashes), roof.flats.map(flat));
   });
@@ -143,7 +162,7 @@ function dots(phase, groups, backends) {
       tip.show(dot.key, lines, box.right - box.width / 4, box.top + box.height / 2);
     };
     return mark(MARKS[backends.indexOf(dot.backend) % 3], dot, {
-      class: "dot", fill: fillOf(dot.op), tabindex: 0, role: "img",
+      class: dot.edge ? "dot edge" : "dot", fill: fillOf(dot.op), tabindex: 0, role: "img",
       "aria-label": `${dot.key}: ${phase.msText(dot.ns)} ms a token`,
       onpointerenter: show, onpointerleave: tip.left, onfocus: show, onblur: tip.hide,
     });
@@ -166,16 +185,33 @@ const roomOf = ({ cx, cy, r }) => around(cx, cy, 2 * r - 2, 2 * r - 2);
 const free = (box, taken) => taken.every((other) => box.right < other.left ||
   other.right < box.left || box.bottom < other.top || other.bottom < box.top);
 
+const DIRECTIONS = [
+  [1, 0], [-1, 0], [0, 1], [0, -1], [0.7, 0.7], [0.7, -0.7], [-0.7, 0.7], [-0.7, -0.7],
+];
+
 /** Names of the largest dots, where there is room for them. */
 function names({ box, taken }, groups) {
   return svg("g", { class: "names" }, groups.slice(0, 10).map((dot) => {
-    const wide = dot.key.length * 6 + 2, aside = dot.r + 5 + wide / 2;
-    const spots = [[aside, 0], [-aside, 0], [0, dot.r + 9], [0, -dot.r - 9]]
-      .map(([dx, dy]) => around(dot.cx + dx, dot.cy + dy, wide, 13));
-    const own = spots.find((spot) =>
-      spot.left >= box.left && spot.right <= box.right && free(spot, taken));
+    const wide = dot.key.length * 6 + 2;
+    const spots = [5, 24, 44].flatMap((away) => DIRECTIONS.map(([right, down]) => {
+      const reach = dot.r + away, far = away > 5 && [right, down];
+      const x = dot.cx + right * (reach + wide / 2), y = dot.cy + down * (reach + 5);
+      return { ...around(x, y, wide, 13), far, reach };
+    }));
+    const own = spots.find((spot) => spot.left >= box.left && spot.right <= box.right &&
+      spot.top >= box.top && spot.bottom <= box.bottom && free(spot, taken));
     if (!own) return null;
     taken.push(own);
-    return svg("text", { x: own.left + 1, y: own.bottom - 3 }, dot.key);
+    const name = svg("text", { x: own.left + 1, y: own.bottom - 3 }, dot.key);
+    return [own.far && leader(dot, own), name];
   }));
+}
+
+/** From a dot to its name, if that is not beside it. */
+function leader({ cx, cy, r }, { far: [right, down], reach }) {
+  const size = Math.hypot(right, down), at = (length, unit) => (length * unit) / size;
+  return svg("line", {
+    class: "leader", x1: cx + at(r + 1, right), y1: cy + at(r + 1, down),
+    x2: cx + right * (reach - 2), y2: cy + down * (reach - 2),
+  });
 }

@@ -4,12 +4,13 @@
 function heading() {
   const { model, machine, made, settings } = report;
   const about = [
-    model.path, `${scaled(model.parameters, ["", "k", "M", "B"])} parameters`, bytes(model.bytes),
-    `context ${fixed(model.context)}`, `cache ${model.kv_type}`,
+    model.path.split("/").pop(), `${scaled(model.parameters, ["", "k", "M", "B"])} parameters`,
+    bytes(model.bytes), `context ${fixed(model.context)}`, `cache ${model.kv_type}`,
   ];
-  const date = made.date.replace("T", " ").replace("Z", " UTC");
-  const given = Object.entries(settings).map(([name, value]) =>
-    h("li", {}, `${name.replaceAll("_", " ")} `, h("b", {}, String(value))));
+  const date = made.date.replace("T", " ").replace(/Z|\+00:00/, " UTC");
+  const given = Object.entries(settings).map(([name, value]) => [name, String(value ?? "")])
+    .filter(([, value]) => value).map(([name, value]) =>
+      h("li", {}, `${name.replaceAll("_", " ")} `, h("b", {}, value)));
   const lines = [
     ["machine", machine.name], ...Object.entries(machine.backends),
     ["made", `${date}, graphllm ${made.graphllm}, Python ${made.python}`],
@@ -55,7 +56,7 @@ function closing(phase) {
 }
 
 const START = {
-  load_s: "loading the model", weights_s: "weights", kernels_s: "kernels",
+  load_s: "loading the model", weights_s: "of which weights", kernels_s: "of which kernels",
   first_run_s: "the first run, beyond a later one",
 };
 

@@ -11,11 +11,11 @@ const shown = { by: "op", sort: "ms", down: true, filter: "" };
  */
 function columns(phase) {
   const ms = (ns) => phase.msText(ns), share = (value) => fixed(100 * value, 1);
-  const rate = (value) => fixed(value, 1);
+  const rate = (value) => fixed(value, 1), whole = (value) => fixed(value);
   const own = (id, head, unit, value, text, more) => ({ id, head, unit, value, text, ...more });
   const all = [
     own("key", shown.by, "", (group) => group.key, String, { words: true }),
-    own("calls", "calls", "", (group) => group.calls, fixed),
+    own("calls", "calls", "a pass", (group) => group.calls / phase.passes.length, whole),
     own("ms", "time", "ms/token", (group) => group.ns, ms),
     own("share", "share", "% of wall", (group) => group.ns / phase.wall, share, { bar: true }),
     own("gbs", "memory", "GB/s", (group) => group.gbs, rate),
@@ -150,7 +150,7 @@ function sums(phase, all, groups, whole) {
 
 const DETAILS = 60; // steps of a group at a time
 const DETAIL_HEADS = [
-  "step", "scope", "op", "shapes", "kernel", "model file", "calls", "median \u00b5s", "least",
+  "step", "scope", "op", "shapes", "kernel", "model file", "runs", "median \u00b5s", "least",
   "most", "GB/s", "% of limit",
 ];
 
@@ -176,7 +176,7 @@ function detail(phase, span, group) {
 function step(phase, row) {
   const { calls, median, min, max } = phase.rows, own = new Group(row);
   own.add(phase, row);
-  const text = (column) => phase.text(column, row), us = (ns) => fixed(ns / 1e3, 1);
+  const text = (column) => phase.text(column, row), us = (ns) => fixed(ns / 1e3, ns < 1e6 ? 1 : 0);
   const words = (kind, first, second) =>
     h("td", { class: `words ${kind}` }, first, second ? h("small", {}, second) : null);
   return h("tr", {},
