@@ -40,12 +40,13 @@ def _steps(layers: int, tokens: int) -> list[dict[str, Any]]:
     def step(op: str, scope: str, weight: str, mb: float, mflop: float, **more: Any) -> None:
         layer = int(scope.split(".")[2]) if ".layers." in scope else None
         on = "cpu" if layer == PINNED else "cuda"
+        why = f"cuda: pinned by model.layers.{PINNED}.*=cpu" if layer == PINNED else ""
         rows.append({
             "plan": 0, "step": len(rows), "op": op, "parts": more.pop("parts", []), "scope": scope,
             "layer": layer, "origin": f"models/gemma3.py:{30 + len(op)}",
             "shape": f"f32[{tokens}, 640]", "inputs": [f"a8_32[{tokens}, 640]"], "weight": weight,
             "backend": on, "kernel": f"{op}_{on}",
-            "why": f"cuda: pinned by model.layers.{PINNED}.*=cpu" if on == "cpu" else "", "copy": False,
+            "why": why, "copy": False,
             "bytes": mb * 1e6 + 4e3 * tokens, "flops": mflop * 1e6 * tokens, **more,
         })  # fmt: skip
 

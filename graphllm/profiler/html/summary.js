@@ -29,7 +29,7 @@ function card(phase) {
   const one = (ns) => fixed(ns / 1e6 / tokens, phase.decimals);
   const rate = (1e9 * tokens) / phase.median;
   const range = walls.length > 1
-    ? `, ${one(walls[0])} to ${one(walls[walls.length - 1])} over the passes` : "";
+    ? `, passes ${one(walls[0])} to ${one(walls[walls.length - 1])}` : "";
   return h("article", { class: "card" },
     h("h2", {}, phase.name),
     p("figure", h("b", {}, rate >= 1000 ? fixed(rate) : short(rate)), " tokens a second"),
