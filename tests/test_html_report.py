@@ -16,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import profile_sample
 import pytest
 from browser import Browser, Page
@@ -118,6 +119,34 @@ def test_all_its_parts_are_installed():
     for path in FOLDER.iterdir():
         if path.is_file() and path.suffix != ".py":
             assert any(fnmatch.fnmatch(path.name, p) for p in patterns), path.name
+
+
+# What is left of linear RGB for people without one kind of cone: Machado et al. 2009, table 1.
+SIGHT = {
+    "all": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+def oklab(rgb: np.ndarray) -> np.ndarray:
+    """Linear RGB [n, 3] as colours whose distances are those that one sees (Ottosson 2020)."""
+    cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+    axes = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+    return np.cbrt(rgb @ np.transpose(cones)) @ np.transpose(axes)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_colours_can_be_told_apart(sight):
+    """Those of the ops, by everyone: 0.02 is a difference that one sees side by side."""
+    found = re.findall(r"--c\d: #(\w{6})", (FOLDER / "style.css").read_text("utf-8"))
+    assert len(found) == 16
+    for theme in (found[:8], found[8:]):  # light, dark
+        rgb = np.array([list(bytes.fromhex(colour)) for colour in theme]) / 255
+        seen = oklab(np.clip((rgb**2.2) @ np.transpose(SIGHT[sight]), 0, 1))
+        apart = np.linalg.norm(seen[:, None] - seen, axis=-1)[np.triu_indices(8, 1)]
+        assert apart.min() > 0.1
 
 
 # ------------------------------------------------------------------------------------ what is in it
