@@ -12,7 +12,8 @@ class Phase {
     this.all = raw.tokens * raw.passes.length; // tokens of all passes
     this.wall = raw.closing.wall;
     this.walls = raw.passes.map((pass) => pass.end - pass.start).sort((a, b) => a - b);
-    this.decimals = Math.max(3, 3 - Math.floor(Math.log10(this.ms(this.wall) || 1)));
+    const brief = this.median < 1e6 * this.tokens; // less than a millisecond a token
+    [this.unit, this.scale] = brief ? ["\u00b5s", 1e3] : ["ms", 1e6];
     this.found = []; // what a row can be found by, once it was asked for
   }
 
@@ -31,13 +32,14 @@ class Phase {
     return this.plans > 1 ? `${plan[row]}.${step[row]}` : String(step[row]);
   }
 
-  /** Milliseconds a token. */
-  ms(ns) {
-    return ns / 1e6 / this.all;
+  /** A sum over all passes as time a token, in the phase's unit. */
+  each(ns) {
+    return fixed(ns / this.scale / this.all, 3);
   }
 
-  msText(ns) {
-    return fixed(this.ms(ns), this.decimals);
+  /** The same with the unit. */
+  perToken(ns) {
+    return `${this.each(ns)} ${this.unit} a token`;
   }
 
   /** The wall time of a pass, the median. */
@@ -141,12 +143,12 @@ const longestFirst = (a, b) => b.ns - a.ns;
 function facts(phase, group) {
   const { ns, bytes: moved, flops, share, gain } = group;
   return [
-    ["time", `${phase.msText(ns)} ms a token, ${percent(ns / phase.wall)} of the wall`],
+    ["time", `${phase.perToken(ns)}, ${percent(ns / phase.wall)} of the wall`],
     ["calls", `${fixed(group.calls / phase.passes.length)} a pass`],
     ["memory", moved && byteRate(1e9 * group.gbs)],
     ["arithmetic", flops && flopRate(1e9 * group.gflops)],
     ["of the limit", share !== null && `${percent(share)}, bound by ${group.bound}`],
-    ["to gain", gain !== null && `${phase.msText(gain)} ms a token`],
+    ["to gain", gain !== null && phase.perToken(gain)],
   ];
 }
 

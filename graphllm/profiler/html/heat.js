@@ -59,7 +59,7 @@ function heat(phase, width, by) {
   const outside = percent(1 - found.ns / (phase.closing.ops + phase.closing.copies));
   return [
     drawing,
-    p("scale", "0 ", h("i", {}), ` ${phase.msText(most)} ms a token `,
+    p("scale", "0 ", h("i", {}), ` ${phase.perToken(most)} `,
       by === "gain" ? "to gain" : "spent"),
     p("about", `${outside} of the steps' time is outside of the layers, and not shown here.`),
   ];
@@ -122,7 +122,7 @@ function gains(phase) {
     "--fill": fillOf(phase.text("op", group.rows[0])),
   });
   const rows = groups.slice(0, GAINS).map((group) =>
-    tr(group.key, [bar(group), phase.msText(group.gain), percent(group.share), group.bound]));
-  return listing("gains", ["op", "", "ms/token", "of limit", "bound by"], rows,
-    tr(`all ${groups.length}`, ["", phase.msText(all), "", ""]));
+    tr(group.key, [bar(group), phase.each(group.gain), percent(group.share), group.bound]));
+  return listing("gains", ["op", "", `${phase.unit}/token`, "of limit", "bound by"], rows,
+    tr(`all ${groups.length}`, ["", phase.each(all), "", ""]));
 }

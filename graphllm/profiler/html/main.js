@@ -43,7 +43,7 @@ function rooflineSection(phase) {
 function heatSection(phase) {
   const controls = choice("heat-by", "colour", [["time", "time"], ["gain", "to gain"]], chosen.heat,
     (by) => { chosen.heat = by; redraw(); });
-  return section("heat", "Heat by layer", "Milliseconds a token of each kind of op in each layer.",
+  return section("heat", "Heat by layer", "Time a token of each kind of op in each layer.",
     phase.limited ? controls : null,
     drawn((width) => heat(phase, width, phase.limited ? chosen.heat : "time")));
 }

@@ -18,11 +18,11 @@ function counts(phase, backends) {
     return count ? fixed(count) : h("span", { class: "zero" }, "\u00b7");
   };
   const line = (group) => tr(group.key,
-    [...backends.map((name) => cell(group, name)), phase.msText(group.ns)]);
+    [...backends.map((name) => cell(group, name)), phase.each(group.ns)]);
   const groups = grouped(phase, (_, row) => phase.text("op", row)).sort(longestFirst);
   const [all] = grouped(phase, () => "all");
-  return listing("placed", ["steps", ...backends, "ms/token"], groups.slice(0, LINES).map(line),
-    line(all));
+  return listing("placed", ["steps", ...backends, `${phase.unit}/token`],
+    groups.slice(0, LINES).map(line), line(all));
 }
 
 /** A list of groups under a heading: of each what it is, and what it took. */
@@ -46,7 +46,7 @@ function misses(phase, first) {
   return list("not on the first backend", missed, (group) => {
     const [backend, why] = group.key.split("\n");
     return [h("b", {}, `on ${backend}`), ` ${why}`];
-  }, (group) => `${ops(group)}: ${phase.msText(group.ns)} ms a token`);
+  }, (group) => `${ops(group)}: ${phase.perToken(group.ns)}`);
 }
 
 function copies(phase) {
@@ -57,5 +57,5 @@ function copies(phase) {
     const [backend, shape, scope] = group.key.split("\n");
     return [h("b", {}, `to ${backend}`), ` ${shape} `, h("code", {}, scope)];
   }, (group) => `${plural(group.rows.length, "step")}, ${bytes(group.bytes / group.calls)} each, ` +
-    `${phase.msText(group.ns)} ms a token`);
+    phase.perToken(group.ns));
 }

@@ -163,7 +163,7 @@ function dots(phase, groups, backends) {
     };
     return mark(MARKS[backends.indexOf(dot.backend) % 3], dot, {
       class: dot.edge ? "dot edge" : "dot", fill: fillOf(dot.op), tabindex: 0, role: "img",
-      "aria-label": `${dot.key}: ${phase.msText(dot.ns)} ms a token`,
+      "aria-label": `${dot.key}: ${phase.perToken(dot.ns)}`,
       onpointerenter: show, onpointerleave: tip.left, onfocus: show, onblur: tip.hide,
     });
   }));

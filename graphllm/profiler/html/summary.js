@@ -26,14 +26,14 @@ function heading() {
 /** One phase: its rate, its spread over the passes, and where the wall time went. */
 function card(phase) {
   const { walls, passes, tokens } = phase;
-  const one = (ns) => fixed(ns / 1e6 / tokens, phase.decimals);
+  const one = (ns) => phase.each(ns * passes.length);
   const rate = (1e9 * tokens) / phase.median;
   const range = walls.length > 1
     ? `, passes ${one(walls[0])} to ${one(walls[walls.length - 1])}` : "";
   return h("article", { class: "card" },
     h("h2", {}, phase.name),
     p("figure", h("b", {}, rate >= 1000 ? fixed(rate) : short(rate)), " tokens a second"),
-    p("", h("b", {}, one(phase.median)), ` ms a token${range}`),
+    p("", h("b", {}, one(phase.median)), ` ${phase.unit} a token${range}`),
     p("", `${plural(tokens, "token")}, ${plural(passes.length, "pass", "passes")}; ` +
       `noting times cost ${percent(phase.overhead)}`),
     closing(phase));
@@ -48,11 +48,11 @@ function closing(phase) {
   const piece = (name) =>
     h("i", { "--share": `${(100 * spent(name)) / all}%`, "--fill": `var(--${name})` });
   const line = (name) => tr([swatch(`var(--${name})`), name],
-    [phase.msText(phase.closing[name]), percent(phase.closing[name] / phase.wall)]);
+    [phase.each(phase.closing[name]), percent(phase.closing[name] / phase.wall)]);
   return h("div", { class: "closing" },
     h("div", { class: "stack", role: "img", "aria-label": "where the wall time went" },
       PARTS.filter(spent).map(piece)),
-    listing("", ["where it went", "ms/token", "of wall"], PARTS.map(line)));
+    listing("", ["where it went", `${phase.unit}/token`, "of wall"], PARTS.map(line)));
 }
 
 const START = {

@@ -3,27 +3,29 @@
 const MANY = 200, MORE = 500; // rows at first, and each time that more are asked for
 
 /** What the table remembers while phases change. */
-const shown = { by: "op", sort: "ms", down: true, filter: "" };
+const shown = { by: "op", sort: "time", down: true, filter: "" };
 
 /**
  * The columns, with the value of a group (null: none) and how it is written. `words`: it is no
  * number; `bar`: it is drawn as well.
  */
 function columns(phase) {
-  const ms = (ns) => phase.msText(ns), share = (value) => fixed(100 * value, 1);
-  const rate = (value) => fixed(value, 1), whole = (value) => fixed(value);
+  const each = (ns) => phase.each(ns), unit = `${phase.unit}/token`;
+  const share = (value) => fixed(100 * value, 1);
+  const rate = (value) => fixed(value, 1);
+  const whole = (value) => fixed(value);
   const own = (id, head, unit, value, text, more) => ({ id, head, unit, value, text, ...more });
   const all = [
     own("key", shown.by, "", (group) => group.key, String, { words: true }),
     own("calls", "calls", "a pass", (group) => group.calls / phase.passes.length, whole),
-    own("ms", "time", "ms/token", (group) => group.ns, ms),
+    own("time", "time", unit, (group) => group.ns, each),
     own("share", "share", "% of wall", (group) => group.ns / phase.wall, share, { bar: true }),
     own("gbs", "memory", "GB/s", (group) => group.gbs, rate),
     own("gflops", "arithmetic", "GFLOP/s", (group) => group.gflops, rate),
     own("limit", "of limit", "%", (group) => group.share, share, { bar: true }),
     own("bound", "bound by", "", (group) => group.bound, String, { words: true }),
-    own("gain", "to gain", "ms/token", (group) => group.gain, ms),
-    own("overlap", "overlap", "ms/token", (group) => group.overlap || null, ms),
+    own("gain", "to gain", unit, (group) => group.gain, each),
+    own("overlap", "overlap", unit, (group) => group.overlap || null, each),
   ];
   const overlaps = phase.rows.overlap.some(Boolean);
   return all.filter((column) => column.id !== "overlap" || overlaps);
@@ -140,7 +142,7 @@ function sums(phase, all, groups, whole) {
   const first = h("tr", {}, h("th", { scope: "row" }, "all of these"), cells(all, sum));
   const rest = ["gaps", "host", "unattributed", "wall"].map((name) => {
     const ns = phase.closing[name];
-    const written = { ms: phase.msText(ns), share: fixed((100 * ns) / phase.wall, 1) };
+    const written = { time: phase.each(ns), share: fixed((100 * ns) / phase.wall, 1) };
     return tr(name, all.slice(1).map(({ id }) => written[id] || ""));
   });
   return whole ? [first, rest] : first;
