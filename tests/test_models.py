@@ -10,7 +10,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.errors import ConfigError, ModelFileError
+from graphllm.errors import ConfigError, GraphError, ModelFileError
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
 
@@ -127,3 +127,39 @@ def test_a_model_file_of_ones_own(tmp_path, llama):
     np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), rtol=1e-5)
     with pytest.raises(ModelFileError, match="is not a Python file"):
         graphllm.load(llama, model_def=tmp_path / "none.py")
+
+
+OWN_OP = """
+from graphllm import ops
+from graphllm.decoder import Decoder
+from graphllm.models.llama import GGUF, RULES, config
+from graphllm.ops import Cost, op, same
+
+
+@op("halved_for_a_test", infer=lambda x: same(x), cost=lambda out, x, env: Cost(0, 0), tol={{}},
+    samples=())
+def halved(x):
+    return x * {factor}
+
+
+class Model(Decoder):
+    def mlp(self, x):
+        return ops.halved_for_a_test(super().mlp(x))
+"""
+
+
+def test_a_model_file_with_an_op_of_its_own_can_be_loaded_again(tmp_path, monkeypatch):
+    """And edited in between: in a notebook, say. Another file cannot take the op's name."""
+    from graphllm import ops
+
+    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))
+    path = tiny.write_tiny(tmp_path / "m.gguf", "llama")
+    found = []
+    for factor in (0.5, 0.5, 0.25):
+        (tmp_path / "own.py").write_text(OWN_OP.format(factor=factor))
+        llm = graphllm.load(path, model_def=tmp_path / "own.py", device="reference", context=32)
+        found.append(llm.logits([3, 4, 5]))
+    assert (found[0] == found[1]).all() and not np.allclose(found[1], found[2])
+    (tmp_path / "other.py").write_text(OWN_OP.format(factor=1.0))
+    with pytest.raises(GraphError, match=r"'halved_for_a_test' is declared twice: in .*own\.py"):
+        graphllm.load(path, model_def=tmp_path / "other.py", device="reference", context=32)

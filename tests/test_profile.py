@@ -183,14 +183,23 @@ def test_two_recorders_of_one_plan_do_not_mix(llm):
 # --------------------------------------------------------------------------------------------- verb
 
 
-def test_the_verb_writes_a_report(path, tmp_path):
-    out = tmp_path / "report.json"
+def test_the_verb_writes_reports(path, tmp_path):
+    out = [tmp_path / name for name in ("report.json", "run.trace.json", "report.html")]
     asked = ["profile", str(path), "--prompt-tokens", "9", "-n", "3", "-r", "2", "-c", "64",
-             "--by", "layer", "--top", "3", "-o", str(out)]  # fmt: skip
+             "--by", "layer", "--top", "3", *(f"-o{each}" for each in out)]  # fmt: skip
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert "prefill: 9 tokens" in result.output and "decode: 3 tokens" in result.output
-    assert json.loads(out.read_text())["settings"]["prompt_tokens"] == 9
+    assert json.loads(out[0].read_text())["settings"]["prompt_tokens"] == 9
+    assert "traceEvents" in json.loads(out[1].read_text())
+    assert out[2].read_text().startswith("<!doctype html>")
+
+
+def test_a_report_that_cannot_be_written_loses_nothing(path, tmp_path):
+    asked = ["profile", str(path), "-n", "2", "-r", "1", "-o", str(tmp_path / "no" / "x.json")]
+    result = CliRunner().invoke(app, asked)
+    assert isinstance(result.exception, RequestError) and "No such file" in str(result.exception)
+    assert "decode: 2 tokens" in result.output
 
 
 @pytest.mark.parametrize(

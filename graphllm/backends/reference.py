@@ -17,24 +17,23 @@ import numpy as np
 from ..errors import GraphError
 from ..host import free_bytes
 from ..memory import ALIGN
-from ..ops import get
+from ..ops import OpDef, get
 from ..quant import Blocks, check_scales
 from ..tensor import Meta, Tensor, Var
 from . import ANY, Backend, Bound, Header, Kernel, Log, Operand, Options
 
 
 @cache
-def _kernel(name: str) -> Kernel:
-    op = get(name)
+def _kernel(op: OpDef) -> Kernel:
     layout = dict.fromkeys((*op.params, "rest"), ANY)
-    return Kernel("reference", name, name, op.reference, layout=layout)
+    return Kernel("reference", op.name, op.name, op.reference, layout=layout)
 
 
 class _Reference(Backend):
     def _find(self, node: Tensor, options: Options) -> Kernel | str:
         if get(node.op).fusion:
             return "the reference runs the parts of fused ops"
-        return _kernel(node.op)
+        return _kernel(get(node.op))
 
 
 def _view(buffer: np.ndarray, meta: Meta, rows: int) -> Any:

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, KvType, LinearMode, Model, NoFuse, Threads, progress_line, verb
+from .options import (
+    AsJson,
+    KvType,
+    LinearMode,
+    Model,
+    ModelDef,
+    NoFuse,
+    Threads,
+    progress_line,
+    verb,
+)
 
 
 @verb
@@ -35,6 +45,7 @@ def diff(
     no_fuse: NoFuse = None,
     linear: LinearMode = "auto",
     kv_type: KvType = None,
+    model_def: ModelDef = None,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -55,7 +66,8 @@ def diff(
     with progress_line() as show:
         found = compare(
             model, backends.split(","), prompt=prompt, ids=_ids(ids), against=against, fused=fused,
-            no_fuse=no_fuse or (), linear=linear, kv_type=kv_type, threads=threads, progress=show,
+            no_fuse=no_fuse or (), linear=linear, kv_type=kv_type, model_def=model_def,
+            threads=threads, progress=show,
         )  # fmt: skip
     print(json.dumps(found.as_dict()) if as_json else found.table())
     if found.first is not None:

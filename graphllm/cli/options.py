@@ -50,6 +50,10 @@ KvType = Annotated[
     str | None,
     typer.Option("--kv-type", help="f32, f16 or q8_0; f16 by default, f32 on the reference."),
 ]
+ModelDef = Annotated[
+    Path | None,
+    typer.Option("--model-def", help="A model file of your own, a Python file, for MODEL."),
+]
 System = Annotated[str | None, typer.Option("--system", help="A system message to begin with.")]
 
 
@@ -86,10 +90,7 @@ class Placing:
         bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
     ] = False
     no_fuse: NoFuse = None
-    model_def: Annotated[
-        Path | None,
-        typer.Option("--model-def", help="A model file of your own, a Python file, for MODEL."),
-    ] = None
+    model_def: ModelDef = None
 
     def arguments(self) -> dict[str, Any]:
         """As `graphllm.load` takes them."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,14 +38,18 @@ def profile(
     top: Annotated[int, typer.Option("--top", help="Rows of each table; 0: all.")] = 0,
     output: Annotated[
         list[Path] | None,
-        typer.Option("-o", "--output", help="Also write NAME.json; repeatable."),
+        typer.Option(
+            "-o",
+            "--output",
+            help="Also write NAME.html, .json or .trace.json (for Perfetto); repeatable.",
+        ),
     ] = None,
 ) -> None:
     """Show what each op of a prompt and of the tokens after it costs, and the rest of the time.
 
     graphllm profile demo -n 64
 
-    graphllm profile demo --by layer --top 5 -t 1 -o report.json
+    graphllm profile demo --by layer --top 5 -t 1 -o report.html
 
     graphllm profile --random mistral-7b --type q4_0 --prompt-tokens 512
 
@@ -64,12 +68,12 @@ def profile(
     if prompt is None and source.random is not None:
         prompt_tokens = prompt_tokens or 512
     found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
+    print(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         try:
             path.write_text(write(found), "utf-8")
         except OSError as error:
             raise RequestError(f"-o {path}: {error.strerror}") from None
-    print(found.table(by, top, sys.stdout.isatty()))
 
 
 def _taken(
@@ -85,6 +89,15 @@ def _taken(
 
 def _writer(path: Path) -> Callable[[Profile], str]:
     """What makes the file's text. RequestError for an unknown kind."""
-    if path.name.endswith(".json"):
-        return lambda profile: json.dumps(profile.as_dict())
-    raise RequestError(f"-o {path}: the name must end in .json")
+    from ..profiler.html import page
+    from ..profiler.trace import trace
+
+    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+        ".trace.json": lambda report: json.dumps(trace(report), separators=(",", ":")),
+        ".json": json.dumps,
+        ".html": page,
+    }
+    for end, write in kinds.items():
+        if path.name.endswith(end):
+            return lambda profile: write(profile.as_dict())
+    raise RequestError(f"-o {path}: the name must end in {', '.join(kinds)}")

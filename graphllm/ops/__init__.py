@@ -92,13 +92,14 @@ def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpDef:
     """One op: see the module's docstring. ``writes`` gives, for a count of operands, the indices of
     those that it changes in place; its result then is the first of them (a fused op's own result is
     not). ``role`` marks the ops that the compiler itself inserts."""
 
     name: str
+    file: str  # where it is declared
     params: tuple[str, ...]  # operand names, in order, without the variadic rest
     optional: int  # how many trailing operands may be None or left out
     variadic: bool
@@ -201,13 +202,17 @@ def op(
 
 
 def register(name: str, function: Callable[..., Any], **fields: Any) -> OpDef:
-    """Declare an op whose operands and attributes are those of ``function``."""
-    if name in _REGISTRY:
-        raise GraphError(f"op {name!r} is declared twice")
+    """Declare an op whose operands and attributes are those of ``function``. A file that is run
+    again (a model file that is loaded again, say) declares its own ops anew; GraphError for others.
+    """
+    file = function.__code__.co_filename
+    if name in _REGISTRY and _REGISTRY[name].file != file:
+        raise GraphError(f"op {name!r} is declared twice: in {_REGISTRY[name].file}, too")
     params = inspect.signature(function).parameters.values()
     operands = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     _REGISTRY[name] = OpDef(
         name=name,
+        file=file,
         params=tuple(p.name for p in operands if p.kind is not p.VAR_POSITIONAL),
         optional=sum(p.default is None for p in operands),
         variadic=any(p.kind is p.VAR_POSITIONAL for p in operands),
