@@ -21,6 +21,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .executor import Executor
     from .llm import LLM, load
+    from .profiler.compare import compare
     from .profiler.diff import diff
     from .profiler.predict import dry_run
 
@@ -34,6 +35,7 @@ __all__ = [
     "ModelFileError",
     "PlacementError",
     "RequestError",
+    "compare",
     "diff",
     "dry_run",
     "load",
@@ -43,6 +45,7 @@ _HOME = {
     "load": "llm",
     "LLM": "llm",
     "Executor": "executor",
+    "compare": "profiler.compare",
     "diff": "profiler.diff",
     "dry_run": "profiler.predict",
 }

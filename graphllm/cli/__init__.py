@@ -13,10 +13,10 @@ import typer
 
 from ..debug import debug_level
 from ..errors import GraphllmError
-from . import bench, chat, diff, plan, profile, run, show
+from . import bench, chat, compare, diff, plan, profile, run, show
 from .options import app
 
-__all__ = ["app", "bench", "chat", "diff", "main", "plan", "profile", "run", "show"]
+__all__ = ["app", "bench", "chat", "compare", "diff", "main", "plan", "profile", "run", "show"]
 
 
 def _call() -> None:

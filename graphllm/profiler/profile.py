@@ -11,11 +11,10 @@ from typing import Any
 
 from ..plan import Plan
 from .closing import Closing, Pass, close
+from .files import SCHEMA, VERSION
 from .report import table
 from .rows import KEYS, Row, Run, plans_of, rows_of
 from .spans import arenas
-
-SCHEMA, VERSION = "graphllm.profile", 1
 
 
 @dataclass(frozen=True)

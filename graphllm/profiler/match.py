@@ -1,0 +1,72 @@
+"""Which steps of two profiles are the same, and which stand for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+Row = Mapping[str, Any]  # of a profile's JSON
+Key = Callable[[Row], Hashable]
+
+# A step is the same one where all of this is; what is left over is asked for its op and scope only.
+_KEYS: tuple[Key, ...] = (
+    lambda row: (row["op"], row["scope"], row["weight"], row["shape"]),
+    lambda row: (row["op"], row["scope"]),
+)
+LABELS: dict[str, Callable[[Row], str]] = {
+    "op": lambda row: f"{row['op']} {row['weight']}".strip(),
+    "scope": lambda row: row["scope"] or "-",
+    "layer": lambda row: "-" if row["layer"] is None else f"layer {row['layer']}",
+    "backend": lambda row: row["backend"],
+    "format": lambda row: row["weight"] or "-",
+}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of two plans that do the same work, by their indices: one of each, or the steps between
+    two such pairs (fused on one side, say). One side has none where the other does more."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    same: bool  # one step, on both sides
+
+
+def match(a: Sequence[Row], b: Sequence[Row]) -> list[Stretch]:
+    """The steps of two plans in the order of running, all of them, matched."""
+    return list(_match(a, b, range(len(a)), range(len(b)), _KEYS))
+
+
+def _match(
+    a: Sequence[Row], b: Sequence[Row], at: range, bt: range, keys: Sequence[Key]
+) -> Iterator[Stretch]:
+    if not keys or not at or not bt:
+        if at or bt:
+            yield Stretch(tuple(at), tuple(bt), False)
+        return
+    left, right = [keys[0](a[i]) for i in at], [keys[0](b[i]) for i in bt]
+    # The last block is empty, at the ends.
+    blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
+    i = j = 0
+    for block in blocks:
+        yield from _match(a, b, at[i : block.a], bt[j : block.b], keys[1:])
+        i, j = block.a + block.size, block.b + block.size
+        yield from (Stretch((x,), (y,), True) for x, y in zip(at[block.a : i], bt[block.b : j]))
+
+
+def label(stretch: Stretch, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
+    """What a stretch is called in a report: an op, or where it is."""
+    name = LABELS[by]
+    sides = [
+        _listed(name(rows[i]) for i in indices)
+        for rows, indices in ((a, stretch.a), (b, stretch.b))
+        if indices
+    ]
+    return " -> ".join(dict.fromkeys(sides))
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = list(dict.fromkeys(names))
+    return " + ".join(known) if len(known) <= 2 else f"{known[0]} .. {known[-1]}"

@@ -1,0 +1,129 @@
+"""What one process measured, from the file of a profile or of a bench: a time for each step.
+
+Noise makes runs longer, hardly ever shorter. So a step's time in a pass is the median of its runs,
+and in a process that of its best pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .files import read_times
+from .match import Row
+from .noise import FIRST_STEPS, step_floor, wall_floor
+
+_WINDOW = 64  # runs in a row, which the growth of the cache makes no longer
+_BAD = 0.75  # of the runs are no worse
+_NOBODY = np.zeros(0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One phase in one process, or one test of a bench.
+
+    ``wall``: nanoseconds of the best pass, without notes of times, and its floor; ``measured``:
+    of all passes. ``rows``: of the
+    profile, with their ``times`` a pass [rows] and the ``floor`` of these (`noise.step_floor`).
+    ``disturbed``: by how much a bad run of four was longer than the best, as a share of it.
+    """
+
+    tokens: int
+    wall: float
+    wall_floor: float
+    measured: float
+    disturbed: float
+    rows: Sequence[Row] = ()
+    times: np.ndarray = field(default_factory=lambda: _NOBODY)
+    floor: np.ndarray = field(default_factory=lambda: _NOBODY)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A file. ``work``: what was run, of which model; ``ways``: how, and where."""
+
+    path: str
+    work: Mapping[str, Any]
+    ways: Mapping[str, Any]
+    phases: Mapping[str, Timed]
+
+
+def load(paths: Sequence[str | Path]) -> list[Process]:
+    """The files of one comparison, with as many passes of each as all have. RequestError."""
+    found = [read_times(path) for path in paths]
+    passes = min((len(p["passes"]) for f in found for p in _phases(f)), default=1)
+    return [_process(str(path), each, passes) for path, each in zip(paths, found)]
+
+
+def _phases(found: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [] if isinstance(found, list) else found["phases"]
+
+
+def _process(path: str, found: dict[str, Any] | list[dict[str, Any]], passes: int) -> Process:
+    if isinstance(found, list):
+        return _bench(path, found)
+    model, settings = found["model"], dict(found["settings"])
+    work = {f"model {key}": model[key] for key in ("type", "bytes", "parameters")}
+    for key in ("prompt_tokens", "depth", "decode_tokens"):
+        work[key] = settings.pop(key, 0)
+    settings.pop("repeat", None)
+    ways = {
+        "machine": found["machine"]["name"],
+        **settings,
+        **{key: model.get(key) for key in ("context", "kv_type")},
+    }
+    phases = {phase["name"]: _timed(phase, passes) for phase in found["phases"]}
+    return Process(path, work, ways, phases)
+
+
+def _timed(phase: Mapping[str, Any], passes: int) -> Timed:
+    rows = phase["rows"]
+    times, floor, disturbed = np.zeros(len(rows)), np.zeros(len(rows)), [0.0]
+    for plan in sorted({row["plan"] for row in rows}):
+        own = [index for index, row in enumerate(rows) if row["plan"] == plan]
+        within = np.array([run["pass"] for run in phase["runs"] if run["plan"] == plan])
+        every = np.array([rows[index]["times"] for index in own], np.float64)  # [steps, runs]
+        every = every[:, within < passes]
+        within = within[within < passes]
+        if not within.size:
+            continue
+        each = [every[:, within == i] for i in range(passes) if (within == i).any()]
+        calls = each[0].shape[1]  # a pass
+        times[own] = calls * np.min([np.median(some, axis=1) for some in each], axis=0)
+        for index in own:
+            first = rows[index]["step"] < FIRST_STEPS
+            floor[index] = step_floor(calls, len(within), first)
+        disturbed.append(_disturbed(every))
+    walls = [p["plain"] or p["end"] - p["start"] for p in phase["passes"][:passes]]
+    known = min(walls), wall_floor(passes), sum(walls), max(disturbed)
+    return Timed(phase["tokens"], *known, rows, np.maximum(times, 1.0), floor)
+
+
+def _disturbed(times: np.ndarray) -> float:
+    """Of runs [steps, runs]: how much longer than the best a bad one of four is, step by step."""
+    pieces = np.array_split(times, max(1, times.shape[1] // _WINDOW), axis=1)
+    bad = [np.quantile(p, _BAD, axis=1).sum() / max(1, p.min(axis=1).sum()) for p in pieces]
+    return float(np.median(bad)) - 1
+
+
+def _bench(path: str, tests: Sequence[Mapping[str, Any]]) -> Process:
+    """Each test is a phase without rows. Where several setups were measured, their names tell."""
+    from .bench import Test
+
+    first = tests[0]
+    work = {f"model {key}": first[f"model_{key}"] for key in ("type", "size", "n_params")}
+    said = ("cpu_info", "backends", "n_threads", "type_k", "n_gpu_layers")
+    ways = {key: first.get(key) for key in said}
+    phases = {}
+    for test in tests:
+        what = Test(test["n_prompt"], test["n_gen"], test["n_depth"])
+        own = [f"{key} {test[key]}" for key in said if test.get(key) != first.get(key)]
+        name, samples = ", ".join([what.name, *own]), test["samples_ns"]
+        disturbed = float(np.quantile(samples, _BAD)) / min(samples) - 1
+        known = min(samples), wall_floor(len(samples)), sum(samples), disturbed
+        phases[name] = Timed(what.tokens, *known)
+    return Process(path, work, ways, phases)
