@@ -55,7 +55,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true o
 
 
 def read_profile(path: str | Path) -> dict[str, Any]:
-    """A profile, as `Profile.as_dict` gives it and docs/profiling.md describes it.
+    """A profile, as `Profile.as_dict` gives it and docs/profile-format.md describes it.
 
     RequestError names the file, and what in it is not as it must be.
     """

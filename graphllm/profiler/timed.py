@@ -71,11 +71,9 @@ def _process(path: str, found: dict[str, Any] | list[dict[str, Any]], passes: in
     for key in ("prompt_tokens", "depth", "decode_tokens"):
         work[key] = settings.pop(key, 0)
     settings.pop("repeat", None)
-    ways = {
-        "machine": found["machine"]["name"],
-        **settings,
-        **{key: model.get(key) for key in ("context", "kv_type")},
-    }
+    used = dict.fromkeys(row["backend"] for phase in found["phases"] for row in phase["rows"])
+    ways = {"machine": found["machine"]["name"], "backends": ", ".join(used), **settings}
+    ways |= {key: model.get(key) for key in ("context", "kv_type")}
     phases = {phase["name"]: _timed(phase, passes) for phase in found["phases"]}
     return Process(path, work, ways, phases)
 
