@@ -76,6 +76,8 @@ def test_the_best_is_over_as_many_threads_or_fewer():
 def test_rates_of_kernels_and_roofs_of_arithmetic():
     found = made(flops={"float": {1: 1e11, 2: 2e11}}, peaks={"f32": {1: 3e11, 2: 4e11}})
     assert [found.flop_s("float", n) for n in (1, 2, 0)] == [1e11, 2e11, 2e11]
+    blocks = replace(found, counted="blocks")  # these are no threads
+    assert blocks.flop_s("f32", 1) == 4e11 and blocks.bytes_s(1) == 3e10
     assert found.flop_s("f32", 1) == 3e11 and found.flop_s("f16") == found.flop_s("integer") == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from graphllm.backends import Log
 from graphllm.backends.cpu import ceiling, peaks
 from graphllm.backends.cpu.ceiling import Run
 from graphllm.backends.cpu.device import Launch, Program
@@ -97,11 +98,11 @@ def test_every_thread_reads_all_of_a_cache(threads):
 
 
 def test_memory_is_written_and_copied():
-    stamps = np.zeros(2, np.int64)
-
     def done(run: Run) -> None:
-        run(stamps)
-        assert stamps[1] > stamps[0] > 0
+        log = Log()
+        run(log)
+        ((ends, _),) = log.runs
+        assert ends[1] > ends[0] > 0
 
     data = area()
     first = data[: NBYTES // 2].copy()

@@ -59,7 +59,9 @@ def measured(monkeypatch):
     flops = {kind: {n: n * GFLOP_S for n in by_count} for kind in ("float", "integer")}
 
     def kept(name: str) -> Ceiling | None:
-        own = Ceiling(name, "a machine", DATE, 1, rates, flops, {1: STEP, 2: STEP})
+        counted = "blocks" if name == GPU else "threads"
+        steps = {1: STEP, 2: STEP}
+        own = Ceiling(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
         return None if name in missing else own
 
     monkeypatch.setattr(ceilings, "kept", kept)
@@ -200,7 +202,7 @@ def test_time_is_bytes_or_operations_and_steps(tiny, measured):
     assert found.lacking == [] and basis.startswith(
         f"{CPU}: 10.0 GB/s, measured {DATE} on a machine"
     )
-    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU)  # any count of threads
+    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU, threads=1)  # no matter
     assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
 
 

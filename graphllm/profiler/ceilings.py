@@ -74,21 +74,27 @@ class Ceiling:
 
     def bytes_s(self, threads: int = 0) -> float:
         """Bytes a second of reading, with at most ``threads`` threads (0: any count); 0.0 if none
-        fits."""
+        fits. Where counts are of something else, ``threads`` means nothing, here and below."""
         reads = (row for kind, row in self.rates.items() if kind not in STORES)
-        return max((_best(row, threads) for row in reads), default=0.0)
+        return max((self._best(row, threads) for row in reads), default=0.0)
 
     def flop_s(self, kind: str, threads: int = 0) -> float:
         """Operations a second of a kind of ``flops`` or ``peaks``; 0.0: not known.
 
         ``threads`` as in `bytes_s`.
         """
-        return _best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
+        return self._best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
 
     def step(self, threads: int = 0) -> float:
         """Seconds of a step beside its bytes, with the nearest smaller count of threads."""
-        counts = [n for n in self.steps if not threads or n <= threads]
+        counts = [n for n in self.steps if self._fits(n, threads)]
         return self.steps[max(counts)] if counts else 0.0
+
+    def _best(self, by_count: Mapping[int, float], threads: int) -> float:
+        return max((r for n, r in by_count.items() if self._fits(n, threads)), default=0.0)
+
+    def _fits(self, count: int, threads: int) -> bool:
+        return self.counted != THREADS or not threads or count <= threads
 
     def fresh(self, now: datetime | None = None) -> bool:
         """Whether it was taken on this machine within a day."""
@@ -113,10 +119,6 @@ class Ceiling:
         """As `doctor` shows it."""
         first = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s, {self.taken()}"
         return [first, *_table(self), *_notes(self)]
-
-
-def _best(by_count: Mapping[int, float], most: int) -> float:
-    return max((rate for n, rate in by_count.items() if not most or n <= most), default=0.0)
 
 
 def _table(c: Ceiling) -> Iterator[str]:

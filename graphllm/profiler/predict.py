@@ -194,7 +194,7 @@ class Roofs:
         ceiling = self.known.get(step.backend.name)
         if ceiling is None:
             return None
-        threads, many = self.threads if step.backend.memory == HOST else 0, env["T"] > 1
+        threads, many = self.threads, env["T"] > 1
         best, computes = ceiling.bytes_s(threads), _computes(step, env, ceiling, threads)
         if not best or (computes is None and many):
             return None
@@ -220,11 +220,10 @@ class Roofs:
 
     def basis(self) -> list[str]:
         """Where the ceilings come from."""
-        found = []
-        for name, c in self.known.items():
-            threads = self.threads if registry.find(name).memory == HOST else 0
-            found.append(f"{name}: {c.bytes_s(threads) / 1e9:.1f} GB/s, {c.taken()}")
-        return found
+        return [
+            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.taken()}"
+            for name, c in self.known.items()
+        ]
 
 
 def _computes(step: Step, env: Mapping[str, int], ceiling: Ceiling, threads: int) -> float | None:
