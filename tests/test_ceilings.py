@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphllm import host
-from graphllm.backends.cpu import peaks
+from graphllm.backends.cpu import ceiling, peaks
 from graphllm.backends.cpu.ceiling import KINDS, counts
 from graphllm.backends.cpu.isa import usable_cores
 from graphllm.backends.cuda import ceiling as cuda_ceiling
@@ -34,6 +34,8 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(ceilings, "room", lambda: SMALL)
     monkeypatch.setattr(rates, "WIDTH", 256)
+    monkeypatch.setattr(rates, "SECONDS", 0.0)
+    monkeypatch.setattr(ceiling, "SECONDS", 0.0)
     return tmp_path / "cache"
 
 

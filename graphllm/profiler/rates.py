@@ -7,9 +7,11 @@ Measured through an Executor, as plans run: any backend can be asked.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -29,12 +31,12 @@ from .rows import Recorder
 KINDS = FLOAT, INTEGER, ATTENTION, ELEMENTS = ("float", "integer", "attention", "elementwise")
 FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # that most files are made of
 _USUAL = (F16, Q8_0)  # the formats whose arithmetic is taken for a kind's
-ROUNDS = 5  # of which the fastest counts
+ROUNDS, SECONDS = 5, 0.25  # so often at least, and so long; the fastest counts
 WIDTH, TOKENS = 4096, 512  # of the large linears
 _HEADS, _HEAD, _BLOCK = (8, 2), 128, 64  # of attention: heads of queries and of keys, their width
 _DIM = 1024  # of the elementwise op
 _SMALL = 512  # rows and columns of the small linears, of 1 MiB in float32
-_MOST = 512 << 20  # bytes of all small ones: they are held twice while they are packed
+_MOST = 256 << 20  # bytes of a chain of linears; half of what one linear of a token reads
 
 Show = Callable[[str, int, int], None]
 
@@ -93,7 +95,7 @@ def measure(
             _note(found, threads, _linear(backend, threads, form, WIDTH, TOKENS))
         _note(found, threads, _attention(backend, threads))
         _note(found, threads, _elementwise(backend, threads))
-        own = step_cost(backend, threads, nbytes, best(threads))
+        own = step_cost(backend, threads, nbytes)
         if own is not None:
             found.steps[threads] = own
         gc.collect()
@@ -101,7 +103,7 @@ def measure(
     for done, name in enumerate(FORMATS, len(counts)):
         show("measuring linears", done, total)
         form = dtype(name)
-        rows = max(1, min(nbytes, _MOST) // form.row_nbytes(WIDTH))
+        rows = max(1, min(nbytes, 2 * _MOST) // form.row_nbytes(WIDTH))
         one, many = (_linear(backend, alone, form, *n) for n in ((rows, 1), (WIDTH, TOKENS)))
         if one is not None:
             found.shares[name] = min(1.0, one.nbytes / min(one.seconds) / best(alone))
@@ -167,7 +169,7 @@ def _timed(
     if {step.backend for step in plan.steps} != {executor.backends[0]}:
         return None
     recorder = Recorder()
-    for _ in range(ROUNDS + 1):
+    for _ in _rounds(ROUNDS + 1):
         executor.run(plan, feeds, env, profile=recorder, fetch=())
     row = max(recorder.rows, key=lambda row: row.flops)
     seconds = [max(ns, 1) / 1e9 for ns in row.times[1:]]  # the first run loads what it needs
@@ -176,27 +178,49 @@ def _timed(
     return _Step(kind, row.bytes / calls, row.flops / calls, seconds)
 
 
-def step_cost(backend: str, threads: int, nbytes: int, rate: float) -> float | None:
-    """Seconds that a step takes beside its bytes at ``rate`` a second; None as for `_timed`.
+def step_cost(backend: str, threads: int, nbytes: int) -> float | None:
+    """Seconds that a step takes beside its bytes; None where the backend does not run it.
 
-    Of small linears of one token, one after another, over ``nbytes`` of weights in all.
+    Of linears of one token, one after another, over ``nbytes`` of weights: many small ones take so
+    much longer than a few large ones of as many bytes. Both are run in turns.
     """
-    count = max(1, min(nbytes, _MOST) // (4 * _SMALL * _SMALL))
-    ones = np.full((_SMALL, _SMALL), 1 / _SMALL, np.float32)
-    y: Tensor = feed("x", (1, _SMALL), F32)
+    few = max(1, min(nbytes, _MOST) // (4 * 4 * _SMALL * _SMALL))
+    counts = 4 * few, few  # of `_SMALL` rows and columns, and of twice as many
+    chains = [_chain(backend, threads, n, side * _SMALL) for n, side in zip(counts, (1, 2))]
+    took = [float("inf"), float("inf")]
+    for _ in _rounds(ROUNDS):
+        for i, run in enumerate(chains):
+            if run is None:
+                return None
+            start = time.perf_counter()
+            run()
+            took[i] = min(took[i], time.perf_counter() - start)
+    return max(0.0, took[0] - took[1]) / (counts[0] - counts[1])
+
+
+def _chain(backend: str, threads: int, count: int, width: int) -> Callable[[], object] | None:
+    """A run of so many linears of one token, each of the result of the one before."""
+    ones = np.full((width, width), 1 / width, np.float32)
+    y: Tensor = feed("x", (1, width), F32)
     for i in range(count):
         with scope(f"step.{i}"):
-            y = ops.linear(y, weight(f"w{i}", (_SMALL, _SMALL), F32))
+            y = ops.linear(y, weight(f"w{i}", (width, width), F32))
     executor = _executor(backend, threads, {f"w{i}": ones for i in range(count)})
     plan = executor.compile({"y": y})
     if {step.backend.name for step in plan.steps} != {backend}:
         return None
-    feeds, took = {"x": np.ones((1, _SMALL), np.float32)}, float("inf")
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        executor.run(plan, feeds)
-        took = min(took, time.perf_counter() - start)
-    return max(0.0, took - count * ones.nbytes / rate) / count
+    run = partial(executor.run, plan, {"x": np.ones((1, width), np.float32)})
+    run()  # loads what it needs
+    return run
+
+
+def _rounds(least: int) -> Iterator[int]:
+    """So often, and on until `SECONDS` are over."""
+    end = time.perf_counter() + SECONDS
+    for done in itertools.count():
+        if done >= least and time.perf_counter() > end:
+            return
+        yield done
 
 
 def _executor(backend: str, threads: int, weights: Mapping[str, np.ndarray | Blocks]) -> Executor:

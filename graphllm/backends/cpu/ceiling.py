@@ -25,7 +25,7 @@ from .jit import Kernel
 from .layouts import allocate
 from .walk import MEET
 
-ROUNDS, _SECONDS = 5, 0.1  # so often at least, and so long
+ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
 _WIDTH = 4096  # of the matrix
 _UNIT = 4 * _WIDTH * 16  # bytes that all measurements divide the buffer into
 _LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
@@ -149,7 +149,7 @@ def _seconds(run: Run) -> list[float]:
     """What each of `ROUNDS` runs or more took, after one that compiles and wakes the team."""
     log, found = Log(), list[float]()
     run(log)
-    while len(found) < ROUNDS or sum(found) < _SECONDS:
+    while len(found) < ROUNDS or sum(found) < SECONDS:
         run(log)
         ends, _ = log.runs[-1]
         found.append(int(ends[-1] - ends[0]) / 1e9)
