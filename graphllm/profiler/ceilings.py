@@ -100,25 +100,29 @@ class Ceiling:
         """Whether it was taken on this machine within a day."""
         return self.machine == machine() and timedelta() <= self._age(now) < FRESH
 
-    def taken(self, now: datetime | None = None) -> str:
-        """When and where, and why it should be measured again, if it should."""
-        doubts = []
+    def doubt(self, now: datetime | None = None) -> str:
+        """Why it should be measured again; empty if it should not."""
+        found = []
         if self.machine != machine():
-            doubts.append("on another machine")
+            found.append("on another machine")
         if self._age(now) >= FRESH:
-            doubts.append(f"{self._age(now).days} days ago")
+            found.append(f"{self._age(now).days} days ago")
         if self.others is not None and self.others > BUSY:
-            doubts.append(f"while {self.others:.0%} of the machine was busy with other work")
-        text = f"measured {self.date} on {self.machine}"
-        return f"{text}; taken {', '.join(doubts)}: measure again" if doubts else text
+            found.append(f"while {self.others:.0%} of the machine was busy with other work")
+        return f"taken {', '.join(found)}: measure again" if found else ""
+
+    def taken(self, now: datetime | None = None) -> str:
+        """When and where, and the `doubt` if there is one."""
+        return "; ".join(filter(None, [f"measured {self.date} on {self.machine}", self.doubt(now)]))
 
     def _age(self, now: datetime | None) -> timedelta:
         return (now or _now()) - datetime.fromisoformat(self.date)
 
     def lines(self) -> list[str]:
         """As `doctor` shows it."""
-        first = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s, {self.taken()}"
-        return [first, *_table(self), *_notes(self)]
+        best = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s"
+        first = f"{best}, measured {self.date} on {self.machine}"
+        return [*filter(None, [first, self.doubt()]), *_table(self), *_notes(self)]
 
 
 def _table(c: Ceiling) -> Iterator[str]:
