@@ -10,6 +10,7 @@ from typing import Any
 
 from graphllm import backends
 from graphllm.backends import Backend
+from graphllm.backends.measured import Measured
 from graphllm.decoder import Limits
 from graphllm.errors import GraphllmError, RequestError
 from graphllm.llm import LLM, decoder_for
@@ -30,8 +31,8 @@ def cuda() -> Backend:
 
 
 @cache
-def rates(nbytes: int = 4 << 30) -> dict[str, dict[int, float]]:
-    """What memory gives: bytes a second of reads and of copies, by blocks a processor."""
+def rates(nbytes: int = 4 << 30) -> Measured:
+    """What memory, cache and arithmetic give, by blocks a processor."""
     measure = cuda().measure
     assert measure is not None
     return measure(nbytes, lambda *_: None)
@@ -39,7 +40,7 @@ def rates(nbytes: int = 4 << 30) -> dict[str, dict[int, float]]:
 
 def share(bytes_a_second: float) -> str:
     """A rate, and how much of the best read it is: ``3354 GB/s  73.6 %``."""
-    ceiling = max(rates()["read"].values())
+    ceiling = max(rates().memory["read"].values())
     return f"{bytes_a_second / 1e9:7.0f} GB/s {bytes_a_second / ceiling:6.1%}"
 
 

@@ -1,4 +1,8 @@
-"""The GRAPHLLM_DEBUG ladder: 1 backends, plans and kernels, 3 graphs, 4 kernel source."""
+"""The GRAPHLLM_DEBUG ladder: each rung says what those below it say, and more.
+
+1: backends, plans, kernels, memory; errors with a traceback. 2: a line for every step of every run,
+which is timed. 3: the graph before and after each pass. 4: the source of kernels.
+"""
 
 from __future__ import annotations
 

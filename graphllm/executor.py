@@ -22,6 +22,7 @@ from .memory import aligned
 from .ops import get
 from .placement import Pin, Placement, Tap, check_pins, pins_from, place
 from .plan import Place, Plan, Step, compile_plan
+from .profiler.printer import memory_lines, printer
 from .profiler.rows import Recorder
 from .repeat import Output, Repeat
 from .tensor import WEIGHT, Meta, Tensor, Var
@@ -114,7 +115,6 @@ class Executor:
         self._model, self._adopted = outputs, self._place(outputs, pins)
 
     def _place(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> Placement:
-        debug(3, lambda: graph.dump(outputs))
         own = [*self.pins, *pins]
         placement = place(outputs, self.backends, self.options, self.memory_of, own)
         for node in graph.toposort(placement.outputs.values()):
@@ -156,7 +156,6 @@ class Executor:
         if self.strict:
             plan.check_strict()
         debug(1, plan.explain)
-        debug(3, lambda: graph.dump(plan.outputs))
         return plan
 
     def drop(self, plan: Plan) -> None:
@@ -243,6 +242,7 @@ class Executor:
             operand = self._operand(plan, node, memory, arenas)
             outputs[name] = Output(self._owner(memory), operand)
         self._programs[id(plan)] = _Program(plan, segments, arenas, outputs)
+        debug(1, lambda: memory_lines(self._prepared, self._buffers, self._arenas))
 
     def _input(
         self, plan: Plan, step: Step, index: int, arenas: Mapping[str, Any]
@@ -308,7 +308,7 @@ class Executor:
         if self.poison:
             for arena in program.arenas.values():
                 arena[:] = POISON
-        if profile is not None:
+        if (profile := profile or printer()) is not None:
             profile.run(plan, program.segments, values)
         else:
             for segment, _ in program.segments:
@@ -345,7 +345,7 @@ class Executor:
             alone = partial(self.run, plan, {}, profile=profile, fetch=())
             return Repeat([lambda: alone(env={**env, **counts()})], output.reader(values))
         begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
-        if profile is not None:
+        if (profile := profile or printer()) is not None:
             timed = partial(profile.run, plan, program.segments)
             begin = [lambda: timed({**values, **counts()})]
         ring = output.ring(values) if len(program.segments) == 1 else None

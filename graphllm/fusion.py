@@ -14,7 +14,7 @@ from typing import Protocol
 
 from . import ops
 from .errors import GraphError
-from .graph import Interner, toposort
+from .graph import Interner, show, toposort
 from .ops import OpDef
 from .ops.parts import results
 from .tensor import Meta, Tensor, substitute
@@ -54,7 +54,9 @@ def fuse(outputs: Mapping[str, Tensor], without: Iterable[str], steps: Steps) ->
     current = dict(outputs)
     for name, op in rules().items():
         if not off & {name, ALL}:
-            current = _Pass(current, steps).run(op)
+            before, current = current, _Pass(current, steps).run(op)
+            if current is not before:
+                show(f"{name} fused", current)
     return current
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
+from .debug import debug
 from .errors import GraphError
 from .ops import get
 from .tensor import LEAVES, STATE, Tensor, Var, substitute
@@ -188,6 +189,11 @@ def dump(outputs: Mapping[str, Tensor]) -> str:
         lines.append(f"{label[id(node)]} = {node.op}({src}){attrs} : {node.meta}  # {node.scope}")
     lines += [f"{name} -> {label[id(node)]}" for name, node in outputs.items()]
     return "\n".join(lines)
+
+
+def show(stage: str, outputs: Mapping[str, Tensor]) -> None:
+    """Print the graph as it is at this stage, on the third rung of GRAPHLLM_DEBUG."""
+    debug(3, lambda: f"graph, {stage}:\n{dump(outputs)}")
 
 
 def dot(outputs: Mapping[str, Tensor]) -> str:

@@ -161,6 +161,8 @@ def place(
     compiled is verified, see `Placement.part`.
     """
     merged, moved = graph.rewrite(outputs, graph.Interner())
+    graph.show("as it was built", outputs)
+    graph.show("equal nodes merged", merged)
     nodes = [n for n in graph.toposort(merged.values()) if not n.is_leaf and not n.is_view]
     choices = {id(node): choose(node, backends, options, pins) for node in nodes}
     for name, users in _users_of_written(nodes).items():

@@ -266,6 +266,7 @@ def compile_plan(
     ``guard``: bytes of canary around every intermediate (nothing is shared then).
     """
     outputs, moved = graph.narrow(placement.outputs, bounds or {})
+    graph.show("within its bounds", outputs)
     choices = {
         id(moved[id(node)]): placement.choices[id(node)]
         for node in graph.toposort(placement.outputs.values())
@@ -277,6 +278,7 @@ def compile_plan(
         src = tuple(None if s is None else lowered[id(s)] for s in node.src)
         lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
     outputs = {name: lowered[id(node)] for name, node in outputs.items()}
+    graph.show("lowered to what kernels ask for", outputs)
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
     # Transfers stand together, so that a device can run what lies between them as one piece.
     order = graph.by_depth(outputs.values(), _transfers)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 
+from graphllm import host
+from graphllm.backends.cpu import ceiling, peaks
 from graphllm.backends.cpu.ceiling import KINDS, counts
 from graphllm.backends.cpu.isa import usable_cores
+from graphllm.backends.cuda import ceiling as cuda_ceiling
+from graphllm.backends.measured import Measured
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
@@ -29,6 +34,8 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(ceilings, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(ceilings, "room", lambda: SMALL)
     monkeypatch.setattr(rates, "WIDTH", 256)
+    monkeypatch.setattr(rates, "SECONDS", 0.0)
+    monkeypatch.setattr(ceiling, "SECONDS", 0.0)
     return tmp_path / "cache"
 
 
@@ -42,11 +49,16 @@ def test_measured_and_kept(cache):
     assert ceilings.kept("cpu") is None
     found = ceilings.measure("cpu", nobody)
     assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
-    for by_count in found.rates.values():
-        assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e8
-    assert set(found.flops) == set(rates.KINDS) and set(found.steps) == set(counts(usable_cores()))
-    assert set(found.shares) == set(rates.FORMATS) and 0 < max(found.shares.values()) <= 1
-    assert all(rate > 1e7 for by_count in found.flops.values() for rate in by_count.values())
+    assert set(found.flops) == set(rates.KINDS) and set(found.peaks) == set(peaks.kinds())
+    tables = [found.rates, found.caches, found.flops, found.peaks]
+    for by_count in [row for table in tables for row in table.values()]:
+        assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e7
+    assert set(found.steps) == set(counts(usable_cores()))
+    assert set(found.shares) == set(found.many) == set(rates.FORMATS)
+    assert 0 < max(found.shares.values()) <= 1 and min(found.many.values()) > 0
+    assert set(found.spreads) == {kind for table in tables for kind in table}
+    assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
+    assert found.others is None or 0 <= found.others <= 1
     assert ceilings.kept("cpu") == found and found.fresh()
     assert [p.name for p in cache.iterdir()] == ["ceilings.json"]
 
@@ -58,8 +70,23 @@ def test_counts_of_threads():
 
 def test_the_best_is_over_as_many_threads_or_fewer():
     found = made()
-    assert [found.best(n) for n in (1, 2, 3, 4, 0)] == [2e10, 3e10, 3e10, 3e10, 3e10]
-    assert made(rates={"read": {4: 1e10}}).best(2) == 0.0
+    assert [found.bytes_s(n) for n in (1, 2, 3, 4, 0)] == [2e10, 3e10, 3e10, 3e10, 3e10]
+    assert made(rates={"read": {4: 1e10}}).bytes_s(2) == 0.0
+    assert made(rates={"read": {1: 1e10}, "write": {1: 2e10}, "copy": {1: 3e10}}).bytes_s() == 1e10
+
+
+def test_rates_of_kernels_and_roofs_of_arithmetic():
+    found = made(flops={"float": {1: 1e11, 2: 2e11}}, peaks={"f32": {1: 3e11, 2: 4e11}})
+    assert [found.flop_s("float", n) for n in (1, 2, 0)] == [1e11, 2e11, 2e11]
+    blocks = replace(found, counted="blocks")  # these are no threads
+    assert blocks.flop_s("f32", 1) == 4e11 and blocks.bytes_s(1) == 3e10
+    assert found.flop_s("f32", 1) == 3e11 and found.flop_s("f16") == found.flop_s("integer") == 0
+
+
+def test_the_best_of_some_repeats_and_their_spread():
+    found = Measured()
+    found.add(found.memory, "read", 2, 10.0, [4.0, 2.0, 2.5])
+    assert found.memory == {"read": {2: 5.0}} and found.spreads["read"][2] == pytest.approx(0.2)
 
 
 def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
@@ -85,10 +112,15 @@ def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
     assert ceilings.current("reference", nobody) is None
 
 
+OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "nbytes": 1,
+       "rates": {"read": {"1": 1e10}}, "flops": {}, "steps": {}, "shares": {}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"cpu": 3}', '{"cpu": {"rates": []}}', '{"cpu": {"rates": {}}}'],
-)
+    ["", "{", "[]", "null", '{"cpu": 3}', '{"cpu": {"version": 2}}', json.dumps({"cpu": OLD}),
+     json.dumps({"cpu": {**OLD, "version": 2}}), '{"cpu": {"version": 3, "rates": {}}}'],
+)  # fmt: skip
 def test_a_damaged_file_counts_for_nothing(cache, text):
     cache.mkdir()
     (cache / "ceilings.json").write_text(text)
@@ -128,10 +160,64 @@ def test_doctor_shows_it(cache, capsys):
     kept = ceilings.kept("cpu")
     for measure in (None, False):
         out = capsys.readouterr().out if measure is None else shown(capsys)
-        assert f"memory gives {kept.best() / 1e9:.1f} GB/s, measured {kept.date}\n" in out
-        assert "read, GB/s by threads: 1: " in out and "float matrix-vector, GB/s" in out
+        first = f"memory gives {kept.bytes_s() / 1e9:.1f} GB/s, measured {kept.date} on "
+        assert first + ceilings.machine() in out and "multiply-adds: f16 " in out
+        for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "a step beside its bytes, us"):
+            (row,) = (line for line in out.splitlines() if line.strip().startswith(title))
+            assert len(row.split(title)[1].split()) >= usable_cores()
     ceilings._keep(made(machine="another box"))
-    assert "on another box\n" in shown(capsys)
+    lines = [line.strip() for line in shown(capsys).splitlines()]
+    (at,) = (i for i, line in enumerate(lines) if line.endswith(" on another box"))
+    assert lines[at + 1] == "taken on another machine: measure again"
+
+
+def test_as_a_table():
+    found = made(
+        flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
+        many={"q4_0": 1.02}, caches={"L2 2 MB": {1: 2e11}}, peaks={"int8": {4: 3e12}},
+        spreads={"read": {1: 0.011, 2: 0.25}}, how={"int8": "vpdpbusd", "f16": "not here"},
+    )  # fmt: skip
+    assert found.lines()[1:] == [
+        "by threads                           1        2        4  spread",
+        "read, GB/s                        10.0     30.0     20.0     25%",
+        "float, GB/s                       20.0",
+        "L2 2 MB, GB/s                    200.0",
+        "int8 multiply-add, GFLOP/s                          3000",
+        "float of many tokens, GFLOP/s      500",
+        "a step beside its bytes, us        4.0      5.0",
+        "of memory's rate, linears of one token reach: q4_0 50%",
+        "of arithmetic's, linears of 512: q4_0 102%",
+        "multiply-adds: f16 not here; int8 vpdpbusd",
+    ]
+
+
+def test_what_makes_a_measurement_doubtful():
+    now = datetime.now(timezone.utc)
+    plain = f"measured {now.isoformat()} on {ceilings.machine()}"
+    assert made(date=now.isoformat()).taken() == plain
+    assert made(date=now.isoformat(), others=0.04).taken() == plain
+    busy = made(date=now.isoformat(), others=0.38).taken()
+    assert busy == (
+        f"{plain}; taken while 38% of the machine was busy with other work: measure again"
+    )
+    old = made(machine="a box", others=0.5).taken(now + timedelta(days=3))
+    assert old.endswith(
+        "on a box; taken on another machine, 3 days ago, while 50% of the machine was busy with "
+        "other work: measure again"
+    )
+
+
+def test_what_others_take_of_the_machine(monkeypatch):
+    """All processors' time, what is at work of it, this process's: in seconds."""
+    times = iter([(100.0, 40.0, 7.0), (200.0, 90.0, 27.0), None, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
+    monkeypatch.setattr(host, "_processor_seconds", lambda: next(times))
+    watch = host.Others()
+    assert watch.share() == pytest.approx(0.3)
+    assert watch.share() is None  # the system does not say
+    assert host.Others().share() is None  # no time has gone by
+    monkeypatch.undo()
+    share = host.Others().share()
+    assert share is None or 0 <= share <= 1
 
 
 def shown(capsys) -> str:
@@ -141,8 +227,8 @@ def shown(capsys) -> str:
 
 def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
     found = _ceiling("auto")
-    assert found is not None and f"measured at {found.date}" in capsys.readouterr().err
-    assert _ceiling("cpu") == found and f"kept from {found.date}" in capsys.readouterr().err
+    assert found is not None and f"measured {found.date}" in capsys.readouterr().err
+    assert _ceiling("cpu") == found and f"kept: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
     ceilings._keep(made(machine="another"))
 
@@ -151,3 +237,38 @@ def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
 
     monkeypatch.setattr(ceilings, "room", full)
     assert _ceiling("cpu") is None and capsys.readouterr().err == "note: no ceiling: no room\n"
+
+
+class Gpu:
+    """As much of one as is asked: the fastest run takes 1 ms, whatever it does."""
+
+    index, processors = 0, 100
+
+    def __init__(self, capability):
+        self.capability, self.launches = capability, []
+
+    def prepared(self, launch):
+        function = launch.function
+        assert f"void {function.name}(" in function.module.text and launch.block == (512,)
+        self.launches.append((function.name, launch.grid))
+
+    def seconds(self, work, rounds):
+        return [1e-3] + [2e-3] * (rounds - 1)
+
+
+@pytest.mark.parametrize("capability, kinds", [((9, 0), 3), ((7, 5), 2)])
+def test_what_is_measured_on_a_gpu(monkeypatch, capability, kinds):
+    gpu = Gpu(capability)
+    device = SimpleNamespace(gpu=gpu, alloc=lambda nbytes: SimpleNamespace(address=0))
+    monkeypatch.setattr(cuda_ceiling, "CudaDevice", lambda options: device)
+    monkeypatch.setattr(cuda_ceiling, "_cache", lambda device: 50 << 20)
+    found = cuda_ceiling.measure(1 << 30, nobody)
+    assert found.counted != "threads" and len(found.peaks) == kinds and set(found.how) >= {"f16"}
+    assert set(found.memory) == {"read", "write", "copy"}
+    assert {r for row in found.memory.values() for r in row.values()} == {1000 * 2.0**30}
+    assert found.caches == {"L2 50 MB": {n: 25 * 2**20 * n * 1e5 for n in (1, 2, 4)}}
+    each = 512 * 4096 * 8 * 100 * 1000  # multiply-adds a second of one block a processor
+    assert found.peaks["f32"] == {n: 2 * n * each for n in (1, 2, 4)}
+    assert found.peaks["int8"] == {n: 8 * n * each for n in (1, 2, 4)}
+    assert found.spreads["read"][4] == pytest.approx(0.5)
+    assert ("copy_all", (400,)) in gpu.launches

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_cpu_peaks
 from llvmlite import binding, ir
 from test_cpu_linear import BLOCKS, digests
 from test_ops_generated import KERNELS, run_all
@@ -168,6 +169,8 @@ def main() -> None:
             print(f"{name}: {line}")
     for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
         print(f"linear, float: {line}")
+    for line in test_cpu_peaks.wrong():
+        print(line)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import late
 import numpy as np
 import pytest
 
+from graphllm.backends.measured import Measured
 from graphllm.profiler.bench import Test
 from graphllm.weights.shapes import SHAPES, Shape
 
@@ -55,7 +56,7 @@ def gpu(monkeypatch, tmp_path):
     import gpu_models
     import gpu_shared
 
-    monkeypatch.setattr(gpu_shared, "rates", lambda: {"read": {1: 1e12}})
+    monkeypatch.setattr(gpu_shared, "rates", lambda: Measured(memory={"read": {1: 1e12}}))
     monkeypatch.setattr(gpu_shared, "memory_in_use", lambda: 123_000_000)
     monkeypatch.setattr(gpu_models, "DECODE", Test(0, 12, 40))
     monkeypatch.setattr(gpu_models, "PROMPT", Test(50, 0))

@@ -15,7 +15,7 @@ from far import FarDevice, far  # noqa: F401
 from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
 
 import graphllm
-from graphllm import backends
+from graphllm import backends, ops
 from graphllm.backends.order import ORDER
 from graphllm.errors import ModelFileError, PlacementError, RequestError
 from graphllm.profiler import bench, ceilings, predict, rates
@@ -59,7 +59,9 @@ def measured(monkeypatch):
     flops = {kind: {n: n * GFLOP_S for n in by_count} for kind in ("float", "integer")}
 
     def kept(name: str) -> Ceiling | None:
-        own = Ceiling(name, "a machine", DATE, 1, rates, flops, {1: STEP, 2: STEP})
+        counted = "blocks" if name == GPU else "threads"
+        steps = {1: STEP, 2: STEP}
+        own = Ceiling(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
         return None if name in missing else own
 
     monkeypatch.setattr(ceilings, "kept", kept)
@@ -181,10 +183,8 @@ def test_a_gpu_that_is_here(tiny):
     assert found.token.ops == llm.placement()
     assert not [note for note in found.notes if "not usable" in note]
     assert "free there" in found.notes[0]
-    flops, steps, _ = rates.measure(
-        GPU, lambda n: 1e12, [1], 64 << 20, lambda what, done, total: None
-    )
-    assert flops["float"][1] > 1e13 and 0 < steps[1] < 1e-4
+    own = rates.measure(GPU, lambda n: 1e12, [0], 64 << 20, lambda what, done, total: None)
+    assert own.flops["float"][0] > 1e13 and 0 < own.steps[0] < 1e-4
 
 
 # ------------------------------------------------------------------------------------------- time
@@ -198,24 +198,54 @@ def test_time_is_bytes_or_operations_and_steps(tiny, measured):
     wide = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
     assert wide.prefill.seconds == pytest.approx(wide.prefill.flops / GFLOP_S, rel=0.05)
     assert wide.token.seconds == pytest.approx(wide.token.nbytes / GB_S, rel=0.05)
-    assert found.lacking == [] and found.basis == [
-        f"{CPU}: 10.0 GB/s on a machine, measured {DATE}"
-    ]
-    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU)  # any count of threads
+    (basis,) = found.basis
+    assert found.lacking == [] and basis.startswith(
+        f"{CPU}: 10.0 GB/s, measured {DATE} on a machine"
+    )
+    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU, threads=1)  # no matter
     assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
 
 
 def test_formats_that_take_longer(tiny, monkeypatch):
-    """By the bytes of each, in a token's steps only."""
+    """By the bytes of each in a token's steps, by the operations of each in a prompt's."""
     rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}
     seconds = []
-    for share in (1.0, 0.5):
-        own = Ceiling(CPU, "a machine", DATE, 1, *rates, shares={"q8_0": share})
+    for share, many in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
+        parts = {"shares": {"q8_0": share}, "many": {"q8_0": many}}
+        own = Ceiling(CPU, "a machine", DATE, 1, *rates, **parts)
         monkeypatch.setattr(ceilings, "kept", lambda name, own=own: own)
         run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
         seconds.append((run.token.seconds, run.prefill.seconds))
-    assert seconds[1][0] == pytest.approx(2 * seconds[0][0], rel=0.03)
-    assert seconds[1][1] == seconds[0][1]
+    (token, prompt), by_bytes, by_operations = seconds
+    assert by_bytes == (pytest.approx(2 * token, rel=0.03), prompt)
+    assert by_operations == (token, pytest.approx(2 * prompt, rel=0.05))
+
+
+def test_operations_of_fused_steps_by_kind(tiny):
+    """Their parts', each at the rate of its kind: none is lost."""
+    kinds: dict[str, set[str]] = {}
+    env = predict.env_of(16, 0)
+    for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps:
+        found = list(rates.operations(step.node, env))
+        cost = ops.get(step.node.op).price(step.node, env)
+        assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
+        kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, _ in found)
+    assert kinds["gated"] == {("float", "f32"), ("elementwise", "")}
+    assert kinds["attention"] == {("attention", "")} and kinds["linear_add"] == kinds["gated"]
+    assert kinds["embedding"] == {("elementwise", "")}
+
+
+def test_no_rate_no_seconds(tiny):
+    """What a kind lacks float linears give; where those are not known either, nothing is said."""
+    (step, *_) = (
+        step for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps
+        if step.node.op == "attention"
+    )  # fmt: skip
+    env, flops = predict.env_of(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
+    cost = ops.get(step.node.op).price(step.node, env).flops
+    for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
+        own = Ceiling(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
+        assert predict._computes(step, env, own, 1) == (cost / rate if rate else None)
 
 
 def test_a_bench_test_is_predicted(tiny, measured):

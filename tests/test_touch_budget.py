@@ -18,8 +18,9 @@ import test_ops_generated as generated
 import tiny_models as tiny
 
 import graphllm
-from graphllm import ops
+from graphllm import backends, ops
 from graphllm.backends import reference
+from graphllm.dtype import dtype
 from graphllm.executor import Executor
 from graphllm.profiler.rows import Recorder
 from graphllm.tensor import Var, feed, scope
@@ -66,8 +67,8 @@ def test_an_op_is_one_declaration(registry, tmp_path):
     assert not generated.run_all("softsign", ("reference",), graphllm.backends.Options())
     generated.test_samples_cover_the_edges("softsign")
     generated.test_price("softsign")
-    table = runpy.run_path(str(DOCS / "make_ops_table.py"))["table"]()
-    assert "| `softsign` |" in table
+    page = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
+    assert "\n| `softsign` " in page and "\n- `softsign`: x / (1 + |x|). " in page
     # a backend without a kernel passes it on, with the reason
     (choice,) = (s.choice for s in Executor().compile({"y": y}).steps)
     assert choice.backend.name == "reference" and "no kernel for softsign" in choice.why
@@ -155,5 +156,23 @@ def test_a_broken_backend_is_passed_over(tmp_path):
 
 
 def test_the_table_of_ops_is_current():
-    made = runpy.run_path(str(DOCS / "make_ops_table.py"))["table"]()
+    made = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
     assert (DOCS / "ops.md").read_text("utf-8") == made, "run python docs/make_ops_table.py"
+
+
+def test_the_table_asks_what_a_backend_does_with_each_format(monkeypatch):
+    """Not what is true of most: a kernel that is taken away is missed in its cells alone."""
+    made = runpy.run_path(str(DOCS / "make_ops_table.py"))
+    cpu, form = backends.find("cpu"), dtype("q4_0")
+    cells = {n: made["cell"](cpu, ops.get(n), form) for n in ("embedding", "linear", "linears")}
+    assert cells == {"embedding": "yes", "linear": "int8", "linears": "int8"}
+    assert made["cell"](cpu, ops.get("linear"), dtype("f16")) == "f32"
+    assert made["cell"](backends.find("cuda"), ops.get("linear"), form) == "int8 / f16"
+    assert made["cell"](backends.find("reference"), ops.get("linears"), form) == "parts"
+    floating = [k for k in cpu.kernels["linear"] if k.name == "linear_float"]
+    monkeypatch.setitem(cpu.kernels, "linear", floating)
+    assert made["cell"](cpu, ops.get("linear"), form) == "f32"
+    monkeypatch.setitem(cpu.kernels, "linear", [])
+    monkeypatch.setitem(cpu.kernels, "embedding", [])
+    assert made["cell"](cpu, ops.get("linear"), form) == "-"
+    assert made["cell"](cpu, ops.get("embedding"), form) == "-"

@@ -26,6 +26,7 @@ from ..debug import debug
 from ..errors import PlacementError, RequestError
 from ..ops import OpDef, get, registry
 from ..tensor import WEIGHT, Dim, Meta, Tensor, Var
+from .measured import Measured
 from .order import ORDER
 
 # ------------------------------------------------------------------------------------- the choices
@@ -218,8 +219,7 @@ class Device(Protocol):
     def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
 
 
-# (bytes to go over, progress) -> bytes a second by what was run, and by count of threads.
-Measure = Callable[[int, Callable[[str, int, int], None]], dict[str, dict[int, float]]]
+Measure = Callable[[int, Callable[[str, int, int], None]], Measured]  # (bytes to go over, progress)
 
 
 class Backend:
@@ -242,7 +242,7 @@ class Backend:
         self.open_device = open_device
         self.wanted = wanted
         self.kernels: dict[str, list[Kernel]] = {}
-        # What its memory gives at best, if it can tell; see `graphllm.profiler.ceilings`.
+        # What it gives at best, if it can tell; see `graphllm.profiler.ceilings`.
         self.measure: Measure | None = None
         # By op: how far off its kernels may be that multiply halves (f16, bf16) as such, where that
         # is further than the op's own tolerance; see `graphllm.profiler.deviation`.

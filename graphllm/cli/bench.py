@@ -151,8 +151,8 @@ def _ceiling(device: str) -> Ceiling | None:
         note(f"note: no ceiling: {error}")
         return None
     if found is not None:
-        how = "kept from" if found == before else "measured at"
-        note(f"ceiling: {found.best() / 1e9:.1f} GB/s, {how} {found.date}")
+        how = "kept: " if found == before else ""
+        note(f"ceiling: {found.bytes_s() / 1e9:.1f} GB/s, {how}{found.taken()}")
     return found
 
 
@@ -173,7 +173,7 @@ def _rows(
     for test in tests:
         bench.check(llm, test)
     threads_matter = not llm.fit  # they do not to a device with a memory of its own
-    roof = best.best(count if threads_matter else 0) / 1e9 if best is not None else None
+    roof = best.bytes_s(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
         with progress_line() as show:
             result = bench.run(llm, test, repeat, partial(_told, show, test.name, repeat + 1))

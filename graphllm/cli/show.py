@@ -88,11 +88,11 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure what memory and arithmetic give at best (half a minute and more).",
+            help="Measure what memory, caches and arithmetic give at best (half a minute).",
         ),
     ] = False,
 ) -> None:
-    """Show which backends can be used here, why the others can not, and what memory gives.
+    """Show which backends can be used here, why the others can not, and what the machine gives.
 
     graphllm doctor
 
@@ -121,7 +121,7 @@ def doctor(
 
 
 def _ceiling(backend: str, measure: bool) -> list[str]:
-    """What the backend's memory gives, measured now or before, as lines."""
+    """What the backend reaches at best, measured now or before, as lines."""
     from ..profiler import ceilings
 
     if not measure:

@@ -143,21 +143,30 @@ def _cost(out, q, k, v, q_start, kv_len, table, *rest, env, block, window, **_):
     """``env["kv_sum"]``: keys at or before each query, summed over all queries.
 
     Without it, a step of one token a sequence is priced at a full table, and a longer one as a
-    prompt from its beginning. Keys are read once a sequence, whatever the count of queries.
+    prompt from its beginning. Keys are read once a sequence, whatever the count of queries. Of
+    several sequences each is taken to be as long as their mean.
     """
     tokens, sequences = q.shape[0], max(1, kv_len.shape[0])
     each = tokens / sequences
-    pairs = env.get("kv_sum")
-    if pairs is None:
-        longest = min(table.shape[1] * block, window or table.shape[1] * block)
-        pairs = tokens * longest if each <= 1 else tokens * min((each + 1) / 2, longest)
-    elif window:
-        pairs = min(pairs, tokens * window)
-    keys = pairs / each + sequences * (each - 1) / 2 if tokens else 0
+    seen = env.get("kv_sum")
+    if seen is None:
+        seen = tokens * (table.shape[1] * block if each <= 1 else (each + 1) / 2)
+    start = max(0, seen / tokens - (each + 1) / 2) if tokens else 0  # cached before the step
+    pairs, keys = _visible_pairs(start, each, window)
     row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in (k, v))
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
-    flops = 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
-    return Cost(flops, q.nbytes + out.nbytes + keys * row + small)
+    flops = 2 * pairs * sequences * q.shape[1] * (q.shape[2] + v.shape[2])
+    return Cost(flops, q.nbytes + out.nbytes + keys * sequences * row + small)
+
+
+def _visible_pairs(start, count, window):
+    """(query and key pairs, keys) of ``count`` queries after ``start`` tokens: each query sees the
+    keys up to itself, of these the last ``window`` unless it is 0."""
+    if not window:
+        return count * start + count * (count + 1) / 2, count and start + count
+    short = min(count, max(0, window - start))  # queries that see fewer keys, or just so many
+    pairs = short * start + short * (short + 1) / 2 + (count - short) * window
+    return pairs, count and min(start, window - 1) + count
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What memory and arithmetic give at best on this machine: measured, and kept in the cache.
+"""What memory, caches and arithmetic give at best on this machine: measured, and kept in the cache.
 
-A backend that can measure it has `Backend.measure`. The ceiling is the best of what was run, over
-1 to n threads; a decode is held against it, since it reads every weight once a token.
+A backend that can measure it has `Backend.measure`; `rates.py` adds what linears, attention and
+steps reach through an Executor. All of it is done by graphllm's own kernels.
 """
 
 from __future__ import annotations
@@ -10,32 +10,50 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from ..backends import find
+from ..backends.measured import THREADS
 from ..debug import debug
 from ..errors import RequestError
-from ..host import free_bytes
+from ..host import Others, free_bytes
 from ..paths import cache_dir
 from . import rates
 
 FRESH = timedelta(days=1)
+BUSY = 0.1  # of the machine's processors' time; more than this in others' use counts
 LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
+STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
+_VERSION = 2  # of what is kept: others are not read
 
 Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One measurement. ``rates``: what was run -> count of threads -> bytes a second.
+    """One measurement. Tables are: what was run -> how many took part -> a rate, the best of some
+    repeats. Which figure binds what:
 
-    ``flops``: kind of a linear of many tokens -> threads -> operations a second. ``steps``: threads
-    -> seconds that a step costs beside its bytes. ``shares``: format -> part of the memory's rate
-    that linears of one token reach. See `graphllm.profiler.rates`.
+    - `bytes_s`, from ``rates``: what a step must move and finds in no cache: the weights and the
+      keys and values of a token's step, the intermediates of many tokens. ``write`` and ``copy``
+      (both directions counted) are past the caches; stores that go through them reach about half.
+    - ``caches``: rereading what fits a level of cache: the intermediates of one token.
+    - `flop_s` of ``float``, ``integer`` (quantised activations) and ``attention``, from ``flops``:
+      what the kernels for many tokens reach today. A step of many tokens takes its operations at
+      that rate; a prediction wants this one.
+    - `flop_s` of ``f32``, ``f16`` and ``int8``, from ``peaks``: multiply-adds (two operations each)
+      in registers, and nothing else. No kernel can be faster: a roofline's roof. ``how``: by which
+      instructions, or why there are none.
+    - ``steps``: seconds that a step costs beside its bytes. ``shares`` and ``many``: by format, the
+      part of `bytes_s` that linears of one token reach, and of `flop_s` those of many.
+
+    ``counted``: what took part: threads; of a GPU, blocks a processor. ``spreads``: for each rate,
+    by how much the median of the repeats was below it. ``others``: the part of the machine's
+    processors that other processes had meanwhile, None where that is not known or of no account.
     """
 
     backend: str
@@ -46,57 +64,98 @@ class Ceiling:
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    many: Mapping[str, float] = field(default_factory=dict)
+    caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    peaks: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    spreads: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    how: Mapping[str, str] = field(default_factory=dict)
+    counted: str = THREADS
+    others: float | None = None
 
-    def best(self, threads: int = 0) -> float:
-        """Bytes a second, with at most ``threads`` threads (0: any count); 0.0 if none fits."""
-        return max(
-            (
-                rate
-                for by_count in self.rates.values()
-                for count, rate in by_count.items()
-                if not threads or count <= threads
-            ),
-            default=0.0,
-        )
+    def bytes_s(self, threads: int = 0) -> float:
+        """Bytes a second of reading, with at most ``threads`` threads (0: any count); 0.0 if none
+        fits. Where counts are of something else, ``threads`` means nothing, here and below."""
+        reads = (row for kind, row in self.rates.items() if kind not in STORES)
+        return max((self._best(row, threads) for row in reads), default=0.0)
 
     def flop_s(self, kind: str, threads: int = 0) -> float:
-        """Operations a second in a linear of many tokens, ``integer`` or ``float``; 0.0: not known.
+        """Operations a second of a kind of ``flops`` or ``peaks``; 0.0: not known.
 
-        ``threads`` as in `best`.
+        ``threads`` as in `bytes_s`.
         """
-        by_count = self.flops.get(kind, {})
-        return max(
-            (rate for n, rate in by_count.items() if not threads or n <= threads), default=0.0
-        )
+        return self._best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
 
     def step(self, threads: int = 0) -> float:
         """Seconds of a step beside its bytes, with the nearest smaller count of threads."""
-        counts = [n for n in self.steps if not threads or n <= threads]
+        counts = [n for n in self.steps if self._fits(n, threads)]
         return self.steps[max(counts)] if counts else 0.0
+
+    def _best(self, by_count: Mapping[int, float], threads: int) -> float:
+        return max((r for n, r in by_count.items() if self._fits(n, threads)), default=0.0)
+
+    def _fits(self, count: int, threads: int) -> bool:
+        return self.counted != THREADS or not threads or count <= threads
 
     def fresh(self, now: datetime | None = None) -> bool:
         """Whether it was taken on this machine within a day."""
-        age = (now or _now()) - datetime.fromisoformat(self.date)
-        return self.machine == machine() and timedelta() <= age < FRESH
+        return self.machine == machine() and timedelta() <= self._age(now) < FRESH
+
+    def doubt(self, now: datetime | None = None) -> str:
+        """Why it should be measured again; empty if it should not."""
+        found = []
+        if self.machine != machine():
+            found.append("on another machine")
+        if self._age(now) >= FRESH:
+            found.append(f"{self._age(now).days} days ago")
+        if self.others is not None and self.others > BUSY:
+            found.append(f"while {self.others:.0%} of the machine was busy with other work")
+        return f"taken {', '.join(found)}: measure again" if found else ""
+
+    def taken(self, now: datetime | None = None) -> str:
+        """When and where, and the `doubt` if there is one."""
+        return "; ".join(filter(None, [f"measured {self.date} on {self.machine}", self.doubt(now)]))
+
+    def _age(self, now: datetime | None) -> timedelta:
+        return (now or _now()) - datetime.fromisoformat(self.date)
 
     def lines(self) -> list[str]:
         """As `doctor` shows it."""
-        kept = "" if self.machine == machine() else f" on {self.machine}"
-        first = f"memory gives {self.best() / 1e9:.1f} GB/s, measured {self.date}{kept}"
-        rows = []
-        for kind, by_count in self.rates.items():
-            counts = ", ".join(f"{n}: {rate / 1e9:.1f}" for n, rate in sorted(by_count.items()))
-            rows.append(f"  {kind}, GB/s by threads: {counts}")
-        for kind, by_count in self.flops.items():
-            counts = ", ".join(f"{n}: {rate / 1e9:.0f}" for n, rate in sorted(by_count.items()))
-            rows.append(f"  {kind} linears, GFLOP/s by threads: {counts}")
-        if self.steps:
-            counts = ", ".join(f"{n}: {s * 1e6:.1f}" for n, s in sorted(self.steps.items()))
-            rows.append(f"  a step beside its bytes, us by threads: {counts}")
-        if self.shares:
-            shares = ", ".join(f"{name}: {share:.0%}" for name, share in self.shares.items())
-            rows.append(f"  of that in linears of one token: {shares}")
-        return [first, *rows]
+        best = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s"
+        first = f"{best}, measured {self.date} on {self.machine}"
+        return [*filter(None, [first, self.doubt()]), *_table(self), *_notes(self)]
+
+
+def _table(c: Ceiling) -> Iterator[str]:
+    """Rates by what was run and by count."""
+    steps = {"a step beside its bytes, us": c.steps} if c.steps else {}
+    kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
+        ("{}, GB/s", c.rates, 1e-9, 1),
+        ("{}, GB/s", c.caches, 1e-9, 1),
+        ("{} multiply-add, GFLOP/s", c.peaks, 1e-9, 0),
+        ("{} of many tokens, GFLOP/s", c.flops, 1e-9, 0),
+        ("{}", steps, 1e6, 1),
+    ]
+    counts = sorted({n for _, table, *_ in kinds for by in table.values() for n in by})
+    titles = [title.format(name) for title, table, *_ in kinds for name in table]
+    width = max(map(len, titles), default=0)
+    yield f"{'by ' + c.counted:<{width}}" + "".join(f"{n or 'any':>9}" for n in counts) + "  spread"
+    for title, table, scale, digits in kinds:
+        for name, by in table.items():
+            cells = (f"{by[n] * scale:>9.{digits}f}" if n in by else " " * 9 for n in counts)
+            spreads = c.spreads.get(name, {}).values()
+            spread = f"{max(spreads):>8.0%}" if spreads else ""
+            yield f"{title.format(name):<{width}}{''.join(cells)}{spread}".rstrip()
+
+
+def _notes(c: Ceiling) -> Iterator[str]:
+    for what, parts in (
+        ("of memory's rate, linears of one token reach", c.shares),
+        (f"of arithmetic's, linears of {rates.TOKENS}", c.many),
+    ):
+        if parts:
+            yield f"{what}: " + ", ".join(f"{n} {part:.0%}" for n, part in parts.items())
+    if c.how:
+        yield "multiply-adds: " + "; ".join(f"{kind} {how}" for kind, how in sorted(c.how.items()))
 
 
 def machine() -> str:
@@ -138,11 +197,19 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
     if run is None:
         raise RequestError(f"the backend {backend} does not measure its memory")
     size = nbytes or room()
-    date = _now().isoformat(timespec="seconds")
-    memory = Ceiling(backend, machine(), date, size, run(size, show))
-    counts = {n for by_count in memory.rates.values() for n in by_count}
-    flops, steps, shares = rates.measure(backend, memory.best, counts, size, show)
-    found = replace(memory, flops=flops, steps=steps, shares=shares)
+    date, others = _now().isoformat(timespec="seconds"), Others()
+    own = run(size, show)
+    found = Ceiling(
+        backend, machine(), date, size, own.memory, caches=own.caches, peaks=own.peaks,
+        how=own.how, counted=own.counted,
+    )  # fmt: skip
+    by_threads = own.counted == THREADS
+    counts = sorted(own.memory["read"]) if by_threads else [0]
+    more = rates.measure(backend, found.bytes_s, counts, size, show)
+    found = replace(
+        found, flops=more.flops, steps=more.steps, shares=more.shares, many=more.many,
+        spreads={**own.spreads, **more.spreads}, others=others.share() if by_threads else None,
+    )  # fmt: skip
     _keep(found)
     return found
 
@@ -168,19 +235,26 @@ def _file() -> Path:
 
 def _read(entry: Mapping[str, Any]) -> Ceiling:
     """What `_keep` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
-    found, flops = (
-        {
-            str(kind): {int(n): float(rate) for n, rate in by_count.items()}
-            for kind, by_count in table.items()
-        }
-        for table in (entry["rates"], entry.get("flops", {}))
-    )
-    steps = {int(n): float(seconds) for n, seconds in entry.get("steps", {}).items()}
-    shares = {str(name): float(share) for name, share in entry.get("shares", {}).items()}
-    backend, where, date = (str(entry[name]) for name in ("backend", "machine", "date"))
-    if datetime.fromisoformat(date).tzinfo is None:
-        raise ValueError(date)
-    return Ceiling(backend, where, date, int(entry["nbytes"]), found, flops, steps, shares)
+    if entry["version"] != _VERSION:
+        raise ValueError(entry["version"])
+    fields = {name: entry[name] for name in Ceiling.__dataclass_fields__}
+    for name in ("rates", "flops", "caches", "peaks", "spreads"):
+        fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
+    fields["steps"] = _numbers(fields["steps"], int)
+    for name in ("shares", "many"):
+        fields[name] = _numbers(fields[name], str)
+    fields["how"] = {str(kind): str(text) for kind, text in fields["how"].items()}
+    for name in ("backend", "machine", "date", "counted"):
+        fields[name] = str(fields[name])
+    if datetime.fromisoformat(fields["date"]).tzinfo is None:
+        raise ValueError(fields["date"])
+    others = fields["others"]
+    whole = {"nbytes": int(fields["nbytes"]), "others": None if others is None else float(others)}
+    return Ceiling(**{**fields, **whole})
+
+
+def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, float]:
+    return {key(name): float(value) for name, value in row.items()}
 
 
 def _keep(ceiling: Ceiling) -> None:
@@ -190,7 +264,7 @@ def _keep(ceiling: Ceiling) -> None:
         entries = json.loads(path.read_text("utf-8"))
     if not isinstance(entries, dict):
         entries = {}
-    entries[ceiling.backend] = asdict(ceiling)
+    entries[ceiling.backend] = {"version": _VERSION, **asdict(ceiling)}
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
     if kept is None or backend in roofs:
         return
     flops = [kept.flop_s(kind, threads) for kind in ("float", "integer")]
-    roofs[backend] = Roof(kept.date, not kept.fresh(), kept.best(threads), *flops)
+    roofs[backend] = Roof(kept.date, not kept.fresh(), kept.bytes_s(threads), *flops)
 
 
 def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..weights.gguf import GGUF
 from . import ceilings
 from .bench import Test, model_type, own_bytes
 from .ceilings import Ceiling
+from .rates import FLOAT, operations
 
 if TYPE_CHECKING:
     from ..weights import Weights
@@ -193,15 +194,15 @@ class Roofs:
         ceiling = self.known.get(step.backend.name)
         if ceiling is None:
             return None
-        threads = self.threads if step.backend.memory == HOST else 0
-        kind = arithmetic(step)
-        cost, gives = get(step.node.op).price(step.node, env), ceiling.flop_s(kind, threads)
-        best, many = ceiling.best(threads), env["T"] > 1
-        if not best or (not gives and many):
+        threads, many = self.threads, env["T"] > 1
+        best, computes = ceiling.bytes_s(threads), _computes(step, env, ceiling, threads)
+        if not best or (computes is None and many):
             return None
-        computes = cost.flops / gives if gives else 0.0
-        moved = cost.bytes if many else own_bytes(step.node, env) * _slower(step, ceiling)
-        return max(moved / best, computes) + ceiling.step(threads)
+        if many:
+            moved = get(step.node.op).price(step.node, env).bytes
+        else:
+            moved = own_bytes(step.node, env) * _slower(step, ceiling)
+        return max(moved / best, computes or 0.0) + ceiling.step(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """A line for each backend of which something was not measured."""
@@ -220,10 +221,21 @@ class Roofs:
     def basis(self) -> list[str]:
         """Where the ceilings come from."""
         return [
-            f"{name}: {c.best(self.threads if registry.find(name).memory == HOST else 0) / 1e9:.1f}"
-            f" GB/s on {c.machine}, measured {c.date}"
+            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.taken()}"
             for name, c in self.known.items()
         ]
+
+
+def _computes(step: Step, env: Mapping[str, int], ceiling: Ceiling, threads: int) -> float | None:
+    """Seconds of the step's operations, each kind at its rate; None where one is not known."""
+    seconds = 0.0
+    for kind, form, flops in operations(step.node, env):
+        # What was not measured is taken for float linears: a third party's backend may lack an op.
+        gives = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
+        if not gives:
+            return None
+        seconds += flops / gives / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
+    return seconds
 
 
 def _slower(step: Step, ceiling: Ceiling) -> float:
@@ -235,12 +247,6 @@ def _slower(step: Step, ceiling: Ceiling) -> float:
     ]
     total = sum(nbytes for nbytes, _ in sizes)
     return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
-
-
-def arithmetic(step: Step) -> str:
-    """What kind of operations a step is made of: a key of `Ceiling.flops`."""
-    sources = (*step.node.sources, step.node)
-    return "integer" if any(s.dtype.name.startswith("a8_") for s in sources) else "float"
 
 
 def env_of(tokens: int, cached: int) -> dict[str, int]:

@@ -1,74 +1,71 @@
-"""What memory gives at best here: a read of every vector, and a float matrix-vector product.
+"""What memory, caches and arithmetic give at best here, by the team that runs plans.
 
-Both go over one large buffer, by the team that runs plans; `graphllm.profiler.ceilings` asks for
-them and keeps the answer.
+`graphllm.profiler.ceilings` asks for it and keeps the answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from ... import ops
 from ...errors import GraphllmError
 from ...tensor import INPUT, WEIGHT, Meta, Tensor
 from .. import Bound, Header, Log, Operand, Options
-from . import BACKEND
+from ..measured import Measured
+from . import BACKEND, peaks
 from .device import CpuDevice, Launch, Program
 from .isa import usable_cores
-from .jit import args, i64s, kernel, next_chunk
+from .jit import Kernel
 from .layouts import allocate
-from .simd import VECTOR, Emit
 from .walk import MEET
 
-ROUNDS = 10  # of which the fastest counts
+ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
 _WIDTH = 4096  # of the matrix
-_UNIT = 4 * _WIDTH * 16  # bytes that both measurements divide the buffer into
-_CHUNK = 256 << 10  # bytes that a reader takes at a time
-_AHEAD = 1024  # bytes between a load and what is asked for
-_LOADS = 4  # vectors of one turn, each with a sum of its own
+_UNIT = 4 * _WIDTH * 16  # bytes that all measurements divide the buffer into
+_LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
+_TURNS = 100_000  # of multiply-adds in a round: some 0.2 ms
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Run = Callable[[Log | None], None]
 
 
-@intrinsic
-def _read(typingctx, at, nbytes):
-    """Load every vector of a piece of memory; an int64 that depends on all of them."""
+@dataclass(frozen=True)
+class Try:
+    """``make`` gives what does ``work`` (bytes or operations) once, for a `Measured`'s table."""
 
-    def generate(context, builder, sig, values):
-        e = Emit(builder)
-        sums = [e.variable(e.i32(0)) for _ in range(_LOADS)]
-        with e.loop(e.b.sdiv(values[1], e.count(_LOADS * VECTOR))) as loop:
-            line = e.at(values[0], e.times(loop.index, _LOADS * VECTOR))
-            for i, total in enumerate(sums):
-                e.prefetch(line, _AHEAD + i * VECTOR)
-                e.set(total, e.b.xor(e.get(total), e.load(line, offset=i * VECTOR)))
-        found = e.get(sums[0])
-        for total in sums[1:]:
-            found = e.b.xor(found, e.get(total))
-        return e.b.zext(e.reduce("add", found), context.get_value_type(types.int64))
-
-    return types.int64(types.int64, types.int64), generate
+    table: str
+    kind: str
+    work: float
+    make: Callable[[], Run]
 
 
-@kernel(key=("read", _AHEAD, _LOADS))
-def read(p, thread, threads):
-    start, nbytes, sink = args(p, 3)
-    chunk, total = next_chunk(p), 0
-    while chunk * _CHUNK < nbytes:
-        total += _read(start + chunk * _CHUNK, min(_CHUNK, nbytes - chunk * _CHUNK))
-        chunk = next_chunk(p)
-    i64s(sink)[thread] = total
+def _program(kernel: Kernel, threads: int, area: np.ndarray, *words: int) -> Run:
+    """One launch of a kernel whose last argument is an int64 for each thread."""
+    sink = np.zeros(threads, np.int64)
+    launch = Launch(kernel, [*words, sink.ctypes.data])
+    return Program(threads, [[launch]], [MEET], (area, sink)).run
 
 
 def reader(area: np.ndarray, threads: int) -> Run:
-    """A program that reads ``area``, whole turns of `_LOADS` vectors of it."""
-    sink = np.zeros(threads, np.int64)
-    launch = Launch(read, [area.ctypes.data, area.nbytes, sink.ctypes.data])
-    return Program(threads, [[launch]], [MEET], (area, sink)).run
+    """A program that reads ``area``, whole turns of it."""
+    return _program(peaks.read, threads, area, area.ctypes.data, 0, area.nbytes)
+
+
+def writer(area: np.ndarray, threads: int) -> Run:
+    """A program that fills ``area`` with the float32 1.0, past the caches."""
+    return _program(peaks.write, threads, area, 0, area.ctypes.data, area.nbytes)
+
+
+def copier(area: np.ndarray, threads: int) -> Run:
+    """A program that copies the first half of ``area`` to the second, past the caches."""
+    start, half = area.ctypes.data, area.nbytes // 2
+    return _program(peaks.copy, threads, area, start, start + half, half)
 
 
 def product(area: np.ndarray, threads: int) -> Run:
@@ -89,7 +86,22 @@ def product(area: np.ndarray, threads: int) -> Run:
 KINDS: dict[str, Callable[[np.ndarray, int], Run]] = {
     "read": reader,
     "float matrix-vector": product,
+    "write": writer,
+    "copy": copier,
 }
+
+
+def caches(folder: Path = _CACHES) -> dict[str, int]:
+    """Sizes in bytes of the caches of data by name, ``L2 2 MB``; none where Linux does not say."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
+        for each in sorted(folder.glob("index*")):
+            level, kind, size = ((each / n).read_text().strip() for n in ("level", "type", "size"))
+            if kind in ("Data", "Unified"):
+                kb = int(size.removesuffix("K"))
+                shown = f"{kb / 1024:g} MB" if kb >= 1024 else f"{kb} KB"
+                found[f"L{level} {shown}"] = kb << 10
+    return found
 
 
 def counts(cores: int) -> Iterator[int]:
@@ -99,23 +111,48 @@ def counts(cores: int) -> Iterator[int]:
         yield cores
 
 
-def measure(nbytes: int, show: Callable[[str, int, int], None]) -> dict[str, dict[int, float]]:
-    """Bytes a second by kind and count of threads, over ``nbytes`` of memory, all of it touched.
+def _tries(area: np.ndarray, threads: int) -> Iterator[Try]:
+    """What so many threads do: go over memory and half of each cache, multiply and add."""
+    for kind, make in KINDS.items():
+        yield Try("memory", kind, area.nbytes, partial(make, area, threads))
+    start = area.ctypes.data
+    for name, size in caches().items():
+        nbytes = size // 2 // peaks.TURN * peaks.TURN
+        if nbytes <= area.nbytes // 4:  # else the buffer would not tell it from memory
+            times = max(1, _LEAST // nbytes)
+            make = partial(_program, peaks.cached, threads, area, start, nbytes, times)
+            yield Try("caches", name, nbytes * times * threads, make)
+    for kind in peaks.kinds():
+        kernel, operations = peaks.multiply_add(kind)
+        make = partial(_program, kernel, threads, area, start, _TURNS)
+        yield Try("peaks", kind, operations * _TURNS * threads, make)
+
+
+def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
+    """Rates by kind and count of threads, over ``nbytes`` of memory, all of it touched.
 
     ``show`` is told how far it is: what, done, total.
     """
     area = allocate(max(1, nbytes // _UNIT) * _UNIT)
-    area.view(np.float32)[:] = 1.0
-    tries = [(kind, threads) for threads in counts(usable_cores()) for kind in KINDS]
-    found: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
-    for done, (kind, threads) in enumerate(tries):
-        show("measuring memory", done, len(tries))
-        run, log = KINDS[kind](area, threads), Log()
-        for _ in range(ROUNDS + 1):
-            run(log)
-        took = (int(ends[-1] - ends[0]) for ends, _ in log.runs[1:])  # the first wakes the team
-        found[kind][threads] = area.nbytes / min(took) * 1e9
-    show("measuring memory", len(tries), len(tries))
+    writer(area, usable_cores())(None)  # as weights, and so that it is there
+    tries = [(n, each) for n in counts(usable_cores()) for each in _tries(area, n)]
+    found = Measured(how=peaks.how())
+    for done, (threads, each) in enumerate(tries):
+        show("measuring memory, caches and arithmetic", done, len(tries))
+        seconds = _seconds(each.make())
+        found.add(getattr(found, each.table), each.kind, threads, each.work, seconds)
+    show("measuring memory, caches and arithmetic", len(tries), len(tries))
+    return found
+
+
+def _seconds(run: Run) -> list[float]:
+    """What each of `ROUNDS` runs or more took, after one that compiles and wakes the team."""
+    log, found = Log(), list[float]()
+    run(log)
+    while len(found) < ROUNDS or sum(found) < SECONDS:
+        run(log)
+        ends, _ = log.runs[-1]
+        found.append(int(ends[-1] - ends[0]) / 1e9)
     return found
 
 

@@ -27,6 +27,7 @@ class ISA:
     vnni: bool  # AVX512-VNNI
     f16c: bool  # float16 conversion in hardware; without it LLVM calls a library that is not there
     width: int
+    fp16: bool = False  # arithmetic on float16 vectors
 
     @property
     def lanes(self) -> int:
@@ -83,8 +84,9 @@ def isa() -> ISA:
     avx512 = avx2 and on >= _AVX512_SET
     width = 64 if avx512 else 32 if avx2 else 16
     return ISA(
-        name, x86, avx2, avx512, avx512 and "avx512vnni" in on, "f16c" in on or not x86, width
-    )
+        name, x86, avx2, avx512, avx512 and "avx512vnni" in on, "f16c" in on or not x86, width,
+        fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- cores

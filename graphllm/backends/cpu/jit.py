@@ -36,7 +36,7 @@ from numba.core.errors import RequireLiteralValue
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from ...debug import debug
+from ...debug import debug, debug_level
 from .diskcache import DiskCache, foreign
 
 # ----------------------------------------------------------------------------------- control block
@@ -122,7 +122,8 @@ class Kernel:
         if self._address == 0:
             start = time.perf_counter()
             with global_compiler_lock:
-                found = self._cache.load(_codegen())
+                # Machine code has no source to show: with level 4 it is compiled anew.
+                found = None if debug_level() >= 4 else self._cache.load(_codegen())
                 self._library, symbol = found or self._compile()
                 self._address = int(self._library.get_pointer_to_function(symbol))
             self.seconds = time.perf_counter() - start

@@ -112,6 +112,12 @@ class Vectors:
     def store(self, value: Value, address: Value, offset: int = 0) -> None:
         self.b.store(value, self._pointer(address, value.type, offset)).align = 1
 
+    def store_past(self, value: Value, address: Value, offset: int = 0) -> None:
+        """Store a vector at a multiple of its size, past the caches."""
+        stored = self.b.store(value, self._pointer(address, value.type, offset))
+        stored.align = VECTOR
+        stored.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(I32, 1)]))
+
     def load_f32(self, address: Value, offset: int = 0) -> Value:
         """Sixteen float32."""
         return self.load(address, F32S, offset)
@@ -197,6 +203,10 @@ class Vectors:
         if self.isa.x86 and not self.isa.avx2:
             return self.add(self.mul(x, y), z)
         return self._call("llvm.fma.v16f32", F32S, x, y, z)
+
+    def madd_halves(self, x: Value, y: Value, z: Value) -> Value:
+        """`madd` of 32 float16, for targets that compute with them."""
+        return self._call("llvm.fma.v32f16", z.type, x, y, z)
 
     def to_f32(self, x: Value) -> Value:
         """int32 lanes as float32, to nearest even."""

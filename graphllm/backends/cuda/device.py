@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...debug import debug
 from ...ops import get
 from ...quant import check_scales
 from ...tensor import Dim, Meta, Var
@@ -249,6 +250,7 @@ class CudaDevice:
         for done, _ in enumerate(compile_all(new, self.gpu.arch)):
             self.progress("compiling kernels", done, len(new))
         for made in pending:
+            debug(4, f"{made}:\n{made.text}")
             self.gpu.load(made)
         if new:
             self.progress("compiling kernels", len(new), len(new))

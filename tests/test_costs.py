@@ -1,0 +1,142 @@
+"""What ops declare to move and to compute, against a count from the file's tensors and keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+import graphllm
+from graphllm import ops
+from graphllm.backends import Options
+from graphllm.backends.order import ORDER
+from graphllm.generation.engine import Engine
+from graphllm.llm import decoder_for, limits_from, model_path
+from graphllm.ops.attention import _visible_pairs
+from graphllm.plan import Plan
+from graphllm.profiler import bench, predict
+from graphllm.tensor import Var, feed, state
+from graphllm.weights.gguf import GGUF
+from graphllm.weights.random import RandomFile
+
+HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
+
+
+def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engine:
+    """Plans of a file, of which no data is read, for a device that need not be here."""
+    decoder = decoder_for(file)
+    limits = limits_from(4096, kv_type, device).within(decoder.cfg.context)
+    planner = predict._Planner(decoder.weights, device, Options(**options), None)
+    engine = Engine(decoder, planner, limits)
+    engine.fit("all")
+    return engine
+
+
+def keys_of(file: GGUF, length: int) -> list[int]:
+    """How many keys a query that ends a sequence of ``length`` tokens sees in each layer."""
+    own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
+    window = own.get("attention.sliding_window", 0)
+    period = own.get("attention.sliding_window_pattern", 6)  # Gemma 3's: the last one sees all
+    return [
+        min(length, window) if window and (layer + 1) % period else length
+        for layer in range(own["block_count"])
+    ]
+
+
+def heads_of(file: GGUF) -> tuple[int, int, int]:
+    """Heads of queries, of keys, and their width."""
+    own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
+    names = ("head_count", "head_count_kv", "key_length")
+    return tuple(own[f"attention.{name}"] for name in names)
+
+
+def bytes_of(file: GGUF, length: int, element: float) -> float:
+    """Of a token's step: all tensors, of an embedding that is not the head one row; the keys and
+    values that are seen are read, and one of each written."""
+    embedding = file.tensors["token_embd.weight"]
+    weights = sum(tensor.nbytes for tensor in file.tensors.values())
+    if "output.weight" in file.tensors:
+        weights -= embedding.nbytes
+    _, kv_heads, width = heads_of(file)
+    rows = sum(keys_of(file, length)) + len(keys_of(file, length))
+    return weights + embedding.nbytes / embedding.shape[0] + 2 * rows * kv_heads * width * element
+
+
+def flops_of(file: GGUF, start: int, count: int) -> float:
+    """Of a step of ``count`` tokens after ``start``: two a weight and token, of the head for the
+    last token alone; two a query's element and key that it sees, and as many for the values."""
+    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    matrices = {name: math.prod(t.shape) for name, t in file.tensors.items() if len(t.shape) > 1}
+    inner = sum(n for name, n in matrices.items() if name not in (head, "token_embd.weight"))
+    heads, _, width = heads_of(file)
+    pairs = sum(sum(keys_of(file, start + i + 1)) for i in range(count))
+    return 2 * (inner * count + matrices[head]) + 4 * heads * width * pairs
+
+
+def check(file: GGUF, engine: Engine, element: float) -> None:
+    token: Plan = engine.decode_plan()
+    for length in (1, 1000):
+        found = bench.step_bytes(token, length)
+        assert found == pytest.approx(bytes_of(file, length, element), rel=0.02)
+        found = bench.step_flops(token, length - 1, 1)
+        assert found == pytest.approx(flops_of(file, length - 1, 1), rel=0.02)
+    prompt = engine.usual_plans()[0]
+    for start, count in ((0, 300), (300, 512)):
+        found = bench.step_flops(prompt, start, count)
+        assert found == pytest.approx(flops_of(file, start, count), rel=0.02)
+
+
+SHAPES = [("llama-1b", "q4_0"), ("tinyllama-1.1b", "f32"), ("qwen2-0.5b", "q8_0"),
+          ("gemma3-1b", "q4_k_m"), ("gemma3-270m", "f16")]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ORDER)
+@pytest.mark.parametrize("shape, kind", SHAPES)
+def test_of_every_family(shape, kind, device):
+    file = RandomFile(shape, kind)
+    check(file, engine_of(file, device), HALF)
+
+
+def test_unfused_and_with_a_cache_in_blocks():
+    """Fusion leaves out what passes between steps, which is not counted, and nothing else."""
+    file = RandomFile("gemma3-1b", "q8_0")
+    check(file, engine_of(file, "cpu", "q8_0", without=("all",)), Q8)
+    check(file, engine_of(file, "cpu", "q8_0"), Q8)
+
+
+@pytest.mark.realmodel
+def test_of_the_demo():
+    file = GGUF(model_path("demo"), data=False)
+    check(file, engine_of(file, "cpu"), HALF)
+    told = graphllm.dry_run("demo", device="cpu", context=1001).token
+    assert told.nbytes == pytest.approx(bytes_of(file, told.cached + 1, HALF), rel=0.02)
+    assert told.flops == pytest.approx(flops_of(file, told.cached, 1), rel=0.02)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 100])
+@pytest.mark.parametrize(
+    "start, count", [(0, 0), (0, 1), (0, 20), (3, 4), (11, 1), (12, 7), (9, 9)]
+)
+def test_pairs_that_a_window_leaves(start, count, window):
+    seen = [
+        {k for k in range(p + 1) if not window or p - k < window}
+        for p in range(start, start + count)
+    ]
+    keys = set().union(*seen)
+    assert _visible_pairs(start, count, window) == (sum(map(len, seen)), len(keys))
+
+
+def test_attention_of_several_sequences():
+    """One token of each: operations by the sum of their lengths, a window by their mean."""
+    t, s, q = Var("T", 1, 8), Var("S", 1, 8), Var("Q", 2, 9)
+    small = feed("q_start", (q,), "i32"), feed("kv_len", (s,), "i32"), feed("table", (s, 8), "i32")
+    pools = [state(name, (512, 2, 16), "f16") for name in ("k", "v")]
+    env = {"T": 3, "S": 3, "Q": 4, "kv_sum": 3 + 70 + 17}
+    for window, keys in ((0, 90), (40, 3 * 30), (20, 3 * 20)):
+        node = ops.attention(
+            feed("q", (t, 4, 16), "f32"), *pools, *small, scale=1.0, block=64, window=window
+        )
+        cost = ops.get("attention").price(node, env)
+        assert cost.flops == keys * 4 * 4 * 16
+        own = bench.own_bytes(node, env)  # its result alone is no leaf
+        assert own == keys * 2 * 2 * 16 * 2 + 3 * 4 * 16 * 4 + 4 * (4 + 3 + 3 * 8)
