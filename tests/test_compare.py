@@ -213,6 +213,20 @@ def test_a_process_counts_with_its_best_pass(tmp_path):
     assert both[0].phases["decode"].wall == 5
 
 
+def test_a_prompt_of_several_chunks_is_not_taken_for_a_busy_machine(tmp_path):
+    """The last one is short: it is like the last ones of other passes."""
+    found = Machine(seed=20).process()
+    prefill = found["phases"][0]
+    prefill["runs"] = [{**run, "pass": i} for i, run in enumerate(prefill["runs"]) for _ in "abc"]
+    for each in prefill["rows"]:
+        each["times"] = [ns for _ in range(3) for ns in (9000, 10000, 1000)]
+    path = write(tmp_path, "a", found)
+    timed = load([path])[0].phases["prefill"]
+    assert timed.disturbed == 0 and timed.times[4] == 3 * 9000
+    prefill["rows"][4]["times"][:3] = [200_000] * 3
+    assert load([write(tmp_path, "b", found)])[0].phases["prefill"].disturbed > 0.1
+
+
 # ----------------------------------------------------------------------------------------- matching
 
 
@@ -311,6 +325,11 @@ def test_benches(tmp_path):
 # ---------------------------------------------------------------------------------------- bad input
 
 
+def bench_text(**more) -> str:
+    test = {"n_prompt": 1, "n_gen": 0, "n_depth": 0, "model_type": "", "model_size": 1}
+    return json.dumps([{**test, "model_n_params": 1, **more}])
+
+
 def damaged(change) -> dict:
     found = Machine(seed=16).process()
     change(found)
@@ -345,6 +364,8 @@ def test_what_is_no_profile_says_so(tmp_path, change, message):
     ("", "is not JSON"), ("{", "is not JSON"), ("\xff", "is not a profile|is not JSON"),
     ("[1]", r"\[0\] is not an object"), ("[]", "holds no test"), ("3", "is not a profile"),
     ('{"schema": NaN}', "NaN is no number"), ("[" * 99999, "is not JSON"),
+    (bench_text(samples_ns=[]), "a test has no samples"),
+    (bench_text(samples_ns=[5, 0]), "a test has no samples, or one that took no time"),
     ('[{"n_prompt": 1}]', r"not of `bench -o json`: \[0\].n_gen is missing"),
 ])  # fmt: skip
 def test_what_is_no_file_of_times_says_so(tmp_path, text, message):
