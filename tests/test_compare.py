@@ -46,7 +46,9 @@ def test_identical_files_raise_no_alarm(tmp_path):
     alarms = []
     for _ in range(20):
         a, b = (write(tmp_path, name, machine.process()) for name in "ab")
-        alarms.append(changed(compare(a, b)))
+        found = compare(a, b)
+        assert "s of prefill are too short for fewer than 5 files" in found.phases[0].hidden
+        alarms.append(changed(found))
     assert sum(map(bool, alarms)) <= 1, alarms
 
 
@@ -61,7 +63,9 @@ def test_a_busy_machine_raises_no_alarm(tmp_path, load):
         assert not found.changed
         assert str(b) in found.phases[1].hidden
         assert "no verdicts: " in found.table()
-        assert not compare(*in_turns(busy, 5, tmp_path)).changed
+        assert all(phase.hidden for phase in compare(*in_turns(busy, 3, tmp_path)).phases)
+        enough = compare(*in_turns(busy, 5, tmp_path))
+        assert not enough.changed and not any(phase.hidden for phase in enough.phases)
 
 
 @pytest.mark.parametrize("op", ["gated q5_0", "linear q8_0", "linear q4_k", "attention"])
