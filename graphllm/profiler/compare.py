@@ -225,10 +225,8 @@ def _changes(
     if len(kinds) < _FEW:
         return None, changes(logs, variance + 2 * DRIFT**2)
     drifts = common(*_logs(a, b, kinds))
-    own, (shared, drift) = (
-        changes(logs - drifts[:, None], variance),
-        _shared(drifts, asked),
-    )
+    own = changes(logs - drifts[:, None], variance)
+    shared, drift = _shared(drifts, asked)
     if shared.taken_out:
         return shared, own
     error = np.hypot(own.error, drift.error)
@@ -337,11 +335,17 @@ def _judged(
 
 
 def _chances(found: Sequence[_Found], effect: float) -> list[float]:
-    """For all rows in order: the chance of being wrong about any, if those so far are believed."""
-    least = math.log1p(effect)
-    return holm(
-        [1.0 if f.phase.hidden else chance for f in found for chance in f.logs.beyond(least)]
-    )
+    """For all rows in order: the chance of being wrong about any, if those so far are believed.
+
+    A row that took longer is not called faster because others took longer still.
+    """
+    each = []
+    for part in found:
+        beyond = part.logs.beyond(math.log1p(effect))
+        for row, mean, chance in zip(part.phase.rows, part.logs.mean, beyond):
+            told = not part.phase.hidden and (row.b_ns > row.a_ns) == (mean > 0)
+            each.append(chance if told else 1.0)
+    return holm(each)
 
 
 def _verdict(

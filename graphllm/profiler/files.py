@@ -73,8 +73,8 @@ def read_times(path: str | Path) -> dict[str, Any] | list[dict[str, Any]]:
     if not found:
         raise RequestError(f"{path}: holds no test")
     _check(found, [_TEST], f"{path}: not of `bench -o json`: ")
-    if not all(test["samples_ns"] for test in found):
-        raise RequestError(f"{path}: a test has no samples")
+    if not all(test["samples_ns"] and min(test["samples_ns"]) > 0 for test in found):
+        raise RequestError(f"{path}: a test has no samples, or one that took no time")
     return found
 
 

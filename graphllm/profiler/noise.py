@@ -94,9 +94,9 @@ def changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True) -> Chan
         size = np.quantile(np.abs(logs[0]) / np.sqrt(assumed), 0.75) / _QUARTER if pooled else 1.0
         return Changes(logs[0], np.sqrt(assumed) * max(1.0, float(size)), CAUTION_DF)
     own, df = logs.var(axis=0, ddof=1), pairs - 1
-    scale = 1.0
-    if pooled:
-        scale = max(1.0, float(np.median(own / variance)) / (1 - 2 / (9 * df)) ** 3)
+    if not pooled:
+        return Changes(logs.mean(axis=0), np.sqrt(np.maximum(own, variance) / pairs), df)
+    scale = max(1.0, float(np.median(own / variance)) / (1 - 2 / (9 * df)) ** 3)
     both = (PRIOR_DF * scale * variance + df * own) / (PRIOR_DF + df)
     error = np.sqrt(np.maximum(both, own) / pairs)
     return Changes(logs.mean(axis=0), error, PRIOR_DF + df)

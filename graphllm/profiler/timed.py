@@ -15,7 +15,7 @@ import numpy as np
 
 from .files import read_times
 from .match import Row
-from .noise import FIRST_STEPS, step_floor, wall_floor
+from .noise import FEW_RUNS, FIRST_STEPS, step_floor, wall_floor
 
 _WINDOW = 64  # runs in a row, which the growth of the cache makes no longer
 _BAD = 0.75  # of the runs are no worse
@@ -26,10 +26,10 @@ _NOBODY = np.zeros(0)
 class Timed:
     """One phase in one process, or one test of a bench.
 
-    ``wall``: nanoseconds of the best pass, without notes of times, and its floor; ``measured``:
-    of all passes. ``rows``: of the
-    profile, with their ``times`` a pass [rows] and the ``floor`` of these (`noise.step_floor`).
-    ``disturbed``: by how much a bad run of four was longer than the best, as a share of it.
+    ``wall``: nanoseconds of the best pass, unprofiled, and the floor of that (`noise.wall_floor`);
+    ``measured``: of all passes. ``disturbed``: by how much a bad run of four was longer than the
+    best. ``rows``: of the profile, with ``times`` [rows] a pass and their ``floor`` [rows]
+    (`noise.step_floor`).
     """
 
     tokens: int
@@ -80,31 +80,36 @@ def _process(path: str, found: dict[str, Any] | list[dict[str, Any]], passes: in
 
 def _timed(phase: Mapping[str, Any], passes: int) -> Timed:
     rows = phase["rows"]
-    times, floor, disturbed = np.zeros(len(rows)), np.zeros(len(rows)), [0.0]
+    times, floor, disturbed = np.ones(len(rows)), np.zeros(len(rows)), [0.0]
     for plan in sorted({row["plan"] for row in rows}):
         own = [index for index, row in enumerate(rows) if row["plan"] == plan]
-        within = np.array([run["pass"] for run in phase["runs"] if run["plan"] == plan])
         every = np.array([rows[index]["times"] for index in own], np.float64)  # [steps, runs]
-        every = every[:, within < passes]
-        within = within[within < passes]
-        if not within.size:
+        within = np.array([run["pass"] for run in phase["runs"] if run["plan"] == plan])
+        each = [every[:, within == index] for index in range(passes)]
+        each = [some for some in each if some.size]
+        if not each:
             continue
-        each = [every[:, within == i] for i in range(passes) if (within == i).any()]
         calls = each[0].shape[1]  # a pass
         times[own] = calls * np.min([np.median(some, axis=1) for some in each], axis=0)
-        for index in own:
-            first = rows[index]["step"] < FIRST_STEPS
-            floor[index] = step_floor(calls, len(within), first)
-        disturbed.append(_disturbed(every))
+        first = [rows[index]["step"] < FIRST_STEPS for index in own]
+        floor[own] = [step_floor(calls, calls * len(each), begins) for begins in first]
+        disturbed.append(_disturbed(each))
     walls = [p["plain"] or p["end"] - p["start"] for p in phase["passes"][:passes]]
-    known = min(walls), wall_floor(passes), sum(walls), max(disturbed)
+    known = max(1, min(walls)), wall_floor(passes), sum(walls), max(disturbed)
     return Timed(phase["tokens"], *known, rows, np.maximum(times, 1.0), floor)
 
 
-def _disturbed(times: np.ndarray) -> float:
-    """Of runs [steps, runs]: how much longer than the best a bad one of four is, step by step."""
-    pieces = np.array_split(times, max(1, times.shape[1] // _WINDOW), axis=1)
-    bad = [np.quantile(p, _BAD, axis=1).sum() / max(1, p.min(axis=1).sum()) for p in pieces]
+def _disturbed(passes: Sequence[np.ndarray]) -> float:
+    """Of passes [steps, runs]: how much longer than the best a bad run of four is, step by step.
+
+    Runs of a token are like those around them, the few of a prompt like those of other passes.
+    """
+    if passes[0].shape[1] < FEW_RUNS:
+        alike = [np.stack(some, axis=1) for some in zip(*(each.T for each in passes))]
+    else:
+        every = np.concatenate(passes, axis=1)
+        alike = np.array_split(every, max(1, every.shape[1] // _WINDOW), axis=1)
+    bad = [np.quantile(a, _BAD, axis=1).sum() / max(1, a.min(axis=1).sum()) for a in alike]
     return float(np.median(bad)) - 1
 
 

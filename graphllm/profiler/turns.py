@@ -73,7 +73,7 @@ def _checkout(revision: str) -> Iterator[tuple[Path, str]]:
         top = _git("rev-parse", "--show-toplevel")
     except (OSError, RequestError):
         top = ""
-    if Path(top) != _HOME:
+    if not top or Path(top).resolve() != _HOME.resolve():
         raise RequestError(f"--against commit={revision}: {_HOME} is no git checkout of graphllm")
     try:
         commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
