@@ -92,7 +92,7 @@ def test_only_timed_builds_read_the_clock():
 
 def test_every_kernel_of_a_step_can_be_timed():
     for path in sorted(Path(source.__file__).parent.glob("*.cu")):
-        if path.name in ("support.cu", "layouts.cu", "ceiling.cu"):  # no steps of plans
+        if path.stem in ("support", "layouts", "ceiling", "ceiling_tensor"):  # no steps of plans
             continue
         text = path.read_text("utf-8")
         kernels = len(re.findall("__global__", text))
