@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,3 +218,26 @@ def test_a_report_that_cannot_be_written_loses_nothing(path, tmp_path):
 def test_what_it_refuses(path, asked, words):
     result = CliRunner().invoke(app, ["profile", str(path), *asked])
     assert isinstance(result.exception, RequestError) and words in str(result.exception)
+
+
+# ----------------------------------------------------------------------------------------- the walk
+
+
+def test_the_bottleneck_of_the_walk_is_found_and_mended(tmp_path):
+    """The two model files of docs/profiling.md."""
+    text = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text("utf-8")
+    before, mended = re.findall(r"```python\n(.*?)```", text, re.S)
+    path = tiny.write_tiny(tmp_path / "m.gguf", "gemma3")
+    found = []
+    for name, code in (("before", before), ("after", before.split("class Model")[0] + mended)):
+        own = tmp_path / name / "my_gemma.py"
+        own.parent.mkdir()
+        own.write_text(code.replace("geglu", f"geglu_{name}"))  # one file cannot be two
+        llm = graphllm.load(path, model_def=own, device="cpu", context=64)
+        found.append((llm.profile([3, 4, 5], 2, 1)["decode"].rows, llm.logits([3, 4, 5])))
+    (slow, logits), (fast, same) = found
+    np.testing.assert_allclose(logits, same, rtol=0.05, atol=0.05 * np.abs(logits).max())
+    (place,) = {row.origin.rpartition("/")[2] for row in slow if row.op == "geglu_before"}
+    assert place in text
+    assert {row.op for row in slow if row.why} == {"geglu_before"}
+    assert not any(row.why for row in fast) and "gated" in {row.op for row in fast}
