@@ -177,6 +177,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
         for _ in range(2):
             os.write(ours, b"Tell me a story\n")
             read_until("\n")
+            read_until(" ")  # the answer has begun
             time.sleep(0.5)
             process.send_signal(signal.SIGINT)
             read_until("[stopped]", 10)
