@@ -145,9 +145,17 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def colours(self, dark: bool) -> None:
+        """Ask for dark or light, and wait until the page was told and has drawn."""
         value = "dark" if dark else "light"
         features = [{"name": "prefers-color-scheme", "value": value}]
+        self.evaluate(f"""void (() => {{
+            const asked = matchMedia("(prefers-color-scheme: {value})");
+            window.told = asked.matches ? null : new Promise(
+                (done) => asked.addEventListener("change", done, {{ once: true }}));
+        }})()""")
         self.call("Emulation.setEmulatedMedia", features=features)
+        self.evaluate("window.told && window.told.then(() => null)")
+        self.settle()
 
     def problems(self) -> list[str]:
         """Errors and warnings of the console, and requests that failed or went elsewhere."""

@@ -480,7 +480,6 @@ def test_light_and_dark(report, opened):
     paper = "getComputedStyle(document.body).backgroundColor"
     light, drawn = shown.evaluate(paper), painted(shown, "#timeline canvas")
     shown.colours(dark=True)
-    shown.settle()
     assert shown.evaluate(paper) != light
     areas = {colour for colour, pixels in drawn.items() if pixels > 100} - {"0,0,0,0"}
     assert len(areas) >= 5 and areas.isdisjoint(painted(shown, "#timeline canvas"))
