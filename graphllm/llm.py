@@ -13,11 +13,11 @@ import numpy as np
 
 from . import backends as registry
 from . import fusion
-from . import tokenizer as tokenizers
 from .backends import Options
-from .decoder import Decoder, Limits
+from .batch import Limits
+from .decoder import Decoder
 from .dtype import CACHED
-from .errors import ModelFileError, PlacementError, RequestError
+from .errors import PlacementError, RequestError
 from .executor import Executor, Progress
 from .fit import AUTO, Fit, checked
 from .generation.answer import answer
@@ -25,37 +25,35 @@ from .generation.engine import Engine, Seen
 from .generation.request import Completion, Sampling
 from .generation.trace import Patch, Tracer
 from .profiler.rows import Recorder
-from .weights.demo import demo_path
-from .weights.gguf import GGUF
+from .weights.files import ModelFile, open_model
 
 if TYPE_CHECKING:
     from .chat import ChatTemplate, Conversation
     from .profiler.profile import Profile
+    from .tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
-TEMPLATE_KEY = "tokenizer.chat_template"
 
 
-def model_path(model: str | Path) -> Path:
-    """The file that MODEL names: a path, or ``demo``. ModelFileError when there is none."""
-    path = demo_path() if str(model) == "demo" else Path(model)
-    if not path.exists():
-        raise ModelFileError(f"{path}: no such file")
-    if path.is_dir():
-        raise ModelFileError(f"{path}: is a directory; give a .gguf file")
-    return path
+def decoder_for(
+    file: ModelFile, model_def: str | Path | None = None, kind: str | None = None
+) -> Decoder:
+    """The family's decoder over the file's weights, quantised to ``kind`` on the way.
 
-
-def decoder_for(file: GGUF, model_def: str | Path | None = None) -> Decoder:
-    """The family's decoder over the file's weights. ModelFileError for an unknown architecture."""
+    ModelFileError for an unknown family, ConfigError for a key that it does not know.
+    """
     from . import models
-    from .weights.gguf_model import GGUFWeights, Keys
 
-    family = models.family(file, model_def)
-    keys = Keys(file)
+    family = file.family() if model_def is None else models.own(model_def)
+    keys = file.keys(family)
     config = family.config(keys)
     keys.finish()
-    return family.Model(config, GGUFWeights(file, family.RULES))
+    weights = file.weights(family, config)
+    if kind is not None:
+        from .weights.requantise import Quantised
+
+        weights = Quantised(weights, kind)
+    return family.model(config, weights)
 
 
 class LLM:
@@ -63,7 +61,7 @@ class LLM:
 
     def __init__(
         self,
-        file: GGUF,
+        file: ModelFile,
         decoder: Decoder,
         executor_options: Mapping[str, Any],
         limits: Limits,
@@ -81,9 +79,9 @@ class LLM:
 
     # -- text
     @cached_property
-    def tokenizer(self) -> tokenizers.Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The file's tokenizer. ModelFileError where it has none, or a bad one."""
-        return tokenizers.from_gguf(self.file)
+        return self.file.tokenizer()
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's ids, with the begin-of-text token if the model wants one."""
@@ -157,14 +155,14 @@ class LLM:
                 name: "" if i is None else self.tokenizer.piece(i).decode("utf-8", "replace")
                 for name, i in ids.items()
             }
-            own = self.file.metadata.get(TEMPLATE_KEY)
+            own = self.file.chat_template
             self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
         return self._template
 
     @property
     def has_template(self) -> bool:
         """Whether the file brings a chat template."""
-        return bool(self.file.metadata.get(TEMPLATE_KEY))
+        return bool(self.file.chat_template)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], seen: Seen | None = None, **sampling: Any
@@ -334,9 +332,10 @@ def limits_from(context: int, kv_type: str | None, device: str) -> Limits:
 
 
 def load(
-    model: str | Path | GGUF,
+    model: str | Path | ModelFile,
     *,
     model_def: str | Path | None = None,
+    type: str | None = None,
     device: str = "auto",
     gpu_layers: int | str = "auto",
     context: int = DEFAULT_CONTEXT,
@@ -350,9 +349,11 @@ def load(
     chat_template: str | Path | None = None,
     progress: Progress | None = None,
 ) -> LLM:
-    """Load a model: a GGUF file, ``demo``, or an open file (`weights.random.RandomFile`, say).
+    """Load a model: a GGUF file, a Hugging Face directory, ``demo``, or an open file
+    (`weights.random.RandomFile`, say).
 
-    ``model_def``: a model file of your own instead of one of `graphllm.models`. ``device``:
+    ``model_def``: a model file of your own instead of one of `graphllm.models`. ``type``: the
+    format, as ``q8_0``, that matrices of floats are quantised to on the way. ``device``:
     ``auto`` (the first backend that can run each op) or one backend's name, with those behind it
     that come later in the order. ``gpu_layers``: how many layers, the last and the output first, go
     to a device with a memory of its own: ``auto`` (what fits), ``all``, or a number. ``context``:
@@ -369,7 +370,7 @@ def load(
     if not usable:
         raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     wanted = checked(gpu_layers)
-    file = model if isinstance(model, GGUF) else GGUF(model_path(model))
+    file = open_model(model) if isinstance(model, (str, Path)) else model
     limits = limits_from(context, kv_type, device)
     executor = {
         "backends": None if device == "auto" else registry.behind(device),
@@ -378,7 +379,7 @@ def load(
         "strict": strict,
         "progress": progress,
     }
-    llm = LLM(file, decoder_for(file, model_def), executor, limits, chat_template)
+    llm = LLM(file, decoder_for(file, model_def, type), executor, limits, chat_template)
     if chat_template is not None:
         _ = llm.template  # a bad one is told now
     llm.engine.fit(wanted)

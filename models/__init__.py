@@ -1,51 +1,100 @@
 """Model families, one file each, named after the Hugging Face ``model_type``.
 
-A family exposes ``GGUF`` (the architectures of GGUF files that it reads), ``config(keys)`` (the
-file's metadata as a `DecoderConfig`), ``RULES`` (how the file's tensors are called) and ``Model``.
+A family's module has ``config(keys)``, which makes a `DecoderConfig` of the configuration under
+Hugging Face's names, and ``Model``, which builds the graph. What else it may have: `Family`.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphllm.errors import ModelFileError
+from graphllm.weights import WeightRule
 
 if TYPE_CHECKING:
-    from graphllm.weights.gguf import GGUF
+    from graphllm.config import DecoderConfig
+    from graphllm.decoder import Decoder
+    from graphllm.weights.keys import Keys
 
 
-def families() -> list[ModuleType]:
-    """Every family in this package."""
-    return [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+@dataclass(frozen=True)
+class Family:
+    """What a model file says, by the names that it says it under, in capitals:
 
-
-def family(file: GGUF, model_def: str | Path | None = None) -> ModuleType:
-    """The family that reads the file: the user's own in ``model_def``, or one of this package's.
-
-    ModelFileError where there is none.
+    HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
+    tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
+    architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
+    ones; RULES: what GGUF calls the weights. TINY: configurations of small models, as config.json
+    states them, from which tests are made; the first is complete, others change some of its keys.
     """
-    if model_def is not None:
-        return _own(model_def)
-    for found in families():
-        if file.architecture in found.GGUF:
-            return found
-    known = ", ".join(sorted(a for m in families() for a in m.GGUF))
-    raise ModelFileError(f"{file.path}: unknown architecture {file.architecture!r}; known: {known}")
+
+    name: str
+    model: type[Decoder]
+    config: Callable[[Keys], DecoderConfig]
+    types: tuple[str, ...] = ()
+    hf: Sequence[WeightRule] = ()
+    gguf: tuple[str, ...] = ()
+    gguf_keys: Mapping[str, str] = field(default_factory=dict)
+    rules: Sequence[WeightRule] = ()
+    tiny: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def of(cls, module: ModuleType, path: str) -> Family:
+        """ModelFileError names what the module lacks."""
+        missing = [name for name in ("Model", "config") if not hasattr(module, name)]
+        if missing:
+            raise ModelFileError(f"{path}: a model file needs {' and '.join(missing)}")
+        name = Path(path).stem
+        optional = ("hf", "types", "gguf", "gguf_keys", "rules", "tiny")
+        stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
+        stated["types"] = (name, *stated.get("types", ()))
+        return cls(name, module.Model, module.config, **stated)
 
 
-def _own(path: str | Path) -> ModuleType:
-    """A user's model file."""
+def families() -> list[Family]:
+    """Every family in this package."""
+    names = (m.name for m in pkgutil.iter_modules(__path__))
+    return [Family.of(importlib.import_module(f"{__name__}.{n}"), n) for n in names]
+
+
+def of_type(kind: str, where: object) -> Family:
+    """The family of a Hugging Face ``model_type``. ModelFileError lists the nearest."""
+    return _find(families(), lambda f: f.types, kind, f"{where}: unknown model_type")
+
+
+def of_gguf(architecture: str, where: object) -> Family:
+    """The family of a GGUF file's architecture. ModelFileError lists the nearest."""
+    return _find(families(), lambda f: f.gguf, architecture, f"{where}: unknown architecture")
+
+
+def _find(
+    found: Sequence[Family], names: Callable[[Family], tuple[str, ...]], name: str, unknown: str
+) -> Family:
+    for each in found:
+        if name in names(each):
+            return each
+    known = sorted(n for each in found for n in names(each))
+    near = difflib.get_close_matches(name, known, 3, 0.5)
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    raise ModelFileError(
+        f"{unknown} {name!r}; {hint}known: {', '.join(known)}; a model file of your own reads it "
+        "with --model-def (graphllm new)"
+    )
+
+
+def own(path: str | Path) -> Family:
+    """A user's model file. ModelFileError."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ModelFileError(f"{path}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    missing = [n for n in ("GGUF", "RULES", "Model", "config") if not hasattr(module, n)]
-    if missing:
-        raise ModelFileError(f"{path}: a model file needs {', '.join(missing)}")
-    return module
+    return Family.of(module, str(path))

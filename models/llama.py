@@ -1,15 +1,40 @@
 """Llama 1, 2 and 3 (Touvron et al. 2023), and what GGUF files call llama."""
 
-from graphllm.decoder import Decoder, DecoderConfig, Rope
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.weights import WeightRule
-from graphllm.weights.gguf_model import LLAMA_RULES, Keys, base_config
+from graphllm.weights.gguf_model import LLAMA_RULES
+from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("llama",)
-Model = Decoder
 RULES = (*LLAMA_RULES, WeightRule("rope_freqs.weight", "rope_freqs.weight"))
+HF = (WeightRule("", "model.layers.{i}.self_attn.rotary_emb.inv_freq"),)
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "tie_word_embeddings": False,
+    },
+    {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True},
+    {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_theta": 500000.0},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                      "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+)  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
-    # GGUF stores q and k rows permuted so that rotation pairs are neighbours.
-    factors = "rope_freqs.weight" if keys.has_tensor("rope_freqs.weight") else ""
-    return base_config(keys, Rope(style="interleaved", factors=factors))
+    keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
+    c = base_config(keys)
+    bias = keys.bias("attention_bias")
+    layers = c.layers
+    if "rope_freqs.weight" in keys.tensors:  # llama3's scaling
+        rope = layers[0].rope
+        layers = tuple(replace(e, rope=replace(rope, factors="rope_freqs.weight")) for e in layers)
+    return replace(
+        c,
+        layers=layers,
+        attention=replace(c.attention, bias=bias, out_bias=bias),
+        mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
+    )

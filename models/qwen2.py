@@ -1,12 +1,32 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): a llama with biases on q, k and v."""
 
-from graphllm.decoder import Decoder, DecoderConfig, Rope
-from graphllm.weights.gguf_model import LLAMA_RULES, Keys, base_config
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.weights.gguf_model import LLAMA_RULES
+from graphllm.weights.keys import Keys, base_config, windows
 
 GGUF = ("qwen2",)
-Model = Decoder
 RULES = LLAMA_RULES
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "tie_word_embeddings": False,
+    },
+    {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 9,
+     "max_window_layers": 1},
+)  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
-    return base_config(keys, Rope())
+    c, first = base_config(keys), keys("max_window_layers", int, 28)
+    used = keys("use_sliding_window", bool, False)
+    near = windows(keys, lambda i: used and i >= first)
+    return replace(
+        c,
+        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),
+        attention=replace(c.attention, bias=True),
+    )

@@ -43,7 +43,7 @@ def _steps(layers: int, tokens: int) -> list[dict[str, Any]]:
         why = f"cuda: pinned by model.layers.{PINNED}.*=cpu" if layer == PINNED else ""
         rows.append({
             "plan": 0, "step": len(rows), "op": op, "parts": more.pop("parts", []), "scope": scope,
-            "layer": layer, "origin": f"models/gemma3.py:{30 + len(op)}",
+            "layer": layer, "origin": f"models/gemma3_text.py:{30 + len(op)}",
             "shape": f"f32[{tokens}, 640]", "inputs": [f"a8_32[{tokens}, 640]"], "weight": weight,
             "backend": on, "kernel": f"{op}_{on}",
             "why": why, "copy": False,

@@ -17,7 +17,7 @@ from ..errors import RequestError
 if TYPE_CHECKING:
     from ..generation.request import Sampling
     from ..llm import LLM
-    from ..weights.gguf import GGUF
+    from ..weights.files import ModelFile
 
 app = typer.Typer(
     add_completion=False,
@@ -105,7 +105,7 @@ class Placing:
         own["no_kernels"] = own.pop("no_kernel") or ()
         return own
 
-    def load(self, model: str | GGUF, **more: Any) -> LLM:
+    def load(self, model: str | ModelFile, **more: Any) -> LLM:
         """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
         from .. import llm
 
@@ -145,14 +145,13 @@ class Source:
         str, typer.Option("--type", help="The format of random weights: q4_0, q4_k_m, f16, ...")
     ] = "q4_k_m"
 
-    def open(self, data: bool = True) -> GGUF:
+    def open(self, data: bool = True) -> ModelFile:
         """The file, with its tensors' ``data`` or without, or random weights. RequestError."""
-        from ..llm import model_path
-        from ..weights.gguf import GGUF
+        from ..weights.files import open_model
         from ..weights.random import RandomFile
 
         if self.model is not None and self.random is None:
-            return GGUF(model_path(self.model), data)
+            return open_model(self.model, data)
         if self.random is not None and self.model is None:
             return RandomFile(self.random, self.kind)
         raise RequestError("give a MODEL, or --random SHAPE")

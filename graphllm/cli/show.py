@@ -19,10 +19,9 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
     graphllm inspect model.gguf --json
     """
-    from ..llm import model_path
-    from ..weights.gguf import GGUF
+    from ..weights.files import open_model
 
-    file = GGUF(model_path(model))
+    file = open_model(model)
     tensors = list(file.tensors.values())
     keys = {k: _short(v) for k, v in file.metadata.items()}
     if as_json:
@@ -32,7 +31,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
         ]
         print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": listed}))
         return
-    print(f"{file.path}: GGUF version {file.version}, {file.architecture}")
+    print(f"{file.path}: {file.kind}, {file.architecture}")
     for key, value in keys.items():
         print(f"  {key} = {value}")
     sizes: dict[str, list[int]] = {}
@@ -68,10 +67,9 @@ def tokenize(
 
     graphllm tokenize demo "Hello, world" --ids
     """
-    from .. import tokenizer
-    from ..llm import model_path
+    from ..weights.files import open_model
 
-    own = tokenizer.load(model_path(model))
+    own = open_model(model).tokenizer()
     text = read_text(None) if text == "-" else text
     found = own.encode(text, add_special=not bare, parse_special=special)
     if ids:

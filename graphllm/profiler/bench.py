@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..generation.engine import Engine
     from ..llm import LLM
     from ..plan import Plan
-    from ..weights.gguf import GGUF
+    from ..weights.files import ModelFile
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
 _NOBODY = -1  # a token that no prompt has
@@ -222,19 +222,19 @@ def describe(llm: LLM, threads: int) -> dict[str, Any]:
     }
 
 
-def parameters(file: GGUF) -> int:
+def parameters(file: ModelFile) -> int:
     """Elements of all tensors."""
     return sum(t.nbytes // t.dtype.nbytes * t.dtype.block for t in file.tensors.values())
 
 
-def model_type(file: GGUF) -> str:
+def model_type(file: ModelFile) -> str:
     """Family, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
     count = parameters(file)
     size = f"{count / 1e9:.1f}B" if count >= 999.5e6 else f"{count / 1e6:.0f}M"
     return f"{file.architecture} {size} {_format(file)}"
 
 
-def _format(file: GGUF) -> str:
+def _format(file: ModelFile) -> str:
     """What the file says of its formats, else the one of most bytes."""
     said = file.metadata.get("general.file_type")
     if isinstance(said, int) and said in FILE_TYPES:

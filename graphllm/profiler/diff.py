@@ -19,16 +19,15 @@ import numpy as np
 
 from .. import backends as registry
 from .. import graph
-from .. import tokenizer as tokenizers
 from ..backends import Options
 from ..errors import RequestError
 from ..executor import Executor, Progress
 from ..fusion import ALL
-from ..llm import LLM, load, model_path
+from ..llm import LLM, load
 from ..ops import get
 from ..ops.parts import parts
 from ..tensor import Tensor
-from ..weights.gguf import GGUF
+from ..weights.files import ModelFile, open_model
 from .deviation import Deviation, bounds, deviation, numbers, shapes, tolerance
 from .sides import Item, Run, grouped, in_parts, items, result_name, run_alone, run_chain, run_first
 
@@ -130,12 +129,12 @@ def _figures(found: Deviation | None, between: str = "") -> str:
 
 
 def diff(
-    model: str | Path | GGUF,
+    model: str | Path | ModelFile,
     backends: Sequence[str] = ("cpu", "reference"),
     *,
     prompt: str = PROMPT,
     ids: Sequence[int] | None = None,
-    against: str | Path | GGUF | None = None,
+    against: str | Path | ModelFile | None = None,
     fused: bool = False,
     no_fuse: Sequence[str] = (),
     progress: Progress | None = None,
@@ -150,16 +149,16 @@ def diff(
     ``threads``, ``place`` and so on, as in `graphllm.load`. RequestError for what cannot be
     compared.
     """
-    file = model if isinstance(model, GGUF) else GGUF(model_path(model))
+    file = open_model(model) if isinstance(model, (str, Path)) else model
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
 
-    def opened(which: GGUF, rules: Sequence[str]) -> LLM:
+    def opened(which: ModelFile, rules: Sequence[str]) -> LLM:
         most = len(tokens) + 1
         return load(which, device=first, context=most, no_fuse=rules, progress=progress, **loading)
 
     if against is not None:
-        other = against if isinstance(against, GGUF) else GGUF(model_path(against))
+        other = open_model(against) if isinstance(against, (str, Path)) else against
         check_same_shape(file, other)
         a, b = opened(file, (ALL,)), opened(other, (ALL,))
         _check_same_config(a, b)
@@ -192,13 +191,13 @@ def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
     return first, second
 
 
-def _tokens(file: GGUF, prompt: str, ids: Sequence[int] | None) -> list[int]:
+def _tokens(file: ModelFile, prompt: str, ids: Sequence[int] | None) -> list[int]:
     if ids is None and not prompt:
         raise RequestError("the prompt is empty")
     found = (
         list(ids)
         if ids is not None
-        else tokenizers.from_gguf(file).encode(prompt, add_special=True)
+        else file.tokenizer().encode(prompt, add_special=True)
     )
     if not found:
         raise RequestError("the prompt has no tokens")
@@ -267,7 +266,7 @@ def _parts(node: Tensor) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------- two files
 
 
-def check_same_shape(file: GGUF, other: GGUF) -> None:
+def check_same_shape(file: ModelFile, other: ModelFile) -> None:
     """RequestError names what two files differ in: the architecture, or a tensor's shape."""
     if file.architecture != other.architecture:
         raise RequestError(

@@ -18,11 +18,11 @@ from ..errors import PlacementError, RequestError
 from ..executor import Executor
 from ..fit import checked, leaf_buffers
 from ..generation.engine import Engine
-from ..llm import DEFAULT_CONTEXT, decoder_for, limits_from, model_path, options_from
+from ..llm import DEFAULT_CONTEXT, decoder_for, limits_from, options_from
 from ..ops import get
 from ..plan import HOST, Copies, Plan, Step
 from ..tensor import WEIGHT
-from ..weights.gguf import GGUF
+from ..weights.files import ModelFile, open_model
 from . import ceilings
 from .bench import Test, model_type, own_bytes
 from .ceilings import Ceiling
@@ -273,7 +273,7 @@ def of_test(engine: Engine, test: Test, threads: int) -> float | None:
 
 
 def dry_run(
-    model: str | Path | GGUF,
+    model: str | Path | ModelFile,
     *,
     model_def: str | Path | None = None,
     device: str = "auto",
@@ -297,7 +297,7 @@ def dry_run(
     wanted = checked(gpu_layers)
     if free is not None and free < 0:
         raise RequestError(f"free = {free} (--free) must be at least 0")
-    file = model if isinstance(model, GGUF) else GGUF(model_path(model), data=False)
+    file = open_model(model, data=False) if isinstance(model, (str, Path)) else model
     decoder = decoder_for(file, model_def)
     limits = limits_from(context, kv_type, device).within(decoder.cfg.context)
     planner = _Planner(decoder.weights, device, options, free, pins=place, strict=strict)
@@ -306,7 +306,7 @@ def dry_run(
     return _facts(file, engine, planner)
 
 
-def _facts(file: GGUF, engine: Engine, planner: _Planner) -> DryRun:
+def _facts(file: ModelFile, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.isa import threads_for
 
     prefill, token = plans = engine.usual_plans()

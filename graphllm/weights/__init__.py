@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
 
-from ..dtype import DTYPES, DType
 from ..errors import ModelFileError
 from ..quant import Blocks
 from ..tensor import Meta
+from .rules import NamedWeights, WeightRule, plain_dtype
+
+__all__ = ["Arrays", "NamedWeights", "WeightRule", "Weights", "WithConstants"]
 
 
 class Weights(Protocol):
@@ -30,13 +30,6 @@ class Weights(Protocol):
     def names(self) -> Iterable[str]: ...
 
 
-def _plain_dtype(array: np.ndarray) -> DType:
-    for known in DTYPES.values():
-        if known.numpy == array.dtype:
-            return known
-    raise ModelFileError(f"weights of dtype {array.dtype} are not supported")
-
-
 class Arrays:
     """Weights held as NumPy arrays, or as `Blocks` for block-quantised ones."""
 
@@ -52,48 +45,47 @@ class Arrays:
             return None
         if isinstance(value, Blocks):
             return Meta.of(tuple(value.shape), value.dtype)
-        return Meta.of(value.shape, _plain_dtype(value))
+        return Meta.of(value.shape, plain_dtype(value))
 
     def raw(self, name: str) -> np.ndarray:
         value = self._arrays[name]
         if isinstance(value, Blocks):
             return value.raw
-        rows = value.shape[0] if value.ndim > 1 else 1
+        rows = int(np.prod(value.shape[:-1]))
         return np.ascontiguousarray(value).reshape(rows, -1).view(np.uint8)
 
     def release(self, name: str) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class WeightRule:
-    """How a weight's canonical name is spelled in a file: ``{i}`` stands for a layer number.
+class WithConstants:
+    """Another source's weights, and beside them constants that the model makes itself, which are no
+    names of the source."""
 
-    ``source`` is the file's name for ``pattern``; a rule whose pattern is empty names a tensor of
-    the file that the model does not use.
-    """
+    def __init__(self, weights: Weights) -> None:
+        self.source = weights
+        self._constants: dict[str, np.ndarray] = {}
 
-    pattern: str
-    source: str
+    def add(self, name: str, values: np.ndarray) -> None:
+        """ModelFileError where another weight has the name."""
+        if self.source.meta(name) is not None or not np.array_equal(
+            self._constants.setdefault(name, values), values
+        ):
+            raise ModelFileError(f"constant {name!r} is another weight's name")
 
-    def canonical(self, stored: str) -> str | None:
-        """The canonical name of the file's tensor ``stored``; None when the rule does not apply."""
-        regex = re.escape(self.source).replace(r"\{i\}", r"(\d+)")
-        match = re.fullmatch(regex, stored)
-        if match is None:
-            return None
-        return self.pattern.replace("{i}", match.group(1) if match.groups() else "")
+    def names(self) -> Iterable[str]:
+        return self.source.names()
 
+    def meta(self, name: str) -> Meta | None:
+        if name in self._constants:
+            return Meta.of(self._constants[name].shape, plain_dtype(self._constants[name]))
+        return self.source.meta(name)
 
-def canonical_names(
-    stored: Iterable[str], rules: Sequence[WeightRule], file: str
-) -> dict[str, str]:
-    """Canonical name -> name in the file. ModelFileError for a tensor that no rule knows."""
-    names: dict[str, str] = {}
-    for name in stored:
-        found = next((c for c in (rule.canonical(name) for rule in rules) if c is not None), None)
-        if found is None:
-            raise ModelFileError(f"{file}: unexpected tensor {name!r}")
-        if found:
-            names[found] = name
-    return names
+    def raw(self, name: str) -> np.ndarray:
+        if name in self._constants:
+            return Arrays(self._constants).raw(name)
+        return self.source.raw(name)
+
+    def release(self, name: str) -> None:
+        if name not in self._constants:
+            self.source.release(name)

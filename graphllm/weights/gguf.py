@@ -15,7 +15,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,13 @@ from .gguf_format import (
     read_tensors,
     shown,
 )
+
+if TYPE_CHECKING:
+    from ..config import DecoderConfig
+    from ..models import Family
+    from ..tokenizer import Tokenizer
+    from . import Weights
+    from .keys import Keys
 
 __all__ = ["GGUF", "StringArray", "TensorInfo"]
 
@@ -137,13 +144,15 @@ class GGUF:
     """
 
     has_vocabulary = True  # a model file without one is malformed
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
 
     def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
         self.path = Path(path)
         self._parts = _open_parts(self.path, data)
         self.version: int = self._parts[0].version
-        self.metadata: Mapping[str, Any] = self._parts[0].metadata
-        self.tensors: dict[str, TensorInfo] = {}
+        self.metadata = self._parts[0].metadata
+        tensors = self.tensors = {}
         self._home: dict[str, _Part] = {}
         for part in self._parts:
             for name, info in part.tensors.items():
@@ -151,7 +160,7 @@ class GGUF:
                     raise ModelFileError(
                         f"{part.path}: tensor {shown(name)}: also in {self._home[name].path.name}"
                     )
-                self.tensors[name], self._home[name] = info, part
+                tensors[name], self._home[name] = info, part
         wanted = self._parts[0].integer("split.tensors.count", len(self.tensors))
         if len(self._parts) > 1 and wanted != len(self.tensors):
             have = f"{wanted} tensors, but the parts have {len(self.tensors)}"
@@ -165,6 +174,36 @@ class GGUF:
             raise ModelFileError(f"{self.path}: key 'general.architecture': missing or no string")
         return name
 
+    @property
+    def kind(self) -> str:
+        return f"GGUF version {self.version}"
+
+    # -- the model that it holds
+    def family(self) -> Family:
+        from .. import models
+
+        return models.of_gguf(self.architecture, self.path)
+
+    def keys(self, family: Family) -> Keys:
+        from .gguf_model import gguf_keys
+
+        return gguf_keys(self, family)
+
+    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+        from . import NamedWeights
+
+        return NamedWeights(self, family.rules, strict=True)
+
+    def tokenizer(self) -> Tokenizer:
+        from ..tokenizer import from_gguf
+
+        return from_gguf(self)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.metadata.get("tokenizer.chat_template") or None
+
+    # -- tensors
     def info(self, name: str) -> TensorInfo:
         """The tensor's facts; ModelFileError names a missing one."""
         if name not in self.tensors:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ..decoder import Attention, DecoderConfig, Layer, Mlp, Norm, Rope
 from ..errors import ConfigError, ModelFileError
-from ..tensor import Meta
-from . import WeightRule, canonical_names
 from .gguf import GGUF
+from .keys import Keys
+from .rules import WeightRule
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from ..models import Family
 
 
 def _layer(canonical: str, stored: str) -> WeightRule:
@@ -45,100 +42,70 @@ LLAMA_RULES = (
     _layer("self_attn.k_norm.weight", "attn_k_norm.weight"),
 )
 
+# With norms around attention and MLP.
+GEMMA_RULES = (
+    _layer("pre_feedforward_layernorm.weight", "ffn_norm.weight"),
+    _layer("post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
+    _layer("post_attention_layernorm.weight", "post_attention_norm.weight"),
+    *LLAMA_RULES,
+)
 
-class Keys:
-    """The configuration keys of one architecture. Every key must be read, or it is an error."""
-
-    # What says nothing about the computation.
-    IGNORED = ("vocab_size",)
-
-    def __init__(self, file: GGUF) -> None:
-        self.file = file
-        self._prefix = f"{file.architecture}."
-        self._read: set[str] = set()
-
-    def __call__(self, name: str, kind: type[T], default: Any = ...) -> T:
-        """The value of ``<architecture>.name``. ConfigError when missing or of another type."""
-        key = self._prefix + name
-        self._read.add(key)
-        value = self.file.metadata.get(key, default)
-        if value is ...:
-            raise ConfigError(f"{self.file.path}: missing key {key!r}")
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{self.file.path}: {key} = {value!r} is not {kind.__name__}")
-        return value
-
-    def positive(self, name: str, default: Any = ...) -> int:
-        """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
-        value = self(name, int, default)
-        if not 1 <= value < 2**31:
-            raise self.error(name, f"= {value} is not in 1..2^31-1")
-        return value
-
-    def factor(self, name: str, default: Any = ...) -> float:
-        """A number above 0, of a size that float32 can compute with."""
-        value = self(name, float, default)
-        if not 1e-12 < value < 1e12:
-            raise self.error(name, f"= {value} is not in 1e-12..1e12")
-        return value
-
-    def layers(self) -> int:
-        """The count of layers, of which the file has the last: it may be any number in the key."""
-        count = self.positive("block_count")
-        last = f"blk.{count - 1}."
-        if not any(name.startswith(last) for name in self.file.tensors):
-            raise ModelFileError(
-                f"{self.file.path}: missing tensor '{last}*', of the last of {count} layers"
-            )
-        return count
-
-    def error(self, name: str, text: str) -> ConfigError:
-        """For the key ``<architecture>.name``."""
-        return ConfigError(f"{self.file.path}: {self._prefix}{name} {text}")
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.file.tensors
-
-    def finish(self) -> None:
-        """ConfigError for a key of the architecture that nothing read."""
-        known = self._read | {self._prefix + name for name in self.IGNORED}
-        for key in self.file.metadata:
-            if key.startswith(self._prefix) and key not in known:
-                raise ConfigError(f"{self.file.path}: the model does not know the key {key!r}")
+# What GGUF calls Hugging Face's keys, after `<architecture>.`; a family's GGUF_KEYS come on top.
+GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "v_head_dim": "attention.value_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rotary_dim": "rope.dimension_count",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_SCALING = {  # of Hugging Face's rope_scaling
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.attn_factor",
+}
+_IGNORED = ("vocab_size", "rope.scaling.finetuned")  # what says nothing about the computation
 
 
-def base_config(keys: Keys, rope: Rope) -> DecoderConfig:
-    """What the llama family has in common; ``rope`` gives what its keys do not say."""
-    dim, heads = keys.positive("embedding_length"), keys.positive("attention.head_count")
-    # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
-    head_dim = keys.positive("attention.key_length", dim // heads)
-    if keys.positive("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{keys.file.path}: key_length and value_length differ")
-    kv_heads = keys.positive("attention.head_count_kv", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"{keys.file.path}: {heads} heads do not share {kv_heads} KV heads")
-    eps = keys("attention.layer_norm_rms_epsilon", float)
-    if not 0 <= eps < 1:
-        raise keys.error("attention.layer_norm_rms_epsilon", f"= {eps} is not in [0, 1)")
-    rope = _rope(keys, rope, head_dim)
-    return DecoderConfig(
-        vocab=_vocab(keys.file),
-        dim=dim,
-        context=keys.positive("context_length"),
-        layers=(Layer(rope),) * keys.layers(),
-        attention=Attention(
-            heads,
-            kv_heads,
-            head_dim,
-            bias=keys.has_tensor("blk.0.attn_q.bias"),
-            out_bias=keys.has_tensor("blk.0.attn_output.bias"),
-        ),
-        mlp=Mlp(keys.positive("feed_forward_length")),
-        norm=Norm(eps),
-        tied=not keys.has_tensor("output.weight"),
-    )
+def gguf_keys(file: GGUF, family: Family) -> Keys:
+    """The file's configuration under Hugging Face's names. ConfigError."""
+    prefix = f"{file.architecture}."
+    found = {
+        key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)
+    }
+    names = {**GGUF_KEYS, **family.gguf_keys}
+    shown = {name: prefix + stored for name, stored in names.items()}
+    shown |= {stored: prefix + stored for stored in found}
+    values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
+    scaling = {name: found.pop(stored) for name, stored in _SCALING.items() if stored in found}
+    if scaling:
+        values["rope_scaling"] = scaling
+        shown["rope_scaling"] = prefix + "rope.scaling"
+    for name in _IGNORED:
+        found.pop(name, None)
+    values |= found
+    values["vocab_size"] = _vocab(file)
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    keys = Keys(str(file.path), values, file.tensors, shown, gguf=True)
+    if "v_head_dim" not in family.gguf_keys and keys.has("v_head_dim"):
+        width = keys.positive("v_head_dim")
+        if keys.positive("head_dim", width) != width:
+            raise ConfigError(f"{file.path}: key_length and value_length differ")
+    return keys
 
 
 def _vocab(file: GGUF) -> int:
@@ -152,45 +119,3 @@ def _vocab(file: GGUF) -> int:
             f"{file.path}: 'token_embd.weight' has {rows} rows for {len(tokens)} tokens"
         )
     return rows
-
-
-def _rope(keys: Keys, rope: Rope, head_dim: int) -> Rope:
-    """Rotary positions as the llama family's keys state them."""
-    scaling = keys("rope.scaling.type", str, "none")
-    factor = keys.factor("rope.scaling.factor", 1.0)
-    if scaling not in ("none", "linear"):
-        raise keys.error("rope.scaling.type", f"= {scaling!r} is not supported")
-    dims = keys.positive("rope.dimension_count", head_dim)
-    if dims % 2 or dims > head_dim:
-        raise keys.error("rope.dimension_count", f"= {dims} are no pairs within {head_dim}")
-    return replace(
-        rope,
-        base=keys.factor("rope.freq_base", 10_000.0),
-        dims=dims,
-        scale=1.0 / factor if scaling == "linear" else 1.0,
-    )
-
-
-class GGUFWeights:
-    """The tensors of a GGUF file under their canonical names."""
-
-    def __init__(self, file: GGUF, rules: Sequence[WeightRule]) -> None:
-        self.file = file
-        self._stored = canonical_names(file.tensors, rules, str(file.path))
-
-    def names(self) -> Iterable[str]:
-        return self._stored.keys()
-
-    def meta(self, name: str) -> Meta | None:
-        """ModelFileError for a format that nothing here reads."""
-        stored = self._stored.get(name)
-        if stored is None:
-            return None
-        info = self.file.readable(stored)
-        return Meta.of(tuple(info.shape), info.dtype)
-
-    def raw(self, name: str) -> np.ndarray:
-        return self.file.raw(self._stored[name])
-
-    def release(self, name: str) -> None:
-        self.file.release(self._stored[name])

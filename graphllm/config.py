@@ -1,0 +1,191 @@
+"""What a decoder is made of, as data: a model file's ``config`` returns a `DecoderConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# How Hugging Face calls the activations: the op, and its attributes.
+ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "silu": ("silu", {}),
+    "swish": ("silu", {}),
+    "gelu": ("gelu", {"kind": "erf"}),
+    "gelu_new": ("gelu", {"kind": "tanh"}),
+    "gelu_pytorch_tanh": ("gelu", {"kind": "tanh"}),
+    "gelu_fast": ("gelu", {"kind": "tanh"}),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: ``dims`` of each head rotate (0: all), positions are times ``scale``.
+
+    A context of more than ``original`` tokens (0: none) turns as ``long`` says, or by a base that
+    grows with it where ``dynamic`` (a factor) is above 0; see `within`.
+    """
+
+    base: float = 10_000.0
+    dims: int = 0
+    style: str = "half"  # pairs (i, i + dims/2), or "interleaved": pairs (2i, 2i + 1)
+    scale: float = 1.0
+    factors: tuple[float, ...] | str = ()  # divide each frequency: numbers, or a weight's name
+    magnitude: float = 1.0  # cosine and sine are times this
+    original: int = 0
+    long: Rope | None = None
+    dynamic: float = 0.0
+
+    def within(self, context: int) -> Rope:
+        """What turns sequences of at most ``context`` tokens."""
+        if not self.original or context <= self.original:
+            return self
+        if self.long is not None:
+            return self.long
+        if not self.dynamic:
+            return self
+        # "Dynamic NTK": as transformers has it, for the longest sequence rather than each one.
+        stretch = self.dynamic * context / self.original - (self.dynamic - 1)
+        return replace(self, base=self.base * stretch ** (self.dims / (self.dims - 2)))
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values are made of one vector a token (DeepSeek-V2, section 2.1).
+
+    ``rank``: of that vector, ``query_rank`` of the queries' (0: they are made directly). A head's
+    query and key have ``nope`` columns without and ``rope`` with positions, its value ``value``.
+    """
+
+    rank: int
+    query_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
+    softcap: float = 0.0
+    qk_norm: str = ""  # RMS norm of queries and keys: of each "head", or of the whole "row"
+    bias: bool | None = False  # of q, k and v; None: if the file has one
+    out_bias: bool | None = False
+    # One linear for q, k and v: its "rows" are those of q, then k, then v; or by "heads", for each
+    # KV head its queries, its key, its value.
+    fused: str = ""
+    sinks: bool = False  # a logit of each head that no value belongs to
+    slopes: tuple[float, ...] = ()  # ALiBi: of each head
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True)
+class Mlp:
+    hidden: int
+    act: str = "silu"  # a name of `ACTIVATIONS`
+    gated: bool = True
+    fused: bool = False  # one linear for gate and up, the gate's rows first
+    bias: bool | None = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts in place of the MLP: ``active`` of ``experts`` for each token.
+
+    ``score``: "softmax" or "sigmoid" of all logits of the router, or "chosen": a softmax of those
+    that are chosen. ``limit`` above 0: experts are gpt-oss's clamped units.
+    """
+
+    experts: int
+    active: int
+    hidden: int  # of each expert
+    score: str = "softmax"
+    normalise: bool = True  # the weights of the chosen sum to one
+    scale: float = 1.0
+    bias: bool = False  # of router and experts
+    correction: bool = False  # added to the scores for choosing only
+    groups: int = 1  # see `ops.top_k`
+    kept: int = 1
+    best: int = 1
+    shared: int = 0  # width of an MLP that every token passes
+    shared_gate: bool = False  # its result is times the sigmoid of a linear
+    limit: float = 0.0
+    alpha: float = 1.702
+
+
+@dataclass(frozen=True)
+class Norm:
+    eps: float = 1e-5
+    kind: str = "rms"  # or "layer"
+    bias: bool = True  # of a layer norm
+
+
+@dataclass(frozen=True)
+class Names:
+    """What modules are called, on Hugging Face's paths. An empty name: there is no such module."""
+
+    model: str = "model"
+    embed: str = "embed_tokens"
+    embed_norm: str = ""
+    positions: str = ""
+    layers: str = "layers"
+    norm: str = "norm"
+    head: str = "lm_head"
+    before_attn: str = "input_layernorm"
+    after_attn: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+    attn: str = "self_attn"
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    qkv: str = "qkv_proj"
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    shared: str = "shared_expert"
+
+
+SANDWICH = {  # norms before and after both halves of a layer, by their usual names
+    "after_attn": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What may differ from layer to layer: rotary positions (None: no positions), a window (0:
+    none), and whether the MLP is a mixture."""
+
+    rope: Rope | None
+    window: int = 0
+    mixture: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab: int
+    dim: int
+    context: int  # the longest that the model was made for, in tokens
+    layers: tuple[Layer, ...]
+    attention: Attention
+    mlp: Mlp
+    norm: Norm = Norm()
+    names: Names = Names()
+    mixture: Mixture | None = None
+    embed_scale: float = 1.0
+    # Added to the embedding: "learned" (rows of a table) or "sinusoidal"; "": none.
+    positions: str = ""
+    position_offset: int = 0  # of the first token
+    parallel: bool = False  # attention and MLP read the same x, side by side
+    residual_scale: float = 1.0  # of what is added to the residual
+    tied: bool = True  # the head is the embedding
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0

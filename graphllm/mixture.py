@@ -1,0 +1,63 @@
+"""Mixtures of experts: each token passes the few MLPs that its router chooses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import ops
+from .config import Mixture
+from .nn import activation
+from .tensor import Tensor, scope
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
+
+
+def mixture(of: Decoder, x: Tensor) -> Tensor:
+    """The mixture of the decoder's configuration under the current scope: [T, dim] -> [T, dim].
+
+    Shazeer et al. 2017; shared experts: Dai et al. 2024 (DeepSeekMoE).
+    """
+    c, n = of.cfg.mixture, of.cfg.names
+    assert c is not None
+    logits = of.linear(x, n.router, c.experts, c.bias)  # [T, E]
+    with scope(n.router):
+        ids, weights = route(of, logits, c)  # [T, k]
+    with scope("experts"):
+        chosen = _experts(of, x, ids, c)  # [T, k, dim]
+        y = ops.combine(chosen, weights)
+    if not c.shared:
+        return y
+    with scope(n.shared):
+        every = of.unit(x, c.shared)
+    if c.shared_gate:
+        gate = ops.sigmoid(of.linear(x, f"{n.shared}_gate", 1))  # [T, 1]
+        every = ops.combine(every.reshape(every.shape[0], 1, of.cfg.dim), gate)
+    return ops.add(y, every)
+
+
+def route(of: Decoder, logits: Tensor, c: Mixture) -> tuple[Tensor, Tensor]:
+    """Which experts a token passes, and the weights of their results, both [T, k], from the
+    router's ``logits`` [T, E]."""
+    scores = logits
+    if c.score != "chosen":
+        scores = ops.softmax(logits) if c.score == "softmax" else ops.sigmoid(logits)
+    correction = of.vector("e_score_correction_bias", c.experts) if c.correction else None
+    ids = ops.top_k(scores, correction, k=c.active, groups=c.groups, kept=c.kept, best=c.best)
+    weights = ops.pick(scores, ids)
+    if c.score == "chosen":
+        weights = ops.softmax(weights)
+    elif c.normalise:
+        weights = ops.sum_norm(weights, eps=1e-20)
+    return ids, weights if c.scale == 1.0 else ops.scale(weights, factor=c.scale)
+
+
+def _experts(of: Decoder, x: Tensor, ids: Tensor, c: Mixture) -> Tensor:
+    """x [T, dim] through the experts ``ids`` [T, k]: [T, k, dim]."""
+    n, inner = of.cfg.names, (c.experts, c.hidden)
+    gate, up = (of.experts(x, name, ids, inner, c.bias) for name in (n.gate, n.up))
+    if c.limit:
+        h = ops.clamped_glu(gate, up, alpha=c.alpha, limit=c.limit)
+    else:
+        h = ops.mul(activation(gate, of.cfg.mlp.act), up)
+    return of.experts(h, n.down, ids, (c.experts, of.cfg.dim), c.bias)

@@ -1,0 +1,219 @@
+"""Rotary positions out of a configuration: the ways to stretch them over longer contexts.
+
+Formulas: linear, and "dynamic NTK" (kaiokendev and bloc97, 2023); YaRN (Peng et al. 2023, section
+3); LongRoPE (Ding et al. 2024); Llama 3.1's (Meta 2024), all as transformers has them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .config import Rope
+from .errors import ConfigError
+from .weights.keys import Keys
+
+_OLD = {"type": "rope_type"}  # keys of old files
+_NAMES = {"su": "longrope", "ntk": "dynamic"}
+
+
+class _Scaling:
+    """The values of rope_parameters or rope_scaling; all must be read."""
+
+    def __init__(self, keys: Keys, values: Mapping[str, Any]) -> None:
+        self.keys, self.values = keys, {_OLD.get(k, k): v for k, v in values.items()}
+        self._read: set[str] = {"rope_type", "rope_theta", "partial_rotary_factor"}
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def __call__(self, name: str, default: float | None = None) -> float:
+        self._read.add(name)
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(f"{name} = {value!r} is no number")
+        if not 0 <= value < 2**31:  # in these ranges nothing overflows float64
+            raise self.error(f"{name} = {value} is not in 0..2^31")
+        return float(value)
+
+    def above(self, name: str, least: float, default: float | None = None) -> float:
+        value = self(name, default)
+        if value <= least:
+            raise self.error(f"{name} = {value} is not above {least:g}")
+        return value
+
+    def numbers(self, name: str, count: int) -> np.ndarray:
+        """A list of numbers above zero, one for each pair."""
+        self._read.add(name)
+        value = self.values.get(name)
+        good = isinstance(value, list) and all(
+            isinstance(v, (int, float)) and 0 < v < 1e6 for v in value
+        )
+        if not good or len(value) != count:  # type: ignore[arg-type]
+            raise self.error(f"{name} is no list of {count} numbers above 0")
+        return np.array(value, np.float64)
+
+    def ignore(self, *names: str) -> None:
+        self._read.update(names)
+
+    def original(self) -> float:
+        """The context that the model was trained for before it was stretched."""
+        name = "original_max_position_embeddings"
+        if name in self:
+            self.keys.ignore(name)
+            return self.above(name, 1)
+        default = self.keys("max_position_embeddings", int, 1)
+        return float(self.keys.positive(name, max(2, default)))
+
+    def error(self, text: str) -> ConfigError:
+        return self.keys.error("rope_scaling", text)
+
+    def finish(self) -> None:
+        unknown = sorted(set(self.values) - self._read)
+        if unknown:
+            raise self.error(f"has the unknown key {unknown[0]!r}")
+
+
+def rope_config(
+    keys: Keys, head_dim: int, group: str = "", base: float = 10_000.0, dims: int = 0
+) -> Rope:
+    """How heads of ``head_dim`` rotate. ConfigError.
+
+    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``:
+    where no key states them (0: all that partial_rotary_factor leaves).
+    """
+    values = dict(keys("rope_parameters", dict, {}) or keys("rope_scaling", dict, {}))
+    if group and isinstance(values.get(group), dict):
+        values = dict(values[group])
+    s = _Scaling(keys, values)
+    stated = keys.factor("rope_theta", base)
+    base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
+    dims = _dims(keys, s, head_dim, dims)
+    name = s.values.get("rope_type") or "default"
+    name = _NAMES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in _KINDS:
+        raise s.error(f"rope_type {name!r} is not supported, only {', '.join(_KINDS)}")
+    style = "interleaved" if keys.interleaved else "half"
+    rope = _KINDS[name](s, Rope(base, dims, style))
+    s.finish()
+    return rope
+
+
+def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int) -> int:
+    """How many columns of a head rotate."""
+    partial = keys.factor("partial_rotary_factor", 1.0)
+    partial = s("partial_rotary_factor", partial)
+    dims = keys.positive("rotary_dim", dims or int(head_dim * partial))
+    if dims % 2 or not 0 < dims <= head_dim:
+        raise keys.error("rotary_dim", f"= {dims} are no pairs within {head_dim}")
+    return dims
+
+
+def _default(s: _Scaling, rope: Rope) -> Rope:
+    s.ignore(*s.values)  # a factor of an unscaled rope says nothing
+    return rope
+
+
+def _linear(s: _Scaling, rope: Rope) -> Rope:
+    s.ignore("original_max_position_embeddings")
+    return _with(rope, scale=1.0 / s.above("factor", 0))
+
+
+def _dynamic(s: _Scaling, rope: Rope) -> Rope:
+    original = int(s.original())
+    return _with(rope, original=original, dynamic=s.above("factor", 0))
+
+
+def _frequencies(rope: Rope) -> np.ndarray:
+    """Radians a position of each pair, float64."""
+    return rope.base ** (-np.arange(0, rope.dims, 2) / rope.dims)
+
+
+def _with(rope: Rope, frequencies: np.ndarray | None = None, **changes: Any) -> Rope:
+    """``rope`` with other frequencies."""
+    from dataclasses import replace
+
+    if frequencies is not None:
+        changes["factors"] = tuple((_frequencies(rope) / frequencies).tolist())
+    return replace(rope, **changes)
+
+
+def _llama3(s: _Scaling, rope: Rope) -> Rope:
+    """Long waves are stretched, short ones left, those between mixed."""
+    factor, low, high = s.above("factor", 0), s("low_freq_factor"), s("high_freq_factor")
+    if high <= low:
+        raise s.error(f"high_freq_factor = {high} is not above low_freq_factor = {low}")
+    plain = _frequencies(rope)
+    turns = s.original() * plain / (2 * math.pi)  # within the original context
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return _with(rope, plain * ((1 - smooth) / factor + smooth))
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn(s: _Scaling, rope: Rope) -> Rope:
+    """Waves that turn less than ``beta_slow`` times are stretched, those of more than ``beta_fast``
+    left, and a ramp over the pairs in between."""
+    original = s.original()
+    factor = s.above("factor", 0, s.keys("max_position_embeddings", int, 1) / original)
+    fast, slow = s.above("beta_fast", 0, 32.0), s.above("beta_slow", 0, 1.0)
+
+    def pair(turns: float) -> float:
+        """Where waves turn so often within the original context, as a column."""
+        return rope.dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+    if rope.base <= 1:
+        raise s.error(f"yarn needs a base above 1, not {rope.base}")
+    low, high = pair(fast), pair(slow)
+    if s.values.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    s.ignore("truncate")
+    low, high = max(low, 0), min(high, rope.dims - 1)
+    high = high + 0.001 if low == high else high
+    stretched = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0, 1)
+    plain = _frequencies(rope)
+    return _with(
+        rope, plain * (stretched / factor + 1 - stretched), magnitude=_yarn_magnitude(s, factor)
+    )
+
+
+def _yarn_magnitude(s: _Scaling, factor: float) -> float:
+    if s.keys.gguf:  # llama.cpp multiplies the two
+        return s("attention_factor", 1.0) * _mscale(factor)
+    if "attention_factor" in s:
+        s.ignore("mscale", "mscale_all_dim")
+        return s("attention_factor")
+    whole, all_dims = s("mscale", 0.0), s("mscale_all_dim", 0.0)
+    if whole and all_dims:
+        return _mscale(factor, whole) / _mscale(factor, all_dims)
+    return _mscale(factor)
+
+
+def _longrope(s: _Scaling, rope: Rope) -> Rope:
+    original, pairs = s.original(), rope.dims // 2
+    length = s.keys("max_position_embeddings", int, int(original))
+    factor = s("factor", length / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    magnitude = s("attention_factor", usual)
+    short, long = (
+        _with(rope, factors=tuple(s.numbers(name, pairs).tolist()), magnitude=magnitude)
+        for name in ("short_factor", "long_factor")
+    )
+    return _with(short, original=int(original), long=long)
+
+
+_KINDS: dict[str, Callable[[_Scaling, Rope], Rope]] = {
+    "default": _default,
+    "none": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
+}

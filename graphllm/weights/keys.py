@@ -1,0 +1,202 @@
+"""A model's configuration, read strictly, under Hugging Face's names whatever the file is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..config import ACTIVATIONS, Attention, DecoderConfig, Layer, Mlp, Norm
+from ..errors import ConfigError, ModelFileError
+
+T = TypeVar("T")
+
+# Keys of a config.json that say nothing about what is computed, and why.
+IGNORED = {
+    "architectures": "the class that trained it", "model_type": "chose the model file",
+    "_name_or_path": "where it came from", "transformers_version": "what wrote it",
+    "auto_map": "code that is not run", "torch_dtype": "the tensors say theirs",
+    "dtype": "the tensors say theirs", "bos_token_id": "the tokenizer's",
+    "eos_token_id": "the tokenizer's", "pad_token_id": "the tokenizer's",
+    "sep_token_id": "the tokenizer's", "decoder_start_token_id": "not of a decoder alone",
+    "use_cache": "the cache is always used", "initializer_range": "training",
+    "attention_dropout": "training", "hidden_dropout": "training", "resid_pdrop": "training",
+    "embd_pdrop": "training", "attn_pdrop": "training", "attention_probs_dropout_prob": "training",
+    "hidden_dropout_prob": "training", "residual_dropout": "training",
+    "embedding_dropout": "training", "classifier_dropout": "another task",
+    "pretraining_tp": "how it was trained, not what", "output_attentions": "what is returned",
+    "output_hidden_states": "what is returned", "return_dict": "what is returned",
+    "id2label": "another task", "label2id": "another task", "problem_type": "another task",
+    "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "false, or refused",
+    "attn_implementation": "how, not what", "_attn_implementation": "how, not what",
+    "router_aux_loss_coef": "training", "output_router_logits": "training",
+    "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
+    "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
+    "quantization_config": "read with the tensors",
+}  # fmt: skip
+
+
+@dataclass
+class Keys:
+    """A configuration's values by Hugging Face's names. Every one must be read, or it is an error.
+
+    ``source``: the file, for messages; ``shown``: what it calls a key, where that is another name;
+    ``tensors``: the names of its tensors. ``gguf``: it is a GGUF file, whose weights are laid out
+    as llama.cpp's converter does. ``interleaved``: rows of q and k stand so that what rotates
+    together are neighbours.
+    """
+
+    source: str
+    values: Mapping[str, Any]
+    tensors: Iterable[str]
+    shown: Mapping[str, str]
+    gguf: bool = False
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, kind: type[T], default: Any = ...) -> T:
+        """The value of ``name``; null counts as absent. ConfigError if it is missing (unless there
+        is a default) or of another type."""
+        value = self._look(name)
+        if value is None:
+            if default is ...:
+                raise ConfigError(f"{self.source}: missing key {self.called(name)!r}")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            text = f"{self.called(name)} = {value!r} is not {kind.__name__}"
+            raise ConfigError(f"{self.source}: {text}")
+        return value
+
+    def _look(self, name: str) -> Any:
+        self._read.add(name)
+        return self.values.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value; that does not read it."""
+        return self.values.get(name) is not None
+
+    def positive(self, name: str, default: Any = ...) -> int:
+        """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
+        value = self(name, int, default)
+        if value is not default and not 1 <= value < 2**31:
+            raise self.error(name, f"= {value} is not in 1..2^31-1")
+        return value
+
+    def factor(self, name: str, default: Any = ...) -> float:
+        """A number above 0, of a size that float32 can compute with."""
+        value = self(name, float, default)
+        if value is not default and not 1e-12 < value < 1e12:
+            raise self.error(name, f"= {value} is not in 1e-12..1e12")
+        return value
+
+    def eps(self, name: str, default: Any = ...) -> float:
+        """What a norm adds to the mean square."""
+        value = self(name, float, default)
+        if not 0 <= value < 1:
+            raise self.error(name, f"= {value} is not in [0, 1)")
+        return value
+
+    def choice(self, name: str, known: Iterable[str], default: Any = ...) -> str:
+        """A text out of ``known``."""
+        value = self(name, str, default)
+        if value not in (known := list(known)):
+            raise self.error(name, f"= {value!r} is not supported, only {', '.join(known)}")
+        return value
+
+    def only(self, name: str, value: Any) -> None:
+        """A key of which one value alone is supported, which is what its absence means, too."""
+        if self.has(name) and self._look(name) != value:
+            raise self.error(name, f"= {self._look(name)!r} is not supported, only {value!r}")
+        self._read.add(name)
+
+    def bias(self, name: str, default: bool = False) -> bool | None:
+        """A flag of biases; of a GGUF file None: they are there if it has them."""
+        return None if self.gguf else self(name, bool, default)
+
+    def layers(self) -> int:
+        """The count of layers, of which the file has the last: it may be any number in the key."""
+        count = self.positive("num_hidden_layers")
+        last = re.compile(rf"(^|\.){count - 1}\.")
+        if not any(last.search(name) for name in self.tensors):
+            text = f"missing tensor '*.{count - 1}.*', of the last of {count} layers"
+            raise ModelFileError(f"{self.source}: {text}")
+        return count
+
+    def each_layer(self, name: str, kinds: Mapping[str, T], default: Iterable[T]) -> list[T]:
+        """A list with a text for each layer, as what the texts stand for; ``default`` without."""
+        found = self(name, list, None)
+        if found is None:
+            return list(default)
+        if len(found) != (count := self.layers()):
+            raise self.error(name, f"has {len(found)} entries for {count} layers")
+        for value in found:
+            if not isinstance(value, str) or value not in kinds:
+                raise self.error(name, f"has {value!r}, not {' or '.join(kinds)}")
+        return [kinds[value] for value in found]
+
+    def called(self, name: str) -> str:
+        """What the file calls a key."""
+        return self.shown.get(name, name)
+
+    def error(self, name: str, text: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {self.called(name)} {text}")
+
+    def ignore(self, *names: str) -> None:
+        """Keys that say nothing about what is computed."""
+        self._read.update(names)
+
+    def finish(self) -> None:
+        """ConfigError for a key that nothing read."""
+        for name in self.values:
+            if name not in self._read and name not in IGNORED:
+                text = f"the model does not know the key {self.called(name)!r}"
+                raise ConfigError(f"{self.source}: {text}")
+
+    @property
+    def read(self) -> set[str]:
+        """The names that were asked for."""
+        return set(self._read)
+
+
+def windows(keys: Keys, usual: Callable[[int], bool]) -> list[int]:
+    """The window of each layer, 0 where it has none: those of layer_types have the model's one, or
+    where no key tells, those of which ``usual`` is true."""
+    window = keys.positive("sliding_window", 0)
+    near = keys.each_layer(
+        "layer_types",
+        {"sliding_attention": True, "full_attention": False},
+        map(usual, range(keys.layers())),
+    )
+    return [window if each else 0 for each in near]
+
+
+def base_config(keys: Keys, eps: str = "rms_norm_eps", act: str = "silu") -> DecoderConfig:
+    """What the families of llama's kin have in common, under llama's names; ``eps``: the key of the
+    norms', ``act``: the activation where no key states it."""
+    from ..rotary import rope_config
+
+    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
+    head_dim = keys.positive("head_dim", dim // heads)
+    kv_heads = keys.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{keys.source}: {heads} heads do not share {kv_heads} KV heads")
+    count, activation = keys.layers(), "hidden_act"
+    if keys.has("hidden_activation"):  # which then counts alone
+        activation = "hidden_activation"
+        keys.ignore("hidden_act")
+    return DecoderConfig(
+        vocab=keys.positive("vocab_size"),
+        dim=dim,
+        context=keys.positive("max_position_embeddings"),
+        layers=(Layer(rope_config(keys, head_dim)),) * count,
+        attention=Attention(heads, kv_heads, head_dim),
+        mlp=Mlp(keys.positive("intermediate_size"), keys.choice(activation, ACTIVATIONS, act)),
+        norm=Norm(keys.eps(eps)),
+        tied=keys("tie_word_embeddings", bool, False),
+    )

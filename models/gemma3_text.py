@@ -1,0 +1,55 @@
+"""Gemma 3, text only (Gemma Team 2025): five windowed layers to each global one."""
+
+from dataclasses import replace
+
+from graphllm.decoder import SANDWICH, Decoder, DecoderConfig, Layer, Rope
+from graphllm.rotary import rope_config
+from graphllm.weights.gguf_model import GEMMA_RULES
+from graphllm.weights.keys import Keys, base_config, windows
+from graphllm.weights.rules import GEMMA_NORMS
+
+GGUF = ("gemma3",)
+GGUF_KEYS = {
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
+RULES = GEMMA_RULES
+HF = GEMMA_NORMS
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 7,
+        "rms_norm_eps": 1e-6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "max_position_embeddings": 128, "query_pre_attn_scalar": 10,
+    },
+    {"num_key_value_heads": 6, "query_pre_attn_scalar": 23, "final_logit_softcapping": 5.0},
+    {"num_key_value_heads": 1, "head_dim": 16, "attn_logit_softcapping": 3.0},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.only("use_bidirectional_attention", False)
+    c = base_config(keys, act="gelu_pytorch_tanh")
+    a, period = c.attention, keys.positive("sliding_window_pattern", 6)
+    local = Rope(base=keys.factor("rope_local_base_freq", 10_000.0), dims=a.head_dim)
+    if keys.has("rope_parameters"):
+        local = rope_config(keys, a.head_dim, "sliding_attention")
+    wide = rope_config(keys, a.head_dim, "full_attention", base=1e6)
+    near = windows(keys, lambda i: i % period != period - 1)
+    # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
+    width = a.head_dim if len(near) != 62 else c.dim // a.heads
+    return replace(
+        c,
+        layers=tuple(Layer(local if w else wide, w) for w in near),
+        attention=replace(
+            a, qk_norm="head", scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
+            softcap=keys.factor("attn_logit_softcapping", 0.0),
+            bias=keys.bias("attention_bias"), out_bias=keys.bias("attention_bias"),
+        ),
+        names=replace(c.names, **SANDWICH),
+        embed_scale=c.dim**0.5,
+        tied=keys("tie_word_embeddings", bool, True),
+        logit_softcap=keys.factor("final_logit_softcapping", 0.0),
+    )  # fmt: skip
