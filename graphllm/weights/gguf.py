@@ -6,30 +6,23 @@ A malformed file ends in a ModelFileError that names the file and the key or ten
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..errors import ModelFileError
 from ..quant import WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
     StringArray,
-    TensorInfo,
     read_header,
     read_metadata,
     read_tensors,
-    shown,
 )
+from .mapped import MappedFile, TensorFiles, TensorInfo
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig
@@ -43,25 +36,12 @@ __all__ = ["GGUF", "StringArray", "TensorInfo"]
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
-def _open_map(path: Path) -> mmap.mmap:
-    """The file mapped read-only. Only regular files: opening a pipe could block for ever."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ModelFileError(f"{path}: not a regular file")
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ModelFileError(f"{path}: cannot be opened: {reason}") from None
-
-
-class _Part:
-    """One mapped file."""
+class _Part(MappedFile):
+    """One file, with its header read."""
 
     def __init__(self, path: Path, data: bool) -> None:
-        self.path, self._data = path, data
-        self._map: mmap.mmap | None = _open_map(path)
-        cursor = Cursor(memoryview(self._map), path)
+        super().__init__(path, data)
+        cursor = Cursor(self.view(), path)
         self.version, tensor_count, key_count = read_header(cursor)
         self.metadata = MappingProxyType(read_metadata(cursor, key_count))
         alignment = self.integer("general.alignment", 32)
@@ -77,33 +57,6 @@ class _Part:
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.error(key, f"{value!r} is not an integer")
         return value
-
-    def raw(self, info: TensorInfo) -> np.ndarray:
-        """See `GGUF.raw`."""
-        if self._map is None:
-            raise ModelFileError(f"{self.path}: tensor {shown(info.name)}: the file is closed")
-        if not self._data:
-            raise ModelFileError(
-                f"{self.path}: tensor {shown(info.name)}: the file was opened without its data"
-            )
-        rows = math.prod(info.shape[:-1])
-        return np.frombuffer(self._map, np.uint8, info.nbytes, info.offset).reshape(rows, -1)
-
-    def release(self, info: TensorInfo) -> None:
-        """See `GGUF.release`."""
-        if self._map is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-        if length > 0:
-            with contextlib.suppress(OSError):  # advice only
-                self._map.madvise(mmap.MADV_DONTNEED, start, length)
-
-    def close(self) -> None:
-        mapped, self._map = self._map, None
-        if mapped is not None:
-            with contextlib.suppress(BufferError):  # views are alive
-                mapped.close()
 
 
 def _open_parts(path: Path, data: bool) -> list[_Part]:
@@ -133,7 +86,7 @@ def _open_parts(path: Path, data: bool) -> list[_Part]:
     return parts
 
 
-class GGUF:
+class GGUF(TensorFiles):
     """An open GGUF file, or the parts of one; a context manager.
 
     ``metadata`` maps keys to int, float, bool, str, a read-only NumPy array or a `StringArray`;
@@ -144,27 +97,19 @@ class GGUF:
     """
 
     has_vocabulary = True  # a model file without one is malformed
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorInfo]
+    formats = WEIGHT_FORMATS
 
     def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
-        self.path = Path(path)
-        self._parts = _open_parts(self.path, data)
-        self.version: int = self._parts[0].version
-        self.metadata = self._parts[0].metadata
-        tensors = self.tensors = {}
-        self._home: dict[str, _Part] = {}
-        for part in self._parts:
-            for name, info in part.tensors.items():
-                if name in self.tensors:
-                    raise ModelFileError(
-                        f"{part.path}: tensor {shown(name)}: also in {self._home[name].path.name}"
-                    )
-                tensors[name], self._home[name] = info, part
-        wanted = self._parts[0].integer("split.tensors.count", len(self.tensors))
-        if len(self._parts) > 1 and wanted != len(self.tensors):
+        super().__init__(Path(path))
+        parts = _open_parts(self.path, data)
+        self.version: int = parts[0].version
+        self.metadata: Mapping[str, Any] = parts[0].metadata
+        for part in parts:
+            self._add(part, part.tensors)
+        wanted = parts[0].integer("split.tensors.count", len(self.tensors))
+        if len(parts) > 1 and wanted != len(self.tensors):
             have = f"{wanted} tensors, but the parts have {len(self.tensors)}"
-            raise self._parts[0].error("split.tensors.count", have)
+            raise parts[0].error("split.tensors.count", have)
 
     @property
     def architecture(self) -> str:
@@ -202,48 +147,3 @@ class GGUF:
     @property
     def chat_template(self) -> str | None:
         return self.metadata.get("tokenizer.chat_template") or None
-
-    # -- tensors
-    def info(self, name: str) -> TensorInfo:
-        """The tensor's facts; ModelFileError names a missing one."""
-        if name not in self.tensors:
-            raise ModelFileError(f"{self.path}: tensor {shown(name)}: not in the file")
-        return self.tensors[name]
-
-    def readable(self, name: str) -> TensorInfo:
-        """The tensor's facts; ModelFileError if it is missing, or its format has no dtype here."""
-        info = self.info(name)
-        if not info.supported:
-            known = ", ".join(WEIGHT_FORMATS)
-            raise ModelFileError(
-                f"{self._home[name].path}: tensor {shown(name)}: format {info.dtype} is not "
-                f"supported, only {known}"
-            )
-        return info
-
-    def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes in the mapping, read-only uint8 [rows, row_bytes].
-
-        A row is the last axis of `TensorInfo.shape`. ModelFileError as from `readable`.
-        """
-        info = self.readable(name)
-        return self._home[name].raw(info)
-
-    def release(self, name: str) -> None:
-        """Tell the kernel that the tensor's pages are not needed now; they can be read again.
-
-        Only whole pages inside the tensor are given up. Does nothing where madvise is missing.
-        """
-        info = self.info(name)
-        self._home[name].release(info)
-
-    def close(self) -> None:
-        """Let go of the mapping; it stays until the last view of it is gone."""
-        for part in self._parts:
-            part.close()
-
-    def __enter__(self) -> GGUF:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

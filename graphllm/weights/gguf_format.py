@@ -12,7 +12,6 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from ..dtype import DTYPES, DType
 from ..errors import ModelFileError
+from .mapped import TensorInfo, shown
 
 # ggml_type -> name, for the formats that graphllm has a dtype for.
 _FORMATS: dict[int, str] = {
@@ -49,22 +49,6 @@ _STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
 _MAX_DIMS = 4
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above any model: what a hostile file may cost us
 _MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a file. ``shape`` is outermost first; ``offset`` is from the file's start."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    nbytes: int
-    offset: int
-
-    @property
-    def supported(self) -> bool:
-        """Whether graphllm knows the format; otherwise the tensor can be listed but not read."""
-        return DTYPES.get(self.dtype.name) == self.dtype
 
 
 class StringArray(Sequence[str]):
@@ -192,11 +176,6 @@ class Cursor:
         return StringArray(data, starts, pos)
 
 
-def shown(name: str) -> str:
-    """A name from the file, as errors show it."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
-
-
 def read_header(cursor: Cursor) -> tuple[int, int, int]:
     """Version, number of tensors, number of metadata keys."""
     start = cursor.skip(4)
@@ -250,7 +229,8 @@ def read_tensors(cursor: Cursor, count: int, alignment: int, data: bool) -> dict
             raise cursor.error(
                 f"its {nbytes} bytes at {start} end past the file's {len(cursor.data)} bytes"
             )
-        tensors[name] = TensorInfo(name, shape, dtype, nbytes, start)
+        supported = DTYPES.get(dtype.name) == dtype
+        tensors[name] = TensorInfo(name, shape, dtype, nbytes, start, supported)
     _no_overlap(cursor, tensors)
     return tensors
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..dtype import DType
 from ..quant import quantise
 from .gguf import GGUF
-from .gguf_format import TensorInfo
+from .mapped import TensorInfo
 from .shapes import Shape, metadata, shape_named, tensors
 
 _SPREAD = 0.02  # standard deviation of a weight, as models are made
