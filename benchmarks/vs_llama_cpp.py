@@ -23,7 +23,8 @@ import llama_cpp
 
 import graphllm
 from graphllm.cli.bench import Grid, numbers
-from graphllm.llm import LLM, model_path
+from graphllm.llm import LLM
+from graphllm.weights.files import model_path
 from graphllm.profiler.bench import Test, fillers, once
 
 

@@ -255,8 +255,8 @@ class Decoder(Module):
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
     ) -> Tensor:
         """Cache k and v [T, Hkv, D] of layer ``i``, and attend with q [T, H, D]: [T, H * D]."""
-        pools = (self.cache(i, e, t, batch) for e, t in (("k", k), ("v", v)))
-        return self.attention(q, *pools, i, batch, scale)
+        k, v = self.cache(i, "k", k, batch), self.cache(i, "v", v, batch)
+        return self.attention(q, k, v, i, batch, scale)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0

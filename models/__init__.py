@@ -1,7 +1,8 @@
 """Model families, one file each, named after the Hugging Face ``model_type``.
 
 A family's module has ``config(keys)``, which makes a `DecoderConfig` of the configuration under
-Hugging Face's names, and ``Model``, which builds the graph. What else it may have: `Family`.
+Hugging Face's names, and ``Model``, which builds the graph. What else it may have:
+`graphllm.family.Family`.
 """
 
 from __future__ import annotations
@@ -10,53 +11,11 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from graphllm.errors import ModelFileError
-from graphllm.weights import WeightRule
-
-if TYPE_CHECKING:
-    from graphllm.config import DecoderConfig
-    from graphllm.decoder import Decoder
-    from graphllm.weights.keys import Keys
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model file says, by the names that it says it under, in capitals:
-
-    HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
-    tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
-    architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
-    ones; RULES: what GGUF calls the weights. TINY: configurations of small models, as config.json
-    states them, from which tests are made; the first is complete, others change some of its keys.
-    """
-
-    name: str
-    model: type[Decoder]
-    config: Callable[[Keys], DecoderConfig]
-    types: tuple[str, ...] = ()
-    hf: Sequence[WeightRule] = ()
-    gguf: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = field(default_factory=dict)
-    rules: Sequence[WeightRule] = ()
-    tiny: Sequence[Mapping[str, Any]] = ()
-
-    @classmethod
-    def of(cls, module: ModuleType, path: str) -> Family:
-        """ModelFileError names what the module lacks."""
-        missing = [name for name in ("Model", "config") if not hasattr(module, name)]
-        if missing:
-            raise ModelFileError(f"{path}: a model file needs {' and '.join(missing)}")
-        name = Path(path).stem
-        optional = ("hf", "types", "gguf", "gguf_keys", "rules", "tiny")
-        stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
-        stated["types"] = (name, *stated.get("types", ()))
-        return cls(name, module.Model, module.config, **stated)
+from graphllm.family import Family
 
 
 def families() -> list[Family]:

@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights.gguf_model import LLAMA_RULES
 from graphllm.weights.keys import Keys, base_config, windows
 
 GGUF = ("qwen2",)
-RULES = LLAMA_RULES
 Model = Decoder
 TINY = (
     {

@@ -16,6 +16,7 @@ from graphllm.ops.attention import _visible_pairs
 from graphllm.plan import Plan
 from graphllm.profiler import bench, predict
 from graphllm.tensor import Var, feed, state
+from graphllm.weights.files import model_path
 from graphllm.weights.gguf import GGUF
 from graphllm.weights.random import RandomFile
 

@@ -74,8 +74,7 @@ def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
 @pytest.mark.parametrize("path", CORE, ids=shown)
 def test_the_core_names_no_op_no_model_and_no_backend(path):
     """By an identifier, or in a text as a whole word."""
-    families = {m.__name__.rpartition(".")[2] for m in models.families()}
-    families |= {arch for m in models.families() for arch in m.GGUF}
+    families = {n for f in models.families() for n in (*f.types, *f.gguf)}
     known = set(ops.registry()) | families | set(ORDER) | {"cuda", "numba", "cupy"}
     found = []
     for word, line, is_text in words(parsed(path)):

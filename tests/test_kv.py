@@ -19,13 +19,11 @@ from graphllm.weights.gguf import GGUF
 
 WINDOWED = """
 from dataclasses import replace
-from graphllm.decoder import Decoder as Model, Layer, Rope
-from graphllm.weights.gguf_model import LLAMA_RULES as RULES, base_config
-
-GGUF = ("llama",)
+from graphllm.decoder import Decoder as Model
+from graphllm.weights.keys import base_config
 
 def config(keys):
-    plain = base_config(keys, Rope())
+    plain = base_config(keys)
     layers = tuple(replace(layer, window=20 * (i % 2)) for i, layer in enumerate(plain.layers))
     return replace(plain, layers=layers)
 """

@@ -88,7 +88,7 @@ def test_a_model_is_one_file(tmp_path):
     """Side by side is the same as one after another where attention or MLP gives nothing."""
     (tmp_path / "parallel.py").write_text(example("Add a model"))
     own = {"model_def": tmp_path / "parallel.py"}
-    weights = tiny.llama_weights()
+    weights = tiny.llama_weights(bias=True)
     for silent in ("mlp.down_proj", "self_attn.o_proj"):
         both = {k: 0 * v if silent in k else v for k, v in weights.items()}
         for name in [n for n in both if "post_attention_layernorm" in n]:

@@ -194,11 +194,7 @@ def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
 def _tokens(file: ModelFile, prompt: str, ids: Sequence[int] | None) -> list[int]:
     if ids is None and not prompt:
         raise RequestError("the prompt is empty")
-    found = (
-        list(ids)
-        if ids is not None
-        else file.tokenizer().encode(prompt, add_special=True)
-    )
+    found = list(ids) if ids is not None else file.tokenizer().encode(prompt, add_special=True)
     if not found:
         raise RequestError("the prompt has no tokens")
     return found

@@ -12,13 +12,13 @@ import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from . import NamedWeights, Weights
-from .gguf_format import TensorInfo
 from .keys import Keys
+from .mapped import TensorInfo
 from .safetensors import Safetensors
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig
-    from ..models import Family
+    from ..family import Family
     from ..tokenizer import Tokenizer
 
 _MOST = 16 << 20  # bytes of a config.json

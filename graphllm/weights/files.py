@@ -6,32 +6,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..dtype import DType
 from ..errors import ModelFileError
 from . import Weights
 from .demo import demo_path
+from .mapped import TensorInfo
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig
-    from ..models import Family
+    from ..family import Family
     from ..tokenizer import Tokenizer
     from .keys import Keys
-
-
-class Stored(Protocol):
-    """One tensor of a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    nbytes: int
 
 
 class ModelFile(Protocol):
     """An open model: configuration, tensors, tokenizer. ModelFileError where one is malformed."""
 
     path: Path
-    has_vocabulary: bool
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether there is a tokenizer."""
 
     @property
     def kind(self) -> str:
@@ -46,7 +40,7 @@ class ModelFile(Protocol):
         """All that it states, by its own names."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """By the file's own names."""
 
     def family(self) -> Family:
@@ -66,12 +60,18 @@ class ModelFile(Protocol):
     def close(self) -> None: ...
 
 
-def open_model(model: str | Path, data: bool = True) -> ModelFile:
-    """The model that MODEL names: a path, or ``demo``. Without ``data`` tensors are not read, and
-    need not be there. ModelFileError."""
+def model_path(model: str | Path) -> Path:
+    """The file or directory that MODEL names: a path, or ``demo``. ModelFileError."""
     path = demo_path() if str(model) == "demo" else Path(model)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file")
+    return path
+
+
+def open_model(model: str | Path, data: bool = True) -> ModelFile:
+    """The model that MODEL names. Without ``data`` tensors are not read, and need not be there.
+    ModelFileError."""
+    path = model_path(model)
     if path.is_dir():
         from .directory import Directory
 

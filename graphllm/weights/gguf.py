@@ -26,7 +26,7 @@ from .mapped import MappedFile, TensorFiles, TensorInfo
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig
-    from ..models import Family
+    from ..family import Family
     from ..tokenizer import Tokenizer
     from . import Weights
     from .keys import Keys

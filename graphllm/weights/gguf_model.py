@@ -11,7 +11,7 @@ from .keys import Keys
 from .rules import WeightRule
 
 if TYPE_CHECKING:
-    from ..models import Family
+    from ..family import Family
 
 
 def _layer(canonical: str, stored: str) -> WeightRule:

@@ -186,6 +186,7 @@ def base_config(keys: Keys, eps: str = "rms_norm_eps", act: str = "silu") -> Dec
     kv_heads = keys.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{keys.source}: {heads} heads do not share {kv_heads} KV heads")
+    stated = None if keys.gguf else False  # biases
     count, activation = keys.layers(), "hidden_act"
     if keys.has("hidden_activation"):  # which then counts alone
         activation = "hidden_activation"
@@ -195,7 +196,7 @@ def base_config(keys: Keys, eps: str = "rms_norm_eps", act: str = "silu") -> Dec
         dim=dim,
         context=keys.positive("max_position_embeddings"),
         layers=(Layer(rope_config(keys, head_dim)),) * count,
-        attention=Attention(heads, kv_heads, head_dim),
+        attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
         mlp=Mlp(keys.positive("intermediate_size"), keys.choice(activation, ACTIVATIONS, act)),
         norm=Norm(keys.eps(eps)),
         tied=keys("tie_word_embeddings", bool, False),

@@ -12,15 +12,7 @@ import numpy as np
 from ..dtype import DTYPES, F32, DType
 from ..errors import ModelFileError
 from ..tensor import Meta
-
-
-class Stored(Protocol):
-    """One tensor of a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> DType: ...
+from .mapped import TensorInfo
 
 
 class TensorFile(Protocol):
@@ -29,8 +21,8 @@ class TensorFile(Protocol):
     @property
     def path(self) -> object: ...
     @property
-    def tensors(self) -> Mapping[str, Stored]: ...
-    def readable(self, name: str) -> Stored: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def readable(self, name: str) -> TensorInfo: ...
     def raw(self, name: str) -> np.ndarray: ...
     def release(self, name: str) -> None: ...
 
@@ -140,6 +132,7 @@ class WeightRule:
             name = name.replace(hole, found.get(key) or "")
         return name, int(found.get("e") or 0)
 
+
 GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
 
 
@@ -163,7 +156,9 @@ class NamedWeights:
         for name, weight in self._weights.items():
             lacking = set(range(len(weight.parts))) - weight.parts.keys()
             if lacking:
-                raise ModelFileError(f"{file.path}: missing tensor, part {min(lacking)} of {name!r}")
+                raise ModelFileError(
+                    f"{file.path}: missing tensor, part {min(lacking)} of {name!r}"
+                )
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
         found = ((rule, rule.canonical(stored)) for rule in rules)

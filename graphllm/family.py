@@ -1,0 +1,53 @@
+"""What a model file says of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelFileError
+from .weights.gguf_model import LLAMA_RULES
+from .weights.rules import WeightRule
+
+if TYPE_CHECKING:
+    from .config import DecoderConfig
+    from .decoder import Decoder
+    from .weights.keys import Keys
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model file says, by the names that it says it under, in capitals:
+
+    HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
+    tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
+    architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
+    ones; RULES: what GGUF calls the weights (llama's by default). TINY: configurations of small
+    models, as config.json states them, from which tests are made; the first is complete, others
+    change some of its keys.
+    """
+
+    name: str
+    model: type[Decoder]
+    config: Callable[[Keys], DecoderConfig]
+    types: tuple[str, ...] = ()
+    hf: Sequence[WeightRule] = ()
+    gguf: tuple[str, ...] = ()
+    gguf_keys: Mapping[str, str] = field(default_factory=dict)
+    rules: Sequence[WeightRule] = LLAMA_RULES
+    tiny: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def of(cls, module: ModuleType, path: str) -> Family:
+        """ModelFileError names what the module lacks."""
+        missing = [name for name in ("Model", "config") if not hasattr(module, name)]
+        if missing:
+            raise ModelFileError(f"{path}: a model file needs {' and '.join(missing)}")
+        name = Path(path).stem
+        optional = ("hf", "types", "gguf", "gguf_keys", "rules", "tiny")
+        stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
+        stated["types"] = (name, *stated.get("types", ()))
+        return cls(name, module.Model, module.config, **stated)
