@@ -84,7 +84,7 @@ FILE_TYPES = {
     30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
 }  # fmt: skip
 _MIX_NAME = "Q4_K - Medium"
-_STAND_INS = {
+STAND_INS = {  # where rows are not whole blocks
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1",
     "q6_k": "q8_0",
 }  # fmt: skip
@@ -176,7 +176,7 @@ def _more(kind: str, layer: int, layers: int) -> str:
 def _matrix(name: str, rows: int, columns: int, kind: str) -> Stored:
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
-        form = DTYPES[_STAND_INS.get(form.name, "f16")]
+        form = DTYPES[STAND_INS.get(form.name, "f16")]
     if columns % form.block:
         form = DTYPES["f16"]
     return f"{name}.weight", (rows, columns), form

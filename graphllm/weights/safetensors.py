@@ -1,0 +1,116 @@
+"""Reader of safetensors files, memory-mapped: a directory as Hugging Face lays it out, or one file.
+
+Our own rather than the package's, since weights are to stay in the mapping, and their pages to be
+released. A malformed file ends in a ModelFileError; see `safetensors_format`, which reads headers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from ..errors import ModelFileError
+from .mapped import MappedFile, TensorFiles, shown
+from .safetensors_format import MAX_HEADER, READABLE, read_header
+from .strict_json import json_object
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLE = re.compile(r"pytorch_model.*\.bin|.*\.(pt|pth|ckpt|pkl)", re.DOTALL)
+_NEVER = "a pickle, which can run code, is never loaded; convert it to safetensors"
+
+
+class _File(MappedFile):
+    """One file, with its header read."""
+
+    def __init__(self, path: Path, data: bool) -> None:
+        super().__init__(path, data)
+        self.tensors = read_header(self.view(), path, data)
+
+
+class Safetensors(TensorFiles):
+    """The tensors of a directory or of one ``.safetensors`` file; a context manager.
+
+    A directory has ``model.safetensors``, or ``model.safetensors.index.json`` and the shards that
+    it names; which tensor is where must agree. A tensor may begin at any byte. Without ``data``
+    headers are all that is read, and all that must be there: `raw` is an error then. ModelFileError
+    when a file is missing or malformed.
+    """
+
+    formats = tuple(dtype.name for dtype in READABLE.values())
+
+    def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
+        super().__init__(Path(path))
+        file = _of_directory(self.path) if self.path.is_dir() else self.path
+        if _PICKLE.fullmatch(file.name):
+            raise ModelFileError(f"{file}: {_NEVER}")
+        if file.name.endswith(".index.json"):
+            self._add_shards(file, data)
+        else:
+            one = _File(file, data)
+            self._add(one, one.tensors)
+
+    def _add_shards(self, index: Path, data: bool) -> None:
+        """All shards of an index, which must say of each tensor where it is."""
+        homes = _read_index(index)
+        for shard in dict.fromkeys(homes.values()):
+            path = index.parent / shard
+            if not os.path.lexists(path):
+                raise ModelFileError(f"{path}: missing, but named in {index.name}")
+            file = _File(path, data)
+            for name in file.tensors:
+                if name not in homes:
+                    raise ModelFileError(f"{path}: tensor {shown(name)}: not in {index.name}")
+                if homes[name] != shard:
+                    raise ModelFileError(
+                        f"{path}: tensor {shown(name)}: {index.name} has it in {shown(homes[name])}"
+                    )
+            self._add(file, file.tensors)
+        for name, shard in homes.items():
+            if name not in self.tensors:
+                raise ModelFileError(
+                    f"{index.parent / shard}: tensor {shown(name)}: missing, but in {index.name}"
+                )
+
+
+def _of_directory(folder: Path) -> Path:
+    """The directory's file of weights, or its index. ModelFileError says what is there instead."""
+    for name in (_SINGLE, _INDEX):
+        if os.path.lexists(folder / name):
+            return folder / name
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise ModelFileError(f"{folder}: cannot be opened: {error.strerror}") from None
+    files = [name for name in names if name.endswith(".safetensors") and name.isprintable()]
+    pickles = [name for name in names if _PICKLE.fullmatch(name) and name.isprintable()]
+    if files:
+        raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}; it has {files[0]}")
+    if pickles:
+        raise ModelFileError(f"{folder / pickles[0]}: {_NEVER}")
+    raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> the shard that it is in, a path within the directory."""
+    view = MappedFile(path, data=False).view()
+    if len(view) > MAX_HEADER:
+        raise ModelFileError(f"{path}: {len(view)} bytes are too many (at most {MAX_HEADER})")
+    homes = json_object(bytes(view), str(path)).get("weight_map")
+    if not isinstance(homes, dict) or not homes:
+        raise ModelFileError(f"{path}: no object 'weight_map', or nothing in it")
+    for name, shard in homes.items():
+        if not isinstance(shard, str) or not _inside(shard):
+            raise ModelFileError(
+                f"{path}: tensor {shown(name)}: {shown(str(shard))} is no .safetensors file within "
+                "the directory"
+            )
+    return homes
+
+
+def _inside(shard: str) -> bool:
+    """Whether a shard's path stays in the directory, and can stand in an error."""
+    path = PurePosixPath(shard)
+    climbs = path.is_absolute() or ".." in path.parts
+    fits = len(shard) <= 255 and shard.isprintable()
+    return shard.endswith(".safetensors") and fits and not climbs

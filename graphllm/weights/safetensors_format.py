@@ -1,0 +1,113 @@
+"""The header of a safetensors file: eight bytes of length, a JSON object, then the tensors' bytes.
+
+Source of the format: the README of huggingface/safetensors. The file is read as hostile: what the
+header says is checked against itself and against the bytes that are there, so a malformed file ends
+in a ModelFileError that names the file and the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..dtype import BF16, F16, F32, I8, I32, I64, DType
+from ..errors import ModelFileError
+from .mapped import TensorInfo, shown
+from .strict_json import json_object
+
+# Not weights themselves, but what weights may be stored in: packed nibbles, flags.
+U8 = DType("u8", 1, 1, np.dtype(np.uint8))
+BOOL = DType("bool", 1, 1, np.dtype(np.bool_))
+
+READABLE: dict[str, DType] = {
+    "F32": F32, "F16": F16, "BF16": BF16, "U8": U8, "I8": I8, "I32": I32, "I64": I64, "BOOL": BOOL,
+}  # fmt: skip
+
+# The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
+_FOREIGN: dict[str, DType] = {
+    name: DType(name.lower(), block, nbytes)
+    for name, block, nbytes in (
+        ("F64", 1, 8), ("F8_E4M3", 1, 1), ("F8_E5M2", 1, 1), ("F8_E4M3FNUZ", 1, 1),
+        ("F8_E5M2FNUZ", 1, 1), ("F8_E8M0", 1, 1), ("F6_E2M3", 4, 3), ("F6_E3M2", 4, 3),
+        ("F4", 2, 1), ("I16", 1, 2), ("U16", 1, 2), ("U32", 1, 4), ("U64", 1, 8), ("C64", 1, 8),
+    )
+}  # fmt: skip
+
+_KNOWN = READABLE | _FOREIGN
+
+MAX_HEADER = 100_000_000  # bytes: the format's limit
+_MAX_DIMS = 8
+_KEYS = {"dtype", "shape", "data_offsets"}
+_METADATA = "__metadata__"
+_LFS = b"version "  # how a pointer of Git LFS begins; no header is that long
+
+
+def read_header(view: memoryview, path: Path, data: bool) -> dict[str, TensorInfo]:
+    """The tensors by name, in the order of their bytes, which fill the file without gaps: to its
+    end where its ``data`` will be read."""
+    if view[:8] == _LFS:
+        raise ModelFileError(f"{path}: a pointer of Git LFS, not the file (git lfs pull gets it)")
+    size = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or size > MAX_HEADER:
+        raise ModelFileError(f"{path}: not a safetensors file: no length of a header at its start")
+    start = 8 + size
+    if start > len(view):
+        raise ModelFileError(
+            f"{path}: header: the file ends at byte {len(view)}, the header at {start}"
+        )
+    text = bytes(view[8:start])
+    if not text.startswith(b"{"):
+        raise ModelFileError(f"{path}: header: does not begin with '{{'")
+    header = json_object(text, f"{path}: header")
+    _check_metadata(header.pop(_METADATA, {}), path)
+    found = [_entry(name, value, start, path) for name, value in header.items()]
+    found.sort(key=lambda t: (t.offset, t.nbytes))
+    end = start
+    for info in found:
+        if info.offset != end:
+            what = "overlaps the one before it" if info.offset < end else "a gap before its bytes"
+            raise _error(path, info.name, what)
+        end += info.nbytes
+        if data and end > len(view):
+            what = f"its {info.nbytes} bytes at {info.offset} end past the file's {len(view)} bytes"
+            raise _error(path, info.name, what)
+    if data and end < len(view):
+        raise ModelFileError(f"{path}: the last {len(view) - end} bytes belong to no tensor")
+    return {info.name: info for info in found}
+
+
+def _error(path: Path, name: str, text: str) -> ModelFileError:
+    return ModelFileError(f"{path}: tensor {shown(name)}: {text}")
+
+
+def _check_metadata(value: Any, path: Path) -> None:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ModelFileError(f"{path}: header: {_METADATA} does not map strings to strings")
+
+
+def _entry(name: str, value: Any, start: int, path: Path) -> TensorInfo:
+    """What the header says about one tensor; the data begin at ``start``."""
+    if not isinstance(value, dict) or value.keys() != _KEYS:
+        raise _error(path, name, f"its entry is not an object of {', '.join(sorted(_KEYS))}")
+    kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(kind, str) or kind not in _KNOWN:
+        raise _error(path, name, f"unknown dtype {shown(str(kind))}")
+    dtype = _KNOWN[kind]
+    if not _counts(shape) or len(shape) > _MAX_DIMS:
+        raise _error(path, name, f"shape is not a list of at most {_MAX_DIMS} sizes")
+    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _error(path, name, "data_offsets are not a beginning and an end")
+    elements, nbytes = math.prod(shape), offsets[1] - offsets[0]
+    if elements % dtype.block or elements // dtype.block * dtype.nbytes != nbytes:
+        raise _error(path, name, f"{kind} of shape {shape} does not have {nbytes} bytes")
+    if math.prod(d for d in shape if d) >= 2**63:  # NumPy refuses it, though it is empty
+        raise _error(path, name, f"shape {shape} is too large")
+    return TensorInfo(name, tuple(shape), dtype, nbytes, start + offsets[0], kind in READABLE)
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a list of integers from 0 that 63 bits hold."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
