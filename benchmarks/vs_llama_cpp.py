@@ -24,8 +24,8 @@ import llama_cpp
 import graphllm
 from graphllm.cli.bench import Grid, numbers
 from graphllm.llm import LLM
-from graphllm.weights.files import model_path
 from graphllm.profiler.bench import Test, fillers, once
+from graphllm.weights.files import model_path
 
 
 class Peer:

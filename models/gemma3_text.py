@@ -25,14 +25,16 @@ TINY = (
         "max_position_embeddings": 128, "query_pre_attn_scalar": 10,
     },
     {"num_key_value_heads": 6, "query_pre_attn_scalar": 23, "final_logit_softcapping": 5.0},
-    {"num_key_value_heads": 1, "head_dim": 16, "attn_logit_softcapping": 3.0},
+    {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 1, "tie_word_embeddings": False},
 )  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
     keys.only("use_bidirectional_attention", False)
+    keys.only("attn_logit_softcapping", None)
     c = base_config(keys, act="gelu_pytorch_tanh")
-    a, period = c.attention, keys.positive("sliding_window_pattern", 6)
+    a, period = c.attention, keys.positive("_sliding_window_pattern", 6)
+    period = keys.positive("sliding_window_pattern", period)
     local = Rope(base=keys.factor("rope_local_base_freq", 10_000.0), dims=a.head_dim)
     if keys.has("rope_parameters"):
         local = rope_config(keys, a.head_dim, "sliding_attention")
@@ -45,7 +47,6 @@ def config(keys: Keys) -> DecoderConfig:
         layers=tuple(Layer(local if w else wide, w) for w in near),
         attention=replace(
             a, qk_norm="head", scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
-            softcap=keys.factor("attn_logit_softcapping", 0.0),
             bias=keys.bias("attention_bias"), out_bias=keys.bias("attention_bias"),
         ),
         names=replace(c.names, **SANDWICH),

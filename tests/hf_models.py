@@ -1,0 +1,73 @@
+"""Small random models of every family, as Hugging Face writes them, with transformers as the
+oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphllm import models
+from graphllm.family import Family
+
+FAMILIES = {family.name: family for family in models.families()}
+VARIANTS = [(f.name, i) for f in FAMILIES.values() for i in range(len(f.tiny))]
+
+
+def config_of(family: Family, variant: int) -> dict[str, Any]:
+    """The configuration of one of a family's small models."""
+    return {**family.tiny[0], **family.tiny[variant]}
+
+
+def randomise(model, seed: int = 0) -> None:
+    """Numbers of a size that keeps sums near one, in place of what initialises training: vectors
+    keep what they are near (ones, zeros) but for a part that tells them apart."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in (*model.parameters(), *_saved_buffers(model)):
+            noise = torch.randn(value.shape, generator=draw)
+            if value.ndim > 1:
+                value.copy_(noise / value.shape[-1] ** 0.5)
+            else:
+                value.add_(0.2 * noise)
+
+
+def _saved_buffers(model):
+    """Buffers that are saved and are weights: corrections of routers."""
+    return [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+
+
+def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):
+    """transformers' model of this ``model_type`` and configuration: float32, eager, random."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    made = AutoConfig.for_model(kind, **config)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager")
+    randomise(model, seed)
+    return model.eval()
+
+
+def write(folder: Path, family: Family, variant: int):
+    """A directory as `save_pretrained` leaves it; returns the oracle."""
+    model = oracle(config_of(family, variant), family.name)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(model, ids: list[int]) -> np.ndarray:
+    """float32 [T, vocab]."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+
+
+def distance(have: np.ndarray, want: np.ndarray) -> float:
+    """The largest difference, as a share of the range of what is wanted."""
+    return float(np.abs(have - want).max() / (want.max() - want.min()))

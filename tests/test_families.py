@@ -1,0 +1,42 @@
+"""Every family against transformers, on small random models that its TINY describes."""
+
+from __future__ import annotations
+
+import hf_models
+import numpy as np
+import pytest
+
+import graphllm
+
+IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 48)]
+PROMPTS = (1, 7, 40)
+STEPS = 8
+
+
+@pytest.fixture(
+    scope="module", params=hf_models.VARIANTS, ids=[f"{n}-{i}" for n, i in hf_models.VARIANTS]
+)
+def model(request, tmp_path_factory):
+    """(the directory, transformers' model)."""
+    name, variant = request.param
+    folder = tmp_path_factory.mktemp(name)
+    return folder, hf_models.write(folder, hf_models.FAMILIES[name], variant)
+
+
+def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
+    """Logits of a prompt, and of single tokens after it: [T, vocab]."""
+    engine = llm.engine
+    engine.begin(ids)
+    first = engine.step_logits(ids[:prompt])
+    return np.concatenate([first, *(engine.step_logits([i]) for i in ids[prompt:])])
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_logits_agree_with_transformers(model, device):
+    folder, oracle = model
+    for prompt in PROMPTS:
+        ids = IDS[: prompt + STEPS]
+        llm = graphllm.load(folder, device=device, kv_type="f32", context=len(ids))
+        want = hf_models.logits_of(oracle, ids)
+        assert hf_models.distance(stepped(llm, ids, prompt), want) <= 1e-4
