@@ -16,6 +16,8 @@ import numpy as np
 from ..dtype import DType
 from ..errors import ModelFileError
 
+NO_PICKLES = "a pickle, which can run code, is never loaded; convert it to safetensors"
+
 Self = TypeVar("Self", bound="TensorFiles")
 
 

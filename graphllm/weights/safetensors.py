@@ -11,13 +11,12 @@ import re
 from pathlib import Path, PurePosixPath
 
 from ..errors import ModelFileError
-from .mapped import MappedFile, TensorFiles, shown
+from .mapped import NO_PICKLES, MappedFile, TensorFiles, shown
 from .safetensors_format import MAX_HEADER, READABLE, read_header
 from .strict_json import json_object
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE = re.compile(r"pytorch_model.*\.bin|.*\.(pt|pth|ckpt|pkl)", re.DOTALL)
-_NEVER = "a pickle, which can run code, is never loaded; convert it to safetensors"
 
 
 class _File(MappedFile):
@@ -43,7 +42,7 @@ class Safetensors(TensorFiles):
         super().__init__(Path(path))
         file = _of_directory(self.path) if self.path.is_dir() else self.path
         if _PICKLE.fullmatch(file.name):
-            raise ModelFileError(f"{file}: {_NEVER}")
+            raise ModelFileError(f"{file}: {NO_PICKLES}")
         if file.name.endswith(".index.json"):
             self._add_shards(file, data)
         else:
@@ -87,7 +86,7 @@ def _of_directory(folder: Path) -> Path:
     if files:
         raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}; it has {files[0]}")
     if pickles:
-        raise ModelFileError(f"{folder / pickles[0]}: {_NEVER}")
+        raise ModelFileError(f"{folder / pickles[0]}: {NO_PICKLES}")
     raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}")
 
 
