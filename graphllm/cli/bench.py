@@ -125,7 +125,7 @@ def bench(
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
     tests, setups = grid.tests(), grid.setups()
-    file = source.open()
+    file = source.open(placing)
     best = _ceiling(placing.device) if ceiling else None
     rows = itertools.chain.from_iterable(
         _rows(partial(placing.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)

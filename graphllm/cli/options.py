@@ -26,10 +26,11 @@ app = typer.Typer(
     help="Run decoder language models, and see op by op where the time goes.",
 )
 
-Model = Annotated[
-    str,
-    typer.Argument(help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False),
-]
+MODEL = (
+    "A .gguf file (the first, if in parts), a Hugging Face directory or ORG/NAME, a .safetensors "
+    "or llama2.c .bin file, or 'demo'."
+)
+Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Template = Annotated[
     str | None,
@@ -91,6 +92,15 @@ class Placing:
     ] = False
     no_fuse: NoFuse = None
     model_def: ModelDef = None
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            help="Quantise float matrices while loading: q8_0, q4_0, ... With --random: the format "
+            "of the weights, q4_k_m by default.",
+            show_default=False,
+        ),
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """As `graphllm.load` takes them."""
@@ -133,27 +143,25 @@ class Source:
 
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A .gguf file (the first, if in parts), or 'demo'.", show_default=False
-        ),
+        typer.Argument(help=MODEL, show_default=False),
     ] = None
     random: Annotated[
         str | None,
         typer.Option("--random", metavar="SHAPE", help="Random weights of a real model's shape."),
     ] = None
-    kind: Annotated[
-        str, typer.Option("--type", help="The format of random weights: q4_0, q4_k_m, f16, ...")
-    ] = "q4_k_m"
 
-    def open(self, data: bool = True) -> ModelFile:
-        """The file, with its tensors' ``data`` or without, or random weights. RequestError."""
+    def open(self, placing: Placing, data: bool = True) -> ModelFile:
+        """The file, with its tensors' ``data`` or without, or random weights, which are made in the
+        type that ``placing`` asks for, and so not converted to it. RequestError."""
         from ..weights.files import open_model
         from ..weights.random import RandomFile
+        from ..weights.shapes import MIX
 
         if self.model is not None and self.random is None:
             return open_model(self.model, data)
         if self.random is not None and self.model is None:
-            return RandomFile(self.random, self.kind)
+            kind, placing.type = placing.type or MIX, None
+            return RandomFile(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
 
 

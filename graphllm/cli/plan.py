@@ -37,7 +37,7 @@ def plan(
     from ..profiler.predict import dry_run
 
     room = None if free is None else round(free * 1e9)
-    found = dry_run(source.open(data=False), **loading.arguments(), free=room)
+    found = dry_run(source.open(loading, data=False), **loading.arguments(), free=room)
     if as_json:
         print(json.dumps(found.as_dict()))
         return

@@ -81,7 +81,7 @@ def _taken(
 ) -> Profile:
     from ..profiler.bench import fillers
 
-    llm = loading.load(source.open())
+    llm = loading.load(source.open(loading))
     ids = fillers(prompt_tokens, llm.decoder.cfg.vocab)
     with progress_line() as show:
         return llm.profile(ids or prompt, decode, repeat, show)

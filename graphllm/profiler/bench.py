@@ -20,7 +20,7 @@ from ..errors import RequestError
 from ..generation.request import Sampling
 from ..graph import root
 from ..ops import get
-from ..tensor import Tensor
+from ..tensor import Meta, Tensor
 from ..weights.shapes import FILE_TYPES
 from .ceilings import cpu_name
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..generation.engine import Engine
     from ..llm import LLM
     from ..plan import Plan
+    from ..weights import Weights
     from ..weights.files import ModelFile
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
@@ -210,9 +211,9 @@ def describe(llm: LLM, threads: int) -> dict[str, Any]:
         "cpu_info": cpu_name(),
         "backends": ",".join(llm.placement()),
         "model_filename": str(file.path),
-        "model_type": model_type(file),
-        "model_size": sum(t.nbytes for t in file.tensors.values()),
-        "model_n_params": parameters(file),
+        "model_type": model_type(file, llm.decoder.weights),
+        "model_size": sum(meta.nbytes for meta in _stored(llm.decoder.weights)),
+        "model_n_params": parameters(llm.decoder.weights),
         "n_batch": llm.limits.tokens,
         "n_ubatch": llm.limits.tokens,
         "n_threads": threads,
@@ -222,24 +223,32 @@ def describe(llm: LLM, threads: int) -> dict[str, Any]:
     }
 
 
-def parameters(file: ModelFile) -> int:
-    """Elements of all tensors."""
-    return sum(t.nbytes // t.dtype.nbytes * t.dtype.block for t in file.tensors.values())
+def _stored(weights: Weights) -> list[Meta]:
+    """Shapes and formats of all weights, as they are run."""
+    metas = map(weights.meta, weights.names())
+    return [meta for meta in metas if meta is not None]
 
 
-def model_type(file: ModelFile) -> str:
+def parameters(weights: Weights) -> int:
+    """Elements of all weights."""
+    return sum(meta.size for meta in _stored(weights))
+
+
+def model_type(file: ModelFile, weights: Weights) -> str:
     """Family, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
-    count = parameters(file)
+    count = parameters(weights)
     size = f"{count / 1e9:.1f}B" if count >= 999.5e6 else f"{count / 1e6:.0f}M"
-    return f"{file.architecture} {size} {_format(file)}"
+    return f"{file.architecture} {size} {_format(file, weights)}"
 
 
-def _format(file: ModelFile) -> str:
-    """What the file says of its formats, else the one of most bytes."""
-    said = file.metadata.get("general.file_type")
-    if isinstance(said, int) and said in FILE_TYPES:
-        return FILE_TYPES[said]
+def _format(file: ModelFile, weights: Weights) -> str:
+    """The format of most bytes; a mix that the file says of itself, by its name."""
     sizes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + tensor.nbytes
-    return max(sizes, key=lambda name: sizes[name]).upper()
+    for meta in _stored(weights):
+        sizes[meta.dtype.name] = sizes.get(meta.dtype.name, 0) + meta.nbytes
+    most = max(sizes, key=lambda name: sizes[name])
+    said = file.metadata.get("general.file_type")
+    stored = {t.dtype.name for t in file.tensors.values()}
+    if isinstance(said, int) and said in FILE_TYPES and most in stored:
+        return FILE_TYPES[said]
+    return most.upper()

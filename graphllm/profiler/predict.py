@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
 from ..backends import Backend, Device, Options
+from ..decoder import Decoder
 from ..errors import PlacementError, RequestError
 from ..executor import Executor
 from ..fit import checked, leaf_buffers
@@ -276,6 +277,7 @@ def dry_run(
     model: str | Path | ModelFile,
     *,
     model_def: str | Path | None = None,
+    type: str | None = None,
     device: str = "auto",
     gpu_layers: int | str = "auto",
     context: int = DEFAULT_CONTEXT,
@@ -298,15 +300,15 @@ def dry_run(
     if free is not None and free < 0:
         raise RequestError(f"free = {free} (--free) must be at least 0")
     file = open_model(model, data=False) if isinstance(model, (str, Path)) else model
-    decoder = decoder_for(file, model_def)
+    decoder = decoder_for(file, model_def, type)
     limits = limits_from(context, kv_type, device).within(decoder.cfg.context)
     planner = _Planner(decoder.weights, device, options, free, pins=place, strict=strict)
     engine = Engine(decoder, planner, limits)
     engine.fit(wanted)
-    return _facts(file, engine, planner)
+    return _facts(file, decoder, engine, planner)
 
 
-def _facts(file: ModelFile, engine: Engine, planner: _Planner) -> DryRun:
+def _facts(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.isa import threads_for
 
     prefill, token = plans = engine.usual_plans()
@@ -319,7 +321,7 @@ def _facts(file: ModelFile, engine: Engine, planner: _Planner) -> DryRun:
         notes.append(str(engine.fitted))
     return DryRun(
         model=str(file.path),
-        model_type=model_type(file),
+        model_type=model_type(file, decoder.weights),
         device=planner.backends[0].name,
         context=engine.limits.context,
         kv_type=engine.limits.kv_dtype,

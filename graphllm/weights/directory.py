@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from . import NamedWeights, Weights
 from .keys import Keys
 from .mapped import TensorInfo
 from .safetensors import Safetensors
+from .strict_json import json_object
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig
@@ -34,30 +34,31 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MOST:
             raise ModelFileError(f"{path}: more than {_MOST >> 20} MB of JSON")
-        value = json.loads(path.read_text("utf-8"))
+        return json_object(path.read_bytes(), str(path))
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: no valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: no JSON object")
-    return value
 
 
 class Directory:
-    """An open Hugging Face directory. Without ``data`` only headers are read."""
+    """An open Hugging Face directory. Without ``data`` only headers are read.
+
+    ``file``: its one ``.safetensors`` file of another name, where that is what the user gave.
+    """
 
     kind = "Hugging Face directory"
 
-    def __init__(self, path: Path, data: bool = True) -> None:
+    def __init__(self, path: Path, data: bool = True, file: Path | None = None) -> None:
         self.path = path
         if not (path / "config.json").is_file():
             raise ModelFileError(f"{path}: is a directory without a config.json")
         self.metadata = read_json(path / "config.json")
-        method = (self.metadata.get("quantization_config") or {}).get("quant_method", "mxfp4")
-        if method not in _QUANTISED:
-            raise ConfigError(f"{path / 'config.json'}: weights of {method!r} are not supported")
-        self.file = Safetensors(path, data)
+        quantised = self.metadata.get("quantization_config")
+        if quantised is not None:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            if method not in _QUANTISED:
+                text = f"weights quantised by {method!r} are not supported"
+                raise ConfigError(f"{path / 'config.json'}: {text}")
+        self.file = Safetensors(file or path, data)
         self._data = data
 
     @property

@@ -61,21 +61,30 @@ class ModelFile(Protocol):
 
 
 def model_path(model: str | Path) -> Path:
-    """The file or directory that MODEL names: a path, or ``demo``. ModelFileError."""
+    """The file or directory that MODEL names: a path, ``demo``, or ``org/name`` of the Hugging Face
+    hub. ModelFileError."""
     path = demo_path() if str(model) == "demo" else Path(model)
-    if not path.exists():
-        raise ModelFileError(f"{path}: no such file")
-    return path
+    if path.exists():
+        return path
+    from . import hub
+
+    if hub.is_name(str(model)):
+        return hub.fetched(str(model))
+    raise ModelFileError(f"{path}: no such file")
 
 
 def open_model(model: str | Path, data: bool = True) -> ModelFile:
     """The model that MODEL names. Without ``data`` tensors are not read, and need not be there.
     ModelFileError."""
     path = model_path(model)
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".safetensors":
         from .directory import Directory
 
-        return Directory(path, data)
+        return Directory(path, data) if path.is_dir() else Directory(path.parent, data, path)
+    if path.suffix == ".bin":
+        from .llama2c_model import Llama2cModel
+
+        return Llama2cModel(path, data)
     from .gguf import GGUF
 
     return GGUF(path, data)
