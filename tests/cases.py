@@ -20,6 +20,7 @@ from graphllm.tensor import Dim, Tensor, Var, feed, state, weight
 
 SPARE = 3  # rows of capacity beyond the largest live value, so that every run leaves some
 PAD, SHIFT = 3, 1  # a strided operand is a slice of rows this much wider, beginning here
+BEHIND = 64  # columns after those of a leading operand
 
 
 @dataclass
@@ -101,6 +102,8 @@ class Group:
         leaf = make(self.leaf(index), stored, arg.dtype)
         if arg.layout == "strided":
             return leaf.slice(-1, SHIFT, SHIFT + shape[-1])
+        if arg.layout == "leading":
+            return leaf.slice(-1, 0, shape[-1])  # type: ignore[arg-type]
         if arg.layout == "permuted":
             return leaf.permute(0, *range(len(shape) - 1, 0, -1))
         return leaf.expand(*shape) if arg.layout == "expanded" else leaf
@@ -186,6 +189,8 @@ def _rng(name: str) -> np.random.Generator:
 def _stored_shape(shape: tuple, layout: str) -> tuple:
     if layout == "strided":
         return (*shape[:-1], shape[-1] + PAD)
+    if layout == "leading":
+        return (*shape[:-1], shape[-1] + BEHIND)
     if layout == "permuted":
         return (shape[0], *shape[:0:-1])
     return (shape[0], 1, *shape[2:]) if layout == "expanded" else shape
@@ -194,9 +199,19 @@ def _stored_shape(shape: tuple, layout: str) -> tuple:
 def _viewed(stored: Any, shape: tuple[int, ...], layout: str) -> Any:
     if layout == "strided":
         return stored[..., SHIFT : SHIFT + shape[-1]]
+    if layout == "leading":
+        return _leading(stored, shape)
     if layout == "permuted":
         return stored.transpose(0, *range(len(shape) - 1, 0, -1))
     return np.broadcast_to(stored, shape) if layout == "expanded" else stored
+
+
+def _leading(stored: Any, shape: tuple[int, ...]) -> Any:
+    if not isinstance(stored, Blocks):
+        return stored[..., : shape[-1]]
+    assert prod(shape[1:-1]) == 1, "blocks of several lines do not follow one another"
+    raw = stored.raw[:, : stored.dtype.row_nbytes(shape[-1])]
+    return Blocks(raw, stored.dtype, shape[-1])
 
 
 def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:

@@ -89,8 +89,8 @@ def rms_norm(x, w, eps):
     return result
 
 
-def rope(x, pos, factors, base, dims, style, scale):
-    """Each pair as a complex number, turned by e^(i angle); the angle itself is float32's."""
+def rope(x, pos, factors, base, dims, style, scale, magnitude):
+    """Each pair as a complex number times m e^(i angle); the angle itself is float32's."""
     dims = dims or x.shape[-1]
     result = x.astype(np.float64)
     for t, i in np.ndindex(x.shape[0], dims // 2):
@@ -100,8 +100,37 @@ def rope(x, pos, factors, base, dims, style, scale):
         angle = float(F32(pos[t]) * frequency)
         a, b = (i, i + dims // 2) if style == "half" else (2 * i, 2 * i + 1)
         for h in range(x.shape[1]):
-            z = complex(x[t, h, a], x[t, h, b]) * complex(math.cos(angle), math.sin(angle))
+            turn = complex(math.cos(angle), math.sin(angle)) * float(F32(magnitude))
+            z = complex(x[t, h, a], x[t, h, b]) * turn
             result[t, h, a], result[t, h, b] = z.real, z.imag
+    return result
+
+
+def positions_2d(pos, q_start, prefix_len, part):
+    """ChatGLM-6B: a prompt of C tokens counts 0..C-1 and then stays; what follows counts 1, 2.."""
+    result = []
+    for s, count in enumerate(map(int, prefix_len)):
+        for p in map(int, pos[q_start[s] : q_start[s + 1]]):
+            within = not count or p < count
+            result.append((p if within else count - 1, 0 if within else p - count + 1)[part])
+    return np.array(result, np.int32)
+
+
+def sinusoids(pos, width, offset=0):
+    """fairseq's SinusoidalPositionalEmbedding; the angle itself is float32's."""
+    half = width // 2
+    result = np.zeros((len(pos), width))
+    for t, i in np.ndindex(len(pos), half):
+        angle = float(F32(int(pos[t]) + offset) * F32(math.exp(-math.log(10000) * i / (half - 1))))
+        result[t, i], result[t, half + i] = math.sin(angle), math.cos(angle)
+    return result
+
+
+def concat(a, b):
+    result = np.empty((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.dtype)
+    for at in np.ndindex(result.shape):
+        last = at[-1] - a.shape[-1]
+        result[at] = a[at] if last < 0 else b[(*at[:-1], last)]
     return result
 
 
@@ -326,6 +355,9 @@ ORACLES = {
     "rms_norm": rms_norm,
     "softmax": softmax,
     "rope": rope,
+    "positions_2d": positions_2d,
+    "sinusoids": sinusoids,
+    "concat": concat,
     "attention": attention,
     "kv_write": kv_write,
     "cast": cast,

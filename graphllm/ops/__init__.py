@@ -50,7 +50,8 @@ class Cost:
 @dataclass(frozen=True)
 class Arg:
     """A test operand. ``shape`` may begin with a Var's name. ``layout``: contiguous, strided (a
-    slice of wider rows), permuted (axes 1.. stored in reverse) or expanded (axis 1 repeats).
+    slice of wider rows), leading (the first columns of rows with 64 more, of any dtype), permuted
+    (axes 1.. stored in reverse) or expanded (axis 1 repeats).
 
     ``leaf`` says what it is in the graph: input, state or weight. ``make(rng, shape)`` gives its
     values (float32 or integers; quantised dtypes are quantised from them); normal by default.

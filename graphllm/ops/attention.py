@@ -119,6 +119,7 @@ def _infer(
 ):  # fmt: skip
     for name, pool in (("k", k), ("v", v)):
         expect(name, pool, 3, *CACHED)
+        require(pool.inner_contiguous, f"{name}'s heads lie apart: a slice must leave rows whole")
     expect("q", q, 3, "f32")
     expect("q_start", q_start, 1, "i32")
     expect("kv_len", kv_len, 1, "i32")
@@ -153,7 +154,8 @@ def _cost(out, q, k, v, q_start, kv_len, table, *rest, env, block, window, **_):
         seen = tokens * (table.shape[1] * block if each <= 1 else (each + 1) / 2)
     start = max(0, seen / tokens - (each + 1) / 2) if tokens else 0  # cached before the step
     pairs, keys = _visible_pairs(start, each, window)
-    row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in (k, v))
+    pools = (k, v) if v.contiguous else (k,)  # else v is a part of k
+    row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in pools)
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
     flops = 2 * pairs * sequences * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(flops, q.nbytes + out.nbytes + keys * sequences * row + small)
@@ -236,8 +238,10 @@ def _slopes(rng, shape):
 
 def _sample(
     batch, heads=(4, 2), width=(32, 32), kind=F32, layout="contiguous", attrs=(), extras=(),
+    values="contiguous",
 ):  # fmt: skip
-    pools = [Arg((batch.slots, heads[1], w), kind, leaf="state") for w in width]
+    layouts = zip(width, ("contiguous", values))
+    pools = [Arg((batch.slots, heads[1], w), kind, how, leaf="state") for w, how in layouts]
     optional = (
         Arg(heads[:1], leaf="weight") if "sinks" in extras else None,
         Arg(heads[:1], leaf="weight", make=_slopes) if "slopes" in extras else None,
@@ -257,6 +261,7 @@ def _sample(
 
 _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((8, 1), (80, 48)))
 _BLOCK_SHAPES = (((1, 1), (32, 32)), ((6, 2), (64, 96)), ((7, 1), (128, 32)), ((8, 4), (96, 96)))
+_WIDE = (((2, 1), (576, 512)), ((4, 2), (320, 288)))
 _FEATURES: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
     ({"causal": False}, ()),
     ({"window": 1}, ()),
@@ -279,6 +284,16 @@ def _featured(batch, feature, kind):
     return _sample(batch, kind=kind, attrs=tuple(feature[0].items()), extras=feature[1])
 
 
+_LATENT = (((16, 1), (576, 512)), ((5, 1), (96, 32)))
+
+
+def _latent(batch, shape, kind, feature=({}, ())):
+    """Values that are the first columns of rows of the keys' pool: latent attention."""
+    return _sample(
+        batch, *shape, kind, attrs=tuple(feature[0].items()), extras=feature[1], values="leading"
+    )
+
+
 @op(
     "attention",
     infer=_infer,
@@ -290,6 +305,9 @@ def _featured(batch, feature, kind):
         *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16, Q8_0)),
         *grid(_featured, batch=[_FEW], feature=_FAR, kind=(F32, F16, Q8_0)),
         *grid(_shaped, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
+        *grid(_latent, batch=_BATCHES, shape=_LATENT, kind=(F32, F16, Q8_0)),
+        *grid(_latent, batch=[_FEW], shape=_LATENT[:1], kind=(F32, F16, Q8_0), feature=_FAR),
+        *grid(_shaped, batch=_BATCHES[-2:], shape=_WIDE, kind=(F32, F16, Q8_0)),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
         *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),
         _sample(Packed((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
@@ -304,7 +322,7 @@ def attention(
 
     q [T, H, D] f32; k [slots, Hkv, D], v [slots, Hkv, Dv] f32, f16 or q8_0 (H a multiple of Hkv;
     head h reads kv head h // (H / Hkv)); q_start [S + 1], kv_len [S], table [S, B] i32 ->
-    [T, H, Dv] f32.
+    [T, H, Dv] f32. With one kv head, v may be the first Dv columns of k: a view of its pool.
 
     Sequence s owns the queries q_start[s]..q_start[s+1], the last of its kv_len[s] tokens; its key
     j is pool row table[s, j // block] * block + j % block. With p the query's position, it sees the

@@ -149,3 +149,39 @@ def _gather_sample(count, total, inner, layout):
 def gather_rows(x, rows):
     """Chosen rows, in the order given. x [T, ...], rows [N] i32 below T -> [N, ...]."""
     return x[rows]
+
+
+def _concat_infer(a, b):
+    expect("a", a, None, "f32")
+    expect("b", b, None, "f32")
+    require(a.ndim >= 2, "a has one axis: what varies is not extended")
+    fits = a.shape[:-1] == b.shape[:-1]
+    require(fits, f"a {a.shape} and b {b.shape} differ before their last axis")
+    return out((*a.shape[:-1], a.shape[-1] + b.shape[-1]))
+
+
+def _concat_sample(rows, inner, widths, layout):
+    args = (Arg(("T", *inner, width), layout=layout) for width in widths)
+    return Sample(tuple(args), {}, {"T": rows})
+
+
+@op(
+    "concat",
+    infer=_concat_infer,
+    cost=lambda out, a, b, env, **_: Cost(0, 2 * out.nbytes),
+    tol={},
+    samples=[
+        *grid(
+            _concat_sample,
+            rows=(0, 1, 7),
+            inner=((), (3,)),
+            widths=((1, 1), (67, 5), (512, 64), (64, 0)),
+            layout=("contiguous", "strided"),
+        ),
+        _concat_sample(5, (2, 3), (7, 9), "contiguous"),
+        _concat_sample(5, (4,), (6, 10), "permuted"),
+    ],
+)
+def concat(a, b):
+    """Side by side along the last axis. a [T, ..., A], b [T, ..., B] -> [T, ..., A + B]."""
+    return np.concatenate([a, b], axis=-1)

@@ -1,14 +1,16 @@
-"""Rotary position embedding."""
+"""Positions: rotary, sinusoidal, and in two dimensions."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..dtype import I32
-from . import Arg, Cost, Sample, expect, grid, op, require, same
+from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+
+# ------------------------------------------------------------------------------------------ rotary
 
 
-def _infer(x, pos, factors=None, *, base, dims, style, scale):
+def _infer(x, pos, factors=None, *, base, dims, style, scale, magnitude):
     expect("x", x, 3, "f32")
     expect("pos", pos, 1, "i32")
     width = dims or x.shape[-1]
@@ -17,6 +19,7 @@ def _infer(x, pos, factors=None, *, base, dims, style, scale):
     require(0 < width <= x.shape[-1], f"dims {width} is not within heads of {x.shape[-1]}")
     require(style in ("half", "interleaved"), f"style is {style!r}, not 'half' or 'interleaved'")
     require(base > 0, f"base is {base}, not above zero")
+    require(magnitude > 0, f"magnitude is {magnitude}, not above zero")
     if factors is not None:
         expect("factors", factors, 1, "f32")
         require(factors.shape[0] == width // 2, f"{factors.shape[0]} factors, not {width // 2}")
@@ -40,15 +43,17 @@ def _stretch(rng, shape):
 
 
 def _sample(
-    rows, heads, width, dims=0, style="half", layout="contiguous", factors=False, base=1e4, scale=1
-):
+    rows, heads, width, dims=0, style="half", layout="contiguous", factors=False, base=1e4, scale=1,
+    magnitude=1.0,
+):  # fmt: skip
     pairs = (dims or width) // 2
     args = (
         Arg(("T", heads, width), layout=layout),
         Arg(("T",), I32, make=_positions),
         Arg((pairs,), leaf="weight", make=_stretch) if factors else None,
     )
-    return Sample(args, {"base": base, "dims": dims, "style": style, "scale": scale}, {"T": rows})
+    attrs = {"base": base, "dims": dims, "style": style, "scale": scale, "magnitude": magnitude}
+    return Sample(args, attrs, {"T": rows})
 
 
 _STYLES = ("half", "interleaved")
@@ -92,29 +97,147 @@ def inverse_frequencies(dims, base, scale=1.0):
             scale=(0.125,),
         ),
         *grid(_sample, rows=(5,), heads=(4,), width=(32,), layout=("permuted",), style=_STYLES),
+        *grid(
+            _sample,
+            rows=(1, 5),
+            heads=(3,),
+            width=(64,),
+            dims=(0, 50),
+            style=_STYLES,
+            magnitude=(1.2079441541679836,),
+        ),
     ],
 )
-def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0):
+def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0, magnitude=1.0):
     """Rotate pairs of each head by an angle that grows with the position.
 
     x [T, H, D], pos [T] i32, factors [dims / 2] f32 -> [T, H, D].
     Su et al. 2021 (RoFormer), eq. 15.
 
     angle(i) = pos * scale * base^(-2i / dims) / factors[i] in radians, computed in float32 in the
-    order (((base^..) * scale) / factors) * pos. Pairs: style "half" (i, i + dims/2), as GPT-NeoX;
-    "interleaved" (2i, 2i + 1), as the paper. The first ``dims`` of D rotate (0: all); the rest is
-    copied.
+    order (((base^..) * scale) / factors) * pos; its cosine and sine are rounded to float32 and then
+    multiplied with ``magnitude`` (YaRN: Peng et al. 2023, section 3.4). Pairs: style "half" (i, i +
+    dims/2), as GPT-NeoX; "interleaved" (2i, 2i + 1), as the paper. The first ``dims`` of D rotate
+    (0: all); the rest is copied.
     """
     width = dims or x.shape[-1]
     inverse = inverse_frequencies(width, base, scale)
     if factors is not None:
         inverse = inverse / factors
     angle = (pos.astype(np.float32)[:, None] * inverse).astype(np.float64)
-    cos, sin = (f(angle).astype(np.float32)[:, None] for f in (np.cos, np.sin))  # [T, 1, dims/2]
+    turns = (f(angle).astype(np.float32)[:, None] for f in (np.cos, np.sin))  # [T, 1, dims/2]
+    cos, sin = (turn * np.float32(magnitude) for turn in turns)
     half = width // 2
     first = np.s_[..., :half] if style == "half" else np.s_[..., 0:width:2]
     second = np.s_[..., half:width] if style == "half" else np.s_[..., 1:width:2]
     result = np.array(x, np.float32, order="C")
     result[first] = x[first] * cos - x[second] * sin
     result[second] = x[first] * sin + x[second] * cos
+    return result
+
+
+# ----------------------------------------------------------------------------------- two dimensions
+
+
+def _plane_infer(pos, q_start, prefix_len, *, part):
+    for name, x in (("pos", pos), ("q_start", q_start), ("prefix_len", prefix_len)):
+        expect(name, x, 1, "i32")
+    require(part in (0, 1), f"part is {part!r}, not 0 or 1")
+    return same(pos)
+
+
+def _plane_sample(queries, prefix, part):
+    """Sequences of so many tokens in this step, their prefixes, and what each had before."""
+
+    def starts(rng, shape):
+        return np.concatenate([[0], np.cumsum(queries)])
+
+    def positions(rng, shape):
+        before = rng.integers(0, 9, len(queries))
+        return np.concatenate([[], *(b + np.arange(n) for b, n in zip(before, queries))])
+
+    args = (
+        Arg(("T",), I32, make=positions),
+        Arg(("Q",), I32, make=starts),
+        Arg(("S",), I32, make=lambda rng, shape: np.array(prefix)),
+    )
+    env = {"T": sum(queries), "S": len(queries), "Q": len(queries) + 1}
+    return Sample(args, {"part": part}, env)
+
+
+_STEPS = (
+    ((), ()),
+    ((1,), (1,)),
+    ((1,), (0,)),
+    ((12,), (5,)),
+    ((3, 0, 7, 1, 9), (6, 2, 0, 40, 1)),
+)
+
+
+@op(
+    "positions_2d",
+    infer=_plane_infer,
+    cost=lambda out, *operands, env, **_: Cost(
+        2 * out.size, out.nbytes + sum(m.nbytes for m in operands)
+    ),
+    tol={},
+    samples=[_plane_sample(*step, part) for part in (0, 1) for step in _STEPS],
+)
+def positions_2d(pos, q_start, prefix_len, *, part):
+    """One of the two positions of each token: in the prompt, and in what is written after it.
+
+    pos [T], q_start [S + 1], prefix_len [S] i32 -> [T] i32. Du et al. 2022 (GLM), section 2.1, as
+    in ChatGLM-6B.
+
+    Sequence s owns the tokens q_start[s]..q_start[s+1]; with C its prefix_len, ``part`` 0 is
+    min(pos, C - 1), and 1 is max(0, pos - C + 1). Without a prefix they are pos and 0.
+    """
+    prefix = np.repeat(prefix_len, np.diff(q_start))
+    if part == 0:
+        return np.where(prefix == 0, pos, np.minimum(pos, prefix - 1))
+    return np.where(prefix == 0, np.int32(0), np.maximum(0, pos - prefix + 1))
+
+
+# --------------------------------------------------------------------------------------- sinusoidal
+
+
+def _waves_infer(pos, *, width, offset):
+    expect("pos", pos, 1, "i32")
+    require(width >= 4, f"width is {width}; below 4 there are no two frequencies")
+    return out((pos.shape[0], width))
+
+
+def sinusoid_frequencies(width):
+    """Radians a position, float32 [width // 2]: from 1 down to 1 / 10000, taken in float64 and
+    rounded once, so that every backend holds the same bits."""
+    half = width // 2
+    return np.exp(-np.arange(half) * np.log(10000.0) / (half - 1)).astype(np.float32)
+
+
+@op(
+    "sinusoids",
+    infer=_waves_infer,
+    cost=lambda out, pos, *, env, **_: Cost(out.size, pos.nbytes + out.nbytes),
+    tol={"f32": 2e-6},
+    samples=grid(
+        lambda rows, width, offset: Sample(
+            (Arg(("T",), I32, make=_positions),), {"width": width, "offset": offset}, {"T": rows}
+        ),
+        rows=(0, 1, 7),
+        width=(4, 5, 64, 257),
+        offset=(0, 2),
+    ),
+)
+def sinusoids(pos, *, width, offset=0):
+    """Sinusoidal position embeddings. pos [T] i32 -> [T, width] f32.
+
+    Vaswani et al. 2017, section 3.5, laid out as in fairseq (XGLM): with p = pos + offset, half =
+    width // 2 and f(i) = exp(-i ln(10000) / (half - 1)), the first half of a row is sin(p f), the
+    second cos(p f); an odd width ends in a zero. The angle is computed in float32.
+    """
+    at = (pos + np.int32(offset)).astype(np.float32)[:, None]
+    angle = (at * sinusoid_frequencies(width)).astype(np.float64)
+    result = np.zeros((len(pos), width), np.float32)
+    half = width // 2
+    result[:, :half], result[:, half : 2 * half] = np.sin(angle), np.cos(angle)
     return result
