@@ -146,7 +146,10 @@ def scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * own_nbytes(depth, width) + parts
 
 
-@BACKEND.kernel("attention", layout={"q": "rows"}, scratch=scratch)
+LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # of a token, of a slot
+
+
+@BACKEND.kernel("attention", layout=LAYOUT, scratch=scratch)
 def attention(site: Site) -> list[Launch]:
     return launches(site, site.out.address, site.scratch)
 
@@ -158,6 +161,7 @@ def launches(site: Site, result: int, room: int) -> list[Launch]:
     attrs, own = site.attrs, own_nbytes(depth, width)
     q, k, v, table = site.q, site.k, site.v, site.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
+    words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
     words += [site.q_start.address, site.kv_len.address, table.address, table.meta.shape[1]]
     words += [site.address(name) for name in ("sinks", "slopes", "prefix_len")]
     words += [result, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]

@@ -30,11 +30,11 @@ _QUERIES = _SCORES + ROWS * S_ROW
 # Words of the argument block: addresses, strides in bytes, sizes. TOKENS and SEQUENCES are the
 # addresses of live values. DEEP and WIDE: DEPTH and WIDTH padded.
 (
-    Q, Q_ROW, K, K_ROW, V, V_ROW, Q_START, KV_LEN, TABLE, TABLE_WIDTH, SINKS, SLOPES, PREFIX_LEN,
-    OUT, TOKENS, SEQUENCES, HEADS, KV_HEADS, DEPTH, WIDTH, DEEP, WIDE, SCALE, SOFTCAP, BLOCK,
-    CAUSAL, WINDOW, OWN, OWN_SIZE, PARTS, SPLIT_TOKENS, PIECES,
-) = range(32)  # fmt: skip
-WORDS = 32
+    Q, Q_ROW, K, K_ROW, V, V_ROW, K_HEAD, V_HEAD, Q_START, KV_LEN, TABLE, TABLE_WIDTH, SINKS,
+    SLOPES, PREFIX_LEN, OUT, TOKENS, SEQUENCES, HEADS, KV_HEADS, DEPTH, WIDTH, DEEP, WIDE, SCALE,
+    SOFTCAP, BLOCK, CAUSAL, WINDOW, OWN, OWN_SIZE, PARTS, SPLIT_TOKENS, PIECES,
+) = range(34)  # fmt: skip
+WORDS = 34
 
 
 @helper
@@ -77,7 +77,7 @@ def _piece_addresses(p, own, s, g, first, last):
     table = i32s(w[TABLE] + s * w[TABLE_WIDTH] * 4)
     start = first // PIECE * PIECE
     keys, rows = i64s(own + _KEYS), i64s(own + _VALUES)
-    head_k, head_v = row_k // w[KV_HEADS] * g, row_v // w[KV_HEADS] * g
+    head_k, head_v = w[K_HEAD] * g, w[V_HEAD] * g
     j = first
     while j < last:
         slot = int64(table[j // block]) * block + j % block

@@ -164,3 +164,27 @@ def gather_rows(site: Site) -> Launch:
     return Launch(
         _gather, [x.address, x.row_stride, total, rows.address, count, site.out.address, width]
     )
+
+
+@kernel
+def _concat(p, thread, threads):
+    a, a_stride, b, b_stride, y, rows_at, lines, a_width, b_width = args(p, 9)
+    first, last = share(load_i64(rows_at) * lines, thread, threads)
+    for item in range(first, last):
+        row, line = item // lines, item % lines
+        left = f32s(a + row * a_stride + 4 * line * a_width)
+        right = f32s(b + row * b_stride + 4 * line * b_width)
+        target = f32s(y + 4 * item * (a_width + b_width))
+        for i in range(a_width):
+            target[i] = left[i]
+        for i in range(b_width):
+            target[a_width + i] = right[i]
+
+
+@BACKEND.kernel("concat", layout={"a": "rows", "b": "rows"})
+def concat(site: Site) -> Launch:
+    a, b = site.a, site.b
+    *lines, width = a.meta.inner
+    words = [a.address, a.row_stride, b.address, b.row_stride, site.out.address]
+    words += [site.live(a.meta.rows), prod(lines), width, b.meta.inner[-1]]
+    return Launch(_concat, words)

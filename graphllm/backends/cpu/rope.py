@@ -1,4 +1,4 @@
-"""Rotary position embedding. A row's cosines and sines are computed once and used by every head."""
+"""Positions. A row's cosines and sines are computed once and used by every head."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import float32, float64
 
-from ...ops.rope import inverse_frequencies
+from ...ops.rope import inverse_frequencies, sinusoid_frequencies
 from ...tensor import Tensor
 from .. import Options
 from ..site import constant_factors
@@ -14,16 +14,18 @@ from . import BACKEND
 from .device import Launch, Site
 from .elementwise import share
 from .isa import threads_for
-from .jit import args, f32s, helper, i32s, kernel, load_i64
+from .jit import args, as_f32, f32_bits, f32s, helper, i32s, kernel, load_i64
 from .maths import cos_sin
 
 
 @helper
-def angles(position, inverse, half, c, s):
-    """Cosines and sines of a position, ``half`` of each, to addresses ``c`` and ``s``."""
+def angles(position, inverse, half, magnitude, c, s):
+    """Cosines and sines of a position, ``half`` of each, times the magnitude, to addresses ``c``
+    and ``s``."""
     frequency, cosines, sines = f32s(inverse), f32s(c), f32s(s)
     for i in range(half):
-        cosines[i], sines[i] = cos_sin(float64(float32(position) * frequency[i]))
+        cosine, sine = cos_sin(float64(float32(position) * frequency[i]))
+        cosines[i], sines[i] = cosine * magnitude, sine * magnitude
 
 
 @helper
@@ -41,11 +43,11 @@ def turn(x, y, width, half, step, c, s):
 
 @kernel
 def _rope(p, thread, threads):
-    x, stride, pos, inverse, y, rows_at, heads, width, half, step, scratch = args(p, 11)
+    x, stride, pos, inverse, y, rows_at, heads, width, half, step, magnitude, scratch = args(p, 12)
     first, last = share(load_i64(rows_at), thread, threads)
     c, s = scratch + thread * half * 8, scratch + (thread * 2 + 1) * half * 4
     for row in range(first, last):
-        angles(i32s(pos)[row], inverse, half, c, s)
+        angles(i32s(pos)[row], inverse, half, as_f32(magnitude), c, s)
         for head in range(heads):
             at = 4 * head * width
             turn(x + row * stride + at, y + 4 * row * heads * width + at, width, half, step, c, s)
@@ -75,5 +77,43 @@ def rope(site: Site) -> Launch:
     heads, width = x.meta.inner
     step = 1 if site.attrs["style"] == "half" else 2
     words = [x.address, x.row_stride, site.pos.address, frequencies(site), site.out.address]
-    words += [site.live(x.meta.rows), heads, width, dims // 2, step, site.scratch]
-    return Launch(_rope, words)
+    words += [site.live(x.meta.rows), heads, width, dims // 2, step]
+    return Launch(_rope, [*words, f32_bits(site.attrs["magnitude"]), site.scratch])
+
+
+@kernel
+def _positions_2d(p, thread, threads):
+    pos, q_start, prefix_len, y, rows_at, sequences_at, part = args(p, 7)
+    first, last = share(load_i64(rows_at), thread, threads)
+    source, target = i32s(pos), i32s(y)
+    for s in range(load_i64(sequences_at)):
+        most = i32s(prefix_len)[s] - 1  # in the prompt
+        for t in range(max(first, i32s(q_start)[s]), min(last, i32s(q_start)[s + 1])):
+            after = max(source[t] - most, 0) if most >= 0 else 0
+            target[t] = source[t] - after if part == 0 else after
+
+
+@BACKEND.kernel("positions_2d")
+def positions_2d(site: Site) -> Launch:
+    words = [site.need(name).address for name in ("pos", "q_start", "prefix_len")]
+    words += [site.out.address, site.live(site.pos.meta.rows)]
+    return Launch(_positions_2d, [*words, site.live(site.prefix_len.meta.rows), site.attrs["part"]])
+
+
+@kernel
+def _sinusoids(p, thread, threads):
+    pos, frequency, y, rows_at, width, offset = args(p, 6)
+    first, last = share(load_i64(rows_at), thread, threads)
+    for row in range(first, last):
+        at, half = y + 4 * row * width, width // 2
+        angles(i32s(pos)[row] + offset, frequency, half, float32(1), at + 4 * half, at)
+        if width % 2 != 0:
+            f32s(at)[width - 1] = float32(0)
+
+
+@BACKEND.kernel("sinusoids")
+def sinusoids(site: Site) -> Launch:
+    width = site.attrs["width"]
+    words = [site.pos.address, site.keep(sinusoid_frequencies(width)), site.out.address]
+    words += [site.live(site.pos.meta.rows), width, site.attrs["offset"]]
+    return Launch(_sinusoids, words)
