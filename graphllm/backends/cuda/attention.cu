@@ -1,15 +1,17 @@
 // Attention of few tokens: the keys of each are split, every piece goes to a block.
 //
 // POOL: F32, F16 or Q8_0, what keys and values are kept in. DEPTH: of a query and a key; WIDTH: of a
-// value; both multiples of 8 from 64 to 256. HEADS: that share a kv head and are taken together, 1,
+// value; both multiples of 8 from 64 to 576. HEADS: that share a kv head and are taken together, 1,
 // 2, 4 or 8. BIASED: logits are capped, or have slopes. A warp takes TILE keys at a time, with
-// K_LANES threads to a key and V_LANES to a value.
+// K_LANES threads to a key and V_LANES to a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
 #include "quantise.cuh"
 
 #define THREADS 128
-#define EACH 4  // keys of a thread
+#define SPAN 256
+#define SPANS(width) (((width) + SPAN - 1) / SPAN)
+#define EACH (DEPTH > SPAN || WIDTH > SPAN ? 2 : 4)  // keys of a thread
 #define LANES_FOR(width) ((width) <= 64 ? 8 : (width) <= 128 ? 16 : 32)
 // Eight neighbouring elements of a slot of a pool.
 struct F32 {
@@ -60,6 +62,7 @@ constexpr int WARPS = THREADS / WARP, K_ROWS = WARP / K_LANES, V_ROWS = WARP / V
 // Keys that a warp takes at a time, few of them: code that is run once must be read, too.
 constexpr int TILE = EACH * (K_ROWS > V_ROWS ? K_ROWS : V_ROWS);
 constexpr int K_EACH = TILE / K_ROWS, V_EACH = TILE / V_ROWS;
+constexpr int K_SPANS = SPANS(DEPTH), V_SPANS = SPANS(WIDTH);
 constexpr int PART = WIDTH + 4;  // floats of a piece's result: mixed values, top, total
 
 // Sums of `v` over groups of LANES threads; each thread gets that of one head, as v[0].
@@ -111,7 +114,7 @@ __device__ __forceinline__ int piece_of(const Attention& a, int count) {
 constexpr bool AHEAD = HEADS <= 2;  // there are registers for keys beside what finds the queries
 
 // Blocks that a processor has room for: what keeps to its registers.
-constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED ? 4 : 2;
+constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 4 ? 4 : 2;
 
 struct Shared {
     float tops[WARPS][HEADS], totals[WARPS][HEADS];
@@ -142,16 +145,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     // Threads that have no part of a row, and keys beyond the end, repeat what others do, and do not
     // count: without branches the code is a third as long.
     const int k_row = warp * TILE + lane / K_LANES, v_row = warp * TILE + lane / V_LANES;
-    const bool k_mine = lane % K_LANES * 8 < DEPTH, v_mine = lane % V_LANES * 8 < WIDTH;
-    const int k_at = k_mine ? lane % K_LANES * 8 : 0, v_at = v_mine ? lane % V_LANES * 8 : 0;
-    float q[HEADS][8], mixed[HEADS][8] = {};
+    bool k_mine[K_SPANS], v_mine[V_SPANS];
+    int k_at[K_SPANS], v_at[V_SPANS];
+#pragma unroll
+    for (int n = 0; n < K_SPANS; n++) {
+        int own = n * SPAN + lane % K_LANES * 8;
+        k_mine[n] = own < DEPTH, k_at[n] = k_mine[n] ? own : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < V_SPANS; n++) {
+        int own = n * SPAN + lane % V_LANES * 8;
+        v_mine[n] = own < WIDTH, v_at[n] = v_mine[n] ? own : 0;
+    }
+    float q[HEADS][K_SPANS][8], mixed[HEADS][V_SPANS][8] = {};
     auto load_queries = [&]() {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             int head = first + min(h, heads - 1);
             const float* row = (const float*)(a.q + token * a.q_stride) + head * DEPTH;
 #pragma unroll
-            for (int e = 0; e < 8; e++) q[h][e] = k_mine ? row[k_at + e] * a.scale : 0;
+            for (int n = 0; n < K_SPANS; n++)
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    q[h][n][e] = k_mine[n] ? row[k_at[n] + e] * a.scale : 0;
         }
     };
     if (!AHEAD) load_queries();
@@ -160,14 +176,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     float top = -INFINITE, total = 0;  // of that head
 #pragma unroll 1
     for (int at = from; at < to; at += TILE * WARPS) {
-        POOL keys[K_EACH], values[V_EACH];
+        POOL keys[K_EACH][K_SPANS], values[V_EACH][V_SPANS];
         auto slot = [&](int j) { return slot_of(a, sees.sequence, min(at + j, to - 1)); };
 #pragma unroll
-        for (int i = 0; i < K_EACH; i++)
-            keys[i].load(a.k + slot(i * K_ROWS + k_row) * a.k_stride, kv * DEPTH + k_at);
+        for (int i = 0; i < K_EACH; i++) {
+            const u8* row = a.k + slot(i * K_ROWS + k_row) * a.k_stride;
 #pragma unroll
-        for (int i = 0; i < V_EACH; i++)
-            values[i].load(a.v + slot(i * V_ROWS + v_row) * a.v_stride, kv * WIDTH + v_at);
+            for (int n = 0; n < K_SPANS; n++) keys[i][n].load(row, kv * DEPTH + k_at[n]);
+        }
+#pragma unroll
+        for (int i = 0; i < V_EACH; i++) {
+            const u8* row = a.v + slot(i * V_ROWS + v_row) * a.v_stride;
+#pragma unroll
+            for (int n = 0; n < V_SPANS; n++) values[i][n].load(row, kv * WIDTH + v_at[n]);
+        }
         if (AHEAD && at == from) {
             wait_for_previous();
             load_queries();
@@ -176,12 +198,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
             int j = at + i * K_ROWS + k_row;
-            float key[8], sums[HEADS] = {};
-            keys[i].read(key);
+            float sums[HEADS] = {};
 #pragma unroll
-            for (int h = 0; h < HEADS; h++)
+            for (int n = 0; n < K_SPANS; n++) {
+                float key[8];
+                keys[i][n].read(key);
 #pragma unroll
-                for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][e], key[e], sums[h]);
+                for (int h = 0; h < HEADS; h++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][n][e], key[e], sums[h]);
+            }
             spread_sums<K_LANES>(sums, lane);
             if (BIASED) sums[0] = logit(a, sums[0], j - sees.position, slope);
             weights[i] = j < to ? sums[0] : -INFINITE;
@@ -202,17 +228,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         for (int h = 0; h < HEADS; h++) {
             float less = __shfl_sync(FULL, shrink, holder<K_LANES>(h));
 #pragma unroll
-            for (int e = 0; e < 8; e++) mixed[h][e] *= less;
+            for (int n = 0; n < V_SPANS; n++)
+#pragma unroll
+                for (int e = 0; e < 8; e++) mixed[h][n][e] *= less;
         }
 #pragma unroll
         for (int i = 0; i < V_EACH; i++) {
-            float value[8];
-            values[i].read(value);
+            float value[V_SPANS][8];
+#pragma unroll
+            for (int n = 0; n < V_SPANS; n++) values[i][n].read(value[n]);
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
                 float weight = weight_of(weights, i * V_ROWS + lane / V_LANES, i, h);
 #pragma unroll
-                for (int e = 0; e < 8; e++) mixed[h][e] = fmaf(weight, value[e], mixed[h][e]);
+                for (int n = 0; n < V_SPANS; n++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++)
+                        mixed[h][n][e] = fmaf(weight, value[n][e], mixed[h][n][e]);
             }
         }
     }
@@ -223,12 +255,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
+        for (int n = 0; n < V_SPANS; n++)
 #pragma unroll
-            for (int o = V_LANES; o < WARP; o <<= 1)
-                mixed[h][e] += __shfl_xor_sync(FULL, mixed[h][e], o);
-            if (lane < V_LANES && v_mine) s.mixed[warp][h][v_at + e] = mixed[h][e];
-        }
+            for (int e = 0; e < 8; e++) {
+                float& x = mixed[h][n][e];
+#pragma unroll
+                for (int o = V_LANES; o < WARP; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
+                if (lane < V_LANES && v_mine[n]) s.mixed[warp][h][v_at[n] + e] = x;
+            }
     __syncthreads();
 #pragma unroll 1
     for (int i = thread; i < heads * WIDTH; i += THREADS) {
@@ -281,8 +315,8 @@ __device__ __forceinline__ void weigh(const Attention& a, const float* part, int
 
 // blockIdx: (token, 256 of its results), a thread to each: float32 or quantised, as `target` says.
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
-    constexpr int SPAN = 256 / WIDTH + 2;  // heads that a block may meet
-    __shared__ float weights[SPAN][MOST_PIECES], results[256];
+    constexpr int MET = 256 / WIDTH + 2;  // heads that a block may meet
+    __shared__ float weights[MET][MOST_PIECES], results[256];
     const i64 tokens = begin(a.tokens, a.settled);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
     int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
@@ -293,7 +327,7 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
     int pieces = count > 0 ? (count + piece - 1) / piece : 0;
     const float* parts = a.parts + (i64)token * a.heads * a.splits * PART;
     int head = start / WIDTH + threadIdx.x / WARP;
-    if (threadIdx.x / WARP < SPAN && head < a.heads)
+    if (threadIdx.x / WARP < MET && head < a.heads)
         weigh(a, parts + head * a.splits * PART, head, pieces, weights[threadIdx.x / WARP]);
     __syncthreads();
     float v[N];

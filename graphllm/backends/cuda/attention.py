@@ -20,7 +20,9 @@ from .source import Module, module
 _TILED = 17  # tokens, from which the kernel of tiles takes over
 _QUERIES = _KEYS = 64  # of a tile
 _DEPTHS = (64, 96, 128, 256)  # that the kernel of tiles is made for
-_WIDTHS = range(64, 257, 8)  # that the kernel of pieces can do
+_WIDTHS = range(64, 577, 8)  # that the kernel of pieces can do
+_LATENT = (576, 512)  # depth and width of latent attention (DeepSeek)
+_SPAN = 256  # of a row, in which a thread of that kernel has eight elements
 _BLOCKS = 264  # of threads, about as many as a GPU has room for at a time
 _SHORTEST, _MOST_PIECES = 32, 64  # keys of a piece at least; pieces that can be merged
 
@@ -53,9 +55,11 @@ def _kind(node: Tensor) -> str:
 
 
 def _usual(node: Tensor) -> bool:
-    """Pools of one dtype, and blocks of a power of two."""
-    block = node.attrs["block"]
-    return _kind(node) != "mixed" and block & (block - 1) == 0
+    """Pools of one dtype, rows that are read 16 bytes at a time, and blocks of a power of two."""
+    block, kind = node.attrs["block"], _kind(node)
+    places = [at for pool in node.sources[1:3] for at in (pool.meta.offset, pool.meta.strides[0])]
+    read = kind == "q8_0" or all(at % 16 == 0 for at in places)
+    return kind != "mixed" and read and block & (block - 1) == 0
 
 
 def _in_pieces(node: Tensor) -> bool:
@@ -77,8 +81,9 @@ def _biased(node: Tensor) -> bool:
 
 def _together(node: Tensor) -> int:
     """Heads that go over a kv head's keys together."""
-    heads, kv_heads, *_ = _sizes(node)
-    most = 2 if _most(node) == 1 else 4 if _kind(node) == "f32" else 8  # a lone token: more blocks
+    heads, kv_heads, depth, width = _sizes(node)
+    few = _kind(node) == "f32" or max(depth, width) > _SPAN  # registers
+    most = 2 if _most(node) == 1 else 4 if few else 8  # a lone token: more blocks
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 
@@ -163,7 +168,10 @@ def _pieces(site: Site, out: int, room: int, result: Spot) -> list[Launch]:
 # ------------------------------------------------------------------------------------ registration
 
 
-@BACKEND.kernel("attention", layout={"q": ROWS}, scratch=lambda node, options: _parts(node))
+_LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # of a token, of a slot
+
+
+@BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _parts(node))
 def attention(site: Site) -> list[Launch]:
     if _in_tiles(site):
         return [_tiles(site, site.out.address)]
@@ -179,7 +187,7 @@ def _floats(node: Tensor) -> int:
 
 
 @BACKEND.kernel(
-    "attention_quantise", layout={"q": ROWS},
+    "attention_quantise", layout=_LAYOUT,
     scratch=lambda node, options: _floats(node) + _parts(node),
 )  # fmt: skip
 def attention_quantise(site: Site) -> list[Launch]:
@@ -209,6 +217,8 @@ def _all_instances() -> None:
             if kind != "f32":
                 _tiles_module(kind, depth, False)
                 _tiles_module(kind, depth, True)
+        for together in (2, 4):
+            _pieces_module(kind, *_LATENT, together, False)
         for other in CACHED:
             _plain_module(kind, other)
 

@@ -64,10 +64,11 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
 // Heads of 64 P elements. A warp does one after the other; lane l turns the pairs 32 j + l.
 template <int P> struct Turning {
     static constexpr int WIDE = 64 * P;
-    float inverse[P], s[P], c[P];
+    float inverse[P], s[P], c[P], magnitude;
     int interleaved;
 
-    __device__ __forceinline__ Turning(const Turn& turn) : interleaved(turn.interleaved) {
+    __device__ __forceinline__ Turning(const Turn& turn)
+        : magnitude(turn.magnitude), interleaved(turn.interleaved) {
         int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int j = 0; j < P; j++) {
@@ -78,7 +79,10 @@ template <int P> struct Turning {
 
     __device__ __forceinline__ void at(int pos) {
 #pragma unroll
-        for (int j = 0; j < P; j++) angle_of(pos, inverse[j], s[j], c[j]);
+        for (int j = 0; j < P; j++) {
+            angle_of(pos, inverse[j], s[j], c[j]);
+            s[j] *= magnitude, c[j] *= magnitude;
+        }
     }
 
     // The pairs of a row of floats.

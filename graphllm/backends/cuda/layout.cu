@@ -69,3 +69,17 @@ GATHER(gather_1, u8)
 GATHER(gather_2, u16)
 GATHER(gather_4, u32)
 GATHER(gather_8, u64)
+
+// Lines of a and b side by side: `lines` of them in a row, a_width and b_width elements each.
+extern "C" __global__ void concat(const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out,
+                                  const i64* live, int lines, int a_width, int b_width STAMPS) {
+    STAMPED
+    const i64 rows = begin(live);
+    i64 row = blockIdx.x;
+    int i = blockIdx.y * blockDim.x + threadIdx.x, width = a_width + b_width;
+    if (row >= rows || i >= lines * width) return;
+    int line = i / width, column = i % width;
+    const float* left = (const float*)(a + row * a_stride) + line * a_width;
+    const float* right = (const float*)(b + row * b_stride) + line * b_width;
+    out[row * lines * width + i] = column < a_width ? left[column] : right[column - a_width];
+}

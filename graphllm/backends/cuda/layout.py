@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from math import prod
 
 from ...tensor import Tensor
 from .. import ANY, ROWS, Options
@@ -47,6 +48,15 @@ def gather_rows(site: Site) -> Launch:
     args = (x.address, x.row_stride, site.rows.address, site.out.address, site.live(rows), x.width)
     kernel = _MODULE[f"gather_{x.dtype.nbytes}"]
     return Launch(kernel, (site.most(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
+
+
+@BACKEND.kernel("concat", layout={"a": ROWS, "b": ROWS}, dtypes={"a": "f32", "b": "f32"})
+def concat(site: Site) -> Launch:
+    a, b = site.a, site.b
+    *lines, width = a.meta.inner
+    args = (a.address, a.row_stride, b.address, b.row_stride, site.out.address,
+            site.live(a.meta.rows), prod(lines), width, b.meta.inner[-1])  # fmt: skip
+    return Launch(_MODULE["concat"], rows_grid(site, site.out, _THREADS), (_THREADS,), args)
 
 
 def _beside_the_host(node: Tensor, options: Options) -> str | None:

@@ -6,9 +6,11 @@ struct Turn {
     const float* inverse;  // radians a position, for each pair
     const float* factors;  // that they are divided by, or null
     int half, interleaved;
+    float magnitude;  // that cosine and sine are multiplied with
+    int unused;
 };
 
-// Sine and cosine of a pair's angle at a position.
+// Sine and cosine of an angle: a position, times so many radians each.
 __device__ __forceinline__ void angle_of(int pos, float inverse, float& s, float& c) {
     // In half turns, from float64: no table of digits of pi, which would lie in local memory.
     double angle = (double)__fmul_rn((float)pos, inverse) * 0.3183098861837907;
@@ -24,6 +26,7 @@ __device__ __forceinline__ float turned(const Turn& t, i64 token, const float* x
     if (t.factors) inverse = __fdiv_rn(inverse, t.factors[pair]);
     float s, c;
     angle_of(t.pos[token], inverse, s, c);
+    s *= t.magnitude, c *= t.magnitude;
     float other = x[t.interleaved ? i ^ 1 : second ? i - t.half : i + t.half];
     return second ? other * s + x[i] * c : x[i] * c - other * s;
 }
