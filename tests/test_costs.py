@@ -141,3 +141,16 @@ def test_attention_of_several_sequences():
         assert cost.flops == keys * 4 * 4 * 16
         own = bench.own_bytes(node, env)  # its result alone is no leaf
         assert own == keys * 2 * 2 * 16 * 2 + 3 * 4 * 16 * 4 + 4 * (4 + 3 + 3 * 8)
+
+
+@pytest.mark.parametrize("kind, element", [("f16", HALF), ("q8_0", Q8)])
+def test_values_that_are_a_part_of_the_keys_are_read_once(kind, element):
+    t, s, q = Var("T", 1, 8), Var("S", 1, 1), Var("Q", 2, 2)
+    small = feed("q_start", (q,), "i32"), feed("kv_len", (s,), "i32"), feed("table", (s, 8), "i32")
+    pool = state("k", (512, 1, 576), kind)
+    node = ops.attention(
+        feed("q", (t, 4, 576), "f32"), pool, pool.slice(2, 0, 512), *small, scale=1.0, block=64
+    )
+    cost = ops.get("attention").price(node, {"T": 1, "S": 1, "Q": 2, "kv_sum": 300})
+    assert cost.flops == 300 * 2 * 4 * (576 + 512)
+    assert cost.bytes == 300 * 576 * element + 4 * 4 * (576 + 512) + 4 * (2 + 1 + 8)

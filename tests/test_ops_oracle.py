@@ -131,6 +131,12 @@ BAD = {
     "rope: too many dims": lambda: ops.rope(HEADS, POS, base=1e4, dims=18),
     "rope: style": lambda: ops.rope(HEADS, POS, base=1e4, style="neox"),
     "rope: factors": lambda: ops.rope(HEADS, POS, wide("f", 16), base=1e4),
+    "rope: magnitude": lambda: ops.rope(HEADS, POS, base=1e4, magnitude=0.0),
+    "positions_2d: part": lambda: ops.positions_2d(POS, STARTS, LENGTHS, part=2),
+    "positions_2d: floats": lambda: ops.positions_2d(X, STARTS, LENGTHS, part=0),
+    "sinusoids: one frequency": lambda: ops.sinusoids(POS, width=3),
+    "concat: rows": lambda: ops.concat(X, HEADS),
+    "concat: one axis": lambda: ops.concat(wide("a", 4), wide("b", 4)),
     "rope: base missing": lambda: ops.rope(HEADS, POS),
     "kv_write: heads": lambda: ops.kv_write(POOL, HEADS, POS),
     "attention: groups": lambda: ops.attention(
@@ -141,6 +147,16 @@ BAD = {
     ),
     "attention: sinks": lambda: ops.attention(
         HEADS, POOL, POOL, STARTS, LENGTHS, TABLE, wide("s", 5), scale=1.0, block=8
+    ),
+    "attention: heads apart": lambda: ops.attention(
+        HEADS,
+        wide("k", 32, 2, 32, kind="f16").slice(2, 0, 16),
+        POOL,
+        STARTS,
+        LENGTHS,
+        TABLE,
+        scale=1.0,
+        block=8,
     ),
     "add: shapes": lambda: ops.add(X, wide("b", 63)),
     "gelu: kind": lambda: ops.gelu(X, kind="quick"),

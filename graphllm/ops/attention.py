@@ -93,8 +93,7 @@ def kv_write(pool, x, slot):
     """
     keep = slot >= 0
     if isinstance(pool, Blocks):
-        rows = _quantised(x[keep].reshape(-1, pool.elements), pool.dtype)
-        pool.raw[slot[keep]] = rows.reshape(-1, *pool.raw.shape[1:])
+        pool.raw[slot[keep]] = _quantised(x[keep].reshape(-1, pool.elements), pool.dtype)
         return
     with np.errstate(over="ignore"):  # beyond f16 a value becomes infinite
         pool[slot[keep]] = x[keep].astype(pool.dtype)
@@ -260,9 +259,11 @@ def _sample(
     return Sample(args, {**fixed, **dict(attrs)}, batch.env)
 
 
+_KINDS = (F32, F16, Q8_0)
 _SHAPES = (((1, 1), (1, 1)), ((3, 3), (20, 20)), ((6, 2), (64, 64)), ((8, 1), (80, 48)))
 _BLOCK_SHAPES = (((1, 1), (32, 32)), ((6, 2), (64, 96)), ((7, 1), (128, 32)), ((8, 4), (96, 96)))
 _WIDE = (((2, 1), (576, 512)), ((4, 2), (320, 288)))
+_LATENT = (((16, 1), (576, 512)), ((5, 1), (96, 32)))  # whose values are a part of the keys' rows
 _FEATURES: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
     ({"causal": False}, ()),
     ({"window": 1}, ()),
@@ -277,22 +278,9 @@ _FEATURES: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
 )
 
 
-def _shaped(batch, shape, kind):
-    return _sample(batch, heads=shape[0], width=shape[1], kind=kind)
-
-
-def _featured(batch, feature, kind):
-    return _sample(batch, kind=kind, attrs=tuple(feature[0].items()), extras=feature[1])
-
-
-_LATENT = (((16, 1), (576, 512)), ((5, 1), (96, 32)))
-
-
-def _latent(batch, shape, kind, feature=({}, ())):
-    """Values that are the first columns of rows of the keys' pool: latent attention."""
-    return _sample(
-        batch, *shape, kind, attrs=tuple(feature[0].items()), extras=feature[1], values="leading"
-    )
+def _made(batch, kind, shape=((4, 2), (32, 32)), feature=({}, ()), values="contiguous"):
+    (heads, width), (attrs, extras) = shape, feature
+    return _sample(batch, heads, width, kind, "contiguous", attrs.items(), extras, values)
 
 
 @op(
@@ -301,14 +289,16 @@ def _latent(batch, shape, kind, feature=({}, ())):
     cost=_cost,
     tol={"f32": 1e-5},
     samples=[
-        *grid(_shaped, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
-        *grid(_featured, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
-        *grid(_featured, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=(F32, F16, Q8_0)),
-        *grid(_featured, batch=[_FEW], feature=_FAR, kind=(F32, F16, Q8_0)),
-        *grid(_shaped, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
-        *grid(_latent, batch=_BATCHES, shape=_LATENT, kind=(F32, F16, Q8_0)),
-        *grid(_latent, batch=[_FEW], shape=_LATENT[:1], kind=(F32, F16, Q8_0), feature=_FAR),
-        *grid(_shaped, batch=_BATCHES[-2:], shape=_WIDE, kind=(F32, F16, Q8_0)),
+        *grid(_made, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
+        *grid(_made, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
+        *grid(_made, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=_KINDS),
+        *grid(_made, batch=[_FEW], feature=_FAR, kind=_KINDS),
+        *grid(_made, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
+        *grid(_made, batch=_BATCHES, shape=_LATENT, kind=_KINDS, values=["leading"]),
+        *grid(
+            _made, batch=[_FEW], shape=_LATENT[:1], feature=_FAR, kind=_KINDS, values=["leading"]
+        ),
+        *grid(_made, batch=_BATCHES[-2:], shape=_WIDE, kind=_KINDS),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
         *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),
         _sample(Packed((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
@@ -334,7 +324,9 @@ def attention(
     Vaswani et al. 2017, eq. 1; grouped heads: Ainslie et al. 2023; paging: Kwon et al. 2023;
     slopes: Press et al. 2021; softcap: Gemma Team 2024; sinks: OpenAI 2025 (gpt-oss).
     """
-    result = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
+    kv_heads = (k.elements if isinstance(k, Blocks) else k[0].size) // q.shape[2]
+    width = (v.elements if isinstance(v, Blocks) else v[0].size) // kv_heads
+    result = np.zeros((*q.shape[:2], width), np.float32)
     for s in range(len(kv_len)):
         first, last, length = int(q_start[s]), int(q_start[s + 1]), int(kv_len[s])
         if last == first:
@@ -344,7 +336,7 @@ def attention(
         low = max(0, start - window + 1) if window else 0  # older blocks may be gone
         j = np.arange(low, length)
         rows = table[s, j // block] * block + j % block
-        keys, values = (_floats(pool[rows]) for pool in (k, v))  # [J, Hkv, D]
+        keys, values = (_floats(pool[rows], kv_heads) for pool in (k, v))  # [J, Hkv, D]
         step = max(1, _SCORES // (4 * q.shape[1] * max(1, len(j))))
         for at in range(first, last, step):
             end = min(at + step, last)
@@ -357,10 +349,10 @@ def attention(
     return result
 
 
-def _floats(rows):
+def _floats(rows, heads):
     """Rows of a pool as float32 [J, heads, width]."""
     if isinstance(rows, Blocks):
-        return rows.dequantise()
+        return rows.dequantise().reshape(len(rows), heads, -1)
     return rows.astype(np.float32)
 
 

@@ -98,14 +98,21 @@ def _propose_attention_quantise(node: Tensor, users: Users) -> Proposal | None:
     return attended.src, {**attended.attrs, "dtype": node.attrs["dtype"]}
 
 
-def _attention_sample(rows, heads, width, dtype, window):
+def _attention_sample(rows, heads, width, dtype, window, extras=False, latent=0):
+    """``extras``: with sinks, slopes and a prefix; ``latent``: columns of the keys behind those
+    that are the values."""
     past, kv = 70, max(1, heads // 3)
-    pool = Arg((128, kv, width), F16)
+    optional = (
+        Arg((heads,), leaf="weight"), Arg((heads,), leaf="weight"),
+        Arg(("S",), I32, make=lambda g, s: np.array([past + rows // 2])),
+    )  # fmt: skip
     args = (
-        Arg(("T", heads, width)), pool, pool,
+        Arg(("T", heads, width + latent)), Arg((128, kv, width + latent), F16),
+        Arg((128, kv, width), F16, "leading" if latent else "contiguous"),
         Arg(("Q",), I32, make=lambda g, s: np.array([0, rows])),
         Arg(("S",), I32, make=lambda g, s: np.array([past + rows])),
         Arg(("S", 8), I32, make=lambda g, s: g.permutation(8)[None]),
+        *(optional if extras else ()),
     )  # fmt: skip
     attrs = {"scale": width**-0.5, "block": 16, "causal": True, "window": window, "softcap": 0.0}
     return Sample(args, {**attrs, "dtype": dtype}, {"T": rows, "S": 1, "Q": 2})
@@ -123,6 +130,10 @@ def _attention_sample(rows, heads, width, dtype, window):
               window=(0,)),
         *grid(_attention_sample, rows=(1, 5), heads=(6,), width=(128,), dtype=("a8_256",),
               window=(0,)),
+        *grid(_attention_sample, rows=(1, 40), heads=(3,), width=(64,), dtype=("a8_32",),
+              window=(0, 50), extras=(True,)),
+        *grid(_attention_sample, rows=(1, 20), heads=(3,), width=(512,), dtype=("a8_256",),
+              window=(0,), latent=(64,)),
     ],
 )  # fmt: skip
 def attention_quantise(

@@ -146,8 +146,9 @@ def _plane_infer(pos, q_start, prefix_len, *, part):
     return same(pos)
 
 
-def _plane_sample(queries, prefix, part):
-    """Sequences of so many tokens in this step, their prefixes, and what each had before."""
+def _plane_sample(part, step):
+    """Sequences of so many tokens in this step, and of such prefixes; each may have had more."""
+    queries, prefix = step
 
     def starts(rng, shape):
         return np.concatenate([[0], np.cumsum(queries)])
@@ -181,7 +182,7 @@ _STEPS = (
         2 * out.size, out.nbytes + sum(m.nbytes for m in operands)
     ),
     tol={},
-    samples=[_plane_sample(*step, part) for part in (0, 1) for step in _STEPS],
+    samples=grid(_plane_sample, part=(0, 1), step=_STEPS),
 )
 def positions_2d(pos, q_start, prefix_len, *, part):
     """One of the two positions of each token: in the prompt, and in what is written after it.
