@@ -50,4 +50,5 @@ class Llama2cModel(Llama2c):
         path = self.path.with_name(VOCABULARY)
         if not path.is_file():
             raise ModelFileError(f"{self.path}: has no tokenizer: {path} is missing")
-        return from_pieces(*read_vocabulary(path), path)
+        pieces, scores = read_vocabulary(path)
+        return from_pieces(pieces, scores.tolist(), path)
