@@ -5,7 +5,8 @@
 Llama 3.2 1B with 20 layers instead of 16 is 3.0 GB. The directory FOLDER/<shape>-<layers> is made
 once, with its `config.json`, and used again. Each figure is the best of five: opening the files,
 which reads their headers, and a view of each tensor; and, as what any way of loading has above it,
-the rate at which one thread reads all the bytes.
+the rate at which one thread reads all the bytes. Then `graphllm.load` on the CPU in processes of
+their own, which say what memory they took at most: as stored, and quantised to ``--type``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import json
 import math
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -146,12 +149,31 @@ def read(file: Safetensors) -> int:
     return sum(int(each.max()) for each in words)
 
 
+# What a process of its own does: load, read one token, say how long loading took and the most bytes
+# that were resident.
+_LOAD = """
+import resource, sys, graphllm
+llm = graphllm.load(sys.argv[1], type=sys.argv[2] or None, device="cpu", context=512)
+llm.logits([1])
+print(llm.load_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def loaded(folder: Path, kind: str) -> tuple[float, float]:
+    """Seconds and bytes of the fastest of some processes that load the directory."""
+    words = [sys.executable, "-c", _LOAD, str(folder), kind]
+    runs = [subprocess.run(words, capture_output=True, text=True, check=True) for _ in range(3)]
+    seconds, nbytes = min(tuple(map(float, run.stdout.split())) for run in runs)
+    return seconds, nbytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama-1b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--type", default="q8_0")
     a = parser.parse_args()
     shape = replace(SHAPES[a.shape], layers=a.layers)
     folder = a.folder / f"{a.shape}-{a.layers}"
@@ -165,6 +187,10 @@ def main() -> None:
         print(f"a view of each      {best(lambda: views(file)) * 1e3:8.2f} ms")
         seconds = best(lambda: read(file))
         print(f"all bytes read      {seconds * 1e3:8.2f} ms   {nbytes / seconds / 1e9:.1f} GB/s")
+    for kind in ("", a.type):
+        seconds, most = loaded(folder, kind)
+        share = f"{most / 1e6:.0f} MB at most, {most / nbytes:.2f} of the file"
+        print(f"load, {kind or 'as stored':<12}  {seconds * 1e3:8.0f} ms   {share}")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def decoder_for(
     if kind is not None:
         from .weights.requantise import Quantised
 
-        weights = Quantised(weights, kind)
+        router = f".{config.names.router}.weight"  # small, and what it decides is delicate
+        weights = Quantised(weights, kind, keep=lambda name: name.endswith(router))
     return family.model(config, weights)
 
 
@@ -293,6 +294,7 @@ class LLM:
         lines = [
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
         ]
+        lines += getattr(self.decoder.weights.source, "notes", list)()  # of quantised ones
         if self.fit:
             return [*lines, str(self.fit)]
         if asked != AUTO:

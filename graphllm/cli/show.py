@@ -44,6 +44,8 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
 def _short(value: Any) -> Any:
     """A metadata value as shown: long arrays by their kind and length only."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
     if isinstance(value, str):
         return value if len(value) <= 200 else value[:200] + "..."
     if hasattr(value, "__len__"):

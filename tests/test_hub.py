@@ -1,0 +1,85 @@
+"""Models by their name on the Hugging Face hub: the local cache, and what is said without it."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from graphllm.errors import ModelFileError
+from graphllm.weights import hub
+from graphllm.weights.files import model_path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return tmp_path
+
+
+def keep(cache, *files: str, revision: str = "0a1b"):
+    """A model org/small in the cache that has these files."""
+    folder = cache / "models--org--small"
+    found = folder / "snapshots" / revision
+    found.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    for name in files:
+        (found / name).write_text("{}")
+    return found
+
+
+def test_a_model_of_the_cache_is_found(cache):
+    found = keep(cache, "config.json", "model.safetensors")
+    assert model_path("org/small") == found
+
+
+def test_a_model_that_is_not_whole_is_not(cache, monkeypatch):
+    found = keep(cache, "config.json")
+    assert hub.cached("org/small") is None
+    (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
+    assert hub.cached("org/small") is None
+    (found / "1.safetensors").write_text("")
+    assert hub.cached("org/small") == found
+    (cache / "models--org--small" / "refs" / "main").write_text("../../elsewhere")
+    assert hub.cached("org/small") is None
+
+
+def test_offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelFileError, match=r"org/none: no such file, and not in the .* cache"):
+        model_path("org/none")
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelFileError, match=r"pip install 'graphllm\[hub\]'"):
+        model_path("org/none")
+
+
+def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append(name)
+        if name == "org/gone":
+            raise OSError("401 Client Error\nRepository Not Found")
+        assert not any("bin" in pattern or "pt" in pattern for pattern in allow_patterns[:3])
+        return str(tmp_path)
+
+    fake = types.SimpleNamespace(
+        snapshot_download=download, utils=types.SimpleNamespace(disable_progress_bars=lambda: None)
+    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    assert model_path("org/new") == tmp_path and asked == ["org/new"]
+    with pytest.raises(ModelFileError, match="cannot be downloaded: 401 Client Error Repository"):
+        model_path("org/gone")
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "/etc/none", "../up/none", "org/"])
+def test_what_is_no_name_is_a_path(name):
+    with pytest.raises(ModelFileError, match=r"no such file$"):
+        model_path(name)
