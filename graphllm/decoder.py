@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
+import numpy as np
+
 from . import ops
 from .batch import Batch, CacheSpec, Limits
 from .config import (
@@ -245,7 +249,8 @@ class Decoder(Module):
             pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
             factors = self.weight(rope.factors, pairs, root=True)
         elif rope.factors:
-            factors = self.constant(f"rope.{hash(rope) & 0xFFFFFFFF:08x}", rope.factors)
+            values = np.asarray(rope.factors, np.float32)
+            factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)
         return ops.rope(
             x, pos, factors, base=rope.base, dims=rope.dims, style=rope.style, scale=rope.scale,
             magnitude=rope.magnitude,

@@ -17,7 +17,7 @@ from .backends import Options
 from .batch import Limits
 from .decoder import Decoder
 from .dtype import CACHED
-from .errors import PlacementError, RequestError
+from .errors import ModelFileError, PlacementError, RequestError
 from .executor import Executor, Progress
 from .fit import AUTO, Fit, checked
 from .generation.answer import answer
@@ -72,8 +72,12 @@ class LLM:
         self._template_choice = chat_template
         self._template: ChatTemplate | None = None
         self.limits = limits.within(self.decoder.cfg.context)
-        if file.has_vocabulary:
-            _ = self.tokenizer  # a bad one is told now
+        if file.has_vocabulary:  # a bad one is told now
+            tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
+            if tokens > rows:
+                raise ModelFileError(
+                    f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
+                )
         self.executor = Executor(self.decoder.weights, **executor_options)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
