@@ -1,14 +1,156 @@
-"""Hugging Face directories as models: what is read, what is refused, in a line each."""
+"""Hugging Face directories and llama2.c files as models: what is read, what is refused."""
 
 from __future__ import annotations
 
 import json
-import shutil
+from pathlib import Path
 
-import hf_models
 import numpy as np
 import pytest
-from test_llama2c import write_model  # type: ignore[import-not-found]
+import tiny_models as tiny
+from safetensors.numpy import save_file
+from test_llama2c import write_model
 
 import graphllm
 from graphllm.errors import ConfigError, ModelFileError
+from graphllm.weights.files import open_model
+
+IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
+CONFIG = {
+    "model_type": "llama", "vocab_size": len(tiny.VOCAB["pieces"]), "hidden_size": tiny.DIM,
+    "intermediate_size": tiny.HIDDEN, "num_hidden_layers": tiny.LAYERS,
+    "num_attention_heads": tiny.HEADS, "num_key_value_heads": tiny.KV, "head_dim": tiny.WIDTH,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"], "rope_scaling": None,
+}  # fmt: skip
+
+
+def write(folder: Path, weights: dict[str, np.ndarray] | None = None, **keys: object) -> Path:
+    """A directory; ``keys`` change its configuration."""
+    folder.mkdir(exist_ok=True)
+    weights = tiny.llama_weights() if weights is None else weights
+    save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **keys}))
+    return folder
+
+
+def logits(model: Path, **options: object) -> np.ndarray:
+    return graphllm.load(model, device="reference", context=32, **options).logits(IDS)
+
+
+def test_a_directory_and_a_gguf_file_of_the_same_weights(tmp_path):
+    """Whose rows of q and k stand in another order."""
+    for tied in (False, True):
+        weights = tiny.llama_weights(tied=tied)
+        stored = tiny.write_llama(tmp_path / "tiny.gguf", weights)
+        folder = write(tmp_path / "hf", weights, tie_word_embeddings=tied)
+        want = logits(stored)
+        np.testing.assert_allclose(logits(folder), want, atol=1e-5)
+        np.testing.assert_allclose(logits(folder / "model.safetensors"), want, atol=1e-5)
+
+
+def test_a_model_needs_no_tokenizer_for_logits(tmp_path):
+    llm = graphllm.load(write(tmp_path), device="reference", context=32)
+    assert not llm.file.has_vocabulary
+    with pytest.raises(ModelFileError, match="tokenizer"):
+        llm.generate("hello")
+
+
+def test_quantised_while_loading(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "DIM", 64)  # two blocks; other rows are no whole ones
+    folder = write(tmp_path, hidden_size=64)
+    want, have = logits(folder), logits(folder, type="q4_0", linear="float")
+    assert 1e-6 < np.square(have - want).mean() / np.square(want).mean() < 0.1
+    llm = graphllm.load(folder, device="reference", context=32, type="q4_0")
+    assert any("rows are not whole blocks" in line for line in llm.notes())
+    with pytest.raises(graphllm.RequestError, match=r"unknown type 'q7' .*known: .*q8_0"):
+        logits(folder, type="q7")
+
+
+def test_a_llama2c_file(tmp_path):
+    weights = write_model(tmp_path / "model.bin", shared=True)
+    llm = graphllm.load(tmp_path / "model.bin", device="reference")
+    ids = [1, 2, 3, 5, 4]
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    turned = {k: _halves(k, v, llm.file.metadata) for k, v in weights.items()}
+    save_file(turned, folder / "model.safetensors")
+    keys = {"model_type": "llama", **llm.file.metadata}
+    (folder / "config.json").write_text(json.dumps(keys))
+    other = graphllm.load(folder, device="reference")
+    np.testing.assert_allclose(llm.logits(ids), other.logits(ids), atol=1e-5)
+
+
+def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
+    """Rows of q and k from pairs to halves, as Hugging Face has them."""
+    count = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    found = next((key for part, key in count.items() if part in name), None)
+    if found is None:
+        return np.ascontiguousarray(value)
+    pairs = value.reshape(config[found], -1, 2, value.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"new_thing": 2}, "config.json: the model does not know the key 'new_thing'"),
+        ({"hidden_size": None}, "missing key 'hidden_size'"),
+        ({"hidden_size": "60"}, "hidden_size = '60' is not int"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers = 0 is not in 1\.\."),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported, only silu"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not suppo"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor = None is no number"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, "the unknown key 'twist'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 is not above 0"),
+        ({"num_key_value_heads": 4}, "6 heads do not share 4 KV heads"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq' are not supported"),
+    ],
+)
+def test_a_configuration_that_is_refused(tmp_path, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        logits(write(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "lama"}, r"unknown model_type 'lama'; nearest: llama.*--model-def"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"num_hidden_layers": 40}, r"missing tensor '\*\.39\.\*'"),
+        ({"num_hidden_layers": 2}, r"unexpected tensor 'model\.layers\.2\."),
+        ({"head_dim": 12}, r"'model\.layers\.0\.self_attn\.q_proj\.weight' is \(60, 60\)"),
+        ({"tie_word_embeddings": True}, "'lm_head.weight' is stored, and is not"),
+        ({"vocab_size": 7}, r"'model\.embed_tokens\.weight' is \(\d+, 60\), the model wants \(7"),
+    ],
+)
+def test_a_directory_that_is_refused(tmp_path, keys, message):
+    with pytest.raises(ModelFileError, match=message):
+        logits(write(tmp_path, **keys))
+
+
+def test_a_head_that_is_stored_twice_and_equal_is_one(tmp_path):
+    weights = tiny.llama_weights(tied=True)
+    want = logits(write(tmp_path / "one", weights, tie_word_embeddings=True))
+    both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    have = logits(write(tmp_path / "two", both, tie_word_embeddings=True))
+    np.testing.assert_array_equal(have, want)
+
+
+def test_no_directory_of_a_model(tmp_path):
+    with pytest.raises(ModelFileError, match=r"is a directory without a config\.json"):
+        open_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"config\.json: no valid JSON"):
+        open_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelFileError, match=r"config\.json: no JSON object"):
+        open_model(tmp_path)
+
+
+def test_a_plan_needs_headers_only(tmp_path):
+    folder = write(tmp_path)
+    stored = folder / "model.safetensors"
+    size = int.from_bytes(stored.read_bytes()[:8], "little")
+    stored.write_bytes(stored.read_bytes()[: 8 + size])
+    assert graphllm.dry_run(folder, context=32, type="q8_0").model_type.startswith("llama")
