@@ -6,6 +6,7 @@ weight formats are GGUF's, bit for bit; `graphllm.quant_formats` has a formula f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ def _endless(blocks: Array, offset: int, size: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A matrix in a file's own bytes: ``raw`` uint8 [rows, row_bytes], ``elements`` a row.
+    """An array in a file's own bytes: ``raw`` uint8 [rows, ..., row_bytes], ``elements`` of the
+    last axis in each of these rows.
 
     Works for plain dtypes too. GraphError when the bytes do not fit the elements.
     """
@@ -95,30 +97,35 @@ class Blocks:
 
     def __post_init__(self) -> None:
         want = self.dtype.row_nbytes(self.elements)
-        if self.raw.dtype != np.uint8 or self.raw.ndim != 2 or self.raw.shape[1] != want:
+        if self.raw.dtype != np.uint8 or self.raw.ndim < 2 or self.raw.shape[-1] != want:
             raise GraphError(
-                f"{self.elements} {self.dtype} elements a row need uint8 [rows, {want}], "
+                f"{self.elements} {self.dtype} elements a row need uint8 [rows, ..., {want}], "
                 f"got {self.raw.dtype} {list(self.raw.shape)}"
             )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, elements)."""
-        return self.raw.shape[0], self.elements
+    def shape(self) -> tuple[int, ...]:
+        """(rows, ..., elements)."""
+        return (*self.raw.shape[:-1], self.elements)
 
     def __len__(self) -> int:
         return self.raw.shape[0]
 
-    def __getitem__(self, rows: slice | Array | list[int]) -> Blocks:
-        """The chosen rows: a view for a slice, a copy for an array of row numbers or a mask."""
+    def __getitem__(self, rows: int | slice | Array | list[int]) -> Blocks:
+        """The chosen rows: a view for a slice, a copy for an array of row numbers or a mask; with
+        more than two axes, for a number the view without axis 0."""
         return Blocks(self.raw[rows], self.dtype, self.elements)
 
+    def rows(self) -> Array:
+        """The bytes as uint8 [rows, n], all axes but the first in one."""
+        return self.raw.reshape(len(self), math.prod(self.raw.shape[1:]))
+
     def dequantise(self) -> Array:
-        """float32 [rows, elements]."""
+        """float32 [rows, ..., elements]."""
         return dequantise(self.raw, self.dtype)
 
     def tiles(self, max_bytes: int = 16 << 20) -> Iterator[tuple[int, Array]]:
-        """Yield (first row, float32 [n, elements]), each at most ``max_bytes`` or one row."""
+        """Of a matrix (first row, float32 [n, elements]), each at most ``max_bytes`` or a row."""
         step = max(1, max_bytes // (4 * max(1, self.elements)))
         for start in range(0, len(self), step):
             yield start, self[start : start + step].dequantise()
@@ -133,7 +140,7 @@ def _act_check(dtype: DType, elements: int) -> int:
 
 
 def quantise_act(x: Array, dtype: DType) -> Array:
-    """float32 [T, K] as quantised activations, uint8 [T, row_bytes]; GraphError if K is ragged.
+    """float32 [..., K] as quantised activations, uint8 [..., row_bytes]; GraphError if K is ragged.
 
     For each block of 32 (a8_32) or 256 (a8_256), every operation rounding once to float32, with no
     fused multiply-add and no reciprocal estimates::
@@ -148,9 +155,10 @@ def quantise_act(x: Array, dtype: DType) -> Array:
     q = 0, so that the block reads back as NaN. Both cases can be told from the maximum, as an
     unsigned integer, of the bits of |x|. Layout of a row: K int8, K/block float32 d, the sums.
     """
-    x = np.ascontiguousarray(x, dtype=F32)
-    rows, elements = x.shape
+    shape, elements = x.shape[:-1], x.shape[-1]
     per_sum = _act_check(dtype, elements)
+    rows = math.prod(shape)
+    x = np.ascontiguousarray(x, dtype=F32)
     blocks = x.reshape(rows, elements // dtype.block, dtype.block)
     amax = np.abs(blocks).max(axis=-1, initial=0, keepdims=True)
     finite, live = np.isfinite(amax), amax >= ACT_TINY
@@ -161,7 +169,8 @@ def quantise_act(x: Array, dtype: DType) -> Array:
     kind = "<i4" if dtype == A8_32 else "<i2"
     sums = q.reshape(rows, elements // per_sum, per_sum).sum(axis=-1, dtype=kind)
     planes = (q.reshape(rows, elements), d.astype("<f4")[..., 0], sums)
-    return np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in planes], axis=1)
+    made = np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in planes], axis=1)
+    return made.reshape(*shape, dtype.row_nbytes(elements))
 
 
 def split_act(raw: Array, dtype: DType, elements: int) -> tuple[Array, Array, Array]:
@@ -180,10 +189,10 @@ def split_act(raw: Array, dtype: DType, elements: int) -> tuple[Array, Array, Ar
 
 
 def dequantise_act(raw: Array, dtype: DType, elements: int) -> Array:
-    """Quantised activations as float32 [T, K]: d * q, rounded once."""
-    q, d, _ = split_act(raw, dtype, elements)
+    """Quantised activations as float32 [..., K]: d * q, rounded once."""
+    q, d, _ = split_act(raw.reshape(-1, raw.shape[-1]), dtype, elements)
     blocks = q.reshape(*d.shape, dtype.block).astype(F32)
-    return (d[..., None] * blocks).reshape(q.shape)
+    return (d[..., None] * blocks).reshape(*raw.shape[:-1], elements)
 
 
 def quantise(x: Array, dtype: DType) -> Array:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -149,8 +148,8 @@ def cases(name: str) -> Iterable[Case]:
 
 
 def plain(value: Any) -> np.ndarray:
-    """An operand or result as an array; blocks as their bytes."""
-    return value.raw if isinstance(value, Blocks) else value
+    """An operand or result as an array; blocks as their bytes, [rows, n]."""
+    return value.rows() if isinstance(value, Blocks) else value
 
 
 def _copied(value: Any) -> Any:
@@ -214,8 +213,8 @@ def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
         values = np.asarray(make(rng, inner))
         assert values.shape == inner, f"make gave {values.shape} for {inner}"
         if kind.numpy is None:
-            rows = values.astype(np.float32).reshape(inner[0], -1)
-            return Blocks(quant.quantise(rows, kind), kind, prod(inner[1:]))
+            raw = quant.quantise(values.astype(np.float32).reshape(-1, inner[-1]), kind)
+            return Blocks(raw.reshape(*inner[:-1], -1), kind, inner[-1])
         values = np.ascontiguousarray(values.astype(kind.numpy))
     if arg.layout != "strided":
         return values

@@ -13,6 +13,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from graphllm.dtype import DTYPES
 from graphllm.quant import Blocks
 
 F32 = np.float32
@@ -33,8 +34,8 @@ def values(w: Any) -> np.ndarray:
 def a8_values(x: Blocks) -> np.ndarray:
     """float32(d * q), read from the bytes one row at a time: K int8, then K / block float32."""
     result, block = np.zeros(x.shape), x.dtype.block
-    for t, row in enumerate(x.raw):
-        data = row.tobytes()
+    for t in np.ndindex(x.shape[:-1]):
+        data = x.raw[t].tobytes()
         q = struct.unpack_from(f"<{x.elements}b", data)
         d = struct.unpack_from(f"<{x.elements // block}f", data, x.elements)
         result[t] = [float(F32(d[i // block]) * F32(v)) for i, v in enumerate(q)]
@@ -53,6 +54,10 @@ def each(formula):
 
 def _silu(x):
     return x / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _sigmoid(x):
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 
 def _gelu(x, kind):
@@ -150,8 +155,8 @@ def _mix(logits, sink, rows):
 def kv_write(pool, x, slot):
     for t, row in enumerate(slot):
         if row >= 0 and isinstance(pool, Blocks):
-            blocks = x[t].reshape(-1, 32)
-            pool.raw[row] = np.frombuffer(b"".join(map(_q8_0, blocks)), np.uint8)
+            data = b"".join(map(_q8_0, x[t].reshape(-1, 32)))
+            pool.raw[row] = np.frombuffer(data, np.uint8).reshape(pool.raw.shape[1:])
         elif row >= 0:
             for at in np.ndindex(x.shape[1:]):
                 pool[(row, *at)] = half(float(x[(t, *at)])) if pool.itemsize == 2 else x[(t, *at)]
@@ -210,7 +215,7 @@ def quantise_act(x, dtype):
     """The bytes of each row, from the format's definition."""
     block, per_sum, code = (32, 32, "i") if dtype == "a8_32" else (256, 16, "h")
     rows = []
-    for row in x:
+    for row in x.reshape(-1, x.shape[-1]):
         q, d = [], []
         for start in range(0, len(row), block):
             part = row[start : start + block]
@@ -226,8 +231,71 @@ def quantise_act(x, dtype):
         sums = [sum(q[i : i + per_sum]) for i in range(0, len(q), per_sum)]
         data = struct.pack(f"<{len(q)}b", *q) + struct.pack(f"<{len(d)}f", *d)
         rows.append(data + struct.pack(f"<{len(sums)}{code}", *sums))
-    width = x.shape[1] + x.shape[1] // block * 4 + x.shape[1] // per_sum * struct.calcsize(code)
-    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(x), width)
+    k = x.shape[-1]
+    width = k + k // block * 4 + k // per_sum * struct.calcsize(code)
+    raw = np.frombuffer(b"".join(rows), np.uint8).reshape(*x.shape[:-1], width)
+    return Blocks(raw, DTYPES[dtype], k)
+
+
+def head_linear(x, w):
+    return np.einsum("thk,hnk->thn", values(x), values(w))
+
+
+def top_k(x, bias, k, groups=1, kept=1, best=1):
+    """By Python's sort, which is stable, on (is NaN, -value)."""
+
+    def order(values):
+        return sorted(range(len(values)), key=lambda i: (math.isnan(values[i]), -values[i]))
+
+    result = []
+    for row in x if bias is None else x + bias:
+        size = len(row) // groups
+        worth = []
+        for g in range(groups):
+            own = row[g * size : (g + 1) * size]
+            total = F32(-0.0)
+            with np.errstate(invalid="ignore"):
+                for i in order(own.tolist())[:best]:
+                    total += own[i]
+            worth.append(float(total))
+        allowed = set(order(worth)[:kept])
+        result.append([i for i in order(row.tolist()) if i // size in allowed][:k])
+    return np.array(result, np.int32).reshape(len(x), k)
+
+
+def pick(x, ids):
+    return np.array([[x[t, i] for i in row] for t, row in enumerate(ids)]).reshape(ids.shape)
+
+
+def sum_norm(x, eps):
+    totals = [math.fsum(map(float, row)) + float(F32(eps)) for row in x]
+    return np.array([row.astype(np.float64) / s for row, s in zip(x, totals, strict=True)]).reshape(
+        x.shape
+    )
+
+
+def expert_linear(x, w, ids, bias):
+    x, w = values(x), values(w)
+    result = np.empty((*ids.shape, w.shape[1]))
+    for t, j in np.ndindex(ids.shape):
+        own = x[t] if x.ndim == 2 else x[t, j]
+        result[t, j] = w[ids[t, j]] @ own + (0 if bias is None else bias[ids[t, j]])
+    return result
+
+
+def combine(y, weights):
+    result = np.zeros((y.shape[0], y.shape[2]))
+    for t, j in np.ndindex(weights.shape):
+        result[t] += float(weights[t, j]) * y[t, j].astype(np.float64)
+    return result
+
+
+def clamped_glu(gate, up, alpha, limit):
+    result = np.empty(gate.shape)
+    for at in np.ndindex(gate.shape):
+        g, u = min(float(gate[at]), limit), max(-limit, min(limit, float(up[at])))
+        result[at] = g * _sigmoid(alpha * g) * (u + 1)
+    return result
 
 
 def argmax(x):
@@ -320,6 +388,8 @@ ORACLES = {
     "mul": lambda a, b: a.astype(np.float64) * b,
     "scale": each(lambda x, factor: x * float(F32(factor))),
     "silu": each(_silu),
+    "sigmoid": each(_sigmoid),
+    "clamped_glu": clamped_glu,
     "gelu": each(_gelu),
     "softcap": each(lambda x, cap: cap * math.tanh(x / cap)),
     "layer_norm": layer_norm,
@@ -335,6 +405,12 @@ ORACLES = {
     "gather_rows": gather_rows,
     "embedding": embedding,
     "linear": linear,
+    "head_linear": head_linear,
+    "top_k": top_k,
+    "pick": pick,
+    "sum_norm": sum_norm,
+    "expert_linear": expert_linear,
+    "combine": combine,
     "quantise_act": quantise_act,
     "argmax": argmax,
     "sample": sample,

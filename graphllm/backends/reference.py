@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,9 @@ def _view(buffer: np.ndarray, meta: Meta, rows: int) -> Any:
         return np.ndarray(shape, meta.dtype.numpy, buffer, meta.offset, meta.strides)
     if meta.ndim < 2 or not meta.inner_contiguous:
         raise GraphError(f"{meta} is not rows of blocks")
-    elements = prod(meta.inner)
-    wide = (rows, meta.dtype.row_nbytes(elements))
-    raw: np.ndarray = np.ndarray(wide, np.uint8, buffer, meta.offset, (meta.strides[0], 1))
-    return Blocks(raw, meta.dtype, elements)
+    wide = (*shape[:-1], meta.dtype.row_nbytes(shape[-1]))
+    raw: np.ndarray = np.ndarray(wide, np.uint8, buffer, meta.offset, (*meta.strides[:-1], 1))
+    return Blocks(raw, meta.dtype, shape[-1])
 
 
 def _rows(meta: Meta) -> int:
@@ -131,12 +129,13 @@ class HostDevice:
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
         """Write ``data``, of the operand's shape; for a block format its bytes, [rows, n]."""
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
-        (view.raw if isinstance(view, Blocks) else view)[...] = data
+        target = view.raw if isinstance(view, Blocks) else view
+        target[...] = data.reshape(target.shape)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; for a block format its bytes, [rows, n]."""
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
-        return np.array(view.raw if isinstance(view, Blocks) else view, order="C")
+        return np.array(view.rows() if isinstance(view, Blocks) else view, order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
         """See `graphllm.backends.Device`."""

@@ -102,6 +102,41 @@ def silu(x):
         return x / (1 + np.exp(-x))
 
 
+@op("sigmoid", infer=_unary, cost=_cost(3), tol={"f32": 1e-6}, samples=_samples())
+def sigmoid(x):
+    """1 / (1 + exp(-x)). x [T, ...] -> [T, ...]."""
+    with np.errstate(over="ignore"):  # exp(-x) is inf below -88, and 1 / inf is the zero wanted
+        return 1 / (1 + np.exp(-x))
+
+
+def _clamped_infer(gate, up, *, alpha, limit):
+    require(gate.shape == up.shape, f"up {up.shape} has not the shape of gate {gate.shape}")
+    require(limit > 0, f"limit is {limit}, not above zero")
+    return _binary(gate, up)
+
+
+def _clamped_sample(rows, inner, layout):
+    args = (Arg(("T", *inner), layout=layout, make=_wide),) * 2
+    return Sample(args, {"alpha": 1.702, "limit": 7.0}, {"T": rows})
+
+
+@op(
+    "clamped_glu",
+    infer=_clamped_infer,
+    cost=_cost(8),
+    tol={"f32": 1e-6},
+    samples=grid(_clamped_sample, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided")),
+)
+def clamped_glu(gate, up, *, alpha, limit):
+    """g * sigmoid(alpha * g) * (u + 1), where g is gate, at most limit, and u is up, within
+    +-limit. [T, ..., D] each -> [T, ..., D]. OpenAI 2025 (gpt-oss), its published code.
+    """
+    limit = np.float32(limit)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(np.float32(-alpha) * gate)) * (up + 1)
+
+
 _ERF_STEPS = 256  # knots a unit
 _ERF_END = 6  # erf is 1 to double precision from here on
 _ERF_KNOTS = np.arange(_ERF_END * _ERF_STEPS + 2) / _ERF_STEPS

@@ -30,15 +30,15 @@ from ..tensor import Meta, current_scope
 from . import Arg, Cost, Sample, expect, grid, op, out
 
 
-def expect_weight(w: Meta) -> None:
-    """A line of a shape rule: ``w`` is a matrix in a weight format.
+def expect_weight(w: Meta, axes: int = 2) -> None:
+    """A line of a shape rule: ``w`` is a matrix in a weight format, or with three axes several.
 
     ModelFileError for a block format that no code here can read.
     """
     if w.dtype.quantised and w.dtype.name not in quant.FORMATS:
         where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
         raise ModelFileError(f"{where}: weights in {w.dtype} are not supported, only in {known}")
-    expect("w", w, 2, *WEIGHT_FORMATS)
+    expect("w", w, axes, *WEIGHT_FORMATS)
 
 
 def _infer(ids, w):

@@ -31,11 +31,11 @@ from . import Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
-_FORMS = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
+FORMS = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
 
 
 def _infer(x, w, bias=None):
-    expect("x", x, 2, "f32", *_FORMS)
+    expect("x", x, 2, "f32", *FORMS)
     expect_weight(w)
     require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
     if bias is not None:
@@ -48,10 +48,10 @@ def _cost(out, x, w, bias=None, *, env):
     if not out.size:
         return Cost(0, 0)
     extra = bias.nbytes if bias is not None else 0
-    return Cost(2 * out.size * w.shape[1], x.nbytes + w.nbytes + extra + out.nbytes)
+    return Cost(2 * out.size * w.shape[-1], x.nbytes + w.nbytes + extra + out.nbytes)
 
 
-def _unit(rng, shape):
+def unit(rng, shape):
     """Weights that keep a result's size near one, as the tolerance assumes."""
     return rng.standard_normal(shape) / np.sqrt(shape[-1])
 
@@ -59,11 +59,21 @@ def _unit(rng, shape):
 def _sample(rows, shape, kind, x=F32, layout="contiguous", bias=False):
     args = (
         Arg(("T", shape[1]), x, layout),
-        Arg(shape, kind, leaf="weight", make=_unit),
+        Arg(shape, kind, leaf="weight", make=unit),
         Arg(shape[:1], leaf="weight") if bias else None,
     )
     return Sample(args, {}, {"T": rows})
 
+
+# A float activation times an integer format may be quantised on the way (`Options.linear`): then
+# each element is off by up to amax / 254 of its block. With quantised x nothing is left to choose
+# but the order of the sum.
+TOL = {
+    "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
+    "q8_0": 4e-2, "q4_0": 4e-2, "q4_1": 4e-2, "q5_0": 4e-2, "q5_1": 4e-2, "iq4_nl": 4e-2,
+    "mxfp4": 4e-2, "q2_k": 5e-2, "q3_k": 5e-2, "q4_k": 5e-2, "q5_k": 5e-2, "q6_k": 5e-2,
+    "iq4_xs": 5e-2,
+}  # fmt: skip
 
 _ROWS = (0, 1, 2, 5, 33)
 _PLAIN = ((1, 1), (3, 63), (65, 100), (48, 256))
@@ -76,15 +86,7 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     "linear",
     infer=_infer,
     cost=_cost,
-    # A float activation times an integer format may be quantised on the way (`Options.linear`):
-    # then each element is off by up to amax / 254 of its block. With quantised x nothing is left
-    # to choose but the order of the sum.
-    tol={
-        "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
-        "q8_0": 4e-2, "q4_0": 4e-2, "q4_1": 4e-2, "q5_0": 4e-2, "q5_1": 4e-2,
-        "iq4_nl": 4e-2, "mxfp4": 4e-2, "q2_k": 5e-2, "q3_k": 5e-2, "q4_k": 5e-2, "q5_k": 5e-2,
-        "q6_k": 5e-2, "iq4_xs": 5e-2,
-    },
+    tol=TOL,
     samples=[
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
         *grid(_sample, rows=_ROWS, shape=_BY_32, kind=(Q8_0, Q5_0), x=(F32, A8_32)),
@@ -105,13 +107,23 @@ def linear(x, w, bias=None):
 
     The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
     """
+    result = product(activations(x), w)
+    return result if bias is None else result + bias
+
+
+def activations(x):
+    """What an operand [T, ..., K] as `quantise_act` gives it, or float32, stands for."""
     if isinstance(x, Blocks):
-        x = quant.dequantise_act(x.raw, x.dtype, x.elements)
-    x = np.ascontiguousarray(x, np.float32)
+        return quant.dequantise_act(x.raw, x.dtype, x.elements)
+    return np.ascontiguousarray(x, np.float32)
+
+
+def product(x, w):
+    """x w^T in float32. x [T, K] f32; w [N, K] any weight format, expanded in tiles."""
     result = np.empty((x.shape[0], w.shape[0]), np.float32)
     for start, tile in _tiles(w):
         np.matmul(x, tile.T, out=result[:, start : start + len(tile)])
-    return result if bias is None else result + bias
+    return result
 
 
 def _tiles(w):
@@ -124,30 +136,74 @@ def _tiles(w):
         yield start, w[start : start + step].astype(np.float32, copy=False)
 
 
+def _heads_infer(x, w):
+    expect("x", x, 3, "f32", *FORMS)
+    expect_weight(w, 3)
+    fits = (x.shape[1], x.shape[2]) == (w.shape[0], w.shape[2])
+    require(fits, f"w {w.shape} does not fit heads {x.shape}")
+    return out((x.shape[0], w.shape[0], w.shape[1]))
+
+
+def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
+    heads, _, k = shape
+    args = (Arg(("T", heads, k), x, layout), Arg(shape, kind, leaf="weight", make=unit))
+    return Sample(args, {}, {"T": rows})
+
+
+@op(
+    "head_linear",
+    infer=_heads_infer,
+    cost=_cost,
+    tol=TOL,
+    samples=[
+        *grid(_heads_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 33, 63), (4, 48, 100)),
+              kind=(F32, F16, BF16)),
+        *grid(_heads_sample, rows=(0, 1, 5), shape=((3, 33, 64), (2, 16, 320)), kind=(Q8_0, Q5_0),
+              x=(F32, A8_32)),
+        *grid(_heads_sample, rows=(1, 33), shape=((2, 20, 512),), kind=(Q4_K, Q6_K),
+              x=(F32, A8_256)),
+        *grid(_heads_sample, rows=(1, 5), shape=((3, 33, 64),), kind=(F32, F16, Q8_0),
+              layout=("strided", "permuted")),
+    ],
+)  # fmt: skip
+def head_linear(x, w):
+    """Products of each head with a matrix of its own. x [T, H, K] f32, or as `quantise_act` gives
+    it; w [H, N, K] any weight format -> f32 [T, H, N].
+
+    DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: latent attention, its up projections absorbed.
+    """
+    x = activations(x)
+    result = np.empty((*x.shape[:2], w.shape[1]), np.float32)
+    for head in range(w.shape[0]):
+        result[:, head] = product(x[:, head], w[head])
+    return result
+
+
 def _quantise_infer(x, *, dtype):
-    expect("x", x, 2, "f32")
+    expect("x", x, None, "f32")
+    require(x.ndim > 1, f"x has {x.ndim} axes, not 2 or more")
     kind = dtype_of(dtype)
-    require(kind.name in _FORMS, f"dtype is {kind}, not {' or '.join(_FORMS)}")
-    kind.row_nbytes(x.shape[1])
+    require(kind.name in FORMS, f"dtype is {kind}, not {' or '.join(FORMS)}")
+    kind.row_nbytes(x.shape[-1])
     return out(x.shape, kind)
 
 
 def _delicate(rng, shape):
     """Rows of very different size, ties between two integers, a row of zeros and one of nothing."""
     x = rng.standard_normal(shape).astype(np.float32)
-    x *= (10.0 ** rng.integers(-6, 6, (shape[0], 1))).astype(np.float32)
+    x *= (10.0 ** rng.integers(-6, 6, (*shape[:-1], 1))).astype(np.float32)
     if shape[0] > 4:
         x[1] = 0
-        x[2] = rng.integers(-254, 255, shape[1]) * 0.5
-        x[2, 0] = 127
+        x[2] = rng.integers(-254, 255, shape[1:]) * 0.5
+        x[2, ..., 0] = 127
         x[3] *= np.float32(1e-38)
-        x[4, 3] = np.nan
-        x[4, -1] = np.inf
+        x[4, ..., 3] = np.nan
+        x[4, ..., -1] = np.inf
     return x
 
 
-def _quantise_sample(rows, elements, layout, kind):
-    arg = Arg(("T", elements), layout=layout, make=_delicate)
+def _quantise_sample(rows, elements, layout, kind, between=()):
+    arg = Arg(("T", *between, elements), layout=layout, make=_delicate)
     return Sample((arg,), {"dtype": kind}, {"T": rows})
 
 
@@ -164,11 +220,13 @@ _LAYOUTS = ("contiguous", "strided")
               kind=("a8_32",)),
         *grid(_quantise_sample, rows=(0, 1, 7), elements=(256, 768), layout=_LAYOUTS,
               kind=("a8_256",)),
+        *grid(_quantise_sample, rows=(0, 1, 7), elements=(512,), layout=_LAYOUTS,
+              kind=("a8_32", "a8_256"), between=((3,), (2, 3))),
     ],
 )  # fmt: skip
 def quantise_act(x, *, dtype):
-    """Activations in fewer bits: int8 in blocks, or halves. x [T, K] f32 -> [T, K] a8_32, a8_256,
-    f16 or bf16.
+    """Activations in fewer bits: int8 in blocks along the last axis, or halves. x [T, ..., K] f32
+    -> [T, ..., K] a8_32, a8_256, f16 or bf16.
 
     Bit-exact on every backend; the formula of int8 is that of `graphllm.quant.quantise_act`. Halves
     are rounded to nearest even; what is beyond the range of f16 becomes its largest number.
@@ -177,4 +235,4 @@ def quantise_act(x, *, dtype):
     if kind.numpy is not None:
         most = np.float32(65504 if kind == F16 else np.inf)
         return np.clip(x, -most, most).astype(kind.numpy)
-    return Blocks(quant.quantise_act(x, kind), kind, x.shape[1])
+    return Blocks(quant.quantise_act(x, kind), kind, x.shape[-1])

@@ -22,7 +22,8 @@ class Weights(Protocol):
         """Shape and dtype, None when there is no such weight."""
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes, uint8 [rows, row_bytes]; read-only."""
+        """The stored bytes, uint8 [rows, row_bytes], a row for each index of all axes but the
+        last; read-only."""
 
     def release(self, name: str) -> None:
         """The stored bytes have been copied elsewhere and need not stay in memory."""
@@ -57,9 +58,9 @@ class Arrays:
     def raw(self, name: str) -> np.ndarray:
         value = self._arrays[name]
         if isinstance(value, Blocks):
-            return value.raw
-        rows = value.shape[0] if value.ndim > 1 else 1
-        return np.ascontiguousarray(value).reshape(rows, -1).view(np.uint8)
+            return value.raw.reshape(-1, value.raw.shape[-1])
+        width = value.shape[-1] if value.ndim else 1
+        return np.ascontiguousarray(value).reshape(-1, width).view(np.uint8)
 
     def release(self, name: str) -> None:
         pass

@@ -91,5 +91,5 @@ def attention_quantise(site: Site) -> list[Launch]:
     rows, width = site.out.meta.rows, site.out.meta.inner[0]
     attended, own = site.scratch, site.scratch + _attended_nbytes(site.node)
     parts = attention.launches(site, attended, own)
-    words = [attended, 4 * width, site.out.address, site.out.row_stride, site.live(rows), width]
+    words = [attended, 4 * width, site.out.address, site.out.row_stride, site.live(rows), 1, width]
     return [*parts, Launch(quantise_kernel(site.out.dtype.block), words)]

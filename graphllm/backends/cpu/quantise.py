@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from typing import Any
 
 from llvmlite import ir
@@ -75,20 +76,22 @@ def quantise_block(typingctx, block, x, q, d, s):
 
 @cache
 def quantise_kernel(block: int) -> Kernel:
-    """Rows of float32 in blocks of 32 or 256: addresses and strides of both, rows, columns."""
+    """Rows of float32 in blocks of 32 or 256: addresses and strides of both, rows, lines in each
+    row, columns of a line."""
     per_piece = _PIECE // block
     sum_bytes = 4 if block == 32 else 32  # of a block
 
     @kernel
     def quantise(p, thread, threads):
-        x, x_stride, y, y_stride, live, k = args(p, 6)
+        x, x_stride, y, y_stride, live, inner, k = args(p, 7)
         blocks = k // block
-        pieces = (blocks + per_piece - 1) // per_piece
-        todo = load_i64(live) * pieces
+        pieces, line_bytes = (blocks + per_piece - 1) // per_piece, k + blocks * (4 + sum_bytes)
+        todo = load_i64(live) * inner * pieces
         piece = next_chunk(p)
         while piece < todo:
-            t, first = piece // pieces, piece % pieces * per_piece
-            source, target = x + t * x_stride, y + t * y_stride
+            line, first = piece // pieces, piece % pieces * per_piece
+            t, j = line // inner, line % inner
+            source, target = x + t * x_stride + 4 * j * k, y + t * y_stride + j * line_bytes
             for i in range(first, min(first + per_piece, blocks)):
                 d, s = target + k + 4 * i, target + k + 4 * blocks + sum_bytes * i
                 quantise_block(block, source + 4 * block * i, target + block * i, d, s)
@@ -106,6 +109,6 @@ def quantise_act(site: Site) -> Launch:
     x, out = site.x, site.out
     words = [
         x.address, x.row_stride, out.address, out.row_stride, site.live(x.meta.rows),
-        x.meta.shape[1],
+        prod(x.meta.inner[:-1]), x.meta.inner[-1],
     ]  # fmt: skip
     return Launch(quantise_kernel(DTYPES[site.attrs["dtype"]].block), words)

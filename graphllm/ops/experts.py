@@ -1,0 +1,305 @@
+"""Mixtures of experts: the choice of a few matrices for each token, their products, and the sum."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..dtype import (
+    A8_32,
+    A8_256,
+    BF16,
+    F16,
+    F32,
+    I32,
+    IQ4_NL,
+    IQ4_XS,
+    MXFP4,
+    Q2_K,
+    Q3_K,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+)  # fmt: skip
+from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+from .embedding import expect_weight
+from .linear import FORMS, TOL, activations, product, unit
+
+_LAYOUTS = ("contiguous", "strided")
+_ROWS = (0, 1, 7)
+
+# ----------------------------------------------------------------------------------------- routing
+
+
+def _top_k_infer(x, bias=None, *, k, groups, kept, best):
+    expect("x", x, 2, "f32")
+    columns = x.shape[1]
+    if bias is not None:
+        expect("bias", bias, 1, "f32")
+        require(bias.shape == (columns,), f"bias {bias.shape} does not fit {columns} columns")
+    require(groups > 0 and columns % groups == 0, f"{columns} columns in {groups} groups")
+    require(0 < kept <= groups, f"kept is {kept} of {groups} groups")
+    size = columns // groups
+    require(0 < best <= size, f"best is {best} of {size} columns in a group")
+    require(0 < k <= kept * size, f"k is {k} of {kept * size} columns")
+    return out((x.shape[0], k), I32)
+
+
+def _ties(rng, shape):
+    """Rows of few distinct values, of equal ones, with infinities and with NaN."""
+    x = np.round(rng.standard_normal(shape) * 2) / 2
+    x[1::4] = rng.standard_normal(x[1::4].shape)
+    x[2::4] = 0.25
+    x[3::4, ::3] = -np.inf
+    x[4::4, ::2] = np.nan
+    x[5::8, -1] = np.inf
+    return x.astype(np.float32)
+
+
+def _top_k_sample(rows, choice, bias, layout):
+    columns, attrs = choice
+    args = (
+        Arg(("T", columns), layout=layout, make=_ties),
+        Arg((columns,), leaf="weight") if bias else None,
+    )
+    return Sample(args, attrs, {"T": rows})
+
+
+_CHOICES = (
+    (1, {"k": 1}),
+    (8, {"k": 2}),
+    (61, {"k": 61}),
+    (128, {"k": 8}),
+    (40, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
+    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
+    (9, {"k": 3, "groups": 3, "kept": 1, "best": 3}),
+)
+
+
+@op(
+    "top_k",
+    infer=_top_k_infer,
+    cost=lambda out, x, bias=None, *, env, k, groups, kept, best: Cost(
+        (2 + k) * x.size, x.nbytes + (bias.nbytes if bias is not None else 0) + out.nbytes
+    ),
+    tol={},
+    samples=grid(_top_k_sample, rows=(0, 1, 9), choice=_CHOICES, bias=(False, True),
+                 layout=_LAYOUTS),
+)  # fmt: skip
+def top_k(x, bias=None, *, k, groups=1, kept=1, best=1):
+    """Columns of the k largest entries of x + bias in each row, the largest first. x [T, E] f32,
+    bias [E] f32 -> [T, k] i32.
+
+    With ``groups`` > 1 the columns fall in so many equal groups, of which only the ``kept`` best
+    count: a group's worth is the sum of its ``best`` largest entries, the largest first. Among
+    equals the lower column, or group, comes first; NaN comes last. DeepSeek-AI 2024: section 2.2.2
+    of DeepSeek V2 (best = 1), section 2.1.2 of DeepSeek V3 (best = 2, and the bias).
+    """
+    score = x if bias is None else x + bias
+    if groups == 1:
+        return _largest(score)[:, :k].astype(np.int32)
+    size = x.shape[1] // groups
+    ranked = -np.sort(-score.reshape(len(x), groups, size), axis=-1)
+    worth = ranked[..., 0]
+    with np.errstate(invalid="ignore"):
+        for i in range(1, best):
+            worth = worth + ranked[..., i]
+    chosen = np.sort(_largest(worth)[:, :kept], axis=-1)
+    columns = (chosen[..., None] * size + np.arange(size)).reshape(len(x), kept * size)
+    first = _largest(np.take_along_axis(score, columns, axis=1))[:, :k]
+    return np.take_along_axis(columns, first, axis=1).astype(np.int32)
+
+
+def _largest(x):
+    """Indices that order each row from its largest entry down; NaN last."""
+    return np.argsort(-x, axis=-1, kind="stable")
+
+
+def _pick_infer(x, ids):
+    expect("x", x, 2, "f32")
+    _expect_ids(ids, x)
+    return out(ids.shape)
+
+
+def _expect_ids(ids, x):
+    """``ids`` has a row for each row of ``x``."""
+    expect("ids", ids, 2, "i32")
+    require(ids.shape[0] == x.shape[0], f"ids {ids.shape} does not fit the rows of {x.shape}")
+
+
+def _below(count):
+    """Ids below ``count``, the last of them always there."""
+
+    def make(rng, shape):
+        ids = rng.integers(0, count, shape)
+        ids[-1:, -1:] = count - 1  # where a kernel reads past the end
+        return ids
+
+    return make
+
+
+@op(
+    "pick",
+    infer=_pick_infer,
+    cost=lambda out, x, ids, *, env: Cost(0, 2 * out.nbytes + ids.nbytes),
+    tol={},
+    samples=grid(
+        lambda rows, columns, k, layout: Sample(
+            (Arg(("T", columns), layout=layout), Arg(("T", k), I32, make=_below(columns))),
+            {},
+            {"T": rows},
+        ),
+        rows=_ROWS,
+        columns=(1, 61),
+        k=(1, 8),
+        layout=_LAYOUTS,
+    ),
+)
+def pick(x, ids):
+    """Chosen entries of each row. x [T, E] f32, ids [T, k] i32 below E -> [T, k]."""
+    return np.take_along_axis(x, ids, axis=1)
+
+
+def _sum_norm_infer(x, *, eps):
+    expect("x", x, 2, "f32")
+    require(eps >= 0, f"eps is {eps}, below zero")
+    return same(x)
+
+
+@op(
+    "sum_norm",
+    infer=_sum_norm_infer,
+    cost=lambda out, x, *, env, eps: Cost(2 * x.size, x.nbytes + out.nbytes),
+    tol={"f32": 1e-6},
+    samples=grid(
+        lambda rows, width, eps, layout: Sample(
+            (Arg(("T", width), layout=layout, make=lambda rng, shape: rng.random(shape) + 1e-3),),
+            {"eps": eps},
+            {"T": rows},
+        ),
+        rows=_ROWS,
+        width=(1, 2, 8, 61),
+        eps=(0.0, 1e-2),
+        layout=_LAYOUTS,
+    ),
+)
+def sum_norm(x, *, eps=0.0):
+    """Each row divided by its sum, to which eps is added. x [T, D] f32 -> [T, D]."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return x / (x.sum(axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def _expert_infer(x, w, ids, bias=None):
+    expect("x", x, None, "f32", *FORMS)
+    require(x.ndim in (2, 3), f"x has {x.ndim} axes, not 2 or 3")
+    expect_weight(w, 3)
+    _expect_ids(ids, x)
+    require(x.ndim == 2 or x.shape[1] == ids.shape[1], f"x {x.shape} does not fit ids {ids.shape}")
+    require(x.shape[-1] == w.shape[2], f"w {w.shape} does not fit rows of {x.shape[-1]}")
+    if bias is not None:
+        expect("bias", bias, 2, "f32")
+        require(bias.shape == w.shape[:2], f"bias {bias.shape} does not fit w {w.shape}")
+    return out((*ids.shape, w.shape[1]))
+
+
+def _expert_cost(out, x, w, ids, bias=None, *, env):
+    named = min(env.get("experts", ids.size), ids.size, w.shape[0])
+    read = w.nbytes + (bias.nbytes if bias is not None else 0)  # of all experts
+    moved = x.nbytes + ids.nbytes + out.nbytes
+    return Cost(2 * out.size * w.shape[2], moved + read * named // max(1, w.shape[0]))
+
+
+def _expert_sample(rows, shape, kind, x=F32, each=False, k=2, layout="contiguous", bias=False):
+    experts, _, width = shape
+    args = (
+        Arg(("T", k, width) if each else ("T", width), x, layout),
+        Arg(shape, kind, leaf="weight", make=unit),
+        Arg(("T", k), I32, make=_below(experts)),
+        Arg(shape[:2], leaf="weight") if bias else None,
+    )
+    return Sample(args, {}, {"T": rows})
+
+
+_BOTH = (False, True)
+
+
+@op(
+    "expert_linear",
+    infer=_expert_infer,
+    cost=_expert_cost,
+    tol=TOL,
+    samples=[
+        *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 17, 63), (8, 32, 100)),
+              kind=(F32, F16, BF16), each=_BOTH, bias=_BOTH),
+        *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((3, 17, 64), (8, 48, 320)),
+              kind=(Q8_0, Q5_0), x=(F32, A8_32), each=_BOTH),
+        *grid(_expert_sample, rows=(1, 33), shape=((5, 20, 512),), kind=(Q4_K, Q6_K),
+              x=(F32, A8_256), each=_BOTH),
+        *grid(_expert_sample, rows=(1, 33), shape=((5, 33, 96),),
+              kind=(Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4), x=(F32, A8_32), bias=(True,)),
+        *grid(_expert_sample, rows=(1, 33), shape=((3, 33, 512),), kind=(Q2_K, Q3_K, Q5_K, IQ4_XS),
+              x=(F32, A8_256)),
+        *grid(_expert_sample, rows=(1, 70), shape=((64, 32, 64),), kind=(F16, Q8_0), k=(8,),
+              each=_BOTH),
+        *grid(_expert_sample, rows=(1, 5), shape=((4, 17, 96),), kind=(F32, F16, Q8_0),
+              layout=("strided",), each=_BOTH, bias=(True,)),
+        *grid(_expert_sample, rows=(1, 5), shape=((4, 17, 96),), kind=(F32, Q8_0),
+              layout=("permuted", "expanded"), each=(True,)),
+    ],
+)  # fmt: skip
+def expert_linear(x, w, ids, bias=None):
+    """Products with the matrices that ``ids`` names: out[t, j] = w[ids[t, j]] x[t, j] +
+    bias[ids[t, j]].
+
+    x [T, K] (one row for all k) or [T, k, K], f32 or as `quantise_act` gives it; w [E, N, K] any
+    weight format; ids [T, k] i32 below E; bias [E, N] f32 -> f32 [T, k, N]. Only what is named is
+    read. In a price ``env["experts"]``, where it is given, is how many different ones are.
+
+    Shazeer et al. 2017.
+    """
+    x = activations(x)
+    result = np.empty((*ids.shape, w.shape[1]), np.float32)
+    for expert in np.unique(ids):
+        t, j = np.nonzero(ids == expert)
+        y = product(x[t] if x.ndim == 2 else x[t, j], w[int(expert)])
+        result[t, j] = y if bias is None else y + bias[expert]
+    return result
+
+
+def _combine_infer(y, weights):
+    expect("y", y, 3, "f32")
+    expect("weights", weights, 2, "f32")
+    require(y.shape[:2] == weights.shape, f"weights {weights.shape} does not fit y {y.shape}")
+    return out((y.shape[0], y.shape[2]))
+
+
+@op(
+    "combine",
+    infer=_combine_infer,
+    cost=lambda out, y, weights, *, env: Cost(
+        2 * y.size, y.nbytes + weights.nbytes + out.nbytes
+    ),
+    tol={"f32": 1e-6},
+    samples=grid(
+        lambda rows, k, width, layout: Sample(
+            (Arg(("T", k, width), layout=layout),
+             Arg(("T", k), make=lambda rng, shape: rng.random(shape) / shape[1])),
+            {},
+            {"T": rows},
+        ),
+        rows=_ROWS,
+        k=(1, 2, 8),
+        width=(1, 63, 640),
+        layout=(*_LAYOUTS, "permuted"),
+    ),
+)  # fmt: skip
+def combine(y, weights):
+    """The weighted sum of each token's results. y [T, k, N] f32, weights [T, k] f32 -> [T, N]."""
+    return np.einsum("tkn,tk->tn", y, weights)
