@@ -9,11 +9,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from numba import float32
+
 from ..site import one_row, paired
 from . import BACKEND
-from .device import Launch, Site
+from .device import Launch, Site, Spot
 from .jit import Kernel, args, as_f32, f32_bits, f32s, helper, inlined, kernel, load_i64
-from .maths import gelu_erf32, gelu_tanh32, silu32, tanh32
+from .maths import exp32, gelu_erf32, gelu_tanh32, silu32, tanh32
 
 COLUMNS = 2048  # of a piece
 
@@ -32,6 +34,11 @@ def _scaled(x, factor):
 @inlined
 def _capped(x, cap):
     return cap * tanh32(x / cap)
+
+
+@inlined
+def _sigmoid(x, unused):
+    return float32(1) / (float32(1) + exp32(-x))
 
 
 @inlined
@@ -70,6 +77,7 @@ def _unary(name: str, function: Any) -> Kernel:
 
 _SCALE = _unary("scale", _scaled)
 _SOFTCAP = _unary("softcap", _capped)
+_SIGMOID = _unary("sigmoid", _sigmoid)
 _SILU = _unary("silu", _silu)
 _GELU = {"tanh": _unary("gelu_tanh", _gelu_tanh), "erf": _unary("gelu_erf", _gelu_erf)}
 
@@ -101,6 +109,11 @@ def softcap(site: Site) -> Launch:
     return _launch(site, _SOFTCAP, site.attrs["cap"])
 
 
+@BACKEND.kernel("sigmoid", **_ROWS)
+def sigmoid(site: Site) -> Launch:
+    return _launch(site, _SIGMOID)
+
+
 @BACKEND.kernel("silu", **_ROWS)
 def silu(site: Site) -> Launch:
     return _launch(site, _SILU)
@@ -115,21 +128,30 @@ def gelu(site: Site) -> Launch:
 
 
 @inlined
-def _sum(a, b):
+def _sum(a, b, *unused):
     return a + b
 
 
 @inlined
-def _product(a, b):
+def _product(a, b, *unused):
     return a * b
 
 
+@inlined
+def _clamped_glu(gate, up, alpha, limit):
+    gate, up = limit if gate > limit else gate, limit if up > limit else up
+    up = -limit if up < -limit else up
+    return gate / (float32(1) + exp32(-alpha * gate)) * (up + float32(1))
+
+
 def _binary(name: str, function: Any) -> Kernel:
-    """A kernel for out = function(a, b); ``inner`` rows of b make a row of a (0: b repeats)."""
+    """A kernel for out = function(a, b, two parameters); ``inner`` rows of b's width make a row of
+    a."""
 
     @kernel(key=(name,))
     def binary(p, thread, threads):
-        a, a_stride, b, b_stride, y, rows_at, inner, width = args(p, 8)
+        a, a_stride, b, b_stride, y, rows_at, inner, width, first_bits, second_bits = args(p, 10)
+        one, other = as_f32(first_bits), as_f32(second_bits)
         pieces = (width + COLUMNS - 1) // COLUMNS
         first, last = share(load_i64(rows_at) * inner * pieces, thread, threads)
         for item in range(first, last):
@@ -139,12 +161,13 @@ def _binary(name: str, function: Any) -> Kernel:
             right = f32s(b + row * b_stride + column * 4)
             target = f32s(y + (line * width + column) * 4)
             for i in range(min(COLUMNS, width - column)):
-                target[i] = function(left[i], right[i])
+                target[i] = function(left[i], right[i], one, other)
 
     return binary
 
 
 _ADD, _MUL = _binary("add", _sum), _binary("mul", _product)
+_CLAMPED_GLU = _binary("clamped_glu", _clamped_glu)
 
 
 _ROW: dict[str, Any] = {
@@ -159,26 +182,34 @@ _PAIR: dict[str, Any] = {
 }
 
 
-def _launch_pair(site: Site, made: Kernel) -> Launch:
-    a, b = site.a, site.b
+def _launch_pair(
+    site: Site, made: Kernel, a: Spot, b: Spot, one: float = 0.0, other: float = 0.0
+) -> Launch:
     width = prod(a.meta.inner)
     inner, stride = 1, b.row_stride
     if b.meta.shape != a.meta.shape:  # one row of b for all
         width = b.meta.shape[0]
         inner, stride = prod(a.meta.inner) // max(width, 1), 0
-    rows = site.live(a.meta.rows)
-    return Launch(
-        made, [a.address, a.row_stride, b.address, stride, site.out.address, rows, inner, width]
-    )
+    words = [a.address, a.row_stride, b.address, stride, site.out.address]
+    words += [site.live(a.meta.rows), inner, width, f32_bits(one), f32_bits(other)]
+    return Launch(made, words)
 
 
 @BACKEND.kernel("add", **_PAIR)
 @BACKEND.kernel("add", name="add_row", **_ROW)
 def add(site: Site) -> Launch:
-    return _launch_pair(site, _ADD)
+    return _launch_pair(site, _ADD, site.a, site.b)
 
 
 @BACKEND.kernel("mul", **_PAIR)
 @BACKEND.kernel("mul", name="mul_row", **_ROW)
 def mul(site: Site) -> Launch:
-    return _launch_pair(site, _MUL)
+    return _launch_pair(site, _MUL, site.a, site.b)
+
+
+@BACKEND.kernel(
+    "clamped_glu", dtypes={"gate": "f32", "up": "f32"}, layout={"gate": "rows", "up": "rows"}
+)
+def clamped_glu(site: Site) -> Launch:
+    alpha, limit = site.attrs["alpha"], site.attrs["limit"]
+    return _launch_pair(site, _CLAMPED_GLU, site.gate, site.up, alpha, limit)

@@ -49,9 +49,9 @@ def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
 
 def tile(
     e: Emit, groups: int, tokens: int, left: Value, panel: Value, step: Value, columns: Value,
-    x: Value, stride: Value, c: Value,
+    x: Value, offsets: Value, c: Value,
 ) -> None:  # fmt: skip
-    rows = token_rows(e, tokens, left, stride)
+    rows = token_rows(e, tokens, left, offsets)
     accs = [[e.variable(e.f32(0.0)) for _ in range(groups)] for _ in rows]
 
     def body(first: Value, count: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .blocks import Block32, BlockK
 from .formats import BY_CODE
-from .simd import F32, F32S, I16S, I32, I32S, VECTOR, Emit, Value
+from .simd import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emit, Value
 
 CHUNK = 256  # columns between two visits to c
 _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
@@ -21,13 +21,14 @@ _SUMS = 2 * VECTOR  # a token's sums for a super-block: where dots begin, and pa
 _AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # the sums of which pairs are made: see `BlockK.offsets`
 
 
-def token_rows(e: Emit, tokens: int, left: Value, stride: Value) -> list[Value]:
-    """The byte offset of each token's row; a missing token reads the first one's."""
-    none, rows = e.count(0), [e.count(0)]
+def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
+    """The byte offset of each token's row, from int64 at ``rows``; a missing token reads the first
+    one's."""
+    found = [e.load(rows, I64)]
     for t in range(1, tokens):
         exists = e.b.icmp_signed("<", e.count(t), left)
-        rows.append(e.b.select(exists, e.times(stride, t), none))
-    return rows
+        found.append(e.load(e.at(rows, e.b.select(exists, e.count(8 * t), e.count(0))), I64))
+    return found
 
 
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
@@ -60,10 +61,10 @@ def _rest_k(e: Emit, f: BlockK, w: Value) -> tuple[list[Value], ...]:
 
 def tile(
     e: Emit, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
-    q: Value, d: Value, s: Value, stride: Value, c: Value,
+    q: Value, d: Value, s: Value, offsets: Value, c: Value,
 ) -> None:  # fmt: skip
     f = BY_CODE[code]
-    rows = token_rows(e, tokens, left, stride)
+    rows = token_rows(e, tokens, left, offsets)
     panels = [e.at(panel, PANEL * g) for g in range(groups)]
     if isinstance(f, BlockK):
         return _tile_k(e, f, rows, panels, q, d, s, c)

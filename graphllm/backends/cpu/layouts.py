@@ -8,6 +8,7 @@ import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -137,15 +138,16 @@ def _packer(name: str) -> Kernel:
 
     @kernel
     def packer(p, thread, threads):
-        source, stride, target, rows, blocks, report = args(p, 6)
-        found = i64s(report)
-        for first in range(LANES * thread, rows, LANES * threads):
-            group = target + first * stored * blocks
+        source, stride, target, matrices, rows, blocks, report = args(p, 7)
+        found, groups = i64s(report), (rows + LANES - 1) // LANES
+        for g in range(thread, matrices * groups, threads):
+            first, group = g % groups * LANES, target + g * nbytes * blocks
+            row = g // groups * rows + first
             for b in range(blocks):
                 for r in range(min(LANES, rows - first)):
-                    at = source + (first + r) * stride + b * stored
+                    at = source + (row + r) * stride + b * stored
                     if move_block(code, at, group + b * nbytes, r) != 0:
-                        found[thread] = first + r
+                        found[thread] = row + r
                         return
 
     return packer
@@ -198,27 +200,33 @@ def allocate(nbytes: int) -> np.ndarray:
 
 
 def packed_bytes(meta: Meta) -> int:
-    """The size of a weight [N, K] in R16 form: that of its blocks, for N rounded up to 16."""
-    rows, columns = meta.bound().shape
-    assert isinstance(rows, int) and isinstance(columns, int)
+    """The size of a weight [..., N, K] in R16 form: that of its blocks, for N rounded up to 16."""
+    matrices, rows, columns = _sizes(meta)
     form = FORMATS[meta.dtype.name]
-    return -(-rows // LANES) * (columns // form.block) * form.nbytes
+    return matrices * -(-rows // LANES) * (columns // form.block) * form.nbytes
+
+
+def _sizes(meta: Meta) -> tuple[int, int, int]:
+    """Matrices, their rows and their columns."""
+    *matrices, rows, columns = meta.bound().shape
+    assert isinstance(rows, int) and isinstance(columns, int)
+    return prod(matrices), rows, columns  # type: ignore[arg-type]
 
 
 def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
-    """uint8 [N, row_bytes] of a weight [N, K] as R16, uint8 [bytes].
+    """uint8 [rows, row_bytes] of a weight [N, K], or of several [E, N, K], as R16, uint8 [bytes].
 
-    The last group is filled up with zeros. ModelFileError if a block's scale is infinite or NaN.
+    The last group of a matrix is filled up with zeros. ModelFileError if a block's scale is
+    infinite or NaN.
     """
-    rows, columns = raw.shape[0], meta.shape[-1]
-    assert isinstance(columns, int)
-    assert raw.dtype == np.uint8 and raw.strides[1] == 1 and meta.shape[0] == rows
+    matrices, rows, columns = _sizes(meta)
+    assert raw.dtype == np.uint8 and raw.strides[1] == 1 and len(raw) == matrices * rows
     packed = _slabs.cut(packed_bytes(meta))
     threads = max(1, min(_PACKERS, usable_cores(), packed.nbytes // _HUGE))
     report = np.full(threads, -1, np.int64)
     block = np.array(
         [
-            raw.ctypes.data, raw.strides[0], packed.ctypes.data, rows,
+            raw.ctypes.data, raw.strides[0], packed.ctypes.data, matrices, rows,
             columns // FORMATS[meta.dtype.name].block, report.ctypes.data,
         ],
         np.int64,

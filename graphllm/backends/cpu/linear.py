@@ -11,7 +11,7 @@ from typing import Any
 
 from ... import ops
 from ...dtype import F32, DType
-from ...tensor import Tensor
+from ...tensor import Meta, Tensor
 from .. import ROWS, Options
 from ..site import address
 from . import BACKEND
@@ -20,7 +20,7 @@ from .float_ir import FLOAT_CHUNK
 from .formats import FORMATS
 from .integer_ir import CHUNK, PANEL
 from .isa import isa
-from .jit import Kernel, args, f32s, helper, kernel, load_i64, next_chunk
+from .jit import Kernel, args, f32s, helper, i64s, kernel, load_i64, next_chunk
 from .layouts import pack, packed_bytes
 from .microkernels import (
     fused,
@@ -39,7 +39,7 @@ TOKENS = 128  # whose results are kept in the first-level cache at a time; whole
 _TICKET_BYTES, _TICKETS = 128 << 10, 8
 
 
-def _shape(floating: bool) -> tuple[int, int]:
+def shape(floating: bool) -> tuple[int, int]:
     """(Groups, tokens) of a tile: as many accumulators as registers, less what else needs some.
 
     Groups share each activation that is read, tokens each weight.
@@ -50,7 +50,7 @@ def _shape(floating: bool) -> tuple[int, int]:
 
 
 @helper
-def _share(tokens, many):
+def share(tokens, many):
     """Tokens to take at a time: in equal parts of at most `TOKENS`, in whole tiles of ``many``."""
     parts = max(tokens + TOKENS - 1, TOKENS) // TOKENS
     each = (tokens + parts - 1) // parts
@@ -58,7 +58,7 @@ def _share(tokens, many):
 
 
 @helper
-def _clear(c, count):
+def clear(c, count):
     results = f32s(c)
     for i in range(count * GROUP):
         results[i] = 0
@@ -80,44 +80,44 @@ def _finish(c, width, count, y, stride, bias, added, added_stride, first, n):
 
 
 @helper
-def _never(w, g, x, k, c):
+def never(w, g, x, k, c):
     """Where one token is multiplied as several are."""
 
 
 def _each_tile(wide, many, make):
     """A helper that goes over ``count`` tokens by ``many``, and by half as many at the end.
 
-    ``make(tokens)`` makes ``tile(left, panel, step, size, row, stride, columns before, columns,
-    c)``; ``wide``: groups in a tile, whose panels are ``step`` bytes apart.
+    ``make(tokens)`` makes ``tile(left, panel, step, size, x, rows, columns before, columns, c)``;
+    ``wide``: groups in a tile, whose panels are ``step`` bytes apart; ``rows``: see `microkernels`.
     """
     few, each = many // 2, wide * 4 * GROUP
     large, small = make(many), make(few)
 
     @helper
-    def run(panel, step, size, row, stride, at, k, c, count):
+    def run(panel, step, size, x, rows, at, k, c, count):
         t = 0
         while t + many <= count:
-            large(many, panel, step, size, row + t * stride, stride, at, k, c + t * each)
+            large(many, panel, step, size, x, rows + 8 * t, at, k, c + t * each)
             t += many
         while t < count:
-            small(count - t, panel, step, size, row + t * stride, stride, at, k, c + t * each)
+            small(count - t, panel, step, size, x, rows + 8 * t, at, k, c + t * each)
             t += few
 
     return run
 
 
 def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
-    """Helpers for quantised activations, for one token and for several, and bytes of panels."""
+    """`loops` of quantised activations."""
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     per_sums, sum_bytes = (32, 4) if block == 32 else (16, 2)
 
     def make(tokens):
         @helper
-        def run(left, panel, step, size, row, stride, at, k, c):
-            d = row + k + at // block * 4
-            s = row + k + k // block * 4 + at // per_sums * sum_bytes
-            tile(code, wide, tokens, left, panel, size, row + at, d, s, stride, c)
+        def run(left, panel, step, size, x, rows, at, k, c):
+            d = x + k + at // block * 4
+            s = x + k + k // block * 4 + at // per_sums * sum_bytes
+            tile(code, wide, tokens, left, panel, size, x + at, d, s, rows, c)
 
         return run
 
@@ -129,19 +129,19 @@ def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
         fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
 
     @helper
-    def several(w, g, last, row, stride, k, panel, c, count):
+    def several(w, g, last, x, rows, k, panel, c, count):
         for b in range(0, k // block, per_chunk):
             size = min(per_chunk, k // block - b)
             for i in range(wide):
                 source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
                 unpack(code, source, panel + i * PANEL, size)
-            tiles(panel, PANEL, size, row, stride, b * block, k, c, count)
+            tiles(panel, PANEL, size, x, rows, b * block, k, c, count)
 
     return one, several, wide * PANEL
 
 
 def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
-    """Helpers for float activations, as `_integer`; weights in blocks have none for one token."""
+    """`loops` of float activations; weights in blocks have none for one token."""
     form = FORMATS[name]
     code, block, nbytes = form.code, form.block, form.nbytes
     chunk = max(FLOAT_CHUNK, block)
@@ -149,8 +149,8 @@ def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
 
     def make(tokens):
         @helper
-        def run(left, panel, step, size, row, stride, at, k, c):
-            tile_float(wide, tokens, left, panel, step, size, row + 4 * at, stride, c)
+        def run(left, panel, step, size, x, rows, at, k, c):
+            tile_float(wide, tokens, left, panel, step, size, x + 4 * at, rows, c)
 
         return run
 
@@ -162,37 +162,52 @@ def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
             fused_float(code, w + (g * k + at) * nbytes, min(chunk, k - at), x + 4 * at, c)
 
     @helper
-    def several(w, g, last, row, stride, k, panel, c, count):
+    def several(w, g, last, x, rows, k, panel, c, count):
         for at in range(0, k, chunk):
             size = min(chunk, k - at)
             for i in range(wide):
                 source = w + (min(g + i, last - 1) * k + at) // block * nbytes
                 unpack_float(code, source, panel + i * each, size // block)
-            tiles(panel, each, size, row, stride, at, k, c, count)
+            tiles(panel, each, size, x, rows, at, k, c, count)
 
-    return one if block == 1 else _never, several, wide * each
+    return one if block == 1 else never, several, wide * each
+
+
+def loops(name: str, floating: bool, wide: int, many: int) -> tuple[Any, Any, int]:
+    """What multiplies rows with a matrix of this format: helpers for one token (or `never`) and for
+    several, and the bytes of panels that those need. ``wide``, ``many``: groups and tokens of a
+    tile.
+
+    ``one(w, g, x, k, c)`` and ``several(w, g, last, x, rows, k, panel, c, count)`` add to results
+    at ``c``; ``g``: the first group, ``last``: the end of groups that may be read.
+    """
+    return (_float if floating else _integer)(name, wide, many)
 
 
 @cache
 def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
-    """The kernel for a format; ``wide``, ``many``: groups and tokens of a tile."""
-    one, several, panels = (_float if floating else _integer)(name, wide, many)
-    fusable, width = one is not _never, wide * GROUP
-    room = panels + TOKENS * 4 * width
+    """The kernel for a format; see `loops`."""
+    one, several, panels = loops(name, floating, wide, many)
+    fusable, width = one is not never, wide * GROUP
+    results = TOKENS * 4 * width
+    room = panels + results + 8 * TOKENS
 
     @kernel(key=(name, floating, wide, many))
     def linear(p, thread, threads):
         x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
         tokens, groups, panel = load_i64(live), (n + GROUP - 1) // GROUP, workspace(room)
-        c, step, alone = panel + panels, _share(tokens, many), fusable and tokens == 1
+        c, step, alone = panel + panels, share(tokens, many), fusable and tokens == 1
+        rows = c + results
         if not alone:
             per = (per + wide - 1) // wide * wide
+            for t in range(step):
+                i64s(rows)[t] = t * stride
         group = next_chunk(p) * per
         while tokens > 0 and group < groups:
             last = min(group + per, groups)
             if alone:
                 for g in range(group, last):
-                    _clear(c, 1)
+                    clear(c, 1)
                     one(w, g, x, k, c)
                     _finish(c, GROUP, 1, y, y_stride, bias, added, added_stride, g * GROUP, n)
             else:
@@ -200,9 +215,9 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
                     for t in range(0, tokens, step):
                         count, row, to = min(step, tokens - t), x + t * stride, y + t * y_stride
                         before = added + t * added_stride if added != 0 else 0
-                        _clear(c, wide * count)
+                        clear(c, wide * count)
                         # Of the last groups some may be multiplied twice, and are not written.
-                        several(w, g, last, row, stride, k, panel, c, count)
+                        several(w, g, last, row, rows, k, panel, c, count)
                         at, end = g * GROUP, min(n, last * GROUP)
                         _finish(c, width, count, to, y_stride, bias, before, added_stride, at, end)
             group = next_chunk(p) * per
@@ -220,16 +235,23 @@ def launch(
     """out = added + x w^T + bias: one linear, or one of several of a fused step."""
     n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
-    groups = max(1, -(-n // GROUP))
-    group_bytes = max(1, packed_bytes(w.meta) // groups)
-    per = max(1, min(groups // (_TICKETS * site.threads), _TICKET_BYTES // group_bytes))
+    per = ticket(w.meta, 1, site.threads)
     words = [
         x.address, x.row_stride, w.address, address(bias), out.address,
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
         site.live(x.meta.rows), n, k, per,
     ]  # fmt: skip
     floating = x.dtype == F32
-    return Launch(_kernel(w.dtype.name, floating, *_shape(floating)), words, joined)
+    return Launch(_kernel(w.dtype.name, floating, *shape(floating)), words, joined)
+
+
+def ticket(w: Meta, matrices: int, threads: int) -> int:
+    """Groups that a thread takes at a time where so many [N, K] of w [..., N, K] are read."""
+    rows = w.shape[-2]
+    assert isinstance(rows, int)
+    groups = max(1, -(-rows // GROUP))
+    nbytes = max(1, packed_bytes(Meta.of(w.shape[-2:], w.dtype)) // groups)
+    return max(1, min(matrices * groups // (_TICKETS * threads), _TICKET_BYTES // nbytes))
 
 
 def activation(w: DType) -> str:
@@ -254,13 +276,17 @@ def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
 
 _BLOCKS = tuple(name for name, form in FORMATS.items() if form.block > 1)
 RULES: dict[str, Any] = {"layout": {"x": ROWS}, "pack": {"w": pack}}
+FLOAT: dict[str, Any] = {"dtypes": {"x": "f32", "w": tuple(FORMATS)}, **RULES}
+INTEGER: dict[str, Any] = {
+    "dtypes": {"x": ("f32", "a8_32", "a8_256"), "w": _BLOCKS},
+    "when": _integer_when,
+    "lower": _quantised,
+    **RULES,
+}
 
 
-@BACKEND.kernel("linear", name="linear_float", dtypes={"x": "f32", "w": tuple(FORMATS)}, **RULES)
-@BACKEND.kernel(
-    "linear", name="linear_integer", dtypes={"x": ("f32", "a8_32", "a8_256"), "w": _BLOCKS},
-    when=_integer_when, lower=_quantised, **RULES,
-)  # fmt: skip
+@BACKEND.kernel("linear", name="linear_float", **FLOAT)
+@BACKEND.kernel("linear", name="linear_integer", **INTEGER)
 def linear(site: Site) -> Launch:
     """Integer, which is asked first, or float."""
     return launch(site, site.x, site.w, site.op("bias"), site.out)

@@ -6,10 +6,10 @@ fused, so that each weight byte goes straight from memory into a register. Both 
 of tokens in a tile, do the same float operations in the same order for each result: bits do not
 depend on company.
 
-Results are accumulated at ``c``: f32 [tokens][groups][16]. Activations lie in rows of ``stride``
-bytes; ``q``, ``d`` and ``s`` are where the first token's int8 values, scales and sums begin (the
-row's layout: `graphllm.dtype`). All arguments are int64; those that choose what is emitted are
-literals. What is emitted: `integer_ir.py`, `float_ir.py`.
+Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are where int8
+values, scales and sums of a row of activations begin (its layout: `graphllm.dtype`); in tiles each
+token's row lies by so many bytes further on as the int64 at ``rows`` say. All arguments are int64;
+those that choose what is emitted are literals. What is emitted: `integer_ir.py`, `float_ir.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unpack(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, stride, c):
+def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c):
     """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if those are fewer.
 
     c has room for all of them; what it gets for missing ones means nothing.
@@ -66,7 +66,7 @@ def unpack_float(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile_float(typingctx, groups, tokens, left, panel, step, columns, x, stride, c):
+def tile_float(typingctx, groups, tokens, left, panel, step, columns, x, rows, c):
     """c += panels, ``step`` bytes apart, times float activations; see `tile`."""
     return _emitted((groups, tokens), 7, float_ir.tile)
 

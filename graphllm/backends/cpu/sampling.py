@@ -1,6 +1,6 @@
 """argmax, sample and penalise, without a sort of the vocabulary.
 
-Logits are compared as integers (`_key`), which vectorises and settles what NaN and -0 mean. A first
+Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. A first
 kernel finds the largest key of every 64 logits, with the whole team. From those the second one, a
 row to a thread, reads nearly everything: the largest logit lies in the block that shows it, and the
 k largest lie in blocks that reach the k-th largest block maximum.
@@ -27,7 +27,7 @@ _SORTED = 4096  # survivors that are worth sorting for top_p
 
 
 @inlined
-def _key(bits, nan):
+def sort_key(bits, nan):
     """An int32 that orders as the float32 with these bits; -0 equals 0; NaN becomes ``nan``."""
     size = bits & int32(0x7FFFFFFF)
     key = int32(0) - size if bits < int32(0) else size
@@ -45,7 +45,7 @@ def _blocks(p, thread, threads, nan):
         bits = i32s(x + row * stride + start * 4)
         top = _LEAST
         for i in range(min(BLOCK, width - start)):
-            top = max(top, _key(bits[i], nan))
+            top = max(top, sort_key(bits[i], nan))
         out[item] = top
 
 
@@ -60,7 +60,7 @@ def _blocks_nan_masked(p, thread, threads):
 
 
 @helper
-def _highest(keys, count):
+def highest(keys, count):
     top = _LEAST
     for i in range(count):
         top = max(top, keys[i])
@@ -70,11 +70,11 @@ def _highest(keys, count):
 @helper
 def _first(bits, width, tops, count, nan):
     """The lowest index among the largest of a row, and their key."""
-    top = _highest(tops, count)
+    top = highest(tops, count)
     for b in range(count):
         if tops[b] == top:
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                if _key(bits[i], nan) == top:
+                if sort_key(bits[i], nan) == top:
                     return i, top
     return int64(0), top
 
@@ -129,7 +129,7 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
     for b in range(blocks):
         if tops[b] >= least:
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                key = _key(bits[i], _MINUS_INF)
+                key = sort_key(bits[i], _MINUS_INF)
                 if key >= least:
                     ids[count], keys[count] = i, key
                     count += 1
@@ -274,7 +274,7 @@ def _sample(p, thread, threads):
             count = _top_k(bits, width, mine, blocks, k, ids, keys)
         else:
             for i in range(width):
-                ids[i], keys[i] = i, _key(bits[i], _MINUS_INF)
+                ids[i], keys[i] = i, sort_key(bits[i], _MINUS_INF)
         least = float64(f32s(mins)[row])
         if top_p < 1 or least > 0:
             _weigh(logits, ids, keys, count, top, peak, 1.0, weights)
