@@ -185,11 +185,10 @@ _PAIR: dict[str, Any] = {
 def _launch_pair(
     site: Site, made: Kernel, a: Spot, b: Spot, one: float = 0.0, other: float = 0.0
 ) -> Launch:
-    width = prod(a.meta.inner)
-    inner, stride = 1, b.row_stride
+    width, inner, stride = a.width, 1, b.row_stride
     if b.meta.shape != a.meta.shape:  # one row of b for all
-        width = b.meta.shape[0]
-        inner, stride = prod(a.meta.inner) // max(width, 1), 0
+        width = a.meta.inner[-1]
+        inner, stride = a.width // max(width, 1), 0
     words = [a.address, a.row_stride, b.address, stride, site.out.address]
     words += [site.live(a.meta.rows), inner, width, f32_bits(one), f32_bits(other)]
     return Launch(made, words)

@@ -1,7 +1,7 @@
-"""Mixtures of experts on the CPU: the choice, each token's products with a few of many matrices, the
-sum. And head_linear, whose tokens meet all matrices, with a row for each.
+"""Mixtures of experts on the CPU: the choice, products of each token with a few of many matrices,
+the sum. And head_linear, whose tokens meet all matrices, each with a row of its own.
 
-For the products tokens are sorted by the matrix that they meet, so that each is read once, and
+For the products, tokens are sorted by the matrix that they meet, so that each is read once, and
 unpacked once for many tokens. Rows and results stay where they are: a table tells the loops of
 `linear` where. Those do the same for a token whatever its company, so its bits depend on K and the
 format alone.
@@ -122,17 +122,15 @@ def _top_k(p, thread, threads):
 
 def _keys_nbytes(node: Tensor, options: Options) -> int:
     columns = node.sources[0].shape[1]
-    return 4 * threads_for(options) * (columns + node.attrs["groups"])  # type: ignore[operator]
+    return 4 * threads_for(options) * (columns + node.attrs["groups"])
 
 
 @BACKEND.kernel("top_k", layout={"x": ROWS}, scratch=_keys_nbytes)
 def top_k(site: Site) -> Launch:
     x, attrs = site.x, site.attrs
     words = [x.address, x.row_stride, site.address("bias"), site.out.address]
-    words += [site.live(x.meta.rows), x.width]
-    return Launch(
-        _top_k, [*words, *(attrs[a] for a in ("k", "groups", "kept", "best")), site.scratch]
-    )
+    words += [site.live(x.meta.rows), x.width, attrs["k"], attrs["groups"], attrs["kept"]]
+    return Launch(_top_k, [*words, attrs["best"], site.scratch])
 
 
 @kernel

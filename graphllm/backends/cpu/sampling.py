@@ -1,9 +1,9 @@
 """argmax, sample and penalise, without a sort of the vocabulary.
 
-Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. A first
-kernel finds the largest key of every 64 logits, with the whole team. From those the second one, a
-row to a thread, reads nearly everything: the largest logit lies in the block that shows it, and the
-k largest lie in blocks that reach the k-th largest block maximum.
+Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. A
+first kernel finds the largest key of every 64 logits, with the whole team. From those the second
+one, a row to a thread, reads nearly everything: the largest logit lies in the block that shows it,
+and the k largest lie in blocks that reach the k-th largest block maximum.
 """
 
 from __future__ import annotations
