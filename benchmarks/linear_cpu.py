@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from graphllm import ops
-from graphllm.backends import Bound, Header, Operand, Options, find
+from graphllm.backends import Bound, Header, Log, Operand, Options, find
 from graphllm.backends.cpu.ceiling import Run, reader
 from graphllm.backends.cpu.device import CpuDevice, Launch, Program
 from graphllm.backends.cpu.formats import FORMATS
@@ -70,18 +70,19 @@ def floats(p, thread, threads):
 class Turns:
     """Programs whose steps are timed in turn, so that what else happens here meets all alike."""
 
-    def __init__(self, **programs: tuple[Run, int]) -> None:
-        self.programs = programs  # and how many steps each has
+    def __init__(self, **programs: Run) -> None:
+        self.programs = programs
 
-    def medians(self, rounds: int) -> dict[str, np.ndarray]:
-        """Seconds of each step; the first round does not count."""
+    def seconds(self, rounds: int) -> dict[str, np.ndarray]:
+        """Of each step in each round [rounds, steps], without a first round."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.programs}
         for _ in range(rounds + 1):
-            for name, (run, steps) in self.programs.items():
-                stamps = np.zeros(steps + 1, np.int64)
-                run(stamps)
-                found[name].append(np.diff(stamps) / 1e9)
-        return {name: np.median(each[1:], axis=0) for name, each in found.items()}
+            for name, run in self.programs.items():
+                log = Log()
+                run(log)
+                ((ends, _),) = log.runs
+                found[name].append(np.diff(ends) / 1e9)
+        return {name: np.array(each[1:]) for name, each in found.items()}
 
 
 class Bench:
@@ -114,8 +115,8 @@ class Bench:
         out = Operand(node.meta, self.device.alloc(node.meta.nbytes))
         return Bound(node, self._select(node), inputs, out)
 
-    def program(self, tokens: int, most: int = 1 << 30) -> tuple[Run, int, int]:
-        """Products with each matrix, how many steps that is, and how many of them quantise."""
+    def program(self, tokens: int, most: int = 1 << 30) -> tuple[Run, int]:
+        """Products with each matrix, ``most`` of them, and how many steps before them quantise."""
         x = self._input(tokens)
         data = np.random.default_rng(1).standard_normal((tokens, self.k)).astype(np.float32)
         place = Operand(x.meta, data.view(np.uint8).reshape(-1))
@@ -130,30 +131,32 @@ class Bench:
             node = ops.linear(source if source is not x else x, leaf)
             steps.append(self._bound(node, place, Operand(leaf.meta, packed)))
         first = int(steps[0].node.op != "linear")
-        return self.device.build(steps, Header()).run, len(steps), first
+        return self.device.build(steps, Header()).run, first
 
     def decode(self, rounds: int) -> tuple[float, float, float]:
         """Bytes a second, those of a plain read, and seconds to quantise the activation."""
         area = allocate(self.nbytes)
         area[:] = 1
-        run, steps, first = self.program(1)
-        turns = Turns(read=(reader(area, self.threads), 1), linear=(run, steps))
-        found = turns.medians(rounds)
+        run, first = self.program(1)
+        turns = Turns(read=reader(area, self.threads), linear=run)
+        found = turns.seconds(rounds)
         # The threads do not wait for each other between products: only their sum is a time.
-        rate = self.nbytes / found["linear"][first:].sum()
-        return rate, self.nbytes / found["read"][0], float(found["linear"][:first].sum())
+        rate = self.nbytes / np.median(found["linear"][:, first:].sum(axis=1))
+        quantising = float(np.median(found["linear"][:, :first].sum(axis=1)))
+        return rate, self.nbytes / np.median(found["read"]), quantising
 
     def prefill(self, tokens: int, rounds: int) -> tuple[float, float]:
         """Operations a second, and those of the peak."""
-        run, steps, first = self.program(tokens, most=2)
+        run, first = self.program(tokens, most=2)
         fixed = first > 0
         room = allocate(self.threads * (2 + _CHAINS) * VECTOR)
         launch = Launch(integers if fixed else floats, [room.ctypes.data])
         peak = Program(self.threads, [[launch]], [MEET], room).run
-        found = Turns(peak=(peak, 1), linear=(run, steps)).medians(rounds)
+        found = Turns(peak=peak, linear=run).seconds(rounds)
         most = self.threads * _CHAINS * _TURNS * (128 if fixed else 32)
-        done = 2 * tokens * self.n * self.k * (steps - first)
-        return done / found["linear"][first:].sum(), most / found["peak"][0]
+        seconds = found["linear"][:, first:]
+        done = 2 * tokens * self.n * self.k * seconds.shape[1]
+        return done / np.median(seconds.sum(axis=1)), most / np.median(found["peak"])
 
 
 def main() -> None:
