@@ -29,7 +29,9 @@ def write(folder: Path, weights: dict[str, np.ndarray] | None = None, **keys: ob
     """A directory; ``keys`` change its configuration."""
     folder.mkdir(exist_ok=True)
     weights = tiny.llama_weights() if weights is None else weights
-    save_file({k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps({**CONFIG, **keys}))
     return folder
 

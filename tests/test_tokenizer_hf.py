@@ -105,11 +105,33 @@ def test_the_older_file_is_read_by_its_class(made: Any) -> None:
 def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers.models.auto import tokenization_auto as auto
 
-    types = (
-        "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi3 gpt2 "
-        "gpt_neox glm glm4 xglm bloom olmo2 granite starcoder2 stablelm smollm3 deepseek_v2 "
-        "deepseek_v3 gpt_oss"
-    ).split()
+    types = [
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt2",
+        "gpt_neox",
+        "glm",
+        "glm4",
+        "xglm",
+        "bloom",
+        "olmo2",
+        "granite",
+        "starcoder2",
+        "stablelm",
+        "smollm3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+    ]
     plain = (None, "MistralCommonBackend", "TokenizersBackend")
     for kind in types:
         usual = auto.TOKENIZER_MAPPING_NAMES.get(kind)

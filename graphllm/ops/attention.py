@@ -93,7 +93,8 @@ def kv_write(pool, x, slot):
     """
     keep = slot >= 0
     if isinstance(pool, Blocks):
-        pool.raw[slot[keep]] = _quantised(x[keep].reshape(-1, pool.elements), pool.dtype)
+        rows = _quantised(x[keep].reshape(-1, pool.elements), pool.dtype)
+        pool.raw[slot[keep]] = rows.reshape(-1, *pool.raw.shape[1:])
         return
     with np.errstate(over="ignore"):  # beyond f16 a value becomes infinite
         pool[slot[keep]] = x[keep].astype(pool.dtype)
@@ -324,9 +325,7 @@ def attention(
     Vaswani et al. 2017, eq. 1; grouped heads: Ainslie et al. 2023; paging: Kwon et al. 2023;
     slopes: Press et al. 2021; softcap: Gemma Team 2024; sinks: OpenAI 2025 (gpt-oss).
     """
-    kv_heads = (k.elements if isinstance(k, Blocks) else k[0].size) // q.shape[2]
-    width = (v.elements if isinstance(v, Blocks) else v[0].size) // kv_heads
-    result = np.zeros((*q.shape[:2], width), np.float32)
+    result = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
     for s in range(len(kv_len)):
         first, last, length = int(q_start[s]), int(q_start[s + 1]), int(kv_len[s])
         if last == first:
@@ -336,7 +335,7 @@ def attention(
         low = max(0, start - window + 1) if window else 0  # older blocks may be gone
         j = np.arange(low, length)
         rows = table[s, j // block] * block + j % block
-        keys, values = (_floats(pool[rows], kv_heads) for pool in (k, v))  # [J, Hkv, D]
+        keys, values = (_floats(pool[rows]) for pool in (k, v))  # [J, Hkv, D]
         step = max(1, _SCORES // (4 * q.shape[1] * max(1, len(j))))
         for at in range(first, last, step):
             end = min(at + step, last)
@@ -349,10 +348,10 @@ def attention(
     return result
 
 
-def _floats(rows, heads):
+def _floats(rows):
     """Rows of a pool as float32 [J, heads, width]."""
     if isinstance(rows, Blocks):
-        return rows.dequantise().reshape(len(rows), heads, -1)
+        return rows.dequantise()
     return rows.astype(np.float32)
 
 
