@@ -156,3 +156,44 @@ def test_a_plan_needs_headers_only(tmp_path):
     size = int.from_bytes(stored.read_bytes()[:8], "little")
     stored.write_bytes(stored.read_bytes()[: 8 + size])
     assert graphllm.dry_run(folder, context=32, type="q8_0").model_type.startswith("llama")
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Bytes, and one end token; returns how many tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    made.save(str(folder / "tokenizer.json"))
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    return made.get_vocab_size()
+
+
+def test_text_in_and_out(tmp_path):
+    """A vocabulary that is smaller than the embedding, as many are: ids beyond it show nothing."""
+    count = write_tokenizer(write(tmp_path))
+    assert count < CONFIG["vocab_size"]
+    llm = graphllm.load(tmp_path, device="reference", context=64)
+    assert bytes(llm.tokenizer.piece(i)[0] for i in llm.encode("ab c")) == b"ab c"
+    done = llm.generate("ab c", max_tokens=20, temperature=2.0, seed=3, ignore_eos=True)
+    shown = b"".join(llm.tokenizer.piece(i) for i in done.ids)
+    assert len(done.ids) == 20 and done.text == shown.decode("utf-8", "replace")
+    assert any(i >= count for i in done.ids) and llm.tokenizer.piece(count) == b""
+    with pytest.raises(graphllm.RequestError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chat = graphllm.load(tmp_path, device="reference", context=64)
+    assert chat.encode_chat([{"role": "user", "content": "ab"}]) == llm.encode("ab")
+
+
+def test_a_vocabulary_larger_than_the_embedding(tmp_path):
+    weights = tiny.llama_weights()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:100]
+    write_tokenizer(write(tmp_path, weights, vocab_size=100))
+    with pytest.raises(ModelFileError, match="tokenizer has 257 tokens, the embedding 100 rows"):
+        logits(tmp_path)
