@@ -11,9 +11,7 @@ from .config import ACTIVATIONS
 from .dtype import F32
 from .errors import ModelFileError
 from .tensor import Tensor, current_scope, scope, weight
-from .weights import Weights, WithConstants
-
-_FLOATS = ("f32", "f16", "bf16")
+from .weights import ModelWeights, Weights
 
 
 class Module:
@@ -24,7 +22,7 @@ class Module:
     """
 
     def __init__(self, weights: Weights) -> None:
-        self.weights = WithConstants(weights)
+        self.weights = ModelWeights(weights)
         self.used: set[str] = set()
 
     # -- weights
@@ -47,11 +45,11 @@ class Module:
         return self.weights.meta(_path(name)) is not None
 
     def vector(self, name: str, *shape: int) -> Tensor:
-        """The weight ``name`` of the current scope as float32; ModelFileError."""
-        w = self.weight(name, *shape)
-        if w.dtype.name not in _FLOATS:
-            raise ModelFileError(f"tensor {w.name!r} is {w.dtype}, not {' or '.join(_FLOATS)}")
-        return w if w.dtype == F32 else ops.cast(w, dtype=F32.name)
+        """The weight ``name`` of the current scope as float32, to which it is brought while it is
+        loaded; ModelFileError if it is in blocks."""
+        path = self.weight(name, *shape).name
+        self.weights.widen(path)
+        return weight(path, shape, F32)
 
     def constant(self, name: str, values: Sequence[float] | np.ndarray) -> Tensor:
         """Numbers that the model computes with and no file holds, as a float32 weight ``name``.

@@ -7,12 +7,15 @@ from typing import Protocol
 
 import numpy as np
 
+from ..dtype import F32
 from ..errors import ModelFileError
 from ..quant import Blocks
 from ..tensor import Meta
 from .rules import NamedWeights, WeightRule, plain_dtype
 
-__all__ = ["Arrays", "NamedWeights", "WeightRule", "Weights", "WithConstants"]
+__all__ = ["Arrays", "ModelWeights", "NamedWeights", "WeightRule", "Weights"]
+
+_FLOATS = ("f32", "f16", "bf16")
 
 
 class Weights(Protocol):
@@ -59,20 +62,30 @@ class Arrays:
         pass
 
 
-class WithConstants:
-    """Another source's weights, and beside them constants that the model makes itself, which are no
-    names of the source."""
+class ModelWeights:
+    """Another source's weights as a model wants them: some in float32, whatever they are stored in,
+    and beside them constants that the model makes itself, which are no names of the source."""
 
     def __init__(self, weights: Weights) -> None:
         self.source = weights
         self._constants: dict[str, np.ndarray] = {}
+        self._floats: set[str] = set()
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """ModelFileError where another weight has the name."""
+        """A constant. ModelFileError where another weight has the name."""
         if self.source.meta(name) is not None or not np.array_equal(
             self._constants.setdefault(name, values), values
         ):
             raise ModelFileError(f"constant {name!r} is another weight's name")
+
+    def widen(self, name: str) -> None:
+        """Have the weight in float32. ModelFileError if it is no array of floats."""
+        meta = self.source.meta(name)
+        assert meta is not None
+        if meta.dtype.name not in _FLOATS:
+            raise ModelFileError(f"tensor {name!r} is {meta.dtype}, not {' or '.join(_FLOATS)}")
+        if meta.dtype != F32:
+            self._floats.add(name)
 
     def names(self) -> Iterable[str]:
         return self.source.names()
@@ -80,12 +93,17 @@ class WithConstants:
     def meta(self, name: str) -> Meta | None:
         if name in self._constants:
             return Meta.of(self._constants[name].shape, plain_dtype(self._constants[name]))
-        return self.source.meta(name)
+        stored = self.source.meta(name)
+        return Meta.of(stored.shape, F32) if stored and name in self._floats else stored
 
     def raw(self, name: str) -> np.ndarray:
         if name in self._constants:
             return Arrays(self._constants).raw(name)
-        return self.source.raw(name)
+        raw, stored = self.source.raw(name), self.source.meta(name)
+        if name not in self._floats:
+            return raw
+        assert stored is not None and stored.dtype.numpy is not None
+        return np.ascontiguousarray(raw).view(stored.dtype.numpy).astype(np.float32).view(np.uint8)
 
     def release(self, name: str) -> None:
         if name not in self._constants:
