@@ -1,22 +1,28 @@
-"""Tokenizers: text to token ids and back, from the vocabulary that a model file carries.
+"""Tokenizers: text to token ids and back, from the vocabulary that a model comes with.
 
-Ids and texts equal llama.cpp's. `load` and `from_gguf` choose the class for a kind of vocabulary;
-`vocabulary` has what the kinds share, and one module each has the rest.
+Of a GGUF file, ids and texts equal llama.cpp's; of a Hugging Face directory, transformers'. `load`,
+`from_gguf` and `from_directory` choose the class for a kind of vocabulary; `decoding` and
+`vocabulary` have what the kinds share, and one module each has the rest.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from ..errors import ModelFileError
 from ..weights.gguf import GGUF
+from . import chatglm, pipeline
 from .bpe import BpeTokenizer
+from .decoding import TextStream
+from .directory import Directory
 from .spm import SpmTokenizer
-from .vocabulary import TextStream, Vocabulary
+from .spm_model import ModelTokenizer, from_pieces
+from .vocabulary import Vocabulary
 
-__all__ = ["TextStream", "Tokenizer", "from_gguf", "load"]
+__all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_pieces", "load"]
 
 
 class Tokenizer(Protocol):
@@ -72,7 +78,39 @@ def from_gguf(file: GGUF) -> Tokenizer:
     return _KINDS[kind](file)
 
 
+def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, whose ``config`` may have been read already.
+
+    Of tokenizer.json, else of a SentencePiece model, else of vocab.json and merges.txt.
+    ModelFileError where there is none of them, or a bad one.
+    """
+    directory = Directory(Path(folder), config)
+    present = {path.name for path in directory.folder.glob("*.*")}
+    is_glm = directory.config.get("model_type") == "chatglm"
+    if "tokenizer.json" in present:
+        return pipeline.from_json(directory)
+    if "ice_text.model" in present:
+        return chatglm.ChatGlmTokenizer(directory.folder / "ice_text.model", directory)
+    for name in ("tokenizer.model", "spiece.model"):
+        if name in present:
+            kind = chatglm.ChatGlm2Tokenizer if is_glm else ModelTokenizer
+            return kind(directory.folder / name, directory)
+    if "sentencepiece.bpe.model" in present:
+        raise ModelFileError(
+            f"{directory.folder / 'sentencepiece.bpe.model'}: models with it number its pieces "
+            "otherwise; a tokenizer.json is needed"
+        )
+    if {"vocab.json", "merges.txt"} <= present:
+        return pipeline.from_merges(directory)
+    raise ModelFileError(
+        f"{directory.folder}: no tokenizer: neither tokenizer.json nor tokenizer.model, nor "
+        "vocab.json with merges.txt"
+    )
+
+
 def load(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a .gguf file; ModelFileError as for `from_gguf`."""
+    """The tokenizer of a .gguf file or a Hugging Face directory. ModelFileError."""
+    if Path(path).is_dir():
+        return from_directory(Path(path))
     with GGUF(path) as file:
         return from_gguf(file)

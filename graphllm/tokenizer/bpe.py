@@ -6,9 +6,9 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
-from ..weights.gguf import GGUF, StringArray
+from ..weights.gguf import StringArray
 from .patterns import DEFAULT, PRES, Pre, expand
-from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Vocabulary
+from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ def _alphabet() -> dict[str, int]:
     return {chr(code): value for code, value in pairs}
 
 
-_BYTES = {char: bytes([value]) for char, value in _alphabet().items()}
+BYTES = {char: bytes([value]) for char, value in _alphabet().items()}
 _BYTE_NAMES = [f"<0x{value:02X}>" for value in range(256)]
 
 
@@ -36,7 +36,7 @@ class BpeTokenizer(Vocabulary):
     into a control piece by merging. Without `tokenizer.ggml.pre` the pre-tokenizer is `default`.
     """
 
-    def __init__(self, file: GGUF) -> None:
+    def __init__(self, file: Source) -> None:
         self._file = file
         gemma4 = file.metadata.get("tokenizer.ggml.model") == _GEMMA4
         name = _GEMMA4 if gemma4 else file.metadata.get("tokenizer.ggml.pre", DEFAULT)
@@ -85,7 +85,7 @@ class BpeTokenizer(Vocabulary):
         """
         raw = self._pre.raw
         needed = {*map("".join, merges), *itertools.chain.from_iterable(merges)}
-        needed.update(_BYTE_NAMES if raw else _BYTES)
+        needed.update(_BYTE_NAMES if raw else BYTES)
         lacking = sorted(needed - vocabulary.keys())
         for token, text in enumerate(lacking, self.vocab_size):
             names = [char for char in text if char.isascii()]
@@ -137,7 +137,7 @@ class BpeTokenizer(Vocabulary):
         if self._pre.raw:
             return piece.replace(SPACE.encode(), b" ")
         text = piece.decode("utf-8", "replace")
-        return b"".join([_BYTES.get(char) or char.encode() for char in text])
+        return b"".join([BYTES.get(char) or char.encode() for char in text])
 
 
 def _texts(items: list[bytes]) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..weights.gguf import GGUF
-from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Vocabulary
+from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
 
 
 class SpmTokenizer(Vocabulary):
@@ -20,20 +20,25 @@ class SpmTokenizer(Vocabulary):
     default_ids = (1, 2, 0)
     default_adds = (True, False, True)
 
-    def __init__(self, file: GGUF) -> None:
+    def __init__(self, file: Source) -> None:
         super().__init__(file)
-        from sentencepiece import SentencePieceProcessor  # slow to import, so only when needed
-
         scores = self._numbers("scores", "f")
         if scores is None or not np.isfinite(scores).all():
             raise self._error("scores", "missing or not finite")
         self._byte_tokens = self._find_bytes()
-        self._processor = SentencePieceProcessor()
+        self._processor = self._load(self._model(scores))
+
+    def _load(self, model: bytes) -> Any:
+        """The package's processor of a ModelProto."""
+        from sentencepiece import SentencePieceProcessor  # slow to import, so only when needed
+
+        processor = SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(self._model(scores))
+            processor.LoadFromSerializedProto(model)
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise self._error("tokens", f"not a usable vocabulary: {reason}") from None
+        return processor
 
     def _model(self, scores: np.ndarray) -> bytes:
         """The vocabulary as a SentencePiece ModelProto.
@@ -55,7 +60,10 @@ class SpmTokenizer(Vocabulary):
             pieces = [b"\xf3\xb0\x80\x80%d" % i if i in hidden else p for i, p in enumerate(pieces)]
         unknown = np.flatnonzero(self._kinds == UNKNOWN)
         kinds[unknown[0] if len(unknown) else self._unknown_id or 0] = UNKNOWN
-        return model_proto(pieces, scores, kinds, fallback)
+        trainer = b"\x18\x02" + b"\x98\x02" + bytes([fallback])  # 3: model_type BPE, 35
+        # 3: add_dummy_prefix no, 4: remove_extra_whitespaces no, 5: escape_whitespaces yes
+        normalizer = _field(1, b"identity") + b"\x18\x00\x20\x00\x28\x01"
+        return model_proto(pieces, scores, kinds, trainer, normalizer)
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
         if starts and self.space_prefix:
@@ -87,11 +95,15 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def model_proto(
-    pieces: Sequence[bytes], scores: np.ndarray, kinds: np.ndarray, byte_fallback: bool
+    pieces: Sequence[bytes],
+    scores: np.ndarray,
+    kinds: np.ndarray,
+    trainer: bytes,
+    normalizer: bytes,
 ) -> bytes:
-    """A BPE ModelProto (source: sentencepiece, `sentencepiece_model.proto`) in wire format.
+    """A ModelProto (source: sentencepiece, `sentencepiece_model.proto`) in wire format.
 
-    Text is not normalised: spaces become U+2581, and none is added or removed. Pieces are field 1,
+    ``trainer`` and ``normalizer`` are its fields 2 and 3, so written. Pieces are field 1,
     {1: piece, 2: score, 3: type}. There may be 262,144, so each part of all is made in bulk.
     """
     tails = np.empty((len(pieces), 7), np.uint8)
@@ -105,7 +117,4 @@ def model_proto(
         heads[size] = b"\x0a" + _varint(len(head) + size + 7) + head
     starts = map(heads.__getitem__, sizes)
     body = b"".join(itertools.chain.from_iterable(zip(starts, pieces, ends, strict=True)))
-    trainer = b"\x18\x02" + b"\x98\x02" + bytes([byte_fallback])  # 3: model_type BPE, 35
-    # 3: add_dummy_prefix no, 4: remove_extra_whitespaces no, 5: escape_whitespaces yes
-    normalizer = _field(1, b"identity") + b"\x18\x00\x20\x00\x28\x01"
     return body + _field(2, trainer) + _field(3, normalizer)

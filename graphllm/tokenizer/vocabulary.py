@@ -6,14 +6,15 @@ cut out of a text, and which tokens end a generation.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ModelFileError, RequestError
-from ..weights.gguf import GGUF, StringArray
+from ..errors import ModelFileError
+from ..weights.gguf import StringArray
+from .decoding import Decoding, without_surrogates
 
 SPACE = "▁"  # how SentencePiece writes a space
 
@@ -63,29 +64,13 @@ _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _SPACES = " \t\n\v\f\r"
 
 
-class TextStream:
-    """Decodes ids one by one: the texts joined equal `Tokenizer.decode` of all ids.
-
-    A character whose UTF-8 bytes are spread over tokens appears with its last token.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, skip_special: bool, continuation: bool) -> None:
-        self._vocabulary = vocabulary
-        self._skip_special = skip_special
-        self._strip = vocabulary.space_prefix and not continuation
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        """The text that became complete with this token; often empty."""
-        data = self._vocabulary.shown(token, self._skip_special)
-        if self._strip and data:
-            self._strip = False
-            data = data.removeprefix(b" ")
-        return self._decoder.decode(data)
-
-    def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became complete, else nothing."""
-        return self._decoder.decode(b"", True)
+def ends_among(named: Mapping[str, int]) -> set[int]:
+    """Ids of those of a vocabulary's special pieces that are known to end a generation."""
+    ends = {name for name in _END_NAMES if name in named}
+    for present, name, _ in _NOT_ENDS:
+        if present <= named.keys():
+            ends.discard(name)
+    return {named[name] for name in ends}
 
 
 class Specials:
@@ -125,19 +110,33 @@ class Specials:
         return parts
 
 
-class Vocabulary:
-    """The base of the tokenizers; see `Tokenizer` for the methods' meaning."""
+class Source(Protocol):
+    """What has a vocabulary in the form of GGUF's keys: a GGUF file, or what reads as one."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+
+class Vocabulary(Decoding):
+    """The base of the tokenizers that hold their pieces; see `Tokenizer` for the methods' meaning.
+
+    ``tokenizer.ggml.tokens`` of a source may also be a list of bytes.
+    """
 
     # bos, eos and unknown where the file does not say; whether bos, eos and a space are added.
     default_ids: tuple[int | None, int | None, int | None] = (None, None, None)
     default_adds = (False, False, False)
+    prefix_after_special = True  # whether the text after a special piece gets the space, too
+    where = "key 'tokenizer.ggml.{}'"  # what errors call a key
 
-    def __init__(self, file: GGUF) -> None:
+    def __init__(self, file: Source) -> None:
         self._file = file
         tokens = file.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, StringArray) or not len(tokens):
+        if not isinstance(tokens, (StringArray, list)) or not len(tokens):
             raise self._error("tokens", "missing, empty, or not an array of strings")
-        self._pieces = tokens.to_bytes()
+        self._pieces = tokens.to_bytes() if isinstance(tokens, StringArray) else tokens
         self.vocab_size = len(self._pieces)
         kinds = self._numbers("token_type", "iu")
         if kinds is None:
@@ -165,7 +164,7 @@ class Vocabulary:
         self._all_specials = Specials(plain + hidden, strip)
 
     def _error(self, key: str, text: str) -> ModelFileError:
-        return ModelFileError(f"{self._file.path}: key 'tokenizer.ggml.{key}': {text}")
+        return ModelFileError(f"{self._file.path}: {self.where.format(key)}: {text}")
 
     def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
         """An array with one number a piece, of NumPy's ``kinds``; None without the key."""
@@ -247,53 +246,25 @@ class Vocabulary:
         """Ids of text without special pieces; ``starts`` at the beginning or after a special."""
         raise NotImplementedError
 
-    def _bytes_of(self, token: int) -> bytes:
-        """`piece` of an id in range."""
-        raise NotImplementedError
+    def _is_control(self, token: int) -> bool:
+        return bool(self._kinds[token] in (CONTROL, UNKNOWN))
 
-    def piece(self, token: int) -> bytes:
-        """See `Tokenizer.piece`."""
-        return self.shown(token, skip_special=False)
-
-    def shown(self, token: int, skip_special: bool) -> bytes:
-        """The bytes that decoding shows for a token. RequestError for an id out of range."""
-        if not 0 <= token < self.vocab_size:
-            raise RequestError(f"token id {token} is not one of the {self.vocab_size} tokens")
-        if skip_special and self._kinds[token] in (CONTROL, UNKNOWN):
-            return b""
-        return self._bytes_of(token)
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        """What ``add_special`` puts before and after a text."""
+        begin = [self.bos_id] if self.add_bos and self.bos_id is not None else []
+        return begin, [self.eos_id] if self.add_eos and self.eos_id is not None else []
 
     def encode(
         self, text: str, add_special: bool = False, parse_special: bool = False
     ) -> list[int]:
         """See `Tokenizer.encode`."""
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # lone surrogates, as from undecodable command-line bytes
-            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        ids: list[int] = []
-        if add_special and self.add_bos and self.bos_id is not None:
-            ids.append(self.bos_id)
-        starts = True
+        text = without_surrogates(text)
+        before, after = self._affixes() if add_special else ([], [])
+        ids, starts = before, True
         for part in (self._all_specials if parse_special else self._plain_specials).split(text):
             if isinstance(part, int):
                 ids.append(part)
             else:
                 ids += self._encode_text(part, starts)
-            starts = isinstance(part, int)
-        if add_special and self.add_eos and self.eos_id is not None:
-            ids.append(self.eos_id)
-        return ids
-
-    def decode(
-        self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
-    ) -> str:
-        """See `Tokenizer.decode`."""
-        data = b"".join([self.shown(token, skip_special) for token in ids])
-        if self.space_prefix and not continuation:
-            data = data.removeprefix(b" ")
-        return data.decode("utf-8", "replace")
-
-    def stream(self, skip_special: bool = True, continuation: bool = False) -> TextStream:
-        """See `Tokenizer.stream`."""
-        return TextStream(self, skip_special, continuation)
+            starts = isinstance(part, int) and self.prefix_after_special
+        return ids + after

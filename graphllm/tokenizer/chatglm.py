@@ -1,0 +1,99 @@
+"""The tokenizers of ChatGLM: SentencePiece models with more around them.
+
+Source: the published `tokenization_chatglm.py` of ChatGLM-6B, ChatGLM2-6B and ChatGLM3-6B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import ModelFileError
+from .directory import LARGEST_ID, Directory
+from .spm_model import ModelTokenizer
+from .vocabulary import Specials
+
+_IMAGES = 20_000  # ids before the pieces' in the first release, whose settings do not say
+_LONGEST = 80
+_BLANKS = {f"<|blank_{count}|>": " " * count for count in range(_LONGEST, 1, -1)}
+_SPACES = {"<n>": "\n", "<|tab|>": "\t", **_BLANKS}  # what pieces of ChatGLM-6B stand for
+_SHOWN = {piece.encode(): text.encode() for piece, text in _SPACES.items()}
+_CONTROLS = (
+    "[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>", "<dBLOCK>", "<pad>",
+)  # fmt: skip
+_COMMANDS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+
+class ChatGlmTokenizer(ModelTokenizer):
+    """ChatGLM-6B, with `ice_text.model`: newlines, tabs and runs of spaces are pieces, anywhere in
+    a text, and a prompt ends with [gMASK] and <sop>. Text that is such a piece's is read as one.
+    """
+
+    def __init__(self, path: Path, directory: Directory) -> None:
+        images = directory.settings.get("num_image_tokens", _IMAGES)
+        if not isinstance(images, int) or not 0 <= images < LARGEST_ID:
+            raise ModelFileError(
+                f"{directory.folder / 'tokenizer_config.json'}: num_image_tokens = {images!r} is "
+                "not a count"
+            )
+        names = {"bos_token": "<sop>", "eos_token": "<eop>", "unk_token": "<unk>"}
+        super().__init__(path, directory, offset=images, names=names, controls=_CONTROLS)
+        self.prefix_after_special = True
+        self.add_bos = self.add_eos = False
+        self._end = list(self._named(("[gMASK]", "<sop>")).values())
+        if len(self._end) < 2:
+            raise self._error("pieces", "there is no [gMASK] or no <sop> among them")
+
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        return [], self._end
+
+    def _encode_text(self, text: str, starts: bool) -> list[int]:
+        for piece, spaces in _SPACES.items():  # the longest runs first
+            text = text.replace(spaces, piece)
+        return super()._encode_text(text, starts)
+
+    def _bytes_of(self, token: int) -> bytes:
+        data = super()._bytes_of(token)
+        return _SHOWN.get(data, data)
+
+
+class ChatGlm2Tokenizer(ModelTokenizer):
+    """ChatGLM2-6B and 3-6B: commands and roles after the pieces; a prompt begins with [gMASK] sop.
+
+    The roles are ChatGLM3's; ChatGLM2 has rows for their ids, and uses none of them.
+    """
+
+    def __init__(self, path: Path, directory: Directory) -> None:
+        super().__init__(path, directory, extras=(*_COMMANDS, *_ROLES))
+        self.prefix_after_special = True
+        self.add_bos = self.add_eos = False
+        own = self._named((*_COMMANDS, *_ROLES))
+        self._begin = [own["[gMASK]"], own["sop"]]
+        self.eog_ids |= {own["<|user|>"], own["<|observation|>"]}
+        parsed = self._named((*_COMMANDS[:3], *_ROLES, "<s>", "</s>"))
+        self._all_specials = _Commands(parsed.items(), self._begin)
+
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        return list(self._begin), []
+
+
+class _Commands(Specials):
+    """Cuts commands out of a text. Those without brackets are words: only after [gMASK] is sop one.
+
+    ``begin``: the ids of [gMASK] and sop.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[str, int]], begin: list[int]) -> None:
+        super().__init__(pieces)
+        self._mask, self._start = begin
+
+    def split(self, text: str) -> list[str | int]:
+        parts: list[str | int] = []
+        for part in super().split(text):
+            if isinstance(part, str) and part.startswith("sop") and parts[-1:] == [self._mask]:
+                parts.append(self._start)
+                part = part.removeprefix("sop")
+            if part != "":
+                parts.append(part)
+        return parts

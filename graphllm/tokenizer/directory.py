@@ -1,0 +1,186 @@
+"""What the small files of a Hugging Face directory say of its tokenizer: special and added tokens.
+
+Source: transformers 5, `tokenization_utils_base.py` and `models/auto/tokenization_auto.py`, for
+which file counts where several say something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelFileError
+from .files import read_json
+
+NAMED = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+LARGEST_ID = 1 << 22  # the largest of known vocabularies have a sixteenth
+
+# The class that transformers reads a model type's tokenizer with; GENERIC reads tokenizer.json as
+# it stands. A directory's own `tokenizer_class` counts more, but not for those of MISNAMED.
+GENERIC = "TokenizersBackend"
+_CLASS_OF = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+    **dict.fromkeys(("gpt2", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "olmo", "mpt"), "GPTNeoXTokenizer"),
+    "xglm": "XGLMTokenizer",
+    **dict.fromkeys(
+        ("mistral", "mixtral", "phi3", "glm", "glm4", "olmo2", "granite", "stablelm"), GENERIC
+    ),
+}
+_MISNAMED = ("qwen2", "phi3")
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A piece of text that is a token whatever the vocabulary makes of the text around it.
+
+    ``normalized`` is None where the file does not say: it is then looked for in the text as it
+    stands if it is special, else in the normalised one.
+    """
+
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool | None = None
+
+
+class Directory:
+    """A directory's settings. ``config``: its config.json, if that has been read already."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:
+        self.folder = folder
+        self.config = read_json(folder / "config.json") if config is None else config
+        self.settings = read_json(folder / "tokenizer_config.json")
+        self._generation = read_json(folder / "generation_config.json")
+        self.added: dict[int, AddedToken] = {}
+        self.added = self._read_added()
+
+    def _wrong(self, file: str, text: str) -> ModelFileError:
+        return ModelFileError(f"{self.folder / file}: {text}")
+
+    def _read_added(self) -> dict[int, AddedToken]:
+        """Added tokens with their ids. Fills in settings of special_tokens_map.json, which counts
+        only where tokenizer_config.json lists no added tokens; nor does added_tokens.json."""
+        file, listed = "tokenizer_config.json", self.settings.get("added_tokens_decoder")
+        if listed is None:
+            for key, value in read_json(self.folder / "special_tokens_map.json").items():
+                self.settings[key] = value | {"special": True} if isinstance(value, dict) else value
+            file = "added_tokens.json"
+            special = {token.content for token in self.named({}).values()}
+            special.update(token.content for token in self.extras())
+            listed = {
+                token: AddedToken(text, special=text in special)
+                for text, token in read_json(self.folder / file).items()
+            }
+        if not isinstance(listed, dict):
+            raise self._wrong(file, "key 'added_tokens_decoder' is not an object")
+        found = {}
+        for key, value in listed.items():
+            token = int(key) if isinstance(key, str) and key.isdecimal() else key
+            if not isinstance(token, int) or not 0 <= token < LARGEST_ID:
+                raise self._wrong(file, f"{key!r} is not the id of a token")
+            is_read = isinstance(value, AddedToken)
+            found[token] = value if is_read else self._token(value, file, f"added token {key}")
+        return found
+
+    def _token(self, value: Any, file: str, what: str) -> AddedToken:
+        """An added token as JSON has it: a text, which is then special, or an object."""
+        if isinstance(value, str):
+            return AddedToken(value, special=True)
+        if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+            raise self._wrong(file, f"{what}: neither a text nor an object with a content")
+        flags = {
+            key: flag
+            for key in ("special", "lstrip", "rstrip", "single_word", "normalized")
+            if isinstance(flag := value.get(key), bool)
+        }
+        return AddedToken(value["content"], **flags)
+
+    def named(self, defaults: Mapping[str, str]) -> dict[str, AddedToken]:
+        """Special tokens by name: ``bos_token`` and the like, and those of a model's own.
+
+        ``defaults``: texts of those that the directory does not name.
+        """
+        extra = self._extras()
+        own = extra if isinstance(extra, dict) else {}
+        keys = [key for key in self.settings if key.endswith("_token") and key not in NAMED]
+        found = {}
+        for key in (*NAMED, *keys, *own):
+            value = own.get(key, self.settings.get(key, defaults.get(key)))
+            if isinstance(value, (str, dict)):
+                token = self._token(value, "tokenizer_config.json", f"key {key!r}")
+                found[key] = self._listed(token)
+        return found
+
+    def _listed(self, token: AddedToken) -> AddedToken:
+        """The token with the flags that the list of added tokens has for its text, if any."""
+        added = self.added.values()
+        same = next((other for other in added if other.content == token.content), token)
+        return replace(same, special=True)
+
+    def _extras(self) -> Any:
+        older = self.settings.get("additional_special_tokens")
+        return self.settings.get("extra_special_tokens") or older or []
+
+    def extras(self) -> list[AddedToken]:
+        """Special tokens without names."""
+        extra = self._extras()
+        if not isinstance(extra, (list, dict)):
+            raise self._wrong("tokenizer_config.json", "the extra special tokens are not a list")
+        listed = extra if isinstance(extra, list) else []
+        what = "an extra special token"
+        return [self._token(value, "tokenizer_config.json", what) for value in listed]
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A setting that is true or false; null, as in many files, is the default."""
+        value = self.settings.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong("tokenizer_config.json", f"key {key!r} is not true, false or null")
+        return default if value is None else value
+
+    @property
+    def rows(self) -> int:
+        """Ids that the model has, by its configuration: more than the vocabulary, where that was
+        padded. 0 where the configuration does not say."""
+        for key in ("padded_vocab_size", "vocab_size"):
+            value = self.config.get(key)
+            if isinstance(value, int) and 0 < value <= LARGEST_ID:
+                return value
+        return 0
+
+    def ends(self, vocab_size: int) -> frozenset[int]:
+        """Ids that end a generation, by generation_config.json, else by config.json.
+
+        Ids past the vocabulary are left out, as no model says them: transformers writes the
+        defaults of a family there, whatever the vocabulary's size.
+        """
+        file = "generation_config.json" if "eos_token_id" in self._generation else "config.json"
+        value = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise self._wrong(file, "key 'eos_token_id' is neither an id nor a list of ids")
+        return frozenset(token for token in ids if 0 <= token < vocab_size)
+
+    def class_name(self, byte_level: bool) -> str:
+        """The class that transformers would read the directory with.
+
+        ``byte_level``: whether a tokenizer.json speaks of ByteLevel, which no LlamaTokenizer does.
+        """
+        model_type = self.config.get("model_type")
+        usual = _CLASS_OF.get(model_type) if isinstance(model_type, str) else None
+        given = self.settings.get("tokenizer_class") or self.config.get("tokenizer_class")
+        name = given.removesuffix("Fast") if isinstance(given, str) else ""
+        if not name:
+            return usual or GENERIC
+        if name == "LlamaTokenizer" and byte_level and model_type not in _MISNAMED:
+            return GENERIC
+        if usual is None or usual == name:
+            return name
+        return usual if usual == GENERIC or model_type in _MISNAMED else name

@@ -1,0 +1,63 @@
+"""The files beside a tokenizer in a Hugging Face directory, read with care: nobody vouches for them.
+
+Every error is a ModelFileError that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import GraphllmError, ModelFileError
+
+LARGEST = 200_000_000  # bytes; the largest of known tokenizers has a tenth
+
+
+@contextmanager
+def blamed(path: Path) -> Iterator[None]:
+    """Whatever goes wrong inside, a panic of the packages' included, as a line about the file."""
+    try:
+        yield
+    except GraphllmError:
+        raise
+    except BaseException as error:
+        # A panic of Rust code is no Exception, so that it ends the program; here it need not.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelFileError(f"{path}: {reason[:300]}") from None
+
+
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """The file's bytes."""
+    try:
+        size = path.stat().st_size
+        if size > largest:
+            raise ModelFileError(f"{path}: {size / 1e6:.0f} MB, more than {largest / 1e6:.0f}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror}") from None
+
+
+def read_text(path: Path, largest: int = LARGEST) -> str:
+    """The file's text."""
+    try:
+        return read_bytes(path, largest).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{path}: byte {error.start} is not valid UTF-8") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that the file holds; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelFileError(f"{path}: holds a {type(content).__name__}, not an object")
+    return content

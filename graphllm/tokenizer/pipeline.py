@@ -1,0 +1,251 @@
+"""Tokenizers of tokenizer.json, or of vocab.json and merges.txt, by the tokenizers package."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelFileError
+from .classes import CLASSES, TokenizerClass
+from .decoders import read_decoder
+from .decoding import Decoding, without_surrogates
+from .directory import LARGEST_ID, AddedToken, Directory
+from .files import blamed, read_json, read_text
+from .vocabulary import ends_among
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+
+
+class PipelineTokenizer(Decoding):
+    """A tokenizer of the package: ids and texts are those of transformers.
+
+    Text of added tokens that are not special is always parsed, as that of GGUF's user-defined
+    pieces. An id without a token, such as those that fill a vocabulary up to the model's rows,
+    stands for nothing. `clean_up_tokenization_spaces` is ignored, as transformers ignores it for
+    BPE: it takes spaces out of texts that had them.
+    """
+
+    def __init__(
+        self, engine: tokenizers.Tokenizer, path: Path, directory: Directory, kind: TokenizerClass
+    ) -> None:
+        self._engine, self._path = engine, path
+        self._lock = threading.Lock()  # around a switch of the engine's, see `_run`
+        ids = engine.get_vocab(with_added_tokens=True)
+        self._texts = self._by_id(ids)
+        self.vocab_size = max(max(self._texts) + 1, directory.rows)
+        self._decoder = read_decoder(engine.decoder, path)
+        self.space_prefix = self._decoder.strips
+        added = engine.get_added_tokens_decoder()
+        self._controls = {token for token, text in added.items() if text.special}
+        named = {name: token.content for name, token in directory.named(kind.tokens).items()}
+        self.bos_id, self.eos_id = ids.get(named.get("bos_token")), ids.get(named.get("eos_token"))
+        ends = {self.eos_id} if self.eos_id is not None else set()
+        ends |= ends_among({self._texts[token]: token for token in self._controls})
+        self.eog_ids = directory.ends(self.vocab_size) | ends
+        # What no text becomes unless it is parsed. A character's that is unknown is harmless.
+        unknown = {named.get("unk_token"), getattr(engine.model, "unk_token", None)}
+        self._guarded = (self._controls | self.eog_ids) - {ids.get(text) for text in unknown}
+        self._hide([added[token] for token in self._guarded & added.keys()])
+        first = self._run("", add_special=True, parse_special=False).ids[:1]
+        self.add_bos = self.bos_id is not None and first == [self.bos_id]
+
+    def _by_id(self, ids: dict[str, int]) -> dict[int, str]:
+        """Texts by id, of which every token has its own, and none is far out."""
+        if not ids:
+            raise ModelFileError(f"{self._path}: its vocabulary is empty")
+        texts: dict[int, str] = {}
+        for text, token in ids.items():
+            if token >= LARGEST_ID:
+                raise ModelFileError(f"{self._path}: id {token} of {text!r} is too large")
+            if token in texts:
+                both = f"{texts[token]!r} and {text!r}"
+                raise ModelFileError(f"{self._path}: {both} have the same id {token}")
+            texts[token] = text
+        for token in range(max(texts)):  # of a repeated piece one is in the vocabulary
+            if token not in texts and (again := self._engine.id_to_token(token)) is not None:
+                texts[token] = again
+        return texts
+
+    def _hide(self, added: list[Any]) -> None:
+        """Make the engine take these for special tokens, whatever the file says."""
+        from tokenizers import AddedToken
+
+        for token in added:
+            flags = ("lstrip", "rstrip", "single_word", "normalized")
+            same = {flag: getattr(token, flag) for flag in flags}
+            if not token.special:
+                self._engine.add_tokens([AddedToken(token.content, special=True, **same)])
+
+    def _run(self, text: str, add_special: bool, parse_special: bool) -> Any:
+        """The package's encoding."""
+        with self._lock, blamed(self._path):
+            self._engine.encode_special_tokens = not parse_special
+            return self._engine.encode(text, add_special_tokens=add_special)
+
+    def encode(
+        self, text: str, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """See `Tokenizer.encode`."""
+        found = self._run(without_surrogates(text), add_special, parse_special)
+        ids: list[int] = found.ids
+        if parse_special or self._guarded.isdisjoint(ids):
+            return ids
+        spelled: list[int] = []
+        for token, shown, around in zip(ids, found.tokens, found.special_tokens_mask, strict=True):
+            guarded = not around and token in self._guarded and shown == self._texts[token]
+            spelled += self._spell(token) if guarded else [token]
+        return spelled
+
+    def _spell(self, token: int) -> list[int]:
+        """Ids that write a control token's text out. The model itself may have made the token of
+        text: to a unigram model it is a piece like others."""
+        text = self._texts[token]
+        for cut in range(1, len(text)):
+            with blamed(self._path):
+                halves = [self._engine.model.tokenize(half) for half in (text[:cut], text[cut:])]
+            ids = [each.id for half in halves for each in half]
+            if self._guarded.isdisjoint(ids):
+                return ids
+        return []
+
+    def _is_control(self, token: int) -> bool:
+        return token in self._controls
+
+    def _bytes_of(self, token: int) -> bytes:
+        text = self._texts.get(token)
+        return b"" if text is None else self._decoder.to_bytes(text)
+
+    def piece(self, token: int) -> bytes:
+        """See `Tokenizer.piece`. A control token's is its text, whatever decoding makes of it."""
+        return self._texts[token].encode() if token in self._controls else super().piece(token)
+
+    def without_prefix(self, data: bytes) -> bytes:
+        """See `Decoding.without_prefix`."""
+        return data.replace(b" ", b"") if self._decoder.all_spaces else data.removeprefix(b" ")
+
+
+def from_json(directory: Directory) -> PipelineTokenizer:
+    """The tokenizer of a directory's tokenizer.json. ModelFileError."""
+    from tokenizers import Tokenizer
+
+    path = directory.folder / "tokenizer.json"
+    content = read_text(path)
+    kind = CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
+    with blamed(path):
+        engine = Tokenizer.from_str(content)
+        engine.no_truncation()
+        engine.no_padding()
+        listed = _ADDED.search(content)
+        tokens = json.JSONDecoder().raw_decode(content, listed.end())[0] if listed else []
+        for token in tokens:  # which the package numbers itself
+            _check_id(engine, path, token["content"], token["id"])
+        if kind.build is not None:
+            kind.build(engine, directory)
+        return _finish(engine, path, directory, kind, kind.template)
+
+
+def from_merges(directory: Directory) -> PipelineTokenizer:
+    """The tokenizer of a directory's vocab.json and merges.txt. ModelFileError."""
+    from tokenizers import Tokenizer, models
+
+    path = directory.folder / "vocab.json"
+    vocabulary = read_json(path)
+    kind = CLASSES.get(directory.class_name(False), CLASSES["GPT2Tokenizer"])
+    with blamed(directory.folder / "merges.txt"):
+        merges = _read_merges(directory.folder / "merges.txt")
+        engine = Tokenizer(models.BPE(vocabulary, merges))
+    template = [
+        *(["bos_token"] if directory.flag("add_bos_token", False) else []),
+        "A",
+        *(["eos_token"] if directory.flag("add_eos_token", False) else []),
+    ]
+    with blamed(path):
+        if kind.build is not None:
+            kind.build(engine, directory)
+        return _finish(engine, path, directory, kind, template)
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    """The pairs of a merges.txt, by rank."""
+    merges = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip() and not line.startswith("#version"):
+            left, space, right = line.rstrip("\r").partition(" ")
+            if not (left and space and right) or " " in right:
+                raise ModelFileError(f"{path}: line {number} is not a pair: {line[:60]!r}")
+            merges.append((left, right))
+    return merges
+
+
+def _finish(
+    engine: tokenizers.Tokenizer,
+    path: Path,
+    directory: Directory,
+    kind: TokenizerClass,
+    template: Sequence[str] | None,
+) -> PipelineTokenizer:
+    """The engine with the special tokens of the directory, and ``template`` around a text, names
+    of special tokens and A; None leaves the engine's."""
+    _add_tokens(engine, directory, kind)
+    if template is not None:
+        _set_template(engine, directory.named(kind.tokens), template)
+    return PipelineTokenizer(engine, path, directory, kind)
+
+
+def _add_tokens(engine: tokenizers.Tokenizer, directory: Directory, kind: TokenizerClass) -> None:
+    """Add what the directory names and the engine lacks, in the order of transformers."""
+    from tokenizers import AddedToken as Added
+
+    def made(token: AddedToken) -> Any:
+        flags = {} if token.normalized is None else {"normalized": token.normalized}
+        strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+        words = {"single_word": token.single_word, "special": token.special}
+        return Added(token.content, **strips, **words, **flags)
+
+    known = engine.get_added_tokens_decoder().values()
+    same = {repr(token) for token in known}
+    named = directory.named(kind.tokens)
+    texts = {token.content for token in named.values()}
+    listed = [token for _, token in sorted(directory.added.items())]
+    wanted = [token for token in listed if repr(made(token)) not in same]
+    wanted = [replace(t, special=True) if t.content in texts else t for t in wanted]
+    seen = {token.content for token in (*known, *wanted)}
+    for token in (*named.values(), *directory.extras(), *kind.extra_tokens()):
+        if token.content not in seen:
+            wanted.append(token)
+            seen.add(token.content)
+    engine.add_tokens([made(token) for token in wanted])
+    for number, token in directory.added.items():
+        _check_id(engine, directory.folder / "tokenizer_config.json", token.content, number)
+
+
+def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) -> None:
+    found = engine.token_to_id(text)
+    if found != number:
+        raise ModelFileError(f"{path}: added token {text!r} has the id {number}, but {found} fits")
+
+
+def _set_template(
+    engine: tokenizers.Tokenizer, named: Mapping[str, AddedToken], template: Sequence[str]
+) -> None:
+    """What is put around a text; a token that the directory does not name is left out."""
+    from tokenizers import processors
+
+    parts, ids = [], []
+    for name in template:
+        if name == "A":
+            parts.append("$A")
+        elif name in named:
+            parts.append(named[name].content)
+            ids.append((named[name].content, engine.token_to_id(named[name].content)))
+    engine.post_processor = processors.TemplateProcessing(
+        single=parts, pair=[*parts, "$B"], special_tokens=ids
+    )

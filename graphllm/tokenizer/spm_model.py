@@ -1,0 +1,169 @@
+"""SentencePiece vocabularies outside GGUF: .model files of a directory, and bare pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import ModelFileError
+from .classes import prefix_scheme
+from .directory import AddedToken, Directory
+from .model_proto import ModelProto, read_model
+from .spm import SpmTokenizer, model_proto
+from .vocabulary import (
+    BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, ends_among,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A vocabulary in the form of GGUF's keys."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+
+
+def _metadata(**values: Any) -> dict[str, Any]:
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+class PieceTokenizer(SpmTokenizer):
+    """Llama's SentencePiece vocabulary from its pieces and scores."""
+
+    where = "{}"
+
+
+def from_pieces(pieces: list[bytes], scores: Sequence[float], source: Path) -> PieceTokenizer:
+    """The tokenizer of llama2.c's pieces: 0 is unknown, 1 begins and 2 ends a text, 3 to 258 are
+    the bytes, and a space is a space. ModelFileError."""
+    if len(pieces) < 259:
+        raise ModelFileError(f"{source}: {len(pieces)} pieces, where a llama's have 259 and more")
+    named = [b"<unk>", b"<s>", b"</s>", *pieces[3:259]]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) - 259)]
+    rest = [piece.replace(b" ", SPACE.encode()) for piece in pieces[259:]]
+    values = _metadata(
+        tokens=named + rest,
+        scores=np.asarray(scores, np.float32),
+        token_type=np.array(kinds, np.uint8),
+    )
+    return PieceTokenizer(Pieces(source, values))
+
+
+class ModelTokenizer(SpmTokenizer):
+    """A .model file, of merges or unigrams, with the special tokens that the directory names.
+
+    SentencePiece normalises and cuts text as the file says. Texts are the file's; its pieces begin
+    at the id ``offset``. What else the directory adds comes after them: ``extras`` first, and last
+    what only fills the vocabulary up to the model's rows.
+    """
+
+    where = "{}"
+
+    def __init__(
+        self,
+        path: Path,
+        directory: Directory,
+        *,
+        offset: int = 0,
+        names: Mapping[str, str] | None = None,
+        extras: Sequence[str] = (),
+        controls: Sequence[str] = (),
+    ) -> None:
+        self._proto, self._directory, self._offset = read_model(path), directory, offset
+        proto = self._proto
+        self._tokens = [b""] * offset + proto.pieces
+        kinds = np.where(proto.kinds == USER_DEFINED, NORMAL, proto.kinds)
+        self._types: list[int] = [UNUSED] * offset + kinds.tolist()
+        self.prefix_after_special = prefix_scheme(directory) == "always"
+        named = directory.named(names or {})
+        self._known = {piece: offset + i for i, piece in enumerate(proto.pieces)}
+        self._add(path, [AddedToken(text, special=True) for text in extras])
+        self._mark([text for text in controls if text.encode() in self._known])
+        for token, added in sorted(directory.added.items()):
+            self._place(path, token, added)
+        self._add(path, [*named.values(), *directory.extras()])
+        self._tokens += [b""] * (directory.rows - len(self._tokens))
+        self._types += [UNUSED] * (len(self._tokens) - len(self._types))
+        ids = {key: self._id_of(named.get(f"{key}_token")) for key in ("bos", "eos")}
+        super().__init__(Pieces(path, self._keys(proto, ids)))
+
+    def _id_of(self, token: AddedToken | None) -> int | None:
+        return None if token is None else self._known[token.content.encode()]
+
+    def _keys(self, proto: ModelProto, ids: Mapping[str, int | None]) -> dict[str, Any]:
+        """The vocabulary as GGUF's keys."""
+        own = {"bos": proto.bos, "eos": proto.eos}
+        own = {key: None if value is None else value + self._offset for key, value in own.items()}
+        ids = {key: own[key] if value is None else value for key, value in ids.items()}
+        scores = np.zeros(len(self._tokens), np.float32)
+        scores[self._offset : self._offset + len(proto.scores)] = proto.scores
+        flag = self._directory.flag
+        return _metadata(
+            tokens=self._tokens,
+            scores=scores,
+            token_type=np.array(self._types, np.uint8),
+            bos_token_id=ids["bos"],
+            eos_token_id=ids["eos"],
+            add_bos_token=flag("add_bos_token", True) and ids["bos"] is not None,
+            add_eos_token=flag("add_eos_token", False) and ids["eos"] is not None,
+            add_space_prefix=flag("add_prefix_space", True) and proto.prefix,
+        )
+
+    def _mark(self, texts: Sequence[str], kind: int = CONTROL) -> None:
+        """Take these pieces out of what merging may end in."""
+        for text in texts:
+            token = self._known[text.encode()]
+            if self._types[token] not in (UNKNOWN, BYTE):
+                self._types[token] = kind
+
+    def _place(self, path: Path, token: int, added: AddedToken) -> None:
+        """An added token with an id, which may be a piece's; holes before it stay empty."""
+        text = added.content.encode()
+        if self._known.get(text, token) != token or not text:
+            raise ModelFileError(
+                f"{path}: added token {added.content!r} has the id {token} in the directory, but "
+                f"{self._known.get(text)} in the model"
+            )
+        missing = token + 1 - len(self._tokens)
+        self._tokens += [b""] * missing
+        self._types += [UNUSED] * missing
+        self._known.pop(self._tokens[token], None)  # a placeholder, as Phi-3 has them
+        self._tokens[token], self._known[text] = text, token
+        self._mark([added.content], CONTROL if added.special else USER_DEFINED)
+
+    def _add(self, path: Path, tokens: Sequence[AddedToken]) -> None:
+        """Added tokens without an id: after all others, but for those that are pieces."""
+        for added in tokens:
+            known = self._known.get(added.content.encode(), len(self._tokens))
+            self._place(path, known, added)
+
+    def _find_ends(self) -> frozenset[int]:
+        controls = dict(self._with_text(self._kinds == CONTROL))
+        ends = ends_among(controls) | self._directory.ends(self.vocab_size)
+        return frozenset(ends if self.eos_id is None else {*ends, self.eos_id})
+
+    def _model(self, scores: np.ndarray) -> bytes:
+        return self._written(self._proto.normalizer)
+
+    def _written(self, normalizer: bytes) -> bytes:
+        """The file as the package reads it: pieces that are cut out before are control pieces."""
+        proto = self._proto
+        own = self._kinds[self._offset : self._offset + len(proto.pieces)]
+        cut = np.isin(own, (CONTROL, USER_DEFINED))
+        kinds = np.where(cut, np.uint8(CONTROL), proto.kinds)
+        return model_proto(proto.pieces, proto.scores, kinds, proto.trainer, normalizer)
+
+    @cached_property
+    def _bare(self) -> Any:
+        """The processor of text that no space is put before."""
+        return self._load(self._written(self._proto.unprefixed))
+
+    def _encode_text(self, text: str, starts: bool) -> list[int]:
+        own = self._processor if starts and self.space_prefix else self._bare
+        ids: list[int] = own.EncodeAsIds(text)
+        return [token + self._offset for token in ids] if self._offset else ids
