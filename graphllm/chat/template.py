@@ -9,11 +9,13 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ..errors import ModelFileError, RequestError
+from ..tokenizer.files import read_json, read_text
 from .builtin import TEMPLATES
 from .sandbox import BoundedEnvironment
 
 Message = Mapping[str, Any]
 _PLAIN = (str, int, float, type(None))
+_LARGEST = 4_000_000  # bytes of a template's file
 
 
 class ChatTemplate:
@@ -93,6 +95,29 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, _PLAIN):
         return value
     raise RequestError(f"{where} holds {_kind_of(value)}, which a template cannot read")
+
+
+def directory_template(folder: Path) -> str | None:
+    """The chat template of a Hugging Face directory, None where it has none.
+
+    That of chat_template.jinja, else of tokenizer_config.json (of several the one called default),
+    else of additional_chat_templates (default.jinja, or the only one). ModelFileError.
+    """
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        return read_text(own, _LARGEST)
+    settings = folder / "tokenizer_config.json"
+    listed = read_json(settings).get("chat_template")
+    if isinstance(listed, list):
+        rows = [row for row in listed if isinstance(row, dict) and row.get("name") == "default"]
+        listed = rows[0].get("template") if rows else None
+    if not isinstance(listed, (str, type(None))):
+        raise ModelFileError(f"{settings}: the chat template is {_kind_of(listed)}, not a text")
+    if listed:
+        return listed
+    more = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    chosen = [path for path in more if path.stem == "default"] or more
+    return read_text(chosen[0], _LARGEST) if len(chosen) == 1 else None
 
 
 def find_template(

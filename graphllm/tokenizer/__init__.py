@@ -97,7 +97,7 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
             return kind(directory.folder / name, directory)
     if "sentencepiece.bpe.model" in present:
         raise ModelFileError(
-            f"{directory.folder / 'sentencepiece.bpe.model'}: models with it number its pieces "
+            f"{directory.folder / 'sentencepiece.bpe.model'}: models with it number their pieces "
             "otherwise; a tokenizer.json is needed"
         )
     if {"vocab.json", "merges.txt"} <= present:

@@ -29,12 +29,12 @@ _MADE_UP = tuple(f"<madeupword{i}>" for i in range(7))
 class TokenizerClass:
     """What a class does of its own; without arguments, nothing.
 
-    ``build`` gives an engine the pipeline. ``tokens`` are special where a directory names no
-    others, ``extras`` always. ``template``: what is put around a text, by the names of tokens and
-    A, whatever tokenizer.json says.
+    ``build`` gives an engine the pipeline, of the directory's settings and tokenizer.json's text.
+    ``tokens`` are special where a directory names no others, ``extras`` always. ``template``: what
+    is put around a text, by the names of tokens and A, whatever tokenizer.json says.
     """
 
-    build: Callable[[Tokenizer, Directory], None] | None = None
+    build: Callable[[Tokenizer, Directory, str], None] | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     template: tuple[str, ...] | None = None
@@ -61,19 +61,19 @@ def _set_bytes(engine: Tokenizer, directory: Directory, split: str, nfc: bool) -
     engine.decoder = decoders.ByteLevel()
 
 
-def _gpt2(engine: Tokenizer, directory: Directory) -> None:
+def _gpt2(engine: Tokenizer, directory: Directory, content: str) -> None:
     _set_bytes(engine, directory, "", nfc=False)
 
 
-def _gpt_neox(engine: Tokenizer, directory: Directory) -> None:
+def _gpt_neox(engine: Tokenizer, directory: Directory, content: str) -> None:
     _set_bytes(engine, directory, "", nfc=True)
 
 
-def _qwen2(engine: Tokenizer, directory: Directory) -> None:
+def _qwen2(engine: Tokenizer, directory: Directory, content: str) -> None:
     _set_bytes(engine, directory, _QWEN2, nfc=True)
 
 
-def _llama(engine: Tokenizer, directory: Directory) -> None:
+def _llama(engine: Tokenizer, directory: Directory, content: str) -> None:
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
@@ -92,7 +92,7 @@ def prefix_scheme(directory: Directory) -> str:
     return "always" if directory.flag("legacy", False) else "first"
 
 
-def _gemma(engine: Tokenizer, directory: Directory) -> None:
+def _gemma(engine: Tokenizer, directory: Directory, content: str) -> None:
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
@@ -103,9 +103,13 @@ def _gemma(engine: Tokenizer, directory: Directory) -> None:
     )
 
 
-def _xglm(engine: Tokenizer, directory: Directory) -> None:
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+def _xglm(engine: Tokenizer, directory: Directory, content: str) -> None:
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+    # The package is off by a last digit in reading some scores, which decides where two ways to
+    # cut a text are equally likely; transformers reads them with Python, too.
+    rows = json.loads(content)["model"]["vocab"]
+    engine.model = models.Unigram([(text, score) for text, score in rows], 3, False)
     scheme = "always" if directory.flag("add_prefix_space", True) else "never"
     parts = [] if engine.normalizer is None else _parts(engine.normalizer)
     charsmap = normalizers.Sequence([])  # what the file maps characters by, if it does

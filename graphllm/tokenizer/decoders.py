@@ -80,7 +80,7 @@ def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read_decoder(decoder: Any, path: Path) -> Decoder:
-    """The package's ``decoder``, or None, as a `Decoder`. ModelFileError for one of another kind."""
+    """The package's ``decoder``, or None, as a `Decoder`. ModelFileError where that cannot be."""
     if decoder is None:
         raise ModelFileError(f"{path}: it has no decoder, so its tokens have no text")
     made = Decoder()

@@ -117,7 +117,7 @@ class Directory:
             if isinstance(value, (str, dict)):
                 token = self._token(value, "tokenizer_config.json", f"key {key!r}")
                 found[key] = self._listed(token)
-        return found
+        return {key: token for key, token in found.items() if token.content}
 
     def _listed(self, token: AddedToken) -> AddedToken:
         """The token with the flags that the list of added tokens has for its text, if any."""

@@ -1,4 +1,4 @@
-"""The files beside a tokenizer in a Hugging Face directory, read with care: nobody vouches for them.
+"""The files of a directory's tokenizer, read with care: nobody vouches for them.
 
 Every error is a ModelFileError that names the file.
 """

@@ -39,7 +39,7 @@ class ModelProto:
 
     @property
     def unprefixed(self) -> bytes:
-        """The normalizer's specification, but no space is put before a text: the last one counts."""
+        """``normalizer``, but no space is put before a text: the last of two fields counts."""
         return self.normalizer + bytes([_DUMMY_PREFIX << 3, 0])
 
 

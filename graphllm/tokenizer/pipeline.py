@@ -46,12 +46,14 @@ class PipelineTokenizer(Decoding):
         added = engine.get_added_tokens_decoder()
         self._controls = {token for token, text in added.items() if text.special}
         named = {name: token.content for name, token in directory.named(kind.tokens).items()}
-        self.bos_id, self.eos_id = ids.get(named.get("bos_token")), ids.get(named.get("eos_token"))
+        self.bos_id, self.eos_id = (
+            ids.get(named.get(f"{key}_token", "")) for key in ("bos", "eos")
+        )
         ends = {self.eos_id} if self.eos_id is not None else set()
         ends |= ends_among({self._texts[token]: token for token in self._controls})
         self.eog_ids = directory.ends(self.vocab_size) | ends
         # What no text becomes unless it is parsed. A character's that is unknown is harmless.
-        unknown = {named.get("unk_token"), getattr(engine.model, "unk_token", None)}
+        unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
         self._guarded = (self._controls | self.eog_ids) - {ids.get(text) for text in unknown}
         self._hide([added[token] for token in self._guarded & added.keys()])
         first = self._run("", add_special=True, parse_special=False).ids[:1]
@@ -143,12 +145,14 @@ def from_json(directory: Directory) -> PipelineTokenizer:
         engine = Tokenizer.from_str(content)
         engine.no_truncation()
         engine.no_padding()
+        if getattr(engine.model, "dropout", None) is not None:
+            engine.model.dropout = None  # of training: other ids each time
         listed = _ADDED.search(content)
         tokens = json.JSONDecoder().raw_decode(content, listed.end())[0] if listed else []
         for token in tokens:  # which the package numbers itself
             _check_id(engine, path, token["content"], token["id"])
         if kind.build is not None:
-            kind.build(engine, directory)
+            kind.build(engine, directory, content)
         return _finish(engine, path, directory, kind, kind.template)
 
 
@@ -158,6 +162,9 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
 
     path = directory.folder / "vocab.json"
     vocabulary = read_json(path)
+    for text, token in vocabulary.items():
+        if type(token) is not int or not 0 <= token < LARGEST_ID:
+            raise ModelFileError(f"{path}: the id of {text[:60]!r} is {token!r}")
     kind = CLASSES.get(directory.class_name(False), CLASSES["GPT2Tokenizer"])
     with blamed(directory.folder / "merges.txt"):
         merges = _read_merges(directory.folder / "merges.txt")
@@ -169,7 +176,7 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
     ]
     with blamed(path):
         if kind.build is not None:
-            kind.build(engine, directory)
+            kind.build(engine, directory, "")
         return _finish(engine, path, directory, kind, template)
 
 
@@ -210,14 +217,14 @@ def _add_tokens(engine: tokenizers.Tokenizer, directory: Directory, kind: Tokeni
         words = {"single_word": token.single_word, "special": token.special}
         return Added(token.content, **strips, **words, **flags)
 
-    known = engine.get_added_tokens_decoder().values()
+    known: list[Any] = list(engine.get_added_tokens_decoder().values())
     same = {repr(token) for token in known}
     named = directory.named(kind.tokens)
     texts = {token.content for token in named.values()}
     listed = [token for _, token in sorted(directory.added.items())]
     wanted = [token for token in listed if repr(made(token)) not in same]
     wanted = [replace(t, special=True) if t.content in texts else t for t in wanted]
-    seen = {token.content for token in (*known, *wanted)}
+    seen = {token.content for token in wanted} | {token.content for token in known}
     for token in (*named.values(), *directory.extras(), *kind.extra_tokens()):
         if token.content not in seen:
             wanted.append(token)

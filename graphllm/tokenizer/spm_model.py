@@ -16,8 +16,15 @@ from .directory import AddedToken, Directory
 from .model_proto import ModelProto, read_model
 from .spm import SpmTokenizer, model_proto
 from .vocabulary import (
-    BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, ends_among,
-)  # fmt: skip
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    ends_among,
+)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class ModelTokenizer(SpmTokenizer):
         kinds = np.where(proto.kinds == USER_DEFINED, NORMAL, proto.kinds)
         self._types: list[int] = [UNUSED] * offset + kinds.tolist()
         self.prefix_after_special = prefix_scheme(directory) == "always"
+        self._keeps_space = directory.class_name(byte_level=False) == "LlamaTokenizer"
         named = directory.named(names or {})
         self._known = {piece: offset + i for i, piece in enumerate(proto.pieces)}
         self._add(path, [AddedToken(text, special=True) for text in extras])
@@ -164,6 +172,8 @@ class ModelTokenizer(SpmTokenizer):
         return self._load(self._written(self._proto.unprefixed))
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
+        if self._keeps_space and text.startswith((" ", SPACE)):
+            starts = False  # as transformers 5 has it; SentencePiece itself puts one before it
         own = self._processor if starts and self.space_prefix else self._bare
         ids: list[int] = own.EncodeAsIds(text)
         return [token + self._offset for token in ids] if self._offset else ids

@@ -1,0 +1,400 @@
+"""Tokenizers of Hugging Face directories, against transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_tokenizers import (
+    KINDS,
+    WORDS,
+    byte_level,
+    metaspace,
+    save_raw,
+    unigram,
+    write_json,
+)
+from tokenizers import Tokenizer as Package
+
+from graphllm import tokenizer
+from graphllm.chat import directory_template
+from graphllm.errors import ModelFileError, RequestError
+from graphllm.tokenizer import Tokenizer
+from graphllm.tokenizer.directory import Directory
+from graphllm.tokenizer.hard_texts import HARD_TEXTS
+
+CHATS = (
+    "<s>[INST] hi [/INST] hello</s><s>[INST] again [/INST]",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "<|begin_of_text|> x<|eot_id|>\n\ny<think>\nz</think>",
+    "<s>\n<s>  x </s>",
+)
+TEXTS = [*HARD_TEXTS, *CHATS]
+BARE = [  # written without transformers
+    "older llama", "older legacy llama", "mistral", "raw unigram", "xglm precompiled", "merges",
+    "merges with both", "qwen2 merges",
+]  # fmt: skip
+
+
+def clean(text: str) -> str:
+    """A lone surrogate counts as U+FFFD; transformers refuses it."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a kind, made once."""
+    folders: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp("hf") / "model"
+            KINDS[kind](folders[kind])
+        return folders[kind]
+
+    return of
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_and_texts_equal_transformers(kind: str, made: Any) -> None:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(made(kind))
+    own = tokenizer.from_directory(made(kind))
+    assert own.vocab_size == len(oracle)
+    assert (own.bos_id, own.eos_id) == (oracle.bos_token_id, oracle.eos_token_id)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = oracle(clean(text), add_special_tokens=special).input_ids
+            assert own.encode(text, special, parse_special=True) == ids, text
+            for skip in (True, False):
+                shown = oracle.decode(ids, skip_special_tokens=skip)
+                assert own.decode(ids, skip_special=skip) == shown, text
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen3", "xglm", "unigram"])
+def test_texts_of_any_ids_equal_transformers(kind: str, made: Any) -> None:
+    """Halves of characters included, which byte-level vocabularies are made of."""
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(made(kind))
+    own = tokenizer.from_directory(made(kind))
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.randrange(own.vocab_size) for _ in range(rng.randint(1, 20))]
+        for skip in (True, False):
+            assert own.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip), ids
+
+
+@pytest.mark.parity
+def test_the_older_file_is_read_by_its_class(made: Any) -> None:
+    """What transformers does with one file differs with the names beside it, and so here."""
+    text = "<s>[INST] x"
+    kinds = ("older llama", "older legacy llama", "mistral")
+    ids = [tokenizer.from_directory(made(k)).encode(text, parse_special=True) for k in kinds]
+    assert ids[0] != ids[1] and ids[1] == ids[2]
+
+
+@pytest.mark.parity
+def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    types = (
+        "llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe gemma gemma2 gemma3_text phi3 gpt2 "
+        "gpt_neox glm glm4 xglm bloom olmo2 granite starcoder2 stablelm smollm3 deepseek_v2 "
+        "deepseek_v3 gpt_oss"
+    ).split()
+    plain = (None, "MistralCommonBackend", "TokenizersBackend")
+    for kind in types:
+        usual = auto.TOKENIZER_MAPPING_NAMES.get(kind)
+        own = Directory(tmp_path, {"model_type": kind})
+        assert own.class_name(False) == ("TokenizersBackend" if usual in plain else usual), kind
+        fast = Directory(tmp_path, {"model_type": kind, "tokenizer_class": "LlamaTokenizerFast"})
+        misnamed = kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+        free = usual is None or usual not in plain
+        trusted = free and not misnamed
+        expect = "LlamaTokenizer" if trusted else "TokenizersBackend" if usual in plain else usual
+        assert fast.class_name(False) == expect, kind
+        assert fast.class_name(True) == ("TokenizersBackend" if not misnamed else expect), kind
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_stream_equals_decode(kind: str, made: Any) -> None:
+    own = tokenizer.from_directory(made(kind))
+    rng = random.Random(0)
+    rows = [own.encode(text) for text in TEXTS]
+    rows += [[rng.randrange(own.vocab_size) for _ in range(rng.randint(0, 30))] for _ in range(100)]
+    for ids in rows:
+        for skip in (True, False):
+            for continuation in (True, False):
+                stream = own.stream(skip, continuation)
+                text = "".join([stream.push(token) for token in ids]) + stream.finish()
+                assert text == own.decode(ids, skip, continuation)
+
+
+def test_pieces_are_the_bytes_of_the_text(made: Any) -> None:
+    own = tokenizer.from_directory(made("merges"))
+    for text in TEXTS:
+        ids = own.encode(text)
+        assert b"".join(map(own.piece, ids)) == clean(text).encode()
+        assert own.decode(ids) == clean(text)
+    stream = own.stream()
+    shown = [stream.push(token) for token in own.encode("a👩‍👩‍👧‍👦b")]
+    assert "".join(shown) == "a👩‍👩‍👧‍👦b" and "" in shown and "�" not in shown
+    llama = tokenizer.from_directory(made("mistral"))
+    ids = llama.encode("hello 𝔘 world")
+    assert b"".join(map(llama.piece, ids)) == " hello 𝔘 world".encode()
+    assert llama.decode(ids) == "hello 𝔘 world"
+    assert llama.decode(ids, continuation=True) == " hello 𝔘 world"
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_no_text_becomes_a_control_token(kind: str, made: Any) -> None:
+    own = tokenizer.from_directory(made(kind))
+    names = ("<s>", "</s>", "<pad>", "<|endoftext|>", "<|end|>", "<|im_start|>", "<madeupword3>")
+    known = {}
+    for name in names:
+        ids = own.encode(name, parse_special=True)
+        if own.piece(ids[-1]).decode() == name and len(ids) <= 2:
+            known[name] = ids[-1]
+    assert known
+    for text in (*TEXTS, *names, "".join(names), " ".join(names)):
+        assert not set(own.encode(text)) & set(known.values()), text
+        ids = own.encode(text, add_special=True)
+        assert not set(ids[1:-1]) & set(known.values()), text
+    for name, token in known.items():
+        text = f"x{name}y"
+        assert own.decode(own.encode(text)) == text
+        assert token in own.encode(text, parse_special=True)
+        assert own.decode([token]) == "" and own.decode([token], skip_special=False) != ""
+
+
+def test_a_token_that_ends_is_never_of_text(tmp_path: Path) -> None:
+    """Even one that its file calls ordinary; it is shown, as transformers shows it."""
+    text = Package.from_str(byte_level())
+    text.add_tokens(["<|done|>", "<tool>"])
+    save_raw(tmp_path, text.to_str(), "gpt2", tokenizer_class="PreTrainedTokenizerFast")
+    done = text.token_to_id("<|done|>")
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [done, 3]})
+    own = tokenizer.from_directory(tmp_path)
+    assert {done, 3} <= own.eog_ids
+    assert done not in own.encode("a<|done|>") and done + 1 in own.encode("a<tool>")
+    assert done in own.encode("a<|done|>", parse_special=True)
+    assert own.decode([done]) == "<|done|>"
+
+
+def ends(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> set:
+    write_json(folder / "config.json", config)
+    path = folder / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if generation is not None:
+        write_json(path, generation)
+    return set(tokenizer.from_directory(folder).eog_ids)
+
+
+def test_ends(tmp_path: Path) -> None:
+    text = Package.from_str(byte_level(WORDS))
+    text.add_special_tokens(["<|eot_id|>", "<|other|>"])
+    eot = text.token_to_id("<|eot_id|>")
+    save_raw(tmp_path, text.to_str(), eos_token="<|endoftext|>")
+    assert ends(tmp_path, {}) == {0, eot}  # by name: of the tokenizer, and of what is known to end
+    assert ends(tmp_path, {"eos_token_id": 9}) == {0, eot, 9}
+    assert ends(tmp_path, {"eos_token_id": [9, 10]}) == {0, eot, 9, 10}
+    assert ends(tmp_path, {"eos_token_id": 9}, {"eos_token_id": [7]}) == {0, eot, 7}
+    assert ends(tmp_path, {"eos_token_id": 9}, {"top_k": 1}) == {0, eot, 9}
+    assert ends(tmp_path, {"eos_token_id": 50256}) == {0, eot}  # a family's default
+    assert tokenizer.from_directory(tmp_path, {"eos_token_id": 8}).eog_ids == {0, eot, 8}
+    with pytest.raises(ModelFileError, match=r"config\.json: key 'eos_token_id' is neither"):
+        ends(tmp_path, {"eos_token_id": "x"})
+
+
+def test_rows_without_a_token(tmp_path: Path) -> None:
+    """A vocabulary that is padded up to the embedding's rows."""
+    save_raw(tmp_path, byte_level())
+    write_json(tmp_path / "config.json", {"vocab_size": 768})
+    own = tokenizer.from_directory(tmp_path)
+    assert own.vocab_size == 768 and own.piece(767) == b"" and own.decode([767, 5, 700])
+    for token in (-1, 768):
+        with pytest.raises(RequestError, match="is not one of the 768 tokens"):
+            own.decode([token])
+    write_json(tmp_path / "config.json", {"vocab_size": 5})
+    assert tokenizer.from_directory(tmp_path).vocab_size == 700
+
+
+def test_dropout_of_training_is_off(tmp_path: Path) -> None:
+    content = json.loads(byte_level())
+    content["model"]["dropout"] = 0.5
+    save_raw(tmp_path, json.dumps(content))
+    own = tokenizer.from_directory(tmp_path)
+    assert len({tuple(own.encode("the tokenizer of the directory")) for _ in range(20)}) == 1
+
+
+def test_load_takes_directories(made: Any) -> None:
+    own = tokenizer.load(made("merges"))
+    assert own.piece(own.encode("a")[0]) == b"a"
+
+
+# -- what cannot be read
+
+
+def changed(text: str, change: Any) -> str:
+    content = json.loads(text)
+    change(content)
+    return json.dumps(content)
+
+
+def added(token: int, text: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": text, "special": True, **flags}
+
+
+PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the package panics
+BAD_JSON: list[tuple[Any, Any, str]] = [  # what a good file was, its change, the message
+    (lambda: "", None, "EOF"),
+    (lambda: "{", None, "EOF"),
+    (lambda: "[1, 2]", None, "tokenizer.json: "),
+    (lambda: '{"model": {"type": "Other"}}', None, "tokenizer.json: "),
+    (byte_level, lambda c: c["model"]["vocab"].update(x=2**40), "expected u32"),
+    (byte_level, lambda c: c["model"]["vocab"].update(two=5), "the same id 5"),
+    (byte_level, lambda c: c["model"]["vocab"].update(x=2**31), "is too large"),
+    (byte_level, lambda c: c["added_tokens"].append(added(900, "<x>")), "has the id 900"),
+    (byte_level, lambda c: c.update(decoder=None), "no decoder"),
+    (byte_level, lambda c: c.update(decoder=PIECE), "decoder WordPiece is not supported"),
+    (metaspace, lambda c: c["decoder"]["decoders"].reverse(), "decoder Strip is not supported"),
+    (unigram, lambda c: c.update(normalizer=MAP), "charsmap"),
+]
+
+
+@pytest.mark.parametrize(("text", "change", "message"), BAD_JSON, ids=[m for *_, m in BAD_JSON])
+def test_bad_tokenizer_json(tmp_path: Path, text: Any, change: Any, message: str) -> None:
+    save_raw(tmp_path, text() if change is None else changed(text(), change))
+    with pytest.raises(ModelFileError, match=message) as caught:
+        tokenizer.from_directory(tmp_path)
+    shown = str(caught.value)
+    assert shown.startswith(str(tmp_path / "tokenizer.json")) and "\n" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "{,", "not valid JSON"),
+        ("tokenizer_config.json", "[]", "holds a list"),
+        ("tokenizer_config.json", '{"bos_token": {"a": 1}}', "key 'bos_token'"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "not an object"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}', "'x' is not the id"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": 2}}', "added token 1"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"999": "<far>"}}', "id 999"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"9999999999": "z"}}', "is not the id"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 3}', "not a list"),
+        ("added_tokens.json", '{"<x>": "y"}', "'y' is not the id"),
+        ("special_tokens_map.json", "\xff", "byte 0 is not valid UTF-8"),
+        ("generation_config.json", '{"eos_token_id": [1.5]}', "eos_token_id"),
+        ("config.json", "nothing", "not valid JSON"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, name: str, content: str, message: str) -> None:
+    save_raw(tmp_path, byte_level())
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    if name != "tokenizer_config.json":
+        (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ModelFileError, match=message) as caught:
+        tokenizer.from_directory(tmp_path)
+    shown = str(caught.value)
+    assert shown.startswith(str(tmp_path / name)) and "\n" not in shown
+
+
+def test_bad_merges(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    KINDS["merges"](folder)
+    merges = (folder / "merges.txt").read_text("utf-8")
+    for text, message in ((merges + "a b c\n", "is not a pair: 'a b c'"), ("zz yy\n", "zz")):
+        (folder / "merges.txt").write_text(text, "utf-8")
+        with pytest.raises(ModelFileError, match=rf"merges\.txt: .*{message}"):
+            tokenizer.from_directory(folder)
+    (folder / "merges.txt").write_text(merges, "utf-8")
+    for value in ("x", -1, None, True, 2**31):
+        write_json(folder / "vocab.json", {"a": value})
+        with pytest.raises(ModelFileError, match=r"vocab\.json: the id of 'a'"):
+            tokenizer.from_directory(folder)
+
+
+def test_missing_and_huge(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="no tokenizer: neither"):
+        tokenizer.from_directory(tmp_path)
+    with pytest.raises(ModelFileError, match="no tokenizer"):
+        tokenizer.from_directory(tmp_path / "none")
+    save_raw(tmp_path, "")
+    os.truncate(tmp_path / "tokenizer.json", 200_000_001)  # takes no room
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: 200 MB, more than 200"):
+        tokenizer.from_directory(tmp_path)
+
+
+def test_a_model_that_cannot_encode(tmp_path: Path) -> None:
+    """A unigram model without an unknown token."""
+    save_raw(tmp_path, changed(unigram(), lambda c: c["model"].update(unk_id=None)))
+    own = tokenizer.from_directory(tmp_path)
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: .*unk"):
+        own.encode("𐍈")
+
+
+@pytest.mark.parametrize("kind", ["mistral", "raw unigram", "merges with both"])
+def test_damaged_files_never_crash(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "m"
+    KINDS[kind](folder)
+    files = sorted(folder.iterdir())
+    rng = random.Random(0)
+    read = 0
+    for _ in range(100):
+        path = rng.choice(files)
+        data = path.read_bytes()
+        damaged = bytearray(data[: rng.choice((len(data), rng.randrange(len(data))))])
+        for _ in range(rng.choice((0, 1, 5))):
+            damaged[rng.randrange(len(damaged) or 1) :][:1] = rng.choice(
+                (b'"', b"{", b"0", b"\xff")
+            )
+            damaged[rng.randrange(len(damaged) + 1) :] += b"" if rng.random() < 0.5 else b"]"
+        path.write_bytes(damaged)
+        try:
+            own: Tokenizer = tokenizer.from_directory(folder)
+            own.decode(own.encode("hello <s>tësting\n😀</s>", True, True), skip_special=False)
+            read += 1
+        except ModelFileError as error:
+            assert "\n" not in str(error)
+        path.write_bytes(data)
+    assert 0 < read < 100
+
+
+# -- chat templates
+
+
+def test_template_of_a_directory(tmp_path: Path) -> None:
+    assert directory_template(tmp_path) is None
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "tools.jinja").write_text("tools")
+    assert directory_template(tmp_path) == "tools"
+    (more / "rag.jinja").write_text("rag")
+    assert directory_template(tmp_path) is None
+    (more / "default.jinja").write_text("more")
+    assert directory_template(tmp_path) == "more"
+    rows = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "listed"}]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": rows})
+    assert directory_template(tmp_path) == "listed"
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": "text"})
+    assert directory_template(tmp_path) == "text"
+    (tmp_path / "chat_template.jinja").write_text("own ▁", "utf-8")
+    assert directory_template(tmp_path) == "own ▁"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelFileError, match=r"chat_template\.jinja: byte 0 is not valid UTF-8"):
+        directory_template(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": 3})
+    with pytest.raises(ModelFileError, match="the chat template is a int, not a text"):
+        directory_template(tmp_path)
