@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
+# A tokenizer may have so many tokens more than the embedding has rows, as Gemma 3's has one, for
+# pictures. Whoever uses them gets an error.
+MORE_TOKENS = 16
 
 
 def decoder_for(
@@ -74,7 +77,7 @@ class LLM:
         self.limits = limits.within(self.decoder.cfg.context)
         if file.has_vocabulary:  # a bad one is told now
             tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
-            if tokens > rows:
+            if tokens > rows + MORE_TOKENS:
                 raise ModelFileError(
                     f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
                 )

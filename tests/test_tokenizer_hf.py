@@ -105,33 +105,12 @@ def test_the_older_file_is_read_by_its_class(made: Any) -> None:
 def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> None:
     from transformers.models.auto import tokenization_auto as auto
 
-    types = [
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen2_moe",
-        "qwen3_moe",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "gpt2",
-        "gpt_neox",
-        "glm",
-        "glm4",
-        "xglm",
-        "bloom",
-        "olmo2",
-        "granite",
-        "starcoder2",
-        "stablelm",
-        "smollm3",
-        "deepseek_v2",
-        "deepseek_v3",
+    types = (
+        "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma",
+        "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "glm", "glm4", "xglm", "bloom",
+        "olmo2", "granite", "starcoder2", "stablelm", "smollm3", "deepseek_v2", "deepseek_v3",
         "gpt_oss",
-    ]
+    )  # fmt: skip
     plain = (None, "MistralCommonBackend", "TokenizersBackend")
     for kind in types:
         usual = auto.TOKENIZER_MAPPING_NAMES.get(kind)
@@ -139,9 +118,8 @@ def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> Non
         assert own.class_name(False) == ("TokenizersBackend" if usual in plain else usual), kind
         fast = Directory(tmp_path, {"model_type": kind, "tokenizer_class": "LlamaTokenizerFast"})
         misnamed = kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-        free = usual is None or usual not in plain
-        trusted = free and not misnamed
-        expect = "LlamaTokenizer" if trusted else "TokenizersBackend" if usual in plain else usual
+        generic = usual in plain and usual is not None
+        expect = "TokenizersBackend" if generic else usual if misnamed else "LlamaTokenizer"
         assert fast.class_name(False) == expect, kind
         assert fast.class_name(True) == ("TokenizersBackend" if not misnamed else expect), kind
 
@@ -209,6 +187,14 @@ def test_a_token_that_ends_is_never_of_text(tmp_path: Path) -> None:
     assert done not in own.encode("a<|done|>") and done + 1 in own.encode("a<tool>")
     assert done in own.encode("a<|done|>", parse_special=True)
     assert own.decode([done]) == "<|done|>"
+    assert own.encode(own.piece(3).decode()) == [3]  # an ordinary token
+
+
+def test_a_padding_token_that_is_text_stays_text(tmp_path: Path) -> None:
+    save_raw(tmp_path, byte_level(), pad_token="!")
+    own = tokenizer.from_directory(tmp_path)
+    assert len(own.encode("a!b!!")) == 5
+    assert own.decode(own.encode("a!b!!"), skip_special=False) == "a!b!!"
 
 
 def ends(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> set:
@@ -363,7 +349,7 @@ def test_a_model_that_cannot_encode(tmp_path: Path) -> None:
     save_raw(tmp_path, changed(unigram(), lambda c: c["model"].update(unk_id=None)))
     own = tokenizer.from_directory(tmp_path)
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: .*unk"):
-        own.encode("𐍈")
+        own.encode("ꙮ")
 
 
 @pytest.mark.parametrize("kind", ["mistral", "raw unigram", "merges with both"])

@@ -66,6 +66,7 @@ def run(
     texts = _prompts(prompt, file)
     sampling = drawing.sampling()
     llm = loading.load(model, chat_template=chat_template)
+    _ = llm.tokenizer  # without one, say so before the prompt is repeated
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
     for text in texts:

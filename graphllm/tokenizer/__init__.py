@@ -28,7 +28,7 @@ __all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_piece
 class Tokenizer(Protocol):
     """What every tokenizer does. ``bos_id`` and ``eos_id`` are None where a model has none."""
 
-    vocab_size: int
+    vocab_size: int  # ids are below it; some may stand for nothing
     bos_id: int | None
     eos_id: int | None
     eog_ids: frozenset[int]  # any of these ends a generation

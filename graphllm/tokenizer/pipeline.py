@@ -52,9 +52,11 @@ class PipelineTokenizer(Decoding):
         ends = {self.eos_id} if self.eos_id is not None else set()
         ends |= ends_among({self._texts[token]: token for token in self._controls})
         self.eog_ids = directory.ends(self.vocab_size) | ends
-        # What no text becomes unless it is parsed. A character's that is unknown is harmless.
+        # What no text becomes unless it is parsed. An unknown character's token is harmless, and an
+        # end that is an ordinary token is one.
         unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
-        self._guarded = (self._controls | self.eog_ids) - {ids.get(text) for text in unknown}
+        guarded = self._controls | (self.eog_ids & added.keys())
+        self._guarded = guarded - {ids.get(text) for text in unknown}
         self._hide([added[token] for token in self._guarded & added.keys()])
         first = self._run("", add_special=True, parse_special=False).ids[:1]
         self.add_bos = self.bos_id is not None and first == [self.bos_id]
@@ -108,7 +110,8 @@ class PipelineTokenizer(Decoding):
 
     def _spell(self, token: int) -> list[int]:
         """Ids that write a control token's text out. The model itself may have made the token of
-        text: to a unigram model it is a piece like others."""
+        text: to a unigram model it is a piece like others. A text that cannot be written otherwise,
+        such as a padding token that is "!", stays the token."""
         text = self._texts[token]
         for cut in range(1, len(text)):
             with blamed(self._path):
@@ -116,7 +119,7 @@ class PipelineTokenizer(Decoding):
             ids = [each.id for half in halves for each in half]
             if self._guarded.isdisjoint(ids):
                 return ids
-        return []
+        return [token]
 
     def _is_control(self, token: int) -> bool:
         return token in self._controls
@@ -237,7 +240,7 @@ def _add_tokens(engine: tokenizers.Tokenizer, directory: Directory, kind: Tokeni
 def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) -> None:
     found = engine.token_to_id(text)
     if found != number:
-        raise ModelFileError(f"{path}: added token {text!r} has the id {number}, but {found} fits")
+        raise ModelFileError(f"{path}: added token {text!r} has the id {number}, but gets {found}")
 
 
 def _set_template(
