@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .decoder import Decoder
     from .weights.keys import Keys
 
+Rules = Sequence[WeightRule] | Callable[["DecoderConfig"], Sequence[WeightRule]]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -25,19 +27,19 @@ class Family:
     HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
     tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
     architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
-    ones; RULES: what GGUF calls the weights (llama's by default). TINY: configurations of small
-    models, as config.json states them, from which tests are made; the first is complete, others
-    change some of its keys.
+    ones; RULES: what GGUF calls the weights (llama's by default). HF and RULES may be functions of
+    the configuration. TINY: configurations of small models, as config.json states them, from which
+    tests are made; the first is complete, others change some of its keys.
     """
 
     name: str
     model: type[Decoder]
     config: Callable[[Keys], DecoderConfig]
     types: tuple[str, ...] = ()
-    hf: Sequence[WeightRule] = ()
+    hf: Rules = ()
     gguf: tuple[str, ...] = ()
     gguf_keys: Mapping[str, str] = field(default_factory=dict)
-    rules: Sequence[WeightRule] = LLAMA_RULES
+    rules: Rules = LLAMA_RULES
     tiny: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
@@ -51,3 +53,11 @@ class Family:
         stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
         stated["types"] = (name, *stated.get("types", ()))
         return cls(name, module.Model, module.config, **stated)
+
+    def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
+        """Those of Hugging Face files."""
+        return self.hf(config) if callable(self.hf) else self.hf
+
+    def gguf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
+        """Those of GGUF files."""
+        return self.rules(config) if callable(self.rules) else self.rules

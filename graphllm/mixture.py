@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import ops
 from .config import Mixture
 from .nn import activation
 from .tensor import Tensor, scope
+from .weights.keys import Keys
 
 if TYPE_CHECKING:
     from .decoder import Decoder
+
+
+def mixture_config(keys: Keys, hidden: int, experts: str = "num_experts", **facts: Any) -> Mixture:
+    """A mixture of experts of width ``hidden``, whose count is the key ``experts``; ``facts``: what
+    else `Mixture` states. ConfigError."""
+    c = Mixture(keys.positive(experts), keys.positive("num_experts_per_tok"), hidden, **facts)
+    if c.experts % c.groups or c.kept > c.groups:
+        raise keys.error(experts, f"= {c.experts} experts in {c.groups} groups, {c.kept} kept")
+    if c.active > c.experts // c.groups * c.kept:
+        raise keys.error("num_experts_per_tok", f"= {c.active} are more than there are to choose")
+    return c
+
+
+def sparse_layers(keys: Keys) -> list[bool]:
+    """Whether each layer has a mixture, as Qwen's keys say it: all by default."""
+    dense, step = keys("mlp_only_layers", list, []), keys.positive("decoder_sparse_step", 1)
+    return [i not in dense and (i + 1) % step == 0 for i in range(keys.layers())]
 
 
 def mixture(of: Decoder, x: Tensor) -> Tensor:

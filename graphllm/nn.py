@@ -88,6 +88,12 @@ class Module:
         with scope(name):
             return ops.embedding(ids, self.weight("weight", count, width))
 
+    def head_linear(self, x: Tensor, name: str, out: int) -> Tensor:
+        """Heads x [T, H, K], each by its own matrix of ``name.weight`` [H, out, K]: [T, H, out]."""
+        with scope(name):
+            w = self.weight("weight", x.shape[1], out, x.shape[2])  # type: ignore[arg-type]
+            return ops.head_linear(x, w)
+
     def experts(self, x: Tensor, name: str, ids: Tensor, of: tuple[int, int], bias: bool) -> Tensor:
         """x [T, K] or [T, k, K] through the experts ``ids`` [T, k]: [T, k, out].
 

@@ -7,7 +7,7 @@ Formulas: linear, and "dynamic NTK" (kaiokendev and bloc97, 2023); YaRN (Peng et
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,12 @@ _NAMES = {"su": "longrope", "ntk": "dynamic"}
 class _Scaling:
     """The values of rope_parameters or rope_scaling; all must be read."""
 
-    def __init__(self, keys: Keys, values: Mapping[str, Any]) -> None:
+    def __init__(self, keys: Keys, group: str = "") -> None:
+        values = keys("rope_parameters", dict, {}) or keys("rope_scaling", dict, {})
+        if group and isinstance(values.get(group), dict):
+            values = values[group]
         self.keys, self.values = keys, {_OLD.get(k, k): v for k, v in values.items()}
+        self.truncate = True
         self._read: set[str] = {"rope_type", "rope_theta", "partial_rotary_factor"}
 
     def __contains__(self, name: str) -> bool:
@@ -79,17 +83,20 @@ class _Scaling:
 
 
 def rope_config(
-    keys: Keys, head_dim: int, group: str = "", base: float = 10_000.0, dims: int = 0
+    keys: Keys,
+    head_dim: int,
+    group: str = "",
+    base: float = 10_000.0,
+    dims: int = 0,
+    truncate: bool = True,
 ) -> Rope:
     """How heads of ``head_dim`` rotate. ConfigError.
 
-    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``:
-    where no key states them (0: all that partial_rotary_factor leaves).
+    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims`` and
+    ``truncate`` (yarn's): where no key states them (dims 0: all that partial_rotary_factor leaves).
     """
-    values = dict(keys("rope_parameters", dict, {}) or keys("rope_scaling", dict, {}))
-    if group and isinstance(values.get(group), dict):
-        values = dict(values[group])
-    s = _Scaling(keys, values)
+    s = _Scaling(keys, group)
+    s.truncate = truncate
     stated = keys.factor("rope_theta", base)
     base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
     dims = _dims(keys, s, head_dim, dims)
@@ -171,7 +178,7 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
     if rope.base <= 1:
         raise s.error(f"yarn needs a base above 1, not {rope.base}")
     low, high = pair(fast), pair(slow)
-    if s.values.get("truncate", True):
+    if s.values.get("truncate", s.truncate):
         low, high = math.floor(low), math.ceil(high)
     s.ignore("truncate")
     low, high = max(low, 0), min(high, rope.dims - 1)
@@ -184,8 +191,10 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
 
 
 def _yarn_magnitude(s: _Scaling, factor: float) -> float:
-    if s.keys.gguf:  # llama.cpp multiplies the two
-        return s("attention_factor", 1.0) * _mscale(factor)
+    if s.keys.gguf:  # llama.cpp multiplies the two; with a multiplier, see `score_factor`
+        usual = 1.0 if "yarn_log_multiplier" in s else _mscale(factor)
+        s.ignore("yarn_log_multiplier")
+        return s("attention_factor", 1.0) * usual
     if "attention_factor" in s:
         s.ignore("mscale", "mscale_all_dim")
         return s("attention_factor")
@@ -193,6 +202,16 @@ def _yarn_magnitude(s: _Scaling, factor: float) -> float:
     if whole and all_dims:
         return _mscale(factor, whole) / _mscale(factor, all_dims)
     return _mscale(factor)
+
+
+def score_factor(keys: Keys) -> float:
+    """What the scores of latent attention are times, where yarn stretches its positions
+    (DeepSeek-V2's mscale_all_dim)."""
+    s = _Scaling(keys)
+    # GGUF has a tenth of it: what the logarithm of the factor is times.
+    weight = 10 * s("yarn_log_multiplier", 0.0) if keys.gguf else s("mscale_all_dim", 0.0)
+    yarn = s.values.get("rope_type") == "yarn"
+    return _mscale(s("factor", 1.0), weight) ** 2 if yarn and weight else 1.0
 
 
 def _longrope(s: _Scaling, rope: Rope) -> Rope:

@@ -48,7 +48,8 @@ def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):
 
     torch.manual_seed(seed)
     made = AutoConfig.for_model(kind, **config)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plain)
     randomise(model, seed)
     return model.eval()
 

@@ -87,7 +87,7 @@ class Directory:
 
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
         """ModelFileError where a head is stored that is said to be the embedding, and is not."""
-        weights, n = NamedWeights(self.file, family.hf, strict=False), config.names
+        weights, n = NamedWeights(self.file, family.hf_rules(config), strict=False), config.names
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():
             embedding = f"{n.model}.{n.embed}.weight"

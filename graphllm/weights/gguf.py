@@ -137,7 +137,7 @@ class GGUF(TensorFiles):
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
         from . import NamedWeights
 
-        return NamedWeights(self, family.rules, strict=True)
+        return NamedWeights(self, family.gguf_rules(config), strict=True)
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer import from_gguf

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, ModelFileError
 from .gguf import GGUF
 from .keys import Keys
-from .rules import WeightRule
+from .rules import SAME, STACKED, Change, WeightRule
 
 if TYPE_CHECKING:
     from ..family import Family
 
 
-def _layer(canonical: str, stored: str) -> WeightRule:
-    return WeightRule(f"model.layers.{{i}}.{canonical}", f"blk.{{i}}.{stored}")
+def _layer(canonical: str, stored: str, change: Change = SAME) -> WeightRule:
+    return WeightRule(f"model.layers.{{i}}.{canonical}", f"blk.{{i}}.{stored}", change)
 
 
 # The names of the llama family in GGUF (source: gguf-py, `constants.py` and `tensor_mapping.py`).
@@ -40,6 +40,19 @@ LLAMA_RULES = (
     ),
     _layer("self_attn.q_norm.weight", "attn_q_norm.weight"),
     _layer("self_attn.k_norm.weight", "attn_k_norm.weight"),
+)
+
+# Mixtures of experts. Files older than stacked experts have a tensor for each.
+EXPERT_RULES = (
+    _layer("mlp.gate.weight", "ffn_gate_inp.weight"),
+    *(
+        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}_exps.weight")
+        for name in ("gate", "up", "down")
+    ),
+    *(
+        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}.{{e}}.weight", STACKED)
+        for name in ("gate", "up", "down")
+    ),
 )
 
 # With norms around attention and MLP.
@@ -77,6 +90,9 @@ _SCALING = {  # of Hugging Face's rope_scaling
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "attention_factor": "rope.scaling.attn_factor",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 _IGNORED = ("vocab_size", "rope.scaling.finetuned")  # what says nothing about the computation
 
@@ -87,7 +103,8 @@ def gguf_keys(file: GGUF, family: Family) -> Keys:
     found = {
         key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)
     }
-    names = {**GGUF_KEYS, **family.gguf_keys}
+    usual = {name: s for name, s in GGUF_KEYS.items() if name not in family.gguf_keys}
+    names = {**family.gguf_keys, **usual}
     shown = {name: prefix + stored for name, stored in names.items()}
     shown |= {stored: prefix + stored for stored in found}
     values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}

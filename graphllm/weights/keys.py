@@ -175,14 +175,16 @@ def windows(keys: Keys, usual: Callable[[int], bool]) -> list[int]:
     return [window if each else 0 for each in near]
 
 
-def base_config(keys: Keys, eps: str = "rms_norm_eps", act: str = "silu") -> DecoderConfig:
+def base_config(
+    keys: Keys, eps: str = "rms_norm_eps", act: str = "silu", head_dim: int = 0
+) -> DecoderConfig:
     """What the families of llama's kin have in common, under llama's names; ``eps``: the key of the
-    norms', ``act``: the activation where no key states it."""
+    norms', ``act``: the activation where no key states it; ``head_dim``: in place of the key."""
     from ..rotary import rope_config
 
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
-    head_dim = keys.positive("head_dim", dim // heads)
+    head_dim = head_dim or keys.positive("head_dim", dim // heads)
     kv_heads = keys.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{keys.source}: {heads} heads do not share {kv_heads} KV heads")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from ..dtype import DTYPES, F32, DType
+from ..dtype import DTYPES, F32, MXFP4, DType
 from ..errors import ModelFileError
+from ..quant import dequantise
 from ..tensor import Meta
 from .mapped import TensorInfo
 
@@ -97,6 +99,80 @@ class Transposed:
         return np.concatenate([_bytes(np.swapaxes(a, -1, -2)) for a in arrays])
 
 
+class Rows:
+    """Some rows of one tensor of any format: ``of`` is a view of an array whose last axis it leaves
+    alone."""
+
+    def __init__(self, of: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._of = of
+
+    def meta(self, stored: Sequence[Meta]) -> Meta:
+        one = Same().meta(stored)
+        return Meta.of(_viewed(self._of, one).shape, one.dtype)
+
+    def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
+        width = stored[0].shape[-1]
+        rows = stored[0].reshape(*metas[0].shape[:-1], width)
+        return np.ascontiguousarray(self._of(rows)).reshape(-1, width)
+
+
+class View:
+    """Another view of one tensor's elements: some of them, its axes in another order. Of a block
+    format they are float32 then."""
+
+    def __init__(self, of: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._of = of
+
+    def meta(self, stored: Sequence[Meta]) -> Meta:
+        one = Same().meta(stored)
+        kind = F32 if one.dtype.quantised else one.dtype
+        return Meta.of(_viewed(self._of, one).shape, kind)
+
+    def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
+        kind = metas[0].dtype
+        plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(kind.numpy)
+        return _bytes(self._of(plain.reshape(metas[0].shape)))
+
+
+def _viewed(of: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
+    """``of`` an array of this shape. ModelFileError where it has no such view."""
+    try:
+        return of(np.broadcast_to(np.zeros(()), meta.shape))  # type: ignore[arg-type]
+    except (ValueError, IndexError):
+        raise ModelFileError(f"shape {meta.shape} cannot be cut as the model wants") from None
+
+
+class Mxfp4:
+    """MXFP4 (OCP 2023) in two tensors, as gpt-oss has it, in GGUF's blocks: the same values.
+
+    The first is uint8 [E, rows, blocks, 16] with two neighbours in a byte, the first in the lower
+    half; the second uint8 [E, rows, blocks], the exponents. ``rows``: those that the weight has.
+    """
+
+    def __init__(self, rows: slice = slice(None)) -> None:
+        self._rows = rows
+
+    def meta(self, stored: Sequence[Meta]) -> Meta:
+        shapes = [meta.shape for meta in stored]
+        good = len(shapes) == 2 and len(shapes[1]) == 3 and shapes[0] == (*shapes[1], 16)
+        if not good or {meta.dtype.numpy for meta in stored} != {np.dtype(np.uint8)}:
+            raise ModelFileError(f"{' and '.join(map(str, stored))}: no blocks and scales of mxfp4")
+        experts, rows, blocks = shapes[1]
+        kept = len(range(rows)[self._rows])  # type: ignore[arg-type]
+        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)
+
+    def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
+        pairs, scales = (
+            raw.reshape(meta.shape)[:, self._rows] for raw, meta in zip(stored, metas, strict=True)
+        )
+        made = np.empty((*scales.shape, MXFP4.nbytes), np.uint8)
+        made[..., 0] = scales
+        for expert, each in zip(made, pairs):  # one at a time, for memory
+            q = np.stack((each & 15, each >> 4), axis=-1).reshape(*each.shape[:-1], MXFP4.block)
+            expert[..., 1:] = q[..., :16] | q[..., 16:] << 4
+        return made.reshape(-1, scales.shape[-1] * MXFP4.nbytes)
+
+
 SAME, STACKED, PLUS_ONE, TRANSPOSED = Same(), Stacked(), PlusOne(), Transposed()
 
 # ------------------------------------------------------------------------------------------- rules
@@ -105,42 +181,70 @@ SAME, STACKED, PLUS_ONE, TRANSPOSED = Same(), Stacked(), PlusOne(), Transposed()
 _HOLES = {"{i}": r"(?P<i>\d+)", "{e}": r"(?P<e>\d+)", "{*}": r"(?P<rest>.+)"}
 
 
+@functools.cache
+def _regex(source: str) -> re.Pattern[str]:
+    regex = re.escape(source)
+    for hole, pattern in _HOLES.items():
+        regex = regex.replace(re.escape(hole), pattern)
+    return re.compile(regex)
+
+
 @dataclass(frozen=True)
 class WeightRule:
     """How a weight's canonical name is spelled in a file, and what is done to it.
 
     ``{i}`` stands for a number that both names have, ``{*}`` for any rest. ``{e}`` in ``source``
-    counts tensors that together are one weight: experts. ``source`` is the file's name for
-    ``pattern``; a rule whose pattern is empty names a tensor that the model does not use.
+    counts tensors that together are one weight: experts; where they have names of their own, each
+    has a rule, and is the ``part`` that this says. ``source`` is the file's name for ``pattern``; a
+    rule whose pattern is empty names a tensor that the model does not use. ``also``: pattern and
+    change of other weights that the same tensor is (a part of).
     """
 
     pattern: str
     source: str
     change: Change = SAME
+    part: int = 0
+    also: tuple[tuple[str, Change], ...] = ()
 
-    def canonical(self, stored: str) -> tuple[str, int] | None:
-        """The canonical name of the file's tensor ``stored``, and which part of it that is; None
-        when the rule does not apply."""
-        regex = re.escape(self.source)
-        for hole, pattern in _HOLES.items():
-            regex = regex.replace(re.escape(hole), pattern)
-        match = re.fullmatch(regex, stored)
+    def canonical(self, stored: str) -> list[tuple[str, Change, int]] | None:
+        """Of the file's tensor ``stored`` the canonical names, with what is done to it, and which
+        part of that weight it is; None when the rule does not apply."""
+        match = _regex(self.source).fullmatch(stored)
         if match is None:
             return None
-        found, name = match.groupdict(), self.pattern
-        for hole, key in (("{i}", "i"), ("{*}", "rest")):
-            name = name.replace(hole, found.get(key) or "")
-        return name, int(found.get("e") or 0)
+        found, names = match.groupdict(), []
+        part = int(found.get("e") or self.part)
+        for name, change in ((self.pattern, self.change), *self.also):
+            for hole, key in (("{i}", "i"), ("{*}", "rest")):
+                name = name.replace(hole, found.get(key) or "")
+            names.append((name, change, part))
+        return names
 
 
 GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
+
+_EXPERTS = "model.layers.{i}.mlp.experts"
+# Matrices of each expert, as models are published, or stacked, as transformers computes with them.
+EXPERTS = (
+    *(
+        WeightRule(f"{_EXPERTS}.{name}.weight", f"{_EXPERTS}.{{e}}.{name}.weight", STACKED)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ),
+    WeightRule(
+        f"{_EXPERTS}.gate_proj.weight",
+        f"{_EXPERTS}.gate_up_proj",
+        Rows(lambda w: np.split(w, 2, axis=-2)[0]),
+        also=((f"{_EXPERTS}.up_proj.weight", Rows(lambda w: np.split(w, 2, axis=-2)[1])),),
+    ),
+    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj"),
+)
 
 
 @dataclass
 class _Weight:
     """The tensors that one weight is made of, by part."""
 
-    rule: WeightRule
+    change: Change
     parts: dict[int, str] = field(default_factory=dict)
 
 
@@ -161,18 +265,18 @@ class NamedWeights:
                 )
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
-        found = ((rule, rule.canonical(stored)) for rule in rules)
-        rule, place = next(((r, p) for r, p in found if p), (WeightRule("", ""), None))
-        if place is None and strict:
+        found = (rule.canonical(stored) for rule in rules)
+        known = next((names for names in found if names is not None), None)
+        if known is None and strict:
             raise ModelFileError(f"{self.file.path}: unexpected tensor {stored!r}")
-        name, part = place or (stored, 0)
-        if not name:
-            return
-        weight = self._weights.setdefault(name, _Weight(rule))
-        if part in weight.parts:
-            both = f"{weight.parts[part]!r} and {stored!r}"
-            raise ModelFileError(f"{self.file.path}: {both} are both {name!r}")
-        weight.parts[part] = stored
+        for name, change, part in known or [(stored, SAME, 0)]:
+            if not name:
+                continue
+            weight = self._weights.setdefault(name, _Weight(change))
+            if part in weight.parts:
+                both = f"{weight.parts[part]!r} and {stored!r}"
+                raise ModelFileError(f"{self.file.path}: {both} are both {name!r}")
+            weight.parts[part] = stored
 
     def names(self) -> Iterable[str]:
         return self._weights.keys()
@@ -196,13 +300,13 @@ class NamedWeights:
             return None
         metas = self._metas(name)
         try:
-            return self._weights[name].rule.change.meta(metas)
+            return self._weights[name].change.meta(metas)
         except ModelFileError as error:
             raise ModelFileError(f"{self.file.path}: {name}: {error}") from None
 
     def raw(self, name: str) -> np.ndarray:
         metas, raws = self._metas(name), [self.file.raw(s) for s in self.sources(name)]
-        return self._weights[name].rule.change.raw(raws, metas)
+        return self._weights[name].change.raw(raws, metas)
 
     def release(self, name: str) -> None:
         for stored in self.sources(name):

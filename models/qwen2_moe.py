@@ -1,0 +1,55 @@
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): experts, and a gated MLP that all tokens pass."""
+
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.mixture import mixture_config, sparse_layers
+from graphllm.weights import WeightRule
+from graphllm.weights.gguf_model import EXPERT_RULES, LLAMA_RULES
+from graphllm.weights.keys import Keys, base_config, windows
+from graphllm.weights.rules import EXPERTS, STACKED
+
+_MLP = "model.layers.{i}.mlp"
+HF = EXPERTS
+GGUF = ("qwen2moe",)
+GGUF_KEYS = {"norm_topk_prob": "expert_weights_norm"}
+RULES = (
+    *LLAMA_RULES,
+    *EXPERT_RULES,
+    # The converter leaves axes of one element out.
+    WeightRule(f"{_MLP}.shared_expert_gate.weight", "blk.{i}.ffn_gate_inp_shexp.weight", STACKED),
+    *(
+        WeightRule(f"{_MLP}.shared_expert.{n}_proj.weight", f"blk.{{i}}.ffn_{n}_shexp.weight")
+        for n in ("gate", "up", "down")
+    ),
+)
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 17, "shared_expert_intermediate_size": 23,
+    },
+    {"num_key_value_heads": 6, "norm_topk_prob": True, "num_experts_per_tok": 3,
+     "tie_word_embeddings": True, "decoder_sparse_step": 2, "rope_theta": 1e6},
+    {"num_key_value_heads": 1, "mlp_only_layers": [0, 2], "use_sliding_window": True,
+     "sliding_window": 9, "max_window_layers": 2, "qkv_bias": False, "num_experts_per_tok": 1},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    c = base_config(keys)
+    last, used = keys("max_window_layers", int, 28), keys("use_sliding_window", bool, False)
+    near = windows(keys, lambda i: used and i < last and i % 2 == 0)
+    each = zip(c.layers, near, sparse_layers(keys))
+    return replace(
+        c,
+        layers=tuple(replace(layer, window=w, mixture=m) for layer, w, m in each),
+        attention=replace(c.attention, bias=keys.bias("qkv_bias", True)),
+        mixture=mixture_config(
+            keys, keys.positive("moe_intermediate_size"),
+            normalise=keys("norm_topk_prob", bool, False),
+            shared=keys.positive("shared_expert_intermediate_size"), shared_gate=True,
+        ),
+    )  # fmt: skip
