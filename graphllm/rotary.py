@@ -79,12 +79,13 @@ class _Scaling:
 
 
 def rope_config(
-    keys: Keys, head_dim: int, group: str = "", base: float = 10_000.0, dims: int = 0
-) -> Rope:
+    keys: Keys, head_dim: int, group: str = "", base: float = 10_000.0, dims: int = 0,
+    partial: float = 1.0,
+) -> Rope:  # fmt: skip
     """How heads of ``head_dim`` rotate. ConfigError.
 
-    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``:
-    where no key states them (0: all that partial_rotary_factor leaves).
+    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``,
+    ``partial``: where no key states them (dims 0: all that partial_rotary_factor leaves).
     """
     values = dict(keys("rope_parameters", dict, {}) or keys("rope_scaling", dict, {}))
     if group and isinstance(values.get(group), dict):
@@ -92,7 +93,7 @@ def rope_config(
     s = _Scaling(keys, values)
     stated = keys.factor("rope_theta", base)
     base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
-    dims = _dims(keys, s, head_dim, dims)
+    dims = _dims(keys, s, head_dim, dims, partial)
     name = s.values.get("rope_type") or "default"
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
@@ -103,9 +104,9 @@ def rope_config(
     return rope
 
 
-def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int) -> int:
+def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int, partial: float) -> int:
     """How many columns of a head rotate."""
-    partial = keys.factor("partial_rotary_factor", 1.0)
+    partial = keys.factor("partial_rotary_factor", partial)
     partial = s("partial_rotary_factor", partial)
     dims = keys.positive("rotary_dim", dims or int(head_dim * partial))
     if dims % 2 or not 0 < dims <= head_dim:
