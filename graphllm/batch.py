@@ -59,6 +59,7 @@ class Batch:
     ids, pos [T]; q_start [S + 1]: where each sequence's tokens begin; kv_len [S]: its tokens in the
     cache, this step's included; rows [N]: the tokens whose logits are wanted; and for each cache
     group, slot [T]: where a token's entry goes, and table [S, B]: the blocks of each sequence.
+    prefix_len [S]: how many first tokens of a sequence see one another; 0 for most models.
     """
 
     def __init__(self, caches: tuple[CacheSpec, ...], limits: Limits) -> None:
@@ -68,6 +69,7 @@ class Batch:
         self.ids, self.pos = state("ids", (t,), "i32"), state("pos", (t,), "i32")
         self.kv_len, self.q_start = state("kv_len", (s,), "i32"), feed("q_start", (q,), "i32")
         self.rows = feed("rows", (n,), "i32")
+        self.prefix_len = feed("prefix_len", (s,), "i32")
         self.slot = {c.name: state(f"slot.{c.name}", (t,), "i32") for c in caches}
         self.table = {c.name: feed(f"table.{c.name}", (s, limits.blocks), "i32") for c in caches}
         self.count, self.done = state("count", (s,), "i32"), state("done", (s,), "i32")

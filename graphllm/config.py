@@ -77,6 +77,7 @@ class Attention:
     sinks: bool = False  # a logit of each head that no value belongs to
     slopes: tuple[float, ...] = ()  # ALiBi: of each head
     latent: Latent | None = None
+    prefix: bool = False  # a prompt begins with a part that sees all of itself: `Decoder.prefix`
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,12 @@ SANDWICH = {  # norms before and after both halves of a layer, by their usual na
 @dataclass(frozen=True)
 class Layer:
     """What may differ from layer to layer: rotary positions (None: no positions), a window (0:
-    none), and whether the MLP is a mixture."""
+    none), whether the MLP is a mixture, and the scale of the scores (0: `Attention.scale`)."""
 
     rope: Rope | None
     window: int = 0
     mixture: bool = False
+    scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class DecoderConfig:
     position_offset: int = 0  # of the first token
     parallel: bool = False  # attention and MLP read the same x, side by side
     residual_scale: float = 1.0  # of what is added to the residual
+    normed_residual: float = 0.0  # above 0: the residual is the normed x times this, not x
     tied: bool = True  # the head is the embedding
     logit_scale: float = 1.0
     logit_softcap: float = 0.0

@@ -150,18 +150,18 @@ class Decoder(Module):
         before = self.norm(x, n.before_attn)
         with scope(n.attn):
             a = self.attn(before, i, batch)
-        a = self._scaled(self.norm(a, n.after_attn))
+        a = _scaled(self.norm(a, n.after_attn), c.residual_scale)
+        if c.normed_residual:
+            x = _scaled(before, c.normed_residual)
         if not c.parallel:
             before = x = ops.add(x, a)
         h = self.norm(x, n.before_mlp) if n.before_mlp else before
         with scope(n.mlp):
             m = self.mixture(h) if c.layers[i].mixture else self.mlp(h)
-        m = self._scaled(self.norm(m, n.after_mlp))
+        m = _scaled(self.norm(m, n.after_mlp), c.residual_scale)
+        if c.normed_residual:
+            x = _scaled(h, c.normed_residual)
         return ops.add(ops.add(x, a), m) if c.parallel else ops.add(x, m)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        factor = self.cfg.residual_scale
-        return x if factor == 1.0 else ops.scale(x, factor=factor)
 
     def attn(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """Attention of layer ``i``: x [T, dim] -> [T, dim]."""
@@ -268,12 +268,13 @@ class Decoder(Module):
     ) -> Tensor:
         """Attend with q [T, H, D] over the pools of layer ``i``: [T, H * Dv]."""
         c, group = self.cfg.attention, self._group[i]
+        scale = scale or self.cfg.layers[i].scale or c.scale or c.head_dim**-0.5
         sinks = self.vector("sinks", c.heads) if c.sinks else None
         slopes = self.constant("alibi.slopes", c.slopes) if c.slopes else None
+        prefix = batch.prefix_len if c.prefix else None
         out = ops.attention(
-            q, k, v, batch.q_start, batch.kv_len, batch.table[group.name], sinks, slopes,
-            scale=scale or c.scale or c.head_dim**-0.5,
-            block=batch.limits.block, window=group.window, softcap=c.softcap,
+            q, k, v, batch.q_start, batch.kv_len, batch.table[group.name], sinks, slopes, prefix,
+            scale=scale, block=batch.limits.block, window=group.window, softcap=c.softcap,
         )  # fmt: skip
         return out.flatten()
 
@@ -285,6 +286,10 @@ class Decoder(Module):
         pool = state(name, (slots, *group.entries[entry]), limits.kv_dtype)
         self.pools[name] = ops.kv_write(pool, x, batch.slot[group.name])
         return self.pools[name]
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else ops.scale(x, factor=factor)
 
 
 def _columns(x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:

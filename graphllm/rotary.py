@@ -88,18 +88,20 @@ def rope_config(
     group: str = "",
     base: float = 10_000.0,
     dims: int = 0,
+    partial: float = 1.0,
     truncate: bool = True,
 ) -> Rope:
     """How heads of ``head_dim`` rotate. ConfigError.
 
-    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims`` and
-    ``truncate`` (yarn's): where no key states them (dims 0: all that partial_rotary_factor leaves).
+    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``,
+    ``partial`` and ``truncate`` (yarn's): where no key states them (dims 0: all that
+    partial_rotary_factor leaves).
     """
     s = _Scaling(keys, group)
     s.truncate = truncate
     stated = keys.factor("rope_theta", base)
     base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
-    dims = _dims(keys, s, head_dim, dims)
+    dims = _dims(keys, s, head_dim, dims, partial)
     name = s.values.get("rope_type") or "default"
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
@@ -110,9 +112,9 @@ def rope_config(
     return rope
 
 
-def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int) -> int:
+def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int, partial: float) -> int:
     """How many columns of a head rotate."""
-    partial = keys.factor("partial_rotary_factor", 1.0)
+    partial = keys.factor("partial_rotary_factor", partial)
     partial = s("partial_rotary_factor", partial)
     dims = keys.positive("rotary_dim", dims or int(head_dim * partial))
     if dims % 2 or not 0 < dims <= head_dim:

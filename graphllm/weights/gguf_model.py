@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ModelFileError
@@ -11,6 +11,7 @@ from .keys import Keys
 from .rules import SAME, STACKED, Change, WeightRule
 
 if TYPE_CHECKING:
+    from ..config import Names
     from ..family import Family
 
 
@@ -62,6 +63,35 @@ GEMMA_RULES = (
     _layer("post_attention_layernorm.weight", "post_attention_norm.weight"),
     *LLAMA_RULES,
 )
+
+
+def rules_for(n: Names) -> tuple[WeightRule, ...]:
+    """What GGUF calls the weights of a model whose modules have these names."""
+    layer = f"{n.model}.{n.layers}.{{i}}"
+    mlp = f"{layer}.{n.mlp}".rstrip(".")
+    return (
+        WeightRule(f"{n.head}.{{*}}", "output.{*}"),
+        *_within(n.model, "", {
+            n.embed: "token_embd", n.embed_norm: "token_embd_norm", n.positions: "position_embd",
+            n.norm: "output_norm",
+        }),
+        *_within(layer, "blk.{i}.", {
+            n.before_attn: "attn_norm", n.after_attn: "post_attention_norm",
+            n.before_mlp: "ffn_norm", n.after_mlp: "post_ffw_norm",
+        }),
+        *_within(f"{layer}.{n.attn}", "blk.{i}.", {
+            n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
+            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm",
+        }),
+        *_within(mlp, "blk.{i}.", {n.gate: "ffn_gate", n.up: "ffn_up", n.down: "ffn_down"}),
+    )  # fmt: skip
+
+
+def _within(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
+    for name, to in names.items():
+        if name:
+            yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{to}.{{*}}")
+
 
 # What GGUF calls Hugging Face's keys, after `<architecture>.`; a family's GGUF_KEYS come on top.
 GGUF_KEYS = {

@@ -29,9 +29,12 @@ IGNORED = {
     "output_hidden_states": "what is returned", "return_dict": "what is returned",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
     "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "false, or refused",
+    "is_decoder": "it is one",
     "attn_implementation": "how, not what", "_attn_implementation": "how, not what",
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
+    "task_specific_params": "how it was used", "gradient_checkpointing": "training",
+    "unk_token_id": "the tokenizer's", "tokenizer_class": "the tokenizer's",
     "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
     "quantization_config": "read with the tensors",
 }  # fmt: skip
@@ -56,6 +59,22 @@ class Keys:
 
     def __post_init__(self) -> None:
         self._read: set[str] = set()
+
+    def rename(self, **names: str) -> None:
+        """Read under the common name what a family calls by its own: ``hidden_size="n_embd"``.
+
+        ConfigError where the file has both, and they differ.
+        """
+        for common, own in names.items():
+            values = dict(self.values)
+            if own not in values:
+                continue
+            value, known = values.pop(own), values.get(common)
+            if value is not None and known is not None and value != known:
+                raise self.error(common, f"= {known!r}, but {own} = {value!r}")
+            if known is None:
+                values[common], self.shown = value, {**self.shown, common: own}
+            self.values = values
 
     def __call__(self, name: str, kind: type[T], default: Any = ...) -> T:
         """The value of ``name``; null counts as absent. ConfigError if it is missing (unless there

@@ -221,6 +221,12 @@ class WeightRule:
         return names
 
 
+def rooted(model: str, head: str) -> tuple[WeightRule, ...]:
+    """For files whose names may lack the ``model.`` that all but those of the head begin with."""
+    whole = (WeightRule(f"{name}.{{*}}", f"{name}.{{*}}") for name in (model, head))
+    return (*whole, WeightRule(f"{model}.{{*}}", "{*}"))
+
+
 GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
 
 _EXPERTS = "model.layers.{i}.mlp.experts"

@@ -1,0 +1,66 @@
+"""GPT-2 (Radford et al. 2019): learned positions, and matrices stored as [in, out]."""
+
+from graphllm.config import ACTIVATIONS
+from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
+from graphllm.weights.gguf_model import rules_for
+from graphllm.weights.keys import Keys
+from graphllm.weights.rules import TRANSPOSED, WeightRule, rooted
+
+NAMES = Names(
+    model="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f",
+    before_attn="ln_1", attn="attn", qkv="c_attn", out="c_proj",
+    before_mlp="ln_2", mlp="mlp", up="c_fc", down="c_proj",
+)  # fmt: skip
+GGUF = ("gpt2",)
+RULES = rules_for(NAMES)
+HF = (
+    WeightRule("", "{*}.attn.bias"),  # of the causal mask
+    WeightRule("", "{*}.attn.masked_bias"),
+    *(
+        WeightRule(f"transformer.h.{{i}}.{name}.weight", f"{root}h.{{i}}.{name}.weight", TRANSPOSED)
+        for root in ("", "transformer.")
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ),
+    *rooted("transformer", "lm_head"),
+)
+Model = Decoder
+TINY = (
+    {"vocab_size": 131, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64},
+    {"n_head": 3, "n_inner": 52, "scale_attn_by_inverse_layer_idx": True,
+     "activation_function": "gelu", "layer_norm_epsilon": 1e-3},
+    {"n_head": 1, "scale_attn_weights": False, "reorder_and_upcast_attn": True,
+     "tie_word_embeddings": False},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.rename(
+        hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
+        max_position_embeddings="n_positions", intermediate_size="n_inner",
+        layer_norm_eps="layer_norm_epsilon",
+    )  # fmt: skip
+    keys.only("add_cross_attention", False)
+    keys.ignore("reorder_and_upcast_attn")  # rounding of halves
+    keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
+    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    scale = (dim // heads) ** -0.5 if keys("scale_attn_weights", bool, True) else 1.0
+    by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)
+    scales = (scale / (i + 1 if by_layer else 1) for i in range(keys.layers()))
+    return DecoderConfig(
+        vocab=keys.positive("vocab_size"),
+        dim=dim,
+        context=keys.positive("max_position_embeddings"),
+        layers=tuple(Layer(None, scale=each) for each in scales),
+        attention=Attention(heads, heads, dim // heads, bias=True, out_bias=True, fused="rows"),
+        mlp=Mlp(
+            keys.positive("intermediate_size", 4 * dim),
+            keys.choice("activation_function", ACTIVATIONS, "gelu_new"), gated=False, bias=True,
+        ),
+        norm=Norm(keys.eps("layer_norm_eps", 1e-5), "layer"),
+        names=NAMES,
+        positions="learned",
+        tied=keys("tie_word_embeddings", bool, True),
+    )  # fmt: skip
+
+
+_SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")

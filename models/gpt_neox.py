@@ -1,0 +1,52 @@
+"""GPT-NeoX and Pythia (Black et al. 2022): attention and MLP side by side, rotary in part."""
+
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig, Layer, Names, Norm
+from graphllm.rotary import rope_config
+from graphllm.weights.gguf_model import rules_for
+from graphllm.weights.keys import Keys, base_config
+from graphllm.weights.rules import WeightRule
+
+NAMES = Names(
+    model="gpt_neox", embed="embed_in", norm="final_layer_norm",
+    attn="attention", qkv="query_key_value", out="dense",
+    mlp="mlp", up="dense_h_to_4h", down="dense_4h_to_h",
+)  # fmt: skip
+GGUF = ("gptneox",)
+GGUF_KEYS = {"use_parallel_residual": "use_parallel_residual"}
+RULES = rules_for(NAMES)
+HF = (
+    WeightRule("lm_head.{*}", "embed_out.{*}"),
+    WeightRule("", "{*}.attention.bias"),  # of the causal mask
+    WeightRule("", "{*}.attention.masked_bias"),
+    WeightRule("", "{*}.rotary_emb.inv_freq"),
+)
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "max_position_embeddings": 128,
+    },
+    {"num_attention_heads": 3, "use_parallel_residual": False, "rotary_pct": 0.5,
+     "rotary_emb_base": 500, "layer_norm_eps": 1e-3, "hidden_act": "gelu_fast"},
+    {"num_attention_heads": 1, "attention_bias": False, "tie_word_embeddings": True,
+     "rotary_pct": 0.2, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"num_attention_heads": 5, "rotary_pct": 1.0},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.rename(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
+    c = base_config(keys, "layer_norm_eps", "gelu")
+    bias, heads = keys.bias("attention_bias", True), c.attention.heads
+    fused = "rows" if keys.gguf else "heads"  # the converter sorts them
+    return replace(
+        c,
+        layers=(Layer(rope_config(keys, c.dim // heads, partial=0.25)),) * len(c.layers),
+        attention=replace(c.attention, bias=bias, out_bias=bias, fused=fused),
+        mlp=replace(c.mlp, gated=False, bias=True),
+        norm=Norm(c.norm.eps, "layer"),
+        names=NAMES,
+        parallel=keys("use_parallel_residual", bool, True),
+    )
