@@ -20,7 +20,8 @@ class Rope:
     """Rotary positions: ``dims`` of each head rotate (0: all), positions are times ``scale``.
 
     A context of more than ``original`` tokens (0: none) turns as ``long`` says, or by a base that
-    grows with it where ``dynamic`` (a factor) is above 0; see `within`.
+    grows with it where ``dynamic`` (a factor) is above 0; see `within`. ``reach``: tokens that it
+    was stretched to, where that is more than the model was trained for (0: nothing says so).
     """
 
     base: float = 10_000.0
@@ -32,6 +33,13 @@ class Rope:
     original: int = 0
     long: Rope | None = None
     dynamic: float = 0.0
+    reach: int = 0
+
+    @property
+    def stored(self) -> set[str]:
+        """The weights that hold factors, for contexts of any length."""
+        own = {self.factors} if isinstance(self.factors, str) else set()
+        return own | (self.long.stored if self.long else set())
 
     def within(self, context: int) -> Rope:
         """What turns sequences of at most ``context`` tokens."""

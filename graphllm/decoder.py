@@ -84,7 +84,8 @@ class Decoder(Module):
         self.pools: dict[str, Tensor] = {}
         hidden = self.forward(batch)
         logits = self.head(ops.gather_rows(hidden, batch.rows))
-        unused = sorted(set(self.weights.names()) - self.used)
+        spare = set().union(*(e.rope.stored for e in self.cfg.layers if e.rope))
+        unused = sorted(set(self.weights.names()) - self.used - spare)
         if unused:
             raise ModelFileError(f"unexpected tensor {unused[0]!r} ({len(unused)} in all)")
         penalised = ops.penalise(

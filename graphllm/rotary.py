@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ import numpy as np
 from .config import Rope
 from .errors import ConfigError
 from .weights.keys import Keys
+
+# Factors that GGUF files have as tensors: of each pair; and LongRoPE's.
+FREQUENCIES = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 _OLD = {"type": "rope_type"}  # keys of old files
 _NAMES = {"su": "longrope", "ntk": "dynamic"}
@@ -24,10 +29,14 @@ class _Scaling:
     """The values of rope_parameters or rope_scaling; all must be read."""
 
     def __init__(self, keys: Keys, group: str = "") -> None:
-        values = keys("rope_parameters", dict, {}) or keys("rope_scaling", dict, {})
+        old, new = keys("rope_scaling", dict, {}), keys("rope_parameters", dict, {})
+        values = dict(old or new)
         if group and isinstance(values.get(group), dict):
-            values = values[group]
-        self.keys, self.values = keys, {_OLD.get(k, k): v for k, v in values.items()}
+            values = dict(values[group])
+        for before, now in _OLD.items():
+            if before in values:
+                values.setdefault(now, values.pop(before))
+        self.keys, self.values = keys, values
         self.truncate = True
         self._read: set[str] = {"rope_type", "rope_theta", "partial_rotary_factor"}
 
@@ -65,13 +74,11 @@ class _Scaling:
         self._read.update(names)
 
     def original(self) -> float:
-        """The context that the model was trained for before it was stretched."""
+        """The context that the model was trained for before it was stretched; of the two places
+        where it may be stated, the outer one counts."""
         name = "original_max_position_embeddings"
-        if name in self:
-            self.keys.ignore(name)
-            return self.above(name, 1)
-        default = self.keys("max_position_embeddings", int, 1)
-        return float(self.keys.positive(name, max(2, default)))
+        inner = self.above(name, 1, float(max(2, self.keys("max_position_embeddings", int, 2))))
+        return float(self.keys.positive(name, int(inner)))
 
     def error(self, text: str) -> ConfigError:
         return self.keys.error("rope_scaling", text)
@@ -106,8 +113,11 @@ def rope_config(
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
         raise s.error(f"rope_type {name!r} is not supported, only {', '.join(_KINDS)}")
+    if keys.gguf and LONG_FACTORS in keys.tensors:  # phi3's files state no kind
+        name = "longrope"
     style = "interleaved" if keys.interleaved else "half"
-    rope = _KINDS[name](s, Rope(base, dims, style))
+    stored = keys.gguf and FREQUENCIES in keys.tensors
+    rope = _KINDS[name](s, Rope(base, dims, style, factors=FREQUENCIES if stored else ()))
     s.finish()
     return rope
 
@@ -133,8 +143,17 @@ def _linear(s: _Scaling, rope: Rope) -> Rope:
 
 
 def _dynamic(s: _Scaling, rope: Rope) -> Rope:
-    original = int(s.original())
-    return _with(rope, original=original, dynamic=s.above("factor", 0))
+    """Where it begins is the context that the configuration states, even if there is another."""
+    s.ignore("original_max_position_embeddings")
+    original, factor = s.keys.positive("max_position_embeddings"), s.above("factor", 0)
+    if rope.dims == 2:
+        raise s.error("dynamic needs more than one pair of columns that rotate")
+    return _with(rope, original=original, dynamic=factor, reach=_reach(original, factor))
+
+
+def _reach(original: float, factor: float) -> int:
+    """The tokens that a context of ``original`` is stretched to."""
+    return min(int(original * factor), 2**31 - 1)
 
 
 def _frequencies(rope: Rope) -> np.ndarray:
@@ -144,8 +163,6 @@ def _frequencies(rope: Rope) -> np.ndarray:
 
 def _with(rope: Rope, frequencies: np.ndarray | None = None, **changes: Any) -> Rope:
     """``rope`` with other frequencies."""
-    from dataclasses import replace
-
     if frequencies is not None:
         changes["factors"] = tuple((_frequencies(rope) / frequencies).tolist())
     return replace(rope, **changes)
@@ -182,14 +199,15 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
     low, high = pair(fast), pair(slow)
     if s.values.get("truncate", s.truncate):
         low, high = math.floor(low), math.ceil(high)
-    s.ignore("truncate")
+    s.ignore("truncate", "finetuned")  # trained at that length: a fact of the past
     low, high = max(low, 0), min(high, rope.dims - 1)
     high = high + 0.001 if low == high else high
     stretched = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0, 1)
     plain = _frequencies(rope)
     return _with(
-        rope, plain * (stretched / factor + 1 - stretched), magnitude=_yarn_magnitude(s, factor)
-    )
+        rope, plain * (stretched / factor + 1 - stretched), magnitude=_yarn_magnitude(s, factor),
+        reach=_reach(original, factor),
+    )  # fmt: skip
 
 
 def _yarn_magnitude(s: _Scaling, factor: float) -> float:
@@ -221,11 +239,14 @@ def _longrope(s: _Scaling, rope: Rope) -> Rope:
     length = s.keys("max_position_embeddings", int, int(original))
     factor = s("factor", length / original)
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    magnitude = s("attention_factor", usual)
-    short, long = (
-        _with(rope, factors=tuple(s.numbers(name, pairs).tolist()), magnitude=magnitude)
-        for name in ("short_factor", "long_factor")
-    )
+    rope = _with(rope, magnitude=s("attention_factor", 1.0 if s.keys.gguf else usual))
+    if s.keys.gguf:
+        short, long = (_with(rope, factors=name) for name in (SHORT_FACTORS, LONG_FACTORS))
+    else:
+        short, long = (
+            _with(rope, factors=tuple(s.numbers(name, pairs).tolist()))
+            for name in ("short_factor", "long_factor")
+        )
     return _with(short, original=int(original), long=long)
 
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.weights import WeightRule
-from graphllm.weights.gguf_model import LLAMA_RULES
 from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("llama",)
-RULES = (*LLAMA_RULES, WeightRule("rope_freqs.weight", "rope_freqs.weight"))
 HF = (WeightRule("", "model.layers.{i}.self_attn.rotary_emb.inv_freq"),)
 Model = Decoder
 TINY = (
@@ -28,13 +26,8 @@ def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
     c = base_config(keys)
     bias = keys.bias("attention_bias")
-    layers = c.layers
-    if "rope_freqs.weight" in keys.tensors:  # llama3's scaling
-        rope = layers[0].rope
-        layers = tuple(replace(e, rope=replace(rope, factors="rope_freqs.weight")) for e in layers)
     return replace(
         c,
-        layers=layers,
         attention=replace(c.attention, bias=bias, out_bias=bias),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
     )

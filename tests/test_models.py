@@ -110,7 +110,7 @@ def test_unknown_architecture_lists_the_known(tmp_path):
 
 OWN = '''
 from graphllm import ops
-from graphllm.models.llama import GGUF, RULES, Decoder, config
+from graphllm.models.llama import GGUF, Decoder, config
 
 class Model(Decoder):
     """A llama whose logits are capped."""
@@ -132,7 +132,7 @@ def test_a_model_file_of_ones_own(tmp_path, llama):
 OWN_OP = """
 from graphllm import ops
 from graphllm.decoder import Decoder
-from graphllm.models.llama import GGUF, RULES, config
+from graphllm.models.llama import GGUF, config
 from graphllm.ops import Cost, op, same
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ModelFileError
+from ..rotary import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 from .gguf import GGUF
 from .keys import Keys
 from .rules import SAME, STACKED, Change, WeightRule
@@ -19,29 +20,36 @@ def _layer(canonical: str, stored: str, change: Change = SAME) -> WeightRule:
     return WeightRule(f"model.layers.{{i}}.{canonical}", f"blk.{{i}}.{stored}", change)
 
 
+def layer_rules(names: Mapping[str, str]) -> tuple[WeightRule, ...]:
+    """Weight and bias of modules of a layer: what GGUF calls them, by their paths."""
+    return tuple(
+        WeightRule(f"model.layers.{{i}}.{path}.{kind}", f"blk.{{i}}.{stored}.{kind}")
+        for path, stored in names.items()
+        for kind in ("weight", "bias")
+    )
+
+
 # The names of the llama family in GGUF (source: gguf-py, `constants.py` and `tensor_mapping.py`).
 LLAMA_RULES = (
     WeightRule("model.embed_tokens.weight", "token_embd.weight"),
     WeightRule("model.norm.weight", "output_norm.weight"),
+    WeightRule("model.norm.bias", "output_norm.bias"),
     WeightRule("lm_head.weight", "output.weight"),
-    _layer("input_layernorm.weight", "attn_norm.weight"),
-    _layer("post_attention_layernorm.weight", "ffn_norm.weight"),
-    *(
-        _layer(f"{scope}.{name}_proj.{kind}", f"{stored}.{kind}")
-        for scope, name, stored in (
-            ("self_attn", "q", "attn_q"),
-            ("self_attn", "k", "attn_k"),
-            ("self_attn", "v", "attn_v"),
-            ("self_attn", "o", "attn_output"),
-            ("mlp", "gate", "ffn_gate"),
-            ("mlp", "up", "ffn_up"),
-            ("mlp", "down", "ffn_down"),
-        )
-        for kind in ("weight", "bias")
-    ),
-    _layer("self_attn.q_norm.weight", "attn_q_norm.weight"),
-    _layer("self_attn.k_norm.weight", "attn_k_norm.weight"),
-)
+    *layer_rules({
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }),
+    *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
+)  # fmt: skip
 
 # Mixtures of experts. Files older than stacked experts have a tensor for each.
 EXPERT_RULES = (
@@ -58,11 +66,13 @@ EXPERT_RULES = (
 
 # With norms around attention and MLP.
 GEMMA_RULES = (
-    _layer("pre_feedforward_layernorm.weight", "ffn_norm.weight"),
-    _layer("post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
-    _layer("post_attention_layernorm.weight", "post_attention_norm.weight"),
+    *layer_rules({
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "post_attention_layernorm": "post_attention_norm",
+    }),
     *LLAMA_RULES,
-)
+)  # fmt: skip
 
 
 def rules_for(n: Names) -> tuple[WeightRule, ...]:

@@ -26,6 +26,11 @@ IGNORED = {
     "hidden_dropout_prob": "training", "residual_dropout": "training",
     "embedding_dropout": "training", "classifier_dropout": "another task",
     "pretraining_tp": "how it was trained, not what", "output_attentions": "what is returned",
+    "cache_implementation": "how, not what", "_attn_implementation_autoset": "how, not what",
+    "tokenizer_class": "the tokenizer's", "is_decoder": "always", "num_labels": "another task",
+    "torchscript": "how, not what", "tie_encoder_decoder": "not of a decoder alone",
+    "task_specific_params": "another task", "finetuning_task": "another task",
+    "_commit_hash": "where it came from",
     "output_hidden_states": "what is returned", "return_dict": "what is returned",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
     "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "false, or refused",
@@ -37,6 +42,13 @@ IGNORED = {
     "unk_token_id": "the tokenizer's", "tokenizer_class": "the tokenizer's",
     "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
     "quantization_config": "read with the tensors",
+    **dict.fromkeys(
+        ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+         "max_length", "max_new_tokens", "min_length", "num_beams", "num_return_sequences",
+         "early_stopping", "length_penalty", "no_repeat_ngram_size", "bad_words_ids",
+         "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
+        "how to draw tokens",
+    ),
 }  # fmt: skip
 
 
@@ -59,6 +71,13 @@ class Keys:
 
     def __post_init__(self) -> None:
         self._read: set[str] = set()
+        self._usual: dict[str, Any] = {}
+
+    def usual(self, **values: Any) -> None:
+        """What keys stand for that a config.json leaves out, which is not what null stands for: as
+        transformers has it. A GGUF file's keys that are not there stand for other things."""
+        if not self.gguf:
+            self._usual.update(values)
 
     def rename(self, **names: str) -> None:
         """Read under the common name what a family calls by its own: ``hidden_size="n_embd"``.
@@ -77,8 +96,8 @@ class Keys:
             self.values = values
 
     def __call__(self, name: str, kind: type[T], default: Any = ...) -> T:
-        """The value of ``name``; null counts as absent. ConfigError if it is missing (unless there
-        is a default) or of another type."""
+        """The value of ``name``; null is no value. ConfigError if there is none (unless there is a
+        default) or of another type."""
         value = self._look(name)
         if value is None:
             if default is ...:
@@ -93,7 +112,7 @@ class Keys:
 
     def _look(self, name: str) -> Any:
         self._read.add(name)
-        return self.values.get(name)
+        return self.values.get(name, self._usual.get(name))
 
     def has(self, name: str) -> bool:
         """Whether there is a value; that does not read it."""
@@ -182,15 +201,18 @@ class Keys:
         return set(self._read)
 
 
-def windows(keys: Keys, usual: Callable[[int], bool]) -> list[int]:
+def windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list[int]:
     """The window of each layer, 0 where it has none: those of layer_types have the model's one, or
-    where no key tells, those of which ``usual`` is true."""
-    window = keys.positive("sliding_window", 0)
+    where no key tells, those of which ``usual`` is true. ``used``: whether it counts at all."""
+    window = keys.positive("sliding_window", 0) if used else 0
+    keys.ignore("sliding_window")
     near = keys.each_layer(
         "layer_types",
         {"sliding_attention": True, "full_attention": False},
-        map(usual, range(keys.layers())),
+        (bool(window) and usual(i) for i in range(keys.layers())),
     )
+    if any(near) and not window:
+        raise keys.error("layer_types", "has windows, but there is no sliding_window in use")
     return [window if each else 0 for each in near]
 
 
@@ -212,11 +234,12 @@ def base_config(
     if keys.has("hidden_activation"):  # which then counts alone
         activation = "hidden_activation"
         keys.ignore("hidden_act")
+    rope = rope_config(keys, head_dim)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=keys.positive("max_position_embeddings"),
-        layers=(Layer(rope_config(keys, head_dim)),) * count,
+        context=max(keys.positive("max_position_embeddings"), rope.reach),
+        layers=(Layer(rope),) * count,
         attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
         mlp=Mlp(keys.positive("intermediate_size"), keys.choice(activation, ACTIVATIONS, act)),
         norm=Norm(keys.eps(eps)),

@@ -1,0 +1,52 @@
+"""Gemma 2 (Gemma Team 2024): every other layer windowed, and scores and logits capped."""
+
+from dataclasses import replace
+
+from graphllm.decoder import SANDWICH, Decoder, DecoderConfig
+from graphllm.weights.gguf_model import GEMMA_RULES
+from graphllm.weights.keys import Keys, base_config, windows
+from graphllm.weights.rules import GEMMA_NORMS
+
+GGUF = ("gemma2",)
+RULES = GEMMA_RULES
+HF = GEMMA_NORMS
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128, "sliding_window": 7, "query_pre_attn_scalar": 14,
+        "attn_logit_softcapping": 0.7, "final_logit_softcapping": 3.0,
+    },
+    {"num_key_value_heads": 6, "attention_bias": True, "query_pre_attn_scalar": 23,
+     "attn_logit_softcapping": None, "rms_norm_eps": 0.01, "rope_theta": 500.0},
+    {"num_key_value_heads": 1, "sliding_window": 1, "tie_word_embeddings": False,
+     "final_logit_softcapping": None, "hidden_activation": "silu",
+     "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192,
+        tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    keys.only("use_bidirectional_attention", False)
+    keys.ignore("sliding_window_size")  # of the first files, the same again
+    c, bias = base_config(keys, act="gelu_pytorch_tanh"), keys.bias("attention_bias")
+    near, a = windows(keys, lambda i: i % 2 == 0), c.attention
+    # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
+    width = a.head_dim if len(near) != 46 else c.dim // a.heads
+    caps = (50.0, 30.0) if keys.gguf else (0.0, 0.0)  # the first GGUF files do not state them
+    return replace(
+        c,
+        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),
+        attention=replace(
+            a, bias=bias, out_bias=bias, softcap=keys.factor("attn_logit_softcapping", caps[0]),
+            scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
+        ),
+        names=replace(c.names, **SANDWICH),
+        embed_scale=c.dim**0.5,
+        logit_softcap=keys.factor("final_logit_softcapping", caps[1]),
+    )  # fmt: skip

@@ -1,0 +1,23 @@
+"""GLM-4-0414 and GLM-Z1 (Z.ai 2025): `glm` with norms after attention and MLP, too."""
+
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.models import glm
+from graphllm.weights.gguf_model import layer_rules
+from graphllm.weights.keys import Keys
+
+GGUF = ("glm4",)
+RULES = (
+    *layer_rules({"post_self_attn_layernorm": "post_attention_norm",
+                  "post_mlp_layernorm": "post_ffw_norm"}),
+    *glm.RULES,
+)  # fmt: skip
+Model = Decoder
+TINY = glm.TINY
+
+
+def config(keys: Keys) -> DecoderConfig:
+    c = glm.config(keys)
+    names = replace(c.names, after_attn="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+    return replace(c, names=names)

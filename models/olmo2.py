@@ -1,0 +1,34 @@
+"""OLMo 2 (Walsh et al. 2024): norms after attention and MLP, and of whole queries and keys."""
+
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.weights.gguf_model import GEMMA_RULES
+from graphllm.weights.keys import Keys, base_config
+
+GGUF = ("olmo2",)
+RULES = GEMMA_RULES
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 128, "tie_word_embeddings": False,
+    },
+    {"num_key_value_heads": 6, "attention_bias": True, "rope_theta": 500000.0,
+     "rms_norm_eps": 0.01},
+    {"num_key_value_heads": 1, "tie_word_embeddings": True, "hidden_act": "gelu"},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.usual(rms_norm_eps=1e-5, max_position_embeddings=2048)
+    c, bias = base_config(keys), keys.bias("attention_bias")
+    return replace(
+        c,
+        attention=replace(c.attention, bias=bias, out_bias=bias, qk_norm="row"),
+        names=replace(
+            c.names, before_attn="", after_attn="post_attention_layernorm", before_mlp="",
+            after_mlp="post_feedforward_layernorm",
+        ),
+    )  # fmt: skip

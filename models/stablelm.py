@@ -1,0 +1,69 @@
+"""StableLM 3B and 2 (Bellagamba et al. 2024): layer norms, and a quarter of each head rotates."""
+
+from dataclasses import replace
+
+from graphllm import ops
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.tensor import Tensor, scope
+from graphllm.weights import WeightRule
+from graphllm.weights.gguf_model import LLAMA_RULES, layer_rules
+from graphllm.weights.keys import Keys, base_config
+from graphllm.weights.rules import STACKED
+
+GGUF = ("stablelm",)
+NORMS = {"self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"}
+RULES = (*layer_rules(NORMS), *LLAMA_RULES)
+HF = tuple(
+    WeightRule(f"model.layers.{{i}}.{n}.weight", f"model.layers.{{i}}.{n}.norms.{{e}}.weight",
+               STACKED)
+    for n in NORMS
+)  # fmt: skip
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 96, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+    },
+    {"num_key_value_heads": 6, "use_qkv_bias": True, "qk_layernorm": True, "layer_norm_eps": 0.01,
+     "use_parallel_residual": True, "partial_rotary_factor": 1.0},
+    {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_theta": 500.0,
+     "partial_rotary_factor": 0.625, "hidden_act": "gelu", "qk_layernorm": True},
+)  # fmt: skip
+
+
+class Model(Decoder):
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        if name not in (self.cfg.names.q_norm, self.cfg.names.k_norm):
+            return super().norm(x, name)
+        a = self.cfg.attention  # each head has weights of its own
+        heads = a.heads if name == self.cfg.names.q_norm else a.kv_heads
+        with scope(name):
+            ones = self.constant(f"ones.{a.head_dim}", [1.0] * a.head_dim)
+            w = self.vector("weight", heads, a.head_dim).reshape(heads * a.head_dim)
+            y = ops.layer_norm(x, ones, eps=self.cfg.norm.eps)
+            return ops.mul(y.flatten(), w).heads(heads)
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        num_key_value_heads=32, layer_norm_eps=1e-5, partial_rotary_factor=0.25,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    keys.only("rotary_scaling_factor", 1.0)
+    c = base_config(keys, eps="layer_norm_eps")
+    normed, parallel = (keys(n, bool, False) for n in ("qk_layernorm", "use_parallel_residual"))
+    if keys.gguf:  # where the tensors tell: the converter says "parallel" of all
+        normed = "blk.0.attn_q_norm.weight" in keys.tensors
+        parallel = "blk.0.ffn_norm.weight" not in keys.tensors
+    bias, a, names = keys.bias("use_qkv_bias"), c.attention, c.names
+    return replace(
+        c,
+        attention=replace(a, bias=bias, out_bias=False, qk_norm="head" if normed else ""),
+        mlp=replace(c.mlp, bias=False),
+        norm=replace(c.norm, kind="layer"),
+        names=replace(
+            names, before_mlp="" if parallel else names.before_mlp, q_norm="q_layernorm",
+            k_norm="k_layernorm",
+        ),
+        parallel=parallel,
+    )  # fmt: skip

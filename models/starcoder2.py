@@ -1,0 +1,48 @@
+"""StarCoder2 (Lozhkov et al. 2024): layer norms, biases, a plain MLP, and a window."""
+
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.weights import WeightRule
+from graphllm.weights.gguf_model import LLAMA_RULES, layer_rules
+from graphllm.weights.keys import Keys, base_config
+
+GGUF = ("starcoder2",)
+GGUF_KEYS = {"norm_epsilon": "attention.layer_norm_epsilon"}
+RULES = (
+    *layer_rules({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "input_layernorm": "attn_norm",
+                  "post_attention_layernorm": "ffn_norm"}),
+    WeightRule("model.norm.bias", "output_norm.bias"),
+    *LLAMA_RULES,
+)  # fmt: skip
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "norm_epsilon": 1e-5,
+        "max_position_embeddings": 128, "sliding_window": 9, "tie_word_embeddings": True,
+    },
+    {"num_key_value_heads": 6, "use_bias": False, "norm_epsilon": 0.01, "sliding_window": None},
+    {"num_key_value_heads": 1, "tie_word_embeddings": False, "rope_theta": 500.0,
+     "hidden_act": "silu"},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        num_key_value_heads=2, norm_epsilon=1e-5, max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    keys.only("norm_type", "layer_norm")
+    keys.only("mlp_type", "default")
+    keys.ignore("layer_norm_epsilon")  # norm_epsilon again
+    c = base_config(keys, eps="norm_epsilon", act="gelu_pytorch_tanh")
+    bias, window = keys.bias("use_bias", True), keys.positive("sliding_window", 0)
+    return replace(
+        c,
+        layers=tuple(replace(layer, window=window) for layer in c.layers),
+        attention=replace(c.attention, bias=bias, out_bias=bias),
+        mlp=replace(c.mlp, bias=bias, gated=False),
+        norm=replace(c.norm, kind="layer"),
+        names=replace(c.names, up="c_fc", down="c_proj"),
+    )
