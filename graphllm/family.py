@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import ModelFileError
-from .weights.gguf_model import LLAMA_RULES
+from .weights.gguf_model import gguf_names
 from .weights.rules import WeightRule
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Family:
     HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
     tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
     architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
-    ones; RULES: what GGUF calls the weights (llama's by default). HF and RULES may be functions of
-    the configuration. TINY: configurations of small models, as config.json states them, from which
-    tests are made; the first is complete, others change some of its keys.
+    ones; RULES: GGUF's names of weights, beside those that follow from `config.Names`. HF and RULES
+    may be functions of the configuration. TINY: configurations of small models, as config.json
+    states them, from which tests are made; the first is complete, others change some of its keys.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Family:
     hf: Rules = ()
     gguf: tuple[str, ...] = ()
     gguf_keys: Mapping[str, str] = field(default_factory=dict)
-    rules: Rules = LLAMA_RULES
+    rules: Rules = ()
     tiny: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
@@ -60,4 +60,5 @@ class Family:
 
     def gguf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of GGUF files."""
-        return self.rules(config) if callable(self.rules) else self.rules
+        own = self.rules(config) if callable(self.rules) else self.rules
+        return [*own, *gguf_names(config)]

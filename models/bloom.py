@@ -1,7 +1,6 @@
 """BLOOM (BigScience 2022): ALiBi for positions, and a norm behind the embedding."""
 
 from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.gguf_model import rules_for
 from graphllm.weights.keys import Keys
 from graphllm.weights.rules import rooted
 
@@ -11,7 +10,6 @@ NAMES = Names(
     mlp="mlp", up="dense_h_to_4h", down="dense_4h_to_h",
 )  # fmt: skip
 GGUF = ("bloom",)
-RULES = rules_for(NAMES)
 HF = rooted("transformer", "lm_head")
 Model = Decoder
 TINY = (

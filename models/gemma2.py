@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from graphllm.decoder import SANDWICH, Decoder, DecoderConfig
-from graphllm.weights.gguf_model import GEMMA_RULES
 from graphllm.weights.keys import Keys, base_config, windows
 from graphllm.weights.rules import GEMMA_NORMS
 
 GGUF = ("gemma2",)
-RULES = GEMMA_RULES
 HF = GEMMA_NORMS
 Model = Decoder
 TINY = (

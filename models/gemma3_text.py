@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from graphllm.decoder import SANDWICH, Decoder, DecoderConfig, Layer, Rope
 from graphllm.rotary import rope_config
-from graphllm.weights.gguf_model import GEMMA_RULES
 from graphllm.weights.keys import Keys, base_config, windows
 from graphllm.weights.rules import GEMMA_NORMS
 
@@ -13,7 +12,6 @@ GGUF_KEYS = {
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-RULES = GEMMA_RULES
 HF = GEMMA_NORMS
 Model = Decoder
 TINY = (

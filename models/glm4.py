@@ -2,17 +2,12 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.models import glm
-from graphllm.weights.gguf_model import layer_rules
+
+from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.weights.keys import Keys
 
 GGUF = ("glm4",)
-RULES = (
-    *layer_rules({"post_self_attn_layernorm": "post_attention_norm",
-                  "post_mlp_layernorm": "post_ffw_norm"}),
-    *glm.RULES,
-)  # fmt: skip
 Model = Decoder
 TINY = glm.TINY
 

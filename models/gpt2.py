@@ -2,7 +2,6 @@
 
 from graphllm.config import ACTIVATIONS
 from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.gguf_model import rules_for
 from graphllm.weights.keys import Keys
 from graphllm.weights.rules import TRANSPOSED, WeightRule, rooted
 
@@ -12,7 +11,6 @@ NAMES = Names(
     before_mlp="ln_2", mlp="mlp", up="c_fc", down="c_proj",
 )  # fmt: skip
 GGUF = ("gpt2",)
-RULES = rules_for(NAMES)
 HF = (
     WeightRule("", "{*}.attn.bias"),  # of the causal mask
     WeightRule("", "{*}.attn.masked_bias"),

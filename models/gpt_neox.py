@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig, Layer, Names, Norm
 from graphllm.rotary import rope_config
-from graphllm.weights.gguf_model import rules_for
 from graphllm.weights.keys import Keys, base_config
 from graphllm.weights.rules import WeightRule
 
@@ -15,7 +14,6 @@ NAMES = Names(
 )  # fmt: skip
 GGUF = ("gptneox",)
 GGUF_KEYS = {"use_parallel_residual": "use_parallel_residual"}
-RULES = rules_for(NAMES)
 HF = (
     WeightRule("lm_head.{*}", "embed_out.{*}"),
     WeightRule("", "{*}.attention.bias"),  # of the causal mask

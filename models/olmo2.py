@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights.gguf_model import GEMMA_RULES
 from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("olmo2",)
-RULES = GEMMA_RULES
 Model = Decoder
 TINY = (
     {

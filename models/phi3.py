@@ -3,14 +3,9 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights.gguf_model import LLAMA_RULES, layer_rules
 from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("phi3",)
-RULES = (
-    *layer_rules({"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}),
-    *LLAMA_RULES,
-)
 Model = Decoder
 TINY = (
     {

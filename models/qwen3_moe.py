@@ -4,14 +4,12 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.mixture import mixture_config, sparse_layers
-from graphllm.weights.gguf_model import EXPERT_RULES, LLAMA_RULES
 from graphllm.weights.keys import Keys, base_config
 from graphllm.weights.rules import EXPERTS
 
 HF = EXPERTS
 GGUF = ("qwen3moe",)
 GGUF_KEYS = {"norm_topk_prob": "expert_weights_norm"}
-RULES = (*LLAMA_RULES, *EXPERT_RULES)
 Model = Decoder
 TINY = (
     {

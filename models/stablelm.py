@@ -6,13 +6,11 @@ from graphllm import ops
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.tensor import Tensor, scope
 from graphllm.weights import WeightRule
-from graphllm.weights.gguf_model import LLAMA_RULES, layer_rules
 from graphllm.weights.keys import Keys, base_config
 from graphllm.weights.rules import STACKED
 
 GGUF = ("stablelm",)
 NORMS = {"self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"}
-RULES = (*layer_rules(NORMS), *LLAMA_RULES)
 HF = tuple(
     WeightRule(f"model.layers.{{i}}.{n}.weight", f"model.layers.{{i}}.{n}.norms.{{e}}.weight",
                STACKED)

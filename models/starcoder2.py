@@ -3,18 +3,10 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights import WeightRule
-from graphllm.weights.gguf_model import LLAMA_RULES, layer_rules
 from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("starcoder2",)
 GGUF_KEYS = {"norm_epsilon": "attention.layer_norm_epsilon"}
-RULES = (
-    *layer_rules({"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "input_layernorm": "attn_norm",
-                  "post_attention_layernorm": "ffn_norm"}),
-    WeightRule("model.norm.bias", "output_norm.bias"),
-    *LLAMA_RULES,
-)  # fmt: skip
 Model = Decoder
 TINY = (
     {

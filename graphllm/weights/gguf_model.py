@@ -9,77 +9,21 @@ from ..errors import ConfigError, ModelFileError
 from ..rotary import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 from .gguf import GGUF
 from .keys import Keys
-from .rules import SAME, STACKED, Change, WeightRule
+from .rules import STACKED, WeightRule
 
 if TYPE_CHECKING:
-    from ..config import Names
+    from ..config import DecoderConfig, Names
     from ..family import Family
 
 
-def _layer(canonical: str, stored: str, change: Change = SAME) -> WeightRule:
-    return WeightRule(f"model.layers.{{i}}.{canonical}", f"blk.{{i}}.{stored}", change)
+def gguf_names(config: DecoderConfig) -> list[WeightRule]:
+    """What GGUF calls the weights of a model whose modules are called as ``config`` says.
 
-
-def layer_rules(names: Mapping[str, str]) -> tuple[WeightRule, ...]:
-    """Weight and bias of modules of a layer: what GGUF calls them, by their paths."""
-    return tuple(
-        WeightRule(f"model.layers.{{i}}.{path}.{kind}", f"blk.{{i}}.{stored}.{kind}")
-        for path, stored in names.items()
-        for kind in ("weight", "bias")
-    )
-
-
-# The names of the llama family in GGUF (source: gguf-py, `constants.py` and `tensor_mapping.py`).
-LLAMA_RULES = (
-    WeightRule("model.embed_tokens.weight", "token_embd.weight"),
-    WeightRule("model.norm.weight", "output_norm.weight"),
-    WeightRule("model.norm.bias", "output_norm.bias"),
-    WeightRule("lm_head.weight", "output.weight"),
-    *layer_rules({
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }),
-    *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
-)  # fmt: skip
-
-# Mixtures of experts. Files older than stacked experts have a tensor for each.
-EXPERT_RULES = (
-    _layer("mlp.gate.weight", "ffn_gate_inp.weight"),
-    *(
-        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}_exps.weight")
-        for name in ("gate", "up", "down")
-    ),
-    *(
-        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}.{{e}}.weight", STACKED)
-        for name in ("gate", "up", "down")
-    ),
-)
-
-# With norms around attention and MLP.
-GEMMA_RULES = (
-    *layer_rules({
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-        "post_attention_layernorm": "post_attention_norm",
-    }),
-    *LLAMA_RULES,
-)  # fmt: skip
-
-
-def rules_for(n: Names) -> tuple[WeightRule, ...]:
-    """What GGUF calls the weights of a model whose modules have these names."""
+    Source: gguf-py, `constants.py` and `tensor_mapping.py`.
+    """
+    n, up = config.names, config.names.gate_up if config.mlp.fused else config.names.up
     layer = f"{n.model}.{n.layers}.{{i}}"
-    mlp = f"{layer}.{n.mlp}".rstrip(".")
-    return (
+    return [
         WeightRule(f"{n.head}.{{*}}", "output.{*}"),
         *_within(n.model, "", {
             n.embed: "token_embd", n.embed_norm: "token_embd_norm", n.positions: "position_embd",
@@ -93,11 +37,29 @@ def rules_for(n: Names) -> tuple[WeightRule, ...]:
             n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
             n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm",
         }),
-        *_within(mlp, "blk.{i}.", {n.gate: "ffn_gate", n.up: "ffn_up", n.down: "ffn_down"}),
-    )  # fmt: skip
+        *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
+            n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
+        }),
+        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
+        *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
+    ]  # fmt: skip
+
+
+def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
+    """Of a mixture of experts. Files older than stacked experts have a tensor for each."""
+    yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
+    for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
+        expert = f"{path}.experts.{name}"
+        yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACKED)
+        yield from _within(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
+        yield from _within(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
+    # The converter leaves axes of one element out.
+    gate = f"{path}.{n.shared}_gate.weight"
+    yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACKED)
 
 
 def _within(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
+    """For modules under ``path``."""
     for name, to in names.items():
         if name:
             yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{to}.{{*}}")

@@ -34,12 +34,10 @@ IGNORED = {
     "output_hidden_states": "what is returned", "return_dict": "what is returned",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
     "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "false, or refused",
-    "is_decoder": "it is one",
     "attn_implementation": "how, not what", "_attn_implementation": "how, not what",
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
-    "task_specific_params": "how it was used", "gradient_checkpointing": "training",
-    "unk_token_id": "the tokenizer's", "tokenizer_class": "the tokenizer's",
+    "gradient_checkpointing": "training", "unk_token_id": "the tokenizer's",
     "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
     "quantization_config": "read with the tensors",
     **dict.fromkeys(

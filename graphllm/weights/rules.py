@@ -112,7 +112,7 @@ class Rows:
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         width = stored[0].shape[-1]
-        rows = stored[0].reshape(*metas[0].shape[:-1], width)
+        rows = stored[0].reshape((*metas[0].shape[:-1], width))  # type: ignore[arg-type]
         return np.ascontiguousarray(self._of(rows)).reshape(-1, width)
 
 
@@ -130,7 +130,7 @@ class View:
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         kind = metas[0].dtype
-        plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(kind.numpy)
+        plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(_plain(metas[0]))
         return _bytes(self._of(plain.reshape(metas[0].shape)))
 
 
@@ -159,7 +159,7 @@ class Mxfp4:
             raise ModelFileError(f"{' and '.join(map(str, stored))}: no blocks and scales of mxfp4")
         experts, rows, blocks = shapes[1]
         kept = len(range(rows)[self._rows])  # type: ignore[arg-type]
-        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)
+        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)  # type: ignore[operator]
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         pairs, scales = (
