@@ -10,6 +10,7 @@ from . import ops
 from .config import ACTIVATIONS
 from .dtype import F32
 from .errors import ModelFileError
+from .scopes import made_at
 from .tensor import Tensor, current_scope, scope, weight
 from .weights import Weights, WithConstants
 
@@ -36,9 +37,10 @@ class Module:
         path = _path(name, root)
         meta = self.weights.meta(path)
         if meta is None:
-            raise ModelFileError(f"missing tensor {path!r}")
+            raise ModelFileError(f"missing tensor {path!r}{_wanted()}")
         if meta.shape != shape:
-            raise ModelFileError(f"tensor {path!r} is {meta.shape}, the model wants {shape}")
+            text = f"tensor {path!r} is {meta.shape}, the model wants {shape}"
+            raise ModelFileError(f"{text}{_wanted()}")
         self.used.add(path)
         return weight(path, shape, meta.dtype)
 
@@ -50,7 +52,8 @@ class Module:
         """The weight ``name`` of the current scope as float32; ModelFileError."""
         w = self.weight(name, *shape)
         if w.dtype.name not in _FLOATS:
-            raise ModelFileError(f"tensor {w.name!r} is {w.dtype}, not {' or '.join(_FLOATS)}")
+            text = f"tensor {w.name!r} is {w.dtype}, not {' or '.join(_FLOATS)}"
+            raise ModelFileError(f"{text}{_wanted()}")
         return w if w.dtype == F32 else ops.cast(w, dtype=F32.name)
 
     def constant(self, name: str, values: Sequence[float] | np.ndarray) -> Tensor:
@@ -108,3 +111,8 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 def _path(name: str, root: bool = False) -> str:
     return name if root else f"{current_scope()}.{name}".lstrip(".")
+
+
+def _wanted() -> str:
+    """The line of the model file that wants a tensor, to end a message with."""
+    return f" ({made_at()})"
