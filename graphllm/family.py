@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,30 @@ if TYPE_CHECKING:
 Rules = Sequence[WeightRule] | Callable[["DecoderConfig"], Sequence[WeightRule]]
 
 
+_run: set[str] = set()  # the files of users that were run
+
+
+def run_file(path: str | Path) -> ModuleType:
+    """A user's Python file as a module, run anew. ModelFileError where there is none; what it
+    raises itself is passed on."""
+    found = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(found.stem, found)
+    if spec is None or spec.loader is None or not found.is_file():
+        raise ModelFileError(f"{path}: is not a Python file")
+    _run.add(str(found))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def user_line(error: BaseException) -> str | None:
+    """``file:line`` of the user's file that an exception comes from, None if from none."""
+    if isinstance(error, SyntaxError) and error.filename in _run:
+        return f"{error.filename}:{error.lineno}"
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f"{f.filename}:{f.lineno}" for f in frames if f.filename in _run), None)
+
+
 @dataclass(frozen=True)
 class Family:
     """What a model file says, by the names that it says it under, in capitals:
@@ -30,6 +56,8 @@ class Family:
     ones; RULES: GGUF's names of weights, beside those that follow from `config.Names`. HF and RULES
     may be functions of the configuration. TINY: configurations of small models, as config.json
     states them, from which tests are made; the first is complete, others change some of its keys.
+    And one that is a function: ``oracle(config, weights, ids)``, by which `graphllm validate` knows
+    what the model should compute, see `graphllm.validation.oracle`.
     """
 
     name: str
@@ -41,6 +69,7 @@ class Family:
     gguf_keys: Mapping[str, str] = field(default_factory=dict)
     rules: Rules = ()
     tiny: Sequence[Mapping[str, Any]] = ()
+    oracle: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, module: ModuleType, path: str) -> Family:
@@ -52,7 +81,8 @@ class Family:
         optional = ("hf", "types", "gguf", "gguf_keys", "rules", "tiny")
         stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
         stated["types"] = (name, *stated.get("types", ()))
-        return cls(name, module.Model, module.config, **stated)
+        own = getattr(module, "oracle", None)
+        return cls(name, module.Model, module.config, oracle=own, **stated)
 
     def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of Hugging Face files."""

@@ -10,6 +10,7 @@ from . import ops
 from .config import ACTIVATIONS
 from .dtype import F32
 from .errors import ModelFileError
+from .scopes import made_at
 from .tensor import Tensor, current_scope, scope, weight
 from .weights import ModelWeights, Weights
 
@@ -34,9 +35,10 @@ class Module:
         path = _path(name, root)
         meta = self.weights.meta(path)
         if meta is None:
-            raise ModelFileError(f"missing tensor {path!r}")
+            raise ModelFileError(f"missing tensor {path!r}{_wanted()}")
         if meta.shape != shape:
-            raise ModelFileError(f"tensor {path!r} is {meta.shape}, the model wants {shape}")
+            text = f"tensor {path!r} is {meta.shape}, the model wants {shape}"
+            raise ModelFileError(f"{text}{_wanted()}")
         self.used.add(path)
         return weight(path, shape, meta.dtype)
 
@@ -48,7 +50,9 @@ class Module:
         """The weight ``name`` of the current scope as float32, to which it is brought while it is
         loaded; ModelFileError if it is in blocks."""
         path = self.weight(name, *shape).name
-        self.weights.widen(path)
+        if not self.weights.widen(path):
+            text = f"tensor {path!r} is {self.weights.meta(path)}, no array of floats"
+            raise ModelFileError(f"{text}{_wanted()}")
         return weight(path, shape, F32)
 
     def constant(self, name: str, values: Sequence[float] | np.ndarray) -> Tensor:
@@ -112,3 +116,8 @@ def activation(x: Tensor, name: str) -> Tensor:
 
 def _path(name: str, root: bool = False) -> str:
     return name if root else f"{current_scope()}.{name}".lstrip(".")
+
+
+def _wanted() -> str:
+    """The line of the model file that wants a tensor, to end a message with."""
+    return f" ({made_at()})"

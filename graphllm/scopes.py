@@ -1,11 +1,15 @@
-"""Where in a model a node is made, as the path of a weight; and what each such place returns."""
+"""Where in a model a node is made, as the path of a weight and as a line of code; what each such
+place returns."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,3 +66,39 @@ def note(result: Tensor) -> None:
     notes = _notes.get()
     if notes:
         notes.made.append(result)
+
+
+# ---------------------------------------------------------------------------------- lines of code
+
+_PACKAGE = str(Path(__file__).resolve().parent) + os.sep
+_MODELS = tuple(str(p / "models") + os.sep for p in (Path(_PACKAGE), Path(_PACKAGE).parent))
+_MAKERS = tuple(str(Path(_PACKAGE, n)) for n in ("decoder.py", "nn.py", "tensor.py", "ops"))
+
+
+def origin_here() -> str:
+    """``file:line`` of the model code that made a node: the nearest frame outside the package, or
+    of the shared decoder where a model leaves that to it."""
+    frame, shared = sys._getframe(1), ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) or name.startswith(_MODELS):
+            return f"{name}:{frame.f_lineno}"
+        if shared and not name.startswith(_MAKERS):
+            break  # whoever had the model built is not meant
+        if name == _MAKERS[0]:
+            shared = shared or f"graphllm/decoder.py:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return shared
+
+
+def made_at() -> str:
+    """The line of the model file that asks for a node, for messages: from the working directory, if
+    it is in there."""
+    origin, here = origin_here(), os.getcwd() + os.sep
+    return origin.removeprefix(here)
+
+
+def site() -> str:
+    """The line and the scope that ask for a node, as messages begin: ``my_model.py:31:
+    model.layers.0.self_attn``."""
+    return ": ".join(filter(None, (made_at(), current_scope())))

@@ -6,16 +6,14 @@ last stride is the bytes of one block. Axis 0 may be a `Var`, whose value is kno
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from .dtype import DType, dtype
 from .errors import GraphError
-from .scopes import current_scope, note
+from .scopes import current_scope, note, origin_here, site
 from .scopes import scope as scope  # for model files
 
 VIEW = "view"
@@ -133,26 +131,6 @@ class Meta:
 
 # ----------------------------------------------------------------------------------------- nodes
 
-_PACKAGE = str(Path(__file__).resolve().parent)
-_MODELS = (str(Path(_PACKAGE, "models")), str(Path(_PACKAGE).parent / "models"))
-_MAKERS = tuple(str(Path(_PACKAGE, n)) for n in ("decoder.py", "nn.py", "tensor.py", "ops"))
-
-
-def _origin() -> str:
-    """``file:line`` of the model code that made a node: the nearest frame outside the package, or
-    of the shared decoder where a model leaves that to it."""
-    frame, shared = sys._getframe(1), ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) or name.startswith(_MODELS):
-            return f"{name}:{frame.f_lineno}"
-        if shared and not name.startswith(_MAKERS):
-            break  # whoever had the model built is not meant
-        if name == _MAKERS[0]:
-            shared = shared or f"graphllm/decoder.py:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return shared
-
 
 class Tensor:
     """One node: an op (or a leaf, or a view), its sources, its attributes, and the Meta they imply.
@@ -177,7 +155,7 @@ class Tensor:
         self.attrs = attrs
         self.meta = meta
         self.scopes = (current_scope(),) if scopes is None else scopes
-        self.origin = _origin() if origin is None else origin
+        self.origin = origin_here() if origin is None else origin
         if op not in LEAVES and isinstance(meta.rows, Var):
             note(self)
 
@@ -225,6 +203,10 @@ class Tensor:
         return f"<{label} {self.meta} {self.scope}>"
 
     # -- views: they change Meta alone
+    def _refused(self, view: str, why: str) -> GraphError:
+        """The error of a view that cannot be."""
+        return GraphError(f"{site()}: {view}({self.meta}): {why}")
+
     def _view(self, shape: tuple[Dim, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
         meta = Meta(shape, self.dtype, strides, self.meta.offset + offset)
         return Tensor(VIEW, (self,), {"shape": shape, "strides": strides, "offset": offset}, meta)
@@ -234,7 +216,10 @@ class Tensor:
 
         A view where the strides allow it, a view of a contiguous copy where they do not.
         """
-        strides = _reshaped_strides(self.meta, shape)
+        try:
+            strides = _reshaped_strides(self.meta, shape)
+        except GraphError as error:
+            raise self._refused("reshape", str(error)) from None
         if strides is not None:
             return self._view(shape, strides)
         from .ops import role  # here: ops import this module
@@ -245,7 +230,7 @@ class Tensor:
         """[T, count * D] -> [T, count, D]."""
         width = self.shape[-1]
         if not isinstance(width, int) or width % count:
-            raise GraphError(f"{self.scope}: {width} columns do not split into {count} heads")
+            raise self._refused("heads", f"{width} columns do not split into {count} heads")
         return self.reshape(*self.shape[:-1], count, width // count)
 
     def flatten(self) -> Tensor:
@@ -255,37 +240,38 @@ class Tensor:
     def permute(self, *axes: int) -> Tensor:
         """Axes in another order; a varying axis 0 stays where it is."""
         if sorted(axes) != list(range(self.meta.ndim)):
-            raise GraphError(f"permute{axes} of a tensor with {self.meta.ndim} axes")
+            raise self._refused("permute", f"{axes} are not its {self.meta.ndim} axes")
         if isinstance(self.shape[0], Var) and axes[0] != 0:
-            raise GraphError("a varying axis 0 cannot move")
+            raise self._refused("permute", "a varying axis 0 cannot move")
         if self.dtype.block > 1 and axes[-1] != self.meta.ndim - 1:
-            raise GraphError(f"the last axis of {self.dtype} blocks cannot move")
+            raise self._refused("permute", "the last axis of blocks cannot move")
         return self._view(
             tuple(self.shape[a] for a in axes), tuple(self.meta.strides[a] for a in axes)
         )
 
     def slice(self, axis: int, start: int, stop: int) -> Tensor:
         """Elements ``start:stop`` of one axis that does not vary."""
+        if not -self.meta.ndim <= axis < self.meta.ndim:
+            raise self._refused("slice", f"it has no axis {axis}")
         axis %= self.meta.ndim
         width = self.shape[axis]
         if isinstance(width, Var):
-            raise GraphError("a varying axis cannot be sliced")
+            raise self._refused("slice", "a varying axis cannot be sliced")
         if not 0 <= start <= stop <= width:
-            raise GraphError(f"slice {start}:{stop} of axis {axis} with {width} elements")
+            raise self._refused("slice", f"{start}:{stop} is not within axis {axis} of {width}")
         block = self.dtype.block if axis == self.meta.ndim - 1 else 1
         if start % block or stop % block:
-            raise GraphError(f"slice {start}:{stop} cuts a {self.dtype} block of {block}")
+            raise self._refused("slice", f"{start}:{stop} cuts a {self.dtype} block of {block}")
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
         return self._view(shape, self.meta.strides, start // block * self.meta.strides[axis])
 
     def expand(self, *shape: Dim) -> Tensor:
         """Axes of one element repeated (stride 0), as NumPy's broadcast_to does."""
-        if len(shape) != self.meta.ndim:
-            raise GraphError(f"expand of {self.shape} to {shape}")
+        fits = len(shape) == self.meta.ndim
+        if not fits or any(h not in (w, 1) for h, w in zip(self.shape, shape)):
+            raise self._refused("expand", f"only axes of one element repeat, not to {shape}")
         strides = []
         for have, want, stride in zip(self.shape, shape, self.meta.strides):
-            if have != want and have != 1:
-                raise GraphError(f"expand of {self.shape} to {shape}")
             strides.append(stride if have == want else 0)
         return self._view(tuple(shape), tuple(strides))
 
@@ -299,12 +285,12 @@ def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | N
     sizes = [d for d, _ in old], new
     if any(isinstance(d, Var) for side in sizes for d in side):
         if [d for d, _ in old] != new:
-            raise GraphError(f"reshape of {meta.shape} to {shape}: a varying axis 0 must stay")
+            raise GraphError(f"a varying axis 0 must stay, not become {shape}")
         return tuple(head + [s for _, s in old])
     if prod(sizes[0]) != prod(new):  # type: ignore[arg-type]
-        raise GraphError(f"reshape of {meta.shape} to {shape}: sizes differ")
+        raise GraphError(f"its elements are not those of {shape}")
     if meta.dtype.block > 1 and (not old or not new or old[-1][0] != new[-1]):
-        raise GraphError(f"reshape of {meta.dtype} must keep the last axis")
+        raise GraphError(f"blocks must keep their last axis, not become {shape}")
     if 0 in new:
         return Meta.of(shape, meta.dtype).strides
     strides = _split_axes(_merge_axes(old, meta.dtype), new)  # type: ignore[arg-type]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphllm.errors import ModelFileError
-from graphllm.family import Family
+from graphllm.family import Family, run_file
 
 
 def families() -> list[Family]:
@@ -51,9 +50,4 @@ def _find(
 
 def own(path: str | Path) -> Family:
     """A user's model file. ModelFileError."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ModelFileError(f"{path}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Family.of(module, str(path))
+    return Family.of(run_file(path), str(path))

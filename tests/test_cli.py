@@ -234,6 +234,27 @@ def test_an_error_is_one_line(model, words, message):
     assert done.stderr.count("\n") == 1 and not done.stdout
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("\ndef config(keys:", "2: SyntaxError: '(' was never closed"),
+        ("\ndef config(keys): return heads", "2: NameError: name 'heads' is not defined"),
+        ("Model.mlp = lambda self, x: x * 2", "1: TypeError: unsupported operand type(s) for *"),
+        ("Model.mlp = lambda self, x: x.heads(7)",
+         "1: model.layers.0.mlp: heads(f32[T,60]): 60 columns do not split into 7 heads"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_model_file_names_its_line(model, code, message, tmp_path):
+    own = "from graphllm.models.llama import *; Model = type('Model', (Decoder,), {}); "
+    (tmp_path / "mine.py").write_text(own + code)
+    words = ("run", model, "-p", "x", "--model-def", "mine.py")
+    done = call(*words, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: mine.py:{message}")
+    assert done.stderr.count("\n") == 1 and not done.stdout
+    told = call(*words, cwd=tmp_path, env={**os.environ, "GRAPHLLM_DEBUG": "1"})
+    assert told.returncode == 1 and "Traceback" in told.stderr
+
+
 def test_wrong_usage_is_exit_code_2(model):
     assert call("run").returncode == 2
     assert call("run", model, "--temperatur", "1").returncode == 2

@@ -13,6 +13,7 @@ import typer
 
 from ..debug import debug_level
 from ..errors import GraphllmError
+from ..family import user_line
 from . import bench, chat, compare, diff, plan, profile, run, show
 from .options import app
 
@@ -53,6 +54,15 @@ def main() -> None:
             sys.exit(error.exit_code)
         if debug_level():
             raise
-        what = f"{type(error).__name__}: {error}"
-        print(f"error: {what} (GRAPHLLM_DEBUG=1 shows where)", file=sys.stderr)
+        print(f"error: {_told(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _told(error: Exception) -> str:
+    """An exception that nobody meant in a line, which begins with that of the user's file."""
+    where = user_line(error)
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    what = f"{type(error).__name__}: {' '.join(text.split())}"
+    if where is None:
+        return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
+    return f"{where.removeprefix(os.getcwd() + os.sep)}: {what}"

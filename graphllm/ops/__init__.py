@@ -31,7 +31,8 @@ import numpy as np
 
 from ..dtype import F32, DType, dtype
 from ..errors import GraphError
-from ..tensor import Build, Dim, Env, Meta, Tensor, current_scope
+from ..scopes import site
+from ..tensor import Build, Dim, Env, Meta, Tensor
 
 # ----------------------------------------------------------------------------------- declarations
 
@@ -139,33 +140,37 @@ class OpDef:
         return self.node(*src, **attrs)
 
     def node(self, *src: Tensor | None, **attrs: Any) -> Tensor:
-        """One node of this op. GraphError names the scope, the shapes and what does not fit."""
-        full = self._operands(src)
-        values = self._attributes(attrs)
+        """One node of this op. GraphError names the line of the model, the scope, the shapes and
+        what does not fit."""
         try:
+            full = self._operands(src)
+            values = self._attributes(attrs)
             meta = self.infer(*(s.meta if s is not None else None for s in full), **values)
         except GraphError as error:
-            shapes = ", ".join("-" if s is None else str(s.meta) for s in full)
-            raise GraphError(f"{current_scope()}: {self.name}({shapes}): {error}") from None
+            shapes = ", ".join(_shape(s) for s in src)
+            raise GraphError(f"{site()}: {self.name}({shapes}): {error}") from None
         return Tensor(self.name, full, values, meta)
 
     def _operands(self, src: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         count = len(self.params)
+        for value in src:
+            require(value is None or isinstance(value, Tensor), f"{value!r} is no tensor")
         if len(src) < count:
             src = (*src, *[None] * (count - len(src)))
         needed = count - self.optional
         if (len(src) > count and not self.variadic) or any(s is None for s in src[:needed]):
-            raise GraphError(f"{self.name} takes {', '.join(self.params)}, got {len(src)} operands")
+            given = sum(s is not None for s in src)
+            raise GraphError(f"it takes {', '.join(self.params)}, got {given} operands")
         return src
 
     def _attributes(self, attrs: dict[str, Any]) -> dict[str, Any]:
         unknown = set(attrs) - set(self.defaults)
         if unknown:
-            raise GraphError(f"{self.name} has no attribute {', '.join(sorted(unknown))}")
+            raise GraphError(f"it has no attribute {', '.join(sorted(unknown))}")
         values = {**self.defaults, **attrs}
         missing = [k for k, v in values.items() if v is inspect.Parameter.empty]
         if missing:
-            raise GraphError(f"{self.name} needs the attribute {', '.join(missing)}")
+            raise GraphError(f"it needs the attribute {', '.join(missing)}")
         return values
 
     def price(self, node: Tensor, env: Env) -> Cost:
@@ -248,6 +253,13 @@ class Fusion:
 
 
 # ---------------------------------------------------------------------------------- shape helpers
+
+
+def _shape(operand: object) -> str:
+    """An operand as messages show it."""
+    if isinstance(operand, Tensor):
+        return str(operand.meta)
+    return "-" if operand is None else f"a {type(operand).__name__}"
 
 
 def same(x: Meta) -> Meta:

@@ -78,14 +78,14 @@ class ModelWeights:
         ):
             raise ModelFileError(f"constant {name!r} is another weight's name")
 
-    def widen(self, name: str) -> None:
-        """Have the weight in float32. ModelFileError if it is no array of floats."""
+    def widen(self, name: str) -> bool:
+        """Have the weight in float32; whether it is an array of floats, and can be."""
         meta = self.source.meta(name)
-        assert meta is not None
-        if meta.dtype.name not in _FLOATS:
-            raise ModelFileError(f"tensor {name!r} is {meta.dtype}, not {' or '.join(_FLOATS)}")
+        if meta is None or meta.dtype.name not in _FLOATS:
+            return False
         if meta.dtype != F32:
             self._floats.add(name)
+        return True
 
     def names(self) -> Iterable[str]:
         return self.source.names()

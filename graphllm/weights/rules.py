@@ -112,7 +112,7 @@ class Rows:
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         width = stored[0].shape[-1]
-        rows = stored[0].reshape((*metas[0].shape[:-1], width))  # type: ignore[arg-type]
+        rows = stored[0].reshape((*metas[0].shape[:-1], width))
         return np.ascontiguousarray(self._of(rows)).reshape(-1, width)
 
 
@@ -137,7 +137,7 @@ class View:
 def _viewed(of: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
     """``of`` an array of this shape. ModelFileError where it has no such view."""
     try:
-        return of(np.broadcast_to(np.zeros(()), meta.shape))  # type: ignore[arg-type]
+        return of(np.broadcast_to(np.zeros(()), meta.shape))
     except (ValueError, IndexError):
         raise ModelFileError(f"shape {meta.shape} cannot be cut as the model wants") from None
 
@@ -158,7 +158,7 @@ class Mxfp4:
         if not good or {meta.dtype.numpy for meta in stored} != {np.dtype(np.uint8)}:
             raise ModelFileError(f"{' and '.join(map(str, stored))}: no blocks and scales of mxfp4")
         experts, rows, blocks = shapes[1]
-        kept = len(range(rows)[self._rows])  # type: ignore[arg-type]
+        kept = len(range(rows)[self._rows])
         return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)  # type: ignore[operator]
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
