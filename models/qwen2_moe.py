@@ -5,22 +5,21 @@ from dataclasses import replace
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.mixture import mixture_config, sparse_layers
 from graphllm.weights import WeightRule
-from graphllm.weights.gguf_model import EXPERT_RULES, LLAMA_RULES
+from graphllm.weights.gguf_model import EXPERT_RULES, LLAMA_RULES, shared_rules
 from graphllm.weights.keys import Keys, base_config, windows
 from graphllm.weights.rules import EXPERTS, STACKED
 
-_MLP = "model.layers.{i}.mlp"
 HF = EXPERTS
 GGUF = ("qwen2moe",)
 GGUF_KEYS = {"norm_topk_prob": "expert_weights_norm"}
 RULES = (
     *LLAMA_RULES,
     *EXPERT_RULES,
-    # The converter leaves axes of one element out.
-    WeightRule(f"{_MLP}.shared_expert_gate.weight", "blk.{i}.ffn_gate_inp_shexp.weight", STACKED),
-    *(
-        WeightRule(f"{_MLP}.shared_expert.{n}_proj.weight", f"blk.{{i}}.ffn_{n}_shexp.weight")
-        for n in ("gate", "up", "down")
+    *shared_rules("shared_expert"),
+    WeightRule(  # the converter leaves axes of one element out
+        "model.layers.{i}.mlp.shared_expert_gate.weight",
+        "blk.{i}.ffn_gate_inp_shexp.weight",
+        STACKED,
     ),
 )
 Model = Decoder

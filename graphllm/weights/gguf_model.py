@@ -64,6 +64,47 @@ EXPERT_RULES = (
     ),
 )
 
+
+def shared_rules(module: str) -> tuple[WeightRule, ...]:
+    """Of the MLP ``module`` that all tokens pass beside their experts."""
+    return tuple(
+        _layer(f"mlp.{module}.{name}_proj.weight", f"ffn_{name}_shexp.weight")
+        for name in ("gate", "up", "down")
+    )
+
+
+# Latent attention, and DeepSeek's mixtures.
+LATENT_RULES = (
+    *LLAMA_RULES,
+    *EXPERT_RULES,
+    *shared_rules("shared_experts"),
+    _layer("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    *(
+        _layer(f"self_attn.{name}.weight", f"attn_{stored}.weight")
+        for name, stored in (
+            ("q_a_proj", "q_a"),
+            ("q_a_layernorm", "q_a_norm"),
+            ("q_b_proj", "q_b"),
+            ("kv_a_proj_with_mqa", "kv_a_mqa"),
+            ("kv_a_layernorm", "kv_a_norm"),
+            ("k_b_proj", "k_b"),
+            ("v_b_proj", "v_b"),
+        )
+    ),
+)
+
+GPT_OSS_RULES = (
+    _layer("post_attention_layernorm.weight", "post_attention_norm.weight"),
+    _layer("self_attn.sinks", "attn_sinks.weight"),
+    *(_layer(f"mlp.router.{kind}", f"ffn_gate_inp.{kind}") for kind in ("weight", "bias")),
+    *(
+        _layer(f"mlp.experts.{name}_proj.bias", f"ffn_{name}_exps.bias")
+        for name in ("gate", "up", "down")
+    ),
+    *EXPERT_RULES,
+    *LLAMA_RULES,
+)
+
 # With norms around attention and MLP.
 GEMMA_RULES = (
     *layer_rules({
@@ -124,6 +165,19 @@ GGUF_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+LATENT_KEYS = {  # where there is latent attention
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_head_dim": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 _SCALING = {  # of Hugging Face's rope_scaling
     "rope_type": "rope.scaling.type",
