@@ -34,6 +34,7 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = True
+    keys.usual(q_lora_rank=1536, first_k_dense_replace=0, max_position_embeddings=2048)
     # llama.cpp's name for what V3 and V2 do; it has groups wherever it has their count.
     sigmoid = keys.gguf and keys("expert_gating_func", int, 1) == 2
     methods = "greedy", "group_limited_greedy"
@@ -54,8 +55,7 @@ def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
     facts: dict[str, Any] = {"groups": groups, "kept": kept} if grouped else {}
     if sigmoid:
         corrected = not keys.gguf or any("exp_probs_b" in name for name in keys.tensors)
-        best = min(2, keys.positive("n_routed_experts") // groups)
-        facts |= {"score": "sigmoid", "best": best, "correction": corrected}
+        facts |= {"score": "sigmoid", "best": 2, "correction": corrected}
     return replace(
         c,
         layers=tuple(replace(layer, mixture=i >= dense) for i, layer in enumerate(c.layers)),

@@ -26,6 +26,10 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        q_lora_rank=1536, first_k_dense_replace=3, n_group=8, topk_group=4, n_shared_experts=1
+    )
+    keys.usual(norm_topk_prob=True, routed_scaling_factor=2.5, max_position_embeddings=4096)
     keys.interleaved = keys("rope_interleave", bool, True)
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")

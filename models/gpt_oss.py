@@ -50,11 +50,11 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0)
     c, bias = base_config(keys), keys.bias("attention_bias", True)
     # As the model was trained; llama.cpp, whose files do not say it, truncates.
     rope = rope_config(keys, c.attention.head_dim, truncate=not keys.gguf)
-    active = keys.positive("num_experts_per_tok")
-    keys.only("experts_per_token", active)
+    keys.only("experts_per_token", keys.positive("num_experts_per_tok"))
     keys.ignore("initial_context_length")  # stands in rope_scaling, too
     return replace(
         c,

@@ -51,26 +51,26 @@ LLAMA_RULES = (
     *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
 )  # fmt: skip
 
-# Mixtures of experts. Files older than stacked experts have a tensor for each.
+
+def _expert_rules(module: str, stored: str, change: Change = SAME) -> tuple[WeightRule, ...]:
+    return tuple(
+        _layer(f"mlp.{module}.{name}_proj.{kind}", f"ffn_{name}{stored}.{kind}", change)
+        for name in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    )
+
+
+# Mixtures of experts; older files have a tensor for each expert.
 EXPERT_RULES = (
-    _layer("mlp.gate.weight", "ffn_gate_inp.weight"),
-    *(
-        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}_exps.weight")
-        for name in ("gate", "up", "down")
-    ),
-    *(
-        _layer(f"mlp.experts.{name}_proj.weight", f"ffn_{name}.{{e}}.weight", STACKED)
-        for name in ("gate", "up", "down")
-    ),
+    *layer_rules({"mlp.gate": "ffn_gate_inp"}),
+    *_expert_rules("experts", "_exps"),
+    *_expert_rules("experts", ".{e}", STACKED),
 )
 
 
 def shared_rules(module: str) -> tuple[WeightRule, ...]:
-    """Of the MLP ``module`` that all tokens pass beside their experts."""
-    return tuple(
-        _layer(f"mlp.{module}.{name}_proj.weight", f"ffn_{name}_shexp.weight")
-        for name in ("gate", "up", "down")
-    )
+    """Of the MLP ``module``, which all tokens pass beside their experts."""
+    return _expert_rules(module, "_shexp")
 
 
 # Latent attention, and DeepSeek's mixtures.
@@ -79,31 +79,26 @@ LATENT_RULES = (
     *EXPERT_RULES,
     *shared_rules("shared_experts"),
     _layer("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
-    *(
-        _layer(f"self_attn.{name}.weight", f"attn_{stored}.weight")
-        for name, stored in (
-            ("q_a_proj", "q_a"),
-            ("q_a_layernorm", "q_a_norm"),
-            ("q_b_proj", "q_b"),
-            ("kv_a_proj_with_mqa", "kv_a_mqa"),
-            ("kv_a_layernorm", "kv_a_norm"),
-            ("k_b_proj", "k_b"),
-            ("v_b_proj", "v_b"),
-        )
-    ),
-)
+    *layer_rules({
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.k_b_proj": "attn_k_b",
+        "self_attn.v_b_proj": "attn_v_b",
+    }),
+)  # fmt: skip
 
 GPT_OSS_RULES = (
-    _layer("post_attention_layernorm.weight", "post_attention_norm.weight"),
     _layer("self_attn.sinks", "attn_sinks.weight"),
-    *(_layer(f"mlp.router.{kind}", f"ffn_gate_inp.{kind}") for kind in ("weight", "bias")),
-    *(
-        _layer(f"mlp.experts.{name}_proj.bias", f"ffn_{name}_exps.bias")
-        for name in ("gate", "up", "down")
-    ),
+    *layer_rules({
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+    }),
     *EXPERT_RULES,
     *LLAMA_RULES,
-)
+)  # fmt: skip
 
 # With norms around attention and MLP.
 GEMMA_RULES = (

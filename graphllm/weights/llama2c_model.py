@@ -42,7 +42,7 @@ class Llama2cModel(Llama2c):
         return keys
 
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
-        return NamedWeights(self, family.hf, strict=False)
+        return NamedWeights(self, family.hf_rules(config), strict=False)
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer import from_pieces
