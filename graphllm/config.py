@@ -198,5 +198,6 @@ class DecoderConfig:
     residual_scale: float = 1.0  # of what is added to the residual
     normed_residual: float = 0.0  # above 0: the residual is the normed x times this, not x
     tied: bool = True  # the head is the embedding
+    further: int = 0  # layers behind the last, which predict further tokens and are not read
     logit_scale: float = 1.0
     logit_softcap: float = 0.0

@@ -22,6 +22,7 @@ from .config import (
 )
 from .dtype import dtype
 from .errors import ModelFileError, RequestError
+from .latent import latent_attention
 from .mixture import mixture
 from .nn import Module, activation
 from .tensor import Tensor, scope, state
@@ -72,7 +73,8 @@ class Decoder(Module):
     def entries(self) -> dict[str, tuple[int, ...]]:
         """The shapes of what a layer caches of each token."""
         a = self.cfg.attention
-        return {"k": (a.kv_heads, a.head_dim), "v": (a.kv_heads, a.head_dim)}
+        shape = a.kv_heads, a.head_dim
+        return {"k": shape} if a.latent else {"k": shape, "v": shape}
 
     # -- the graph
     def build(self, limits: Limits) -> dict[str, Tensor]:
@@ -167,6 +169,8 @@ class Decoder(Module):
     def attn(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """Attention of layer ``i``: x [T, dim] -> [T, dim]."""
         c, n = self.cfg.attention, self.cfg.names
+        if c.latent:
+            return latent_attention(self, x, i, batch)
         q, k, v = self.qkv(x)
         if c.qk_norm == "row":
             q, k = self.norm(q, n.q_norm), self.norm(k, n.k_norm)

@@ -86,7 +86,10 @@ class Family:
 
     def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of Hugging Face files."""
-        return self.hf(config) if callable(self.hf) else self.hf
+        rules, n = self.hf(config) if callable(self.hf) else self.hf, config.names
+        further = range(len(config.layers), len(config.layers) + config.further)
+        unread = (WeightRule("", f"{n.model}.{n.layers}.{i}.{{*}}") for i in further)
+        return *unread, *rules
 
     def gguf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of GGUF files."""

@@ -18,8 +18,10 @@ def mixture_config(keys: Keys, hidden: int, experts: str = "num_experts", **fact
     """A mixture of experts of width ``hidden``, whose count is the key ``experts``; ``facts``: what
     else `Mixture` states. ConfigError."""
     c = Mixture(keys.positive(experts), keys.positive("num_experts_per_tok"), hidden, **facts)
-    if c.experts % c.groups or c.kept > c.groups:
-        raise keys.error(experts, f"= {c.experts} experts in {c.groups} groups, {c.kept} kept")
+    if c.experts % c.groups or c.kept > c.groups or c.best > c.experts // c.groups:
+        raise keys.error(
+            experts, f"= {c.experts} do not fall in {c.groups} groups of which {c.kept} count"
+        )
     if c.active > c.experts // c.groups * c.kept:
         raise keys.error("num_experts_per_tok", f"= {c.active} are more than there are to choose")
     return c

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.mixture import mixture_config
 from graphllm.weights import WeightRule
 from graphllm.weights.keys import Keys, base_config
 
@@ -26,6 +27,10 @@ def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
     c = base_config(keys)
     bias = keys.bias("attention_bias")
+    if keys.gguf and keys.has("num_experts"):  # a mixtral
+        hidden = keys.positive("moe_intermediate_size", c.mlp.hidden)
+        layers = tuple(replace(layer, mixture=True) for layer in c.layers)
+        c = replace(c, layers=layers, mixture=mixture_config(keys, hidden))
     return replace(
         c,
         attention=replace(c.attention, bias=bias, out_bias=bias),

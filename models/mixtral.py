@@ -31,6 +31,8 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(num_key_value_heads=8, max_position_embeddings=131072, rope_theta=1e6)
+    keys.usual(num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5)
     c = base_config(keys)
     window = keys.positive("sliding_window", 0)
     return replace(

@@ -26,6 +26,9 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768)
+    keys.usual(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    keys.usual(sliding_window=4096)
     c, bias = base_config(keys), keys.bias("attention_bias")
     used = keys("use_sliding_window", bool, False)
     window = keys.positive("sliding_window", 0) if used else 0

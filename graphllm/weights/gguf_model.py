@@ -35,8 +35,9 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
         }),
         *_within(f"{layer}.{n.attn}", "blk.{i}.", {
             n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
-            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm",
+            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_LATENT,
         }),
+        WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
         *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
             n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
         }),
@@ -47,6 +48,7 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
 
 def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
     """Of a mixture of experts. Files older than stacked experts have a tensor for each."""
+    yield WeightRule(f"{path}.{n.router}.e_score_correction_bias", "blk.{i}.exp_probs_b.bias")
     yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
     for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
         expert = f"{path}.experts.{name}"
@@ -56,6 +58,17 @@ def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
     # The converter leaves axes of one element out.
     gate = f"{path}.{n.shared}_gate.weight"
     yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACKED)
+
+
+_LATENT = {  # of latent attention: see `graphllm.latent`
+    "q_a_proj": "attn_q_a",
+    "q_a_layernorm": "attn_q_a_norm",
+    "q_b_proj": "attn_q_b",
+    "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "kv_a_layernorm": "attn_kv_a_norm",
+    "k_b_proj": "attn_k_b",
+    "v_b_proj": "attn_v_b",
+}
 
 
 def _within(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
@@ -86,6 +99,19 @@ GGUF_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+LATENT_KEYS = {  # where there is latent attention
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_head_dim": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
 }
 _SCALING = {  # of Hugging Face's rope_scaling
     "rope_type": "rope.scaling.type",

@@ -69,6 +69,11 @@ def _plain(meta: Meta) -> np.dtype:
     return meta.dtype.numpy
 
 
+def _sizes(meta: Meta) -> tuple[int, ...]:
+    """The shape of a stored tensor: nothing in it varies."""
+    return tuple(map(int, meta.shape))  # type: ignore[arg-type]
+
+
 def _bytes(array: np.ndarray) -> np.ndarray:
     rows = int(np.prod(array.shape[:-1]))
     return np.ascontiguousarray(array).view(np.uint8).reshape(rows, -1)
@@ -112,7 +117,7 @@ class Rows:
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         width = stored[0].shape[-1]
-        rows = stored[0].reshape((*metas[0].shape[:-1], width))
+        rows = stored[0].reshape(*_sizes(metas[0])[:-1], width)
         return np.ascontiguousarray(self._of(rows)).reshape(-1, width)
 
 
@@ -131,13 +136,13 @@ class View:
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         kind = metas[0].dtype
         plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(_plain(metas[0]))
-        return _bytes(self._of(plain.reshape(metas[0].shape)))
+        return _bytes(self._of(plain.reshape(_sizes(metas[0]))))
 
 
 def _viewed(of: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
     """``of`` an array of this shape. ModelFileError where it has no such view."""
     try:
-        return of(np.broadcast_to(np.zeros(()), meta.shape))
+        return of(np.broadcast_to(np.zeros(()), _sizes(meta)))
     except (ValueError, IndexError):
         raise ModelFileError(f"shape {meta.shape} cannot be cut as the model wants") from None
 
@@ -153,13 +158,13 @@ class Mxfp4:
         self._rows = rows
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
-        shapes = [meta.shape for meta in stored]
+        shapes = [_sizes(meta) for meta in stored]
         good = len(shapes) == 2 and len(shapes[1]) == 3 and shapes[0] == (*shapes[1], 16)
         if not good or {meta.dtype.numpy for meta in stored} != {np.dtype(np.uint8)}:
             raise ModelFileError(f"{' and '.join(map(str, stored))}: no blocks and scales of mxfp4")
         experts, rows, blocks = shapes[1]
         kept = len(range(rows)[self._rows])
-        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)  # type: ignore[operator]
+        return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         pairs, scales = (

@@ -1,0 +1,70 @@
+"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, many small experts. And V3's GGUF files."""
+
+from dataclasses import replace
+from typing import Any
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.latent import latent_config, latent_gguf_rules, latent_rules
+from graphllm.mixture import mixture_config
+from graphllm.weights.gguf_model import LATENT_KEYS
+from graphllm.weights.keys import Keys
+
+HF = latent_rules
+GGUF = ("deepseek2",)
+GGUF_KEYS = LATENT_KEYS
+RULES = latent_gguf_rules
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 52, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "rms_norm_eps": 1e-6, "max_position_embeddings": 128,
+        "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+        "v_head_dim": 9, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 17, "first_k_dense_replace": 1, "num_key_value_heads": 6,
+    },
+    {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+     "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "attention_bias": True,
+     "mlp_bias": True, "tie_word_embeddings": True},
+    {"num_attention_heads": 1, "num_key_value_heads": 1, "first_k_dense_replace": 0,
+     "num_experts_per_tok": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+     "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.9,
+                      "original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.interleaved = True
+    keys.usual(q_lora_rank=1536, first_k_dense_replace=0, max_position_embeddings=2048)
+    # llama.cpp's name for what V3 and V2 do; it has groups wherever it has their count.
+    sigmoid = keys.gguf and keys("expert_gating_func", int, 1) == 2
+    methods = "greedy", "group_limited_greedy"
+    grouped = keys.choice("topk_method", methods, methods[keys.gguf]) == methods[1]
+    keys.only("scoring_func", "softmax")
+    if not keys.gguf:  # published code then leaves the scale out, transformers the norm
+        keys.only("norm_topk_prob", False)
+    return deepseek(keys, sigmoid, grouped)
+
+
+def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
+    """DeepSeek's layers, which score experts by V3's sigmoid or V2's softmax."""
+    c, hidden = latent_config(keys), keys.positive("moe_intermediate_size")
+    keys.only("moe_layer_freq", 1)
+    keys.ignore("ep_size")  # how it was trained
+    dense = keys("first_k_dense_replace", int)
+    groups, kept = keys.positive("n_group", 1), keys.positive("topk_group", 1)
+    facts: dict[str, Any] = {"groups": groups, "kept": kept} if grouped else {}
+    if sigmoid:
+        corrected = not keys.gguf or any("exp_probs_b" in name for name in keys.tensors)
+        facts |= {"score": "sigmoid", "best": 2, "correction": corrected}
+    return replace(
+        c,
+        layers=tuple(replace(layer, mixture=i >= dense) for i, layer in enumerate(c.layers)),
+        mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
+        mixture=mixture_config(
+            keys, hidden, "n_routed_experts", shared=hidden * keys("n_shared_experts", int, 0),
+            normalise=keys("norm_topk_prob", bool, False),
+            scale=keys.factor("routed_scaling_factor", 1.0),
+            **facts,
+        ),
+        names=replace(c.names, shared="shared_experts"),
+    )  # fmt: skip

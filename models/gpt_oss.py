@@ -1,0 +1,74 @@
+"""gpt-oss (OpenAI 2025): experts with biases and clamped units, attention sinks, MXFP4 weights."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.mixture import mixture_config
+from graphllm.rotary import rope_config
+from graphllm.weights.keys import Keys, base_config, windows
+from graphllm.weights.rules import TRANSPOSED, Change, Mxfp4, View, WeightRule
+
+_EXPERTS = "model.layers.{i}.mlp.experts"
+_GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up take turns
+
+
+def _gate_up(end: str, kind: str, of: Callable[[slice], Change], part: int = 0) -> WeightRule:
+    """``of``: what is done to the tensor for the rows that are wanted."""
+    gate, up = (f"{_EXPERTS}.{name}_proj.{kind}" for name in ("gate", "up"))
+    return WeightRule(gate, f"{_EXPERTS}.gate_up_proj{end}", of(_GATE), part, ((up, of(_UP)),))
+
+
+HF = (
+    _gate_up("", "weight", lambda rows: View(lambda w: w.swapaxes(1, 2)[:, rows])),
+    _gate_up("_bias", "bias", lambda rows: View(lambda b: b[:, rows])),
+    _gate_up("_blocks", "weight", Mxfp4),
+    _gate_up("_scales", "weight", Mxfp4, 1),
+    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj", TRANSPOSED),
+    WeightRule(f"{_EXPERTS}.down_proj.bias", f"{_EXPERTS}.down_proj_bias"),
+    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj_blocks", Mxfp4()),
+    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj_scales", Mxfp4(), 1),
+)
+GGUF = ("gpt-oss",)
+RULES = (
+    WeightRule("model.layers.{i}.post_attention_layernorm.weight",
+               "blk.{i}.post_attention_norm.weight"),
+)  # fmt: skip
+Model = Decoder
+TINY = (
+    {
+        "vocab_size": 131, "hidden_size": 60, "intermediate_size": 37, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "sliding_window": 9, "swiglu_limit": 0.5, "rope_scaling": {"rope_type": "yarn",
+        "factor": 4.0, "truncate": False, "beta_fast": 4.0, "original_max_position_embeddings": 32},
+    },
+    {"num_key_value_heads": 6, "num_experts_per_tok": 1, "swiglu_alpha": 1.1, "swiglu_limit": 7.0,
+     "attention_bias": False, "tie_word_embeddings": True},
+    {"num_key_value_heads": 1, "head_dim": 10, "num_experts_per_tok": 5,
+     "rope_scaling": {"rope_type": "default", "rope_theta": 1e4},
+     "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+)  # fmt: skip
+
+
+def config(keys: Keys) -> DecoderConfig:
+    keys.usual(head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0)
+    c, bias = base_config(keys), keys.bias("attention_bias", True)
+    # As the model was trained; llama.cpp, whose files do not say it, truncates.
+    rope = rope_config(keys, c.attention.head_dim, truncate=not keys.gguf)
+    keys.only("experts_per_token", keys.positive("num_experts_per_tok"))
+    keys.ignore("initial_context_length")  # stands in rope_scaling, too
+    return replace(
+        c,
+        layers=tuple(
+            replace(layer, rope=rope, window=w, mixture=True)
+            for layer, w in zip(c.layers, windows(keys, lambda i: i % 2 == 0))
+        ),
+        attention=replace(c.attention, bias=bias, out_bias=bias, sinks=True),
+        mixture=mixture_config(
+            keys, keys.positive("moe_intermediate_size", c.mlp.hidden),
+            "num_experts" if keys.gguf else "num_local_experts", score="chosen", bias=True,
+            alpha=keys.factor("swiglu_alpha", 1.702), limit=keys.factor("swiglu_limit", 7.0),
+        ),
+        names=replace(c.names, router="router"),
+    )  # fmt: skip
