@@ -12,7 +12,7 @@ from graphllm.decoder import Batch, Decoder, DecoderConfig
 from graphllm.errors import RequestError
 from graphllm.models import chatglm2
 from graphllm.tensor import Tensor
-from graphllm.weights.keys import Keys
+from graphllm.weights.keys import Keys, even_heads
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", norm="final_layernorm",
@@ -56,14 +56,15 @@ class Model(Decoder):
 def config(keys: Keys) -> DecoderConfig:
     if keys.has("ffn_hidden_size"):
         return chatglm2.config(keys)
-    dim, heads, count = chatglm2.common(keys)
+    chatglm2.common(keys)
+    (dim, heads, width), count = even_heads(keys), keys.layers()
     keys.only("position_encoding_2d", True)
     keys.ignore("mask_token_id")  # of blanks within a text, which no prompt has that is published
     return Config(
         vocab=keys.positive("vocab_size"), dim=dim, context=keys.positive("max_sequence_length"),
         layers=(Layer(Rope()),) * count,
         attention=Attention(
-            heads, heads, dim // heads, bias=True, out_bias=True, fused="heads", prefix=True
+            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=True
         ),
         mlp=Mlp(keys.positive("inner_hidden_size"), "gelu_new", gated=False, bias=True),
         norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"),

@@ -186,6 +186,8 @@ def test_diff_profile_bench_and_plan(folder: Path) -> None:
         ("chatglm", {"quantization_bit": 4}, "quantization_bit = 4"),
         ("chatglm", {"pre_seq_len": 128}, "pre_seq_len = 128"),
         ("chatglm", {"gmask_token_id": None}, "missing key 'gmask_token_id'"),
+        ("chatglm", {"num_attention_heads": 7}, "num_attention_heads = 7 is no divisor of 72"),
+        ("chatglm2", {"multi_query_group_num": 4}, "6 heads do not share 4 KV heads"),
         ("chatglm2", {"seq_length": None}, "missing key 'seq_length'"),
         ("chatglm2", {"vocab_size": 130}, "vocab_size = 130, but padded_vocab_size = 131"),
         ("chatglm2", {"mystery": 1}, "'mystery'"),
