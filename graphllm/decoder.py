@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import numpy as np
@@ -75,6 +77,17 @@ class Decoder(Module):
         a = self.cfg.attention
         shape = a.kv_heads, a.head_dim
         return {"k": shape} if a.latent else {"k": shape, "v": shape}
+
+    def limits(self, wanted: Limits) -> Limits:
+        """``wanted``, within what the model was made for; a step takes a whole prompt where
+        `prefix` may need it."""
+        limits = wanted.within(self.cfg.context)
+        return replace(limits, tokens=limits.context) if self.cfg.attention.prefix else limits
+
+    def prefix(self, tokens: Sequence[int]) -> int:
+        """How many first tokens of a prompt see one another, not only those before them; more than
+        0 only where `config.Attention.prefix` is set. RequestError for a prompt that is none."""
+        return 0
 
     # -- the graph
     def build(self, limits: Limits) -> dict[str, Tensor]:

@@ -74,7 +74,7 @@ class LLM:
         self.file, self.decoder = file, decoder
         self._template_choice = chat_template
         self._template: ChatTemplate | None = None
-        self.limits = limits.within(self.decoder.cfg.context)
+        self.limits = self.decoder.limits(limits)
         if file.has_vocabulary:  # a bad one is told now
             tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
             if tokens > rows + MORE_TOKENS:

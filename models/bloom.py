@@ -1,7 +1,7 @@
 """BLOOM (BigScience 2022): ALiBi for positions, and a norm behind the embedding."""
 
 from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys
+from graphllm.weights.keys import Keys, even_heads
 from graphllm.weights.rules import rooted
 
 NAMES = Names(
@@ -40,7 +40,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.rename(num_hidden_layers="n_layer", num_attention_heads="n_head")
     keys.rename(max_position_embeddings="seq_length", intermediate_size="n_inner")
     keys.ignore(*TRAINING)
-    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    dim, heads, width = even_heads(keys)
     fused = "rows" if keys.gguf else "heads"  # the converter sorts them
     normed = keys("apply_residual_connection_post_layernorm", bool, False)
     return DecoderConfig(
@@ -49,7 +49,7 @@ def config(keys: Keys) -> DecoderConfig:
         context=keys.positive("max_position_embeddings", 2048),  # what all were trained with
         layers=(Layer(None),) * keys.layers(),
         attention=Attention(
-            heads, heads, dim // heads, bias=True, out_bias=True, fused=fused, slopes=slopes(heads)
+            heads, heads, width, bias=True, out_bias=True, fused=fused, slopes=slopes(heads)
         ),
         mlp=Mlp(keys.positive("intermediate_size", 4 * dim), "gelu_new", gated=False, bias=True),
         norm=Norm(keys.eps("layer_norm_eps", 1e-5), "layer"),

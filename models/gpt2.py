@@ -2,7 +2,7 @@
 
 from graphllm.config import ACTIVATIONS
 from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys
+from graphllm.weights.keys import Keys, even_heads
 from graphllm.weights.rules import TRANSPOSED, WeightRule, rooted
 
 NAMES = Names(
@@ -40,8 +40,8 @@ def config(keys: Keys) -> DecoderConfig:
     keys.only("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # rounding of halves
     keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
-    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    scale = (dim // heads) ** -0.5 if keys("scale_attn_weights", bool, True) else 1.0
+    dim, heads, width = even_heads(keys)
+    scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0
     by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)
     scales = (scale / (i + 1 if by_layer else 1) for i in range(keys.layers()))
     return DecoderConfig(
@@ -49,7 +49,7 @@ def config(keys: Keys) -> DecoderConfig:
         dim=dim,
         context=keys.positive("max_position_embeddings"),
         layers=tuple(Layer(None, scale=each) for each in scales),
-        attention=Attention(heads, heads, dim // heads, bias=True, out_bias=True, fused="rows"),
+        attention=Attention(heads, heads, width, bias=True, out_bias=True, fused="rows"),
         mlp=Mlp(
             keys.positive("intermediate_size", 4 * dim),
             keys.choice("activation_function", ACTIVATIONS, "gelu_new"), gated=False, bias=True,

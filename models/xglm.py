@@ -2,7 +2,7 @@
 
 from graphllm.config import ACTIVATIONS
 from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys
+from graphllm.weights.keys import Keys, even_heads
 from graphllm.weights.rules import WeightRule
 
 NAMES = Names(
@@ -21,18 +21,21 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.rename(num_hidden_layers="num_layers")
+    keys.rename(
+        hidden_size="d_model", num_hidden_layers="num_layers",
+        num_attention_heads="attention_heads",
+    )  # fmt: skip
     keys.only("add_cross_attention", False)
     keys.ignore("dropout", "activation_dropout", "layerdrop", "init_std")  # training
     if keys("pad_token_id", int, 1) > 1:  # the table has zeros there, before the first position
         raise keys.error("pad_token_id", "above 1 is not supported: it takes a position away")
-    dim, heads = keys.positive("d_model"), keys.positive("attention_heads")
+    dim, heads, width = even_heads(keys)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
         context=keys.positive("max_position_embeddings"),
         layers=(Layer(None),) * keys.layers(),
-        attention=Attention(heads, heads, dim // heads, bias=True, out_bias=True),
+        attention=Attention(heads, heads, width, bias=True, out_bias=True),
         mlp=Mlp(
             keys.positive("ffn_dim"), keys.choice("activation_function", ACTIVATIONS, "gelu"),
             gated=False, bias=True,

@@ -28,7 +28,9 @@ class Engine:
     """A decoder, its executor and the cache of one sequence.
 
     ``outputs``: of its graph; ``values``: what its scopes return, see `noted`. The cache remembers
-    its tokens: a prompt that begins like the last one prefills only the rest.
+    its tokens: a prompt that begins like the last one prefills only the rest. Where a model's
+    prompts begin with a part that sees all of itself, that part is read in one step, and only a
+    prompt that begins with the same one goes on from it.
     """
 
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
@@ -42,6 +44,8 @@ class Engine:
         self.fitted: Fit | None = None  # its answer
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
+        self._prefix_of = decoder.prefix
+        self._prefix = 0  # how many tokens see one another, of those cached and those to come
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
         self.turn = 0  # counts requests: only the last may go on
@@ -80,11 +84,17 @@ class Engine:
     def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> dict[str, np.ndarray]:
         """Feeds of a step that appends ``tokens`` to the cached ones."""
         start, stop = len(self._cached), len(self._cached) + len(tokens)
+        if stop < self._prefix:
+            raise RequestError(
+                f"the first {self._prefix} tokens of the prompt see one another, so that they are "
+                f"one step; here a step takes {len(tokens)}"
+            )
         feeds = {
             "ids": np.asarray(tokens, np.int32),
             "pos": np.arange(start, stop, dtype=np.int32),
             "q_start": np.array([0, len(tokens)], np.int32),
             "kv_len": np.array([stop], np.int32),
+            "prefix_len": np.array([self._prefix], np.int32),
             "rows": rows.astype(np.int32),
         }
         for name, table in self._tables.items():
@@ -128,20 +138,23 @@ class Engine:
         return ring
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Forget what the cache holds beyond its common prefix with ``tokens``.
+        """Forget what the cache holds beyond the tokens with which ``tokens`` begins, too.
 
-        Returns the prefix's length; at least the last token is always left to compute. It is 0
-        where layers with a window have lost what comes before the prefix's end.
+        Returns how many these are; at least the last token is always left to compute. It is 0
+        where layers with a window have lost what comes before their end, and where the tokens that
+        see one another are not all the same. RequestError: `Decoder.prefix`.
         """
-        common = 0
+        common, prefix = 0, self._prefix_of(tokens)
         for a, b in zip(self._cached, tokens[:-1]):
             if a != b:
                 break
             common += 1
         if not all(table.holds(common) for table in self._tables.values()):
             common = 0
+        if prefix != self._prefix or common < prefix:
+            common = 0
         if common == 0:
-            self.forget()
+            self._clear(prefix)
             return 0
         del self._cached[common:]
         self.turn += 1
@@ -149,9 +162,14 @@ class Engine:
 
     def forget(self) -> None:
         """Begin anew: the next prompt is computed from its first token."""
+        self._clear(0)
+
+    def _clear(self, prefix: int) -> None:
+        """`forget`, for a prompt whose first ``prefix`` tokens see one another."""
         for table in self._tables.values():
             table.release()
         self._cached.clear()
+        self._prefix = prefix
         self.turn += 1
 
     def generate(
@@ -239,15 +257,17 @@ class Engine:
             raise RequestError(
                 f"{len(tokens)} tokens do not fit a context of {self.limits.context}"
             )
-        self.forget()
+        self._clear(self._prefix_of(tokens))
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
         self.begin(tokens)
-        size = self.limits.tokens if last else self._logits_rows
-        for at in range(0, len(tokens), size):
-            logits = self.step_logits(tokens[at : at + size], last)
-            if not last or at + size >= len(tokens):
+        size, at = self.limits.tokens if last else self._logits_rows, 0
+        while at < len(tokens):
+            chunk = tokens[at : max(at + size, self._prefix)]
+            at += len(chunk)
+            logits = self.step_logits(chunk, last)
+            if not last or at == len(tokens):
                 yield logits
 
     @property
@@ -268,28 +288,42 @@ class Engine:
         most = min(self.limits.tokens, self._logits_rows)
         if not tokens or len(tokens) > most:
             raise RequestError(f"{len(tokens)} tokens are not between 1 and {most}, one step's")
-        self.forget()
+        self._clear(self._prefix_of(tokens))
         count = len(tokens)
         bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
         env = {"T": count, "S": 1, "Q": 2, "N": count, "kv_sum": _kv_sum(0, count)}
         return bounds, self._feeds(tokens, np.arange(count)), env
 
     def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
-        """Append ``tokens`` to the cache in one step: their logits, or the last one's, as rows."""
+        """Append ``tokens`` to the cache in one step: their logits, or the last one's, as rows.
+
+        The step is repeated where it has more tokens than one may give rows of logits, as happens
+        where they see one another.
+        """
         rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
-        most = (self.limits.tokens, 1) if last else (self._logits_rows, self._logits_rows)
-        plan = self._plan(self.computed, *most)
-        return self.append(plan, tokens, rows, ("logits",))["logits"]
+        most = 1 if last else self._logits_rows
+        wide = last or len(tokens) > most
+        plan = self._plan(self.computed, self.limits.tokens if wide else most, most)
+        parts = [rows[at : at + most] for at in range(0, len(rows), most)]
+        logits = [self._run(plan, tokens, part, ("logits",))["logits"] for part in parts]
+        self._cached += tokens
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def append(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
     ) -> dict[str, np.ndarray]:
         """Append ``tokens`` to the cache in one step of ``plan``: its outputs ``fetch``. ``rows``:
         the tokens that the logits' rows are of."""
-        env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
-        out = self.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
+        out = self._run(plan, tokens, rows, fetch)
         self._cached += tokens
         return out
+
+    def _run(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]:
+        """A step that writes ``tokens`` behind the cached ones, as `append`, but counts none."""
+        env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
+        return self.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
 
 
 def _kv_sum(start: int, count: int) -> int:

@@ -301,7 +301,7 @@ def dry_run(
         raise RequestError(f"free = {free} (--free) must be at least 0")
     file = open_model(model, data=False) if isinstance(model, (str, Path)) else model
     decoder = decoder_for(file, model_def, type)
-    limits = limits_from(context, kv_type, device).within(decoder.cfg.context)
+    limits = decoder.limits(limits_from(context, kv_type, device))
     planner = _Planner(decoder.weights, device, options, free, pins=place, strict=strict)
     engine = Engine(decoder, planner, limits)
     engine.fit(wanted)

@@ -214,6 +214,22 @@ def windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list
     return [window if each else 0 for each in near]
 
 
+def even_heads(keys: Keys) -> tuple[int, int, int]:
+    """Columns of x, heads, and columns of a head, where heads share them evenly. ConfigError."""
+    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    if dim % heads:
+        raise keys.error("num_attention_heads", f"= {heads} is no divisor of {dim} columns")
+    return dim, heads, dim // heads
+
+
+def shared_heads(keys: Keys, heads: int, name: str = "num_key_value_heads") -> int:
+    """How many KV heads so many heads share. ConfigError where they do not."""
+    count = keys.positive(name, heads)
+    if heads % count:
+        raise ConfigError(f"{keys.source}: {heads} heads do not share {count} KV heads")
+    return count
+
+
 def base_config(
     keys: Keys, eps: str = "rms_norm_eps", act: str = "silu", head_dim: int = 0
 ) -> DecoderConfig:
@@ -224,9 +240,7 @@ def base_config(
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
     head_dim = head_dim or keys.positive("head_dim", dim // heads)
-    kv_heads = keys.positive("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"{keys.source}: {heads} heads do not share {kv_heads} KV heads")
+    kv_heads = shared_heads(keys, heads)
     stated = None if keys.gguf else False  # biases
     count, activation = keys.layers(), "hidden_act"
     if keys.has("hidden_activation"):  # which then counts alone

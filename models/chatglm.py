@@ -1,0 +1,75 @@
+"""ChatGLM-6B (Du et al. 2022, GLM): a prompt that sees all of itself, and two positions a token.
+
+Its successors state the same model_type; they are in `chatglm2`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphllm import ops
+from graphllm.config import Attention, Layer, Mlp, Names, Norm, Rope
+from graphllm.decoder import Batch, Decoder, DecoderConfig
+from graphllm.errors import RequestError
+from graphllm.models import chatglm2
+from graphllm.tensor import Tensor
+from graphllm.weights.keys import Keys, even_heads
+
+NAMES = Names(
+    model="transformer", embed="word_embeddings", norm="final_layernorm",
+    attn="attention", qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h",
+)  # fmt: skip
+HF = chatglm2.HF
+TINY = (
+    {"vocab_size": 131, "hidden_size": 72, "inner_hidden_size": 52, "num_layers": 3,
+     "num_attention_heads": 6, "max_sequence_length": 128, "layernorm_epsilon": 1e-5,
+     "bos_token_id": 129, "gmask_token_id": 128, "position_encoding_2d": True},
+    {"num_attention_heads": 1, "hidden_size": 20, "num_layers": 2, "layernorm_epsilon": 1e-3},
+    {"num_attention_heads": 9, "inner_hidden_size": 75, "tie_word_embeddings": True},
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    gmask: int = 0  # the id that stands for the answer, the prompt's last
+    sop: int = 0  # the id after it, which begins the answer
+
+
+class Model(Decoder):
+    cfg: Config
+
+    def prefix(self, tokens: Sequence[int]) -> int:
+        c, ids = self.cfg, list(tokens)
+        count = ids.index(c.sop) if c.attention.prefix and c.sop in ids else 0
+        if count and (c.gmask not in ids or ids.index(c.gmask) != count - 1):
+            raise RequestError(f"token {count}, {c.sop}, is sop: gMASK ({c.gmask}) must precede it")
+        return count
+
+    def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
+        rope, half = self.cfg.layers[i].rope, self.cfg.attention.head_dim // 2
+        if rope is None or not self.cfg.attention.prefix:
+            return super().rope(x, i, batch)
+        at = [ops.positions_2d(batch.pos, batch.q_start, batch.prefix_len, part=n) for n in (0, 1)]
+        first = self.turn(x.slice(2, 0, half), at[0], rope)
+        return ops.concat(first, self.turn(x.slice(2, half, 2 * half), at[1], rope))
+
+
+def config(keys: Keys) -> DecoderConfig:
+    if keys.has("ffn_hidden_size"):
+        return chatglm2.config(keys)
+    chatglm2.common(keys)
+    (dim, heads, width), count = even_heads(keys), keys.layers()
+    keys.only("position_encoding_2d", True)
+    keys.ignore("mask_token_id")  # of blanks within a text, which no prompt has that is published
+    return Config(
+        vocab=keys.positive("vocab_size"), dim=dim, context=keys.positive("max_sequence_length"),
+        layers=(Layer(Rope()),) * count,
+        attention=Attention(
+            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=True
+        ),
+        mlp=Mlp(keys.positive("inner_hidden_size"), "gelu_new", gated=False, bias=True),
+        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"),
+        names=NAMES,
+        normed_residual=(2 * count) ** 0.5,
+        tied=keys("tie_word_embeddings", bool, "lm_head.weight" not in keys.tensors),
+        gmask=keys("gmask_token_id", int), sop=keys("bos_token_id", int),
+    )  # fmt: skip

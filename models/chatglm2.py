@@ -1,0 +1,66 @@
+"""ChatGLM2, ChatGLM3 and GLM-4 9B as first published, whose model_type is chatglm, too.
+
+Their GGUF files, whose names are those of all architectures, are read by `glm`.
+"""
+
+from dataclasses import replace
+
+from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
+from graphllm.weights.keys import Keys, shared_heads
+from graphllm.weights.rules import WeightRule
+
+NAMES = Names(
+    model="transformer", embed="embedding.word_embeddings", layers="encoder.layers",
+    norm="encoder.final_layernorm", head="transformer.output_layer", attn="self_attention",
+    qkv="query_key_value", out="dense", gate_up="dense_h_to_4h", down="dense_4h_to_h",
+)  # fmt: skip
+HF = (WeightRule("", "{*}.inv_freq"),)
+Model = Decoder
+TINY = (
+    {"padded_vocab_size": 131, "hidden_size": 60, "ffn_hidden_size": 52, "num_layers": 3,
+     "num_attention_heads": 6, "kv_channels": 12, "seq_length": 128, "layernorm_epsilon": 1e-5,
+     "multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True},
+    {"multi_query_group_num": 1, "rope_ratio": 50, "kv_channels": 20,
+     "apply_residual_connection_post_layernorm": True, "add_qkv_bias": False},
+    {"multi_query_attention": False, "add_bias_linear": True, "tie_word_embeddings": True},
+    {"multi_query_group_num": 6, "rmsnorm": False, "post_layer_norm": False,
+     "layernorm_epsilon": 1e-3, "add_bias_linear": True},
+)  # fmt: skip
+
+
+def common(keys: Keys) -> None:
+    """Neither weights that are quantised in a way of its own nor prompts that were trained."""
+    keys.rename(num_hidden_layers="num_layers")
+    keys.only("quantization_bit", 0)
+    keys.only("pre_seq_len", None)
+    keys.ignore("quantization_embeddings", "prefix_projection")
+
+
+def config(keys: Keys) -> DecoderConfig:
+    common(keys)
+    keys.rename(vocab_size="padded_vocab_size")
+    dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    keys.ignore(  # how sums are rounded or kernels cut, not what is computed
+        "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion",
+        "fp32_residual_connection", "original_rope",
+    )  # fmt: skip
+    keys.usual(multi_query_group_num=1)
+    groups = shared_heads(keys, heads, "multi_query_group_num")
+    width = keys.positive("kv_channels", dim // heads)
+    grouped = keys("multi_query_attention", bool, False)
+    every = keys("add_bias_linear", bool, False)
+    norm = "rms" if keys("rmsnorm", bool, True) else "layer"
+    rope = Rope(10_000.0 * keys.factor("rope_ratio", 1.0), width // 2, "interleaved")
+    return DecoderConfig(
+        vocab=keys.positive("vocab_size"), dim=dim, context=keys.positive("seq_length"),
+        layers=(Layer(rope),) * keys.layers(),
+        attention=Attention(
+            heads, groups if grouped else heads, width, fused="rows" if grouped else "heads",
+            bias=keys("add_qkv_bias", bool, False) or every, out_bias=every,
+        ),
+        mlp=Mlp(keys.positive("ffn_hidden_size"), fused=True, bias=every),
+        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), norm),
+        names=NAMES if keys("post_layer_norm", bool, True) else replace(NAMES, norm=""),
+        normed_residual=float(keys("apply_residual_connection_post_layernorm", bool, False)),
+        tied=keys("tie_word_embeddings", bool, False),
+    )  # fmt: skip

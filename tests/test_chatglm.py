@@ -1,0 +1,203 @@
+"""ChatGLM against an oracle of its own, and prompts that see all of themselves in the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import chatglm_models
+import numpy as np
+import pytest
+from hf_models import FAMILIES, config_of, distance
+
+import graphllm
+from graphllm.errors import ConfigError, RequestError
+from graphllm.generation import engine as engines
+from graphllm.generation import trace as traces
+from graphllm.generation.request import Sampling
+from graphllm.profiler import bench
+from graphllm.profiler.bench import Test
+
+GMASK, SOP = 128, 129  # of TINY
+GREEDY = Sampling(temperature=0.0).checked()
+STEPS = 8
+# (tokens of the prompt, of these before sop: 0 where there is none)
+PROMPTS = ((1, 0), (7, 0), (7, 6), (40, 39), (40, 12), (3, 1))
+VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(FAMILIES[n].tiny))]
+
+
+def some(count: int, before: int = 0, seed: int = 7) -> list[int]:
+    """Ids, with gMASK and sop so that ``before`` stand before sop."""
+    ids = [int(i) for i in np.random.default_rng(seed).integers(3, 120, count)]
+    if before:
+        ids[before - 1 : before + 1] = [GMASK, SOP]
+    return ids
+
+
+def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
+    llm.engine.begin(ids)
+    first = llm.engine.step_logits(ids[:prompt])
+    return np.concatenate([first, *(llm.engine.step_logits([i]) for i in ids[prompt:])])
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
+    config = config_of(FAMILIES[name], variant)
+    weights = chatglm_models.write(tmp_path, config)
+    for prompt, before in PROMPTS:
+        ids = some(prompt + STEPS, before if name == "chatglm" else 0)
+        llm = graphllm.load(tmp_path, device=device, kv_type="f32", context=len(ids))
+        want = chatglm_models.logits(config, weights, ids)
+        assert distance(stepped(llm, ids, prompt), want) <= 1e-4
+
+
+# ------------------------------------------------------------------------------ two-way prompts
+
+
+CONFIG = {**FAMILIES["chatglm"].tiny[0], "max_sequence_length": 700}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chatglm")
+    chatglm_models.write(path, CONFIG)
+    return path
+
+
+def want(ids: Sequence[int]) -> np.ndarray:
+    return chatglm_models.logits(CONFIG, chatglm_models.random_weights(CONFIG), ids)
+
+
+def load(folder: Path, device: str = "cpu", **options) -> graphllm.LLM:
+    return graphllm.load(folder, device=device, kv_type="f32", **options)
+
+
+def drawn(llm: graphllm.LLM, ids: list[int], count: int) -> list[int]:
+    ids_of = llm.engine.generate(ids, GREEDY, [])
+    return [next(ids_of) for _ in range(count)]
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_greedy_ids(folder: Path, device: str) -> None:
+    llm, ids = load(folder, device), some(12, 11)
+    for token in drawn(llm, ids, 12):
+        row = np.sort(want(ids)[-1])
+        assert row[-1] - want(ids)[-1][token] <= 1e-4 * (row[-1] - row[0])
+        ids.append(token)
+
+
+def test_a_long_prompt_is_one_step(folder: Path) -> None:
+    llm, ids = load(folder), some(640, 639)
+    assert llm.limits.tokens == 700
+    assert distance(llm.logits(ids), want(ids)) <= 1e-4
+    assert distance(llm.logits(ids, last=True), want(ids)[-1]) <= 1e-4
+
+
+def test_more_tokens_in_one_step_than_rows_of_logits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "LOGITS_BYTES", 4 * 131 * 7)  # seven rows
+    llm, ids = load(folder), some(40, 25)
+    assert [len(piece) for piece in llm.engine.logits(ids)] == [25, 7, 7, 1]
+    assert distance(llm.logits(ids), want(ids)) <= 1e-4
+
+
+def changed(ids: list[int], at: int) -> list[int]:
+    """With another id at ``at``, and what follows it."""
+    return [*ids[:at], 121 + at % 3, *ids[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [
+        (some(20, 11), some(30, 11), 20),  # goes on
+        (some(30, 11), some(12, 11), 11),  # all but its last token was there
+        (some(20, 11), changed(some(30, 11), 15), 15),  # parts after sop
+        (some(20, 11), changed(some(30, 11), 5), 0),  # parts before sop: all have seen that
+        (some(20, 11), some(30, 14), 0),  # begins alike, and all see more
+        (some(20, 11), some(30), 0),  # begins alike, and none sees what follows it
+        (some(20), some(30, 25), 0),
+        (some(20), some(30), 20),
+    ],
+)
+def test_the_cache_serves_the_same_beginning(
+    folder: Path, before: list[int], after: list[int], kept: int
+) -> None:
+    llm = load(folder)
+    fresh = llm.logits(after)
+    drawn(llm, before, 1)
+    assert llm.engine.reuse(after) == kept
+    assert np.array_equal(llm.engine.step_logits(after[kept:]), fresh[kept:])
+    drawn(llm, before, 3)
+    first = drawn(llm, after, 5)
+    assert llm.engine.prefilled == len(after) - kept
+    llm.engine.forget()
+    assert drawn(llm, after, 5) == first
+
+
+def test_sop_without_gmask(folder: Path) -> None:
+    llm = load(folder)
+    for ids in ([5, 6, SOP, 7], [5, GMASK, 6, SOP], [GMASK, 5, GMASK, SOP]):
+        for ask in (
+            llm.logits,
+            lambda ids: llm.trace(ids, "*.mlp"),
+            lambda ids: drawn(llm, ids, 1),
+        ):
+            with pytest.raises(RequestError, match=r"^token [23], 129, is sop: gMASK \(128\) must"):
+                ask(ids)
+
+
+def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, ids = load(folder), some(40, 25)
+    message = "^the first 25 tokens of the prompt see one another, so that they are one step"
+    llm.engine.begin(ids)
+    with pytest.raises(RequestError, match=message):
+        llm.engine.step_logits(ids[:24])
+    monkeypatch.setattr(traces, "VALUE_BYTES", 4 * 72 * 20)
+    with pytest.raises(RequestError, match=message):
+        llm.trace(ids, "*.layers.1")
+
+
+def test_trace_reads_a_prompt_as_a_run_does(folder: Path) -> None:
+    llm, ids = load(folder), some(40, 25)
+    assert distance(llm.trace(ids, "lm_head")["lm_head"], want(ids)) <= 1e-4
+
+
+def test_diff_profile_bench_and_plan(folder: Path) -> None:
+    ids = some(40, 25)
+    assert graphllm.diff(folder, ids=ids, kv_type="f32").first is None
+    llm = load(folder)
+    assert [phase.tokens for phase in llm.profile(ids, decode=3, repeat=1).phases] == [40, 3]
+    for test in (Test(8, 0, 16), Test(0, 3, 16)):
+        bench.run(llm, test, 1, lambda done: None)
+    planned = graphllm.dry_run(folder, device="cpu")
+    assert (planned.prefill.tokens, planned.context) == (700, 700)
+
+
+# ---------------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("chatglm", {"position_encoding_2d": False}, "position_encoding_2d = False"),
+        ("chatglm", {"quantization_bit": 4}, "quantization_bit = 4"),
+        ("chatglm", {"pre_seq_len": 128}, "pre_seq_len = 128"),
+        ("chatglm", {"gmask_token_id": None}, "missing key 'gmask_token_id'"),
+        ("chatglm", {"num_attention_heads": 7}, "num_attention_heads = 7 is no divisor of 72"),
+        ("chatglm2", {"multi_query_group_num": 4}, "6 heads do not share 4 KV heads"),
+        ("chatglm2", {"seq_length": None}, "missing key 'seq_length'"),
+        ("chatglm2", {"vocab_size": 130}, "vocab_size = 130, but padded_vocab_size = 131"),
+        ("chatglm2", {"mystery": 1}, "'mystery'"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, name: str, change: dict, message: str) -> None:
+    config = config_of(FAMILIES[name], 0)
+    chatglm_models.write(tmp_path, config)
+    changed = {"model_type": "chatglm", **config, **change}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError) as caught:
+        graphllm.load(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
