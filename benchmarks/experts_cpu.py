@@ -3,11 +3,11 @@
     python benchmarks/experts_cpu.py [--formats q8_0,q4_k] [--shapes 8x3584x2048:2]
 
 A shape is experts x N x K : experts of a token. Decode multiplies one token with k experts at a
-time, until all of the experts were read once, in random order. In turn with it linear reads the same
-bytes, as matrices of k N rows, and the read ceiling is taken: all threads read as many bytes, and do
-nothing with them. Prefill counts 2 T k N K operations, of which linear does as many with one matrix
-of k N rows; the tokens' experts are random. Medians; the first round, which also compiles, is left
-out, and so is the time to quantise the activation.
+time, until all of the experts were read once, in random order. In turn with it, linear reads the
+same bytes, as matrices of k N rows, and the read ceiling is taken: all threads read as many bytes,
+and do nothing with them. Prefill counts 2 T k N K operations, of which linear does as many with one
+matrix of k N rows; the tokens' experts are random. Medians; the first round, which also compiles,
+is left out, and so is the time to quantise the activation.
 """
 
 from __future__ import annotations
