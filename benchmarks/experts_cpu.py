@@ -3,11 +3,11 @@
     python benchmarks/experts_cpu.py [--formats q8_0,q4_k] [--shapes 8x3584x2048:2]
 
 A shape is experts x N x K : experts of a token. Decode multiplies one token with k experts at a
-time, until all of the experts were read once, in random order. In turn with it linear reads the
+time, until all of the experts were read once, in random order. In turn with it, linear reads the
 same bytes, as matrices of k N rows, and the read ceiling is taken: all threads read as many bytes,
-and do nothing with them. Prefill counts 2 T k N K operations, of which linear does as many with one
-matrix of k N rows; the tokens' experts are random. Medians; the first round, which also compiles,
-is left out, and so is the time to quantise the activation.
+and do nothing with them. Prefill counts 2 T k N K operations, the tokens' experts being random;
+linear does as many, with as many bytes: T k / E tokens and one matrix of E N rows. Medians; the
+first round, which also compiles, is left out, and so is the time to quantise the activation.
 """
 
 from __future__ import annotations
@@ -86,8 +86,11 @@ class Bench:
         nbytes = chosen.scratch(node, self.options) if chosen.scratch else 0
         return Operand(Meta.of((nbytes,), "i8"), self.device.alloc(nbytes)) if nbytes else None
 
-    def program(self, name: str, tokens: int, steps: int) -> tuple[Run, int]:
-        """``steps`` products by the op of that name, and how many steps before them quantise."""
+    def program(self, name: str, tokens: int, steps: int = 1, joined: int = 1) -> tuple[Run, int]:
+        """``steps`` products by the op of that name, and how many steps before them quantise.
+
+        ``joined``: how many experts are one matrix for linear.
+        """
         shape, k = self.shape, self.shape.k
         x = self._leaf("x", (tokens, k), "f32")
         data = self.rng.standard_normal((tokens, k)).astype(np.float32)
@@ -96,8 +99,8 @@ class Bench:
         for i in range(steps):
             layer, group = divmod(i, max(1, shape.experts // shape.each))
             if name == "linear":
-                weight = Meta.of((shape.each * shape.n, k), self.kind)
-                start = group * (self.packed[0].nbytes // shape.experts * shape.each)
+                weight = Meta.of((joined * shape.n, k), self.kind)
+                start = group * joined * (self.packed[0].nbytes // shape.experts)
                 more = ()
             else:
                 weight, start = Meta.of((shape.experts, shape.n, k), self.kind), 0
@@ -132,7 +135,10 @@ class Bench:
         steps = self.layers * (self.shape.experts // self.shape.each)
         area = allocate(self.nbytes)
         area[:] = 1
-        runs = {name: self.program(name, 1, steps) for name in ("expert_linear", "linear")}
+        runs = {
+            name: self.program(name, 1, steps, self.shape.each)
+            for name in ("expert_linear", "linear")
+        }
         read = reader(area, self.threads)
         turns = Turns(read=read, **{name: run for name, (run, _) in runs.items()})
         found = turns.seconds(rounds)
@@ -143,7 +149,11 @@ class Bench:
     def prefill(self, tokens: int, rounds: int) -> tuple[float, float]:
         """Operations a second of expert_linear and of linear."""
         shape = self.shape
-        runs = {name: self.program(name, tokens, 1) for name in ("expert_linear", "linear")}
+        fewer = tokens * shape.each // shape.experts
+        runs = {
+            "expert_linear": self.program("expert_linear", tokens),
+            "linear": self.program("linear", fewer, joined=shape.experts),
+        }
         found = Turns(**{name: run for name, (run, _) in runs.items()}).seconds(rounds)
         done = 2 * tokens * shape.each * shape.n * shape.k
         times = [found[name][:, first:].sum(axis=1) for name, (_, first) in runs.items()]

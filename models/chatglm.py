@@ -6,11 +6,12 @@ Its successors state the same model_type; they are in `chatglm2`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphllm.models import chatglm2
+
 from graphllm import ops
 from graphllm.config import Attention, Layer, Mlp, Names, Norm, Rope
 from graphllm.decoder import Batch, Decoder, DecoderConfig
 from graphllm.errors import RequestError
-from graphllm.models import chatglm2
 from graphllm.tensor import Tensor
 from graphllm.weights.keys import Keys, even_heads
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -209,8 +208,7 @@ def _viewed(stored: Any, shape: tuple[int, ...], layout: str) -> Any:
 def _leading(stored: Any, shape: tuple[int, ...]) -> Any:
     if not isinstance(stored, Blocks):
         return stored[..., : shape[-1]]
-    assert prod(shape[1:-1]) == 1, "blocks of several lines do not follow one another"
-    raw = stored.raw[:, : stored.dtype.row_nbytes(shape[-1])]
+    raw = stored.raw[..., : stored.dtype.row_nbytes(shape[-1])]
     return Blocks(raw, stored.dtype, shape[-1])
 
 

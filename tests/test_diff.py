@@ -203,6 +203,13 @@ def test_deviation_of_what_is_no_number(got, want, apart):
     json.dumps(found.as_dict(), allow_nan=False)
 
 
+def test_quantised_activations_of_several_axes_are_numbers():
+    """As an executor gives them: bytes of all axes but the first in one."""
+    x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
+    found = numbers(quantise_act(x, A8_32).reshape(3, -1), Meta.of(x.shape, A8_32))
+    np.testing.assert_allclose(found, x, atol=0.02)
+
+
 def test_roundings_of_a_fused_op_may_fall_the_other_way():
     """A few of them, not all; elsewhere results are held to the tolerance alone."""
     rng = np.random.default_rng(0)

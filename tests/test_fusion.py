@@ -37,7 +37,8 @@ def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
     """A result as numbers, and how far two roundings of the same number may lie apart."""
     if not node.dtype.name.startswith("a8_"):
         return array, 0.0
-    found = quant.dequantise_act(array, node.dtype, int(node.shape[-1]))
+    k = int(node.shape[-1])
+    found = quant.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
     return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
 
 

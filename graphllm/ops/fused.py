@@ -109,7 +109,9 @@ def norm_add(h, w, x, *, eps):
 
 def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
     dtypes = _quantised(node, users)
-    return (node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}) if dtypes else None
+    if not dtypes or len(node.shape) != 2:
+        return None
+    return node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}
 
 
 @fused(
@@ -152,7 +154,7 @@ _ACTIVATIONS = ("silu", "gelu")
 
 def _propose_glu(node: Tensor, users: Users) -> Proposal | None:
     act, up = node.src
-    if not (act is not None and act.op in _ACTIVATIONS and len(node.shape) == 2):
+    if act is None or act.op not in _ACTIVATIONS or len(node.shape) < 2:
         return None
     attrs = {"act": act.op, "kind": act.attrs.get("kind", ""), "dtypes": _quantised(node, users)}
     return (act.src[0], up), attrs
@@ -201,20 +203,20 @@ def gated(x, w, bias=None, *up, act, kind, dtypes):
     propose=_propose_glu,
     tol=_TOL,
     samples=grid(
-        lambda rows, width, layout, act, dtypes: Sample(
-            (_rows(width, layout), _rows(width, layout)),
+        lambda rows, inner, layout, act, dtypes: Sample(
+            (Arg(("T", *inner), layout=layout),) * 2,
             {"act": act[0], "kind": act[1], "dtypes": dtypes},
             {"T": rows},
         ),
         rows=(0, 1, 7),
-        width=(256, 2816),
+        inner=((256,), (2816,), (3, 768)),
         layout=_LAYOUTS,
         act=(("silu", ""), ("gelu", "tanh"), ("gelu", "erf")),
         dtypes=((), ("a8_32",), ("a8_256",)),
     ),
 )
 def glu(gate, up, *, act, kind, dtypes):
-    """act(gate) * up, as it is or quantised to each of ``dtypes``. [T, D] each. Shazeer 2020.
+    """act(gate) * up, as it is or quantised to each of ``dtypes``. [T, ..., D] each. Shazeer 2020.
 
     ``kind``: gelu's, or empty.
     """

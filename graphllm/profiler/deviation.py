@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -53,10 +52,11 @@ def numbers(array: np.ndarray, meta: Meta) -> np.ndarray:
     if kind.numpy is not None:
         return array.astype(np.float64)
     if kind.name.startswith("a8_"):
-        array = quant.dequantise_act(array, kind, prod(meta.inner))
+        k = meta.inner[-1]
+        found = quant.dequantise_act(array.reshape(-1, kind.row_nbytes(k)), kind, k)
     else:
-        array = quant.dequantise(array, kind)
-    return array.reshape(len(array), *meta.inner).astype(np.float64)
+        found = quant.dequantise(array, kind)
+    return found.reshape(len(array), *meta.inner).astype(np.float64)
 
 
 def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:

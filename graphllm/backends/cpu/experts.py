@@ -15,6 +15,7 @@ from math import prod
 from numba import float32, int32
 
 from ...dtype import F32
+from ...memory import aligned
 from ...tensor import Meta, Tensor
 from .. import ROWS, Options
 from ..site import address
@@ -199,6 +200,8 @@ def combine(site: Site) -> Launch:
 
 # ---------------------------------------------------------------------------------------- products
 
+_STACK = 8 << 10  # bytes to sort in: for a few tokens, so that steps need not wait for each other
+
 
 @helper
 def _sort(p, ids, pairs, experts, names, begin, order):
@@ -227,6 +230,16 @@ def _sort(p, ids, pairs, experts, names, begin, order):
 
 
 @helper
+def _locate(order, first, count, matrix, each, stride, line, wide, rows, places):
+    """Where rows and results lie of ``count`` pairs from ``first`` on; of those of the tokens with
+    one matrix, if ``order`` is 0."""
+    for i in range(count):
+        pair = i32s(order)[first + i] if order != 0 else (first + i) * each + matrix
+        i64s(rows)[i] = pair // each * stride + pair % each * line
+        i64s(places)[i] = pair * wide
+
+
+@helper
 def _finish(c, width, count, y, places, bias, first, n):
     """Write ``count`` tokens' results for ``width`` rows, of which those from ``n`` on are not
     wanted, with the bias unless its address is 0."""
@@ -242,11 +255,12 @@ def _finish(c, width, count, y, places, bias, first, n):
 @cache
 def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
     """The kernel for a format; see `linear.loops`. ``ids``: 0 where token t meets each matrix j
-    with its own row j; ``work``: room for each thread's sorting."""
+    with its own row j; ``work``: where each thread has ``own`` bytes to sort in, or 0 if its stack
+    will do."""
     one, several, panels = linear.loops(name, floating, wide, many)
     fusable, width = one is not linear.never, wide * GROUP
     results, table = TOKENS * 4 * width, 8 * TOKENS
-    room = panels + results + 2 * table
+    room = panels + results + 2 * table + _STACK
 
     @kernel(key=(name, floating, wide, many))
     def products(p, thread, threads):
@@ -255,11 +269,11 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
         tokens, groups, panel = load_i64(live), (n + GROUP - 1) // GROUP, workspace(room)
         c = panel + panels
         rows, places = c + results, c + results + table
-        named, begin = i32s(work + thread * own), i32s(work + thread * own + 4 * matrices)
-        order = i32s(work + thread * own + 8 * (matrices + 1))
-        count = matrices
+        work = work + thread * own if work != 0 else places + table
+        named, begin = i32s(work), i32s(work + 4 * matrices)
+        order, count = work + 8 * (matrices + 1) if ids != 0 else 0, matrices
         if ids != 0:
-            count = _sort(p, i32s(ids), tokens * each, matrices, named, begin, order)
+            count = _sort(p, i32s(ids), tokens * each, matrices, named, begin, i32s(order))
         chunks = (groups + per - 1) // per
         item = next_chunk(p)
         while tokens > 0 and item < count * chunks:
@@ -272,10 +286,7 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
             step = linear.share(end - first, many)
             for t in range(first, end, step):
                 some = min(step, end - t)
-                for i in range(some):
-                    pair = order[t + i] if ids != 0 else (t + i) * each + matrix
-                    i64s(rows)[i] = pair // each * stride + pair % each * line
-                    i64s(places)[i] = pair * n * 4
+                _locate(order, t, some, matrix, each, stride, line, 4 * n, rows, places)
                 if fusable and end - first == 1:
                     for g in range(group, last):
                         linear.clear(c, 1)
@@ -294,18 +305,19 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
 
 
 def _sorting_nbytes(node: Tensor) -> int:
-    """Bytes that a thread sorts in: names, begins, pairs."""
+    """Bytes that a thread sorts in, beyond its stack: names, begins, pairs."""
     _, w, ids = node.sources[:3]
     pairs = prod(ids.meta.bound().shape)  # type: ignore[arg-type]
-    return -(-4 * (2 * int(w.shape[0]) + 2 + pairs) // 64) * 64  # type: ignore[arg-type]
+    nbytes = 4 * (2 * int(w.shape[0]) + 2 + pairs)  # type: ignore[arg-type]
+    return aligned(nbytes) if nbytes > _STACK else 0
 
 
 def _scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * _sorting_nbytes(node)
 
 
-def _launch(site: Site, ids: Spot | None, each: int, line: int, per: int, work: int) -> Launch:
-    """``each``: results of a token; ``line``: bytes between its rows; ``work``: see `_kernel`."""
+def _launch(site: Site, ids: Spot | None, each: int, line: int, per: int, own: int) -> Launch:
+    """``each``: results of a token; ``line``: bytes between its rows; ``own``: see `_kernel`."""
     x, w = site.x, site.w
     matrices, n, k = w.meta.shape
     floating = x.dtype == F32
@@ -314,7 +326,7 @@ def _launch(site: Site, ids: Spot | None, each: int, line: int, per: int, work: 
         x.address, x.row_stride, line, w.address, packed_bytes(Meta.of((n, k), w.dtype)),
         site.address("bias") if ids is not None else 0, site.out.address,
         site.live(x.meta.rows), each, n, k, -(-per // wide) * wide,
-        address(ids), matrices, site.scratch, work,
+        address(ids), matrices, site.scratch if own else 0, own,
     ]  # fmt: skip
     return Launch(_kernel(w.dtype.name, floating, wide, many), words)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 from numba import float32
@@ -196,22 +196,23 @@ def _glu(act: str, kind: str) -> Kernel:
 
     @kernel(key=("glu", act, kind))
     def glu(p, thread, threads):
-        w = args(p, 12)
-        gate, gate_stride, up, up_stride, rows_at, width = w[:6]
-        y, y_stride, block, y2, y2_stride, block2 = w[6:]
+        w = args(p, 15)
+        gate, gate_stride, up, up_stride, rows_at, inner, width = w[:7]
+        y, y_stride, block, y_line, y2, y2_stride, block2, y2_line = w[7:]
         room = workspace(_ROOM)
         target = f32s(room)
         pieces = (width + _BLOCK - 1) // _BLOCK
-        first, last = share(load_i64(rows_at) * pieces, thread, threads)
+        first, last = share(load_i64(rows_at) * inner * pieces, thread, threads)
         for item in range(first, last):
-            t, column = item // pieces, item % pieces * _BLOCK
-            count = min(_BLOCK, width - column)
-            a, b = f32s(gate + t * gate_stride + 4 * column), f32s(up + t * up_stride + 4 * column)
+            line, column = item // pieces, item % pieces * _BLOCK
+            t, j, count = line // inner, line % inner, min(_BLOCK, width - column)
+            at = 4 * (j * width + column)
+            a, b = f32s(gate + t * gate_stride + at), f32s(up + t * up_stride + at)
             for i in range(count):
                 target[i] = activate(a[i], float32(0)) * b[i]
-            _put(room, y + t * y_stride, block, column, count, width)
+            _put(room, y + t * y_stride + j * y_line, block, column, count, width)
             if y2 != 0:
-                _put(room, y2 + t * y2_stride, block2, column, count, width)
+                _put(room, y2 + t * y2_stride + j * y2_line, block2, column, count, width)
 
     return glu
 
@@ -222,10 +223,12 @@ def glu(site: Site) -> Launch:
 
 
 def _glu_launch(site: Site, gate: Spot, up: Spot) -> Launch:
+    *between, width = gate.meta.inner
     words = [gate.address, gate.row_stride, up.address, up.row_stride]
-    words += [site.live(gate.meta.rows), gate.meta.inner[0]]
-    for target in [*_targets(site), _NOWHERE][:2]:
-        words += target
+    words += [site.live(gate.meta.rows), prod(between), width]
+    lines = [spot.dtype.row_nbytes(width) for spot in site.results]
+    for target, line in list(zip([*_targets(site), _NOWHERE], [*lines, 0]))[:2]:
+        words += [*target, line]
     return Launch(_glu(site.attrs["act"], site.attrs["kind"]), words)
 
 

@@ -76,7 +76,12 @@ def norm_add_norm(site: Site) -> Launch:
     return _launch("norm_add_norm", site, width, args)
 
 
-@BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most))
+def _one_line(node: Tensor, options: Options) -> str | None:
+    axes = len(node.sources[0].shape)
+    return f"{axes} axes, not 2" if axes > 2 else two_at_most(node, options)
+
+
+@BACKEND.kernel("glu", **_rules("gate", "up", when=_one_line))
 def glu(site: Site) -> Launch:
     return gated_unit(site, site.gate, site.up)
 
