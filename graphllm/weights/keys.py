@@ -219,6 +219,8 @@ def even_heads(keys: Keys) -> tuple[int, int, int]:
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     if dim % heads:
         raise keys.error("num_attention_heads", f"= {heads} is no divisor of {dim} columns")
+    if keys.gguf:  # which may state what is so anyway
+        keys.only("num_key_value_heads", heads)
     return dim, heads, dim // heads
 
 
