@@ -116,14 +116,16 @@ class Decoder(Module):
         }
 
     def _check_cache(self, limits: Limits) -> None:
-        kind = dtype(limits.kv_dtype)
-        for group in self.caches:
-            for width in {shape[-1] for shape in group.entries.values()}:
-                if width % kind.block:
-                    raise RequestError(
-                        f"kv_type = {kind.name!r} (--kv-type) keeps blocks of {kind.block}, and a "
-                        f"head size of {width} is no multiple of that"
-                    )
+        kind, latent = dtype(limits.kv_dtype), self.cfg.attention.latent
+        widths = {s[-1] for group in self.caches for s in group.entries.values()}
+        if latent:
+            widths.add(latent.rank)  # the columns that are values, too
+        for width in sorted(widths):
+            if width % kind.block:
+                raise RequestError(
+                    f"kv_type = {kind.name!r} (--kv-type) keeps blocks of {kind.block}, and a head "
+                    f"size of {width} is no multiple of that"
+                )
 
     def _next(self, logits: Tensor, batch: Batch) -> Tensor:
         """The ids drawn from ``logits``, as the next step's tokens."""

@@ -6,14 +6,14 @@ Its successors state the same model_type; they are in `chatglm2`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphllm.models import chatglm2
-
 from graphllm import ops
 from graphllm.config import Attention, Layer, Mlp, Names, Norm, Rope
 from graphllm.decoder import Batch, Decoder, DecoderConfig
 from graphllm.errors import RequestError
 from graphllm.tensor import Tensor
 from graphllm.weights.keys import Keys, even_heads
+
+from . import chatglm2
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", norm="final_layernorm",

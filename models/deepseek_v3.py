@@ -2,18 +2,17 @@
 
 from dataclasses import replace
 
-from graphllm.models.deepseek_v2 import TINY as V2
-from graphllm.models.deepseek_v2 import deepseek
-
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.latent import latent_rules
 from graphllm.weights.keys import Keys
+
+from . import deepseek_v2 as v2
 
 HF = latent_rules
 Model = Decoder
 TINY = (
     {
-        **V2[0], "q_lora_rank": 20, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        **v2.TINY[0], "q_lora_rank": 20, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
         "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
     },
     {"q_lora_rank": None, "n_routed_experts": 6, "n_group": 1, "topk_group": 1,
@@ -34,5 +33,5 @@ def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys("rope_interleave", bool, True)
     keys.only("topk_method", "noaux_tc")
     keys.only("scoring_func", "sigmoid")
-    c = deepseek(keys, sigmoid=True)
+    c = v2.deepseek(keys, sigmoid=True)
     return replace(c, further=keys("num_nextn_predict_layers", int, 0))

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from graphllm.models import glm
-
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.weights.keys import Keys
+
+from . import glm
 
 GGUF = ("glm4",)
 Model = Decoder

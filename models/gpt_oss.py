@@ -30,10 +30,8 @@ HF = (
     WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj_scales", Mxfp4(), 1),
 )
 GGUF = ("gpt-oss",)
-RULES = (
-    WeightRule("model.layers.{i}.post_attention_layernorm.weight",
-               "blk.{i}.post_attention_norm.weight"),
-)  # fmt: skip
+_NORM = "model.layers.{i}.post_attention_layernorm.weight"
+RULES = (WeightRule(_NORM, "blk.{i}.post_attention_norm.weight"),)
 Model = Decoder
 TINY = (
     {

@@ -26,9 +26,12 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    c = base_config(keys)
-    last, used = keys("max_window_layers", int, 28), keys("use_sliding_window", bool, False)
-    near = windows(keys, lambda i: used and i < last and i % 2 == 0)
+    keys.usual(num_key_value_heads=16, rms_norm_eps=1e-6, max_position_embeddings=32768)
+    keys.usual(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    keys.usual(shared_expert_intermediate_size=5632, sliding_window=4096)
+    c, last = base_config(keys), keys("max_window_layers", int, 28)
+    used = keys("use_sliding_window", bool, False)
+    near = windows(keys, lambda i: i < last and i % 2 == 0, used=used)
     each = zip(c.layers, near, sparse_layers(keys))
     return replace(
         c,

@@ -245,13 +245,18 @@ SMALL = {
     "llama": Shape("llama", 8, 256, 4, 2, 512, 384, context=64),
     "qwen2": Shape("qwen2", 8, 256, 4, 2, 512, 384, tied=True, bias=True, context=64),
     "gemma3": Shape("gemma3", 8, 256, 4, 1, 512, 384, 128, tied=True, context=64, window=16),
-}
+    "mixtral": Shape("llama", 8, 256, 4, 2, 512, 384, context=64, experts=8, active=2),
+    "qwen3moe": Shape("qwen3moe", 8, 256, 4, 2, 256, 384, 128, context=64, experts=5, active=3),
+    "gpt-oss": Shape("gpt-oss", 8, 256, 4, 2, 256, 384, 64, bias=True, context=64, window=16,
+                     experts=4, active=1),
+}  # fmt: skip
 IDS = [1, 300, 7, 42, 0]
 # Billions of parameters, as published with the models.
 PUBLISHED = {
     "llama-7b": 6.738, "llama-13b": 13.016, "llama-1b": 1.236, "llama-3b": 3.213, "llama-8b": 8.030,
     "tinyllama-1.1b": 1.100, "mistral-7b": 7.242, "qwen2-0.5b": 0.494, "qwen2-1.5b": 1.544,
     "qwen2-7b": 7.616, "gemma3-270m": 0.268, "gemma3-1b": 1.000, "gemma3-4b": 3.880,
+    "mixtral-8x7b": 46.703, "qwen3-30b-a3b": 30.532, "gpt-oss-20b": 20.915,
 }  # fmt: skip
 
 
@@ -284,6 +289,14 @@ def test_the_mix_and_its_stand_ins():
     assert names["blk.0.attn_v.weight"] == names["blk.7.ffn_down.weight"] == "q6_k"
     assert names["blk.1.attn_v.weight"] == names["blk.0.attn_q.weight"] == "q4_k"
     assert names["blk.0.attn_norm.weight"] == "f32"
+    tensors = RandomFile(SMALL["mixtral"], "q4_k_m").tensors
+    names = {name.removesuffix(".weight"): str(t.dtype) for name, t in tensors.items()}
+    assert names["blk.0.ffn_down_exps"] == "q6_k" and names["blk.1.ffn_up_exps"] == "q4_k"
+    assert names["blk.1.attn_k"] == "q8_0" and names["blk.1.attn_output"] == "q5_k"
+    tensors = RandomFile(SMALL["gpt-oss"], "mxfp4").tensors
+    names = {name.removesuffix(".weight"): str(t.dtype) for name, t in tensors.items()}
+    assert names["blk.1.ffn_up_exps"] == "mxfp4" and names["blk.1.attn_q"] == "q8_0"
+    assert names["blk.1.ffn_gate_inp"] == "f32"
     narrow = RandomFile("qwen2-0.5b", "q4_k_m").tensors  # 896 is no whole blocks of 256
     assert str(narrow["blk.0.attn_q.weight"].dtype) == "q5_0"
     assert str(narrow["token_embd.weight"].dtype) == "q8_0"

@@ -21,6 +21,7 @@ from graphllm.weights.gguf import GGUF
 from graphllm.weights.random import RandomFile
 
 HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
+EXPERT = "_exps."  # in the names of experts' tensors
 
 
 def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engine:
@@ -37,7 +38,8 @@ def keys_of(file: GGUF, length: int) -> list[int]:
     """How many keys a query that ends a sequence of ``length`` tokens sees in each layer."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     window = own.get("attention.sliding_window", 0)
-    period = own.get("attention.sliding_window_pattern", 6)  # Gemma 3's: the last one sees all
+    usual = 6 if file.architecture == "gemma3" else 2  # gpt-oss: every other layer
+    period = own.get("attention.sliding_window_pattern", usual)  # the last one sees all
     return [
         min(length, window) if window and (layer + 1) % period else length
         for layer in range(own["block_count"])
@@ -51,11 +53,17 @@ def heads_of(file: GGUF) -> tuple[int, int, int]:
     return tuple(own[f"attention.{name}"] for name in names)
 
 
+def used(file: GGUF) -> float:
+    """The share of the experts that a token passes."""
+    own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
+    return own.get("expert_used_count", 1) / own.get("expert_count", 1)
+
+
 def bytes_of(file: GGUF, length: int, element: float) -> float:
-    """Of a token's step: all tensors, of an embedding that is not the head one row; the keys and
-    values that are seen are read, and one of each written."""
+    """Of a token's step: all tensors, but of experts those that it passes, and of an embedding that
+    is not the head one row; the keys and values that are seen are read, and one of each written."""
     embedding = file.tensors["token_embd.weight"]
-    weights = sum(tensor.nbytes for tensor in file.tensors.values())
+    weights = sum(t.nbytes * (used(file) if EXPERT in n else 1) for n, t in file.tensors.items())
     if "output.weight" in file.tensors:
         weights -= embedding.nbytes
     _, kv_heads, width = heads_of(file)
@@ -64,10 +72,15 @@ def bytes_of(file: GGUF, length: int, element: float) -> float:
 
 
 def flops_of(file: GGUF, start: int, count: int) -> float:
-    """Of a step of ``count`` tokens after ``start``: two a weight and token, of the head for the
-    last token alone; two a query's element and key that it sees, and as many for the values."""
+    """Of a step of ``count`` tokens after ``start``: two a weight and token (of experts those that
+    a token passes), of the head for the last token alone; two a query's element and key that it
+    sees, and as many for the values."""
     head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
-    matrices = {name: math.prod(t.shape) for name, t in file.tensors.items() if len(t.shape) > 1}
+    matrices = {
+        name: math.prod(t.shape) * (used(file) if EXPERT in name else 1)
+        for name, t in file.tensors.items()
+        if len(t.shape) > 1
+    }
     inner = sum(n for name, n in matrices.items() if name not in (head, "token_embd.weight"))
     heads, _, width = heads_of(file)
     pairs = sum(sum(keys_of(file, start + i + 1)) for i in range(count))
@@ -89,11 +102,19 @@ def check(file: GGUF, engine: Engine, element: float) -> None:
 
 SHAPES = [("llama-1b", "q4_0"), ("tinyllama-1.1b", "f32"), ("qwen2-0.5b", "q8_0"),
           ("gemma3-1b", "q4_k_m"), ("gemma3-270m", "f16")]  # fmt: skip
+MIXTURES = [("mixtral-8x7b", "f16"), ("qwen3-30b-a3b", "q4_k_m"), ("gpt-oss-20b", "mxfp4")]
 
 
 @pytest.mark.parametrize("device", ORDER)
 @pytest.mark.parametrize("shape, kind", SHAPES)
 def test_of_every_family(shape, kind, device):
+    file = RandomFile(shape, kind)
+    check(file, engine_of(file, device), HALF)
+
+
+@pytest.mark.parametrize("device", [name for name in ORDER if name != "cuda"])
+@pytest.mark.parametrize("shape, kind", MIXTURES)
+def test_of_mixtures(shape, kind, device):
     file = RandomFile(shape, kind)
     check(file, engine_of(file, device), HALF)
 

@@ -17,7 +17,8 @@ from ..quant import FORMATS
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes. ``head_dim`` 0: dim / heads. ``bias``: of q, k and v."""
+    """A model's sizes. ``head_dim`` 0: dim / heads. ``bias``: of q, k and v. ``active`` of
+    ``experts``, if there are any, are ``hidden`` wide for each token."""
 
     arch: str
     layers: int
@@ -32,6 +33,8 @@ class Shape:
     context: int = 32768
     rope_base: float = 10_000.0
     window: int = 0
+    experts: int = 0
+    active: int = 0
 
     @property
     def head_width(self) -> int:
@@ -73,7 +76,18 @@ SHAPES = {
     "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, 512),
     "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
     "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240, 1024),
-}
+    "mixtral-8x7b": Shape(
+        "llama", 32, 4096, 32, 8, 14336, 32_000, rope_base=1e6, experts=8, active=2
+    ),
+    "qwen3-30b-a3b": Shape(
+        "qwen3moe", 48, 2048, 32, 4, 768, 151_936, 128, context=40_960, rope_base=1e6, experts=128,
+        active=8,
+    ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss", 24, 2880, 64, 8, 2880, 201_088, 64, bias=True, context=131_072,
+        rope_base=150_000.0, window=128, experts=32, active=4,
+    ),
+}  # fmt: skip
 MIX = "q4_k_m"  # of q4_k and q6_k, as llama.cpp's quantiser mixes them
 TYPES = (MIX, *FORMATS, "f16", "bf16", "f32")
 # `general.file_type`: what a file is called by most of its matrices (llama.cpp, `llama_ftype`).
@@ -115,6 +129,12 @@ def metadata(shape: Shape, name: str, kind: str) -> dict[str, Any]:
     }
     if shape.window:
         own["attention.sliding_window"] = shape.window
+    if shape.experts:
+        own["expert_count"], own["expert_used_count"] = shape.experts, shape.active
+        own["expert_feed_forward_length"] = shape.hidden
+    if shape.arch == "gpt-oss":
+        own["rope.scaling.type"], own["rope.scaling.factor"] = "yarn", 32.0
+        own["rope.scaling.original_context_length"] = 4096
     general: dict[str, Any] = {"general.architecture": shape.arch, "general.name": name}
     numbers = {label: number for number, label in FILE_TYPES.items()}
     if wanted in numbers:
@@ -129,36 +149,60 @@ def tensors(shape: Shape, kind: str) -> Iterator[Stored]:
     """
     if kind not in TYPES:
         raise RequestError(f"unknown type {kind!r}; known: {', '.join(TYPES)}")
-    yield _matrix("token_embd", shape.vocab, shape.dim, _rich(kind))
+    dense = "q8_0" if kind == "mxfp4" and shape.experts else kind  # as llama.cpp has it
+    outer = _rich(dense)
+    yield _matrix("token_embd", shape.vocab, shape.dim, outer)
     yield _vector("output_norm.weight", shape.dim)
     if not shape.tied:
-        yield _matrix("output", shape.vocab, shape.dim, _rich(kind))
+        yield _matrix("output", shape.vocab, shape.dim, outer)
     for i in range(shape.layers):
-        for name, *rest in _layer(shape, _more(kind, i, shape.layers), kind):
+        attention = _attention(shape, _more(dense, i, shape.layers), dense)
+        for name, *rest in (*attention, *_mlp(shape, _more(kind, i, shape.layers), kind)):
             yield f"blk.{i}.{name}", *rest  # type: ignore[misc]
 
 
-def _layer(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
-    """The tensors of one layer; ``rich``: the format of its value and down projections."""
-    dim, hidden = shape.dim, shape.hidden
+def _attention(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
+    """The norms and the attention of a layer; ``rich``: the format of its value projection."""
     q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    for name in ("attn_norm", "ffn_norm"):
-        yield _vector(f"{name}.weight", dim)
-    if shape.arch == "gemma3":
-        yield _vector("post_attention_norm.weight", dim)
-        yield _vector("post_ffw_norm.weight", dim)
+    kinds = {"attn_q": kind, "attn_k": kind, "attn_v": rich, "attn_output": kind}
+    if kind == MIX and shape.experts == 8:
+        kinds |= {"attn_k": "q8_0", "attn_v": "q8_0", "attn_output": "q5_k"}
+    for name in _NORMS.get(shape.arch, ("attn_norm", "ffn_norm")):
+        yield _vector(f"{name}.weight", shape.dim)
+    if shape.arch in ("gemma3", "qwen3moe"):
         yield _vector("attn_q_norm.weight", shape.head_width)
         yield _vector("attn_k_norm.weight", shape.head_width)
-    yield _matrix("attn_q", q, dim, kind)
-    yield _matrix("attn_k", kv, dim, kind)
-    yield _matrix("attn_v", kv, dim, rich)
-    if shape.bias:
-        for name, width in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+    for name, width in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
+        yield _matrix(name, width, shape.dim, kinds[name])
+        if shape.bias:
             yield _vector(f"{name}.bias", width)
-    yield _matrix("attn_output", dim, q, kind)
-    yield _matrix("ffn_gate", hidden, dim, kind)
-    yield _matrix("ffn_up", hidden, dim, kind)
-    yield _matrix("ffn_down", dim, hidden, rich)
+    yield _matrix("attn_output", shape.dim, q, kinds["attn_output"])
+    if shape.arch == "gpt-oss":
+        yield _vector("attn_output.bias", shape.dim)
+        yield _vector("attn_sinks.weight", shape.heads)
+
+
+_NORMS = {
+    "gemma3": ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"),
+    "gpt-oss": ("attn_norm", "post_attention_norm"),
+}
+
+
+def _mlp(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
+    """The MLP of a layer, or its router and experts; ``rich``: the format of down projections."""
+    dim, hidden = shape.dim, shape.hidden
+    each = (("gate", hidden, dim, kind), ("up", hidden, dim, kind), ("down", dim, hidden, rich))
+    if not shape.experts:
+        for name, rows, columns, form in each:
+            yield _matrix(f"ffn_{name}", rows, columns, form)
+        return
+    yield _matrix("ffn_gate_inp", shape.experts, dim, "f32")
+    for name, rows, columns, form in each:
+        yield _matrix(f"ffn_{name}_exps", rows, columns, form, shape.experts)
+    if shape.arch == "gpt-oss":
+        yield _vector("ffn_gate_inp.bias", shape.experts)
+        for name, rows, *_ in each:
+            yield f"ffn_{name}_exps.bias", (shape.experts, rows), DTYPES["f32"]
 
 
 def _rich(kind: str) -> str:
@@ -173,13 +217,15 @@ def _more(kind: str, layer: int, layers: int) -> str:
     return _rich(kind) if more else kind
 
 
-def _matrix(name: str, rows: int, columns: int, kind: str) -> Stored:
+def _matrix(name: str, rows: int, columns: int, kind: str, experts: int = 0) -> Stored:
+    """A matrix, or one for each expert."""
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
         form = DTYPES[STAND_INS.get(form.name, "f16")]
     if columns % form.block:
         form = DTYPES["f16"]
-    return f"{name}.weight", (rows, columns), form
+    axes = (experts,) if experts else ()
+    return f"{name}.weight", (*axes, rows, columns), form
 
 
 def _vector(name: str, width: int) -> Stored:
