@@ -1,7 +1,8 @@
 """transformers' models as GGUF files, laid out as llama.cpp's converter lays them out: by the names
 of the `gguf` package and what is known of the converter, and by no rule of the tested code.
 
-`ARCHS` says for each model_type what its file looks like, `CASES` what small models are tried.
+`ARCHS` says for each model_type (and what follows a hyphen) what its file looks like, `CASES` what
+small models are tried.
 """
 
 from __future__ import annotations
@@ -199,6 +200,8 @@ SHORT = [1.0, 1.1, 1.2, 1.5, 1.9, 2.5]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": [4 * f for f in SHORT],
             "partial_rotary_factor": 0.75}  # fmt: skip
 
+GLM = {"head_dim": 10, "partial_rotary_factor": 0.6}  # as wide as the heads together
+
 ARCHS = {
     "llama": Arch(
         "llama", turned, permuted,
@@ -257,7 +260,8 @@ ARCHS = {
     "starcoder2": Arch(
         "starcoder2", cases=tuple({"sliding_window": None, **c} for c in ({}, {**UNTIED, **ALL}, ONE))
     ),
-    "glm": Arch("chatglm", turned, cases=({"head_dim": 10}, {"head_dim": 10, **ALL})),
+    "glm": Arch("chatglm", turned, cases=(GLM, {**GLM, **ALL, "attention_bias": False})),
+    "glm-fused": Arch("chatglm", turned, fused_qkv, (GLM, {**GLM, **ONE})),
     "glm4": Arch("glm4", turned, cases=({}, {**ALL, "attention_bias": False})),
 }  # fmt: skip
 
@@ -269,5 +273,6 @@ ROWS = (12, 39)  # those whose logits are kept
 
 def model_of(kind: str, i: int) -> Any:
     """transformers' model of a case."""
-    family = hf_models.FAMILIES[kind]
-    return hf_models.oracle({**family.tiny[0], **ARCHS[kind].cases[i]}, kind, seed=i)
+    name = kind.partition("-")[0]
+    config = {**hf_models.FAMILIES[name].tiny[0], **ARCHS[kind].cases[i]}
+    return hf_models.oracle(config, name, seed=i)
