@@ -3,6 +3,7 @@ oracle."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ def config_of(family: Family, variant: int) -> dict[str, Any]:
 
 def randomise(model, seed: int = 0) -> None:
     """Numbers of a size that keeps sums near one, in place of what initialises training: vectors
-    keep what they are near (ones, zeros) but for a part that tells them apart."""
+    keep what they are near (ones, zeros) but for a part that tells them apart. They depend on the
+    names alone, so that files that keep results of other programs stay true."""
     import torch
 
-    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for value in (*model.parameters(), *_saved_buffers(model)):
-            noise = torch.randn(value.shape, generator=draw)
+        for name, value in (*model.named_parameters(), *_saved_buffers(model)):
+            draw = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            noise = torch.from_numpy(draw.standard_normal(value.shape, np.float32))
             if value.ndim > 1:
                 value.copy_(noise / value.shape[-1] ** 0.5)
             else:
@@ -41,7 +43,7 @@ def randomise(model, seed: int = 0) -> None:
 
 def _saved_buffers(model):
     """Buffers that are saved and are weights: corrections of routers."""
-    return [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    return [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
 
 
 def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):

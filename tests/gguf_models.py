@@ -1,0 +1,278 @@
+"""transformers' models as GGUF files, laid out as llama.cpp's converter lays them out: by the names
+of the `gguf` package and what is known of the converter, and by no rule of the tested code.
+
+`ARCHS` says for each model_type (and what follows a hyphen) what its file looks like, `CASES` what
+small models are tried.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import hf_models
+import numpy as np
+from gguf_files import finish
+
+VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_text())
+Config = Mapping[str, Any]
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """How models of a model_type are stored.
+
+    ``name``: llama.cpp's architecture. ``keys``: the metadata beside the common one, of a
+    configuration, after ``<name>.``; None takes a common one away. ``tensors``: what becomes of the
+    tensors under their published names, or what is added under GGUF's. ``cases``: changes of TINY's
+    first configuration, each a model that GGUF can state and llama.cpp runs.
+    """
+
+    name: str
+    keys: Callable[[Config], Mapping[str, Any]] = lambda c: {}
+    tensors: Callable[[Config, Tensors], Tensors] = lambda c, t: t
+    cases: tuple[Config, ...] = ({},)
+
+
+# ------------------------------------------------------------------------- what becomes of tensors
+
+
+def head_dim(c: Config) -> int:
+    return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+
+
+def permuted(c: Config, tensors: Tensors) -> Tensors:
+    """Rows of q and k from halves to pairs, those of biases as well; llama3's factors are added."""
+    heads = {"q_proj": c["num_attention_heads"], "k_proj": c["num_key_value_heads"]}
+    out = dict(tensors)
+    for name, value in tensors.items():
+        module = name.split(".")[-2]
+        if module in heads:
+            halves = value.reshape(heads[module], 2, -1, *value.shape[1:])
+            out[name] = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    rope = c["rope_parameters"]
+    if rope["rope_type"] == "llama3":
+        out["rope_freqs.weight"] = llama3_factors(rope, head_dim(c))
+    return out
+
+
+def llama3_factors(rope: Config, width: int) -> np.ndarray:
+    """What the frequency of each pair is divided by, wave by wave."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factors = []
+    for i in range(0, width, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (i / width)
+        turns = rope["original_max_position_embeddings"] / wave
+        mixed = (turns - low) / (high - low)
+        between = 1 / ((1 - mixed) / rope["factor"] + mixed)
+        factors.append(1.0 if turns > high else rope["factor"] if turns < low else between)
+    return np.array(factors, np.float32)
+
+
+def plus_one(c: Config, tensors: Tensors) -> Tensors:
+    """Norms that are published as their distance from one."""
+    return {n: t + np.float32(1) if n.endswith("norm.weight") else t for n, t in tensors.items()}
+
+
+def stacked_norms(c: Config, tensors: Tensors) -> Tensors:
+    """StableLM's norms of single heads, side by side."""
+    out: Tensors = {}
+    for name, value in tensors.items():
+        base, apart, rest = name.partition(".norms.")
+        name = f"{base}.{rest.split('.')[1]}" if apart else name
+        out[name] = np.concatenate([out[name], value[None]]) if name in out else value
+        if apart and out[name].ndim == 1:
+            out[name] = value[None]
+    return out
+
+
+def fused_qkv(c: Config, tensors: Tensors) -> Tensors:
+    """As ChatGLM's files have them: rows of q, k and v in one tensor."""
+    three = ("q_proj", "k_proj", "v_proj")
+    out = {n: t for n, t in tensors.items() if n.split(".")[-2] not in three}
+    for name in tensors:
+        if ".q_proj." in name:
+            stored = name.replace("model.layers.", "blk.").replace("self_attn.q_proj", "attn_qkv")
+            out[stored] = np.concatenate([tensors[name.replace("q_proj", n)] for n in three])
+    return out
+
+
+def longrope(c: Config, tensors: Tensors) -> Tensors:
+    rope = c["rope_parameters"]
+    if rope["rope_type"] != "longrope":
+        return tensors
+    factors = {f"rope_factors_{n}.weight": rope[f"{n}_factor"] for n in ("long", "short")}
+    return tensors | {name: np.array(value, np.float32) for name, value in factors.items()}
+
+
+# ------------------------------------------------------------------------------------------- keys
+
+
+def common_keys(c: Config) -> dict[str, Any]:
+    """What the converter writes for most architectures."""
+    rope = c.get("rope_parameters") or {}
+    keys = {
+        "vocab_size": c["vocab_size"],
+        "context_length": c["max_position_embeddings"],
+        "embedding_length": c["hidden_size"],
+        "block_count": c["num_hidden_layers"],
+        "feed_forward_length": c["intermediate_size"],
+        "attention.head_count": c["num_attention_heads"],
+        "attention.head_count_kv": c["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": c.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": c.get("layer_norm_eps") or c.get("norm_epsilon"),
+        "attention.key_length": c.get("head_dim"),
+        "attention.value_length": c.get("head_dim"),
+        "rope.freq_base": rope.get("rope_theta"),
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        keys["rope.scaling.type"] = rope["rope_type"]
+        keys["rope.scaling.factor"] = float(rope["factor"])
+        keys["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    return keys
+
+
+def turned(c: Config) -> dict[str, Any]:
+    """The columns of a head that rotate."""
+    share = c["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return {"rope.dimension_count": int(head_dim(c) * share)}
+
+
+def phi3_keys(c: Config) -> dict[str, Any]:
+    rope, original = c["rope_parameters"], c["original_max_position_embeddings"]
+    keys: dict[str, Any] = turned(c) | {
+        "rope.scaling.original_context_length": original,
+        "attention.sliding_window": c["sliding_window"] or 0,
+    }
+    if rope["rope_type"] == "longrope":
+        stretch = max(1.0, c["max_position_embeddings"] / original)
+        keys["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(stretch) / math.log(original))
+    return keys
+
+
+def write(path: Path, model: Any, arch: Arch) -> Path:
+    """transformers' ``model`` as a GGUF file with float32 tensors."""
+    config = model.config.to_dict()
+    writer = gguf.GGUFWriter(path, arch.name)
+    for name, value in (common_keys(config) | dict(arch.keys(config))).items():
+        if value is not None:
+            add = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
+            getattr(writer, add[type(value)])(f"{arch.name}.{name}", value)
+    writer.add_tokenizer_model("llama")
+    count = config["vocab_size"]
+    writer.add_token_list([piece.encode() for piece in VOCAB["pieces"][:count]])
+    writer.add_token_scores(VOCAB["scores"][:count])
+    writer.add_token_types(VOCAB["types"][:count])
+    for name, value in stored_tensors(model, config, arch):
+        writer.add_tensor(name, value)
+    return finish(writer, path)
+
+
+def stored_tensors(model: Any, config: Config, arch: Arch) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and values as they are stored; a head that is the embedding is not."""
+    kind = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch.name]
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    tensors = {name: value.numpy() for name, value in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight")
+    for name, value in arch.tensors(config, tensors).items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored or name.startswith(("blk.", "rope_")), name
+        yield stored or name, np.ascontiguousarray(value, np.float32)
+
+
+# ------------------------------------------------------------------------------------------ models
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+ALL, ONE = {"num_key_value_heads": 6}, {"num_key_value_heads": 1}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+SHORT = [1.0, 1.1, 1.2, 1.5, 1.9, 2.5]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": [4 * f for f in SHORT],
+            "partial_rotary_factor": 0.75}  # fmt: skip
+
+GLM = {"head_dim": 10, "partial_rotary_factor": 0.6}  # as wide as the heads together
+
+ARCHS = {
+    "llama": Arch(
+        "llama", turned, permuted,
+        ({}, {**TIED, **ALL, "attention_bias": True}, {**ONE, "rope_scaling": LLAMA3},
+         {"rope_scaling": LINEAR}),
+    ),
+    "mistral": Arch(
+        "llama", turned, permuted, ({"sliding_window": None, "head_dim": 14, "rope_theta": 1e6},)
+    ),
+    "qwen2": Arch("qwen2", cases=({}, {**TIED, **ALL}, {**ONE, "rope_scaling": YARN})),
+    "qwen3": Arch("qwen3", cases=({}, {**TIED, **ALL}, {**ONE, "rope_scaling": YARN})),
+    "gemma": Arch("gemma", tensors=plus_one, cases=({}, ALL, ONE)),
+    "gemma2": Arch(
+        "gemma2",
+        lambda c: {n: c[n] for n in ("attn_logit_softcapping", "final_logit_softcapping")}
+        | {"attention.sliding_window": c["sliding_window"]},
+        plus_one,
+        ({}, ALL, {**ONE, "sliding_window": 1}),
+    ),
+    "gemma3_text": Arch(
+        "gemma3",
+        lambda c: {
+            "rope.freq_base": c["rope_parameters"]["full_attention"]["rope_theta"],
+            "attention.sliding_window": c["sliding_window"],
+        },
+        plus_one,
+        ({"layer_types": None, "num_hidden_layers": 7},
+         {"layer_types": None, "num_hidden_layers": 6, **ONE}),
+    ),
+    # llama.cpp leaves phi3's window out. It takes the context for the length: 256 is beyond 16, not 400.
+    "phi3": Arch(
+        "phi3", phi3_keys, longrope,
+        ({}, {**TIED, **ALL, "rope_scaling": LONGROPE, "max_position_embeddings": 512,
+              "original_max_position_embeddings": 16},
+         {**ONE, "rope_scaling": LONGROPE, "max_position_embeddings": 512,
+          "original_max_position_embeddings": 400}),
+    ),
+    "olmo2": Arch("olmo2", cases=({}, ALL, {**ONE, "rope_theta": 5e5})),
+    "granite": Arch(
+        "granite",
+        lambda c: turned(c) | {
+            "embedding_scale": c["embedding_multiplier"], "logit_scale": c["logits_scaling"],
+            "residual_scale": c["residual_multiplier"], "attention.scale": c["attention_multiplier"],
+        },
+        permuted,
+        ({}, {**TIED, **ALL}, {**ONE, "attention_bias": True}),
+    ),
+    "stablelm": Arch(
+        "stablelm",
+        lambda c: turned(c) | {"use_parallel_residual": True},  # of all of them
+        stacked_norms,
+        ({}, {**ALL, "use_qkv_bias": True},
+         {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 1.0}),
+    ),
+    "smollm3": Arch("smollm3", turned, permuted, ({}, {**UNTIED, **ALL}, {**ONE, "rope_theta": 5e5})),
+    "starcoder2": Arch(
+        "starcoder2", cases=tuple({"sliding_window": None, **c} for c in ({}, {**UNTIED, **ALL}, ONE))
+    ),
+    "glm": Arch("chatglm", turned, cases=(GLM, {**GLM, **ALL, "attention_bias": False})),
+    "glm-fused": Arch("chatglm", turned, fused_qkv, (GLM, {**GLM, **ONE})),
+    "glm4": Arch("glm4", turned, cases=({}, {**ALL, "attention_bias": False})),
+}  # fmt: skip
+
+CASES = [(kind, i) for kind, arch in ARCHS.items() for i in range(len(arch.cases))]
+CONTEXT = 256  # llama.cpp has no smaller one
+IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 40)]
+ROWS = (12, 39)  # those whose logits are kept
+
+
+def model_of(kind: str, i: int) -> Any:
+    """transformers' model of a case."""
+    name = kind.partition("-")[0]
+    config = {**hf_models.FAMILIES[name].tiny[0], **ARCHS[kind].cases[i]}
+    return hf_models.oracle(config, name, seed=i)
