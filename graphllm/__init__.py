@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .profiler.compare import compare
     from .profiler.diff import diff
     from .profiler.predict import dry_run
+    from .validation import validate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "diff",
     "dry_run",
     "load",
+    "validate",
 ]
 
 _HOME = {
@@ -48,6 +50,7 @@ _HOME = {
     "compare": "profiler.compare",
     "diff": "profiler.diff",
     "dry_run": "profiler.predict",
+    "validate": "validation",
 }
 
 

@@ -91,11 +91,14 @@ def origin_here() -> str:
     return shared
 
 
+def shown_line(origin: str) -> str:
+    """``file:line`` for messages: from the working directory, if it is in there."""
+    return origin.removeprefix(os.getcwd() + os.sep)
+
+
 def made_at() -> str:
-    """The line of the model file that asks for a node, for messages: from the working directory, if
-    it is in there."""
-    origin, here = origin_here(), os.getcwd() + os.sep
-    return origin.removeprefix(here)
+    """The line of the model file that asks for a node, for messages."""
+    return shown_line(origin_here())
 
 
 def site() -> str:

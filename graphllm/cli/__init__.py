@@ -14,10 +14,14 @@ import typer
 from ..debug import debug_level
 from ..errors import GraphllmError
 from ..family import user_line
-from . import bench, chat, compare, diff, plan, profile, run, show
+from ..scopes import shown_line
+from . import bench, chat, compare, diff, new, plan, profile, run, show, validate
 from .options import app
 
-__all__ = ["app", "bench", "chat", "compare", "diff", "main", "plan", "profile", "run", "show"]
+__all__ = [
+    "app", "bench", "chat", "compare", "diff", "main", "new", "plan", "profile", "run", "show",
+    "validate",
+]  # fmt: skip
 
 
 def _call() -> None:
@@ -65,4 +69,4 @@ def _told(error: Exception) -> str:
     what = f"{type(error).__name__}: {' '.join(text.split())}"
     if where is None:
         return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
-    return f"{where.removeprefix(os.getcwd() + os.sep)}: {what}"
+    return f"{shown_line(where)}: {what}"

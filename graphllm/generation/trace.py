@@ -62,10 +62,14 @@ class _Traced:
 
 
 class Tracer:
-    """Runs prompts for the values of scopes. It keeps the last plan, for more prompts like it."""
+    """Runs prompts for the values of scopes. It keeps the last plan, for more prompts like it.
 
-    def __init__(self, engine: Engine) -> None:
+    ``values``: nodes of the engine's graph by name, instead of its scopes'.
+    """
+
+    def __init__(self, engine: Engine, values: Mapping[str, Tensor] | None = None) -> None:
         self._engine = engine
+        self._values = engine.values if values is None else values
         self._last: _Traced | None = None
 
     def trace(
@@ -75,7 +79,7 @@ class Tracer:
         patch: Mapping[str, Patch] | None = None,
     ) -> dict[str, np.ndarray]:
         """See `LLM.trace`."""
-        known = self._engine.values
+        known = self._values
         patterns = (scopes,) if isinstance(scopes, str) else tuple(scopes)
         if not patterns:
             raise RequestError("scopes is empty: nothing is asked for")
@@ -112,7 +116,7 @@ class Tracer:
             calls = {scope: _Call(scope, engine) for scope in patches}
             taps = [
                 Tap(scope, node, calls.get(scope))
-                for scope, node in engine.values.items()
+                for scope, node in self._values.items()
                 if scope in wanted or scope in calls
             ]
             rows = max(1, min(engine.limits.tokens, VALUE_BYTES // _row_bytes(taps)))

@@ -1,0 +1,9 @@
+"""Is a model right? `graphllm.validate`: a directory, or a model file's small models, against
+transformers, check by check."""
+
+from __future__ import annotations
+
+from .report import Check, Report, Run
+from .run import validate
+
+__all__ = ["Check", "Report", "Run", "validate"]

@@ -1,0 +1,146 @@
+"""One model that is validated: its file, its family, who knows better, and what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ..config import DecoderConfig
+from ..executor import Progress
+from ..family import Family
+from ..llm import LLM, load
+from ..tensor import Meta
+from ..weights import Weights
+from ..weights.directory import Directory
+from ..weights.files import ModelFile
+from .oracle import Oracle, Record
+
+TEXT = (
+    "The lighthouse keeper counted 217 steps every evening, lit the lamp, and wrote the hour in a "
+    "book that nobody else would read. When the storm of 1953 took the telephone line, she rowed "
+    'to the village herself: "There\'s a ship on the rocks," she said, "and eleven people on '
+    'it." They had heard nothing over the wind; by midnight all eleven were safe.'
+)
+
+
+class Without:
+    """Weights but for some."""
+
+    def __init__(self, weights: Weights, dropped: Collection[str]) -> None:
+        self._weights, self._dropped = weights, dropped
+
+    def names(self) -> Iterable[str]:
+        return [name for name in self._weights.names() if name not in self._dropped]
+
+    def meta(self, name: str) -> Meta | None:
+        return None if name in self._dropped else self._weights.meta(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        return self._weights.raw(name)
+
+    def release(self, name: str) -> None:
+        self._weights.release(name)
+
+
+class Subject(Directory):
+    """A directory that is read by ``given``, whatever it says of its family.
+
+    ``dropped``: weights that it is taken not to have; ``mute``: it is taken to have no tokenizer.
+    """
+
+    def __init__(self, path: Path, given: Family | None) -> None:
+        super().__init__(path)
+        self._given = given
+        self.dropped: set[str] = set()
+        self.mute = False
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return not self.mute and super().has_vocabulary
+
+    def family(self) -> Family:
+        return self._given or super().family()
+
+    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+        return Without(super().weights(family, config), self.dropped)
+
+
+@dataclass
+class Case:
+    """What the checks of one model share. ``tokens`` of a text and ``new`` after them are read."""
+
+    title: str
+    file: ModelFile
+    family: Family
+    device: str
+    oracle: Oracle | None
+    tokens: int
+    new: int
+    progress: Progress
+    ids: list[int] = field(default_factory=list)
+    _llm: LLM | None = None
+    _record: Record | None = None
+
+    def load(self, **more: object) -> LLM:
+        """The model with a float32 cache and activations that are not quantised."""
+        options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new, **more}
+        return load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
+
+    @property
+    def built(self) -> LLM | None:
+        """The model, if it has been loaded."""
+        return self._llm
+
+    @property
+    def llm(self) -> LLM:
+        """The model, loaded once."""
+        if self._llm is None:
+            self._llm = self.load()
+            self._settle(self._llm)
+        return self._llm
+
+    def _settle(self, llm: LLM) -> None:
+        """Choose the ids: a text's, or any without a tokenizer, and what the oracle says next."""
+        most = llm.limits.context
+        self.new = max(1, min(self.new, most // 4))
+        self.tokens = max(1, min(self.tokens, most - self.new))
+        vocab = llm.decoder.cfg.vocab
+        draw = np.random.default_rng(7)
+        ids = draw.integers(min(3, vocab - 1), vocab, self.tokens).tolist()
+        if self.file.has_vocabulary:
+            ids = [i for i in llm.encode(TEXT)[: self.tokens] if i < vocab]
+        self.tokens = len(ids)
+        for _ in range(self.new):
+            if self.oracle is None:
+                ids.append(int(draw.integers(0, vocab)))
+            else:
+                ids.append(int(self.oracle.run(ids).logits[-1].argmax()))
+        self.ids = ids
+
+    @property
+    def layers(self) -> list[str]:
+        """The paths of the layers."""
+        n, count = self.llm.decoder.cfg.names, len(self.llm.decoder.cfg.layers)
+        return [f"{n.model}.{n.layers}.{i}" for i in range(count)]
+
+    @property
+    def record(self) -> Record:
+        """What the oracle computes for the ids, with what layers read and return."""
+        if self._record is None:
+            assert self.oracle is not None
+            layers = set(self.layers)
+            self._record = self.oracle.run(self.ids, layers.__contains__)
+        return self._record
+
+    @property
+    def exact(self) -> bool:
+        """Whether the device computes in float32 throughout, not in halves."""
+        halves = any(
+            (meta := self.llm.decoder.weights.meta(name)) is not None
+            and meta.dtype.name in ("f16", "bf16")
+            for name in self.llm.decoder.weights.names()
+        )
+        return not (halves and self.llm.executor.backends[0].halves)

@@ -1,0 +1,120 @@
+"""The checks of what is in a directory: tokenizer, configuration, weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..batch import Limits
+from ..errors import GraphllmError, ModelFileError
+from ..llm import decoder_for
+from ..tokenizer.hard_texts import HARD_TEXTS
+from ..weights.keys import IGNORED
+from .case import TEXT, Case, Subject
+from .report import FAILED, PASSED, SKIPPED, Check
+
+_SHOWN = 6  # of what differs
+
+
+def tokenizer(case: Case) -> Check:
+    """The ids of hard texts, and their texts again, as transformers' tokenizer has them."""
+    if not case.file.has_vocabulary:
+        return Check("tokenizer", SKIPPED, "there is none")
+    try:
+        own = case.file.tokenizer()
+    except GraphllmError as error:
+        if isinstance(case.file, Subject):
+            case.file.mute = True  # so that the other checks can be made
+        return Check("tokenizer", FAILED, str(error))
+    other = _transformers_tokenizer(case.file.path)
+    if isinstance(other, str):
+        return Check("tokenizer", SKIPPED, other)
+    wrong, texts = [], (*HARD_TEXTS, TEXT)
+    for text in texts:
+        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        for special in (True, False):
+            want = other(clean, add_special_tokens=special).input_ids
+            have = own.encode(text, special, parse_special=True)
+            if have != want:
+                wrong.append(f"{_cut(text)}: ids {_parting(have, want)}")
+                continue
+            shown, again = other.decode(want), own.decode(want, skip_special=False)
+            if shown != again:
+                wrong.append(f"{_cut(text)}: its ids are the text {_cut(again)}, not {_cut(shown)}")
+    if wrong:
+        text = f"{len(wrong)} of {2 * len(texts)} texts differ: {wrong[0]}"
+        return Check("tokenizer", FAILED, text, tuple(wrong[:_SHOWN]))
+    return Check("tokenizer", PASSED, f"{len(texts)} texts: the same ids, and the same texts again")
+
+
+def _transformers_tokenizer(folder: Path) -> Any:
+    """transformers', or in words why there is none."""
+    try:
+        from transformers import AutoTokenizer
+
+        from .hf import quiet
+
+        with quiet():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any kind: nothing is known of what it runs into
+        return f"transformers has none for it: {' '.join(str(error).split())[:200]}"
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def _parting(have: list[int], want: list[int]) -> str:
+    """Where two lists of ids part."""
+    same = [a == b for a, b in zip(have, want)]
+    at = same.index(False) if False in same else len(same)
+    return f"part at {at}: {have[at : at + 4]}, not {want[at : at + 4]}"
+
+
+def config(case: Case) -> Check:
+    """Every key is used, or ignored for a reason."""
+    keys = case.file.keys(case.family)
+    case.family.config(keys)
+    keys.finish()
+    used = sorted(k for k in keys.values if k in keys.read)
+    ignored = sorted(k for k in keys.values if k not in keys.read)
+    lines = [f"used: {', '.join(used)}", *(f"ignored: {k} ({IGNORED[k]})" for k in ignored)]
+    text = f"{len(used)} keys are used, {len(ignored)} are ignored"
+    return Check("config", PASSED, text, tuple(lines))
+
+
+def weights(case: Case) -> Check:
+    """The model asks for every weight that there is, and for no other."""
+    extra: list[str] = []
+    try:
+        needed = _needed(case)
+    except ModelFileError:
+        extra = _unused(case)
+        if not extra or not isinstance(case.file, Subject):
+            raise
+        case.file.dropped.update(extra)  # so that the other checks can be made
+        needed = _needed(case)
+    lines = list(case.oracle.lines) if case.oracle else []
+    if extra:
+        first = f"{extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
+        text = f"the model file does not use {first}"
+        return Check("weights", FAILED, text, (*(f"not used: {n}" for n in extra), *lines))
+    text = f"{needed} tensors, none missing, none left over"
+    return Check("weights", PASSED, "; ".join([text, *lines]))
+
+
+def _needed(case: Case) -> int:
+    """How many weights the model uses, once it is built. ModelFileError."""
+    decoder = decoder_for(case.file)
+    decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
+    return len(set(decoder.used) & set(decoder.weights.names()))
+
+
+def _unused(case: Case) -> list[str]:
+    """Weights that the model does not ask for, as far as it can be built."""
+    decoder = decoder_for(case.file)
+    try:
+        decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
+    except ModelFileError:
+        return sorted(set(decoder.weights.names()) - decoder.used)
+    return []

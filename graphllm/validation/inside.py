@@ -1,0 +1,257 @@
+"""Where within a layer a model parts from its oracle: which module, which op, which line.
+
+The layer is run from the oracle's own input, with every value in it handed out. A value is right if
+the oracle has the same one in that layer, and passed over if something right was computed from it.
+The first one that differs from its counterpart names the module, and the ops between it and what is
+right are those that can have made it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..generation.trace import Tracer
+from ..graph import toposort
+from ..ops import get
+from ..scopes import shown_line
+from ..tensor import Tensor
+from .case import Case
+from .oracle import Attended, Record
+from .regions import Region, Swap, comparable, entry, nearest, scalars, within
+
+_QUIET = ("Dropout", "Identity", "ModuleList", "RotaryEmbedding")  # modules that compute nothing
+
+
+@dataclass
+class Spot:
+    """A value of the graph that the oracle has by name. ``label``: what it is; ``path``: whose."""
+
+    node: Tensor
+    label: str
+    path: str
+    want: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where it is, in a line and in more."""
+
+    summary: str
+    lines: tuple[str, ...]
+
+
+@dataclass
+class _Values:
+    """Values of one region by node, and which of them are right."""
+
+    got: dict[int, np.ndarray]
+    right: set[int] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)  # something right was computed from them
+
+    def wrong(self, spot: Spot, limit: float) -> bool:
+        """Whether it differs from what the oracle has there, and that matters."""
+        return id(spot.node) not in self.behind and not self.agrees(spot.node, spot.want, limit)
+
+    def agrees(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
+        found = nearest(self.got[id(node)], wanted)
+        return found is not None and found.nmse <= limit
+
+
+def inside(case: Case, region: Region, limit: float) -> Parting:
+    """Where in ``region``, whose result is off, the first wrong value is made."""
+    assert case.oracle is not None
+    others = [path for path in case.layers if path != region.name]
+    whole = region.name not in case.layers  # what is before the layers, or behind them
+
+    def wanted(path: str) -> bool:
+        own = path not in case.layers if whole else within(path, region.name)
+        return own and not any(within(path, other) for other in others)
+
+    record = case.oracle.run(case.ids, wanted)
+    nodes = [node for node in region.nodes if comparable(node)]
+    spots = [*_modules(case, nodes, record), *_attentions(region.nodes, record)]
+    spots.append(Spot(region.result, f"the result of {region.name}", region.name, [region.want]))
+    values = _traced(case, region, [*nodes, *(spot.node for spot in spots)])
+    spots = [s for s in spots if nearest(values.got[id(s.node)], s.want) is not None]
+    _judge(values, nodes, spots, record, limit)
+    order = {id(node): i for i, node in enumerate(region.nodes)}
+    wrong = [s for s in spots if id(s.node) in order and values.wrong(s, limit)]
+    if not wrong:
+        text = f"{region.name} differs, though nothing in it does when its ops are not fused"
+        return Parting(text, ("graphllm diff --fused tells which fused op it is",))
+    first = min(wrong, key=lambda spot: order[id(spot.node)])
+    return _told(region, first, _between(first.node, order, values), values, record, case)
+
+
+def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
+    """The values of ``nodes``, from the oracle's value before the region."""
+    from .regions import regions
+
+    named = {f"value {i}": node for i, node in enumerate({id(n): n for n in nodes}.values())}
+    swaps = {}
+    for cut in regions(case.llm, case.layers, case.record):
+        if cut.name == region.before:
+            named["before"], swaps["before"] = cut.result, Swap(cut.want)
+    got = Tracer(case.llm.engine, named).trace(case.ids, "value *", swaps)
+    return _Values({id(named[name]): value for name, value in got.items()})
+
+
+# ------------------------------------------------------------------------- what the oracle has, too
+
+
+def _modules(case: Case, nodes: Sequence[Tensor], record: Record) -> list[Spot]:
+    """What modules of the same path read and return."""
+    found = []
+    for path, node in case.llm.engine.values.items():
+        if path in record.read:
+            read = entry(nodes, path)
+            if read is not None:
+                found.append(Spot(read, f"what {path} reads", path, [record.read[path]]))
+        if path in record.returned:
+            found.append(Spot(node, f"what {path} returns", path, [record.returned[path]]))
+    return found
+
+
+def _attentions(nodes: Sequence[Tensor], record: Record) -> list[Spot]:
+    """What an attention reads and gives, which no module stands for."""
+    found = []
+    for node in nodes:
+        known = record.attended.get(node.scope) if node.op == "attention" else None
+        if known is None:
+            continue
+        query, key, value = (_written(source) for source in node.sources[:3])
+        found += [
+            Spot(query, f"the query that {node.scope} attends with", node.scope, [known.query]),
+            Spot(key, f"the key that {node.scope} caches", node.scope, [known.key]),
+            Spot(value, f"the value that {node.scope} caches", node.scope, [known.value]),
+            Spot(node, f"what {node.scope} attends to", node.scope, [known.result]),
+        ]
+    return [spot for spot in found if comparable(spot.node)]
+
+
+def _written(source: Tensor) -> Tensor:
+    """What is written to a pool, if that is one."""
+    pool = source.base
+    written = get(pool.op).written(pool) if not pool.is_leaf else ()
+    return pool.sources[1] if written else source
+
+
+# ------------------------------------------------------------------------------------ what is right
+
+
+def _judge(
+    values: _Values, nodes: Sequence[Tensor], spots: Sequence[Spot], record: Record, limit: float
+) -> None:
+    """Mark the values that are right."""
+    arrays = [*record.returned.values(), *record.read.values()]
+    for known in record.attended.values():
+        arrays += [known.query, known.key, known.value, known.result]
+    expected: dict[int, list[np.ndarray]] = {}
+    for spot in spots:
+        expected.setdefault(id(spot.node), []).extend(spot.want)
+    for node in {id(n): n for n in [*nodes, *(s.node for s in spots)]}.values():
+        if values.agrees(node, expected.get(id(node), arrays), limit):
+            values.right.add(id(node))
+    for known in record.attended.values():
+        _judge_scores(values, spots, known, limit)
+    right = [n for n in [*nodes, *(spot.node for spot in spots)] if id(n) in values.right]
+    values.behind.update(id(s) for node in toposort(right) for s in node.sources)
+
+
+def _judge_scores(values: _Values, spots: Sequence[Spot], known: Attended, limit: float) -> None:
+    """Queries and keys whose columns stand in another order are right if their products are."""
+    query, key = (
+        next((s.node for s in spots if any(w is each for w in s.want)), None)
+        for each in (known.query, known.key)
+    )
+    if query is None or key is None:
+        return
+    ours = [values.got[id(node)].astype(np.float64) for node in (query, key)]
+    theirs = [known.query.swapaxes(0, 1), known.key.swapaxes(0, 1)]
+    if [a.shape for a in ours] != [a.shape for a in theirs]:
+        return
+    found = nearest(_scores(*ours), [_scores(*theirs)])
+    if found is not None and found.nmse <= limit:
+        for node in (query, key):
+            values.right.add(id(node))
+            values.behind.add(id(node))  # they need not be the oracle's
+
+
+def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """[T, H, T] of query [T, H, D] and key [T, Hkv, D]."""
+    heads = np.repeat(key, query.shape[1] // key.shape[1], axis=1)
+    return np.einsum("thd,shd->ths", query, heads)
+
+
+def _between(wrong: Tensor, order: dict[int, int], values: _Values) -> list[Tensor]:
+    """The nodes between right values and a wrong one, in the order of a run, itself included."""
+    found, seen, stack = [], set[int](), [wrong]
+    while stack:
+        node = stack.pop()
+        fine = id(node) in values.right or id(node) in values.behind
+        if id(node) in seen or fine or id(node) not in order:
+            continue
+        seen.add(id(node))
+        stack.extend(node.sources)
+        if comparable(node) and not node.is_view:
+            found.append(node)
+    return sorted(found, key=lambda node: order[id(node)])
+
+
+# ---------------------------------------------------------------------------------------- in words
+
+
+def _told(
+    region: Region, spot: Spot, made: list[Tensor], values: _Values, record: Record, case: Case
+) -> Parting:
+    ops = [f"{node.op} at {shown_line(node.origin)}" for node in made]
+    by = f": made by {', '.join(dict.fromkeys(ops))}" if ops else ""
+    missing = "" if ops else ": the ops that make it are right, something is not done after them"
+    found = nearest(values.got[id(spot.node)], spot.want)
+    assert found is not None
+    at = ",".join(map(str, found.worst))
+    worst = f"worst at [{at}]: {found.got:.6g}, not {found.want:.6g}"
+    lines = [f"{spot.label}: NMSE {found.nmse:.1e}, {worst}"]
+    for node in made:
+        lines.append(f"{node.op}({scalars(node.attrs)}) of {node.scope}")
+        lines += _known_better(node, record)
+    lines += _not_run(spot.path, record, case)
+    return Parting(f"{region.name}: {spot.label} differs{by}{missing}", tuple(lines))
+
+
+_OPTIONS = {"scale": "scaling", "window": "sliding_window", "softcap": "softcap"}
+
+
+def _known_better(node: Tensor, record: Record) -> list[str]:
+    """Attributes for which the oracle has another value."""
+    pairs = []
+    known = record.attended.get(node.scope)
+    if node.op == "attention" and known is not None:
+        pairs = [(ours, known.options.get(theirs)) for ours, theirs in _OPTIONS.items()]
+    if "eps" in node.attrs:
+        pairs += [("eps", value) for value in record.facts.get(node.scope, {}).values()]
+    return [
+        f"  {name} = {node.attrs[name]:.6g}; the oracle's is {value or 0:.6g}"
+        for name, value in pairs
+        if isinstance(value, (int, float, type(None))) and not _same(node.attrs[name], value)
+    ]
+
+
+def _same(ours: float, theirs: float | None) -> bool:
+    return abs(ours - (theirs or 0)) <= 1e-6 * abs(ours)
+
+
+def _not_run(path: str, record: Record, case: Case) -> list[str]:
+    """Modules beside ``path`` that the oracle runs and the model file does not."""
+    parent = path.rpartition(".")[0] if path not in case.layers else path
+    names = [
+        f"{name} ({kind})"
+        for name, kind in record.modules.items()
+        if (within(name, path) or name.rpartition(".")[0] == parent)
+        and not kind.endswith(_QUIET)
+        and name not in case.llm.engine.values
+    ]
+    return [f"modules of the oracle alone: {', '.join(names)}"] if names else []

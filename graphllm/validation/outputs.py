@@ -1,0 +1,122 @@
+"""The checks of what a model gives: logits, greedy tokens, perplexity; and of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import backends as registry
+from ..profiler.diff import Diff, diff
+from .case import Case
+from .report import FAILED, PASSED, SKIPPED, Check
+
+# Of logits, as a share of their range: in float32, and where halves are multiplied.
+EXACT, HALVES = 1e-4, 2e-2
+TIE = 1e-2  # two logits that are no further apart may change places
+PERPLEXITY = 1e-3, 2e-2
+
+
+def logits(case: Case) -> Check:
+    """Of all ids, read at once."""
+    have, want = case.llm.logits(case.ids), case.record.logits
+    if have.shape != want.shape:
+        text = f"they are {list(have.shape)}, the oracle's {list(want.shape)}"
+        return Check("logits", FAILED, text)
+    return _compared("logits", case, have, want, "the oracle's")
+
+
+def _compared(name: str, case: Case, have: np.ndarray, want: np.ndarray, whose: str) -> Check:
+    apart, limit = np.abs(have - want), EXACT if case.exact else HALVES
+    share = float(apart.max() / (want.max() - want.min() or 1.0))
+    row, column = np.unravel_index(int(np.argmax(apart)), apart.shape)
+    values = f"{have[row, column]:.6g}, not {want[row, column]:.6g} at token {row}, id {column}"
+    text = f"at most {share:.0e} of their range from {whose} (allowed: {limit:.0e})"
+    figures: dict[str, Any] = {"largest share": share, "allowed": limit}
+    status = PASSED if share <= limit else FAILED
+    return Check(name, status, text, (f"the largest difference: {values}",), (figures,))
+
+
+def greedy(case: Case) -> Check:
+    """The tokens after the text, one by one, each the most likely one after those of the oracle."""
+    engine, want = case.llm.engine, case.record.logits
+    engine.begin(case.ids)
+    engine.step_logits(case.ids[: case.tokens - 1] or case.ids[:1], last=True)
+    at = max(1, case.tokens - 1)
+    steps = [engine.step_logits([token])[0] for token in case.ids[at:-1]]
+    other, ties, margins = [], 0, []
+    for row, own in enumerate(steps, at):
+        second, first = np.sort(want[row])[-2:]
+        margins.append(float(first - second))
+        if own.argmax() != want[row].argmax():
+            ties += margins[-1] <= TIE
+            other += [] if margins[-1] <= TIE else [(row, int(own.argmax()), margins[-1])]
+    if other:
+        row, token, margin = other[0]
+        text = f"{len(other)} of {len(steps)} tokens differ, the first after {row + 1} ids"
+        line = f"{token}, not {want[row].argmax()}, which leads by {margin:.3g}"
+        return Check("greedy", FAILED, f"{text}: {line}")
+    same = f"{len(steps) - ties} of {len(steps)} tokens are the same"
+    tied = f", {ties} ties (within {TIE})" if ties else ""
+    return Check("greedy", PASSED, f"{same}{tied}; the least margin is {min(margins):.2g}")
+
+
+def perplexity(case: Case) -> Check:
+    """Of the text, by both."""
+    have, want = (
+        _perplexity(each[: case.tokens], case.ids[: case.tokens])
+        for each in (case.llm.logits(case.ids), case.record.logits)
+    )
+    limit = PERPLEXITY[not case.exact]
+    off = abs(have / want - 1)
+    what = "a text" if case.file.has_vocabulary else "ids without meaning"
+    text = f"{have:.4f}, the oracle's {want:.4f}, over {case.tokens - 1} tokens of {what}"
+    figures = {"own": have, "oracle": want, "allowed": limit}
+    return Check("perplexity", PASSED if off <= limit else FAILED, text, rows=(figures,))
+
+
+def _perplexity(logits: np.ndarray, ids: list[int]) -> float:
+    rows = logits[:-1].astype(np.float64)
+    rows = rows - rows.max(axis=1, keepdims=True)
+    likely = rows[np.arange(len(rows)), ids[1:]] - np.log(np.exp(rows).sum(axis=1))
+    return float(np.exp(-likely.mean()))
+
+
+# ---------------------------------------------------------------------------------------- of itself
+
+
+def steps(case: Case) -> Check:
+    """Token by token it computes what it computes of all ids at once."""
+    whole, engine = case.llm.logits(case.ids), case.llm.engine
+    engine.begin(case.ids)
+    alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
+    return _compared("steps", case, alone, whole, "those of one step")
+
+
+def fusion(case: Case) -> Check:
+    """Fused steps against their parts."""
+    return _diffed("fusion", case, (case.llm.device,), fused=True)
+
+
+def backends(case: Case) -> Check:
+    """The first backend against each usable one behind it."""
+    first = case.llm.device
+    behind = [n for n in registry.behind(first) if n != first and registry.find(n).available()[0]]
+    if not behind:
+        return Check("backends", SKIPPED, f"none but {first} can be used")
+    checks = [_diffed("backends", case, (first, other)) for other in behind]
+    bad = next((check for check in checks if check.status == FAILED), None)
+    return bad or Check("backends", PASSED, "; ".join(check.summary for check in checks))
+
+
+def _diffed(name: str, case: Case, names: tuple[str, ...], fused: bool = False) -> Check:
+    found: Diff = diff(
+        case.file, names, ids=case.ids[: case.tokens], fused=fused, linear="float",
+        kv_type="f32", progress=case.progress,
+    )  # fmt: skip
+    text = f"{found.sides[0]} against {found.sides[1]}: "
+    if found.first is None:
+        text += f"{len(found.rows)} results are within their ops' tolerance"
+        return Check(name, PASSED, text)
+    lines = found.verdict()
+    return Check(name, FAILED, f"{text}{lines[0]} {lines[1].strip()}", tuple(lines[1:]))

@@ -1,0 +1,126 @@
+"""`graphllm.validate`: which models, which checks, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .. import models
+from ..errors import GraphllmError, RequestError
+from ..executor import Progress
+from ..family import Family
+from ..weights.files import ModelFile, model_path
+from . import files, hf, outputs
+from .case import Case, Subject
+from .layers import hidden_states
+from .oracle import Function, FunctionOracle, Oracle, function_of
+from .report import FAILED, SKIPPED, Check, Report, Run
+from .tiny import tiny_models
+
+ALONE: tuple[tuple[str, Callable[[Case], Check]], ...] = (
+    ("steps", outputs.steps), ("fusion", outputs.fusion), ("backends", outputs.backends),
+)  # fmt: skip
+COMPARED: tuple[tuple[str, Callable[[Case], Check]], ...] = (
+    ("layers", hidden_states), ("logits", outputs.logits), ("greedy", outputs.greedy),
+    ("perplexity", outputs.perplexity),
+)  # fmt: skip
+FILES: tuple[tuple[str, Callable[[Case], Check]], ...] = (
+    ("tokenizer", files.tokenizer), ("config", files.config), ("weights", files.weights),
+)  # fmt: skip
+
+
+def validate(
+    model: str | Path | None = None,
+    *,
+    model_def: str | Path | Family | None = None,
+    tiny: bool = False,
+    oracle: str | Path | None = None,
+    device: str = "auto",
+    tokens: int = 64,
+    new: int = 16,
+    progress: Progress | None = None,
+) -> Report:
+    """Is a model right?
+
+    ``model``: a Hugging Face directory, compared with transformers in float32. With ``tiny``: a
+    family's name or a model file, whose TINY configurations are tried with random weights.
+    ``model_def``: the model file that reads the directory, instead of the family's. ``oracle``: a
+    Python file with ``oracle(config, weights, ids)`` (`graphllm.validation.oracle`) to compare
+    with, as the model file may have itself. ``tokens`` of a text and ``new`` after them are read.
+    RequestError for what cannot be validated; what is wrong with the model is in the report.
+    """
+    if tokens < 2 or new < 1 or tokens + new > 512:
+        raise RequestError(
+            f"tokens = {tokens} must be at least 2, and at most 512 with new = {new}"
+        )
+    show = progress or (lambda what, done, total: None)
+    function = None if oracle is None else function_of(Path(oracle))
+    if tiny:
+        family = _family(model, model_def)
+        runs = [
+            _run(family.name + f" {i}", file, family, device, made, tokens, new, show)
+            for i, (file, made) in enumerate(tiny_models(family, function))
+        ]
+        return Report(family.name, tuple(runs))
+    if model is None:
+        raise RequestError("give a Hugging Face directory, or --tiny with a family or a model file")
+    path = model_path(model)
+    if not path.is_dir():
+        raise RequestError(f"{path}: is no Hugging Face directory, which validate compares with")
+    file = Subject(path, None if model_def is None else _family(None, model_def))
+    family = file.family()
+    known = _oracle(file, family, function)
+    run = _run(str(path), file, family, device, known, tokens, new, show)
+    return Report(str(path), (run,))
+
+
+def _family(model: str | Path | None, model_def: str | Path | Family | None) -> Family:
+    """The family that --tiny is for. RequestError, ModelFileError."""
+    if isinstance(model_def, Family):
+        return model_def
+    if (model is None) == (model_def is None):
+        raise RequestError("--tiny is for one family, or one model file (--model-def)")
+    if model_def is not None:
+        return models.own(model_def)
+    if Path(str(model)).suffix == ".py":
+        return models.own(Path(str(model)))
+    return models.of_type(str(model), "--tiny")
+
+
+def _oracle(file: Subject, family: Family, function: Function | None) -> Oracle | None:
+    """Who knows what the directory's model computes. RequestError without transformers."""
+    function = function or family.oracle
+    if function is not None:
+        weights = file.weights(family, family.config(file.keys(family)))
+        return FunctionOracle(function, file.metadata, weights)
+    hf.require()
+    if not hf.known(file.architecture):
+        return None
+    return hf.TransformersOracle.load(file.path)
+
+
+def _run(
+    title: str, file: ModelFile, family: Family, device: str, oracle: Oracle | None, tokens: int,
+    new: int, show: Progress,
+) -> Run:  # fmt: skip
+    case = Case(title, file, family, device, oracle, tokens, new, show)
+    checks = tuple(_checks(case))
+    name = case.built.device if case.built else device
+    return Run(title, oracle.name if oracle else "", name, checks)
+
+
+def _checks(case: Case) -> Iterator[Check]:
+    """All checks, in order; those that cannot be made are skipped, with the reason."""
+    broken = ""
+    for name, check in (*FILES, *COMPARED, *ALONE):
+        if (name, check) in COMPARED and case.oracle is None:
+            yield Check(name, SKIPPED, "there is nothing independent to compare with")
+            continue
+        if broken:
+            yield Check(name, SKIPPED, f"the {broken} must be right first")
+            continue
+        try:
+            yield check(case)
+        except GraphllmError as error:
+            yield Check(name, FAILED, str(error))
+            broken = name

@@ -1,0 +1,147 @@
+"""Small random models of a model file: its TINY configurations, with weights that are made here."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..batch import Limits
+from ..config import DecoderConfig
+from ..dtype import F32
+from ..errors import ConfigError, ModelFileError
+from ..family import Family
+from ..scopes import current_scope
+from ..tensor import Tensor, weight
+from ..tokenizer import Tokenizer
+from ..weights import Arrays, Weights
+from ..weights.files import ModelFile
+from ..weights.keys import Keys
+from ..weights.mapped import TensorInfo
+from . import hf
+from .case import Subject
+from .oracle import Function, FunctionOracle, Oracle
+
+_LAYERS = 512  # more than a small model has
+
+
+def tiny_models(
+    family: Family, function: Function | None
+) -> Iterator[tuple[ModelFile, Oracle | None]]:
+    """Every small model of ``family``, with who knows what it computes: ``function``, or the model
+    file's own, or transformers. ModelFileError for a family without any, RequestError without
+    transformers."""
+    if not family.tiny:
+        raise ModelFileError(f"{family.name}: has no TINY configurations to validate")
+    function = function or family.oracle
+    for variant in family.tiny:
+        config = {**family.tiny[0], **variant}
+        kind = config.pop("model_type", family.name)
+        if function is None:
+            hf.require()
+            if hf.known(kind):
+                yield from _of_transformers(family, kind, config)
+                continue
+        file = Invented(family, {"model_type": kind, **config})
+        yield file, None if function is None else FunctionOracle(function, config, file.made)
+
+
+def _of_transformers(
+    family: Family, kind: str, config: Mapping[str, Any]
+) -> Iterator[tuple[ModelFile, Oracle | None]]:
+    """The directory that transformers writes of its own random model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf.quiet():
+        try:
+            made = AutoConfig.for_model(kind, **config)
+            model = AutoModelForCausalLM.from_config(
+                made, dtype=torch.float32, attn_implementation="eager"
+            )
+        except Exception as error:  # transformers checks what it is given in many ways
+            text = " ".join(str(error).split())
+            raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
+        _randomise(model)
+        model.save_pretrained(folder)
+        yield Subject(Path(folder), family), hf.TransformersOracle(model.eval())
+
+
+def _randomise(model: Any) -> None:
+    """Numbers of a size that keeps sums near one, in place of what training begins with; vectors
+    stay near what they are, but differ from element to element."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    buffers = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for value in (*model.parameters(), *buffers):
+            noise = torch.randn(value.shape, generator=draw)
+            if value.ndim > 1:
+                value.copy_(noise / value.shape[-1] ** 0.5)
+            else:
+                value.add_(0.2 * noise)
+
+
+class Invented:
+    """A model file that is nowhere: random weights of the names and shapes that the model file asks
+    for. ConfigError and GraphError as it raises them."""
+
+    kind, has_vocabulary, chat_template = "random model", False, None
+
+    def __init__(self, family: Family, metadata: Mapping[str, Any]) -> None:
+        self.path = Path(f"{family.name}.py")
+        self.metadata, self._family = dict(metadata), family
+        self.made = Arrays(_weights(family, family.config(self.keys(family))))
+        self.tensors: dict[str, TensorInfo] = {}
+        for name in self.made.names():
+            meta = self.made.meta(name)
+            assert meta is not None
+            self.tensors[name] = TensorInfo(name, meta.shape, F32, meta.nbytes, 0)  # type: ignore[arg-type]
+
+    @property
+    def architecture(self) -> str:
+        return self._family.name
+
+    def family(self) -> Family:
+        return self._family
+
+    def keys(self, family: Family) -> Keys:
+        layers = [f"{i}." for i in range(_LAYERS)]  # whichever is looked for is there
+        return Keys(f"{self.path}: TINY", self.metadata, layers, {})
+
+    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+        return self.made
+
+    def tokenizer(self) -> Tokenizer:
+        raise ModelFileError(f"{self.path}: a random model has no tokenizer")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _weights(family: Family, config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Random float32 arrays for all that the family's decoder asks for."""
+    asked: dict[str, tuple[int, ...]] = {}
+
+    class Asking(family.model):  # type: ignore[name-defined]
+        def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
+            path = name if root else f"{current_scope()}.{name}".lstrip(".")
+            asked[path] = shape
+            return weight(path, shape, F32)
+
+    Asking(config, Arrays({})).build(Limits(context=64, kv_dtype="f32"))
+    draw = np.random.default_rng(0)
+    return {name: _random(draw, name, shape) for name, shape in asked.items()}
+
+
+def _random(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """As `_randomise` has it: biases near 0, other vectors near 1."""
+    noise = draw.standard_normal(shape, np.float32)
+    if len(shape) > 1:
+        return noise / np.float32(shape[-1] ** 0.5)
+    return np.float32(0 if name.endswith("bias") else 1) + np.float32(0.2) * noise
