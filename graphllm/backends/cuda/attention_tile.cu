@@ -19,28 +19,6 @@ struct Tile {
     u16 q[QUERIES][STRIDE], k[KEYS][STRIDE], v[KEYS][STRIDE];
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
-}
-
-__device__ __forceinline__ void load_turned(u32* r, const u16* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
-}
-
-__device__ __forceinline__ void copy16(u16* to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
-}
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;"); }
-template <int LEFT> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
-}
-
 __device__ __forceinline__ float power_of_2(float x) {  // what is all but zero is zero
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

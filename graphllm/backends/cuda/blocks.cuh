@@ -18,6 +18,20 @@ template <int PARTS> struct Unpacked {
     float scale[PARTS], offset[PARTS];
 };
 
+// Part p of an item as 16 float16.
+template <int PARTS>
+__device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uint4* to) {
+    u32 r[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        int v = u.v[4 * p + e / 2] >> 16 * (e % 2);
+        float low = fmaf(u.scale[p], (float)(i8)v, u.offset[p]);
+        r[e] = two_within_f16(low, fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p]));
+    }
+    to[0] = make_uint4(r[0], r[1], r[2], r[3]);
+    to[1] = make_uint4(r[4], r[5], r[6], r[7]);
+}
+
 __device__ __forceinline__ float low_half(u32 pair) { return from_f16((u16)pair); }
 __device__ __forceinline__ float high_half(u32 pair) { return from_f16((u16)(pair >> 16)); }
 

@@ -168,6 +168,17 @@ __device__ __forceinline__ float within_f16(float x) {  // beyond the range the 
     return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
 }
 
+// Two of them as a pair, the first one low.
+__device__ __forceinline__ u32 two_within_f16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    u32 pair;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return to_f16(within_f16(low)) | (u32)to_f16(within_f16(high)) << 16;
+#endif
+}
+
 __device__ __forceinline__ float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
 
 __device__ __forceinline__ u16 to_bf16(float x) {  // to nearest even; NaN stays NaN

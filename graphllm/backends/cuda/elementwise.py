@@ -54,6 +54,11 @@ def silu(site: Site) -> Launch:
     return _unary(site, "silu")
 
 
+@BACKEND.kernel("sigmoid", **_ROWS)
+def sigmoid(site: Site) -> Launch:
+    return _unary(site, "sigmoid")
+
+
 @BACKEND.kernel("gelu", **_ROWS)
 def gelu(site: Site) -> Launch:
     return _unary(site, f"gelu_{site.attrs['kind']}")
@@ -92,3 +97,14 @@ def mul(site: Site) -> Launch:
 @BACKEND.kernel("mul", **_ROW)
 def mul_row(site: Site) -> Launch:
     return _binary(site, "mul", 0, site.b.meta.shape[0])
+
+
+@BACKEND.kernel(
+    "clamped_glu", layout={"gate": ROWS, "up": ROWS}, dtypes={"gate": "f32", "up": "f32"}
+)
+def clamped_glu(site: Site) -> Launch:
+    gate, up = site.gate, site.up
+    args = (gate.address, gate.row_stride, up.address, up.row_stride, site.out.address,
+            site.live(gate.meta.rows), gate.width, float(site.attrs["alpha"]),
+            float(site.attrs["limit"]))  # fmt: skip
+    return _launch(site, gate, "clamped_glu", args)

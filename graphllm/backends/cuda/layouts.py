@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from ...tensor import Meta
 from .device import DevicePack, Launch, ceil
@@ -30,13 +31,12 @@ PLANES: dict[str, tuple[tuple[int, int], ...]] = {
 
 
 def _blocks(meta: Meta) -> int:
-    rows, columns = meta.bound().shape
-    assert isinstance(rows, int) and isinstance(columns, int)
-    return rows * (columns // meta.dtype.block)
+    *lines, columns = meta.bound().shape
+    return prod(lines) * (columns // meta.dtype.block)  # type: ignore[arg-type,operator]
 
 
 def _offsets(meta: Meta) -> list[int]:
-    """Where each plane of a matrix [N, K] begins, and where the last one ends, in bytes."""
+    """Where each plane of [..., N, K] begins, and where the last one ends, in bytes."""
     found = [0]
     for first, last in PLANES[meta.dtype.name]:
         found.append(found[-1] + ceil(_blocks(meta) * (last - first), _ALIGN) * _ALIGN)

@@ -26,9 +26,9 @@ from .source import Function, module
 FEW = 8  # tokens, up to which plain weights meet activations of float32
 SOME = 16  # tokens, up to which own kernels multiply; above the library is faster
 TOGETHER = 3  # matrices in one launch
-_WARPS = 4  # of a block of linear.cu and linear_ragged.cu
+WARPS = 4  # of a block of linear.cu and linear_ragged.cu
 _SHARED, _BUSY = (1, 2), 20  # warps that may share a row; warps that keep a processor busy
-_ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
+ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
 _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
@@ -41,16 +41,16 @@ def _few_kernel(
     name: str, integer: bool, tokens: int, gated: bool = False, shared: int = 1
 ) -> Function:
     """linear.cu for a format; see there for the macros."""
-    rows, depth = _shape(name, integer, tokens, gated)
+    rows, depth = few_shape(name, integer, tokens, gated)
     made = module(
         "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=rows,
-        DEPTH=depth, GATED=int(gated), NEXT=_next(name) if tokens == 1 else 0,
+        DEPTH=depth, GATED=int(gated), NEXT=next_one(name) if tokens == 1 else 0,
         SHARED_BY=shared,
     )  # fmt: skip
     return made["linear"]
 
 
-def _next(name: str) -> int:
+def next_one(name: str) -> int:
     """When the next kernel may begin, the NEXT of linear.cu: the fastest on an H200. The sooner it
     is, the more there is to do while this one ends, and the more is in its way."""
     if name in (*PLAIN, "q8_0"):
@@ -58,7 +58,7 @@ def _next(name: str) -> int:
     return 1 if dtype(name).block == 32 else 0
 
 
-def _shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
+def few_shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
     """(rows, depth): of the matrix to a warp, and items of each on their way; the fastest of those
     that were tried on an H200, and more would not fit in registers."""
     if tokens > 1:
@@ -111,21 +111,21 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
         x.address, x.row_stride, site.live(x.meta.rows), k, _matrices(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
-    if name in PLAIN and (k % _ITEM[name] or unaligned):
-        return _launch(_ragged_kernel(name), jobs, 1, _WARPS, most, args)
-    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and _tensor_cores(site):
+    if name in PLAIN and (k % ITEM[name] or unaligned):
+        return _launch(_ragged_kernel(name), jobs, 1, WARPS, most, args)
+    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and tensor_cores(site):
         grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
     sizes = _sizes(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
-    rows, depth = _shape(name, x.dtype != F32, tokens, gated)
+    rows, depth = few_shape(name, x.dtype != F32, tokens, gated)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, rows) for job in own)
     lone = tokens == 1 and not gated and name in PLAIN
-    shared = _shared_by(groups, k // _ITEM[name], depth, site) if lone else 1
+    shared = _shared_by(groups, k // ITEM[name], depth, site) if lone else 1
     kernel = _few_kernel(name, x.dtype != F32, tokens, gated, shared)
     args.append(act)
-    return _launch(kernel, own, rows, _WARPS // shared, ceil(most, tokens), args)
+    return _launch(kernel, own, rows, WARPS // shared, ceil(most, tokens), args)
 
 
 def _shared_by(groups: int, items: int, depth: int, site: Site) -> int:
@@ -140,7 +140,7 @@ def fits_some(site: Site, job: Job) -> bool:
     x = job.x
     aligned = job.depth % _STEP == 0 and x.address % 16 == 0 and x.row_stride % 16 == 0
     fits = site.most(x.meta.rows) <= SOME and job.w.dtype == x.dtype and job.rows >= min(_SIDES)
-    return fits and aligned and _tensor_cores(site)
+    return fits and aligned and tensor_cores(site)
 
 
 def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
@@ -167,10 +167,10 @@ def _launch(
 ) -> Launch:
     """``rows`` of the matrices to a warp, and ``warps`` such groups of rows to a block."""
     groups = sum(ceil(job.rows, rows) for job in jobs)
-    return Launch(kernel, (ceil(groups, warps), y), (32 * _WARPS,), args)
+    return Launch(kernel, (ceil(groups, warps), y), (32 * WARPS,), args)
 
 
-def _tensor_cores(site: Site) -> bool:
+def tensor_cores(site: Site) -> bool:
     """Whether there are those of capability 8.0, with bf16 and 16 deep."""
     return bool(site.device.gpu.capability >= (8, 0))
 
@@ -208,7 +208,7 @@ def fused_pair(gate: Job, up: Job) -> bool:
     if gate.x.dtype.name in HALVES:
         return False
     same = (gate.x.address, kind, gate.w.meta.shape) == (up.x.address, up.w.dtype, up.w.meta.shape)
-    whole = kind.name in PLANES or (gate.depth % _ITEM[kind.name] == 0)
+    whole = kind.name in PLANES or (gate.depth % ITEM[kind.name] == 0)
     return same and whole and gate.x.address % 16 == 0
 
 
@@ -234,20 +234,25 @@ def _when(node: Tensor, options: Options) -> str | None:
     return None if x is not None and x.dtype == F32 else unmatched(x, w)
 
 
-def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+def lowered(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
     """Few rows quantised for a block format, many in the kind that weights are multiplied as; float
     rows where vectors can be loaded from them."""
+    if x.dtype != F32:
+        return x
+    if not few:
+        return x if wide(w.dtype) == F32 else ops.quantise_act(x, dtype=wide(w.dtype).name)
+    if w.dtype.name not in PLANES:
+        return x
+    if options.linear != "float":
+        return ops.quantise_act(x, dtype=activation(w.dtype))
+    apart = any(at % 16 for at in (x.meta.offset, *x.meta.strides[:-1]))
+    return ops.contiguous(x) if apart else x
+
+
+def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    if x.dtype == F32 and not few(x, w):
-        if wide(w.dtype) != F32:
-            x = ops.quantise_act(x, dtype=wide(w.dtype).name)
-    elif x.dtype == F32 and w.dtype.name in PLANES:
-        if options.linear != "float":
-            x = ops.quantise_act(x, dtype=activation(w.dtype))
-        elif x.meta.offset % 16 or x.meta.strides[0] % 16:
-            x = ops.contiguous(x)
-    return (x, w, *rest)
+    return (lowered(x, w, few(x, w), options), w, *rest)
 
 
 def _scratch(node: Tensor, options: Options) -> int:

@@ -1,7 +1,6 @@
 // Block weights as float16, for the library's matrix products. FORMAT: of the weights.
 
 #include "blocks.cuh"
-#include "quantise.cuh"
 
 // `count` items of a matrix, whole rows from item `first` on, as float16. The 32 items of a warp are
 // neighbours: they are put in order in shared memory, and leave it as whole lines.
@@ -20,19 +19,7 @@ extern "C" __global__ void __launch_bounds__(128)
         item.unpack(j, u);
         u16* row = (u16*)stage[warp] + (i - j - start) * FORMAT::ITEM;
 #pragma unroll
-        for (int p = 0; p < FORMAT::PARTS; p++) {
-            u32 r[8];
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int v = u.v[4 * p + e / 2] >> 16 * (e % 2);
-                float low = fmaf(u.scale[p], (float)(i8)v, u.offset[p]);
-                float high = fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p]);
-                r[e] = to_half(1, low) | (u32)to_half(1, high) << 16;
-            }
-            uint4* to = (uint4*)(row + FORMAT::at(j, p));
-            to[0] = make_uint4(r[0], r[1], r[2], r[3]);
-            to[1] = make_uint4(r[4], r[5], r[6], r[7]);
-        }
+        for (int p = 0; p < FORMAT::PARTS; p++) expand_part(u, p, (uint4*)(row + FORMAT::at(j, p)));
     }
     __syncwarp();
     uint4* to = (uint4*)(y + start * FORMAT::ITEM);

@@ -1,31 +1,36 @@
-// Activations in fewer bits. A warp does one block of a row, or 256 of its columns.
+// Activations in fewer bits. A warp does one block of a line, of which rows have one or several, or
+// 256 columns of a row.
 
 #include "quantise.cuh"
 
 template <int N>
 __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                         const i64* live, int width) {
+                                         const i64* live, int lines, int width, int out_line) {
     const i64 rows = begin(live);
-    i64 row = blockIdx.x;
+    i64 row = blockIdx.x / lines;
+    int line = blockIdx.x % lines;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
     if (row >= rows || first >= width) return;
-    const float* from = (const float*)(x + row * stride) + first + threadIdx.x % WARP;
+    const float* from = (const float*)(x + row * stride) + (i64)line * width + first;
+    from += threadIdx.x % WARP;
     float v[N];
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = from[32 * i];
-    emit_to<N>(v, {out, out_stride, 32 * N, 0}, row, first, width);
+    emit_to<N>(v, {out + (i64)line * out_line, out_stride, 32 * N, 0}, row, first, width);
 }
 
 extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                       const i64* live, int width STAMPS) {
+                                       const i64* live, int lines, int width,
+                                       int out_line STAMPS) {
     STAMPED
-    quantise<1>(x, stride, out, out_stride, live, width);
+    quantise<1>(x, stride, out, out_stride, live, lines, width, out_line);
 }
 
 extern "C" __global__ void quantise_256(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                        const i64* live, int width STAMPS) {
+                                        const i64* live, int lines, int width,
+                                        int out_line STAMPS) {
     STAMPED
-    quantise<8>(x, stride, out, out_stride, live, width);
+    quantise<8>(x, stride, out, out_stride, live, lines, width, out_line);
 }
 
 extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stride,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from math import prod
 
 from .. import ROWS
 from . import BACKEND
@@ -17,14 +18,16 @@ HALVES = {"f16": 1, "bf16": 2}  # what quantise.cuh calls them
 
 def quantise(site: Site, x: int, stride: int, out: Spot) -> Launch:
     """Float rows at address ``x``, ``stride`` bytes apart, to ``out``, whose dtype says how."""
-    kind = HALVES.get(out.dtype.name, 0)
-    size = 256 if kind else out.dtype.block
-    grid = (site.most(out.meta.rows), ceil(out.width, size * _WARPS))
-    args: tuple[int, ...] = (
-        x, stride, out.address, out.row_stride, site.live(out.meta.rows), out.width
-    )  # fmt: skip
-    args += (kind,) if kind else ()
-    return Launch(_MODULE["narrow" if kind else f"quantise_{size}"], grid, (32 * _WARPS,), args)
+    kind, rows = HALVES.get(out.dtype.name, 0), site.most(out.meta.rows)
+    args: list[int] = [x, stride, out.address, out.row_stride, site.live(out.meta.rows)]
+    if kind:
+        grid = (rows, ceil(out.width, 256 * _WARPS))
+        return Launch(_MODULE["narrow"], grid, (32 * _WARPS,), [*args, out.width, kind])
+    *lines, width = out.meta.inner  # each line is in blocks for itself
+    size, count = out.dtype.block, prod(lines)
+    grid = (rows * count, ceil(width, size * _WARPS))
+    args += [count, width, out.dtype.row_nbytes(width)]
+    return Launch(_MODULE[f"quantise_{size}"], grid, (32 * _WARPS,), args)
 
 
 @BACKEND.kernel("quantise_act", layout={"x": ROWS}, dtypes={"x": "f32"})

@@ -19,3 +19,35 @@ __device__ __forceinline__ u32 pair(float low, float high) {
     asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+// Four matrices of 8 x 8 halves, of which lane l says where row l % 8 of number l / 8 lies; as they are,
+// or turned.
+__device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+__device__ __forceinline__ void load_turned(u32* r, const u16* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+
+// 16 bytes on their way to shared memory, zeros where `there` is false.
+__device__ __forceinline__ void copy16(u16* to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+
+__device__ __forceinline__ void copy16(u16* to, const u8* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(there ? 16 : 0));
+}
+
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;"); }
+
+template <int LEFT> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT));
+}

@@ -1,0 +1,138 @@
+#pragma once
+// Items of plain weights, like those of blocks.cuh; and products of items with activations.
+//
+// FORMAT: of the weights. INTEGER: activations are quantised, else float32, or HALVES: 1: float16,
+// 2: bfloat16.
+
+#include "blocks.cuh"
+
+template <int COUNT> struct Floats {
+    float v[COUNT];
+};
+
+struct F16 {
+    static constexpr int ITEM = 8;
+    typedef Floats<8> Values;
+    uint4 q;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u.v[2 * k] = low_half(word(q, k));
+            u.v[2 * k + 1] = high_half(word(q, k));
+        }
+    }
+};
+
+struct BF16 : F16 {
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u.v[2 * k] = __uint_as_float(word(q, k) << 16);
+            u.v[2 * k + 1] = __uint_as_float(word(q, k) & 0xffff0000);
+        }
+    }
+};
+
+struct F32 {
+    static constexpr int ITEM = 4;
+    typedef Floats<4> Values;
+    uint4 q;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    __device__ __forceinline__ void unpack(int j, Values& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) u.v[k] = __uint_as_float(word(q, k));
+    }
+};
+
+// ---------------------------------------------------------------------------------- products
+
+// Four activations from element `at` on.
+__device__ __forceinline__ float4 floats4(const u8* row, int at) {
+#if HALVES
+    ushort4 h = *(const ushort4*)(row + 2 * at);
+    return HALVES == 2
+               ? make_float4(from_bf16(h.x), from_bf16(h.y), from_bf16(h.z), from_bf16(h.w))
+               : make_float4(from_f16(h.x), from_f16(h.y), from_f16(h.z), from_f16(h.w));
+#else
+    return *(const float4*)(row + 4 * at);
+#endif
+}
+
+// An item's part of a token's sum: activations that are not quantised.
+template <class W, int COUNT>
+__device__ __forceinline__ float dot(const Floats<COUNT>& u, const u8* row, int k, int j,
+                                     bool wide) {
+    float sum = 0;
+#pragma unroll
+    for (int e = 0; e < COUNT; e += 4) {
+        float4 x = floats4(row, COUNT * j + e);
+        sum = fmaf(u.v[e], x.x, sum), sum = fmaf(u.v[e + 1], x.y, sum);
+        sum = fmaf(u.v[e + 2], x.z, sum), sum = fmaf(u.v[e + 3], x.w, sum);
+    }
+    return sum;
+}
+
+#if !INTEGER
+template <class W, int PARTS>
+__device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
+                                     bool wide) {
+    float sum = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        float products = 0, plain = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float4 x = floats4(row, W::at(j, p) + 4 * e);
+            int v = u.v[4 * p + e];
+            products = fmaf((float)(i8)v, x.x, products);
+            products = fmaf((float)(i8)(v >> 8), x.y, products);
+            products = fmaf((float)(i8)(v >> 16), x.z, products);
+            products = fmaf((float)(v >> 24), x.w, products);
+            if (W::OFFSET) plain += x.x + x.y + x.z + x.w;
+        }
+        sum = fmaf(u.scale[p], products, sum);
+        if (W::OFFSET) sum = fmaf(u.offset[p], plain, sum);
+    }
+    return sum;
+}
+#else
+__device__ __forceinline__ int4 bytes16(const u8* address, bool wide) {
+    if (wide) return *(const int4*)address;
+    const int* q = (const int*)address;
+    return make_int4(q[0], q[1], q[2], q[3]);
+}
+
+// Quantised activations: K int8, then a float32 scale a block, then sums of 32 (int32) or of 16
+// (int16) of the int8.
+template <class W, int PARTS>
+__device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
+                                     bool wide) {
+    int products[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        int4 x = bytes16(row + W::at(j, p), wide);
+        int sum = __dp4a(u.v[4 * p], x.x, 0);
+        sum = __dp4a(u.v[4 * p + 1], x.y, sum);
+        sum = __dp4a(u.v[4 * p + 2], x.z, sum);
+        products[p] = __dp4a(u.v[4 * p + 3], x.w, sum);
+    }
+    int block = W::at(j, 0) / W::BLOCK;
+    const u8 *scales = row + k, *sums = scales + k / W::BLOCK * 4;
+    float d = *(const float*)(scales + 4 * block), sum = 0;
+    if (W::BLOCK == 32) {
+        int all = 0;
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) all += products[p];
+        sum = u.scale[0] * all;
+        if (W::OFFSET) sum = fmaf(u.offset[0], *(const int*)(sums + 4 * block), sum);
+    } else {
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            sum = fmaf(u.scale[p], products[p], sum);
+            if (W::OFFSET) sum = fmaf(u.offset[p], *(const i16*)(sums + W::at(j, p) / 8), sum);
+        }
+    }
+    return d * sum;
+}
+#endif

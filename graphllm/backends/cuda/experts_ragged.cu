@@ -1,0 +1,30 @@
+// Products of each row with a plain matrix of its own, whose rows are not whole vectors: a warp takes
+// a row of the matrix, a thread a number at a time. FORMAT: 0 float32, 1 float16, 2 bfloat16.
+
+#include "experts.cuh"
+
+__device__ __forceinline__ float number(int kind, const u8* row, int at) {
+    if (kind == 0) return ((const float*)row)[at];
+    u16 h = ((const u16*)row)[at];
+    return kind == 1 ? from_f16(h) : from_bf16(h);
+}
+
+// blockIdx: (pair, some rows of its matrix).
+extern "C" __global__ void multiply(Experts e STAMPS) {
+    STAMPED
+    const i64 tokens = begin(e.live);
+    const int pair = blockIdx.x, row = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
+    if (pair / e.each >= tokens || row >= e.rows) return;
+    const int matrix = e.ids ? e.ids[pair] : pair % e.each;
+    float sum = NOT_A_NUMBER;
+    if (exists(e, matrix)) {
+        const u8 *from = e.w.a + ((i64)matrix * e.rows + row) * e.depth * (FORMAT ? 2 : 4);
+        const u8* x = row_of(e, pair);
+        sum = 0;
+        for (int i = threadIdx.x % WARP; i < e.depth; i += WARP)
+            sum = fmaf(number(FORMAT, from, i), number(e.kind, x, i), sum);
+        sum = warp_sum(sum);
+        if (e.bias) sum += e.bias[(i64)matrix * e.rows + row];
+    }
+    if (threadIdx.x % WARP == 0) e.y[(i64)pair * e.rows + row] = sum;
+}
