@@ -26,6 +26,7 @@ CORE = [
 ]  # fmt: skip
 SOURCES = sorted([*(ROOT / "graphllm").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 CORE_LINES, FILE_LINES, FUNCTION_LINES, LONG_FUNCTIONS = 2500, 400, 60, 40
+MODEL_LINES = 60
 
 # Identifiers that are an op's or a backend's name and something else, too: what the core means.
 OTHER_MEANINGS = {
@@ -120,6 +121,14 @@ def code_lines(path: Path) -> int:
 def test_the_core_is_small():
     assert len(CORE) >= 7
     assert sum(map(code_lines, CORE)) <= CORE_LINES
+
+
+MODELS = sorted((ROOT / "models").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=shown)
+def test_a_model_file_is_small(path):
+    assert code_lines(path) <= MODEL_LINES
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
