@@ -24,15 +24,22 @@ TINY = (
     },
     {"num_key_value_heads": 6, "query_pre_attn_scalar": 23, "final_logit_softcapping": 5.0},
     {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 1, "tie_word_embeddings": False},
+    {"layer_types": None, "sliding_window_pattern": 2, "rope_theta": 500.0, "rms_norm_eps": 0.01,
+     "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+     "attention_bias": True, "hidden_activation": "silu"},
 )  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072,
+        tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
+    )  # fmt: skip
     keys.only("use_bidirectional_attention", False)
     keys.only("attn_logit_softcapping", None)
     c = base_config(keys, act="gelu_pytorch_tanh")
-    a, period = c.attention, keys.positive("_sliding_window_pattern", 6)
-    period = keys.positive("sliding_window_pattern", period)
+    a, period = c.attention, keys.positive("sliding_window_pattern", 6)
+    keys.ignore("_sliding_window_pattern")  # stands beside layer_types, which say it
     local = Rope(base=keys.factor("rope_local_base_freq", 10_000.0), dims=a.head_dim)
     if keys.has("rope_parameters"):
         local = rope_config(keys, a.head_dim, "sliding_attention")
@@ -49,6 +56,5 @@ def config(keys: Keys) -> DecoderConfig:
         ),
         names=replace(c.names, **SANDWICH),
         embed_scale=c.dim**0.5,
-        tied=keys("tie_word_embeddings", bool, True),
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
     )  # fmt: skip

@@ -23,6 +23,7 @@ TINY = (
     {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.01,
      "residual_multiplier": 1.0},
     {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_theta": 500.0,
+     "hidden_act": "gelu",
      "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0},
 )  # fmt: skip
 

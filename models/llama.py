@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.mixture import mixture_config
-from graphllm.weights import WeightRule
 from graphllm.weights.keys import Keys, base_config
 
 GGUF = ("llama",)
-HF = (WeightRule("", "model.layers.{i}.self_attn.rotary_emb.inv_freq"),)
 Model = Decoder
 TINY = (
     {
@@ -20,12 +18,23 @@ TINY = (
     {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_theta": 500000.0},
     {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                       "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    {"rope_scaling": {"type": "linear", "factor": 2.5}, "hidden_act": "gelu"},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": 20,
+     "rms_norm_eps": 0.01},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.9,
+                      "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False,
+                      "original_max_position_embeddings": 32}},
+    {"rope_scaling": {"rope_type": "longrope", "factor": 5.0, "short_factor": [1, 1, 1.2, 1.5, 2],
+                      "long_factor": [1, 2, 4, 8, 16], "original_max_position_embeddings": 12}},
 )  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
-    c = base_config(keys)
+    keys.usual(rms_norm_eps=1e-6, max_position_embeddings=2048)
+    keys.only("rope_interleaved", False)
+    keys.ignore("is_llama_config")
+    c, longer = base_config(keys), keys.positive("max_sequence_length", 1)  # of the first files
     bias = keys.bias("attention_bias")
     if keys.gguf and keys.has("num_experts"):  # a mixtral
         hidden = keys.positive("moe_intermediate_size", c.mlp.hidden)
@@ -33,6 +42,7 @@ def config(keys: Keys) -> DecoderConfig:
         c = replace(c, layers=layers, mixture=mixture_config(keys, hidden))
     return replace(
         c,
+        context=max(c.context, longer),
         attention=replace(c.attention, bias=bias, out_bias=bias),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
     )

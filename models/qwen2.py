@@ -15,14 +15,21 @@ TINY = (
     },
     {"num_key_value_heads": 6, "tie_word_embeddings": True},
     {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 9,
-     "max_window_layers": 1},
+     "max_window_layers": 1, "hidden_act": "gelu"},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+     "use_sliding_window": True, "sliding_window": 5, "rms_norm_eps": 0.01, "rope_theta": 1e6,
+     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 )  # fmt: skip
 
 
 def config(keys: Keys) -> DecoderConfig:
+    keys.usual(
+        num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768,
+        sliding_window=4096,
+    )  # fmt: skip
+    keys.only("use_mrope", False)
     c, first = base_config(keys), keys("max_window_layers", int, 28)
-    used = keys("use_sliding_window", bool, False)
-    near = windows(keys, lambda i: used and i >= first)
+    near = windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
     return replace(
         c,
         layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),

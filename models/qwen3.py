@@ -16,7 +16,7 @@ TINY = (
     {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
      "rms_norm_eps": 0.01},
     {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 9,
-     "max_window_layers": 1},
+     "max_window_layers": 1, "hidden_act": "gelu"},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
      "use_sliding_window": True, "sliding_window": 5,
      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

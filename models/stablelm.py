@@ -10,12 +10,10 @@ from graphllm.weights.keys import Keys, base_config
 from graphllm.weights.rules import STACKED
 
 GGUF = ("stablelm",)
-NORMS = {"self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm"}
 HF = tuple(
-    WeightRule(f"model.layers.{{i}}.{n}.weight", f"model.layers.{{i}}.{n}.norms.{{e}}.weight",
-               STACKED)
-    for n in NORMS
-)  # fmt: skip
+    WeightRule(f"{norm}.weight", f"{norm}.norms.{{e}}.weight", STACKED)
+    for norm in (f"model.layers.{{i}}.self_attn.{n}_layernorm" for n in "qk")
+)
 TINY = (
     {
         "vocab_size": 131, "hidden_size": 96, "intermediate_size": 52, "num_hidden_layers": 3,

@@ -191,6 +191,7 @@ def stored_tensors(model: Any, config: Config, arch: Arch) -> Iterator[tuple[str
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL, ONE = {"num_key_value_heads": 6}, {"num_key_value_heads": 1}
+FAR = {"sliding_window": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
@@ -209,7 +210,7 @@ ARCHS = {
          {"rope_scaling": LINEAR}),
     ),
     "mistral": Arch(
-        "llama", turned, permuted, ({"sliding_window": None, "head_dim": 14, "rope_theta": 1e6},)
+        "llama", turned, permuted, ({**FAR, "head_dim": 14}, {**FAR, **TIED, "rope_theta": 1e6})
     ),
     "qwen2": Arch("qwen2", cases=({}, {**TIED, **ALL}, {**ONE, "rope_scaling": YARN})),
     "qwen3": Arch("qwen3", cases=({}, {**TIED, **ALL}, {**ONE, "rope_scaling": YARN})),
@@ -231,7 +232,8 @@ ARCHS = {
         ({"layer_types": None, "num_hidden_layers": 7},
          {"layer_types": None, "num_hidden_layers": 6, **ONE}),
     ),
-    # llama.cpp leaves phi3's window out. It takes the context for the length: 256 is beyond 16, not 400.
+    # llama.cpp leaves the window out, and takes the context for the length: 256 is beyond 16, and
+    # not beyond 400.
     "phi3": Arch(
         "phi3", phi3_keys, longrope,
         ({}, {**TIED, **ALL, "rope_scaling": LONGROPE, "max_position_embeddings": 512,
@@ -243,8 +245,10 @@ ARCHS = {
     "granite": Arch(
         "granite",
         lambda c: turned(c) | {
-            "embedding_scale": c["embedding_multiplier"], "logit_scale": c["logits_scaling"],
-            "residual_scale": c["residual_multiplier"], "attention.scale": c["attention_multiplier"],
+            "embedding_scale": c["embedding_multiplier"],
+            "residual_scale": c["residual_multiplier"],
+            "attention.scale": c["attention_multiplier"],
+            "logit_scale": c["logits_scaling"],
         },
         permuted,
         ({}, {**TIED, **ALL}, {**ONE, "attention_bias": True}),
@@ -256,9 +260,11 @@ ARCHS = {
         ({}, {**ALL, "use_qkv_bias": True},
          {"qk_layernorm": True, "use_parallel_residual": True, "partial_rotary_factor": 1.0}),
     ),
-    "smollm3": Arch("smollm3", turned, permuted, ({}, {**UNTIED, **ALL}, {**ONE, "rope_theta": 5e5})),
+    "smollm3": Arch(
+        "smollm3", turned, permuted, ({}, {**UNTIED, **ALL}, {**ONE, "rope_theta": 5e5})
+    ),
     "starcoder2": Arch(
-        "starcoder2", cases=tuple({"sliding_window": None, **c} for c in ({}, {**UNTIED, **ALL}, ONE))
+        "starcoder2", cases=tuple({**FAR, **c} for c in ({}, {**UNTIED, **ALL}, ONE))
     ),
     "glm": Arch("chatglm", turned, cases=(GLM, {**GLM, **ALL, "attention_bias": False})),
     "glm-fused": Arch("chatglm", turned, fused_qkv, (GLM, {**GLM, **ONE})),

@@ -13,6 +13,7 @@ from ..errors import ConfigError, ModelFileError
 from . import NamedWeights, Weights
 from .keys import Keys
 from .mapped import TensorInfo
+from .rules import UNUSED
 from .safetensors import Safetensors
 from .strict_json import json_object
 
@@ -87,7 +88,8 @@ class Directory:
 
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
         """ModelFileError where a head is stored that is said to be the embedding, and is not."""
-        weights, n = NamedWeights(self.file, family.hf_rules(config), strict=False), config.names
+        rules, n = (*UNUSED, *family.hf_rules(config)), config.names
+        weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():
             embedding = f"{n.model}.{n.embed}.weight"

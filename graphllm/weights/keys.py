@@ -38,6 +38,7 @@ IGNORED = {
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
     "gradient_checkpointing": "training", "unk_token_id": "the tokenizer's",
+    "transformers.js_config": "another program's",
     "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
     "quantization_config": "read with the tensors",
     **dict.fromkeys(
@@ -187,9 +188,9 @@ class Keys:
         self._read.update(names)
 
     def finish(self) -> None:
-        """ConfigError for a key that nothing read."""
-        for name in self.values:
-            if name not in self._read and name not in IGNORED:
+        """ConfigError for a key that nothing read, unless it is null."""
+        for name, value in self.values.items():
+            if value is not None and name not in self._read and name not in IGNORED:
                 text = f"the model does not know the key {self.called(name)!r}"
                 raise ConfigError(f"{self.source}: {text}")
 

@@ -232,6 +232,8 @@ def rooted(model: str, head: str) -> tuple[WeightRule, ...]:
     return (*whole, WeightRule(f"{model}.{{*}}", "{*}"))
 
 
+# Of Hugging Face files: what older versions of transformers stored, though no training made it.
+UNUSED = (WeightRule("", "{*}.rotary_emb.inv_freq"),)
 GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
 
 _EXPERTS = "model.layers.{i}.mlp.experts"

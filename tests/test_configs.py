@@ -1,0 +1,75 @@
+"""Configurations as they are published, and what is left out of them, are read as transformers
+reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hf_models import FAMILIES
+from published_configs import PUBLISHED
+
+from graphllm.config import DecoderConfig
+from graphllm.errors import ConfigError
+from graphllm.weights.keys import Keys
+
+# What a configuration cannot leave out: anything else has a value that is usual in its family.
+SIZES = {"hidden_size": 256, "intermediate_size": 52, "num_hidden_layers": 3,
+         "num_attention_heads": 32, "vocab_size": 131}  # fmt: skip
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
+         "granite", "stablelm", "smollm3", "starcoder2", "glm", "glm4")  # fmt: skip
+
+
+def read(values: dict[str, Any]) -> DecoderConfig:
+    """What the family of a config.json makes of it; every key must be known."""
+    last = f"model.layers.{values['num_hidden_layers'] - 1}.input_layernorm.weight"
+    keys = Keys("config.json", values, (last,), {})
+    config = FAMILIES[values["model_type"]].config(keys)
+    keys.finish()
+    return config
+
+
+def understood(values: dict[str, Any]) -> dict[str, Any]:
+    """What transformers makes of it, as it would save it."""
+    from transformers import AutoConfig
+
+    given = copy.deepcopy(values)  # it writes to what it is given
+    del given["model_type"]
+    return json.loads(AutoConfig.for_model(values["model_type"], **given).to_json_string(False))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_mean_what_transformers_takes_them_for(name):
+    assert read(PUBLISHED[name]) == read(understood(PUBLISHED[name]))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", DENSE)
+def test_absent_keys_mean_what_transformers_takes_them_for(name):
+    values = {"model_type": name, **SIZES}
+    assert read(values) == read(understood(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("Llama 3.2 1B", {"dual_chunk": True}, "does not know the key 'dual_chunk'"),
+        ("Llama 3.2 1B", {"rope_interleaved": True}, "rope_interleaved = True is not supported"),
+        ("Llama 3.2 1B", {"rope_scaling": {"type": "ntk-parts"}}, "rope_type 'ntk-parts' is not"),
+        ("Mistral 7B v0.1", {"layer_types": ["full_attention"]}, "not know the key 'layer_types'"),
+        ("Qwen2.5 7B, stretched as its page says", {"layer_types": ["sliding_attention"] * 28},
+         "layer_types has windows, but there is no sliding_window"),
+        ("Gemma 3 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("Phi-4 mini", {"lm_head_bias": True}, "lm_head_bias = True is not supported"),
+        ("Phi-4 mini", {"partial_rotary_factor": 0.5}, "short_factor is no list of 32 numbers"),
+        ("StarCoder2 3B", {"norm_type": "rms_norm"}, "norm_type = 'rms_norm' is not supported"),
+        ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is no list of 36 flags"),
+        ("Stable Code 3B", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not"),
+    ],
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(name, change, words):
+    with pytest.raises(ConfigError, match=words):
+        read(PUBLISHED[name] | change)
