@@ -77,8 +77,11 @@ class _Scaling:
         """The context that the model was trained for before it was stretched; of the two places
         where it may be stated, the outer one counts."""
         name = "original_max_position_embeddings"
-        inner = self.above(name, 1, float(max(2, self.keys("max_position_embeddings", int, 2))))
-        return float(self.keys.positive(name, int(inner)))
+        inner = self(name, float(self.keys("max_position_embeddings", int, 2)))
+        tokens = self.keys.positive(name, int(inner))
+        if tokens < 2:
+            raise self.error(f"needs {name} above 1, not {tokens}")
+        return float(tokens)
 
     def error(self, text: str) -> ConfigError:
         return self.keys.error("rope_scaling", text)

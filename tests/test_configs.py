@@ -54,11 +54,34 @@ def test_absent_keys_mean_what_transformers_takes_them_for(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "fact", "value"),
+    [
+        ("LLaMA 7B, of early 2023", lambda c: (c.context, c.attention.kv_heads), (2048, 32)),
+        ("Vicuna 7B v1.5 16k", lambda c: (c.context, c.layers[0].rope.scale), (16384, 0.25)),
+        ("Qwen2.5 7B, stretched as its page says", lambda c: c.context, 131072),
+        ("Mistral 7B v0.1", lambda c: {layer.window for layer in c.layers}, {4096}),
+        ("Mistral Nemo", lambda c: (c.layers[0].window, c.attention.head_dim), (0, 128)),
+        ("Gemma 2B", lambda c: (c.mlp.act, c.tied), ("gelu_pytorch_tanh", True)),
+        ("Gemma 2 27B", lambda c: c.attention.scale, 1 / 12),
+        ("Phi-3 mini 4k", lambda c: (c.layers[0].window, c.attention.fused), (2047, "rows")),
+        ("Phi-4 mini", lambda c: (c.layers[0].rope.dims, c.layers[0].rope.original), (96, 4096)),
+        ("SmolLM3 3B", lambda c: [e.rope is None for e in c.layers[:5]], [0, 0, 0, 1, 0]),
+        ("StableLM 2 12B", lambda c: (c.parallel, c.layers[0].rope.dims), (True, 40)),
+        ("StarCoder2 3B", lambda c: (c.tied, c.mlp.gated), (True, False)),
+    ],
+)
+def test_facts_of_published_files(name, fact, value):
+    assert fact(read(PUBLISHED[name])) == value
+
+
+@pytest.mark.parametrize(
     ("name", "change", "words"),
     [
         ("Llama 3.2 1B", {"dual_chunk": True}, "does not know the key 'dual_chunk'"),
         ("Llama 3.2 1B", {"rope_interleaved": True}, "rope_interleaved = True is not supported"),
         ("Llama 3.2 1B", {"rope_scaling": {"type": "ntk-parts"}}, "rope_type 'ntk-parts' is not"),
+        ("Llama 3.2 1B", {"original_max_position_embeddings": 1}, "original_max_position_embed"),
+        ("Mistral 7B v0.1", {"rope_scaling": {"type": "dynamic"}}, "factor = None is no number"),
         ("Mistral 7B v0.1", {"layer_types": ["full_attention"]}, "not know the key 'layer_types'"),
         ("Qwen2.5 7B, stretched as its page says", {"layer_types": ["sliding_attention"] * 28},
          "layer_types has windows, but there is no sliding_window"),

@@ -122,7 +122,8 @@ _SCALING = {  # of Hugging Face's rope_scaling
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_IGNORED = ("vocab_size", "rope.scaling.finetuned")  # what says nothing about the computation
+# What says nothing about the computation; the layout is that of llama.cpp's converter in any case.
+_IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
 def gguf_keys(file: GGUF, family: Family) -> Keys:
