@@ -188,8 +188,8 @@ class Decoder(Module):
             return latent_attention(self, x, i, batch)
         q, k, v = self.qkv(x)
         if c.qk_norm == "row":
-            q, k = self.norm(q, n.q_norm), self.norm(k, n.k_norm)
-        q, k, v = q.heads(c.heads), k.heads(c.kv_heads), v.heads(c.kv_heads)
+            q = self.norm(q.flatten(), n.q_norm).heads(c.heads)
+            k = self.norm(k.flatten(), n.k_norm).heads(c.kv_heads)
         if c.qk_norm == "head":
             q, k = self.norm(q, n.q_norm), self.norm(k, n.k_norm)
         q, k = self.rope(q, i, batch), self.rope(k, i, batch)
@@ -197,20 +197,21 @@ class Decoder(Module):
         return self.linear(h, n.out, self.cfg.dim, c.out_bias)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H * D], keys and values [T, Hkv * D] of x [T, dim]."""
+        """Queries [T, H, D], keys and values [T, Hkv, D] of x [T, dim]."""
         c, n, d = self.cfg.attention, self.cfg.names, self.cfg.attention.head_dim
-        widths = (c.heads * d, c.kv_heads * d, c.kv_heads * d)
-        if not c.fused:
-            each = zip((n.q, n.k, n.v), widths, strict=True)
-            q, k, v = (self.linear(x, name, width, c.bias) for name, width in each)
-            return q, k, v
-        y = self.linear(x, n.qkv, sum(widths), c.bias)
-        if c.fused == "rows":
-            q, k, v = _columns(y, widths)
-            return q, k, v
-        shared = c.heads // c.kv_heads
-        q, k, v = _columns(y.heads(c.kv_heads), (shared * d, d, d))
-        return q.flatten(), k.flatten(), v.flatten()
+        counts = (c.heads, c.kv_heads, c.kv_heads)
+        if c.fused == "heads":
+            y = self.linear(x, n.qkv, sum(counts) * d, c.bias).heads(c.kv_heads)
+            q, k, v = _columns(y, (c.heads // c.kv_heads * d, d, d))
+            return q.reshape(q.shape[0], c.heads, d), k, v
+        if c.fused:
+            y = self.linear(x, n.qkv, sum(counts) * d, c.bias)
+            parts = _columns(y, tuple(count * d for count in counts))
+        else:
+            each = zip((n.q, n.k, n.v), counts, strict=True)
+            parts = [self.linear(x, name, count * d, c.bias) for name, count in each]
+        q, k, v = (part.heads(count) for part, count in zip(parts, counts, strict=True))
+        return q, k, v
 
     def mlp(self, x: Tensor) -> Tensor:
         """The MLP: x [T, dim] -> [T, dim]."""

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import safetensors.numpy
+from gguf_files import finish
 
+VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_text())
 Weights = Mapping[str, np.ndarray]
 
 
@@ -96,6 +99,31 @@ def write(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     safetensors.numpy.save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "chatglm", **config}))
     return weights
+
+
+def write_gguf(path: Path, c: Mapping[str, Any], weights: Weights) -> Path:
+    """A model of the second generation as a GGUF file, which llama.cpp loads, too."""
+    writer = gguf.GGUFWriter(path, "chatglm")
+    writer.add_context_length(c["seq_length"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["ffn_hidden_size"])
+    writer.add_block_count(c["num_layers"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["multi_query_group_num"])
+    writer.add_layer_norm_rms_eps(c["layernorm_epsilon"])
+    writer.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"] // 2)
+    writer.add_rope_freq_base(10_000.0 * c.get("rope_ratio", 1.0))
+    count = c["padded_vocab_size"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.encode() for piece in VOCAB["pieces"][:count]])
+    writer.add_token_scores(VOCAB["scores"][:count])
+    writer.add_token_types(VOCAB["types"][:count])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.CHATGLM, c["num_layers"])
+    for name, value in weights.items():
+        if "inv_freq" not in name:
+            plain = name.removeprefix("transformer.")
+            writer.add_tensor(names.get_name(plain, (".weight", ".bias")), value)
+    return finish(writer, path)
 
 
 # ------------------------------------------------------------------------------------ the oracle

@@ -53,6 +53,21 @@ def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
         assert distance(stepped(llm, ids, prompt), want) <= 1e-4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"rope_ratio": 50.0, "multi_query_group_num": 1},
+     {"multi_query_group_num": 6, "add_qkv_bias": False}],
+)  # fmt: skip
+def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
+    """What llama.cpp's converter makes of such a directory, but for keys that say nothing here."""
+    config = {**config_of(FAMILIES["chatglm2"], 0), "hidden_size": 72, **change}
+    weights = chatglm_models.random_weights(config)
+    path = chatglm_models.write_gguf(tmp_path / "m.gguf", config, weights)
+    ids = some(40)
+    found = graphllm.load(path, device="cpu", kv_type="f32").logits(ids)
+    assert distance(found, chatglm_models.logits(config, weights, ids)) <= 1e-4
+
+
 # ------------------------------------------------------------------------------ two-way prompts
 
 

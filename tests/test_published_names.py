@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are called as they were published; transformers renames them at load."""
+"""Checkpoints whose tensors have the names they were published under, old ones for transformers."""
 
 from __future__ import annotations
 
