@@ -8,10 +8,14 @@ import pytest
 from graphllm import models
 from graphllm.validation import Report, validate
 
-GEMMA3 = "from graphllm.models.gemma3_text import *\nfrom graphllm.models import gemma3_text as base\n"
+GEMMA3 = (
+    "from graphllm.models.gemma3_text import *\nfrom graphllm.models import gemma3_text as base\n"
+)
 LLAMA = "from graphllm.models.llama import *\nfrom graphllm.models import llama as base\n"
 QWEN2 = "from graphllm.models.qwen2 import *\nfrom graphllm.models import qwen2 as base\n"
-MORE = "from dataclasses import replace\nfrom graphllm import ops\nfrom graphllm.decoder import Rope\n"
+MORE = (
+    "from dataclasses import replace\nfrom graphllm import ops\nfrom graphllm.decoder import Rope\n"
+)
 
 OTHER_BASE = """
 def config(keys):
