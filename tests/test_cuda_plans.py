@@ -90,10 +90,7 @@ class Empty(RandomFile):
         return np.broadcast_to(np.zeros(1, np.uint8), shape)
 
 
-DENSE = [name for name, shape in SHAPES.items() if not shape.experts]  # no kernels of experts yet
-
-
-@pytest.mark.parametrize("capability, shape", [(LEAST, ALL), *(((9, 0), name) for name in DENSE)])
+@pytest.mark.parametrize("capability, shape", [(LEAST, ALL), *(((9, 0), name) for name in SHAPES)])
 def test_known_models_ask_for_known_modules_only(shape, capability, paper):
     """Plans of one token, of some and of many; of one shape for all formats of weights."""
     device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
