@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import groups
+from drawn_models import FAMILIES, MIXTURES, WIDE, decoder, engine
 from test_cuda_compile import needs_tensor_cores
 from test_ops_generated import OPS
 
@@ -103,6 +104,36 @@ def test_known_models_ask_for_known_modules_only(shape, capability, paper):
     unknown = {str(made) for made in device.modules - KNOWN}
     assert device.modules and not unknown
     assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_run_wholly_on_the_gpu(name, paper):
+    """Every step of plans of one token, of some and of many; by known modules."""
+    device = paper((9, 0))
+    for variant in range(len(FAMILIES[name].tiny)):
+        made = engine(decoder(name, variant, "f16"), ("cuda", "reference"), 512)
+        for tokens in (1, 2, 7, 40, 512):
+            plan = made._plan(["ids.penalised"], tokens)
+            missed = {s.node.op for s in plan.steps if s.backend.name != "cuda"}
+            assert not missed, (name, variant, tokens)
+            made.executor.bind(plan)
+    assert not {str(made) for made in device.modules - KNOWN}
+
+
+@pytest.mark.parametrize("capability", [LEAST, (8, 0)])
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_experts_of_every_format_have_known_modules(kind, capability, paper):
+    """Few tokens are multiplied one by one, many in groups where there are tensor cores."""
+    device = paper(capability)
+    made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), 512)
+    for tokens in (1, 6, 40, 512):
+        before, device.modules = device.modules, set()
+        made.executor.bind(made._plan(["logits"], tokens))
+        own = {part.file for part in device.modules if part.file.startswith("experts_")}
+        grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
+        assert own == {"experts_many.cu" if grouped else "experts_few.cu"}
+        device.modules |= before
+    assert not {str(made) for made in device.modules - KNOWN}
 
 
 @pytest.mark.parametrize("tokens", [1, 512])

@@ -210,7 +210,7 @@ def _shared(size: int, plain: bool) -> int:
 def _fits_groups(site: Site) -> bool:
     """Whether experts_many.cu can multiply these halves."""
     x, w = site.x, site.w
-    whole = int(w.meta.shape[2]) % 8 == 0 and _whole(x, 16)  # type: ignore[arg-type]
+    whole = int(w.meta.shape[2]) % 8 == 0 and _whole(x, 16)
     return tensor_cores(site) and whole and 2 * (_matrices(site.node) + 1) <= _COUNTERS
 
 

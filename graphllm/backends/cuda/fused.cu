@@ -57,21 +57,25 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
     emit_row(row, targets, width);
 }
 
-// act(gate) * up. A warp does one unit of a row.
+// act(gate) * up. A warp does one unit of a line, of which rows have one or several.
 template <int N>
 __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* up, i64 up_stride,
-                                    const Targets& targets, const i64* live, int width, int act) {
-    const i64 rows = begin(live);
+                                    Targets& targets, const i64* live, int lines, int width,
+                                    int act) {
+    const i64 rows = begin(live), row = blockIdx.x / lines, line = blockIdx.x % lines;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
-    if (blockIdx.x >= rows || first >= width) return;
-    const float *a = row_of(gate, gate_stride), *b = row_of(up, up_stride);
+    if (row >= rows || first >= width) return;
+    const float* a = (const float*)(gate + row * gate_stride) + line * width;
+    const float* b = (const float*)(up + row * up_stride) + line * width;
     float v[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
         int column = first + 32 * i + threadIdx.x % WARP;
         v[i] = column < width ? activate(act, a[column]) * b[column] : 0.f;
     }
-    emit<N>(v, targets, blockIdx.x, first, width);
+#pragma unroll
+    for (int i = 0; i < 2; i++) targets.t[i].at += line * targets.t[i].line;
+    emit<N>(v, targets, row, first, width);
 }
 
 __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
@@ -133,9 +137,9 @@ NORMS(2)
 #define GLU(N)                                                                                  \
     extern "C" __global__ void glu_##N(const u8* gate, i64 gate_stride, const u8* up,          \
                                        i64 up_stride, Targets targets, const i64* live,        \
-                                       int width, int act STAMPS) {                             \
+                                       int lines, int width, int act STAMPS) {                  \
         STAMPED                                                                                 \
-        glu<N>(gate, gate_stride, up, up_stride, targets, live, width, act);                    \
+        glu<N>(gate, gate_stride, up, up_stride, targets, live, lines, width, act);             \
     }
 GLU(1)
 GLU(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from ...tensor import Tensor
@@ -76,12 +77,7 @@ def norm_add_norm(site: Site) -> Launch:
     return _launch("norm_add_norm", site, width, args)
 
 
-def _one_line(node: Tensor, options: Options) -> str | None:
-    axes = len(node.sources[0].shape)
-    return f"{axes} axes, not 2" if axes > 2 else two_at_most(node, options)
-
-
-@BACKEND.kernel("glu", **_rules("gate", "up", when=_one_line))
+@BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most))
 def glu(site: Site) -> Launch:
     return gated_unit(site, site.gate, site.up)
 
@@ -89,11 +85,12 @@ def glu(site: Site) -> Launch:
 def gated_unit(site: Site, gate: Spot, up: Spot) -> Launch:
     """act(gate) * up to the site's results."""
     forms = site.results
-    rows, width = gate.meta.rows, gate.width
-    size = unit(forms)
+    rows, (*lines, width) = gate.meta.rows, gate.meta.inner
+    size, count = unit(forms), prod(lines)
     args = (gate.address, gate.row_stride, up.address, up.row_stride, targets(forms),
-            site.live(rows), width, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
-    grid = (site.most(rows), ceil(width, 32 * size * _WARPS))
+            site.live(rows), count, width,
+            ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
+    grid = (site.most(rows) * count, ceil(width, 32 * size * _WARPS))
     return Launch(_MODULE[f"glu_{size}"], grid, (32 * _WARPS,), args)
 
 

@@ -7,7 +7,7 @@ struct Target {
     u8* at;      // of the first row
     i64 stride;  // bytes from one row to the next
     int block;   // 0: float32, 1: float16, 2: bfloat16, else elements of a block of int8
-    int unused;
+    int line;    // bytes from one line of a row to the next, where it has several
 };
 
 struct Targets {

@@ -38,7 +38,8 @@ def quantise_act(site: Site) -> Launch:
 def target(spot: Spot) -> bytes:
     """The struct Target of quantise.cuh."""
     block = spot.dtype.block if spot.dtype.quantised else HALVES.get(spot.dtype.name, 0)
-    return struct.pack("<Qqii", spot.address, spot.row_stride, block, 0)
+    line = spot.dtype.row_nbytes(spot.meta.inner[-1])
+    return struct.pack("<Qqii", spot.address, spot.row_stride, block, line)
 
 
 def targets(spots: Sequence[Spot]) -> bytes:

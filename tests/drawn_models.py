@@ -1,0 +1,67 @@
+"""Decoders of every family with random weights, drawn as the graph asks for them, and no file."""
+
+from __future__ import annotations
+
+from math import prod
+from zlib import crc32
+
+import numpy as np
+from hf_models import FAMILIES, config_of
+
+from graphllm import quant
+from graphllm.batch import Limits
+from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.dtype import dtype
+from graphllm.executor import Executor
+from graphllm.generation.engine import Engine
+from graphllm.quant import Blocks
+from graphllm.tensor import current_scope
+from graphllm.weights import Arrays
+from graphllm.weights.keys import Keys
+
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+# Of mixtral: rows of whole blocks in every format, and vocabulary enough for the head's kernels.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64,
+        "num_hidden_layers": 2, "num_local_experts": 6}  # fmt: skip
+
+
+def drawn(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray | Blocks:
+    """Numbers of a size that keeps sums near one; vectors near one, in float32."""
+    rng = np.random.default_rng(crc32(name.encode()))
+    values = rng.standard_normal(shape).astype(np.float32)
+    if len(shape) == 1 or name.endswith("bias"):
+        return 0.2 * values + (not name.endswith("bias"))
+    form, values = dtype(kind), values / np.float32(shape[-1] ** 0.5)
+    if form.numpy is not None:
+        return values.astype(form.numpy)
+    raw = quant.quantise(values.reshape(prod(shape[:-1]), shape[-1]), form)
+    return Blocks(raw.reshape(*shape[:-1], -1), form, shape[-1])
+
+
+def decoder(name: str, variant: int = 0, kind: str = "f32", **changes: object) -> Decoder:
+    """A small model of the family ``name``, its matrices in the format ``kind``; ``changes``: of
+    its configuration."""
+    family = FAMILIES[name]
+    values = {**config_of(family, variant), **changes}
+    layers = tuple(f"model.layers.{i}.drawn" for i in range(values["num_hidden_layers"]))
+    keys = Keys("drawn", values, layers, {})
+    arrays: dict[str, np.ndarray | Blocks] = {}
+
+    class Drawing(family.model):  # type: ignore[name-defined,misc]
+        def __init__(self, config: DecoderConfig) -> None:
+            super().__init__(config, Arrays({}))
+            self.weights.source._arrays = arrays
+
+        def weight(self, name: str, *shape: int, root: bool = False):
+            path = name if root else f"{current_scope()}.{name}".lstrip(".")
+            if path not in arrays:
+                arrays[path] = drawn(path, shape, kind)
+            return super().weight(name, *shape, root=root)
+
+    return Drawing(family.config(keys))
+
+
+def engine(model: Decoder, order: tuple[str, ...], context: int = 128, **options) -> Engine:
+    """What runs the model on these backends, its cache in float32."""
+    limits = model.limits(Limits(context=context, kv_dtype="f32"))
+    return Engine(model, Executor(model.weights, order, **options), limits)
