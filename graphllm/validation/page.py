@@ -76,9 +76,13 @@ def _more(check: Check) -> str:
     if check.rows:
         head = _cells("th", check.rows[0])
         body = "".join(f"<tr>{_cells('td', map(shown, row.values()))}</tr>" for row in check.rows)
-        table = f"<table class='listing'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        table = (
+            f"<table class='listing'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
     is_open = " open" if check.status == FAILED else ""
-    return f"<details{is_open}><summary>more</summary><ul class='list'>{lines}</ul>{table}</details>"
+    return (
+        f"<details{is_open}><summary>more</summary><ul class='list'>{lines}</ul>{table}</details>"
+    )
 
 
 def _cells(kind: str, values: Iterable[str]) -> str:
