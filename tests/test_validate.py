@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
+import shutil
+
 import hf_models
 import pytest
+from typer.testing import CliRunner
 
 from graphllm import models
-from graphllm.validation import Report, validate
+from graphllm.cli import app
+from graphllm.errors import RequestError
+from graphllm.starter import write
+from graphllm.validation import validate
 
 GEMMA3 = (
     "from graphllm.models.gemma3_text import *\nfrom graphllm.models import gemma3_text as base\n"
@@ -84,7 +93,8 @@ def config(keys):
 FAULTS = {
     "rope base": (
         LLAMA, 0, OTHER_BASE, "layers",
-        ["model.layers.1: the query that model.layers.1.self_attn attends with differs: made by rope",
+        ["model.layers.1: the query that model.layers.1.self_attn attends with differs: made by "
+         "rope",
          "rope(base=20000", "1 of 5 values differ"],
     ),
     "no soft-cap": (
@@ -122,7 +132,8 @@ FAULTS = {
     ),
     "q-norm forgotten": (
         GEMMA3, 0, NO_Q_NORM % True, "layers",
-        ["model.layers.0: the query that model.layers.0.self_attn attends with differs: made by rope",
+        ["model.layers.0: the query that model.layers.0.self_attn attends with differs: made by "
+         "rope",
          "modules of the oracle alone: model.layers.0.self_attn.q_norm (Gemma3RMSNorm)"],
     ),
     "tied": (
@@ -178,3 +189,246 @@ def test_random_models_of_a_family_pass(name):
     found = validate(name, tiny=True, device="cpu")
     assert found.first is None, found.table()
     assert [c.status for c in found.runs[0].checks] == ["skipped"] + ["passed"] * 9
+
+
+# ------------------------------------------------------------------------------- nobody to ask
+
+GATED = """
+from graphllm.models.llama import *
+from graphllm import ops
+from graphllm.tensor import scope
+
+TINY = ({**TINY[0], "num_hidden_layers": 2},)
+
+
+class Model(Decoder):
+    def layer(self, x, i, batch):
+        h = self.norm(x, "input_layernorm")
+        with scope("self_attn"):
+            a = self.attn(h, i, batch)
+        before = self.norm(x, "post_attention_layernorm")
+        with scope("mlp"):
+            m = self.mlp(before)
+        with scope("residual_gate"):
+            gate = ops.sigmoid(self.linear(h, "proj", self.cfg.dim))
+        return ops.add(x, ops.mul(gate, ops.add(a, m)))
+"""
+
+
+def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
+    path = tmp_path / "gated.py"
+    path.write_text(GATED)
+    found = validate(path, tiny=True, device="cpu")
+    (run,) = found.runs
+    assert (found.first, run.oracle) == (None, "")
+    assert run.verdict.startswith("passed, but against itself only")
+    status = {c.name: c.status for c in run.checks}
+    assert {n for n, s in status.items() if s == "passed"} == {
+        "config", "weights", "steps", "fusion", "backends",
+    }  # fmt: skip
+    assert {c.summary for c in run.checks if c.name in ("layers", "logits", "perplexity")} == {
+        "there is nothing independent to compare with"
+    }
+
+
+def numpy_gated(fault: str = "") -> str:
+    """A NumPy oracle of the gated model."""
+    return f"""
+import numpy as np
+
+def norm(x, w, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w
+
+def turn(x, base):
+    half = x.shape[-1] // 2
+    angle = np.arange(len(x))[:, None] * base ** (-np.arange(half) / half)
+    cos, sin, a, b = np.cos(angle)[:, None], np.sin(angle)[:, None], x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+def oracle(config, weights, ids):
+    c, found = config, {{}}
+    heads, kv, width = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    eps, n = c["rms_norm_eps"], len(ids)
+    x = weights["model.embed_tokens.weight"][ids].astype(float)
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{{i}}."
+        linear = lambda x, name: x @ weights[f"{{at}}{{name}}.weight"].T
+        h = norm(x, weights[at + "input_layernorm.weight"], eps)
+        q, k, v = (linear(h, f"self_attn.{{p}}_proj").reshape(n, -1, width) for p in "qkv")
+        q, k = turn(q, 1e4), turn(k, 1e4)
+        k, v = np.repeat(k, heads // kv, 1), np.repeat(v, heads // kv, 1)
+        s = np.einsum("thd,shd->hts", q, k) * width**-0.5
+        s = np.where(np.tri(n, dtype=bool), s, -np.inf)
+        p = np.exp(s - s.max(-1, keepdims=True))
+        a = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), v).reshape(n, -1)
+        a = linear(a, "self_attn.o_proj")
+        m = norm(x, weights[at + "post_attention_layernorm.weight"], eps)
+        g, u = linear(m, "mlp.gate_proj"), linear(m, "mlp.up_proj")
+        m = linear(g / (1 + np.exp(-g)) * u, "mlp.down_proj")
+        gate = 1 / (1 + np.exp(-linear({"x" if fault else "h"}, "residual_gate.proj")))
+        x = x + gate * (a + m)
+        found[at[:-1]], found[at + "mlp"], found[at + "self_attn"] = x, m, a
+        found[at + "residual_gate"] = gate
+    head = weights["lm_head.weight"]
+    return {{"logits": norm(x, weights["model.norm.weight"], eps) @ head.T, **found}}
+"""
+
+
+def test_a_function_in_numpy_is_an_oracle(tmp_path):
+    """Its values by scope tell where a model parts from it."""
+    path, other = tmp_path / "gated.py", tmp_path / "wrong.py"
+    path.write_text(GATED + numpy_gated())
+    found = validate(path, tiny=True, device="cpu")
+    assert found.first is None, found.table()
+    assert found.runs[0].oracle == "oracle() of gated.py" and found.runs[0].verdict == "passed"
+    assert [c.status for c in found.runs[0].checks].count("passed") == 9
+    other.write_text(numpy_gated("wrong"))
+    run, check = validate(path, tiny=True, oracle=other, device="reference").first
+    assert (run.oracle, check.name) == ("oracle() of wrong.py", "layers")
+    assert check.summary.startswith(
+        "model.layers.0: what model.layers.0.residual_gate returns differs: made by linear at "
+    )
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [("{'x': 1}", "no 'logits'"), ("np.zeros(3)", "returned logits [3], not [80, vocabulary]")],
+)
+def test_what_an_oracle_may_not_return(returned, message, tmp_path):
+    path = tmp_path / "gated.py"
+    path.write_text(f"{GATED}\nimport numpy as np\ndef oracle(c, w, ids): return {returned}\n")
+    _, check = validate(path, tiny=True, device="reference").first
+    assert message in check.summary or message.replace("80", "64") in check.summary
+
+
+# --------------------------------------------------------------------------------- the command line
+
+
+def run(*words: object):
+    return CliRunner().invoke(app, ["validate", *map(str, words)])
+
+
+@pytest.mark.parity
+def test_what_it_prints_and_writes(directory, tmp_path):
+    folder = directory("llama", 0)
+    page, data = tmp_path / "r.html", tmp_path / "r.json"
+    done = run(folder, "--device", "reference", "-o", page, "-o", data)
+    assert done.exit_code == 0 and done.output.endswith("\npassed\n"), done.output
+    assert "  layers      passed  5 values, NMSE at most" in done.output
+    found = json.loads(data.read_text())
+    assert (found["schema"], found["version"]) == ("graphllm.validation", 1)
+    assert (found["passed"], found["failed"]) == (True, None)
+    (one,) = found["runs"]
+    assert [c["name"] for c in one["checks"]] == [
+        "tokenizer", "config", "weights", "layers", "logits", "greedy", "perplexity", "steps",
+        "fusion", "backends",
+    ]  # fmt: skip
+    rows = {row["value"]: row["alone"] for row in one["checks"][3]["rows"]}
+    assert len(rows) == 5 and 0 < max(rows.values()) < 1e-9
+    text = page.read_text()
+    assert "<script" not in text and "http" not in re.sub("http-equiv", "", text)
+    for check in one["checks"]:
+        assert html.escape(check["summary"]) in text
+
+
+@pytest.mark.parity
+def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(LLAMA + MORE + EPS)
+    page = tmp_path / "r.html"
+    ask = (directory("llama", 0), "--model-def", path, "--device", "reference")
+    done = run(*ask, "--tokens", 20, "-n", 4, "-o", page)
+    assert done.exit_code == 1
+    assert done.output.splitlines()[-1].startswith("failed: layers: model.layers.0: what model")
+    assert "<details open>" in page.read_text()
+    told = run(*ask, "--json")
+    assert told.exit_code == 1 and json.loads(told.output)["failed"] == "layers"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a Hugging Face directory, or --tiny"),
+        (["nowhere"], "nowhere: no such file"),
+        ([__file__], "is no Hugging Face directory"),
+        (["--tiny"], "--tiny is for one family"),
+        (["llama", "--tiny", "--model-def", "x.py"], "--tiny is for one family"),
+        (["lama", "--tiny"], "unknown model_type 'lama'; nearest: llama"),
+        (["llama", "--tiny", "--tokens", "1"], "tokens = 1 must be at least 2"),
+        (["llama", "--tiny", "--oracle", __file__], "has no function oracle(config, weights, ids)"),
+        (["llama", "--tiny", "-o", "x.txt"], "-o x.txt: the name must end in .html or .json"),
+    ],
+)
+def test_what_it_refuses(words, message):
+    done = run(*words)
+    assert done.exit_code == 1 and message in str(done.exception)
+
+
+def test_without_transformers_a_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("graphllm.validation.hf.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"torch is not installed: pip install 'graphllm\[par"):
+        validate("llama", tiny=True)
+
+
+@pytest.mark.parity
+def test_a_wrong_tokenizer_is_named_and_the_rest_is_checked(directory, tmp_path):
+    """transformers reads another file than the one beside it says."""
+    import hf_tokenizers
+
+    folder = tmp_path / "model"
+    shutil.copytree(directory("llama", 0), folder)
+    hf_tokenizers.KINDS["llama2"](tmp_path / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "text" / name, folder)
+    good = validate(folder, device="reference", tokens=16, new=2)
+    assert good.runs[0].checks[0].status == "passed", good.table()
+    (folder / "tokenizer.json").write_text("{}")
+    bad = validate(folder, device="reference", tokens=16, new=2)
+    assert bad.first[1].name == "tokenizer"
+    assert [c.status for c in bad.runs[0].checks[1:9]] == ["passed"] * 8
+
+
+# ---------------------------------------------------------------------------------------- starters
+
+
+@pytest.mark.parametrize("like", [f.name for f in models.families()])
+def test_a_starter_of_each_family_is_that_family(like, tmp_path):
+    path, there = write("mine", like, folder=tmp_path)
+    own, family = models.own(path), hf_models.FAMILIES[like]
+    assert not there and own.model.__name__ == "Model"
+    kinds = {variant.get("model_type") for variant in own.tiny}
+    assert own.tiny[0]["model_type"] == like and kinds <= {like, None}
+    bare = [{k: v for k, v in variant.items() if k != "model_type"} for variant in own.tiny]
+    assert bare == [dict(variant) for variant in family.tiny]
+    assert "model_type names the class of transformers" in path.read_text()
+    assert all(len(line) <= 100 for line in path.read_text().splitlines())
+
+
+@pytest.mark.parity
+def test_a_starter_validates_at_once(tmp_path):
+    path, _ = write("mine", "glm4", folder=tmp_path)
+    found = validate(path, tiny=True, device="reference")
+    assert found.first is None and {run.verdict for run in found.runs} == {"passed"}
+    assert "Glm4ForCausalLM" in found.runs[0].oracle
+
+
+def test_a_starter_overwrites_nothing_unasked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    new = CliRunner().invoke(app, ["new", "mine"])
+    assert new.output == (
+        "mine.py: written, as llama is\ntry it: graphllm validate --tiny --model-def mine.py\n"
+    )
+    (tmp_path / "mine.py").write_text("x")
+    done = CliRunner().invoke(app, ["new", "mine"])
+    assert done.exit_code == 1 and (tmp_path / "mine.py").read_text() == "x"
+    assert "mine.py: is there already; --force overwrites it" in str(done.exception)
+    done = CliRunner().invoke(app, ["new", "mine", "--force"])
+    assert "mine.py: overwritten" in done.output and len((tmp_path / "mine.py").read_text()) > 99
+    for words, message in (
+        (["my-model"], "cannot be a model file's name"),
+        (["class"], "cannot be a model file's name"),
+        (["qwen2"], "is a family of graphllm's own"),
+        (["mine2", "--like", "lama"], "--like lama: no such family; known: "),
+    ):
+        done = CliRunner().invoke(app, ["new", *words])
+        assert done.exit_code == 1 and message in str(done.exception)

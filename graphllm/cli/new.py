@@ -21,7 +21,7 @@ def new(
 
     graphllm validate --tiny --model-def my_model.py
     """
-    from ..validation.new import write
+    from ..starter import write
 
     path, replaced = write(name, like, force)
     print(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")

@@ -16,6 +16,8 @@ from ..errors import RequestError
 from .oracle import Attended, Record, Wanted
 
 _EAGER = "eager_attention_forward"  # what modelling files of transformers call theirs
+PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}  # how modules compute
+_SMALL = 10_000_000  # weights of a model whose matrices are not worth several threads
 _FACTS = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -72,8 +74,8 @@ class TransformersOracle:
         try:
             with quiet():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=torch.float32, attn_implementation="eager",
-                    local_files_only=True, output_loading_info=True,
+                    folder, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+                    **PLAIN,
                 )  # fmt: skip
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             text = " ".join(str(error).split())
@@ -91,6 +93,9 @@ class TransformersOracle:
 
         record = Record(np.zeros(0))
         with ExitStack() as stack, torch.no_grad():
+            if sum(weight.numel() for weight in self.model.parameters()) < _SMALL:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(1)  # they would wait for each other
             spied: dict[str, dict[int, str]] = {}
             for path, module in self.model.named_modules():
                 if path and wanted(path):

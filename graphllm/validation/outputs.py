@@ -31,7 +31,7 @@ def _compared(name: str, case: Case, have: np.ndarray, want: np.ndarray, whose: 
     share = float(apart.max() / (want.max() - want.min() or 1.0))
     row, column = np.unravel_index(int(np.argmax(apart)), apart.shape)
     values = f"{have[row, column]:.6g}, not {want[row, column]:.6g} at token {row}, id {column}"
-    text = f"at most {share:.0e} of their range from {whose} (allowed: {limit:.0e})"
+    text = f"are at most {share:.0e} of their range off {whose} (allowed: {limit:.0e})"
     figures: dict[str, Any] = {"largest share": share, "allowed": limit}
     status = PASSED if share <= limit else FAILED
     return Check(name, status, text, (f"the largest difference: {values}",), (figures,))
@@ -90,7 +90,7 @@ def steps(case: Case) -> Check:
     whole, engine = case.llm.logits(case.ids), case.llm.engine
     engine.begin(case.ids)
     alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
-    return _compared("steps", case, alone, whole, "those of one step")
+    return _compared("steps", case, alone, whole, "those of all ids at once")
 
 
 def fusion(case: Case) -> Check:

@@ -96,8 +96,10 @@ _MARKS = {PASSED: "passed", FAILED: "FAILED", SKIPPED: "-"}
 
 
 def _line(run: Run, colour: bool) -> str:
-    ran = [c for c in run.checks if c.status == PASSED]
-    return _coloured(f"{run.title}: {run.verdict} ({', '.join(c.name for c in ran)})", None, colour)
+    against = f" against {run.oracle}" if run.oracle else ""
+    told = next(c for c in run.checks if c.name == ("logits" if run.oracle else "steps"))
+    line = f"{run.title}: {run.verdict}{against}: {told.name} {told.summary}"
+    return _coloured(line, None, colour)
 
 
 def _block(run: Run, verbose: bool, colour: bool) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ..dtype import F32
 from ..errors import ConfigError, ModelFileError
 from ..family import Family
 from ..scopes import current_scope
-from ..tensor import Tensor, weight
+from ..tensor import Meta, Tensor
 from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
 from ..weights.files import ModelFile
@@ -60,9 +60,7 @@ def _of_transformers(
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf.quiet():
         try:
             made = AutoConfig.for_model(kind, **config)
-            model = AutoModelForCausalLM.from_config(
-                made, dtype=torch.float32, attn_implementation="eager"
-            )
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **hf.PLAIN)
         except Exception as error:  # transformers checks what it is given in many ways
             text = " ".join(str(error).split())
             raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
@@ -126,17 +124,22 @@ class Invented:
 
 def _weights(family: Family, config: DecoderConfig) -> dict[str, np.ndarray]:
     """Random float32 arrays for all that the family's decoder asks for."""
-    asked: dict[str, tuple[int, ...]] = {}
+    made: dict[str, np.ndarray] = {}
+    draw = np.random.default_rng(0)
+
+    class Made(Arrays):
+        def meta(self, name: str) -> Meta | None:
+            return Meta.of(made[name].shape, F32) if name in made else None
 
     class Asking(family.model):  # type: ignore[name-defined]
         def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
             path = name if root else f"{current_scope()}.{name}".lstrip(".")
-            asked[path] = shape
-            return weight(path, shape, F32)
+            if self.weights.meta(path) is None:
+                made[path] = _random(draw, path, shape)
+            return super().weight(name, *shape, root=root)
 
-    Asking(config, Arrays({})).build(Limits(context=64, kv_dtype="f32"))
-    draw = np.random.default_rng(0)
-    return {name: _random(draw, name, shape) for name, shape in asked.items()}
+    Asking(config, Made({})).build(Limits(context=64, kv_dtype="f32"))
+    return made
 
 
 def _random(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
