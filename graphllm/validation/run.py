@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import models
 from ..errors import GraphllmError, RequestError
 from ..executor import Progress
 from ..family import Family
@@ -76,6 +75,8 @@ def validate(
 
 def _family(model: str | Path | None, model_def: str | Path | Family | None) -> Family:
     """The family that --tiny is for. RequestError, ModelFileError."""
+    from .. import models
+
     if isinstance(model_def, Family):
         return model_def
     if (model is None) == (model_def is None):
