@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.latent import latent_rules
-from graphllm.models.deepseek_v2 import TINY as V2
-from graphllm.models.deepseek_v2 import deepseek
 from graphllm.weights.keys import Keys
 
 from . import deepseek_v2 as v2

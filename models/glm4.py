@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.models import glm
 from graphllm.weights.keys import Keys
 
 from . import glm
