@@ -103,6 +103,26 @@ def fused_qkv(c: Config, tensors: Tensors) -> Tensors:
     return out
 
 
+def conv1d(c: Config, tensors: Tensors) -> Tensors:
+    """GPT-2's matrices, which are published as [in, out]."""
+    turned_over = ("c_attn", "c_proj", "c_fc")
+    return {
+        name: value.T if value.ndim == 2 and name.split(".")[-2] in turned_over else value
+        for name, value in tensors.items()
+    }
+
+
+def sorted_heads(c: Config, tensors: Tensors) -> Tensors:
+    """Rows of all queries, then all keys, then all values, where published ones go by heads."""
+    out: Tensors = {}
+    for name, value in tensors.items():
+        if ".query_key_value." in name:
+            each = value.reshape(c["num_attention_heads"], 3, -1, *value.shape[1:])
+            value = each.swapaxes(0, 1).reshape(value.shape)
+        out[name.removeprefix("transformer.")] = value
+    return out
+
+
 def longrope(c: Config, tensors: Tensors) -> Tensors:
     rope = c["rope_parameters"]
     if rope["rope_type"] != "longrope":
@@ -119,14 +139,16 @@ def common_keys(c: Config) -> dict[str, Any]:
     rope = c.get("rope_parameters") or {}
     keys = {
         "vocab_size": c["vocab_size"],
-        "context_length": c["max_position_embeddings"],
+        "context_length": c.get("max_position_embeddings"),
         "embedding_length": c["hidden_size"],
         "block_count": c["num_hidden_layers"],
-        "feed_forward_length": c["intermediate_size"],
+        "feed_forward_length": c.get("intermediate_size"),
         "attention.head_count": c["num_attention_heads"],
-        "attention.head_count_kv": c["num_key_value_heads"],
+        "attention.head_count_kv": c.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": c.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": c.get("layer_norm_eps") or c.get("norm_epsilon"),
+        "attention.layer_norm_epsilon": next(
+            (c[n] for n in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon") if n in c), None
+        ),
         "attention.key_length": c.get("head_dim"),
         "attention.value_length": c.get("head_dim"),
         "rope.freq_base": rope.get("rope_theta"),
@@ -159,6 +181,7 @@ def phi3_keys(c: Config) -> dict[str, Any]:
 def write(path: Path, model: Any, arch: Arch) -> Path:
     """transformers' ``model`` as a GGUF file with float32 tensors."""
     config = model.config.to_dict()
+    config |= {name: getattr(model.config, name) for name in model.config.attribute_map}
     writer = gguf.GGUFWriter(path, arch.name)
     for name, value in (common_keys(config) | dict(arch.keys(config))).items():
         if value is not None:
@@ -189,6 +212,7 @@ def stored_tensors(model: Any, config: Config, arch: Arch) -> Iterator[tuple[str
 
 # ------------------------------------------------------------------------------------------ models
 
+CONTEXT = 256  # llama.cpp has no smaller one
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL, ONE = {"num_key_value_heads": 6}, {"num_key_value_heads": 1}
 FAR = {"sliding_window": None}
@@ -268,11 +292,29 @@ ARCHS = {
     ),
     "glm": Arch("chatglm", turned, cases=(GLM, {**GLM, **ALL, "attention_bias": False})),
     "glm-fused": Arch("chatglm", turned, fused_qkv, (GLM, {**GLM, **ONE})),
+    "gpt2": Arch(
+        "gpt2", lambda c: {"feed_forward_length": 4 * c["n_embd"]}, conv1d,
+        tuple({"n_positions": CONTEXT, **c} for c in ({}, {"n_head": 3}, {"n_head": 1, **UNTIED})),
+    ),
+    "gpt_neox": Arch(
+        "gptneox", lambda c: turned(c) | {"use_parallel_residual": c["use_parallel_residual"]},
+        sorted_heads,
+        ({}, {"use_parallel_residual": False, "rotary_pct": 0.5, "rotary_emb_base": 500.0,
+              "num_attention_heads": 3},
+         {"rotary_pct": 1.0, "num_attention_heads": 5}),
+    ),
+    "bloom": Arch(
+        "bloom", lambda c: {
+            "context_length": c["hidden_size"], "feed_forward_length": 4 * c["hidden_size"],
+            "attention.head_count_kv": c["num_attention_heads"],
+        },
+        sorted_heads,
+        ({}, {"hidden_size": 60, "n_head": 6}, {"hidden_size": 44, "n_head": 11, **UNTIED}),
+    ),
     "glm4": Arch("glm4", turned, cases=({}, {**ALL, "attention_bias": False})),
 }  # fmt: skip
 
 CASES = [(kind, i) for kind, arch in ARCHS.items() for i in range(len(arch.cases))]
-CONTEXT = 256  # llama.cpp has no smaller one
 IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 40)]
 ROWS = (12, 39)  # those whose logits are kept
 
