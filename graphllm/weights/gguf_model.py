@@ -38,10 +38,10 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
             n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_LATENT,
         }),
         WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
+        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
         *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
             n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
         }),
-        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
         *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
     ]  # fmt: skip
 
