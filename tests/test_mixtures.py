@@ -83,9 +83,18 @@ def test_experts_that_are_stacked(name, tmp_path):
     np.testing.assert_array_equal(logits(changed(folder, stacked)), want)
 
 
-def test_gguf_files_with_a_tensor_for_each_expert(tmp_path):
-    """Of 2023."""
+@pytest.mark.parametrize("form", ["each", "joint"])
+def test_gguf_files_with_experts_otherwise(form, tmp_path):
+    """A tensor for each, as in 2023; gate and up in one."""
     arch, model = gguf_models.ARCHS["mixtral"], gguf_models.model_of("mixtral", 0)
+
+    def joint(c: gguf_models.Config, tensors: Tensors) -> Tensors:
+        out = arch.tensors(c, tensors)
+        for i in range(c["num_hidden_layers"]):
+            names = (f"model.layers.{i}.mlp.experts.{n}_proj.weight" for n in ("gate", "up"))
+            both = np.concatenate([out.pop(name) for name in names], axis=1)
+            out[f"blk.{i}.ffn_gate_up_exps.weight"] = both
+        return out
 
     def apart(c: gguf_models.Config, tensors: Tensors) -> Tensors:
         out: Tensors = {}
@@ -98,8 +107,8 @@ def test_gguf_files_with_a_tensor_for_each_expert(tmp_path):
                 out[f"blk.{expert[1]}.ffn_{expert[2]}.{e}.weight"] = one
         return out
 
-    old = gguf_models.Arch(arch.name, arch.keys, apart)
-    paths = [gguf_models.write(tmp_path / f"{a is old}.gguf", model, a) for a in (arch, old)]
+    other = gguf_models.Arch(arch.name, arch.keys, joint if form == "joint" else apart)
+    paths = [gguf_models.write(tmp_path / f"{a is other}.gguf", model, a) for a in (arch, other)]
     np.testing.assert_array_equal(*map(logits, paths))
 
 
