@@ -131,6 +131,49 @@ def longrope(c: Config, tensors: Tensors) -> Tensors:
     return tensors | {name: np.array(value, np.float32) for name, value in factors.items()}
 
 
+def experts(c: Config, tensors: Tensors) -> Tensors:
+    """Gate and up of stacked experts apart; a shared expert's gate has one axis."""
+    out: Tensors = {}
+    for name, value in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(value, 2, axis=1)):
+                out[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
+        elif name.endswith("experts.down_proj"):
+            out[f"{name}.weight"] = value
+        else:
+            out[name] = value[0] if name.endswith("shared_expert_gate.weight") else value
+    return out
+
+
+def latent(c: Config, tensors: Tensors) -> Tensors:
+    """Each head's keys transposed and its values, apart."""
+    out: Tensors = {}
+    nope = c["qk_nope_head_dim"]
+    for name, value in experts(c, tensors).items():
+        if ".kv_b_proj." in name:
+            heads = value.reshape(c["num_attention_heads"], nope + c["v_head_dim"], -1)
+            out[name.replace("kv_b", "k_b")] = heads[:, :nope].swapaxes(1, 2)
+            out[name.replace("kv_b", "v_b")] = heads[:, nope:]
+        else:
+            out[name.replace("correction_bias", "correction.bias")] = value
+    return out
+
+
+def gpt_oss(c: Config, tensors: Tensors) -> Tensors:
+    """Experts as matrices of rows; gate and up, whose columns take turns, apart."""
+    out: Tensors = {}
+    for stored, value in tensors.items():
+        name = stored.replace("_proj_bias", "_proj.bias").replace("sinks", "sinks.weight")
+        if stored.endswith("_proj"):
+            name, value = f"{stored}.weight", value.swapaxes(1, 2)
+        if "gate_up_proj" in name:
+            for i, part in enumerate(("gate", "up")):
+                out[name.replace("gate_up_proj", f"{part}_proj")] = value[:, i::2]
+        else:
+            out[name] = value
+    return out
+
+
 # ------------------------------------------------------------------------------------------- keys
 
 
@@ -178,6 +221,45 @@ def phi3_keys(c: Config) -> dict[str, Any]:
     return keys
 
 
+def expert_keys(c: Config) -> dict[str, Any]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return {
+        "expert_count": next(c[name] for name in names if name in c),
+        "expert_used_count": c["num_experts_per_tok"],
+        "expert_feed_forward_length": c.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": c.get("shared_expert_intermediate_size"),
+    }
+
+
+def latent_keys(c: Config) -> dict[str, Any]:
+    multiplier = c["rope_parameters"].get("mscale_all_dim")
+    return expert_keys(c) | {
+        "attention.head_count_kv": 1,  # that of the cache
+        "attention.key_length": c["kv_lora_rank"] + c["qk_rope_head_dim"],
+        "attention.value_length": c["kv_lora_rank"],
+        "attention.key_length_mla": c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+        "attention.value_length_mla": c["v_head_dim"],
+        "attention.q_lora_rank": c["q_lora_rank"],
+        "attention.kv_lora_rank": c["kv_lora_rank"],
+        "rope.dimension_count": c["qk_rope_head_dim"],
+        "rope.scaling.yarn_log_multiplier": multiplier and 0.1 * multiplier,
+        "leading_dense_block_count": c["first_k_dense_replace"],
+        "expert_shared_count": c["n_shared_experts"],
+        "expert_weights_scale": c["routed_scaling_factor"],
+        "expert_weights_norm": c["norm_topk_prob"],
+        "expert_gating_func": 2 if c["model_type"] == "deepseek_v3" else 1,
+        "expert_group_count": c["n_group"],
+        "expert_group_used_count": c["topk_group"],
+    }
+
+
+def gpt_oss_keys(c: Config) -> dict[str, Any]:
+    return expert_keys(c) | {
+        "expert_feed_forward_length": c["intermediate_size"],
+        "attention.sliding_window": c["sliding_window"],
+    }
+
+
 def write(path: Path, model: Any, arch: Arch) -> Path:
     """transformers' ``model`` as a GGUF file with float32 tensors."""
     config = model.config.to_dict()
@@ -216,9 +298,11 @@ CONTEXT = 256  # llama.cpp has no smaller one
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 ALL, ONE = {"num_key_value_heads": 6}, {"num_key_value_heads": 1}
 FAR = {"sliding_window": None}
+CLAMPED = {"swiglu_limit": 7.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+RAMP = {**YARN, "truncate": False}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
 SHORT = [1.0, 1.1, 1.2, 1.5, 1.9, 2.5]
@@ -312,6 +396,36 @@ ARCHS = {
         ({}, {"hidden_size": 60, "n_head": 6}, {"hidden_size": 44, "n_head": 11, **UNTIED}),
     ),
     "glm4": Arch("glm4", turned, cases=({}, {**ALL, "attention_bias": False})),
+    "mixtral": Arch(
+        "llama", lambda c: turned(c) | expert_keys(c), lambda c, t: permuted(c, experts(c, t)),
+        ({}, {**TIED, **ALL}, {**ONE, "num_experts_per_tok": 1, "rope_theta": 1e4}),
+    ),
+    "qwen2_moe": Arch(
+        "qwen2moe", expert_keys, experts,
+        ({}, {**ALL, "num_experts_per_tok": 3}, {**ONE, "rope_theta": 1e6}),
+    ),
+    "qwen3_moe": Arch(
+        "qwen3moe", expert_keys, experts,
+        ({}, {**TIED, **ALL}, {**ONE, "head_dim": 16, "num_experts_per_tok": 1}),
+    ),
+    "deepseek_v2": Arch(
+        "deepseek2", latent_keys, latent,
+        ({"q_lora_rank": 20},
+         {**TIED, "q_lora_rank": 20, "first_k_dense_replace": 0, "routed_scaling_factor": 2.5,
+          "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ),
+    "deepseek_v3": Arch(
+        "deepseek2", latent_keys, latent,
+        ({}, {"n_group": 1, "topk_group": 1,
+              "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ),
+    # llama.cpp truncates yarn's ramp, the model does not: with these bases it ends at a whole pair.
+    "gpt_oss": Arch(
+        "gpt-oss", gpt_oss_keys, gpt_oss,
+        ({**CLAMPED, "rope_scaling": {**RAMP, "rope_theta": 673.0}},
+         {**CLAMPED, **ONE, "head_dim": 8, "num_experts_per_tok": 1,
+          "rope_scaling": {**RAMP, "rope_theta": 26.0}}),
+    ),
 }  # fmt: skip
 
 CASES = [(kind, i) for kind, arch in ARCHS.items() for i in range(len(arch.cases))]

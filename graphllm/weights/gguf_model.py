@@ -9,7 +9,7 @@ from ..errors import ConfigError, ModelFileError
 from ..rotary import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 from .gguf import GGUF
 from .keys import Keys
-from .rules import STACKED, WeightRule
+from .rules import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
 
 if TYPE_CHECKING:
     from ..config import DecoderConfig, Names
@@ -38,16 +38,17 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
             n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_LATENT,
         }),
         WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
+        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
         *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
             n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
         }),
-        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
         *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
     ]  # fmt: skip
 
 
 def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
-    """Of a mixture of experts. Files older than stacked experts have a tensor for each."""
+    """Of a mixture of experts. Files older than stacked experts have a tensor for each; some newer
+    ones have gate and up in one."""
     yield WeightRule(f"{path}.{n.router}.e_score_correction_bias", "blk.{i}.exp_probs_b.bias")
     yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
     for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
@@ -55,6 +56,9 @@ def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
         yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACKED)
         yield from _within(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
         yield from _within(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
+    gate, up = (f"{path}.experts.{name}.weight" for name in (n.gate, n.up))
+    both = "blk.{i}.ffn_gate_up_exps.weight"
+    yield WeightRule(gate, both, FIRST_HALF, also=((up, SECOND_HALF),))
     # The converter leaves axes of one element out.
     gate = f"{path}.{n.shared}_gate.weight"
     yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACKED)

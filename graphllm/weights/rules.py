@@ -236,6 +236,8 @@ def rooted(model: str, head: str) -> tuple[WeightRule, ...]:
 UNUSED = (WeightRule("", "{*}.rotary_emb.inv_freq"),)
 GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
 
+FIRST_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[0])
+SECOND_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[1])
 _EXPERTS = "model.layers.{i}.mlp.experts"
 # Matrices of each expert, as models are published, or stacked, as transformers computes with them.
 EXPERTS = (
@@ -246,8 +248,8 @@ EXPERTS = (
     WeightRule(
         f"{_EXPERTS}.gate_proj.weight",
         f"{_EXPERTS}.gate_up_proj",
-        Rows(lambda w: np.split(w, 2, axis=-2)[0]),
-        also=((f"{_EXPERTS}.up_proj.weight", Rows(lambda w: np.split(w, 2, axis=-2)[1])),),
+        FIRST_HALF,
+        also=((f"{_EXPERTS}.up_proj.weight", SECOND_HALF),),
     ),
     WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj"),
 )
