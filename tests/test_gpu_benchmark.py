@@ -98,6 +98,20 @@ def test_a_linear_of_few_tokens(gpu):
     assert linear_cuda.linear_time(matrix, 4, few=8, some=16) == pytest.approx(1 / 8)
 
 
+def test_mixtures_of_experts(gpu, monkeypatch):
+    import experts_cuda as own
+
+    matrices = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    sizes = {"HIDDEN": 96, "DIM": 64, "BYTES": 1, "ROUNDS": 2, "MATRICES": matrices}
+    for name, value in sizes.items():
+        monkeypatch.setattr(own, name, value)
+    layers = own.Layers("q8_0")
+    one, many = layers.mixture([1, 40])
+    assert re.match(r"q8_0 +1 +2\.0 +[\d.]+ +\d+ GB/s +[\d.]+% +[\d.]+$", one)
+    assert re.match(r"q8_0 +40 +[5-8]\.\d ", many)
+    assert any(re.match(r"expert_linear q8_0 +3 ", line) for line in layers.steps())
+
+
 def test_a_part_that_fails_loses_nothing(gpu, monkeypatch, capsys):
     def broken():
         """Fails halfway."""

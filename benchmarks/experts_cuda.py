@@ -1,0 +1,133 @@
+"""Speed of a Mixtral-8x7B's experts (8 of 14336 x 4096, 2 of them a token) on this machine's GPU.
+
+    python benchmarks/experts_cuda.py [--formats f16,q8_0,q4_k] [--tokens 1,2,4,8,64,512]
+
+``mixture``: layers that are a router, experts and the residual, one after the other: microseconds
+of one, the GB/s of the weights that its tokens name, their share of the best read, TFLOP/s. Tokens
+and weights are random; one token is a replayed graph; there are more weights than the caches hold.
+``steps``: of one token, each kind of step by the kernels' own times.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+from gpu_shared import ORDER, share
+
+from graphllm import ops
+from graphllm.dtype import dtype
+from graphllm.executor import Executor
+from graphllm.profiler.rows import Recorder, totals
+from graphllm.quant import Blocks
+from graphllm.tensor import Tensor, Var, feed, weight
+from graphllm.weights import Arrays
+from graphllm.weights.random import random_bytes
+
+EXPERTS, EACH, HIDDEN, DIM = 8, 2, 14336, 4096
+BYTES = 4 << 30  # of weights that a measurement goes over, about
+ROUNDS = 10
+MATRICES = {"gate": (HIDDEN, DIM), "up": (HIDDEN, DIM), "down": (DIM, HIDDEN)}
+
+
+class Layers:
+    """As many mixtures as make `BYTES`, one after the other, in one format."""
+
+    def __init__(self, kind: str) -> None:
+        form = dtype(kind)
+        one = 3 * EXPERTS * HIDDEN * form.row_nbytes(DIM)
+        self.kind, self.one, self.count = kind, one, max(2, BYTES // one)
+        rng, held, pattern = np.random.default_rng(0), {}, random_bytes(form)
+        for name, (rows, depth) in MATRICES.items():
+            raw = np.resize(pattern, EXPERTS * rows * form.row_nbytes(depth))
+            stored = raw.reshape(EXPERTS, rows, -1)
+            plain = form.numpy is not None
+            held[name] = stored.view(form.numpy) if plain else Blocks(stored, form, depth)
+        held["router"] = rng.standard_normal((EXPERTS, DIM)).astype(np.float32)
+        arrays = {f"{i}.{name}": w for i in range(self.count) for name, w in held.items()}
+        self.executor = Executor(Arrays(arrays), ORDER)
+        x = feed("x", (Var("T", 1, 1 << 16), DIM), "f32")
+        self.ids = {}
+        for i in range(self.count):
+            y, self.ids[f"ids{i}"] = self._mixture(x, i)
+            x = ops.add(x, y)
+        self.outputs = {"x": x}
+
+    def _mixture(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """Layer ``i`` of x [T, DIM]: its result [T, DIM], and the experts that were chosen."""
+        scores = ops.softmax(ops.linear(x, weight(f"{i}.router", (EXPERTS, DIM), "f32")))
+        ids = ops.top_k(scores, k=EACH)
+        weights = ops.sum_norm(ops.pick(scores, ids))
+
+        def product(x: Tensor, name: str) -> Tensor:
+            return ops.expert_linear(
+                x, weight(f"{i}.{name}", (EXPERTS, *MATRICES[name]), self.kind), ids
+            )
+
+        h = ops.mul(ops.silu(product(x, "gate")), product(x, "up"))
+        return ops.combine(product(h, "down"), weights), ids
+
+    def run(self, tokens: int, recorder: Recorder | None = None) -> tuple[float, float]:
+        """Seconds of a layer for so many tokens, and how many experts these name on average."""
+        x = np.random.default_rng(tokens).standard_normal((tokens, DIM)).astype(np.float32)
+        bounds = {"T": (1, tokens)}
+        found = self.executor.run(self.executor.compile(self.ids, bounds), {"x": x})
+        distinct = float(np.mean([len(np.unique(ids)) for ids in found.values()]))
+        plan = self.executor.compile(self.outputs, bounds)
+        assert {step.backend.name for step in plan.steps} == {"cuda"}
+        env = {"T": tokens, "experts": round(distinct)}
+        for _ in range(2):
+            self.executor.run(plan, {"x": x}, env, fetch=())
+        if recorder:
+            for _ in range(ROUNDS):
+                self.executor.run(plan, {"x": x}, env, profile=recorder, fetch=())
+        ((segment, _),) = self.executor._programs[id(plan)].segments
+        gpu = self.executor.devices["cuda"].gpu
+        times = gpu.seconds(lambda: segment.run(None), ROUNDS)
+        return median(times) / self.count, distinct
+
+    def mixture(self, counts: list[int]) -> Iterator[str]:
+        """A line for each count of tokens."""
+        for tokens in counts:
+            seconds, distinct = self.run(tokens)
+            rate = self.one * distinct / EXPERTS / seconds
+            flops = 2 * 3 * EACH * tokens * HIDDEN * DIM / seconds
+            yield (
+                f"{self.kind:<6} {tokens:>6} {distinct:8.1f} {1e6 * seconds:10.1f} "
+                f"{share(rate):>20} {flops / 1e12:8.1f}"
+            )
+
+    def steps(self) -> Iterator[str]:
+        """A line for each kind of step of one token."""
+        recorder = Recorder()
+        self.run(1, recorder)
+        for name, total in totals(recorder.rows).items():
+            calls = total.calls // ROUNDS // self.count
+            us = total.ns / 1e3 / total.calls
+            yield f"{name:<24} {calls:>6} {us:9.2f} {total.gb_s:7.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", default="f16,q8_0,q4_k")
+    parser.add_argument("--tokens", default="1,2,4,8,64,512")
+    given = parser.parse_args()
+    counts = [int(n) for n in given.tokens.split(",")]
+    for kind in given.formats.split(","):
+        layers = Layers(kind)
+        print(f"\n## mixture: {layers.count} layers of {layers.one / 1e9:.2f} GB")
+        print("format tokens  experts us a layer     GB/s, of the best  TFLOP/s")
+        for line in layers.mixture(counts):
+            print(line, flush=True)
+        print(
+            f"\n## steps: {kind}, one token\n{'step':<24} {'calls':>6} {'us each':>9} {'GB/s':>7}"
+        )
+        for line in layers.steps():
+            print(line, flush=True)
+        del layers
+
+
+if __name__ == "__main__":
+    main()
