@@ -66,6 +66,8 @@ def text(name: str, like: str) -> str:
     code = code.replace(
         f'"""{module.__doc__}"""', f'"""{name}: say what it is. Begun as {like}."""'
     )
+    code = re.sub(r"^from \.(?=\w)", f"from {models.__name__}.", code, flags=re.M)
+    code = re.sub(r"^from \.(?= )", f"from {models.__name__}", code, flags=re.M)
     code = _typed(code, like)
     code = re.sub(r"^Model = Decoder\n", f"\n\n{_MODEL}\n\n", code, flags=re.M)
     for what, remark in _REMARKS.items():

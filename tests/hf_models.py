@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    made = AutoConfig.for_model(kind, **config)
+    made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plain)
     randomise(model, seed)

@@ -26,7 +26,8 @@ class Deviation:
     """``got`` of one side against ``want`` of the other.
 
     ``max``: the largest |difference|; ``relative``: the largest share of it in the largest |want|
-    of its row (the last axis). ``worst``: where that is, with both values.
+    of its row (the last axis; where that has one element, of all). ``worst``: where that is, with
+    both values.
     """
 
     max: float
@@ -69,7 +70,8 @@ def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:
         apart = np.where(same, 0.0, np.abs(got - want))
         apart[np.isnan(apart)] = np.inf
         size = np.where(np.isfinite(want), np.abs(want), 0.0)
-        largest = np.broadcast_to(size.max(axis=-1, keepdims=True), apart.shape)
+        along = -1 if want.shape[-1:] != (1,) else None  # a single number may be near 0 by itself
+        largest = np.broadcast_to(size.max(axis=along, keepdims=True), apart.shape)
         shares = np.where(same, 0.0, apart / largest)
         at = np.unravel_index(int(np.argmax(shares)), shares.shape)
         power, noise = float(np.sum(size**2)), float(np.sum(apart**2))

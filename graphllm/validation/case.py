@@ -109,13 +109,19 @@ class Case:
         self.tokens = max(1, min(self.tokens, most - self.new))
         vocab = llm.decoder.cfg.vocab
         draw = np.random.default_rng(7)
-        ids = draw.integers(min(3, vocab - 1), vocab, self.tokens).tolist()
+        stated = {
+            v
+            for k, v in self.file.metadata.items()
+            if k.endswith("_token_id") and isinstance(v, int)
+        }
+        plain = [i for i in range(vocab) if i not in stated]  # the others may mean something
+        ids = draw.choice(plain, self.tokens).tolist()
         if self.file.has_vocabulary:
             ids = [i for i in llm.encode(TEXT)[: self.tokens] if i < vocab]
         self.tokens = len(ids)
         for _ in range(self.new):
             if self.oracle is None:
-                ids.append(int(draw.integers(0, vocab)))
+                ids.append(int(draw.choice(plain)))
             else:
                 ids.append(int(self.oracle.run(ids).logits[-1].argmax()))
         self.ids = ids

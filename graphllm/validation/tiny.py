@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def _of_transformers(
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf.quiet():
         try:
-            made = AutoConfig.for_model(kind, **config)
+            made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **hf.PLAIN)
         except Exception as error:  # transformers checks what it is given in many ways
             text = " ".join(str(error).split())
