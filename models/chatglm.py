@@ -21,9 +21,9 @@ NAMES = Names(
 )  # fmt: skip
 HF = chatglm2.HF
 TINY = (
-    {"vocab_size": 131, "hidden_size": 72, "inner_hidden_size": 52, "num_layers": 3,
-     "num_attention_heads": 6, "max_sequence_length": 128, "layernorm_epsilon": 1e-5,
-     "bos_token_id": 129, "gmask_token_id": 128, "position_encoding_2d": True},
+    {"vocab_size": 131, "hidden_size": 72, "inner_hidden_size": 52, "num_attention_heads": 6,
+     "num_layers": 3, "max_sequence_length": 128, "layernorm_epsilon": 1e-5,
+     "bos_token_id": 1, "gmask_token_id": 2, "mask_token_id": 0, "position_encoding_2d": True},
     {"num_attention_heads": 1, "hidden_size": 20, "num_layers": 2, "layernorm_epsilon": 1e-3},
     {"num_attention_heads": 9, "inner_hidden_size": 75, "tie_word_embeddings": True},
 )  # fmt: skip
@@ -31,7 +31,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    gmask: int = 0  # the id that stands for the answer, the prompt's last
+    masks: tuple[int, ...] = ()  # ids that stand for an answer, the prompt's last: gMASK, or MASK
     sop: int = 0  # the id after it, which begins the answer
 
 
@@ -40,10 +40,13 @@ class Model(Decoder):
 
     def prefix(self, tokens: Sequence[int]) -> int:
         c, ids = self.cfg, list(tokens)
-        count = ids.index(c.sop) if c.attention.prefix and c.sop in ids else 0
-        if count and (c.gmask not in ids or ids.index(c.gmask) != count - 1):
-            raise RequestError(f"token {count}, {c.sop}, is sop: gMASK ({c.gmask}) must precede it")
-        return count
+        if not c.attention.prefix or c.sop not in ids:
+            return 0
+        before = ids[: ids.index(c.sop)]
+        at = next((before.index(mask) for mask in c.masks if mask in before), -1)
+        if -1 < at < len(before) - 1:  # what follows had other positions than below
+            raise RequestError(f"token {at + 1}, {ids[at]}, is a mask: sop ({c.sop}) must be next")
+        return at + 1
 
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         rope, half = self.cfg.layers[i].rope, self.cfg.attention.head_dim // 2
@@ -60,17 +63,15 @@ def config(keys: Keys) -> DecoderConfig:
     chatglm2.common(keys)
     (dim, heads, width), count = even_heads(keys), keys.layers()
     keys.only("position_encoding_2d", True)
-    keys.ignore("mask_token_id")  # of blanks within a text, which no prompt has that is published
     return Config(
-        vocab=keys.positive("vocab_size"), dim=dim, context=keys.positive("max_sequence_length"),
-        layers=(Layer(Rope()),) * count,
+        vocab=keys.positive("vocab_size"), dim=dim, layers=(Layer(Rope()),) * count,
+        context=keys.positive("max_sequence_length"),
         attention=Attention(
             heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=True
         ),
         mlp=Mlp(keys.positive("inner_hidden_size"), "gelu_new", gated=False, bias=True),
-        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"),
-        names=NAMES,
-        normed_residual=(2 * count) ** 0.5,
+        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"), names=NAMES,
+        normed_residual=(2 * count) ** 0.5, sop=keys("bos_token_id", int),
         tied=keys("tie_word_embeddings", bool, "lm_head.weight" not in keys.tensors),
-        gmask=keys("gmask_token_id", int), sop=keys("bos_token_id", int),
+        masks=(keys("gmask_token_id", int), keys("mask_token_id", int, -1)),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import chatglm_models
+import chatglm_oracle
 import numpy as np
 import pytest
 from hf_models import FAMILIES, config_of, distance
@@ -19,7 +20,7 @@ from graphllm.generation.request import Sampling
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 
-GMASK, SOP = 128, 129  # of TINY
+MASK, SOP, GMASK = 0, 1, 2  # of TINY
 GREEDY = Sampling(temperature=0.0).checked()
 STEPS = 8
 # (tokens of the prompt, of these before sop: 0 where there is none)
@@ -49,7 +50,7 @@ def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
     for prompt, before in PROMPTS:
         ids = some(prompt + STEPS, before if name == "chatglm" else 0)
         llm = graphllm.load(tmp_path, device=device, kv_type="f32", context=len(ids))
-        want = chatglm_models.logits(config, weights, ids)
+        want = chatglm_oracle.oracle(config, weights, ids)
         assert distance(stepped(llm, ids, prompt), want) <= 1e-4
 
 
@@ -65,7 +66,7 @@ def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
     path = chatglm_models.write_gguf(tmp_path / "m.gguf", config, weights)
     ids = some(40)
     found = graphllm.load(path, device="cpu", kv_type="f32").logits(ids)
-    assert distance(found, chatglm_models.logits(config, weights, ids)) <= 1e-4
+    assert distance(found, chatglm_oracle.oracle(config, weights, ids)) <= 1e-4
 
 
 # ------------------------------------------------------------------------------ two-way prompts
@@ -82,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def want(ids: Sequence[int]) -> np.ndarray:
-    return chatglm_models.logits(CONFIG, chatglm_models.random_weights(CONFIG), ids)
+    return chatglm_oracle.oracle(CONFIG, chatglm_models.random_weights(CONFIG), ids)
 
 
 def load(folder: Path, device: str = "cpu", **options) -> graphllm.LLM:
@@ -152,16 +153,34 @@ def test_the_cache_serves_the_same_beginning(
     assert drawn(llm, after, 5) == first
 
 
-def test_sop_without_gmask(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("ids", "prefix"),
+    [
+        ([5, 6, 7], 0),
+        ([5, 6, SOP, 7], 0),  # a mask is what makes it an answer
+        ([SOP, GMASK, 7], 0),
+        ([GMASK, 5, 7], 0),
+        ([5, 6, GMASK, SOP, 7], 3),
+        ([5, 6, MASK, SOP, 7, GMASK, SOP], 3),
+        ([5, MASK, GMASK, SOP, 7], 3),  # the rest of the text has another mask
+    ],
+)
+def test_what_is_a_prompt(folder: Path, ids: list[int], prefix: int) -> None:
     llm = load(folder)
-    for ids in ([5, 6, SOP, 7], [5, GMASK, 6, SOP], [GMASK, 5, GMASK, SOP]):
-        for ask in (
-            llm.logits,
-            lambda ids: llm.trace(ids, "*.mlp"),
-            lambda ids: drawn(llm, ids, 1),
+    assert llm.decoder.prefix(ids) == prefix
+    assert distance(llm.logits(ids), want(ids)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "ids", [[5, GMASK, 6, SOP], [5, GMASK, GMASK, SOP], [5, MASK, 6, SOP], [5, GMASK, MASK, SOP]]
+)
+def test_a_mask_with_an_answer_elsewhere(folder: Path, ids: list[int]) -> None:
+    llm = load(folder)
+    for ask in (llm.logits, lambda ids: llm.trace(ids, "*.mlp"), lambda ids: drawn(llm, ids, 1)):
+        with pytest.raises(
+            RequestError, match=r"^token 2, [02], is a mask: sop \(1\) must be next$"
         ):
-            with pytest.raises(RequestError, match=r"^token [23], 129, is sop: gMASK \(128\) must"):
-                ask(ids)
+            ask(ids)
 
 
 def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
