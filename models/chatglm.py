@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphllm import ops
-from graphllm.config import Attention, Layer, Mlp, Names, Norm, Rope
-from graphllm.decoder import Batch, Decoder, DecoderConfig
+from graphllm.decoder import Attention, Batch, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
 from graphllm.errors import RequestError
 from graphllm.tensor import Tensor
 from graphllm.weights.keys import Keys, even_heads
