@@ -85,7 +85,8 @@ class Attention:
     sinks: bool = False  # a logit of each head that no value belongs to
     slopes: tuple[float, ...] = ()  # ALiBi: of each head
     latent: Latent | None = None
-    prefix: bool = False  # a prompt begins with a part that sees all of itself: `Decoder.prefix`
+    # Of prompts that begin with a part that sees all of itself: the ids that tell `Decoder.prefix`.
+    prefix: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

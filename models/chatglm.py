@@ -4,7 +4,6 @@ Its successors state the same model_type; they are in `chatglm2`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from graphllm import ops
 from graphllm.decoder import Attention, Batch, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
@@ -28,23 +27,15 @@ TINY = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Config(DecoderConfig):
-    masks: tuple[int, ...] = ()  # ids that stand for an answer, the prompt's last: gMASK, or MASK
-    sop: int = 0  # the id after it, which begins the answer
-
-
 class Model(Decoder):
-    cfg: Config
-
     def prefix(self, tokens: Sequence[int]) -> int:
-        c, ids = self.cfg, list(tokens)
-        if not c.attention.prefix or c.sop not in ids:
-            return 0
-        before = ids[: ids.index(c.sop)]
-        at = next((before.index(mask) for mask in c.masks if mask in before), -1)
-        if -1 < at < len(before) - 1:  # what follows had other positions than below
-            raise RequestError(f"token {at + 1}, {ids[at]}, is a mask: sop ({c.sop}) must be next")
+        """The tokens before sop, if one of them is the mask that the answer stands for: it must be
+        the last, as the tokenizer has it. With one elsewhere positions would be others."""
+        sop, *masks = self.cfg.attention.prefix or (-1,)
+        before = list(tokens[: list(tokens).index(sop)]) if sop in tokens else []
+        at = next((before.index(mask) for mask in masks if mask in before), -1)
+        if -1 < at < len(before) - 1:
+            raise RequestError(f"token {at + 1}, {before[at]}, is a mask: sop ({sop}) must be next")
         return at + 1
 
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
@@ -62,15 +53,18 @@ def config(keys: Keys) -> DecoderConfig:
     chatglm2.common(keys)
     (dim, heads, width), count = even_heads(keys), keys.layers()
     keys.only("position_encoding_2d", True)
-    return Config(
-        vocab=keys.positive("vocab_size"), dim=dim, layers=(Layer(Rope()),) * count,
+    ids = (keys("bos_token_id", int), keys("gmask_token_id", int), keys("mask_token_id", int, -1))
+    return DecoderConfig(
+        vocab=keys.positive("vocab_size"),
+        dim=dim,
         context=keys.positive("max_sequence_length"),
+        layers=(Layer(Rope()),) * count,
         attention=Attention(
-            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=True
+            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=ids
         ),
         mlp=Mlp(keys.positive("inner_hidden_size"), "gelu_new", gated=False, bias=True),
-        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"), names=NAMES,
-        normed_residual=(2 * count) ** 0.5, sop=keys("bos_token_id", int),
+        norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"),
+        names=NAMES,
+        normed_residual=(2 * count) ** 0.5,
         tied=keys("tie_word_embeddings", bool, "lm_head.weight" not in keys.tensors),
-        masks=(keys("gmask_token_id", int), keys("mask_token_id", int, -1)),
-    )  # fmt: skip
+    )

@@ -37,6 +37,7 @@ def config(keys: Keys) -> DecoderConfig:
         max_position_embeddings="n_positions", intermediate_size="n_inner",
         layer_norm_eps="layer_norm_epsilon",
     )  # fmt: skip
+    keys.usual(max_position_embeddings=1024)
     keys.only("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # rounding of halves
     keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
