@@ -326,7 +326,20 @@ def test_importing_is_light():
 
 @pytest.mark.parametrize(
     "verb",
-    ["run", "chat", "tokenize", "inspect", "doctor", "plan", "profile", "bench", "diff", "compare"],
+    [
+        "run",
+        "chat",
+        "tokenize",
+        "inspect",
+        "doctor",
+        "plan",
+        "profile",
+        "bench",
+        "diff",
+        "compare",
+        "validate",
+        "new",
+    ],  # fmt: skip
 )
 def test_help_shows_an_example(verb):
     lines = [line.strip() for line in call(verb, "--help").stdout.splitlines()]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batch import Limits
-from ..errors import GraphllmError, ModelFileError
+from ..errors import GraphError, GraphllmError, ModelFileError
 from ..llm import decoder_for
 from ..tokenizer.hard_texts import HARD_TEXTS
 from ..weights.keys import IGNORED
@@ -79,7 +79,7 @@ def config(case: Case) -> Check:
     used = sorted(k for k in keys.values if k in keys.read)
     ignored = sorted(k for k in keys.values if k not in keys.read)
     lines = [f"used: {', '.join(used)}", *(f"ignored: {k} ({IGNORED[k]})" for k in ignored)]
-    text = f"{len(used)} keys are used, {len(ignored)} are ignored"
+    text = f"{len(used)} keys are used, {len(ignored)} ignored"
     return Check("config", PASSED, text, tuple(lines))
 
 
@@ -88,6 +88,8 @@ def weights(case: Case) -> Check:
     extra: list[str] = []
     try:
         needed = _needed(case)
+    except GraphError as error:
+        raise GraphError(f"the graph cannot be built: {error}") from None
     except ModelFileError:
         extra = _unused(case)
         if not extra or not isinstance(case.file, Subject):

@@ -78,16 +78,19 @@ class Report:
         }  # fmt: skip
 
     def table(self, verbose: bool = False, colour: bool = False) -> str:
-        """For a terminal. A model of several that passed is one line, unless ``verbose``."""
-        several = len(self.runs) > 1
-        blocks = []
+        """For a terminal. Of several models those that passed are a line each, unless ``verbose``,
+        and so are those after the first that failed."""
+        if len(self.runs) == 1:
+            return "\n".join(_block(self.runs[0], verbose, colour))
+        blocks, first = [], self.first[0] if self.first else None
         for run in self.runs:
-            brief = several and not verbose and run.first is None
-            blocks += [_line(run, colour)] if brief else ["\n".join(_block(run, verbose, colour))]
-        if several:
-            passed = sum(run.first is None for run in self.runs)
-            blocks.append(_coloured(f"{passed} of {len(self.runs)} passed", self.first, colour))
-        return "\n".join(blocks)
+            full = verbose or run is first
+            blocks += _block(run, verbose, colour) if full else [_line(run, colour)]
+        passed = sum(run.first is None for run in self.runs)
+        last = f"{passed} of {len(self.runs)} passed"
+        if first is not None:
+            last += f"; {first.title} {first.verdict}"
+        return "\n".join([*blocks, _coloured(last, first, colour)])
 
 
 _COLOURS = {PASSED: "\033[32m", FAILED: "\033[31m", SKIPPED: "\033[2m"}
@@ -96,9 +99,11 @@ _MARKS = {PASSED: "passed", FAILED: "FAILED", SKIPPED: "-"}
 
 
 def _line(run: Run, colour: bool) -> str:
+    if run.first is not None:
+        return _coloured(f"{run.title} {run.verdict}", run.first, colour)
     against = f" against {run.oracle}" if run.oracle else ""
     told = next(c for c in run.checks if c.name == ("logits" if run.oracle else "steps"))
-    line = f"{run.title}: {run.verdict}{against}: {told.name} {told.summary}"
+    line = f"{run.title} {run.verdict}{against}: {told.name} {told.summary}"
     return _coloured(line, None, colour)
 
 
