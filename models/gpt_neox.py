@@ -36,7 +36,7 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.rename(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
-    keys.usual(max_position_embeddings=2048)
+    keys.usual(max_position_embeddings=2048, layer_norm_eps=1e-5)
     c = base_config(keys, "layer_norm_eps", "gelu")
     bias, heads = keys.bias("attention_bias", True), c.attention.heads
     fused = "rows" if keys.gguf else "heads"  # the converter sorts them

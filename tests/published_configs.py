@@ -294,8 +294,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_cache": True, "vocab_size": 250880,
     },
     "XGLM 564M": {
-        "activation_dropout": 0, "activation_function": "gelu", "architectures": ["XGLMForCausalLM"],
-        "attention_dropout": 0.1, "attention_heads": 16, "bos_token_id": 0, "d_model": 1024,
+        "activation_dropout": 0, "activation_function": "gelu",
+        "architectures": ["XGLMForCausalLM"], "attention_dropout": 0.1, "attention_heads": 16,
+        "bos_token_id": 0, "d_model": 1024,
         "decoder_start_token_id": 2, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 4096,
         "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048, "model_type": "xglm",
         "num_layers": 24, "pad_token_id": 1, "scale_embedding": True,
