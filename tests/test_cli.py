@@ -339,7 +339,7 @@ def test_importing_is_light():
         "compare",
         "validate",
         "new",
-    ],  # fmt: skip
+    ],
 )
 def test_help_shows_an_example(verb):
     lines = [line.strip() for line in call(verb, "--help").stdout.splitlines()]

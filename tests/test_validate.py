@@ -77,9 +77,8 @@ class Model(Decoder):
 NO_Q_NORM = """
 class Model(Decoder):
     def attn(self, x, i, batch):
-        c = self.cfg.attention
         q, k, v = self.qkv(x)
-        q, k, v = q.heads(c.heads), self.norm(k.heads(c.kv_heads), "k_norm"), v.heads(c.kv_heads)
+        k = self.norm(k, "k_norm")
         if %r:
             self.norm(q, "q_norm")  # and forgotten
         q, k = self.rope(q, i, batch), self.rope(k, i, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,20 +18,22 @@ if TYPE_CHECKING:
     from ..validation import Report
 
 
-@verb
-def validate(
+@dataclass
+class Subject:
+    """What is validated, and who knows better."""
+
     model: Annotated[
         str | None,
         typer.Argument(
             help="A Hugging Face directory; with --tiny a family, or a model file.",
             show_default=False,
         ),
-    ] = None,
-    model_def: ModelDef = None,
+    ] = None
+    model_def: ModelDef = None
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="Small models of the model file's TINY, with random weights."),
-    ] = False,
+    ] = False
     oracle: Annotated[
         Path | None,
         typer.Option(
@@ -38,12 +41,17 @@ def validate(
             metavar="FILE",
             help="A Python file with oracle(config, weights, ids) to compare with.",
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str, typer.Option("--device", help="auto, or the first to ask: cuda, cpu, reference.")
-    ] = "auto",
-    tokens: Annotated[int, typer.Option("--tokens", help="Of a text that is read.")] = 64,
-    new: Annotated[int, typer.Option("-n", "--max-tokens", help="Greedy tokens after it.")] = 16,
+    ] = "auto"
+    tokens: Annotated[int, typer.Option("--tokens", help="Of a text that is read.")] = 64
+    new: Annotated[int, typer.Option("-n", "--max-tokens", help="Greedy tokens after it.")] = 16
+
+
+@verb
+def validate(
+    subject: Subject,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the figures of each check.")
     ] = False,
@@ -71,10 +79,7 @@ def validate(
 
     writers = [(path, _writer(path)) for path in output or ()]
     with progress_line() as show:
-        found = validated(
-            model, model_def=model_def, tiny=tiny, oracle=oracle, device=device, tokens=tokens,
-            new=new, progress=show,
-        )  # fmt: skip
+        found = validated(**vars(subject), progress=show)
     colour = sys.stdout.isatty()
     print(json.dumps(found.as_dict()) if as_json else found.table(verbose, colour))
     for path, write in writers:

@@ -82,7 +82,8 @@ class Report:
         and so are those after the first that failed."""
         if len(self.runs) == 1:
             return "\n".join(_block(self.runs[0], verbose, colour))
-        blocks, first = [], self.first[0] if self.first else None
+        blocks: list[str] = []
+        first = self.first[0] if self.first else None
         for run in self.runs:
             full = verbose or run is first
             blocks += _block(run, verbose, colour) if full else [_line(run, colour)]
