@@ -15,7 +15,7 @@ from graphllm import models
 from graphllm.cli import app
 from graphllm.errors import RequestError
 from graphllm.starter import write
-from graphllm.validation import validate
+from graphllm.validation import Check, Report, Run, validate
 
 GEMMA3 = (
     "from graphllm.models.gemma3_text import *\nfrom graphllm.models import gemma3_text as base\n"
@@ -318,7 +318,7 @@ def test_what_an_oracle_may_not_return(returned, message, tmp_path):
 # --------------------------------------------------------------------------------- the command line
 
 
-def run(*words: object):
+def asked(*words: object):
     return CliRunner().invoke(app, ["validate", *map(str, words)])
 
 
@@ -326,7 +326,7 @@ def run(*words: object):
 def test_what_it_prints_and_writes(directory, tmp_path):
     folder = directory("llama", 0)
     page, data = tmp_path / "r.html", tmp_path / "r.json"
-    done = run(folder, "--device", "reference", "-o", page, "-o", data)
+    done = asked(folder, "--device", "reference", "-o", page, "-o", data)
     assert done.exit_code == 0 and done.output.endswith("\npassed\n"), done.output
     assert "  layers      passed  5 values, NMSE at most" in done.output
     found = json.loads(data.read_text())
@@ -351,12 +351,20 @@ def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
     path.write_text(LLAMA + MORE + EPS)
     page = tmp_path / "r.html"
     ask = (directory("llama", 0), "--model-def", path, "--device", "reference")
-    done = run(*ask, "--tokens", 20, "-n", 4, "-o", page)
+    done = asked(*ask, "--tokens", 20, "-n", 4, "-o", page)
     assert done.exit_code == 1
     assert done.output.splitlines()[-1].startswith("failed: layers: model.layers.0: what model")
     assert "<details open>" in page.read_text()
-    told = run(*ask, "--json")
+    told = asked(*ask, "--json")
     assert told.exit_code == 1 and json.loads(told.output)["failed"] == "layers"
+
+
+def test_what_is_no_number_is_a_name_in_json():
+    row = {"alone": float("nan"), "max": float("inf"), "n": 1.5}
+    run = Run("x", "", "cpu", (Check("layers", "failed", "no", (), (row,)),))
+    data = Report("x", (run,)).as_dict()
+    assert data["runs"][0]["checks"][0]["rows"] == [{"alone": "nan", "max": "inf", "n": 1.5}]
+    assert json.loads(json.dumps(data, allow_nan=False))["failed"] == "layers"
 
 
 @pytest.mark.parametrize(
@@ -374,7 +382,7 @@ def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
     ],
 )
 def test_what_it_refuses(words, message):
-    done = run(*words)
+    done = asked(*words)
     assert done.exit_code == 1 and message in str(done.exception)
 
 

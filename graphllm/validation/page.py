@@ -15,7 +15,10 @@ _OWN = """
 .passed { color: var(--accent); }
 .failed { color: var(--c2); font-weight: 600; }
 .skipped { color: var(--ink-2); }
-.checks td { white-space: normal; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+.checks :is(td, th) { text-align: left; vertical-align: top; }
+.checks td { white-space: normal; overflow-wrap: anywhere; }
+.checks table { width: auto; }
+.checks table :is(td, th) { padding: 3px 24px 3px 0; white-space: nowrap; }
 details { padding: 2px 0 8px; }
 summary { cursor: pointer; color: var(--ink-2); font-size: 12px; }
 @media (prefers-color-scheme: dark) { .failed { color: var(--c6); } }

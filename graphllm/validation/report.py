@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 SCHEMA, VERSION = "graphllm.validation", 1
@@ -69,7 +70,7 @@ class Report:
 
         failed = self.first[1].name if self.first else None
         runs = [
-            {**asdict(run), "passed": run.first is None, "verdict": run.verdict}
+            {**_finite(asdict(run)), "passed": run.first is None, "verdict": run.verdict}
             for run in self.runs
         ]
         return {
@@ -92,6 +93,15 @@ class Report:
         if first is not None:
             last += f"; {first.title} {first.verdict}"
         return "\n".join([*blocks, _coloured(last, first, colour)])
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no numbers for infinity and NaN: their names."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 _COLOURS = {PASSED: "\033[32m", FAILED: "\033[31m", SKIPPED: "\033[2m"}
@@ -136,4 +146,6 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def shown(value: Any) -> str:
     """A figure in few digits; other values as they are."""
-    return f"{value:.1e}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e6 else f"{value:.1e}"
