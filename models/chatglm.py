@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from graphllm import ops
 from graphllm.decoder import Attention, Batch, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
 from graphllm.errors import RequestError
+from graphllm.models import chatglm2
 from graphllm.tensor import Tensor
 from graphllm.weights.keys import Keys, even_heads
-
-from . import chatglm2
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", norm="final_layernorm",

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.latent import latent_rules
+from graphllm.models import deepseek_v2 as v2
 from graphllm.weights.keys import Keys
-
-from . import deepseek_v2 as v2
 
 HF = latent_rules
 Model = Decoder

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.models import glm
 from graphllm.weights.keys import Keys
-
-from . import glm
 
 GGUF = ("glm4",)
 Model = Decoder
