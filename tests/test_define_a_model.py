@@ -29,7 +29,8 @@ def sessions(text: str) -> list[tuple[list[str], list[str]]]:
 
 
 def figures_out(line: str) -> str:
-    return re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", line)
+    """The line without its figures, and without the unit that they are large enough for."""
+    return re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", re.sub(r"\b[mu]s/token", "ms/token", line))
 
 
 def called(words: list[str], capsys) -> tuple[int, str]:
@@ -70,14 +71,20 @@ def _check(words: list[str], printed: list[str], code: int, output: str) -> None
     have = [figures_out(line) for line in output.splitlines()]
     want = [figures_out(line) for line in printed]
     if words[1] in TIMED:
+        have, want = ([_head(line) for line in lines] for lines in (have, want))
         want = [line for line in want if line.startswith(("op ", "relu_squared"))]
-        assert set(want) <= set(have), output
+        assert want and set(want) <= set(have), output
         return
     if "..." not in printed:
         assert have == want, output
     else:
         at = printed.index("...")
         assert have[:at] == want[:at] and have[-len(want[at + 1 :]) :] == want[at + 1 :], output
+
+
+def _head(line: str) -> str:
+    """Without the columns that are there only where the machine's ceilings were measured."""
+    return re.sub(r" +limit +to gain$", "", line)
 
 
 def test_lines_that_the_page_names_are_there():

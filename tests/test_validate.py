@@ -6,6 +6,7 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import hf_models
 import pytest
@@ -195,8 +196,11 @@ def test_a_fault_is_named(fault, directory, tmp_path):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [f.name for f in models.families()])
-def test_random_models_of_a_family_pass(name):
-    found = validate(name, tiny=True, device="cpu")
+def test_a_random_model_of_each_family_passes(name):
+    """The first of its TINY; test_families.py has them all."""
+    family = hf_models.FAMILIES[name]
+    first = replace(family, tiny=family.tiny[:1])
+    found = validate(model_def=first, tiny=True, device="cpu")
     assert found.first is None, found.table()
     for run in found.runs:
         skipped = {c.name for c in run.checks if c.status == "skipped"}
