@@ -33,7 +33,7 @@ IGNORED = {
     "_commit_hash": "where it came from",
     "output_hidden_states": "what is returned", "return_dict": "what is returned",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
-    "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "false, or refused",
+    "chunk_size_feed_forward": "memory, not results", "is_encoder_decoder": "no such model_type is known",
     "attn_implementation": "how, not what", "_attn_implementation": "how, not what",
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
