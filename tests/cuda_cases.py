@@ -23,6 +23,7 @@ from graphllm.weights import Arrays
 
 ORDER = ("cuda", "reference")
 ARCHS = ("llama", "qwen2", "gemma3")
+DEVICES = ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 TIE = 1e-2  # of logits: behind a tie all may differ
 
 
@@ -33,6 +34,12 @@ def need_gpu() -> None:
         pytest.fail(reason)
     if not ok:
         pytest.skip(reason)
+
+
+def need_device(name: str) -> None:
+    """As `need_gpu`, of a test that takes one device of `DEVICES` after the other."""
+    if name == "cuda":
+        need_gpu()
 
 
 def run_bounded(

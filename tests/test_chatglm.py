@@ -10,6 +10,7 @@ import chatglm_models
 import chatglm_oracle
 import numpy as np
 import pytest
+from cuda_cases import DEVICES, need_device
 from hf_models import FAMILIES, config_of, distance
 
 import graphllm
@@ -43,8 +44,9 @@ def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
+    need_device(device)
     config = config_of(FAMILIES[name], variant)
     weights = chatglm_models.write(tmp_path, config)
     for prompt, before in PROMPTS:
@@ -95,8 +97,9 @@ def drawn(llm: graphllm.LLM, ids: list[int], count: int) -> list[int]:
     return [next(ids_of) for _ in range(count)]
 
 
-@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_greedy_ids(folder: Path, device: str) -> None:
+    need_device(device)
     llm, ids = load(folder, device), some(12, 11)
     for token in drawn(llm, ids, 12):
         row = np.sort(want(ids)[-1])
