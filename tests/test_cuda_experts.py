@@ -12,13 +12,13 @@ from drawn_models import MIXTURES, WIDE, decoder, engine
 from test_fusion import nmse
 from test_ops_generated import report
 
-from graphllm import ops
+from graphllm import ops, quant
 from graphllm.backends import Options
 from graphllm.dtype import I32, dtype
 from graphllm.executor import Executor
 from graphllm.generation.request import Sampling
 from graphllm.ops import Arg, Sample
-from graphllm.quant import FORMATS, WEIGHT_FORMATS
+from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.tensor import Var, feed, weight
 from graphllm.weights import Arrays
 
@@ -172,6 +172,45 @@ def test_replayed_graphs_follow_the_ids(most):
         assert not mismatch(got, np.einsum("tk,tjnk->tjn", x, w[ids]), 1e-5)
     ((segment, _),) = executor._programs[id(plan)].segments
     assert segment.replays and segment.pieces == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_gated_units_of_experts(kind, bias):
+    """One step does both products and what stands between them, and gives what the next one wants;
+    few pairs, groups of a few, and large ones."""
+    rng, form = np.random.default_rng(3), dtype(kind)
+    depth, inner = (512, 256) if form.block == 256 else (96, 160)
+    shapes = {"gate": (5, inner, depth), "up": (5, inner, depth), "down": (5, depth, inner)}
+    held = {}
+    for name, shape in shapes.items():
+        w = normal(rng, shape).astype(np.float32)
+        plain = form.numpy is not None
+        raw = None if plain else quant.quantise(w.reshape(-1, shape[2]), form)
+        held[name] = w.astype(form.numpy) if plain else Blocks(
+            raw.reshape(*shape[:2], -1), form, shape[2]
+        )  # fmt: skip
+        held[f"{name}.bias"] = normal(rng, shape[:2]).astype(np.float32)
+    x, ids = (
+        feed("x", (Var("T", 0, 1000), depth), "f32"),
+        feed("ids", (Var("T", 0, 1000), 2), "i32"),
+    )
+
+    def product(x, name):
+        more = [weight(f"{name}.bias", shapes[name][:2], "f32")] if bias else []
+        return ops.expert_linear(x, weight(name, shapes[name], kind), ids, *more)
+
+    y = product(ops.mul(ops.silu(product(x, "gate")), product(x, "up")), "down")
+    options = Options(), Options(without=("expert_gated",))
+    joined, apart = (Executor(Arrays(held), ("cuda",), each, poison=True) for each in options)
+    for tokens in TOKENS:
+        plans = [e.compile({"y": y}, {"T": (0, tokens)}) for e in (joined, apart)]
+        assert "expert_gated" in {step.node.op for step in plans[0].steps}
+        for count in (tokens, tokens // 2):
+            feeds = {"x": exact(rng, (count, depth)),
+                     "ids": rng.integers(0, 5, (count, 2)).astype(np.int32)}  # fmt: skip
+            got, want = (e.run(p, feeds)["y"] for e, p in zip((joined, apart), plans))
+            assert got.shape == want.shape and (not count or nmse(got, want) < 1e-5), tokens
 
 
 # ----------------------------------------------------------------------------------------- routing

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import A8_32, A8_256, F16, F32, Q4_K, Q5_0, Q8_0
+from ..dtype import A8_32, A8_256, F16, F32, I32, Q4_K, Q5_0, Q8_0
 from ..tensor import Tensor
 from . import Arg, Proposal, Sample, Users, get, grid
 from .parts import fused
@@ -195,6 +195,47 @@ def gated(x, w, bias=None, *up, act, kind, dtypes):
     """`glu` of two linears: x, w, bias of the gate, then of the other. -> [T, N], or its forms."""
     linear = get("linear")
     return get("glu")(linear(x, w, bias), linear(*up), act=act, kind=kind, dtypes=dtypes)
+
+
+def _propose_expert_gated(node: Tensor, users: Users) -> Proposal | None:
+    found = _propose_glu(node, users)
+    if found is None:
+        return None
+    (gate, up), attrs = found
+    if not (made_by(gate, "expert_linear") and made_by(up, "expert_linear")):
+        return None
+    x, w, ids, bias = gate.src  # type: ignore[union-attr]
+    _, w2, _, bias2 = up.src  # type: ignore[union-attr]
+    return (x, w, w2, ids, bias, bias2), attrs
+
+
+def _expert_sample(rows, format, bias, dtypes):
+    weights = (Arg((5, 256, 256), kind, leaf="weight", make=_unit) for kind in format[1:])
+    ids = Arg(("T", 2), I32, make=lambda rng, shape: rng.integers(0, 5, shape))
+    biases = (Arg((5, 256), leaf="weight") if b else None for b in bias)
+    attrs = {"act": "silu", "kind": "", "dtypes": dtypes}
+    return Sample((_act(256, format[0]), *weights, ids, *biases), attrs, {"T": rows})
+
+
+@fused(
+    "expert_gated",
+    anchor="mul",
+    propose=_propose_expert_gated,
+    tol=_TOL,
+    samples=grid(
+        _expert_sample,
+        rows=(0, 1, 7),
+        format=((F32, F16, F16), (A8_32, Q8_0, Q8_0), (A8_256, Q4_K, Q4_K), (A8_32, Q8_0, Q5_0)),
+        bias=((False, False), (True, True), (False, True)),
+        dtypes=((), ("a8_32",), ("a8_256",)),
+    ),
+)
+def expert_gated(x, w, w2, ids, bias=None, bias2=None, *, act, kind, dtypes):
+    """`glu` of two expert_linears of x [T, K], with w and w2 [E, N, K], ids [T, k], biases [E, N].
+    -> [T, k, N], or its forms."""
+    linear = get("expert_linear")
+    gate, up = linear(x, w, ids, bias), linear(x, w2, ids, bias2)
+    return get("glu")(gate, up, act=act, kind=kind, dtypes=dtypes)
 
 
 @fused(

@@ -33,19 +33,13 @@ __device__ __forceinline__ u64 largest(const u32* keys, int count, u64 last = ~0
 
 __device__ __forceinline__ int index_of(u64 top) { return (int)~(u32)top; }
 
-// A block does one row; each of its warps looks at some of the groups, and the first one chooses.
-extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int* out,
-                                 const i64* live, int columns, int k, int groups, int kept,
-                                 int best STAMPS) {
-    STAMPED
-    DYNAMIC_SHARED(u32, keys);
-    u32* worth = keys + columns;
-    const i64 rows = begin(live);
+// The columns of the `k` largest keys: `f(place, column)` by the first lane of the block's first warp,
+// which alone comes to an end here. Each warp looks at some of the groups, and the first one chooses.
+// `worth`: room for `groups` keys.
+template <class F>
+__device__ __forceinline__ void choose(u32* keys, u32* worth, int columns, int k, int groups, int kept,
+                                       int best, F f) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, size = columns / groups;
-    if (blockIdx.x >= rows) return;
-    const float* from = (const float*)(x + blockIdx.x * stride);
-    for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        keys[i] = key_of(bias ? from[i] + bias[i] : from[i]);
     __syncthreads();
     if (groups > 1) {
         for (int g = warp; g < groups; g += blockDim.x / WARP) {
@@ -74,8 +68,25 @@ extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int
     u64 top = ~0ull;
     for (int j = 0; j < k; j++) {
         top = largest(keys, columns, top);
-        if (lane == 0) out[(i64)blockIdx.x * k + j] = index_of(top);
+        if (lane == 0) f(j, index_of(top));
     }
+    __syncwarp();
+}
+
+// A block does one row.
+extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int* out,
+                                 const i64* live, int columns, int k, int groups, int kept,
+                                 int best STAMPS) {
+    STAMPED
+    DYNAMIC_SHARED(u32, keys);
+    u32* worth = keys + columns;
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
+    const float* from = (const float*)(x + blockIdx.x * stride);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        keys[i] = key_of(bias ? from[i] + bias[i] : from[i]);
+    choose(keys, worth, columns, k, groups, kept, best,
+           [=](int j, int column) { out[(i64)blockIdx.x * k + j] = column; });
 }
 
 // A thread does one of `k` results of a row.
@@ -103,23 +114,78 @@ extern "C" __global__ void sum_norm(const u8* x, i64 stride, float* out, const i
     for (int i = threadIdx.x % WARP; i < width; i += WARP) out[row * width + i] = from[i] / sum;
 }
 
+enum Score { SOFTMAX, SIGMOID, CHOSEN };
+
+// exp(v - the largest) over their sum, of numbers in shared memory, by the `all` threads of a block or of
+// a warp, of which this one is number `lane`.
+template <class R, class S>
+__device__ __forceinline__ void soften(float* v, int count, int lane, int all, R most, S sum) {
+    float top = -INFINITE, total = 0;
+    for (int i = lane; i < count; i += all) top = fmaxf(top, v[i]);
+    top = most(top);
+    for (int i = lane; i < count; i += all) total += v[i] = expf(v[i] - top);
+    total = sum(total);
+    for (int i = lane; i < count; i += all) v[i] /= total;
+}
+
+// The ids of a row's experts and their weights, from a router's logits: top_k, pick and what stands
+// around them. A block does one row. NORMALISED: chosen weights are divided by their sum and `eps`.
+extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8* ids, u8* weights,
+                                 i64 ids_stride, i64 weights_stride, const i64* live, int columns,
+                                 int k, int groups, int kept, int best, int score, int normalised,
+                                 float eps, float factor STAMPS) {
+    STAMPED
+    DYNAMIC_SHARED(u32, keys);
+    u32* worth = keys + columns;
+    float *scores = (float*)(worth + groups), *chosen = scores + columns;
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
+    const float* from = (const float*)(x + blockIdx.x * stride);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        scores[i] = score == SIGMOID ? 1.f / (1.f + expf(-from[i])) : from[i];
+    if (score == SOFTMAX)
+        soften(scores, columns, threadIdx.x, blockDim.x, [](float v) { return block_max(v); },
+               [](float v) { return block_sum(v); });
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        keys[i] = key_of(bias ? scores[i] + bias[i] : scores[i]);
+    int* to = (int*)(ids + blockIdx.x * ids_stride);
+    choose(keys, worth, columns, k, groups, kept, best,
+           [=](int j, int column) { to[j] = column, chosen[j] = scores[column]; });
+    const int lane = threadIdx.x;
+    if (lane >= WARP) return;
+    if (score == CHOSEN)
+        soften(chosen, k, lane, WARP, [](float v) { return warp_max(v); },
+               [](float v) { return warp_sum(v); });
+    float total = 1;
+    if (normalised) {
+        total = 0;
+        for (int i = lane; i < k; i += WARP) total += chosen[i];
+        total = warp_sum(total) + eps;
+    }
+    float* out = (float*)(weights + blockIdx.x * weights_stride);
+    for (int i = lane; i < k; i += WARP) out[i] = chosen[i] / total * factor;
+}
+
 // A block does one row (x) and some columns of it (y), a thread one of them.
-extern "C" __global__ void combine(const u8* y, i64 stride, const float* weights, float* out,
-                                   const i64* live, int each, int width STAMPS) {
+extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, float* out,
+                                   i64 weights_stride, const i64* live, int each,
+                                   int width STAMPS) {
     STAMPED
     const i64 rows = begin(live), row = blockIdx.x;
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (row >= rows || column >= width) return;
     const float* from = (const float*)(y + row * stride) + column;
+    const float* weight = (const float*)(weights + row * weights_stride);
     float sum = 0;
-    for (int j = 0; j < each; j++) sum = fmaf(from[(i64)j * width], weights[row * each + j], sum);
+    for (int j = 0; j < each; j++) sum = fmaf(from[(i64)j * width], weight[j], sum);
     out[row * width + column] = sum;
 }
 
 // A warp's part of the pairs, and how many of them are of each matrix.
 struct Part {
-    const int* ids;
-    int first, end, matrices;
+    const u8* ids;
+    i64 stride;
+    int each, first, end, matrices;
     int* counts;
 };
 
@@ -127,7 +193,7 @@ struct Part {
 template <class F> __device__ __forceinline__ void visit(const Part& part, F f) {
     const int lane = threadIdx.x % WARP;
     for (int at = part.first; at < part.end; at += WARP) {
-        const int pair = at + lane, id = pair < part.end ? part.ids[pair] : 0;
+        const int pair = at + lane, id = pair < part.end ? id_of(part.ids, part.stride, part.each, pair) : 0;
         const int matrix = (u32)id < (u32)part.matrices ? id : part.matrices;
         const u32 same = __match_any_sync(FULL, pair < part.end ? matrix : -1);
         const int before = __popc(same & ((1u << lane) - 1));
@@ -155,9 +221,10 @@ __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, 
         }
         const int start = first + pairs - count;
         if (m < buckets) counts[m] = start;
+        const int each = parts ? count / parts : 0, more = parts ? count % parts : 0;
         for (int i = 0; i < parts; i++)
-            groups[made + through - parts + i] = {m, start + i * size, min(size, count - i * size),
-                                                  0};
+            groups[made + through - parts + i] = {m, start + i * each + min(i, more),
+                                                  each + (i < more), 0};
         first += __shfl_sync(FULL, pairs, WARP - 1);
         made += __shfl_sync(FULL, through, WARP - 1);
     }
@@ -165,9 +232,10 @@ __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, 
 }
 
 // The pairs in the order of their matrices, which is `order`, and in groups of at most `size`: one block.
-// Ids that are too large are one more matrix; groups that there is no use for are empty.
+// Those of a matrix have the same count of pairs, or one more. Ids that are too large are one more
+// matrix; groups that there is no use for are empty.
 extern "C" __global__ void __launch_bounds__(1024)
-    group(const int* ids, const i64* live, int each, int matrices, int size, Group* groups,
+    group(const u8* ids, i64 stride, const i64* live, int each, int matrices, int size, Group* groups,
           int most, int* order STAMPS) {
     STAMPED
     DYNAMIC_SHARED(int, counts);  // of each warp and matrix, then of all warps
@@ -176,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     for (int i = threadIdx.x; i < warps * buckets; i += blockDim.x) counts[i] = 0;
     const int pairs = (int)begin(live) * each;
     const int share = (pairs + blockDim.x - 1) / blockDim.x * WARP;
-    const Part part = {ids, warp * share, min(pairs, (warp + 1) * share), matrices,
+    const Part part = {ids, stride, each, warp * share, min(pairs, (warp + 1) * share), matrices,
                        counts + warp * buckets};
     __syncthreads();
     visit(part, [](int, int, int) {});

@@ -3,16 +3,20 @@
 // is called a pair: one of a token and one of its matrices, number token * each + choice.
 
 #include "blocks.cuh"
+#include "quantise.cuh"
 
 struct Experts {
     const u8* x;
-    i64 x_stride, line;  // bytes from token to token, and from pair to pair (0: all have one row)
-    Planes w;            // [matrices, rows, depth]
-    const float* bias;   // [matrices, rows], or null
-    float* y;            // [tokens, each, rows]
-    const int* ids;      // [tokens, each] below `matrices`; null: pair j of a token meets matrix j
-    const i64* live;     // tokens
-    int each, matrices, rows, depth, kind, unused;  // kind: of x: 0: float32, or as quantise.cuh has it
+    i64 x_stride, line;          // bytes from token to token, and from pair to pair (0: all have one row)
+    Planes w, up;                // [matrices, rows, depth]; `up` in gated kernels
+    const float *bias, *up_bias;  // [matrices, rows], or null
+    u8* y;                       // [tokens, each, rows]
+    const u8* ids;   // [tokens, each] below `matrices`; null: pair j of a token meets matrix j
+    i64 ids_stride;  // bytes from token to token
+    const i64* live;  // tokens
+    int each, matrices, rows, depth;
+    int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantise.cuh has it
+    int act, unused;
 };
 
 // Some pairs of one matrix; one that is not there (an id is too large) gives NaN.
@@ -28,7 +32,32 @@ __device__ __forceinline__ const u8* row_of(const Experts& e, int pair) {
     return e.x + pair / e.each * e.x_stride + pair % e.each * e.line;
 }
 
+__device__ __forceinline__ int id_of(const u8* ids, i64 stride, int each, int pair) {
+    return ((const int*)(ids + pair / each * stride))[pair % each];
+}
+
+// A result: with the matrix's bias, or NaN where there is no such matrix.
 __device__ __forceinline__ void finish(const Experts& e, int pair, int matrix, int row, float value) {
-    if (e.bias) value += e.bias[(i64)matrix * e.rows + row];
-    e.y[(i64)pair * e.rows + row] = value;
+    const i64 at = (i64)matrix * e.rows + row;
+    if (!exists(e, matrix))
+        value = NOT_A_NUMBER;
+    else if (e.bias)
+        value += e.bias[at];
+    ((float*)e.y)[(i64)pair * e.rows + row] = value;
+}
+
+// act(gate) * up, with the biases.
+__device__ __forceinline__ void finish_gated(const Experts& e, int pair, int matrix, int row, float gate,
+                                             float up) {
+    const i64 at = (i64)matrix * e.rows + row, to = (i64)pair * e.rows + row;
+    float value = NOT_A_NUMBER;
+    if (exists(e, matrix)) {
+        if (e.bias) gate += e.bias[at];
+        if (e.up_bias) up += e.up_bias[at];
+        value = activate(e.act, gate) * up;
+    }
+    if (e.form)
+        ((u16*)e.y)[to] = to_half(e.form, value);
+    else
+        ((float*)e.y)[to] = value;
 }

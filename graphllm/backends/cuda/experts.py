@@ -10,9 +10,10 @@ so grids are made for as many groups as there can be.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
-from ...dtype import BF16, F32, DType, dtype
+from ...dtype import BF16, F32, I32, DType, dtype
 from ...memory import aligned
 from ...tensor import Meta, Tensor
 from .. import ROWS, Options
@@ -71,11 +72,13 @@ def sum_norm(site: Site) -> Launch:
     return Launch(_MODULE["sum_norm"], (ceil(site.most(x.meta.rows), 4),), (128,), args)
 
 
-@BACKEND.kernel("combine", layout={"y": ROWS}, dtypes={"y": "f32", "weights": "f32"})
+@BACKEND.kernel(
+    "combine", layout={"y": ROWS, "weights": ROWS}, dtypes={"y": "f32", "weights": "f32"}
+)
 def combine(site: Site) -> Launch:
-    y = site.y
+    y, weights = site.y, site.weights
     each, width = y.meta.inner
-    args = (y.address, y.row_stride, site.weights.address, site.out.address,
+    args = (y.address, y.row_stride, weights.address, site.out.address, weights.row_stride,
             site.live(y.meta.rows), each, width)  # fmt: skip
     grid = (site.most(y.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE["combine"], grid, (_THREADS,), args)
@@ -86,7 +89,8 @@ def combine(site: Site) -> Launch:
 
 def _each(node: Tensor) -> int:
     """Pairs of a token."""
-    return int(node.meta.inner[0])
+    ids = next((s for s in node.sources if s.dtype == I32), node)
+    return int(ids.meta.inner[0])
 
 
 def _pairs(node: Tensor) -> int:
@@ -114,7 +118,7 @@ def _groups(node: Tensor) -> int:
     return pairs // _size(node) + min(pairs, _matrices(node) + 1)
 
 
-def _order_nbytes(node: Tensor, options: Options) -> int:
+def order_nbytes(node: Tensor, options: Options) -> int:
     """Bytes for groups, and for pairs in their order."""
     if node.sources[0].dtype.name not in HALVES:
         return 0
@@ -124,11 +128,11 @@ def _order_nbytes(node: Tensor, options: Options) -> int:
 # ----------------------------------------------------------------------------------------- kernels
 
 
-def _few_module(name: str, integer: bool, halves: int = 0) -> Module:
-    rows, depth = few_shape(name, integer, 1)
+def _few_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
+    rows, depth = few_shape(name, integer, 1, gated)
     return module(
         "experts_few", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
-        DEPTH=depth, NEXT=next_one(name),
+        DEPTH=depth, NEXT=next_one(name), GATED=int(gated),
     )  # fmt: skip
 
 
@@ -136,11 +140,20 @@ def _ragged_kernel(name: str) -> Function:
     return module("experts_ragged", FORMAT=PLAIN.index(name))["multiply"]
 
 
-def _many_module(kind: DType, size: int) -> Module:
+def _many_module(kind: DType, size: int, gated: bool = False) -> Module:
+    plain = kind.name in PLAIN
     return module(
-        "experts_many", FORMAT=kind.name.upper(), PLAIN=int(kind.name in PLAIN),
-        BFLOAT=int(kind == BF16), TOKENS=size,
+        "experts_many", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
+        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size, plain), STAGES=_stages(size, plain),
     )  # fmt: skip
+
+
+def _many_warps(size: int, plain: bool) -> int:
+    return 8
+
+
+def _stages(size: int, plain: bool) -> int:
+    return 4 if size < 64 else 2
 
 
 def _lines(x: Meta) -> list[int]:
@@ -148,14 +161,28 @@ def _lines(x: Meta) -> list[int]:
     return [x.strides[0], x.strides[1] if x.ndim == 3 else 0]
 
 
-def _argument(site: Site, ids: Spot | None, bias: Spot | None) -> bytes:
-    """The struct Experts of experts.cuh."""
+@dataclass(frozen=True)
+class Gate:
+    """What makes of two products a gated unit: the other one's weight and bias, the activation as
+    common.cuh counts it, and the dtype of the result, float32 or halves."""
+
+    w: Spot
+    bias: Spot | None
+    act: int
+    form: DType
+
+
+def _argument(site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None) -> bytes:
+    """The struct Experts of experts.cuh; ``y``: the address of the result."""
     x, w = site.x, site.w
     matrices, rows, depth = w.meta.shape
-    words = [x.address, *_lines(x.meta), *planes(w.address, w.meta), address(bias)]
-    words += [site.out.address, address(ids), site.live(x.meta.rows)]
-    kind = HALVES.get(x.dtype.name, 0)
-    return struct.pack("<11Q6i", *words, _each(site.node), matrices, rows, depth, kind, 0)
+    up = planes(gate.w.address, gate.w.meta) if gate else (0, 0, 0, 0)
+    words = [x.address, *_lines(x.meta), *planes(w.address, w.meta), *up, address(bias)]
+    words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
+    words.append(site.live(x.meta.rows))
+    numbers = [_each(site.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
+    numbers += [HALVES.get(gate.form.name, 0), gate.act, 0] if gate else [0, 0, 0]
+    return struct.pack("<17Q8i", *words, *numbers)
 
 
 def _whole(x: Spot, by: int) -> bool:
@@ -164,7 +191,7 @@ def _whole(x: Spot, by: int) -> bool:
     return all(at % by == 0 for at in (x.address, *_lines(x.meta)[int(lone) :]))
 
 
-def _one_by_one(site: Site, arg: bytes) -> Launch:
+def _one_by_one(site: Site, arg: bytes, gated: bool) -> Launch:
     """Each pair goes along its matrix for itself."""
     x, name, pairs = site.x, site.w.dtype.name, _pairs(site.node)
     _, n, depth = site.w.meta.shape
@@ -172,37 +199,39 @@ def _one_by_one(site: Site, arg: bytes) -> Launch:
     if name in PLAIN and (depth % ITEM[name] or not _whole(x, 16)):
         return Launch(_ragged_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
     integer = x.dtype.quantised
-    rows, _ = few_shape(name, integer, 1)
-    kernel = _few_module(name, integer, halves)[
+    rows, _ = few_shape(name, integer, 1, gated)
+    kernel = _few_module(name, integer, halves, gated)[
         "narrow" if integer and not _whole(x, 16) else "wide"
     ]
     return Launch(kernel, (pairs, ceil(n, WARPS * rows)), (32 * WARPS,), (arg,))
 
 
-def _together(site: Site, arg: bytes, ids: Spot | None) -> list[Launch]:
+def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Launch]:
     """Pairs of one matrix are multiplied together."""
     node, size, live = site.node, _size(site.node), site.live(site.x.meta.rows)
     matrices, n, _ = site.w.meta.shape
     order = site.scratch + aligned(_GROUP * _groups(node))
-    kernel, work = _many_module(site.w.dtype, size)["multiply_groups"], []
+    kernel, work = _many_module(site.w.dtype, size, gated)["multiply_groups"], []
     if ids is not None:
         count = _groups(node)
         warps = min(32, _COUNTERS // (matrices + 1) - 1)
-        args = (ids.address, live, _each(node), matrices, size, site.scratch, count, order)
+        args = (ids.address, ids.row_stride, live, _each(node), matrices, size, site.scratch, count,
+                order)  # fmt: skip
         shared = 4 * (warps + 1) * (matrices + 1)
         work = [Launch(_MODULE["group"], (1,), (32 * warps,), args, shared)]
         places = (arg, site.scratch, order)
     else:
         count = matrices * ceil(site.most(site.x.meta.rows), size)
         places = (arg, 0, 0)
-    grid = (count, ceil(n, _SIDE))
+    grid = (count, ceil(n, _SIDE // (1 + gated)))
     plain = site.w.dtype.name in PLAIN
-    return [*work, Launch(kernel, grid, (_THREADS,), places, _shared(size, plain))]
+    threads = (32 * _many_warps(size, plain),)
+    return [*work, Launch(kernel, grid, threads, places, _shared(size, plain))]
 
 
 def _shared(size: int, plain: bool) -> int:
     """Bytes of the struct Shared of experts_many.cu."""
-    stages = 4 if size < 64 else 2
+    stages = _stages(size, plain)
     lines = _SIDE * (stages if plain else 2) + size * stages
     return 2 * (_PIECE + 8) * lines + 4 * size
 
@@ -217,14 +246,18 @@ def _fits_groups(site: Site) -> bool:
 # ------------------------------------------------------------------------------------ registration
 
 
-def _products(site: Site, ids: Spot | None, bias: Spot | None) -> list[Launch]:
-    arg = _argument(site, ids, bias)
+def products(
+    site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None = None
+) -> list[Launch]:
+    """Of each pair with its matrix ``site.w``, or a gated unit of it, to the address ``y``."""
+    arg = _argument(site, ids, bias, y, gate)
     if site.x.dtype.name in HALVES and _fits_groups(site):
-        return _together(site, arg, ids)
-    return [_one_by_one(site, arg)]
+        return _together(site, arg, ids, gate is not None)
+    return [_one_by_one(site, arg, gate is not None)]
 
 
-def _when(node: Tensor, options: Options) -> str | None:
+def unmatched(node: Tensor, options: Options) -> str | None:
+    """Why the weight does not meet these activations, as `_lower` leaves them."""
     x, w = node.sources[:2]
     if x.dtype == F32:
         return None
@@ -240,41 +273,43 @@ def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     return (lowered(x, w, _few(node), options), w, *rest)
 
 
-_RULES: dict[str, Any] = {"layout": {"x": ROWS}, "when": _when, "lower": _lower}
+_RULES: dict[str, Any] = {"layout": {"x": ROWS, "ids": ROWS}, "when": unmatched, "lower": _lower}
 _BLOCKS: dict[str, Any] = {"pack": {"w": PACK}, **_RULES}
 
 
 @BACKEND.kernel(
     "expert_linear", name="experts_plain", dtypes={"w": PLAIN, "bias": "f32"},
-    scratch=_order_nbytes, **_RULES,
+    scratch=order_nbytes, **_RULES,
 )  # fmt: skip
 @BACKEND.kernel(
     "expert_linear", name="experts_blocks", dtypes={"w": tuple(PLANES), "bias": "f32"},
-    scratch=_order_nbytes, **_BLOCKS,
+    scratch=order_nbytes, **_BLOCKS,
 )  # fmt: skip
 def expert_linear(site: Site) -> list[Launch]:
-    return _products(site, site.ids, site.op("bias"))
+    return products(site, site.ids, site.op("bias"), site.out.address)
 
 
 @BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
 @BACKEND.kernel("head_linear", name="heads_blocks", dtypes={"w": tuple(PLANES)}, **_BLOCKS)
 def head_linear(site: Site) -> list[Launch]:
-    return _products(site, None, None)
+    return products(site, None, None, site.out.address)
 
 
 def _all_instances() -> None:
     """Every module that a plan may ask for is known from the start: tests compile them all."""
-    for name in PLANES:
-        for integer in (True, False):
-            _few_module(name, integer)
-        _few_module(name, False, HALVES["f16"])
+    for gated in (False, True):
+        for name in PLANES:
+            for integer in (True, False):
+                _few_module(name, integer, 0, gated)
+            _few_module(name, False, HALVES["f16"], gated)
+        for name in PLAIN:
+            for halves in {0, HALVES.get(name, 0)}:
+                _few_module(name, False, halves, gated)
+        for name in (*HALVES, *PLANES):
+            for size in _SIZES:
+                _many_module(dtype(name), size, gated)
     for name in PLAIN:
-        for halves in {0, HALVES.get(name, 0)}:
-            _few_module(name, False, halves)
         _ragged_kernel(name)
-    for name in (*HALVES, *PLANES):
-        for size in _SIZES:
-            _many_module(dtype(name), size)
 
 
 _all_instances()

@@ -3,12 +3,13 @@
 // expert find its rows in the second-level cache.
 //
 // FORMAT: a struct of blocks.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
-// HALVES. ROWS, DEPTH, NEXT: as in linear.cu.
+// HALVES. ROWS, DEPTH, NEXT: as in linear.cu. GATED: each row of two matrices, act(first) * second.
 
 #include "dot.cuh"
 #include "experts.cuh"
 
 #define WARPS 4
+#define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
 // WIDE: rows of x begin at multiples of 16 bytes.
 template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) {
@@ -19,26 +20,28 @@ template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) 
     int matrix = pair % e.each;
     if (e.ids) {  // which matrix it is must be known first
         wait_for_previous();
-        if (pair / e.each < tokens) matrix = e.ids[pair];
+        if (pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
     }
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);
-    FORMAT w[DEPTH][ROWS];
+    FORMAT w[STREAMS][DEPTH][ROWS];
     auto load = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
             if (at + WARP * d < items)
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    size_t place = (size_t)matrix * e.rows + min(row + r, e.rows - 1);
-                    w[d][r].load(e.w, place * items + at + WARP * d);
-                }
+                for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++) {
+                        size_t place = (size_t)matrix * e.rows + min(row + r, e.rows - 1);
+                        w[s][d][r].load(s ? e.up : e.w, place * items + at + WARP * d);
+                    }
     };
     if (there) load(lane);
     if (NEXT == 1) launch_next();
     if (!e.ids) wait_for_previous();
     if (!useful) return;
     const u8* x = row_of(e, pair);
-    float sums[ROWS] = {};
+    float sums[STREAMS][ROWS] = {};
     for (int at = lane; there && at < items; at += WARP * DEPTH) {
         if (at != lane) load(at);
 #pragma unroll
@@ -46,21 +49,25 @@ template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) 
             int j = at + WARP * d;
             if (j >= items) break;
 #pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                typename FORMAT::Values u;
-                w[d][r].unpack(j, u);
-                sums[r] += dot<FORMAT>(u, x, e.depth, j, WIDE);
-            }
+            for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+                for (int r = 0; r < ROWS; r++) {
+                    typename FORMAT::Values u;
+                    w[s][d][r].unpack(j, u);
+                    sums[s][r] += dot<FORMAT>(u, x, e.depth, j, WIDE);
+                }
         }
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        sums[r] = warp_sum(sums[r]);
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++) sums[s][r] = warp_sum(sums[s][r]);
         if (lane || row + r >= e.rows) continue;
-        if (there)
-            finish(e, pair, matrix, row + r, sums[r]);
-        else
-            e.y[(i64)pair * e.rows + row + r] = NOT_A_NUMBER;
+#if GATED
+        finish_gated(e, pair, matrix, row + r, sums[0][r], sums[1][r]);
+#else
+        finish(e, pair, matrix, row + r, sums[0][r]);
+#endif
     }
 }
 

@@ -2,27 +2,39 @@
 // makes groups, are multiplied together on tensor cores, as halves.
 //
 // FORMAT: a struct of blocks.cuh, or PLAIN: the weights are halves as x is (BFLOAT: bfloat16). TOKENS:
-// pairs of a group. A block takes SIDE rows of the matrix and goes along the depth 64 at a time; parts
-// of STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in the
-// order of their items: for the sum it is all the same, as long as x follows.
+// pairs of a group, at most. A block takes SIDE rows and goes along the depth 64 at a time; parts of
+// STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in the
+// order of their items: for the sum it is all the same, as long as x follows. GATED: sixteen rows of
+// one matrix and the same of another take turns, and give act(first) * second.
 
 #include "experts.cuh"
 #include "tensor.cuh"
 
-#define WARPS 8
 #define THREADS (WARP * WARPS)
 #define SIDE 128
+#define ROWS (GATED ? SIDE / 2 : SIDE)  // of a result
 #define PIECE 64
 #define STRIDE (PIECE + 8)  // halves from row to row: eight rows meet all banks
-#define COLUMNS (TOKENS < 64 ? TOKENS : 64)  // pairs of a warp
-#define DOWN (WARPS / (TOKENS / COLUMNS))    // warps one below the other
-#define TILES (SIDE / DOWN / 16)             // of 16 rows, of a warp
-#define STAGES (TOKENS < 64 ? 4 : 2)
+#define COLUMNS (TOKENS >= 64 ? 64 : GATED ? 16 : 32)  // pairs of a warp
+#define ACROSS (TOKENS / COLUMNS)                      // warps side by side
+#define DOWN (WARPS / ACROSS)                          // warps one below the other
+#define TILES (SIDE / DOWN / 16)                       // of 16 rows, of a warp
+#define FULL_TILES (GATED ? TILES / 2 : TILES)         // of results
 
 struct Shared {
     u16 w[PLAIN ? STAGES : 2][SIDE][STRIDE], x[STAGES][TOKENS][STRIDE];
     int pairs[TOKENS];
 };
+
+// Where row r of a block's SIDE rows is: of which matrix, and its number from the block's first on.
+__device__ __forceinline__ bool is_up(int r) { return GATED && r / 16 % 2; }
+__device__ __forceinline__ int row_in(int r) { return GATED ? r / 32 * 16 + r % 16 : r; }
+
+// The pair, of a group, of column n of a warp: its sixteens and those beside it take turns, so that all
+// have their share of a group that is not full.
+__device__ __forceinline__ int pair_in(int n) {
+    return (n / 16 * ACROSS + (int)threadIdx.x / WARP / DOWN) * 16 + n % 16;
+}
 
 // Eight halves of a row of the piece: where they are in a row of x. `number`: of the piece.
 __device__ __forceinline__ int column_of(int number, int eight) {
@@ -43,8 +55,9 @@ struct Weights {
     __device__ __forceinline__ Weights(const Experts& e, int matrix, int row) {
 #pragma unroll
         for (int i = 0; i < SIDE * 8 / THREADS; i++) {
-            i64 r = min(row + (int)threadIdx.x / 8 + THREADS / 8 * i, e.rows - 1);
-            at[i] = e.w.a + (((i64)matrix * e.rows + r) * e.depth + threadIdx.x % 8 * 8) * 2;
+            const int own = threadIdx.x / 8 + THREADS / 8 * i;
+            const i64 r = (i64)matrix * e.rows + min(row + row_in(own), e.rows - 1);
+            at[i] = (is_up(own) ? e.up.a : e.w.a) + (r * e.depth + threadIdx.x % 8 * 8) * 2;
         }
     }
     __device__ __forceinline__ void bring(Shared& s, int number, int depth) const {
@@ -63,18 +76,19 @@ struct Weights {
 
 // Items on their way to registers, and from there to shared memory.
 struct Weights {
-    const Planes& w;
+    const Experts& e;
     const int items;
     size_t first[OWN];
     FORMAT q[AHEAD][OWN];
 
     __device__ __forceinline__ Weights(const Experts& e, int matrix, int row)
-        : w(e.w), items(e.depth / FORMAT::ITEM) {
+        : e(e), items(e.depth / FORMAT::ITEM) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            int r = min(row + (int)(threadIdx.x + THREADS * i) / EACH, e.rows - 1);
-            first[i] = ((size_t)matrix * e.rows + r) * items;
-        }
+        for (int i = 0; i < OWN; i++)
+            first[i] = ((size_t)matrix * e.rows + min(row + row_in(line(i)), e.rows - 1)) * items;
+    }
+    __device__ __forceinline__ static int line(int i) {
+        return (threadIdx.x + THREADS * i) / EACH;
     }
     __device__ __forceinline__ bool own(int i) const {
         return SIDE * EACH % THREADS == 0 || (int)threadIdx.x + THREADS * i < SIDE * EACH;
@@ -84,7 +98,8 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             int j = EACH * number + (threadIdx.x + THREADS * i) % EACH;
-            if (own(i) && j < items) q[place][i].load(w, first[i] + j);
+            if (own(i) && j < items)
+                q[place][i].load(is_up(line(i)) ? e.up : e.w, first[i] + j);
         }
     }
     __device__ __forceinline__ void expand(Shared& s, int place, int number) const {
@@ -92,8 +107,7 @@ struct Weights {
         for (int i = 0; i < OWN; i++) {
             const int slot = (threadIdx.x + THREADS * i) % EACH, j = EACH * number + slot;
             if (!own(i)) continue;
-            uint4* to = (uint4*)&s.w[number % 2][(threadIdx.x + THREADS * i) / EACH]
-                                    [FORMAT::ITEM * slot];
+            uint4* to = (uint4*)&s.w[number % 2][line(i)][FORMAT::ITEM * slot];
             if (j < items) {
                 FORMAT::Values u;
                 q[place][i].unpack(j, u);
@@ -108,11 +122,12 @@ struct Weights {
 };
 #endif
 
-// The rows' part of a piece on its way to shared memory.
+// The rows' part of a piece on its way to shared memory, of a group's `count` rows.
 struct Rows {
     const u8* at[TOKENS * 8 / THREADS];
+    const int count;
 
-    __device__ __forceinline__ Rows(const Experts& e, const Shared& s) {
+    __device__ __forceinline__ Rows(const Experts& e, const Shared& s, int count) : count(count) {
 #pragma unroll
         for (int i = 0; i < TOKENS * 8 / THREADS; i++)
             at[i] = row_of(e, s.pairs[threadIdx.x / 8 + THREADS / 8 * i]);
@@ -121,17 +136,20 @@ struct Rows {
         const int eight = threadIdx.x % 8, column = column_of(number, eight);
         const bool there = column < depth;
 #pragma unroll
-        for (int i = 0; i < TOKENS * 8 / THREADS; i++)
-            copy16(&s.x[number % STAGES][threadIdx.x / 8 + THREADS / 8 * i][8 * eight],
-                   at[i] + (there ? 2 * column : 0), there);
+        for (int i = 0; i < TOKENS * 8 / THREADS; i++) {
+            const int row = threadIdx.x / 8 + THREADS / 8 * i;
+            if (row < count)  // what is behind them gives columns that nobody wants
+                copy16(&s.x[number % STAGES][row][8 * eight], at[i] + (there ? 2 * column : 0),
+                       there);
+        }
     }
 };
 
 typedef float Sums[TILES][COLUMNS / 8][4];
 
-// A piece's products. `row`, `column`: where the warp's begin; `count`: its columns that are wanted.
+// A piece's products. `row`: where the warp's begin; `count`: the pairs of the group.
 __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
-                                               int column, int count, Sums& c) {
+                                               int count, Sums& c) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int k = 0; k < PIECE; k += 16) {
@@ -141,9 +159,10 @@ __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16
             load_matrices(a[t], &w[row + 16 * t + lane % 16][k + lane / 16 * 8]);
 #pragma unroll
         for (int n = 0; n < COLUMNS; n += 16) {
-            if (n >= count) break;
+            const int column = pair_in(n);
+            if (column >= count) break;
             u32 b[4];
-            load_matrices(b, &x[column + n + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
+            load_matrices(b, &x[column + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
                 multiply(c[t][n / 8], a[t], b[0], b[1]);
@@ -155,10 +174,10 @@ __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16
 
 // All pieces of the depth.
 __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int matrix, int first_row,
-                                             int row, int column, int count, Sums& c) {
+                                             int row, int count, Sums& c) {
     const int pieces = (e.depth + PIECE - 1) / PIECE;
     Weights weights(e, matrix, first_row);
-    const Rows rows(e, s);
+    const Rows rows(e, s, count);
 #if PLAIN
     for (int i = 0; i < STAGES - 1; i++) {
         if (i < pieces) weights.bring(s, i, e.depth), rows.bring(s, i, e.depth);
@@ -170,7 +189,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
         const int next = i + STAGES - 1;
         if (next < pieces) weights.bring(s, next, e.depth), rows.bring(s, next, e.depth);
         close_copies();
-        multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, column, count, c);
+        multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, count, c);
     }
 #else
 #pragma unroll
@@ -190,7 +209,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
             __syncthreads();
             if (next < pieces) rows.bring(s, next, e.depth);
             close_copies();
-            multiply_piece(s.w[i % 2], s.x[i % STAGES], row, column, count, c);
+            multiply_piece(s.w[i % 2], s.x[i % STAGES], row, count, c);
         }
     }
 #endif
@@ -218,23 +237,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncthreads();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int row = warp % DOWN * 16 * TILES, column = warp / DOWN * COLUMNS;
+    const int row = warp % DOWN * 16 * TILES;
     Sums c = {};
-    const bool there = exists(e, g.matrix);
-    if (there)
-        multiply_all(e, s, g.matrix, blockIdx.y * SIDE, row, column, g.count - column, c);
+    if (exists(e, g.matrix)) multiply_all(e, s, g.matrix, blockIdx.y * ROWS, row, g.count, c);
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < FULL_TILES; t++)
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int r = blockIdx.y * SIDE + row + 16 * t + 8 * (i / 2) + lane / 4;
-                const int at = column + 8 * n + lane % 4 * 2 + i % 2;
+                const int r = blockIdx.y * ROWS + row * ROWS / SIDE + 16 * t + 8 * (i / 2) + lane / 4;
+                const int at = pair_in(8 * n) + lane % 4 * 2 + i % 2;
                 if (r >= e.rows || at >= g.count) continue;
-                if (there)
-                    finish(e, s.pairs[at], g.matrix, r, c[t][n][i]);
-                else
-                    e.y[(i64)s.pairs[at] * e.rows + r] = NOT_A_NUMBER;
+#if GATED
+                finish_gated(e, s.pairs[at], g.matrix, r, c[2 * t][n][i], c[2 * t + 1][n][i]);
+#else
+                finish(e, s.pairs[at], g.matrix, r, c[t][n][i]);
+#endif
             }
 }

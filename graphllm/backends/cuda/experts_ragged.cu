@@ -15,16 +15,14 @@ extern "C" __global__ void multiply(Experts e STAMPS) {
     const i64 tokens = begin(e.live);
     const int pair = blockIdx.x, row = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (pair / e.each >= tokens || row >= e.rows) return;
-    const int matrix = e.ids ? e.ids[pair] : pair % e.each;
-    float sum = NOT_A_NUMBER;
+    const int matrix = e.ids ? id_of(e.ids, e.ids_stride, e.each, pair) : pair % e.each;
+    float sum = 0;
     if (exists(e, matrix)) {
         const u8 *from = e.w.a + ((i64)matrix * e.rows + row) * e.depth * (FORMAT ? 2 : 4);
         const u8* x = row_of(e, pair);
-        sum = 0;
         for (int i = threadIdx.x % WARP; i < e.depth; i += WARP)
             sum = fmaf(number(FORMAT, from, i), number(e.kind, x, i), sum);
         sum = warp_sum(sum);
-        if (e.bias) sum += e.bias[(i64)matrix * e.rows + row];
     }
-    if (threadIdx.x % WARP == 0) e.y[(i64)pair * e.rows + row] = sum;
+    if (threadIdx.x % WARP == 0) finish(e, pair, matrix, row, sum);
 }

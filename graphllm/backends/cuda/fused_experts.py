@@ -1,0 +1,82 @@
+"""Kernels of the fused ops around mixtures of experts; the products are those of experts.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...dtype import F32
+from ...memory import aligned
+from ...tensor import Meta, Tensor
+from .. import ROWS, Options
+from . import BACKEND
+from .device import Launch, Site
+from .elementwise import ACTIVATIONS
+from .experts import Gate, order_nbytes, products, unmatched
+from .fused import two_at_most
+from .layouts import PACK, PLANES
+from .linear_many import PLAIN
+from .quantise import HALVES, quantise
+from .source import module
+
+_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # as `Score` of experts.cu counts them
+
+
+@BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
+def route(site: Site) -> Launch:
+    x, a, (ids, weights) = site.x, site.attrs, site.results
+    normalised = a["eps"] is not None
+    args = (
+        x.address, x.row_stride, site.address("bias"), ids.address, weights.address, ids.row_stride,
+        weights.row_stride, site.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"],
+        a["best"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]),
+    )  # fmt: skip
+    shared = 4 * (2 * x.width + a["groups"] + a["k"])
+    threads = (32 * min(8, a["groups"]),)
+    return Launch(module("experts")["route"], (site.most(x.meta.rows),), threads, args, shared)
+
+
+def _made(node: Tensor) -> Meta:
+    """What the kernel gives: halves if these are wanted, else float32, to be quantised."""
+    _, w, _, ids = node.sources[:4]
+    forms = node.attrs["dtypes"]
+    form = forms[0] if len(forms) == 1 and forms[0] in HALVES else F32
+    return Meta.of((*ids.meta.shape, w.meta.shape[1]), form)
+
+
+def _when(node: Tensor, options: Options) -> str | None:
+    """Both matrices must lie alike, in vectors."""
+    x, w, w2 = node.sources[:3]
+    if w.meta.shape != w2.meta.shape or w.dtype != w2.dtype:
+        return f"w is {w.meta}, w2 {w2.meta}"
+    depth = w.dtype.row_nbytes(int(w.shape[2])) if w.dtype.name in PLAIN else 0  # type: ignore[arg-type]
+    vectors = () if x.dtype.quantised else (x.meta.offset, *x.meta.strides[:-1])
+    if any(at % 16 for at in (depth, *vectors)):
+        return "rows do not begin at multiples of 16 bytes"
+    return unmatched(node, options) or two_at_most(node, options)
+
+
+def _scratch(node: Tensor, options: Options) -> int:
+    plain = node.attrs["dtypes"] and _made(node).dtype == F32
+    order = aligned(order_nbytes(node, options))
+    return order + (aligned(_made(node).bound().nbytes) if plain else 0)
+
+
+_RULES: dict[str, Any] = {"layout": {"x": ROWS, "ids": ROWS}, "when": _when, "scratch": _scratch}
+_F32 = {"bias": "f32", "bias2": "f32"}
+
+
+@BACKEND.kernel("expert_gated", name="expert_gated_plain", dtypes={"w": PLAIN, **_F32}, **_RULES)
+@BACKEND.kernel(
+    "expert_gated", name="expert_gated_blocks", dtypes={"w": tuple(PLANES), **_F32},
+    pack={"w": PACK, "w2": PACK}, **_RULES,
+)  # fmt: skip
+def expert_gated(site: Site) -> list[Launch]:
+    """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
+    forms, made = site.results, _made(site.node)
+    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
+    gate = Gate(site.w2, site.op("bias2"), act, made.dtype)
+    if made.dtype == forms[0].dtype:
+        return products(site, site.ids, site.op("bias"), forms[0].address, gate)
+    y = site.scratch + aligned(order_nbytes(site.node, Options()))
+    work = products(site, site.ids, site.op("bias"), y, gate)
+    return [*work, *(quantise(site, y, int(made.strides[0]), form) for form in forms)]
