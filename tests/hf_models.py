@@ -56,9 +56,10 @@ def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):
     made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **plain)
-    for module in model.modules() if kind == "gpt_oss" else ():
-        if hasattr(module, "limit"):  # constants in transformers 5.17
-            module.alpha, module.limit = made.swiglu_alpha, made.swiglu_limit
+    for module in model.modules():  # gpt-oss; constants in transformers 5.17
+        if hasattr(module, "limit") and hasattr(module, "alpha"):
+            module.alpha = config.get("swiglu_alpha", module.alpha)
+            module.limit = config.get("swiglu_limit", module.limit)
     randomise(model, seed)
     return model.eval()
 

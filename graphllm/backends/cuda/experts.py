@@ -144,16 +144,20 @@ def _many_module(kind: DType, size: int, gated: bool = False) -> Module:
     plain = kind.name in PLAIN
     return module(
         "experts_many", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
-        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size, plain), STAGES=_stages(size, plain),
+        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size), STAGES=_stages(size, plain),
     )  # fmt: skip
 
 
-def _many_warps(size: int, plain: bool) -> int:
-    return 8
+def _many_warps(size: int) -> int:
+    """Of a block. Few large parts of a product use what they read most often; small ones are many
+    for the memory's sake."""
+    return 8 if size < 64 else 4
 
 
 def _stages(size: int, plain: bool) -> int:
-    return 4 if size < 64 else 2
+    """Pieces of the depth in shared memory: as many as leave room for two blocks on a processor,
+    but no more than gain anything."""
+    return 4 if size < 64 else 3 if plain else 2
 
 
 def _lines(x: Meta) -> list[int]:
@@ -225,7 +229,7 @@ def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Lau
         places = (arg, 0, 0)
     grid = (count, ceil(n, _SIDE // (1 + gated)))
     plain = site.w.dtype.name in PLAIN
-    threads = (32 * _many_warps(size, plain),)
+    threads = (32 * _many_warps(size),)
     return [*work, Launch(kernel, grid, threads, places, _shared(size, plain))]
 
 

@@ -147,35 +147,60 @@ struct Rows {
 
 typedef float Sums[TILES][COLUMNS / 8][4];
 
-// A piece's products. `row`: where the warp's begin; `count`: the pairs of the group.
-__device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
-                                               int count, Sums& c) {
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int k = 0; k < PIECE; k += 16) {
-        u32 a[TILES][4];
+// What the warp's products of sixteen of the depth are made of.
+template <int LIVE> struct Operands {
+    u32 a[TILES][4], b[LIVE][4];
+
+    __device__ __forceinline__ void load(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+                                         int k) {
+        const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
             load_matrices(a[t], &w[row + 16 * t + lane % 16][k + lane / 16 * 8]);
 #pragma unroll
-        for (int n = 0; n < COLUMNS; n += 16) {
-            const int column = pair_in(n);
-            if (column >= count) break;
-            u32 b[4];
-            load_matrices(b, &x[column + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
+        for (int n = 0; n < LIVE; n++)
+            load_matrices(b[n], &x[pair_in(16 * n) + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
+    }
+    __device__ __forceinline__ void multiply_to(Sums& c) const {
+#pragma unroll
+        for (int n = 0; n < LIVE; n++)
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                multiply(c[t][n / 8], a[t], b[0], b[1]);
-                multiply(c[t][n / 8 + 1], a[t], b[2], b[3]);
+                multiply(c[t][2 * n], a[t], b[n][0], b[n][1]);
+                multiply(c[t][2 * n + 1], a[t], b[n][2], b[n][3]);
             }
-        }
     }
+};
+
+// A piece's products with 16 * LIVE pairs. `row`: where the warp's begin. The next operands are on their
+// way while some are multiplied.
+template <int LIVE>
+__device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+                                              Sums& c) {
+    Operands<LIVE> operands[2];
+    operands[0].load(w, x, row, 0);
+#pragma unroll
+    for (int k = 0; k < PIECE / 16; k++) {
+        if (k + 1 < PIECE / 16) operands[(k + 1) % 2].load(w, x, row, 16 * (k + 1));
+        operands[k % 2].multiply_to(c);
+    }
+}
+
+// The same, where `live` sixteens of the warp's pairs are wanted.
+__device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+                                               int live, Sums& c) {
+    constexpr int ALL = COLUMNS / 16;
+    if (live >= ALL) return multiply_live<ALL>(w, x, row, c);
+    if (ALL > 3 && live == 3) multiply_live<ALL < 3 ? ALL : 3>(w, x, row, c);
+    if (ALL > 2 && live == 2) multiply_live<ALL < 2 ? ALL : 2>(w, x, row, c);
+    if (live == 1) multiply_live<1>(w, x, row, c);
 }
 
 // All pieces of the depth.
 __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int matrix, int first_row,
                                              int row, int count, Sums& c) {
     const int pieces = (e.depth + PIECE - 1) / PIECE;
+    const int live = max(0, (count - pair_in(0) + 16 * ACROSS - 1) / (16 * ACROSS));
     Weights weights(e, matrix, first_row);
     const Rows rows(e, s, count);
 #if PLAIN
@@ -189,7 +214,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
         const int next = i + STAGES - 1;
         if (next < pieces) weights.bring(s, next, e.depth), rows.bring(s, next, e.depth);
         close_copies();
-        multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, count, c);
+        multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, live, c);
     }
 #else
 #pragma unroll
@@ -209,7 +234,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
             __syncthreads();
             if (next < pieces) rows.bring(s, next, e.depth);
             close_copies();
-            multiply_piece(s.w[i % 2], s.x[i % STAGES], row, count, c);
+            multiply_piece(s.w[i % 2], s.x[i % STAGES], row, live, c);
         }
     }
 #endif
