@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +12,11 @@ import pytest
 from cases import groups
 from drawn_models import FAMILIES, MIXTURES, WIDE, decoder, engine
 from test_cuda_compile import needs_tensor_cores
+from test_fusion import NOT_ON_CPU, named
 from test_ops_generated import OPS
 
 from graphllm import ops
+from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, LEAST, source
 from graphllm.backends.cuda.device import CudaDevice, Launch, Site
 from graphllm.decoder import Limits
@@ -118,6 +121,41 @@ def test_mixtures_run_wholly_on_the_gpu(name, paper):
             assert not missed, (name, variant, tokens)
             made.executor.bind(plan)
     assert not {str(made) for made in device.modules - KNOWN}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_ON_CPU))
+def test_every_rule_finds_its_own_parts(name, paper):
+    """Of those that only this backend has; one is left in parts where its kernel says no."""
+    paper((9, 0))
+    found = 0
+    for group in groups(ops.get(name)):
+        assert group.cases  # makes the weights
+        outputs = named(group.op(*group.node.src, **group.node.attrs))
+        fits = isinstance(BACKEND.select(group.node, Options()), Kernel)
+        for without, wanted in (((), fits), ((name,), False)):
+            options = Options(without=without)
+            plan = Executor(Arrays(group.weights), ("cuda",), options).compile(outputs)
+            assert (name in [s.node.op for s in plan.steps]) == wanted, group.samples[0].label
+        found += fits
+    assert found
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_few_steps(name, paper):
+    """For a token: the choice in one, products in two, the sum in one with what it is added to
+    (another sum, where there are shared experts without a gate)."""
+    paper((9, 0))
+    for variant in range(len(FAMILIES[name].tiny)):
+        model = decoder(name, variant, "f16", hidden_size=64)
+        made = engine(model, ("cuda",))
+        layers = sum(layer.mixture for layer in model.cfg.layers)
+        had = Counter(step.node.op for step in made._plan(["logits"], 1).steps)
+        assert had["route"] == had["expert_linear"] == layers
+        assert had["expert_gated"] + had["expert_clamped"] == layers
+        mixture = model.cfg.mixture
+        apart = mixture.shared and not mixture.shared_gate
+        assert had["combine_add"] == (0 if apart else layers)
+        assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 
 
 @pytest.mark.parametrize("capability", [LEAST, (8, 0)])

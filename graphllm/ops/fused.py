@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import A8_32, A8_256, F16, F32, I32, Q4_K, Q5_0, Q8_0
+from ..dtype import A8_32, A8_256, F16, F32, I32, MXFP4, Q4_K, Q5_0, Q8_0
 from ..tensor import Tensor
 from . import Arg, Proposal, Sample, Users, get, grid
 from .parts import fused
@@ -197,24 +197,33 @@ def gated(x, w, bias=None, *up, act, kind, dtypes):
     return get("glu")(linear(x, w, bias), linear(*up), act=act, kind=kind, dtypes=dtypes)
 
 
-def _propose_expert_gated(node: Tensor, users: Users) -> Proposal | None:
-    found = _propose_glu(node, users)
-    if found is None:
-        return None
-    (gate, up), attrs = found
+def _expert_pair(gate: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """The operands of two products of the same rows with their experts, as one op takes them."""
     if not (made_by(gate, "expert_linear") and made_by(up, "expert_linear")):
         return None
     x, w, ids, bias = gate.src  # type: ignore[union-attr]
     _, w2, _, bias2 = up.src  # type: ignore[union-attr]
-    return (x, w, w2, ids, bias, bias2), attrs
+    return x, w, w2, ids, bias, bias2
 
 
-def _expert_sample(rows, format, bias, dtypes):
+def _propose_expert_gated(node: Tensor, users: Users) -> Proposal | None:
+    found = _propose_glu(node, users)
+    operands = _expert_pair(*found[0]) if found else None
+    return (operands, found[1]) if operands and found else None
+
+
+def _propose_expert_clamped(node: Tensor, users: Users) -> Proposal | None:
+    operands = _expert_pair(*node.src)
+    attrs = {**node.attrs, "dtypes": _quantised(node, users)}
+    return (operands, attrs) if operands else None
+
+
+def _expert_sample(rows, format, bias, dtypes, **attrs):
     weights = (Arg((5, 256, 256), kind, leaf="weight", make=_unit) for kind in format[1:])
     ids = Arg(("T", 2), I32, make=lambda rng, shape: rng.integers(0, 5, shape))
     biases = (Arg((5, 256), leaf="weight") if b else None for b in bias)
-    attrs = {"act": "silu", "kind": "", "dtypes": dtypes}
-    return Sample((_act(256, format[0]), *weights, ids, *biases), attrs, {"T": rows})
+    args = (_act(256, format[0]), *weights, ids, *biases)
+    return Sample(args, {**attrs, "dtypes": dtypes}, {"T": rows})
 
 
 @fused(
@@ -228,6 +237,8 @@ def _expert_sample(rows, format, bias, dtypes):
         format=((F32, F16, F16), (A8_32, Q8_0, Q8_0), (A8_256, Q4_K, Q4_K), (A8_32, Q8_0, Q5_0)),
         bias=((False, False), (True, True), (False, True)),
         dtypes=((), ("a8_32",), ("a8_256",)),
+        act=("silu",),
+        kind=("",),
     ),
 )
 def expert_gated(x, w, w2, ids, bias=None, bias2=None, *, act, kind, dtypes):
@@ -236,6 +247,28 @@ def expert_gated(x, w, w2, ids, bias=None, bias2=None, *, act, kind, dtypes):
     linear = get("expert_linear")
     gate, up = linear(x, w, ids, bias), linear(x, w2, ids, bias2)
     return get("glu")(gate, up, act=act, kind=kind, dtypes=dtypes)
+
+
+@fused(
+    "expert_clamped",
+    anchor="clamped_glu",
+    propose=_propose_expert_clamped,
+    tol=_TOL,
+    samples=grid(
+        _expert_sample,
+        rows=(0, 1, 7),
+        format=((F32, F16, F16), (A8_32, MXFP4, MXFP4)),
+        bias=((False, False), (True, True)),
+        dtypes=((), ("a8_32",)),
+        alpha=(1.702,),
+        limit=(0.5,),
+    ),
+)
+def expert_clamped(x, w, w2, ids, bias=None, bias2=None, *, alpha, limit, dtypes):
+    """`clamped_glu` of two expert_linears, operands and result as of `expert_gated`."""
+    linear = get("expert_linear")
+    gate, up = linear(x, w, ids, bias), linear(x, w2, ids, bias2)
+    return _finished(get("clamped_glu")(gate, up, alpha=alpha, limit=limit), dtypes)
 
 
 @fused(

@@ -1,4 +1,4 @@
-"""The fused op around a mixture's router; the one around its products is in `fused`."""
+"""Fused ops around a mixture's router, and at its end; those around its products are in `fused`."""
 
 from __future__ import annotations
 
@@ -75,3 +75,37 @@ def route(x, bias=None, *, score, k, groups, kept, best, eps, factor):
     elif eps is not None:
         weights = get("sum_norm")(weights, eps=eps)
     return ids, weights if factor == 1.0 else get("scale")(weights, factor=factor)
+
+
+def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
+    r, made = node.src
+    if not made_by(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+        return None
+    return (*made.src, r), {}  # type: ignore[union-attr]
+
+
+@fused(
+    "combine_add",
+    anchor="add",
+    propose=_propose_combine_add,
+    tol={"f32": 1e-6},
+    samples=grid(
+        lambda rows, k, width, layout: Sample(
+            (
+                Arg(("T", k, width), layout=layout),
+                Arg(("T", k), make=lambda rng, shape: rng.random(shape) / shape[1]),
+                Arg(("T", width), layout=layout),
+            ),
+            {},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        k=(1, 2, 8),
+        width=(1, 63, 640),
+        layout=("contiguous", "strided"),
+    ),
+)
+def combine_add(y, weights, r):
+    """r and the weighted sum of each token's results: a mixture's end. y [T, k, N], weights [T, k],
+    r [T, N] -> [T, N]."""
+    return get("add")(r, get("combine")(y, weights))

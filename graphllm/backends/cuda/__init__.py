@@ -46,7 +46,7 @@ BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
 # library take them.
 BACKEND.halves = {
     **dict.fromkeys(("linear", "linears", "gated", "linear_add"), 6e-3),
-    **dict.fromkeys(("expert_linear", "head_linear", "expert_gated"), 6e-3),
+    **dict.fromkeys(("expert_linear", "head_linear", "expert_gated", "expert_clamped"), 6e-3),
     **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
 }
 

@@ -213,3 +213,10 @@ __device__ __forceinline__ float activate(int kind, float x) {
     if (kind == SILU) return act_silu(x);
     return kind == GELU_TANH ? act_gelu_tanh(x) : act_gelu_erf(x);
 }
+
+// gpt-oss's gated unit: see the op clamped_glu.
+__device__ __forceinline__ float act_clamped(float gate, float up, float alpha, float limit) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return gate / (1.f + expf(-alpha * gate)) * (up + 1.f);
+}

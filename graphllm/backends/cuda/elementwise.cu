@@ -78,19 +78,13 @@ BINARY(add, x + y)
 BINARY(mul, x * y)
 
 // gpt-oss's unit; NaN stays NaN.
-__device__ __forceinline__ float clamped_unit(float gate, float up, float alpha, float limit) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.f + expf(-alpha * gate)) * (up + 1.f);
-}
-
 #define CLAMPED(EACH)                                                                           \
     extern "C" __global__ void clamped_glu_##EACH(                                              \
         const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out, const i64* live,     \
         int width, float alpha, float limit STAMPS) {                                           \
         STAMPED                                                                                 \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, 0,                             \
-                     [=](float x, float y) { return clamped_unit(x, y, alpha, limit); });       \
+                     [=](float x, float y) { return act_clamped(x, y, alpha, limit); });       \
     }
 CLAMPED(1)
 CLAMPED(4)

@@ -166,10 +166,10 @@ extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8*
     for (int i = lane; i < k; i += WARP) out[i] = chosen[i] / total * factor;
 }
 
-// A block does one row (x) and some columns of it (y), a thread one of them.
-extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, float* out,
-                                   i64 weights_stride, const i64* live, int each,
-                                   int width STAMPS) {
+// A block does one row (x) and some columns of it (y), a thread one of them; r: to add, or null.
+extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, i64 weights_stride,
+                                   const u8* r, i64 r_stride, float* out, const i64* live,
+                                   int each, int width STAMPS) {
     STAMPED
     const i64 rows = begin(live), row = blockIdx.x;
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
@@ -178,6 +178,7 @@ extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, f
     const float* weight = (const float*)(weights + row * weights_stride);
     float sum = 0;
     for (int j = 0; j < each; j++) sum = fmaf(from[(i64)j * width], weight[j], sum);
+    if (r) sum = ((const float*)(r + row * r_stride))[column] + sum;
     out[row * width + column] = sum;
 }
 

@@ -16,8 +16,17 @@ struct Experts {
     const i64* live;  // tokens
     int each, matrices, rows, depth;
     int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantise.cuh has it
-    int act, unused;
+    int act;          // of gated kernels: as common.cuh counts them, or CLAMPED, with:
+    float alpha, limit;
+    int early;  // whether the ids are there before the kernel before this one is over
 };
+
+// At the beginning of every kernel here: the next one may begin when this one has waited, not sooner. So
+// one after it, whose rows are its results, finds the same ids there before it waits: `early`.
+__device__ __forceinline__ void wait_and_launch_next(bool soon = true) {
+    wait_for_previous();
+    if (soon) launch_next();
+}
 
 // Some pairs of one matrix; one that is not there (an id is too large) gives NaN.
 struct Group {
@@ -46,6 +55,8 @@ __device__ __forceinline__ void finish(const Experts& e, int pair, int matrix, i
     ((float*)e.y)[(i64)pair * e.rows + row] = value;
 }
 
+#define CLAMPED -1
+
 // act(gate) * up, with the biases.
 __device__ __forceinline__ void finish_gated(const Experts& e, int pair, int matrix, int row, float gate,
                                              float up) {
@@ -54,7 +65,8 @@ __device__ __forceinline__ void finish_gated(const Experts& e, int pair, int mat
     if (exists(e, matrix)) {
         if (e.bias) gate += e.bias[at];
         if (e.up_bias) up += e.up_bias[at];
-        value = activate(e.act, gate) * up;
+        value = e.act == CLAMPED ? act_clamped(gate, up, e.alpha, e.limit)
+                                 : activate(e.act, gate) * up;
     }
     if (e.form)
         ((u16*)e.y)[to] = to_half(e.form, value);

@@ -39,6 +39,9 @@ _THREADS = 256
 _OFTEN = 2  # pairs of a matrix, on average: up to here each reads it for itself
 _SIDE, _PIECE = 128, 64  # of experts_many.cu: rows of a block, depth at a time
 _SIZES, _CROWD = (32, 128), 24  # pairs of a group; of a matrix on average: small groups up to here
+# Ops of which each token has its experts' products; ops that may stand between two of these.
+_PRODUCTS = ("expert_linear", "expert_gated", "expert_clamped")
+_BETWEEN = ("glu", "clamped_glu", "silu", "gelu", "mul", "quantise_act", "contiguous")
 _COUNTERS = 8192  # in shared memory, of the kernel that makes groups
 _GROUP = 16  # bytes of the struct Group of experts.cuh
 
@@ -76,10 +79,17 @@ def sum_norm(site: Site) -> Launch:
     "combine", layout={"y": ROWS, "weights": ROWS}, dtypes={"y": "f32", "weights": "f32"}
 )
 def combine(site: Site) -> Launch:
+    return combined(site, None)
+
+
+def combined(site: Site, r: Spot | None) -> Launch:
+    """The op combine's result, and ``r``."""
     y, weights = site.y, site.weights
     each, width = y.meta.inner
-    args = (y.address, y.row_stride, weights.address, site.out.address, weights.row_stride,
-            site.live(y.meta.rows), each, width)  # fmt: skip
+    args = (
+        y.address, y.row_stride, weights.address, weights.row_stride, address(r),
+        r.row_stride if r else 0, site.out.address, site.live(y.meta.rows), each, width,
+    )  # fmt: skip
     grid = (site.most(y.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE["combine"], grid, (_THREADS,), args)
 
@@ -167,13 +177,15 @@ def _lines(x: Meta) -> list[int]:
 
 @dataclass(frozen=True)
 class Gate:
-    """What makes of two products a gated unit: the other one's weight and bias, the activation as
-    common.cuh counts it, and the dtype of the result, float32 or halves."""
+    """What makes of two products a gated unit: the other one's weight and bias, the dtype of the
+    result, float32 or halves, and the activation as experts.cuh has it."""
 
     w: Spot
     bias: Spot | None
-    act: int
     form: DType
+    act: int
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 def _argument(site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None) -> bytes:
@@ -185,8 +197,21 @@ def _argument(site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gat
     words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
     words.append(site.live(x.meta.rows))
     numbers = [_each(site.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
-    numbers += [HALVES.get(gate.form.name, 0), gate.act, 0] if gate else [0, 0, 0]
-    return struct.pack("<17Q8i", *words, *numbers)
+    numbers += [HALVES.get(gate.form.name, 0), gate.act] if gate else [0, 0]
+    more = (gate.alpha, gate.limit) if gate else (0.0, 0.0)
+    return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(site.node))
+
+
+def _early(node: Tensor) -> bool:
+    """Whether the rows are themselves made by products with these experts: see experts.cuh."""
+    ids = next(s.base for s in node.sources if s.dtype == I32)
+    made = [node.sources[0].base]
+    for source in made:
+        if source.op in _PRODUCTS and any(s.base is ids for s in source.sources):
+            return True
+        if source.op in _BETWEEN:
+            made += [s.base for s in source.sources]
+    return False
 
 
 def _whole(x: Spot, by: int) -> bool:

@@ -246,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     STAMPED
     DYNAMIC_SHARED(Shared, memory);
     Shared& s = *memory;
-    const int tokens = (int)begin(e.live);
+    const int tokens = (int)*(volatile const i64*)e.live;
+    wait_and_launch_next();
     Group g;
     if (groups) {
         g = groups[blockIdx.x];

@@ -12,7 +12,8 @@ __device__ __forceinline__ float number(int kind, const u8* row, int at) {
 // blockIdx: (pair, some rows of its matrix).
 extern "C" __global__ void multiply(Experts e STAMPS) {
     STAMPED
-    const i64 tokens = begin(e.live);
+    const i64 tokens = *(volatile const i64*)e.live;
+    wait_and_launch_next();
     const int pair = blockIdx.x, row = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (pair / e.each >= tokens || row >= e.rows) return;
     const int matrix = e.ids ? id_of(e.ids, e.ids_stride, e.each, pair) : pair % e.each;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...dtype import F32
@@ -11,13 +12,15 @@ from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site
 from .elementwise import ACTIVATIONS
-from .experts import Gate, order_nbytes, products, unmatched
+from .experts import Gate, combined, order_nbytes, products, unmatched
 from .fused import two_at_most
 from .layouts import PACK, PLANES
 from .linear_many import PLAIN
 from .quantise import HALVES, quantise
 from .source import module
 
+Build = Callable[[Site], list[Launch]]
+_CLAMPED = -1  # as experts.cuh has it
 _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # as `Score` of experts.cu counts them
 
 
@@ -61,22 +64,46 @@ def _scratch(node: Tensor, options: Options) -> int:
     return order + (aligned(_made(node).bound().nbytes) if plain else 0)
 
 
-_RULES: dict[str, Any] = {"layout": {"x": ROWS, "ids": ROWS}, "when": _when, "scratch": _scratch}
-_F32 = {"bias": "f32", "bias2": "f32"}
+def _gated(op: str) -> Callable[[Build], Build]:
+    """Register for plain weights, and for blocks, which are packed."""
+
+    def register(build: Build) -> Build:
+        rules: dict[str, Any] = {
+            "layout": {"x": ROWS, "ids": ROWS}, "when": _when, "scratch": _scratch
+        }  # fmt: skip
+        f32 = {"bias": "f32", "bias2": "f32"}
+        BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
+        blocks, pack = {"w": tuple(PLANES), **f32}, {"w": PACK, "w2": PACK}
+        BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack=pack, **rules)(build)
+        return build
+
+    return register
 
 
-@BACKEND.kernel("expert_gated", name="expert_gated_plain", dtypes={"w": PLAIN, **_F32}, **_RULES)
-@BACKEND.kernel(
-    "expert_gated", name="expert_gated_blocks", dtypes={"w": tuple(PLANES), **_F32},
-    pack={"w": PACK, "w2": PACK}, **_RULES,
-)  # fmt: skip
-def expert_gated(site: Site) -> list[Launch]:
+def _unit(site: Site, *act: Any) -> list[Launch]:
     """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
     forms, made = site.results, _made(site.node)
-    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
-    gate = Gate(site.w2, site.op("bias2"), act, made.dtype)
+    gate = Gate(site.w2, site.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:
         return products(site, site.ids, site.op("bias"), forms[0].address, gate)
     y = site.scratch + aligned(order_nbytes(site.node, Options()))
     work = products(site, site.ids, site.op("bias"), y, gate)
     return [*work, *(quantise(site, y, int(made.strides[0]), form) for form in forms)]
+
+
+@_gated("expert_gated")
+def expert_gated(site: Site) -> list[Launch]:
+    return _unit(site, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])
+
+
+@_gated("expert_clamped")
+def expert_clamped(site: Site) -> list[Launch]:
+    return _unit(site, _CLAMPED, float(site.attrs["alpha"]), float(site.attrs["limit"]))
+
+
+@BACKEND.kernel(
+    "combine_add", layout=dict.fromkeys(("y", "weights", "r"), ROWS),
+    dtypes=dict.fromkeys(("y", "weights", "r"), "f32"),
+)  # fmt: skip
+def combine_add(site: Site) -> Launch:
+    return combined(site, site.r)
