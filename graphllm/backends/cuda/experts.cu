@@ -23,12 +23,8 @@ __device__ __forceinline__ u64 largest(const u32* keys, int count, u64 last = ~0
         u64 here = (u64)keys[i] << 32 | ~(u32)i;
         if (here < last && here > top) top = here;
     }
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-        u64 other = __shfl_xor_sync(FULL, top, o);
-        top = other > top ? other : top;
-    }
-    return top;
+    const u32 key = warp_max((u32)(top >> 32));
+    return (u64)key << 32 | warp_max(top >> 32 == key ? (u32)top : 0);
 }
 
 __device__ __forceinline__ int index_of(u64 top) { return (int)~(u32)top; }
