@@ -33,6 +33,9 @@ TESTS: dict[Model, tuple[bench.Test, ...]] = {
     ("mistral-7b", "q4_0"): (DECODE, PROMPT),
     ("mistral-7b", "q4_k_m"): (DECODE, PROMPT),
     ("llama-1b", "f16"): (DECODE,),
+    ("mixtral-8x7b", "q4_k_m"): (DECODE, PROMPT),
+    ("qwen3-30b-a3b", "q4_k_m"): (DECODE, PROMPT),
+    ("gpt-oss-20b", "mxfp4"): (DECODE, PROMPT),
 }
 ROUNDS = 3  # of each test that count, after one that does not
 SEQUENCES, DEPTH, STEPS = 16, 512, 64  # of the part `batch`
