@@ -14,7 +14,9 @@ from .mapped import TensorInfo
 from .shapes import Shape, metadata, shape_named, tensors
 
 _SPREAD = 0.02  # standard deviation of a weight, as models are made
-_PATTERN = 1 << 18  # elements that are drawn; the rest repeats them
+# Blocks that are drawn, by their length; the rest repeats them. They are primes, so that every row
+# begins elsewhere: equal rows of a head would make many tokens as likely as the 40th likeliest.
+_PATTERN = {1: 1_048_573, 32: 32_749, 256: 4_093}
 
 
 class RandomFile(GGUF):
@@ -65,8 +67,9 @@ class RandomFile(GGUF):
 
 
 def random_bytes(form: DType, seed: int = 0) -> np.ndarray:
-    """Normal weights as the format stores them, uint8 [bytes of `_PATTERN` elements]."""
-    values = np.random.default_rng(seed).standard_normal(_PATTERN, np.float32) * np.float32(_SPREAD)
+    """Normal weights as the format stores them, uint8 [bytes of the `_PATTERN`]."""
+    count = form.block * _PATTERN[form.block]
+    values = np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(_SPREAD)
     if form.numpy is not None:
         return values.astype(form.numpy).view(np.uint8)
     return quantise(values.reshape(-1, form.block), form).reshape(-1)
