@@ -5,7 +5,7 @@
 // pairs of a group, at most. A block takes SIDE rows and goes along the depth 64 at a time; parts of
 // STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in the
 // order of their items: for the sum it is all the same, as long as x follows. GATED: sixteen rows of
-// one matrix and the same of another take turns, and give act(first) * second.
+// one matrix and the same of another take turns, and give act(first) * second. WARPS: of a block.
 
 #include "experts.cuh"
 #include "tensor.cuh"
