@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from ...dtype import BF16, F32, I32, DType, dtype
@@ -150,24 +151,31 @@ def _ragged_kernel(name: str) -> Function:
     return module("experts_ragged", FORMAT=PLAIN.index(name))["multiply"]
 
 
-def _many_module(kind: DType, size: int, gated: bool = False) -> Module:
+def _many_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
+    """``groups``: of four warps multiply together, as tensor cores of capability 9.0 do."""
     plain = kind.name in PLAIN
     return module(
         "experts_many", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
-        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size), STAGES=_stages(size, plain),
+        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size, groups),
+        STAGES=_stages(size, plain, groups), WGMMA=int(groups),
     )  # fmt: skip
 
 
-def _many_warps(size: int) -> int:
+def _grouped(kind: DType, size: int) -> bool:
+    """Whether there is such a kernel: of formats whose items leave registers for it."""
+    return size >= 64 and kind.name not in ("q2_k", "q3_k")
+
+
+def _many_warps(size: int, groups: bool) -> int:
     """Of a block. Few large parts of a product use what they read most often; small ones are many
     for the memory's sake."""
-    return 8 if size < 64 else 4
+    return 8 if size < 64 or groups else 4
 
 
-def _stages(size: int, plain: bool) -> int:
+def _stages(size: int, plain: bool, groups: bool) -> int:
     """Pieces of the depth in shared memory: as many as leave room for two blocks on a processor,
     but no more than gain anything."""
-    return 4 if size < 64 else 3 if plain else 2
+    return 4 if size < 64 else 3 if plain or groups else 2
 
 
 def _lines(x: Meta) -> list[int]:
@@ -240,7 +248,9 @@ def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Lau
     node, size, live = site.node, _size(site.node), site.live(site.x.meta.rows)
     matrices, n, _ = site.w.meta.shape
     order = site.scratch + aligned(_GROUP * _groups(node))
-    kernel, work = _many_module(site.w.dtype, size, gated)["multiply_groups"], []
+    grouped = _grouped(site.w.dtype, size) and site.device.gpu.capability == (9, 0)
+    kernel = _many_module(site.w.dtype, size, gated, grouped)["multiply_groups"]
+    work = []
     if ids is not None:
         count = _groups(node)
         warps = min(32, _COUNTERS // (matrices + 1) - 1)
@@ -254,15 +264,15 @@ def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Lau
         places = (arg, 0, 0)
     grid = (count, ceil(n, _SIDE // (1 + gated)))
     plain = site.w.dtype.name in PLAIN
-    threads = (32 * _many_warps(size),)
-    return [*work, Launch(kernel, grid, threads, places, _shared(size, plain))]
+    threads = (32 * _many_warps(size, grouped),)
+    return [*work, Launch(kernel, grid, threads, places, _shared(size, plain, grouped))]
 
 
-def _shared(size: int, plain: bool) -> int:
-    """Bytes of the struct Shared of experts_many.cu."""
-    stages = _stages(size, plain)
+def _shared(size: int, plain: bool, groups: bool) -> int:
+    """Bytes of the struct Shared of experts_many.cu, and to its aligned begin."""
+    stages = _stages(size, plain, groups)
     lines = _SIDE * (stages if plain else 2) + size * stages
-    return 2 * (_PIECE + 8) * lines + 4 * size
+    return 2 * (_PIECE + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
 
 
 def _fits_groups(site: Site) -> bool:
@@ -335,8 +345,9 @@ def _all_instances() -> None:
             for halves in {0, HALVES.get(name, 0)}:
                 _few_module(name, False, halves, gated)
         for name in (*HALVES, *PLANES):
-            for size in _SIZES:
-                _many_module(dtype(name), size, gated)
+            for size, groups in product(_SIZES, (False, True)):
+                if not groups or _grouped(dtype(name), size):
+                    _many_module(dtype(name), size, gated, groups)
     for name in PLAIN:
         _ragged_kernel(name)
 

@@ -2,10 +2,11 @@
 // makes groups, are multiplied together on tensor cores, as halves.
 //
 // FORMAT: a struct of blocks.cuh, or PLAIN: the weights are halves as x is (BFLOAT: bfloat16). TOKENS:
-// pairs of a group, at most. A block takes SIDE rows and goes along the depth 64 at a time; parts of
-// STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in the
-// order of their items: for the sum it is all the same, as long as x follows. GATED: sixteen rows of
-// one matrix and the same of another take turns, and give act(first) * second. WARPS: of a block.
+// pairs of a group, at most. A block of WARPS takes SIDE rows and goes along the depth 64 at a time;
+// parts of STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in
+// the order of their items: for the sum it is all the same, as long as x follows. GATED: eight rows of
+// one matrix and the same of another take turns, and give act(first) * second. WGMMA: by the tensor
+// cores of capability 9.0, which read shared memory themselves.
 
 #include "experts.cuh"
 #include "tensor.cuh"
@@ -14,26 +15,42 @@
 #define SIDE 128
 #define ROWS (GATED ? SIDE / 2 : SIDE)  // of a result
 #define PIECE 64
-#define STRIDE (PIECE + 8)  // halves from row to row: eight rows meet all banks
-#define COLUMNS (TOKENS >= 64 ? 64 : GATED ? 16 : 32)  // pairs of a warp
-#define ACROSS (TOKENS / COLUMNS)                      // warps side by side
-#define DOWN (WARPS / ACROSS)                          // warps one below the other
-#define TILES (SIDE / DOWN / 16)                       // of 16 rows, of a warp
-#define FULL_TILES (GATED ? TILES / 2 : TILES)         // of results
+#if WGMMA
+#include "wgmma.cuh"
+#define STRIDE PIECE  // halves from row to row
+#define COLUMNS TOKENS
+#define AT_ONCE 64  // pairs of a product
+#else
+#define STRIDE (PIECE + 8)                // eight rows meet all banks
+#define COLUMNS (TOKENS < 64 ? TOKENS : 64)  // pairs of a warp
+#define AT_ONCE 16
+#endif
+#define ACROSS (TOKENS / COLUMNS)  // warps side by side
+#define DOWN (WARPS / ACROSS)      // warps one below the other
+#define TILES (SIDE / DOWN / 16)   // of 16 rows, of a warp
 
 struct Shared {
     u16 w[PLAIN ? STAGES : 2][SIDE][STRIDE], x[STAGES][TOKENS][STRIDE];
     int pairs[TOKENS];
 };
 
-// Where row r of a block's SIDE rows is: of which matrix, and its number from the block's first on.
-__device__ __forceinline__ bool is_up(int r) { return GATED && r / 16 % 2; }
-__device__ __forceinline__ int row_in(int r) { return GATED ? r / 32 * 16 + r % 16 : r; }
+// Where eight halves of a row are in shared memory.
+__device__ __forceinline__ u16* place(u16 (*rows)[STRIDE], int row, int eight) {
+#if WGMMA
+    return &rows[row][8 * swizzled(row, eight)];
+#else
+    return &rows[row][8 * eight];
+#endif
+}
 
-// The pair, of a group, of column n of a warp: its sixteens and those beside it take turns, so that all
-// have their share of a group that is not full.
+// Where row r of a block's SIDE rows is: of which matrix, and its number from the block's first on.
+__device__ __forceinline__ bool is_up(int r) { return GATED && r / 8 % 2; }
+__device__ __forceinline__ int row_in(int r) { return GATED ? r / 16 * 8 + r % 8 : r; }
+
+// The pair, of a group, of column n of a warp: what warps side by side multiply at once takes turns, so
+// that all have their share of a group that is not full.
 __device__ __forceinline__ int pair_in(int n) {
-    return (n / 16 * ACROSS + (int)threadIdx.x / WARP / DOWN) * 16 + n % 16;
+    return (n / AT_ONCE * ACROSS + (int)threadIdx.x / WARP / DOWN) * AT_ONCE + n % AT_ONCE;
 }
 
 // Eight halves of a row of the piece: where they are in a row of x. `number`: of the piece.
@@ -65,7 +82,7 @@ struct Weights {
         const bool there = column + 8 * eight < depth;
 #pragma unroll
         for (int i = 0; i < SIDE * 8 / THREADS; i++)
-            copy16(&s.w[number % STAGES][threadIdx.x / 8 + THREADS / 8 * i][8 * eight],
+            copy16(place(s.w[number % STAGES], threadIdx.x / 8 + THREADS / 8 * i, eight),
                    at[i] + (there ? 2 * column : 0), there);
     }
 };
@@ -107,15 +124,16 @@ struct Weights {
         for (int i = 0; i < OWN; i++) {
             const int slot = (threadIdx.x + THREADS * i) % EACH, j = EACH * number + slot;
             if (!own(i)) continue;
-            uint4* to = (uint4*)&s.w[number % 2][line(i)][FORMAT::ITEM * slot];
-            if (j < items) {
-                FORMAT::Values u;
-                q[place][i].unpack(j, u);
+            FORMAT::Values u;
+            if (j < items) q[place][i].unpack(j, u);
 #pragma unroll
-                for (int p = 0; p < FORMAT::PARTS; p++) expand_part(u, p, to + 2 * p);
-            } else {
+            for (int p = 0; p < FORMAT::PARTS; p++) {
+                uint4 halves[2] = {};
+                if (j < items) expand_part(u, p, halves);
 #pragma unroll
-                for (int p = 0; p < 2 * FORMAT::PARTS; p++) to[p] = make_uint4(0, 0, 0, 0);
+                for (int h = 0; h < 2; h++)
+                    *(uint4*)::place(s.w[number % 2], line(i),
+                                     FORMAT::ITEM / 8 * slot + 2 * p + h) = halves[h];
             }
         }
     }
@@ -139,7 +157,7 @@ struct Rows {
         for (int i = 0; i < TOKENS * 8 / THREADS; i++) {
             const int row = threadIdx.x / 8 + THREADS / 8 * i;
             if (row < count)  // what is behind them gives columns that nobody wants
-                copy16(&s.x[number % STAGES][row][8 * eight], at[i] + (there ? 2 * column : 0),
+                copy16(place(s.x[number % STAGES], row, eight), at[i] + (there ? 2 * column : 0),
                        there);
         }
     }
@@ -147,6 +165,20 @@ struct Rows {
 
 typedef float Sums[TILES][COLUMNS / 8][4];
 
+#if WGMMA
+// A piece's products, with `live` times 64 pairs. `row`: where the warp's begin.
+__device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+                                               int live, Sums& c) {
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < PIECE / 16; k++)
+#pragma unroll
+        for (int n = 0; n < TOKENS / 64; n++)
+            if (n < live)
+                multiply64(&c[0][8 * n][0], factor(w[row / 64 * 64], k), factor(x[64 * n], k));
+    end_products();
+}
+#else
 // What the warp's products of sixteen of the depth are made of.
 template <int LIVE> struct Operands {
     u32 a[TILES][4], b[LIVE][4];
@@ -186,7 +218,7 @@ __device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 
     }
 }
 
-// The same, where `live` sixteens of the warp's pairs are wanted.
+// The same, with `live` sixteens.
 __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                                int live, Sums& c) {
     constexpr int ALL = COLUMNS / 16;
@@ -196,11 +228,14 @@ __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16
     if (live == 1) multiply_live<1>(w, x, row, c);
 }
 
+__device__ __forceinline__ void publish() {}
+#endif
+
 // All pieces of the depth.
 __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int matrix, int first_row,
                                              int row, int count, Sums& c) {
     const int pieces = (e.depth + PIECE - 1) / PIECE;
-    const int live = max(0, (count - pair_in(0) + 16 * ACROSS - 1) / (16 * ACROSS));
+    const int live = max(0, (count - pair_in(0) + AT_ONCE * ACROSS - 1) / (AT_ONCE * ACROSS));
     Weights weights(e, matrix, first_row);
     const Rows rows(e, s, count);
 #if PLAIN
@@ -210,6 +245,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
     }
     for (int i = 0; i < pieces; i++) {
         wait_copies<STAGES - 2>();
+        publish();
         __syncthreads();  // the piece is there, and the one before it has been used
         const int next = i + STAGES - 1;
         if (next < pieces) weights.bring(s, next, e.depth), rows.bring(s, next, e.depth);
@@ -231,6 +267,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
             weights.expand(s, place, i);
             weights.ask(place, i + AHEAD);
             wait_copies<STAGES - 2>();
+            publish();
             __syncthreads();
             if (next < pieces) rows.bring(s, next, e.depth);
             close_copies();
@@ -244,8 +281,8 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     multiply_groups(Experts e, const Group* groups, const int* order STAMPS) {
     STAMPED
-    DYNAMIC_SHARED(Shared, memory);
-    Shared& s = *memory;
+    DYNAMIC_SHARED(u8, memory);
+    Shared& s = *(Shared*)(WGMMA ? memory + (-shared_address(memory) & 1023) : memory);
     const int tokens = (int)*(volatile const i64*)e.live;
     wait_and_launch_next();
     Group g;
@@ -267,16 +304,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     Sums c = {};
     if (exists(e, g.matrix)) multiply_all(e, s, g.matrix, blockIdx.y * ROWS, row, g.count, c);
 #pragma unroll
-    for (int t = 0; t < FULL_TILES; t++)
+    for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int r = blockIdx.y * ROWS + row * ROWS / SIDE + 16 * t + 8 * (i / 2) + lane / 4;
+            for (int i = 0; i < (GATED ? 2 : 4); i++) {
+                const int r = blockIdx.y * ROWS + row_in(row + 16 * t + 8 * (i / 2) + lane / 4);
                 const int at = pair_in(8 * n) + lane % 4 * 2 + i % 2;
                 if (r >= e.rows || at >= g.count) continue;
 #if GATED
-                finish_gated(e, s.pairs[at], g.matrix, r, c[2 * t][n][i], c[2 * t + 1][n][i]);
+                finish_gated(e, s.pairs[at], g.matrix, r, c[t][n][i], c[t][n][i + 2]);
 #else
                 finish(e, s.pairs[at], g.matrix, r, c[t][n][i]);
 #endif
