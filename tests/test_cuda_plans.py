@@ -158,7 +158,7 @@ def test_a_mixture_is_few_steps(name, paper):
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 
 
-@pytest.mark.parametrize("capability", [LEAST, (8, 0)])
+@pytest.mark.parametrize("capability", [LEAST, (8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_experts_of_every_format_have_known_modules(kind, capability, paper):
     """Few tokens are multiplied one by one, many in groups where there are tensor cores."""
