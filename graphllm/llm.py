@@ -39,9 +39,14 @@ MORE_TOKENS = 16
 
 
 def decoder_for(
-    file: ModelFile, model_def: str | Path | None = None, kind: str | None = None
+    file: ModelFile,
+    model_def: str | Path | None = None,
+    kind: str | None = None,
+    backends: Sequence[str] | None = None,
+    options: Options | None = None,
 ) -> Decoder:
-    """The family's decoder over the file's weights, quantised to ``kind`` on the way.
+    """The family's decoder over the file's weights, quantised to ``kind`` on the way, by the first
+    of the ``backends`` that can.
 
     ModelFileError for an unknown family, ConfigError for a key that it does not know.
     """
@@ -56,7 +61,7 @@ def decoder_for(
         from .weights.requantise import Quantised
 
         router = f".{config.names.router}.weight"  # small, and what it decides is delicate
-        weights = Quantised(weights, kind, keep=lambda name: name.endswith(router))
+        weights = Quantised(weights, kind, lambda name: name.endswith(router), backends, options)
     return family.model(config, weights)
 
 
@@ -381,14 +386,16 @@ def load(
     wanted = checked(gpu_layers)
     file = open_model(model) if isinstance(model, (str, Path)) else model
     limits = limits_from(context, kv_type, device)
+    order = None if device == "auto" else registry.behind(device)
     executor = {
-        "backends": None if device == "auto" else registry.behind(device),
+        "backends": order,
         "options": options,
         "pins": place,
         "strict": strict,
         "progress": progress,
     }
-    llm = LLM(file, decoder_for(file, model_def, type), executor, limits, chat_template)
+    decoder = decoder_for(file, model_def, type, order, options)
+    llm = LLM(file, decoder, executor, limits, chat_template)
     if chat_template is not None:
         _ = llm.template  # a bad one is told now
     llm.engine.fit(wanted)

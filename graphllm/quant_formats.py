@@ -172,7 +172,9 @@ DEQUANTISE: dict[str, Callable[[Array], Array]] = {
 
 
 def _inverse(d: Array) -> Array:
-    return np.divide(F32(1), d, out=np.zeros_like(d), where=d != 0)
+    """1 / d; 0 where that is not a finite number, so that what is next to nothing becomes zero."""
+    inverse = F32(1) / d
+    return np.where(np.isfinite(inverse), inverse, F32(0))
 
 
 def _half_bytes(d: Array) -> Array:
@@ -198,7 +200,7 @@ def _pack_bit_pairs(q: Array) -> Array:
 
 
 def _largest(x: Array) -> Array:
-    """The value of largest magnitude with its sign, [..., 1]."""
+    """The value of largest magnitude with its sign, of several the first, [..., 1]."""
     return np.take_along_axis(x, np.abs(x).argmax(axis=-1)[..., None], axis=-1)
 
 
@@ -228,8 +230,8 @@ def _to_q5_0(x: Array) -> Array:
 
 def _from_least(x: Array, most: int) -> tuple[Array, Array]:
     """q in 0..most and the bytes of d and m: each block spans [min(x), max(x)]."""
-    least = x.min(axis=-1, keepdims=True)
-    d = (x.max(axis=-1, keepdims=True) - least) / F32(most)
+    least = np.take_along_axis(x, x.argmin(axis=-1)[..., None], axis=-1)  # the first zero's sign
+    d = np.abs(x.max(axis=-1, keepdims=True) - least) / F32(most)
     q = np.minimum((x - least) * _inverse(d) + F32(0.5), most).astype(np.uint8)
     return q, np.concatenate([_half_bytes(d), _half_bytes(least)], axis=-1)
 
@@ -251,8 +253,9 @@ def _fit_span(sub: Array, most: int, top: int) -> tuple[Array, Array, Array, Arr
     Each sub-block, sub [n, count, elements], spans [min(x, 0), max(x, 0)]; ggml searches for a
     better fit.
     """
-    least = -np.minimum(sub.min(axis=-1), 0)
-    span = (np.maximum(sub.max(axis=-1), 0) + least) / F32(most)
+    least, highest = sub.min(axis=-1), sub.max(axis=-1)
+    least = -np.where(least < 0, least, F32(0))  # never the zero with the other sign
+    span = (np.where(highest > 0, highest, F32(0)) + least) / F32(most)
     d = (span.max(axis=-1, keepdims=True) / F32(top)).astype("<f2")
     dmin = (least.max(axis=-1, keepdims=True) / F32(top)).astype("<f2")
     scale = np.clip(np.rint(span * _inverse(d.astype(F32))), 0, top).astype(np.uint8)

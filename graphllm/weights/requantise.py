@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
 
+from .. import backends as registry
+from .. import ops
+from ..backends import Bound, Device, Header, Kernel, Operand, Options
 from ..dtype import DTYPES, DType
-from ..errors import GraphError, ModelFileError, RequestError
-from ..quant import WEIGHT_FORMATS, dequantise, quantise
-from ..tensor import Meta
+from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError
+from ..quant import WEIGHT_FORMATS, Blocks
+from ..tensor import Meta, Tensor, weight
 from . import Weights
 from .shapes import STAND_INS
 
 KINDS = WEIGHT_FORMATS  # what weights can be converted to: every format has a quantiser
 _PLAIN = ("f32", "f16", "bf16")  # what they can be converted from
 
-# Elements of a tile: a thread needs some 30 bytes for each. With smaller ones, NumPy's calls are so
-# short that threads wait for one another.
-_TILE = 1 << 18
-_THREADS = 8  # at most
+_TILE = 1 << 24  # elements that are converted at a time, so that Ctrl-C is seen between two
+_CHECKED = 1 << 18  # floats that are looked at in one go
+_EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # of infinity and NaN
 
 
 class Quantised:
@@ -32,16 +32,23 @@ class Quantised:
     A matrix is an f32, f16 or bf16 weight of two or three axes that is no bias. Where its rows are
     not whole blocks it has a stand-in with smaller blocks, as llama.cpp's quantiser chooses it, or
     stays as it is; so do all other weights, those in block formats among them, and those of which
-    ``keep`` says so by name. RequestError lists the kinds.
+    ``keep`` says so by name. ``backends``: who is asked to convert, in order, all by default; those
+    with a memory of their own are passed over. RequestError lists the kinds.
     """
 
     def __init__(
-        self, weights: Weights, kind: str, keep: Callable[[str], bool] = lambda name: False
+        self,
+        weights: Weights,
+        kind: str,
+        keep: Callable[[str], bool] = lambda name: False,
+        backends: Sequence[str] | None = None,
+        options: Options | None = None,
     ) -> None:
         if kind not in KINDS:
             raise RequestError(f"unknown type {kind!r} of weights; known: {', '.join(KINDS)}")
         self.kind = DTYPES[kind]
         self._weights, self._keep = weights, keep
+        self._convert = _Converter(backends, options or Options())
         # What was converted is shared for as long as somebody holds it: a head may be an embedding.
         self._made: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
 
@@ -81,7 +88,7 @@ class Quantised:
             return self._weights.raw(name)
         made = self._made.get(name)
         if made is None:
-            made = _converted(self._weights.raw(name), stored, self._wanted(name, stored), name)
+            made = self._convert(self._weights.raw(name), stored, self._wanted(name, stored), name)
             self._weights.release(name)
             self._made[name] = made
         return made
@@ -91,7 +98,8 @@ class Quantised:
         self._weights.release(name)
 
     def notes(self) -> list[str]:
-        """A line for each reason why matrices are not in the format that was asked for."""
+        """A line for each reason why matrices are not in the format that was asked for, or were
+        not converted by the first backend."""
         counts = {"instead": 0, "ragged": 0, "blocks": 0}
         for name in self.names():
             stored = self._weights.meta(name)
@@ -109,39 +117,78 @@ class Quantised:
             "ragged": f"as stored, not {self.kind}: {why}",
             "blocks": f"as stored, not {self.kind}: they are in blocks already",
         }
-        return [f"{count} matrices are {texts[key]}" for key, count in counts.items() if count]
+        lines = [f"{count} matrices are {texts[key]}" for key, count in counts.items() if count]
+        return [*lines, *self._convert.notes]
 
 
-def _converted(raw: np.ndarray, stored: Meta, wanted: DType, name: str) -> np.ndarray:
-    """The bytes of a plain matrix as ``wanted``, uint8 [rows, row_bytes], in tiles of rows."""
-    *axes, elements = (int(d) for d in stored.shape)  # type: ignore[arg-type]
-    rows = math.prod(axes)
-    raw = raw.reshape(rows, stored.dtype.row_nbytes(elements))
-    made = np.empty((rows, wanted.row_nbytes(elements)), np.uint8)
-    threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    step = max(1, min(_TILE // max(1, elements), -(-rows // threads)))
+class _Converter:
+    """Converts matrices of floats on the first backend of an order that works in the host's memory
+    and can. ``notes``: why that was not the first of these, a line each."""
 
-    def convert(first: int) -> None:
-        tile = slice(first, first + step)
-        values = dequantise(raw[tile], stored.dtype)
-        try:
-            with np.errstate(over="ignore"):
-                made[tile] = quantise(values, wanted)
-        except GraphError:  # a value that is not finite
-            raise _beyond(name, first, np.isfinite(values), "infinite or NaN") from None
-        if wanted.numpy is not None:
-            finite = np.isfinite(made[tile].view(wanted.numpy))
-            if not finite.all():
-                raise _beyond(name, first, finite, f"beyond the range of {wanted}")
+    def __init__(self, backends: Sequence[str] | None, options: Options) -> None:
+        self._order, self._options = backends, options
+        self._devices: dict[str, Device] = {}
+        self.notes: dict[str, None] = {}
 
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(convert, range(0, rows, step)):
-            pass
-    made.flags.writeable = False
-    return made
+    def __call__(self, raw: np.ndarray, stored: Meta, wanted: DType, name: str) -> np.ndarray:
+        """The bytes of a plain matrix as ``wanted``, uint8 [rows, row_bytes], in tiles of rows."""
+        *axes, elements = (int(d) for d in stored.shape)  # type: ignore[arg-type]
+        rows = math.prod(axes)
+        raw = raw.reshape(rows, stored.dtype.row_nbytes(elements))
+        made = np.empty((rows, wanted.row_nbytes(elements)), np.uint8)
+        step = max(1, _TILE // max(1, elements))
+        for first in range(0, rows if elements else 0, step):
+            tile = slice(first, first + step)
+            values = Blocks(np.ascontiguousarray(raw[tile]), stored.dtype, elements)
+            try:
+                self._convert(values, wanted, made[tile])
+            except GraphllmError:
+                _refuse(values, name, first, "infinite or NaN")
+                raise
+            if wanted.name in _EXPONENT and _has_endless(made[tile], wanted):
+                _refuse(values, name, first, "infinite or NaN")
+                made_of = Blocks(made[tile], wanted, elements)
+                _refuse(made_of, name, first, f"beyond the range of {wanted}")
+        made.flags.writeable = False
+        return made
+
+    def _convert(self, values: Blocks, wanted: DType, made: np.ndarray) -> None:
+        """One step by itself: its operands are where they lie."""
+        x = weight("x", values.shape, values.dtype)
+        node = (ops.cast if wanted.name in _EXPONENT else ops.quantise)(x, dtype=wanted.name)
+        device, kernel = self._select(node)
+        inputs = (Operand(x.meta, values.raw.reshape(-1)),)
+        step = Bound(node, kernel, inputs, Operand(node.meta, made.reshape(-1)))
+        device.build([step], Header()).run(None)
+
+    def _select(self, node: Tensor) -> tuple[Device, Kernel]:
+        names = self._order or registry.names()
+        near = [name for name in names if registry.find(name).memory == "host"]
+        reasons = []
+        for backend in registry.usable(near)[0]:
+            kernel = backend.select(node, self._options)
+            if isinstance(kernel, Kernel):
+                where = f"matrices are converted on {backend.name}"
+                self.notes |= dict.fromkeys(f"{where}: {reason}" for reason in reasons)
+                if backend.name not in self._devices:
+                    self._devices[backend.name] = backend.open_device(self._options)
+                return self._devices[backend.name], kernel
+            reasons.append(kernel)
+        raise PlacementError(f"{node.op}: {'; '.join(reasons)}")
 
 
-def _beyond(name: str, first: int, good: np.ndarray, what: str) -> ModelFileError:
-    """The error for the first row that is not all good."""
-    row = first + int(good.all(axis=1).argmin())
-    return ModelFileError(f"tensor {name!r}: row {row} has a value that is {what}")
+def _has_endless(made: np.ndarray, dtype: DType) -> bool:
+    """Whether one of the floats is infinite or NaN: an exponent of ones."""
+    every = _EXPONENT[dtype.name]
+    words = made.reshape(-1).view(f"<u{dtype.nbytes}")
+    parts = range(0, len(words), _CHECKED)
+    return any((words[i : i + _CHECKED] & every).max() == every for i in parts)
+
+
+def _refuse(values: Blocks, name: str, first: int, what: str) -> None:
+    """ModelFileError for the first row with a value that is not finite, if there is one."""
+    for start, tile in values.tiles():
+        good = np.isfinite(tile).all(axis=1)
+        if not good.all():
+            row = first + start + int(good.argmin())
+            raise ModelFileError(f"tensor {name!r}: row {row} has a value that is {what}")

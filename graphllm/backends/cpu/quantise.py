@@ -1,4 +1,4 @@
-"""quantise_act on the CPU, bit for bit as `graphllm.quant.quantise_act`."""
+"""Activations and weights quantised on the CPU, bit for bit as `graphllm.quant` does it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...tensor import Tensor
 from .. import ROWS, Options
 from . import BACKEND
 from .device import Launch, Site
-from .jit import Kernel, args, kernel, load_i64, next_chunk
+from .encode import ENCODE_32, ROUND, ROUND_BITS, Encode
+from .encode_k import ENCODE_K
+from .jit import Kernel, args, kernel, load_i64, next_chunk, set_status
 from .simd import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
+from .team import STATUS_VALUE
 
 _PIECE = 4096  # columns that a thread takes at a time
 _TINY, _ENDLESS, _NAN = 0x0D800000, 0x7F800000, 0x7FC00000  # bits of 2**-100, infinity, NaN
-# Added to a float32 below 2**22 in magnitude, it rounds to an integer, halves to even, and leaves
-# the integer in the low bits: on every target, which a rounding instruction would not.
-_ROUND, _ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
@@ -52,8 +52,8 @@ def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> No
     sums = []
     for i, value in enumerate(values):
         value = b.bitcast(b.and_(value, keep), F32S)
-        moved = e.add(e.mul(value, inverse), e.f32(_ROUND))
-        rounded = b.sub(b.bitcast(moved, I32S), e.i32(_ROUND_BITS))
+        moved = e.add(e.mul(value, inverse), e.f32(ROUND))
+        rounded = b.sub(b.bitcast(moved, I32S), e.i32(ROUND_BITS))
         e.store(b.trunc(rounded, ir.VectorType(I8, LANES)), q, LANES * i)
         sums.append(rounded)
     if block == 32:
@@ -112,3 +112,65 @@ def quantise_act(site: Site) -> Launch:
         prod(x.meta.inner[:-1]), x.meta.inner[-1],
     ]  # fmt: skip
     return Launch(quantise_kernel(DTYPES[site.attrs["dtype"]].block), words)
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+_ENCODE = {**ENCODE_32, **ENCODE_K}
+_RUN = 256  # elements that are encoded together: a block, or eight of 32
+_PART = 1 << 15  # elements that a thread takes at a time, a multiple of all runs
+_LOADS = {"f32": Encode.load_f32, "f16": Encode.halves, "bf16": Encode.brains}
+
+
+@intrinsic(prefer_literal=True)
+def encode(typingctx, source, target, elements, x, y):
+    """So many elements (a literal) of the dtype ``source`` at ``x`` as blocks of ``target`` at
+    ``y``; 1 if one of them is infinite or NaN, else 0 (int64)."""
+    load, write = _LOADS[source.literal_value], _ENCODE[target.literal_value]
+    nbytes, count = DTYPES[source.literal_value].nbytes, elements.literal_value
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        e = Encode(builder)
+        vectors = [load(e, given[3], nbytes * i) for i in range(0, count, LANES)]
+        return write(e, vectors, given[4])
+
+    return types.int64(source, target, elements, types.int64, types.int64), generate
+
+
+@cache
+def _to_blocks(source: str, target: str) -> Kernel:
+    """Rows of floats to rows of blocks: addresses and strides of both, rows, columns."""
+    size, block, nbytes = DTYPES[source].nbytes, DTYPES[target].block, DTYPES[target].nbytes
+
+    @kernel
+    def to_blocks(p, thread, threads):
+        x, x_stride, y, y_stride, live, k = args(p, 6)
+        lines = load_i64(live)
+        if x_stride == k * size and lines > 0:  # one behind the other: as good as one long row
+            lines, k = 1, k * lines
+        parts = (k + _PART - 1) // _PART
+        part = next_chunk(p)
+        while part < lines * parts:
+            line, first = part // parts, part % parts * _PART
+            at, to = x + line * x_stride + first * size, y + line * y_stride + first // block * nbytes
+            i, count, bad = 0, min(_PART, k - first), 0
+            while i + _RUN <= count:
+                bad |= encode(source, target, _RUN, at + i * size, to + i // block * nbytes)
+                i += _RUN
+            while i < count:
+                bad |= encode(source, target, block, at + i * size, to + i // block * nbytes)
+                i += block
+            if bad != 0:
+                set_status(p, STATUS_VALUE)
+                return
+            part = next_chunk(p)
+
+    return to_blocks
+
+
+@BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS})
+def quantise(site: Site) -> Launch:
+    x, out = site.x, site.out
+    words = [x.address, x.row_stride, out.address, out.row_stride]
+    words += [site.live(x.meta.rows), x.meta.inner[0]]
+    return Launch(_to_blocks(x.dtype.name, out.dtype.name), words)

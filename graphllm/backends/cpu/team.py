@@ -30,8 +30,11 @@ _REST_NS = 2_000_000  # longer than Python needs between two tokens
 _SLICE_NS = 50_000_000  # how long a wait may keep Python from seeing a signal
 
 # What kernels report through `set_status`.
-STATUS_ID = 1
-_MESSAGES = {STATUS_ID: "a token id or row index lies outside its table"}
+STATUS_ID, STATUS_VALUE = 1, 2
+_MESSAGES = {
+    STATUS_ID: "a token id or row index lies outside its table",
+    STATUS_VALUE: "a value cannot be quantised",
+}
 
 
 @cache

@@ -1,0 +1,98 @@
+"""Weights quantised while they are loaded (`--type`): M weights a second by format and threads.
+
+    python benchmarks/quantise_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--against CHECKOUT]
+
+A matrix of random bf16 numbers, 2,048 columns wide, in memory. Each row is a process of its own on
+so many cores, which converts the matrix once to compile and touch everything, and then some times;
+medians of ``--rounds`` such processes. With ``--against`` the same is done by another checkout of
+graphllm, in turns: here, there, there, here.
+
+GB/s counts the bf16 that is read and the blocks that are written. What the memory gives at most is
+measured beside it: a copy of as much by NumPy on as many threads, which reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from graphllm.dtype import BF16, DTYPES
+
+HERE = Path(__file__).parents[1]
+COLUMNS = 2048
+
+# What a process of its own does: seconds of each of some conversions.
+_CONVERT = """
+import os, sys, time
+kind, threads, rows, repeats = sys.argv[1], *map(int, sys.argv[2:])
+os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:threads])
+import ml_dtypes, numpy as np
+from concurrent.futures import ThreadPoolExecutor
+x = np.random.default_rng(0).standard_normal((rows, 2048), np.float32).astype(ml_dtypes.bfloat16)
+if kind == "copy":
+    y, parts = np.empty_like(x), np.array_split(np.arange(rows), threads)
+    pool = ThreadPoolExecutor(threads)
+    def copy(part):
+        np.copyto(y[part[0] : part[-1] + 1], x[part[0] : part[-1] + 1])
+    work = lambda: list(pool.map(copy, parts))
+else:
+    from graphllm.weights import Arrays
+    from graphllm.weights.requantise import Quantised
+    source = Quantised(Arrays({"x": x}), kind)
+    work = lambda: source.raw("x")
+for _ in range(repeats + 1):
+    start = time.perf_counter()
+    done = work()
+    print(time.perf_counter() - start)
+    del done
+"""
+
+
+def seconds(checkout: Path, kind: str, threads: int, rows: int, repeats: int) -> float:
+    """The median of some conversions in one process."""
+    words = [sys.executable, "-c", _CONVERT, kind, *map(str, (threads, rows, repeats))]
+    env = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    return statistics.median([float(line) for line in done.stdout.split()][1:])
+
+
+def shown(kind: str, threads: int, weights: int, found: list[list[float]]) -> str:
+    """A row: M weights/s and GB/s of each side, and how the first compares with the second."""
+    written = 2.0 if kind == "copy" else DTYPES[kind].nbytes / DTYPES[kind].block
+    words = []
+    for each in found:
+        rate = weights / statistics.median(each)
+        words.append(f"{rate / 1e6:8.0f} M/s {rate * (BF16.nbytes + written) / 1e9:6.1f} GB/s")
+    if len(found) == 2:
+        ratios = sorted(there / here for here, there in zip(*found))
+        middle = statistics.median(ratios)
+        words.append(f"{middle:6.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    return f"{kind:<7} {threads:>2} threads  " + "   ".join(words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", default="copy," + ",".join(k for k in DTYPES if k[0] in "qim"))
+    parser.add_argument("-t", "--threads", default="1,2,4")
+    parser.add_argument("--rows", type=int, default=32_768)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--against", type=Path)
+    a = parser.parse_args()
+    sides = [HERE] if a.against is None else [HERE, a.against]
+    kinds = [kind for kind in a.types.split(",") if kind == "copy" or DTYPES[kind].block > 1]
+    for kind in kinds:
+        for threads in map(int, a.threads.split(",")):
+            found: list[list[float]] = [[] for _ in sides]
+            for number in range(a.rounds):
+                for i in range(len(sides))[:: -1 if number % 2 else 1]:
+                    found[i].append(seconds(sides[i], kind, threads, a.rows, a.repeats))
+            print(shown(kind, threads, a.rows * COLUMNS, found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Weights in fewer bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import quant
+from ..dtype import BF16, F16, F32
+from ..dtype import dtype as dtype_of
+from ..quant import FORMATS, Blocks
+from . import Arg, Cost, Sample, expect, grid, op, out, require
+
+_TILE = 1 << 18  # elements that are quantised at a time: NumPy needs some 30 bytes for each
+
+
+def _infer(x, *, dtype):
+    expect("x", x, 2, "f32", "f16", "bf16")
+    kind = dtype_of(dtype)
+    require(kind.name in FORMATS, f"dtype is {kind}, not {', '.join(FORMATS)}")
+    kind.row_nbytes(x.shape[1])
+    return out(x.shape, kind)
+
+
+def _delicate(rng, shape):
+    """Rows of very different size, of halves of steps, of zeros, of numbers near nothing, of the
+    largest, and of one sign."""
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, (*shape[:-1], 1))
+    if shape[0] > 6:
+        x[1] = rng.integers(-256, 257, shape[1:]) * 0.5
+        x[2] = np.where(rng.random(shape[1:]) < 0.5, 0.0, -0.0)
+        x[2, :16] = -0.0
+        x[3] *= 10.0 ** rng.integers(-44, -34, shape[1:])
+        x[4] = rng.choice([-60_000, 60_000], shape[1:])
+        x[5] = np.abs(x[5])
+        x[5, ::16] = 0
+        x[6] = -np.abs(x[6])
+    return x
+
+
+def _sample(rows, elements, source, target, layout="contiguous"):
+    arg = Arg(("T", elements), source, layout, make=_delicate)
+    return Sample((arg,), {"dtype": target}, {"T": rows})
+
+
+_BY_32 = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
+_BY_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+
+
+@op(
+    "quantise",
+    infer=_infer,
+    cost=lambda out, x, *, env, dtype: Cost(5 * x.size, x.nbytes + out.nbytes),
+    tol={},
+    samples=[
+        *grid(_sample, rows=(0, 1, 9), elements=(32, 640), source=(F32, BF16), target=_BY_32),
+        *grid(_sample, rows=(0, 1, 9), elements=(256, 768), source=(F32, BF16), target=_BY_256),
+        *grid(_sample, rows=(9,), elements=(512,), source=(F16,), target=(*_BY_32, *_BY_256)),
+        *grid(_sample, rows=(9,), elements=(512,), source=(F32, BF16), target=("q8_0", "q4_k"),
+              layout=("strided",)),
+    ],
+)  # fmt: skip
+def quantise(x, *, dtype):
+    """A weight's floats as blocks of a weight format. x [T, K] f32, f16 or bf16 -> [T, K].
+
+    Bit-exact on every backend; the formulas are those of `graphllm.quant_formats`. GraphllmError
+    where a value is infinite or NaN.
+    """
+    kind = dtype_of(dtype)
+    made = np.empty((x.shape[0], kind.row_nbytes(x.shape[1])), np.uint8)
+    step = max(1, _TILE // max(1, x.shape[1]))
+    for first in range(0, len(made), step):
+        tile = slice(first, first + step)
+        made[tile] = quant.quantise(x[tile].astype(np.float32), kind)
+    return Blocks(made, kind, x.shape[1])
