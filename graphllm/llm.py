@@ -39,14 +39,10 @@ MORE_TOKENS = 16
 
 
 def decoder_for(
-    file: ModelFile,
-    model_def: str | Path | None = None,
-    kind: str | None = None,
-    backends: Sequence[str] | None = None,
-    options: Options | None = None,
-) -> Decoder:
-    """The family's decoder over the file's weights, quantised to ``kind`` on the way, by the first
-    of the ``backends`` that can.
+    file: ModelFile, model_def: str | Path | None = None, kind: str | None = None,
+    backends: Sequence[str] | None = None, options: Options | None = None,
+) -> Decoder:  # fmt: skip
+    """The family's decoder over the file's weights, quantised to ``kind`` by one of the backends.
 
     ModelFileError for an unknown family, ConfigError for a key that it does not know.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from quantise_oracle import quantise
 
 from graphllm.dtype import DTYPES
 from graphllm.quant import Blocks
@@ -444,6 +445,7 @@ ORACLES = {
     "expert_linear": expert_linear,
     "combine": combine,
     "quantise_act": quantise_act,
+    "quantise": quantise,
     "argmax": argmax,
     "sample": sample,
     "penalise": penalise,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from .. import backends as registry
 from .. import ops
-from ..backends import Bound, Device, Header, Kernel, Operand, Options
+from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..dtype import DTYPES, DType
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError
 from ..quant import WEIGHT_FORMATS, Blocks
@@ -147,8 +148,8 @@ class _Converter:
                 raise
             if wanted.name in _EXPONENT and _has_endless(made[tile], wanted):
                 _refuse(values, name, first, "infinite or NaN")
-                made_of = Blocks(made[tile], wanted, elements)
-                _refuse(made_of, name, first, f"beyond the range of {wanted}")
+                results = Blocks(made[tile], wanted, elements)
+                _refuse(results, name, first, f"beyond the range of {wanted}")
         made.flags.writeable = False
         return made
 
@@ -161,11 +162,15 @@ class _Converter:
         step = Bound(node, kernel, inputs, Operand(node.meta, made.reshape(-1)))
         device.build([step], Header()).run(None)
 
-    def _select(self, node: Tensor) -> tuple[Device, Kernel]:
+    @cached_property
+    def _near(self) -> list[Backend]:
+        """The backends that are usable and work in the host's memory."""
         names = self._order or registry.names()
-        near = [name for name in names if registry.find(name).memory == "host"]
-        reasons = []
-        for backend in registry.usable(near)[0]:
+        return registry.usable([n for n in names if registry.find(n).memory == "host"])[0]
+
+    def _select(self, node: Tensor) -> tuple[Device, Kernel]:
+        reasons: list[str] = []
+        for backend in self._near:
             kernel = backend.select(node, self._options)
             if isinstance(kernel, Kernel):
                 where = f"matrices are converted on {backend.name}"

@@ -1,9 +1,9 @@
-"""From floats to GGUF's blocks, bit for bit as `graphllm.quant_formats` writes them: its formulas of
-formats with blocks of 32, and what those of 256 (`encode_k.py`) share with them.
+"""From floats to GGUF's blocks, bit for bit as `graphllm.quant_formats` writes them.
 
-Vectors are sixteen elements in a row. A *run* is a part that has a scale of its own, 16 or 32
-elements. `fold` brings the largest element of each run to a lane of its own, so that the scales of
-up to sixteen runs are worked out together: a division takes as long for one as for all of them.
+Here: the formats with blocks of 32, and what those with blocks of 256 (`encode_k.py`) need, too.
+Vectors are sixteen elements of a row. A *run* is what has a scale of its own, 16 or 32 elements.
+`fold` brings the largest element of each run to a lane of its own, so that the scales of up to
+sixteen runs are worked out together: a division takes as long for one as for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...quant_formats import IQ4_VALUES, MXFP4_VALUES
 from .simd import F32S, I8, I8S, I16, I16S, I32, I32S, I64, LANES, Emit, Value
 from .vectors import F16S
 
-_SIGN, _SIZE, ENDLESS = 0x80000000, 0x7FFFFFFF, 0x7F800000  # bits of a float32
+_SIGN, _SIZE, _ENDLESS = 0x80000000, 0x7FFFFFFF, 0x7F800000  # bits of a float32
 # Added to a float32 below 2**22 in magnitude, it rounds to an integer, halves to even, and leaves
 # the integer in the low bits: on every target, which a rounding instruction would not.
 ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
@@ -31,11 +31,15 @@ class Encode(Emit):
 
     # -- numbers
     def bits_of(self, x: Value) -> Value:
+        """The bits of floats."""
         return self.b.bitcast(x, I32S)
 
     def size(self, x: Value) -> Value:
         """The bits of |x|, which are in the order of magnitudes; infinity and NaN come last."""
         return self.mask(self.bits_of(x), _SIZE)
+
+    def magnitude(self, x: Value) -> Value:
+        return self.b.bitcast(self.size(x), F32S)
 
     def signed(self, magnitude: Value, *signs: Value) -> Value:
         """A magnitude with the product of the signs of the others."""
@@ -49,18 +53,18 @@ class Encode(Emit):
 
     def over(self, x: Value, divisor: float) -> Value:
         """x / divisor, correctly rounded, with its sign even where it is zero."""
-        whole = self.ratio(self.b.bitcast(self.size(x), F32S), self.f32(abs(divisor)))
+        whole = self.ratio(self.magnitude(x), self.f32(abs(divisor)))
         return self.signed(whole, x, self.f32(divisor))
 
     def inverse(self, x: Value) -> Value:
         """1 / x; 0 where that is not a finite number."""
-        found = self.bits_of(self.ratio(self.f32(1.0), self.b.bitcast(self.size(x), F32S)))
-        finite = self.b.icmp_signed("<", found, self.i32(ENDLESS))
+        found = self.bits_of(self.ratio(self.f32(1.0), self.magnitude(x)))
+        finite = self.b.icmp_signed("<", found, self.i32(_ENDLESS))
         found = self.b.select(finite, found, self.i32(0))
         return self.signed(self.b.bitcast(found, F32S), x)
 
     def rounded(self, x: Value, low: int, high: int) -> Value:
-        """x below 2**22 in magnitude as int32 to nearest even, not below ``low`` or above ``high``."""
+        """x, below 2**22 in magnitude, to nearest even as int32 in low..high."""
         moved = self.bits_of(self.add(x, self.f32(ROUND)))
         return self.within(self.b.sub(moved, self.i32(ROUND_BITS)), low, high)
 
@@ -111,6 +115,7 @@ class Encode(Emit):
         return self.b.select(self.b.fcmp_ordered("<", y, x), y, x)
 
     def higher(self, x: Value, y: Value) -> Value:
+        """The higher value."""
         return self.b.select(self.b.fcmp_ordered(">", y, x), y, x)
 
     def lane(self, x: Value, index: int) -> Value:
@@ -121,14 +126,14 @@ class Encode(Emit):
         """Whether an element is infinite or NaN (int64)."""
         bad = None
         for x in vectors:
-            one = self.b.icmp_signed(">=", self.size(x), self.i32(ENDLESS))
+            one = self.b.icmp_signed(">=", self.size(x), self.i32(_ENDLESS))
             bad = one if bad is None else self.b.or_(bad, one)
         some = self.b.icmp_unsigned("!=", self.flags(bad), ir.Constant(I16, 0))
         return self.b.zext(some, I64)
 
     # -- storing
     def flags(self, x: Value) -> Value:
-        """Sixteen bits as an int16."""
+        """Sixteen lanes of one bit as an int16."""
         return self.b.bitcast(x, I16)
 
     def store_bytes(self, x: Value, at: Value, offset: int, count: int = LANES) -> None:
@@ -141,7 +146,7 @@ class Encode(Emit):
         self.store(packed, at, offset)
 
     def store_half(self, x: Value, index: int, at: Value, offset: int) -> None:
-        """One of sixteen float16, given as their bits."""
+        """One of sixteen int16, the bits of a float16 say."""
         self.store(self.b.extract_element(x, ir.Constant(I32, index)), at, offset)
 
     def to_half(self, x: Value) -> Value:
@@ -157,17 +162,17 @@ class Encode(Emit):
 
 # -------------------------------------------------------------------------------- blocks of 32
 
-# Writes blocks of the elements in ``vectors`` to ``at``; 1 if one of these is no finite number.
+# Writes the elements in ``vectors`` to ``at`` as blocks; 1 if one of them is no finite number.
 Encoder = Callable[[Encode, Sequence[Value], Value], Value]
-BLOCK = 32
+_BLOCK = 32
 
 
 def _blocks(vectors: Sequence[Value]) -> list[tuple[Value, Value]]:
     return list(zip(vectors[::2], vectors[1::2]))
 
 
-def q8_0(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
-    d = e.over(e.b.bitcast(e.size(e.fold(vectors, BLOCK, e.larger)), F32S), 127)
+def _q8_0(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
+    d = e.over(e.magnitude(e.fold(vectors, _BLOCK, e.larger)), 127)
     inverse, half = e.inverse(d), e.to_half(d)
     for i, block in enumerate(_blocks(vectors)):
         e.store_half(half, i, at, 34 * i)
@@ -187,11 +192,9 @@ def _store_fives(e: Encode, low: Value, high: Value, at: Value, offset: int) -> 
     e.store_nibbles(e.mask(low, 15), e.mask(high, 15), at, offset + 4)
 
 
-def _centred(
-    lowest: int, nbytes: int, e: Encode, vectors: Sequence[Value], at: Value
-) -> Value:  # fmt: skip
+def _centred(lowest: int, nbytes: int, e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     """q4_0 and q5_0: the value of largest magnitude becomes ``lowest``."""
-    d = e.over(e.fold(vectors, BLOCK, e.larger), lowest)
+    d = e.over(e.fold(vectors, _BLOCK, e.larger), lowest)
     inverse, half = e.inverse(d), e.to_half(d)
     store = e.store_nibbles if lowest == -8 else partial(_store_fives, e)
     for i, block in enumerate(_blocks(vectors)):
@@ -203,13 +206,11 @@ def _centred(
     return e.endless(vectors)
 
 
-def _from_least(
-    most: int, nbytes: int, e: Encode, vectors: Sequence[Value], at: Value
-) -> Value:  # fmt: skip
+def _from_least(most: int, nbytes: int, e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     """q4_1 and q5_1: q in 0..most spans all values of the block."""
-    least = e.fold(vectors, BLOCK, e.lower)
-    span = e.sub(e.fold(vectors, BLOCK, e.higher), least)
-    d = e.over(e.b.bitcast(e.size(span), F32S), most)
+    least = e.fold(vectors, _BLOCK, e.lower)
+    span = e.sub(e.fold(vectors, _BLOCK, e.higher), least)
+    d = e.over(e.magnitude(span), most)
     inverse, halves = e.inverse(d), (e.to_half(d), e.to_half(least))
     store = e.store_nibbles if most == 15 else partial(_store_fives, e)
     for i, block in enumerate(_blocks(vectors)):
@@ -222,8 +223,8 @@ def _from_least(
     return e.endless(vectors)
 
 
-def iq4_nl(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
-    d = e.over(e.fold(vectors, BLOCK, e.larger), -127)
+def _iq4_nl(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
+    d = e.over(e.fold(vectors, _BLOCK, e.larger), -127)
     inverse, half = e.inverse(d), e.to_half(d)
     for i, block in enumerate(_blocks(vectors)):
         e.store_half(half, i, at, 18 * i)
@@ -233,8 +234,15 @@ def iq4_nl(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     return e.endless(vectors)
 
 
-def mxfp4(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
-    exponent = e.shr(e.size(e.fold(vectors, BLOCK, e.larger)), 23)
+def _e2m1(e: Encode, x: Value, steps: Value) -> Value:
+    """The four bits of x, which has so many steps; none is a negative zero."""
+    q = e.nearest(steps, MXFP4_VALUES[:8])
+    minus = e.mask(e.shr(e.bits_of(x), 28), 8)
+    return e.b.select(e.b.icmp_signed(">", q, e.i32(0)), e.b.or_(q, minus), q)
+
+
+def _mxfp4(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
+    exponent = e.shr(e.size(e.fold(vectors, _BLOCK, e.larger)), 23)
     code = e.within(e.b.sub(exponent, e.i32(2)), 0, 254)
     # 2 ** (code - 128), which is subnormal where the code is 0 or 1.
     small = e.b.shl(e.i32(0x00200000), e.at_most(code, 1))
@@ -242,22 +250,18 @@ def mxfp4(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     d = e.b.select(e.b.icmp_signed("<", code, e.i32(2)), small, normal)
     for i, block in enumerate(_blocks(vectors)):
         e.store(e.b.trunc(e.b.extract_element(code, ir.Constant(I32, i)), I8), at, 17 * i)
-        one, nibbles = e.lane(e.b.bitcast(d, F32S), i), []
-        for x in block:
-            q = e.nearest(e.ratio(e.b.bitcast(e.size(x), F32S), one), MXFP4_VALUES[:8])
-            minus = e.mask(e.shr(e.bits_of(x), 28), 8)
-            some = e.b.icmp_signed(">", q, e.i32(0))
-            nibbles.append(e.b.select(some, e.b.or_(q, minus), q))
-        e.store_nibbles(*nibbles, at, 17 * i + 1)
+        one = e.lane(e.b.bitcast(d, F32S), i)
+        low, high = (_e2m1(e, x, e.ratio(e.magnitude(x), one)) for x in block)
+        e.store_nibbles(low, high, at, 17 * i + 1)
     return e.endless(vectors)
 
 
 ENCODE_32: dict[str, Encoder] = {
-    "q8_0": q8_0,
+    "q8_0": _q8_0,
     "q4_0": partial(_centred, -8, 18),
     "q5_0": partial(_centred, -16, 22),
     "q4_1": partial(_from_least, 15, 20),
     "q5_1": partial(_from_least, 31, 24),
-    "iq4_nl": iq4_nl,
-    "mxfp4": mxfp4,
+    "iq4_nl": _iq4_nl,
+    "mxfp4": _mxfp4,
 }

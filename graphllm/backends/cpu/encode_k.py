@@ -1,14 +1,14 @@
 """From floats to GGUF's blocks of 256, bit for bit as `graphllm.quant_formats` writes them.
 
-A block is sixteen vectors. Runs, which have scales of six bits or so within the block's, are one
-vector or two of them; of eight, lanes 8 and on repeat the first ones. See `encode.py`.
+A block is sixteen vectors, and a run one or two of these; its scale, of four to eight bits, is in
+steps of the block's. Of eight runs, lanes 8 and on repeat the first. See `encode.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 
 from llvmlite import ir
 
@@ -21,23 +21,21 @@ _PAIRS = (0, 2, 4, 6)  # where bit pairs lie in a byte
 
 @dataclass
 class _Fitted:
-    """The runs' scales, int32, and what they are steps of: the bits of a float16 in each lane."""
+    """What a block's runs are in steps of, a lane for each run."""
 
-    d: Value
-    scale: Value
-    step: Value  # a run's own, float32
+    d: Value  # the block's scale: the bits of a float16, in every lane
+    scale: Value  # the runs' own, int32
+    step: Value  # the product of both, float32
 
-    # The same of the offsets, where the format has any; base: float32.
+    # The same for what is subtracted, where the format has that.
     dmin: Value = None
     low: Value = None
     base: Value = None
 
 
 def _scale(e: Encode, span: Value, most: Value, top: int, low: int, high: int) -> tuple[Value, ...]:
-    """``span`` in steps of a float16, of which the largest, ``most``, becomes about ``top``.
-
-    The float16's bits, the int32 steps, and what they stand for.
-    """
+    """`_Fitted.d`, scale and step: ``span`` in whole steps low..high of a float16, which is the
+    largest span, ``most``, over ``top``."""
     half = e.to_half(e.over(most, top))
     d = e.of_half(half)
     scale = e.rounded(e.mul(span, e.inverse(d)), low, high)

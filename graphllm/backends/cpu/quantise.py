@@ -152,7 +152,10 @@ def _to_blocks(source: str, target: str) -> Kernel:
         part = next_chunk(p)
         while part < lines * parts:
             line, first = part // parts, part % parts * _PART
-            at, to = x + line * x_stride + first * size, y + line * y_stride + first // block * nbytes
+            at, to = (
+                x + line * x_stride + first * size,
+                y + line * y_stride + first // block * nbytes,
+            )
             i, count, bad = 0, min(_PART, k - first), 0
             while i + _RUN <= count:
                 bad |= encode(source, target, _RUN, at + i * size, to + i // block * nbytes)
