@@ -24,6 +24,7 @@ from test_ops_generated import KERNELS, run_all
 
 from graphllm.backends import Options
 from graphllm.backends.cpu import float_ir, integer_ir, layouts, quantise
+from graphllm.backends.cpu.encode import Encode
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd import Emit
@@ -155,6 +156,16 @@ def test_the_rest_compiles_for_arm():
     codes += [assembly("quantise", quantise._quantise, 4, block) for block in (32, 256)]
     assert "fmla" in codes[0]
     assert not [line for code in codes for line in calls(code)]
+
+
+@pytest.mark.parametrize("name", quantise._ENCODE)
+def test_quantisers_compile_for_arm(name):
+    def encode(e, x, y):
+        e = Encode(e.b, ARM)
+        quantise._ENCODE[name](e, [e.load_f32(x, 64 * i) for i in range(16)], y)
+
+    code = assembly("encode", encode, 2)
+    assert ".4s" in code and not calls(code)
 
 
 def calls(code: str) -> list[str]:

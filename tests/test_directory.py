@@ -65,6 +65,10 @@ def test_quantised_while_loading(tmp_path, monkeypatch):
     assert 1e-6 < np.square(have - want).mean() / np.square(want).mean() < 0.1
     llm = graphllm.load(folder, device="reference", context=32, type="q4_0")
     assert any("rows are not whole blocks" in line for line in llm.notes())
+    assert not any("converted on" in line for line in llm.notes())
+    switched = {"no_kernels": ("cpu:quantise",), "threads": 1}
+    llm = graphllm.load(folder, device="cpu", context=32, type="q4_0", **switched)
+    assert "matrices are converted on reference: switched off (cpu:quantise)" in llm.notes()
     with pytest.raises(graphllm.RequestError, match=r"unknown type 'q7' .*known: .*q8_0"):
         logits(folder, type="q7")
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from graphllm import ops
+from graphllm.backends import Options
 from graphllm.dtype import DTYPES
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.executor import Executor
@@ -43,9 +44,19 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(shape) * 0.02).astype(np.float32)
 
 
+MANY = (
+    "f32",
+    "f16",
+    "bf16",
+    "q8_0",
+    "q6_k",
+)  # from every float; the others from bf16, as files are
+
+
 @pytest.mark.parametrize("tile", [1, 600, 1 << 18])
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "stored"), [(k, s) for k in KINDS for s in STORED if k in MANY or s == "bf16"]
+)
 def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, tile: int) -> None:
     monkeypatch.setattr(requantise, "_TILE", tile)
     x = values(7, 512).astype(STORED[stored])
@@ -57,6 +68,54 @@ def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, til
     assert raw.dtype == np.uint8 and (raw == wanted).all()
     assert kind == stored or not raw.flags.writeable
     assert found.notes() == []
+
+
+def hard(name: str) -> np.ndarray:
+    """float32 [48, 1056], finite: rows of 33 blocks of 32, or [33, 1536]."""
+    rng, shape = np.random.default_rng(1), (48, 1056)
+    normal = rng.standard_normal(shape)
+    x: np.ndarray = {
+        "sizes": lambda: normal * 10.0 ** rng.integers(-30, 6, (48, 1)),
+        "next to nothing": lambda: normal * 10.0 ** rng.integers(-46, -33, shape),
+        "scales next to nothing": lambda: normal * 10.0 ** rng.uniform(-9, -4, (48, 1)),
+        "ties": lambda: rng.choice([-1, -0.5, 0, 0.25, 0.5, 1], shape),
+        "zeros": lambda: rng.choice([0.0, -0.0], shape),
+        "one sign": lambda: np.abs(normal) * rng.choice([-1, 1], (48, 1)),
+        "largest": lambda: rng.choice([-8e6, 8e6], shape),
+        "wide rows": lambda: normal * 10.0 ** rng.uniform(-8, 4, shape),
+    }[name]()
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sizes", "next to nothing", "scales next to nothing", "ties", "zeros", "one sign", "largest",
+     "wide rows"],
+)  # fmt: skip
+def test_hard_values(name: str) -> None:
+    for kind in FORMATS:
+        x = hard(name).reshape(-1, 1056 if DTYPES[kind].block == 32 else 1536)
+        found = Quantised(Arrays({"x": x, "one": x[:1]}), kind)
+        wanted = quantise(x, DTYPES[kind])
+        assert (found.raw("x") == wanted).all(), kind
+        assert (found.raw("one") == wanted[:1]).all(), kind
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_threads_and_places_change_nothing(kind: str) -> None:
+    """Several parts of a matrix; bytes that begin anywhere."""
+    x = values(80, 2048).astype(ml_dtypes.bfloat16)
+    room = np.zeros(x.nbytes + 1, np.uint8)
+    room[1:] = x.view(np.uint8).reshape(-1)
+
+    class Source(Arrays):
+        def raw(self, name: str) -> np.ndarray:
+            return room[1:].reshape(80, -1)
+
+    wanted = quantise(x.astype(np.float32), DTYPES[kind])
+    for threads in (1, 2, 3):
+        options = Options(threads=threads)
+        assert (Quantised(Source({"x": x}), kind, options=options).raw("x") == wanted).all()
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
@@ -159,6 +218,51 @@ def test_values_that_the_format_cannot_hold(monkeypatch, kind, value, words, til
     x[37, 5] = value
     with pytest.raises(ModelFileError, match=f"tensor 'x': row 37 has a value that is {words}"):
         Quantised(Arrays({"x": x}), kind).raw("x")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_no_format_has_values_that_are_not_finite(backend: str, value: float) -> None:
+    x = values(9, 1280)
+    for kind in KINDS:
+        for column in (0, 777, 1279):
+            bad = x.copy()
+            bad[5, column] = value
+            source = Arrays({"x": bad.astype(ml_dtypes.bfloat16 if kind != "bf16" else np.float16)})
+            with pytest.raises(ModelFileError, match="tensor 'x': row 5 has a value that is infin"):
+                Quantised(source, kind, backends=(backend,)).raw("x")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_scales_beyond_float16(kind: str) -> None:
+    """They are written, and stop the load; mxfp4 has powers of two for scales, up to 2^126."""
+    x = values(20, 256)
+    x[17, 200] = 3e38
+    node = ops.linear(feed("x", (1, 256), "f32"), weight("w", (20, 256), kind))
+    executor = Executor(Quantised(Arrays({"w": x}), kind), backends=("cpu", "reference"))
+    plan = executor.compile({"y": node})
+    if kind == "mxfp4":
+        executor.bind(plan)
+        return
+    with pytest.raises(ModelFileError, match=f"'w': row 17 has an infinite or NaN {kind} scale"):
+        executor.bind(plan)
+
+
+def test_who_converts() -> None:
+    """The first that works in the host's memory and can; another is not silent."""
+    x = values(4, 64)
+    for kind, op in (("q8_0", "quantise"), ("f16", "cast")):
+        first = Quantised(Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"))
+        second = Quantised(
+            Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"),
+            options=Options(no_kernels=(f"cpu:{op}",)),
+        )  # fmt: skip
+        assert (first.raw("x") == second.raw("x")).all()
+        assert first.notes() == []
+        said = f"matrices are converted on reference: switched off (cpu:{op})"
+        assert second.notes() == [said]
+    alone = Quantised(Arrays({"x": x}), "q8_0", backends=("reference",))
+    assert (alone.raw("x") == quantise(x, DTYPES["q8_0"])).all() and alone.notes() == []
 
 
 def test_the_source_is_released_and_what_was_made_is_shared() -> None:

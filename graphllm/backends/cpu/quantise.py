@@ -157,7 +157,7 @@ def _to_blocks(source: str, target: str) -> Kernel:
                 y + line * y_stride + first // block * nbytes,
             )
             i, count, bad = 0, min(_PART, k - first), 0
-            while i + _RUN <= count:
+            while block < _RUN and i + _RUN <= count:
                 bad |= encode(source, target, _RUN, at + i * size, to + i // block * nbytes)
                 i += _RUN
             while i < count:
