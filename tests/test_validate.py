@@ -233,6 +233,7 @@ class Model(Decoder):
 """
 
 
+@pytest.mark.parity  # which is asked whether it has such a model
 def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
     path = tmp_path / "gated.py"
     path.write_text(GATED)
