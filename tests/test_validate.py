@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from graphllm import models
 from graphllm.cli import app
-from graphllm.errors import RequestError
+from graphllm.errors import ModelFileError, RequestError
 from graphllm.starter import write
 from graphllm.validation import Check, Report, Run, validate
 
@@ -311,13 +311,60 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [("{'x': 1}", "no 'logits'"), ("np.zeros(3)", "returned logits [3], not [80, vocabulary]")],
+    [
+        ("{'x': 1}", "no 'logits'"),
+        ("np.zeros(3)", "returned logits [3], not [80, vocabulary]"),
+        ("np.zeros((len(ids), 5))", "returned logits [80, 5], the model's are [80, 131]"),
+    ],
 )
 def test_what_an_oracle_may_not_return(returned, message, tmp_path):
     path = tmp_path / "gated.py"
     path.write_text(f"{GATED}\nimport numpy as np\ndef oracle(c, w, ids): return {returned}\n")
     _, check = validate(path, tiny=True, device="reference").first
     assert message in check.summary or message.replace("80", "64") in check.summary
+
+
+FIRST = """
+from graphllm.decoder import Decoder
+from graphllm.models import llama
+
+TINY = ({{"model_type": "llama", **llama.TINY[0], "{key}": 52}},)
+
+def config(keys):
+    {config}
+
+class Model(Decoder):
+    def mlp(self, x):
+        return self.linear(x, "gate_proj", 7)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("key", "config", "message"),
+    [
+        ("intermediate_size", "llama.config(keys)", "returned NoneType, no DecoderConfig"),
+        ("intermediate_sise", "return llama.config(keys)",
+         "first.py: TINY: the model does not know the key 'intermediate_sise'; it reads "
+         "'intermediate_size'"),
+        ("intermediate_size", "return llama.config(keys)",
+         "tensor 'model.layers.0.mlp.gate_proj.weight' is (52, 60), the model wants (7, 60) "
+         "({}/first.py:12)"),
+    ],
+)  # fmt: skip
+def test_what_a_first_model_file_gets_wrong(key, config, message, tmp_path):
+    path = tmp_path / "first.py"
+    path.write_text(FIRST.format(key=key, config=config))
+    _, check = validate(path, tiny=True, device="reference").first
+    assert check.summary.endswith(message.format(tmp_path))
+
+
+@pytest.mark.parametrize("tiny", ["5", "({'hidden_size': 60})", "('llama',)"])
+def test_a_tiny_that_is_no_tuple_of_configurations(tiny, tmp_path):
+    path = tmp_path / "first.py"
+    path.write_text(f"from graphllm.models.llama import Decoder as Model, config\nTINY = {tiny}\n")
+    with pytest.raises(ModelFileError, match="TINY is no tuple of dicts"):
+        models.own(path)
 
 
 # --------------------------------------------------------------------------------- the command line
