@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from graphllm import models
 from graphllm.cli import app
-from graphllm.errors import ModelFileError, RequestError
+from graphllm.errors import ConfigError, ModelFileError, RequestError
 from graphllm.starter import write
 from graphllm.validation import Check, Report, Run, validate
 
@@ -398,6 +398,19 @@ def test_what_it_prints_and_writes(directory, tmp_path):
 
 
 @pytest.mark.parity
+def test_what_transformers_cannot_load_either(directory, tmp_path):
+    """Ours is the clearer word."""
+    folder = tmp_path / "spiral"
+    shutil.copytree(directory("llama", 0), folder)
+    config = json.loads((folder / "config.json").read_text())
+    stated = {**config, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}
+    stated.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match="rope_type 'spiral' is not supported, only default"):
+        validate(folder)
+
+
+@pytest.mark.parity
 def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(LLAMA + MORE + EPS)
@@ -424,7 +437,7 @@ def test_what_is_no_number_is_a_name_in_json():
     [
         ([], "give a Hugging Face directory, or --tiny"),
         (["nowhere"], "nowhere: no such file"),
-        ([__file__], "is no Hugging Face directory"),
+        ([__file__], "is no Hugging Face directory, which validate compares with; --tiny is for"),
         (["--tiny"], "--tiny is for one family"),
         (["llama", "--tiny", "--model-def", "x.py"], "--tiny is for one family"),
         (["lama", "--tiny"], "unknown model_type 'lama'; nearest: llama"),

@@ -65,10 +65,16 @@ def validate(
         raise RequestError("give a Hugging Face directory, or --tiny with a family or a model file")
     path = model_path(model)
     if not path.is_dir():
-        raise RequestError(f"{path}: is no Hugging Face directory, which validate compares with")
+        hint = {".py": "; --tiny is for a model file", ".gguf": "; diff compares backends on it"}
+        what = "is no Hugging Face directory, which validate compares with"
+        raise RequestError(f"{path}: {what}{hint.get(path.suffix, '')}")
     file = Subject(path, None if model_def is None else _family(None, model_def))
     family = file.family()
-    known = _oracle(file, family, function)
+    try:
+        known = _oracle(file, family, function)
+    except RequestError:
+        family.config(file.keys(family))  # which may know better what is wrong
+        raise
     run = _run(str(path), file, family, device, known, tokens, new, show)
     return Report(str(path), (run,))
 
