@@ -297,8 +297,10 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
     """Its values by scope tell where a model parts from it."""
     path, other = tmp_path / "gated.py", tmp_path / "wrong.py"
     path.write_text(GATED + numpy_gated())
-    found = validate(path, tiny=True, device="cpu")
+    shown: list[tuple] = []
+    found = validate(path, tiny=True, device="cpu", progress=lambda *each: shown.append(each))
     assert found.first is None, found.table()
+    assert [at for at in shown if at[0] == "checks"] == [("checks", n, 10) for n in (0, *range(10))]
     assert found.runs[0].oracle == "oracle() of gated.py" and found.runs[0].verdict == "passed"
     assert [c.status for c in found.runs[0].checks].count("passed") == 9
     other.write_text(numpy_gated("wrong"))

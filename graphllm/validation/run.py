@@ -26,6 +26,7 @@ COMPARED: tuple[tuple[str, Callable[[Case], Check]], ...] = (
 FILES: tuple[tuple[str, Callable[[Case], Check]], ...] = (
     ("tokenizer", files.tokenizer), ("config", files.config), ("weights", files.weights),
 )  # fmt: skip
+CHECKS = (*FILES, *COMPARED, *ALONE)
 
 
 def validate(
@@ -53,6 +54,7 @@ def validate(
             f"tokens = {tokens} must be at least 2, and at most 512 with new = {new}"
         )
     show = progress or (lambda what, done, total: None)
+    show("checks", 0, len(CHECKS))  # transformers takes seconds to be there
     function = None if oracle is None else function_of(Path(oracle))
     if tiny:
         family = _family(model, model_def)
@@ -119,7 +121,8 @@ def _run(
 def _checks(case: Case) -> Iterator[Check]:
     """All checks, in order; those that cannot be made are skipped, with the reason."""
     broken = ""
-    for name, check in (*FILES, *COMPARED, *ALONE):
+    for done, (name, check) in enumerate(CHECKS):
+        case.progress("checks", done, len(CHECKS))
         if (name, check) in COMPARED and case.oracle is None:
             yield Check(name, SKIPPED, "there is nothing independent to compare with")
             continue
