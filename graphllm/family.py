@@ -6,20 +6,35 @@ import importlib.util
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .config import DecoderConfig
 from .errors import ModelFileError
 from .weights.gguf_model import gguf_names
 from .weights.rules import WeightRule
 
 if TYPE_CHECKING:
-    from .config import DecoderConfig
     from .decoder import Decoder
     from .weights.keys import Keys
 
 Rules = Sequence[WeightRule] | Callable[["DecoderConfig"], Sequence[WeightRule]]
+
+
+def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], DecoderConfig]:
+    """``config`` of a model file, which may have forgotten to return what it made."""
+
+    @wraps(config)
+    def read(keys: Keys) -> DecoderConfig:
+        found = config(keys)
+        if not isinstance(found, DecoderConfig):
+            kind = type(found).__name__
+            raise ModelFileError(f"{path}: config(keys) returned {kind}, no DecoderConfig")
+        return found
+
+    return read
 
 
 _run: set[str] = set()  # the files of users that were run
@@ -81,8 +96,11 @@ class Family:
         optional = ("hf", "types", "gguf", "gguf_keys", "rules", "tiny")
         stated = {n: getattr(module, n.upper()) for n in optional if hasattr(module, n.upper())}
         stated["types"] = (name, *stated.get("types", ()))
+        tiny = stated.get("tiny", ())
+        if not isinstance(tiny, Sequence) or not all(isinstance(e, Mapping) for e in tiny):
+            raise ModelFileError(f"{path}: TINY is no tuple of dicts (one alone needs a comma)")
         own = getattr(module, "oracle", None)
-        return cls(name, module.Model, module.config, oracle=own, **stated)
+        return cls(name, module.Model, _checked(module.config, path), oracle=own, **stated)
 
     def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of Hugging Face files."""

@@ -43,7 +43,10 @@ def write(name: str, like: str, force: bool = False, folder: Path = Path()) -> t
     """
     known = sorted(family.name for family in models.families())
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise RequestError(f"{name!r} cannot be a model file's name: letters, digits and _ only")
+        raise RequestError(
+            f"{name!r} cannot be a model file's name: "
+            "give one that Python allows (letters, digits, _), without .py"
+        )
     if name in known:
         raise RequestError(f"{name} is a family of graphllm's own; choose another name")
     if like not in known:

@@ -16,12 +16,12 @@ import pytest
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu import diskcache, isa
+from graphllm.backends.cpu import diskcache, experts, fused_attention, isa, sampling
 from graphllm.backends.cpu.device import CpuDevice
 from graphllm.backends.cpu.isa import MAX_THREADS, quota, threads_for, usable_cores
 from graphllm.backends.cpu.jit import args, i64s, kernel, next_chunk, set_status
 from graphllm.backends.cpu.team import TEAM, Team
-from graphllm.backends.cpu.walk import MEET
+from graphllm.backends.cpu.walk import MEET, lead
 from graphllm.errors import GraphllmError
 
 PACKAGE = Path(graphllm.__file__).parent
@@ -330,6 +330,15 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
         file.write_bytes(file.read_bytes()[:100])  # damaged: compiled again
     done = _python(f"import os; os.chdir({str(tmp_path)!r})\n{textwrap.dedent(_SCALE)}", **env)
     assert done.stdout.split() == ["True", "0.25"]
+
+
+@pytest.mark.parametrize("made", [fused_attention._turn, sampling._sample, experts._top_k, lead])
+def test_a_kernel_calls_no_function_that_another_may_stand_for(made):
+    """So it rounds alike in the process that compiles it and in those that load it."""
+    assert made.address
+    module = made._library._get_module_for_linking()
+    defined = [f.name.removeprefix("cfunc.") for f in module.functions if not f.is_declaration]
+    assert len(defined) == 2 and len(set(defined)) == 1  # itself, and as C calls it
 
 
 def test_the_fingerprint_covers_every_source(tmp_path):

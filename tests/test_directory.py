@@ -101,6 +101,7 @@ def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
     ("keys", "message"),
     [
         ({"new_thing": 2}, "config.json: the model does not know the key 'new_thing'"),
+        ({"mlp_bais": True}, "know the key 'mlp_bais'; it reads 'mlp_bias'"),
         ({"hidden_size": None}, "missing key 'hidden_size'"),
         ({"hidden_size": "60"}, "hidden_size = '60' is not int"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers = 0 is not in 1\.\."),

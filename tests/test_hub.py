@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-import types
 
+import huggingface_hub
 import pytest
 
 from graphllm.errors import ModelFileError
@@ -70,13 +72,24 @@ def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
         assert not any("bin" in pattern or "pt" in pattern for pattern in allow_patterns[:3])
         return str(tmp_path)
 
-    fake = types.SimpleNamespace(
-        snapshot_download=download, utils=types.SimpleNamespace(disable_progress_bars=lambda: None)
-    )
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_path("org/new") == tmp_path and asked == ["org/new"]
     with pytest.raises(ModelFileError, match="cannot be downloaded: 401 Client Error Repository"):
         model_path("org/gone")
+
+
+def test_without_a_network(tmp_path):
+    """As it is typed, with huggingface_hub as it is, and nobody at the other end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "graphllm", "inspect", "org/none"],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        "error: org/none: no such file, and not in the Hugging Face cache"
+    )
+    assert "it cannot be downloaded: " in done.stderr
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "/etc/none", "../up/none", "org/"])

@@ -137,6 +137,7 @@ def test_what_is_no_model_file(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.gguf").touch()
     (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "mine.py").write_text("Model = 1")
     os.mkfifo(tmp_path / "pipe.gguf")
     for name, message in (
         ("nothing.gguf", "nothing.gguf: no such file"),
@@ -144,6 +145,7 @@ def test_what_is_no_model_file(tmp_path):
         ("empty.gguf", "empty.gguf: cannot be opened: cannot mmap an empty file"),
         ("text.gguf", "text.gguf: header: not a GGUF file"),
         ("pipe.gguf", "pipe.gguf: not a regular file"),
+        ("mine.py", "mine.py: is Python, not a model; --model-def takes a model file"),
     ):
         path = str(tmp_path / name)
         fails(python("-m", "graphllm", "run", path, "-p", "x"), message)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from graphllm import models
 from graphllm.cli import app
-from graphllm.errors import RequestError
+from graphllm.errors import ConfigError, ModelFileError, RequestError
 from graphllm.starter import write
 from graphllm.validation import Check, Report, Run, validate
 
@@ -233,6 +233,7 @@ class Model(Decoder):
 """
 
 
+@pytest.mark.parity  # which is asked whether it has such a model
 def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
     path = tmp_path / "gated.py"
     path.write_text(GATED)
@@ -296,8 +297,10 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
     """Its values by scope tell where a model parts from it."""
     path, other = tmp_path / "gated.py", tmp_path / "wrong.py"
     path.write_text(GATED + numpy_gated())
-    found = validate(path, tiny=True, device="cpu")
+    shown: list[tuple] = []
+    found = validate(path, tiny=True, device="cpu", progress=lambda *each: shown.append(each))
     assert found.first is None, found.table()
+    assert [at for at in shown if at[0] == "checks"] == [("checks", n, 10) for n in (0, *range(10))]
     assert found.runs[0].oracle == "oracle() of gated.py" and found.runs[0].verdict == "passed"
     assert [c.status for c in found.runs[0].checks].count("passed") == 9
     other.write_text(numpy_gated("wrong"))
@@ -310,13 +313,60 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
 
 @pytest.mark.parametrize(
     ("returned", "message"),
-    [("{'x': 1}", "no 'logits'"), ("np.zeros(3)", "returned logits [3], not [80, vocabulary]")],
+    [
+        ("{'x': 1}", "no 'logits'"),
+        ("np.zeros(3)", "returned logits [3], not [80, vocabulary]"),
+        ("np.zeros((len(ids), 5))", "returned logits [80, 5], the model's are [80, 131]"),
+    ],
 )
 def test_what_an_oracle_may_not_return(returned, message, tmp_path):
     path = tmp_path / "gated.py"
     path.write_text(f"{GATED}\nimport numpy as np\ndef oracle(c, w, ids): return {returned}\n")
     _, check = validate(path, tiny=True, device="reference").first
     assert message in check.summary or message.replace("80", "64") in check.summary
+
+
+FIRST = """
+from graphllm.decoder import Decoder
+from graphllm.models import llama
+
+TINY = ({{"model_type": "llama", **llama.TINY[0], "{key}": 52}},)
+
+def config(keys):
+    {config}
+
+class Model(Decoder):
+    def mlp(self, x):
+        return self.linear(x, "gate_proj", 7)
+"""
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("key", "config", "message"),
+    [
+        ("intermediate_size", "llama.config(keys)", "returned NoneType, no DecoderConfig"),
+        ("intermediate_sise", "return llama.config(keys)",
+         "first.py: TINY: the model does not know the key 'intermediate_sise'; it reads "
+         "'intermediate_size'"),
+        ("intermediate_size", "return llama.config(keys)",
+         "tensor 'model.layers.0.mlp.gate_proj.weight' is (52, 60), the model wants (7, 60) "
+         "({}/first.py:12)"),
+    ],
+)  # fmt: skip
+def test_what_a_first_model_file_gets_wrong(key, config, message, tmp_path):
+    path = tmp_path / "first.py"
+    path.write_text(FIRST.format(key=key, config=config))
+    _, check = validate(path, tiny=True, device="reference").first
+    assert check.summary.endswith(message.format(tmp_path))
+
+
+@pytest.mark.parametrize("tiny", ["5", "({'hidden_size': 60})", "('llama',)"])
+def test_a_tiny_that_is_no_tuple_of_configurations(tiny, tmp_path):
+    path = tmp_path / "first.py"
+    path.write_text(f"from graphllm.models.llama import Decoder as Model, config\nTINY = {tiny}\n")
+    with pytest.raises(ModelFileError, match="TINY is no tuple of dicts"):
+        models.own(path)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -350,6 +400,19 @@ def test_what_it_prints_and_writes(directory, tmp_path):
 
 
 @pytest.mark.parity
+def test_what_transformers_cannot_load_either(directory, tmp_path):
+    """Ours is the clearer word."""
+    folder = tmp_path / "spiral"
+    shutil.copytree(directory("llama", 0), folder)
+    config = json.loads((folder / "config.json").read_text())
+    stated = {**config, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}
+    stated.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match="rope_type 'spiral' is not supported, only default"):
+        validate(folder)
+
+
+@pytest.mark.parity
 def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(LLAMA + MORE + EPS)
@@ -376,7 +439,7 @@ def test_what_is_no_number_is_a_name_in_json():
     [
         ([], "give a Hugging Face directory, or --tiny"),
         (["nowhere"], "nowhere: no such file"),
-        ([__file__], "is no Hugging Face directory"),
+        ([__file__], "is no Hugging Face directory, which validate compares with; --tiny is for"),
         (["--tiny"], "--tiny is for one family"),
         (["llama", "--tiny", "--model-def", "x.py"], "--tiny is for one family"),
         (["lama", "--tiny"], "unknown model_type 'lama'; nearest: llama"),

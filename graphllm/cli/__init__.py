@@ -66,7 +66,7 @@ def _told(error: Exception) -> str:
     """An exception that nobody meant in a line, which begins with that of the user's file."""
     where = user_line(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
-    what = f"{type(error).__name__}: {' '.join(text.split())}"
+    what = ": ".join([type(error).__name__, *filter(None, [" ".join(text.split())])])
     if where is None:
         return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
     return f"{shown_line(where)}: {what}"

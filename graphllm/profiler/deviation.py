@@ -87,9 +87,9 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     """Of the angle between two arrays as vectors, over what is finite in both; 1 for two zeros."""
     both = np.isfinite(a) & np.isfinite(b)
     a, b = a[both], b[both]
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    if lengths:
-        return float(np.dot(a, b) / lengths)
+    lengths = float(np.sqrt(np.sum(a * a)) * np.sqrt(np.sum(b * b)))
+    if lengths:  # sums, since BLAS has threads, which wait for each other on a busy machine
+        return float(np.sum(a * b) / lengths)
     return 1.0 if not a.any() and not b.any() else 0.0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import DecoderConfig
+from ..errors import ModelFileError
 from ..executor import Progress
 from ..family import Family
 from ..llm import LLM, load
@@ -16,7 +17,8 @@ from ..tensor import Meta
 from ..weights import Weights
 from ..weights.directory import Directory
 from ..weights.files import ModelFile
-from .oracle import Oracle, Record
+from ..weights.keys import Keys
+from .oracle import Oracle, Record, Wanted
 
 TEXT = (
     "The lighthouse keeper counted 217 steps every evening, lit the lamp, and wrote the hour in a "
@@ -48,12 +50,13 @@ class Without:
 class Subject(Directory):
     """A directory that is read by ``given``, whatever it says of its family.
 
+    ``source``: what messages call its configuration, where that is no file of the user's;
     ``dropped``: weights that it is taken not to have; ``mute``: it is taken to have no tokenizer.
     """
 
-    def __init__(self, path: Path, given: Family | None) -> None:
+    def __init__(self, path: Path, given: Family | None, source: str | None = None) -> None:
         super().__init__(path)
-        self._given = given
+        self._given, self._source = given, source
         self.dropped: set[str] = set()
         self.mute = False
 
@@ -63,6 +66,11 @@ class Subject(Directory):
 
     def family(self) -> Family:
         return self._given or super().family()
+
+    def keys(self, family: Family) -> Keys:
+        keys = super().keys(family)
+        keys.source = self._source or keys.source
+        return keys
 
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
         return Without(super().weights(family, config), self.dropped)
@@ -123,8 +131,19 @@ class Case:
             if self.oracle is None:
                 ids.append(int(draw.choice(plain)))
             else:
-                ids.append(int(self.oracle.run(ids).logits[-1].argmax()))
+                ids.append(int(self.asked(ids).logits[-1].argmax()))
         self.ids = ids
+
+    def asked(self, ids: list[int], wanted: Wanted = lambda path: False) -> Record:
+        """What the oracle says. ModelFileError for logits of another vocabulary."""
+        assert self.oracle is not None
+        record, vocab = self.oracle.run(ids, wanted), self.llm.decoder.cfg.vocab
+        if record.logits.shape[-1] != vocab:
+            raise ModelFileError(
+                f"{self.oracle.name} returned logits {list(record.logits.shape)}, "
+                f"the model's are [{len(ids)}, {vocab}]"
+            )
+        return record
 
     @property
     def layers(self) -> list[str]:
@@ -136,9 +155,8 @@ class Case:
     def record(self) -> Record:
         """What the oracle computes for the ids, with what layers read and return."""
         if self._record is None:
-            assert self.oracle is not None
             layers = set(self.layers)
-            self._record = self.oracle.run(self.ids, layers.__contains__)
+            self._record = self.asked(self.ids, layers.__contains__)
         return self._record
 
     @property

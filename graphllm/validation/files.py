@@ -90,12 +90,15 @@ def weights(case: Case) -> Check:
         needed = _needed(case)
     except GraphError as error:
         raise GraphError(f"the graph cannot be built: {error}") from None
-    except ModelFileError:
+    except ModelFileError as error:
         extra = _unused(case)
         if not extra or not isinstance(case.file, Subject):
             raise
         case.file.dropped.update(extra)  # so that the other checks can be made
-        needed = _needed(case)
+        try:
+            needed = _needed(case)
+        except ModelFileError:  # there is more to it than what is left over
+            raise error from None
     lines = list(case.oracle.lines) if case.oracle else []
     if extra:
         first = f"{extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")

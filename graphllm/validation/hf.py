@@ -17,7 +17,7 @@ from .oracle import Attended, Record, Wanted
 
 _EAGER = "eager_attention_forward"  # what modelling files of transformers call theirs
 PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}  # how modules compute
-_SMALL = 10_000_000  # weights of a model whose matrices are not worth several threads
+_SMALL = 50_000_000  # weights of a model whose matrices are not worth several threads
 _FACTS = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -95,7 +95,7 @@ class TransformersOracle:
         with ExitStack() as stack, torch.no_grad():
             if sum(weight.numel() for weight in self.model.parameters()) < _SMALL:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(1)  # they would wait for each other
+                torch.set_num_threads(1)  # they would wait for each other, long on a busy machine
             spied: dict[str, dict[int, str]] = {}
             for path, module in self.model.named_modules():
                 if path and wanted(path):

@@ -22,6 +22,7 @@ from .case import Case
 from .oracle import Attended, Record
 from .regions import Region, Swap, comparable, entry, nearest, scalars, within
 
+_NAMED = 6  # so many ops are named in a line
 _QUIET = ("Dropout", "Identity", "ModuleList", "RotaryEmbedding")  # modules that compute nothing
 
 
@@ -207,8 +208,10 @@ def _between(wrong: Tensor, order: dict[int, int], values: _Values) -> list[Tens
 def _told(
     region: Region, spot: Spot, made: list[Tensor], values: _Values, record: Record, case: Case
 ) -> Parting:
-    ops = [f"{node.op} at {shown_line(node.origin)}" for node in made]
-    by = f": made by {', '.join(dict.fromkeys(ops))}" if ops else ""
+    ops = list(dict.fromkeys(f"{node.op} at {shown_line(node.origin)}" for node in made))
+    if len(ops) > _NAMED:
+        ops = [f"{len(ops)} ops, from {ops[0]} to {ops[-1]}"]
+    by = f": made by {', '.join(ops)}" if ops else ""
     missing = "" if ops else ": the ops that make it are right, something is not done after them"
     found = nearest(values.got[id(spot.node)], spot.want)
     assert found is not None

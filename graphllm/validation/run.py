@@ -26,6 +26,7 @@ COMPARED: tuple[tuple[str, Callable[[Case], Check]], ...] = (
 FILES: tuple[tuple[str, Callable[[Case], Check]], ...] = (
     ("tokenizer", files.tokenizer), ("config", files.config), ("weights", files.weights),
 )  # fmt: skip
+CHECKS = (*FILES, *COMPARED, *ALONE)
 
 
 def validate(
@@ -53,6 +54,7 @@ def validate(
             f"tokens = {tokens} must be at least 2, and at most 512 with new = {new}"
         )
     show = progress or (lambda what, done, total: None)
+    show("checks", 0, len(CHECKS))  # transformers takes seconds to be there
     function = None if oracle is None else function_of(Path(oracle))
     if tiny:
         family = _family(model, model_def)
@@ -65,10 +67,16 @@ def validate(
         raise RequestError("give a Hugging Face directory, or --tiny with a family or a model file")
     path = model_path(model)
     if not path.is_dir():
-        raise RequestError(f"{path}: is no Hugging Face directory, which validate compares with")
+        hint = {".py": "; --tiny is for a model file", ".gguf": "; diff compares backends on it"}
+        what = "is no Hugging Face directory, which validate compares with"
+        raise RequestError(f"{path}: {what}{hint.get(path.suffix, '')}")
     file = Subject(path, None if model_def is None else _family(None, model_def))
     family = file.family()
-    known = _oracle(file, family, function)
+    try:
+        known = _oracle(file, family, function)
+    except RequestError:
+        family.config(file.keys(family))  # which may know better what is wrong
+        raise
     run = _run(str(path), file, family, device, known, tokens, new, show)
     return Report(str(path), (run,))
 
@@ -113,7 +121,8 @@ def _run(
 def _checks(case: Case) -> Iterator[Check]:
     """All checks, in order; those that cannot be made are skipped, with the reason."""
     broken = ""
-    for name, check in (*FILES, *COMPARED, *ALONE):
+    for done, (name, check) in enumerate(CHECKS):
+        case.progress("checks", done, len(CHECKS))
         if (name, check) in COMPARED and case.oracle is None:
             yield Check(name, SKIPPED, "there is nothing independent to compare with")
             continue

@@ -67,7 +67,8 @@ def _of_transformers(
             raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
         model.save_pretrained(folder)
-        yield Subject(Path(folder), family), hf.TransformersOracle(model.eval())
+        source = f"{family.name}.py: TINY"
+        yield Subject(Path(folder), family, source), hf.TransformersOracle(model.eval())
 
 
 def _randomise(model: Any) -> None:

@@ -85,6 +85,8 @@ def open_model(model: str | Path, data: bool = True) -> ModelFile:
         from .llama2c_model import Llama2cModel
 
         return Llama2cModel(path, data)
+    if path.suffix == ".py":
+        raise ModelFileError(f"{path}: is Python, not a model; --model-def takes a model file")
     from .gguf import GGUF
 
     return GGUF(path, data)

@@ -75,13 +75,14 @@ def fetched(name: str) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise ModelFileError(f"{where}; HF_HUB_OFFLINE forbids to download it")
     try:
-        import huggingface_hub as hub
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise ModelFileError(f"{where}; to download it: pip install 'graphllm[hub]'") from None
     if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()
+        disable_progress_bars()
     try:
-        return Path(hub.snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
+        return Path(snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
     except Exception as error:  # of the network, the disk, or the hub: whatever it raises
         reason = " ".join(str(error).split())[:300]
         raise ModelFileError(f"{where}; it cannot be downloaded: {reason}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -193,7 +194,9 @@ class Keys:
         for name, value in self.values.items():
             if value is not None and name not in self._read and name not in IGNORED:
                 text = f"the model does not know the key {self.called(name)!r}"
-                raise ConfigError(f"{self.source}: {text}")
+                near = difflib.get_close_matches(name, self._read, 1, 0.8)
+                hint = f"; it reads {self.called(near[0])!r}" if near else ""
+                raise ConfigError(f"{self.source}: {text}{hint}")
 
     @property
     def read(self) -> set[str]:

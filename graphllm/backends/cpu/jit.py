@@ -76,22 +76,22 @@ def distinct(function: Any) -> Any:
     return function
 
 
-_HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
+_EXACT: dict[str, Any] = {"boundscheck": False, "error_model": "numpy", "forceinline": True}
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Decorator for a function that kernels call. It is compiled into each of them."""
-    return njit(**_HELPER)(distinct(function))
+    """Decorator for a function that kernels call. It is compiled into each of them.
 
-
-def inlined(function: Callable[..., Any]) -> Any:
-    """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
-    return njit(**_HELPER, forceinline=True)(distinct(function))
+    Always inlined: a call that is left would be linked to whatever function of its name the process
+    has, compiled for another kernel or from another file of the cache, and so perhaps rounded in
+    another order; and a loop with a call in it is not vectorised.
+    """
+    return njit(**_EXACT, fastmath=FASTMATH)(distinct(function))
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
-    return njit(boundscheck=False, error_model="numpy")(distinct(function))
+    return njit(**_EXACT)(distinct(function))
 
 
 class Kernel:
@@ -295,13 +295,13 @@ i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
 u32s = _view(types.uint32)
 
 
-@inlined
+@helper
 def bf16_to_f32(bits):
     """The value of a bfloat16 given as uint16."""
     return f32_of_bits(types.int32(types.uint32(bits) << types.uint32(16)))
 
 
-@inlined
+@helper
 def f32_to_bf16(value):
     """Bits of the nearest bfloat16 (ties to even), as uint16; NaN stays NaN."""
     bits = types.uint32(bits_f32(value))
