@@ -121,7 +121,9 @@ class Keys:
     def positive(self, name: str, default: Any = ...) -> int:
         """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
         value = self(name, int, default)
-        if value is not default and not 1 <= value < 2**31:
+        # A GGUF file may say 0 for none, which is what the default stands for.
+        stated = value is not default or (self.has(name) and not self.gguf)
+        if stated and not 1 <= value < 2**31:
             raise self.error(name, f"= {value} is not in 1..2^31-1")
         return value
 
@@ -235,10 +237,16 @@ def shared_heads(keys: Keys, heads: int, name: str = "num_key_value_heads") -> i
 
 
 def base_config(
-    keys: Keys, eps: str = "rms_norm_eps", act: str = "silu", head_dim: int = 0
+    keys: Keys,
+    eps: str = "rms_norm_eps",
+    act: str = "silu",
+    act_key: str = "hidden_act",
+    head_dim: int = 0,
+    **rope: Any,
 ) -> DecoderConfig:
     """What the families of llama's kin have in common, under llama's names; ``eps``: the key of the
-    norms', ``act``: the activation where no key states it; ``head_dim``: in place of the key."""
+    norms', ``act``: the activation where its key does not state it; ``head_dim``: in place of the
+    key; ``rope``: what else `rope_config` is told."""
     from ..rotary import rope_config
 
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
@@ -246,18 +254,14 @@ def base_config(
     head_dim = head_dim or keys.positive("head_dim", dim // heads)
     kv_heads = shared_heads(keys, heads)
     stated = None if keys.gguf else False  # biases
-    count, activation = keys.layers(), "hidden_act"
-    if keys.has("hidden_activation"):  # which then counts alone
-        activation = "hidden_activation"
-        keys.ignore("hidden_act")
-    rope = rope_config(keys, head_dim)
+    count, turns = keys.layers(), rope_config(keys, head_dim, **rope)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=max(keys.positive("max_position_embeddings"), rope.reach),
-        layers=(Layer(rope),) * count,
+        context=max(keys.positive("max_position_embeddings"), turns.reach),
+        layers=(Layer(turns),) * count,
         attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
-        mlp=Mlp(keys.positive("intermediate_size"), keys.choice(activation, ACTIVATIONS, act)),
+        mlp=Mlp(keys.positive("intermediate_size"), keys.choice(act_key, ACTIVATIONS, act)),
         norm=Norm(keys.eps(eps)),
         tied=keys("tie_word_embeddings", bool, False),
     )
