@@ -101,7 +101,7 @@ def test_facts_of_published_files(name, fact, value):
         ("Llama 3.2 1B", {"rotary_dim": 32}, "does not know the key 'rotary_dim'"),
         ("Llama 3.2 1B", {"partial_rotary_factor": 0.5}, "0.5 is not supported: the model has no"),
         ("Llama 3.2 1B", {"rope_scaling": None, "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 2.0}}}, "are told apart by kinds of layers"),
+            "full_attention": {"rope_type": "linear", "factor": 2.0}}}, "are told apart by kinds"),
         ("Gemma 3 1B", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
          "are not told apart by kinds of layers"),
         ("Gemma 2B", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
@@ -111,6 +111,8 @@ def test_facts_of_published_files(name, fact, value):
         ("StarCoder2 3B", {"norm_type": "rms_norm"}, "norm_type = 'rms_norm' is not supported"),
         ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is no list of 36 flags"),
         ("Stable Code 3B", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not"),
+        ("GPT-2", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
+        ("BLOOM 560M", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("GPT-2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("XGLM 564M", {"pad_token_id": 5}, "pad_token_id above 1 is not supported"),
         ("ChatGLM-6B", {"quantization_bit": 4}, "quantization_bit = 4 is not supported"),
