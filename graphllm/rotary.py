@@ -213,7 +213,8 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
     low, high = pair(fast), pair(slow)
     if s.values.get("truncate", s.truncate):
         low, high = math.floor(low), math.ceil(high)
-    s.ignore("truncate", "finetuned")  # trained at that length: a fact of the past
+    # That it was trained at that length; a factor of vLLM's, which transformers leaves out.
+    s.ignore("truncate", "finetuned", "attn_factor")
     low, high = max(low, 0), min(high, rope.dims - 1)
     high = high + 0.001 if low == high else high
     stretched = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0, 1)

@@ -32,8 +32,9 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.usual(
-        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072,
-        tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
+        vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+        rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True,
+        query_pre_attn_scalar=256, sliding_window=4096,
     )  # fmt: skip
     keys.only("use_bidirectional_attention", False)
     keys.only("attn_logit_softcapping", None)

@@ -41,6 +41,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.only("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # rounding of halves
     keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
+    keys.ignore("n_special", "predict_special_tokens")  # of GPT-1
     dim, heads, width = even_heads(keys)
     scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0
     by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 IGNORED = {
     "architectures": "the class that trained it", "model_type": "chose the model file",
     "_name_or_path": "where it came from", "transformers_version": "what wrote it",
-    "auto_map": "code that is not run", "torch_dtype": "the tensors say theirs",
+    "auto_map": "code that is not run", "custom_pipelines": "code that is not run", "torch_dtype": "the tensors say theirs",
     "dtype": "the tensors say theirs", "bos_token_id": "the tokenizer's",
     "eos_token_id": "the tokenizer's", "pad_token_id": "the tokenizer's",
     "sep_token_id": "the tokenizer's", "decoder_start_token_id": "not of a decoder alone",
@@ -28,6 +28,7 @@ IGNORED = {
     "pretraining_tp": "how it was trained, not what", "output_attentions": "what is returned",
     "cache_implementation": "how, not what", "_attn_implementation_autoset": "how, not what",
     "tokenizer_class": "the tokenizer's", "is_decoder": "always", "num_labels": "another task",
+    "_num_labels": "another task", "output_past": "what is returned",
     "torchscript": "how, not what", "tie_encoder_decoder": "not of a decoder alone",
     "task_specific_params": "another task", "finetuning_task": "another task",
     "_commit_hash": "where it came from",
