@@ -16,8 +16,8 @@ T = TypeVar("T")
 IGNORED = {
     "architectures": "the class that trained it", "model_type": "chose the model file",
     "_name_or_path": "where it came from", "transformers_version": "what wrote it",
-    "auto_map": "code that is not run", "custom_pipelines": "code that is not run", "torch_dtype": "the tensors say theirs",
-    "dtype": "the tensors say theirs", "bos_token_id": "the tokenizer's",
+    "auto_map": "code that is not run", "custom_pipelines": "code that is not run",
+    "torch_dtype": "the tensors say theirs", "dtype": "the tensors say theirs", "bos_token_id": "the tokenizer's",
     "eos_token_id": "the tokenizer's", "pad_token_id": "the tokenizer's",
     "sep_token_id": "the tokenizer's", "decoder_start_token_id": "not of a decoder alone",
     "use_cache": "the cache is always used", "initializer_range": "training",
