@@ -77,6 +77,12 @@ def test_ids_and_texts_equal_transformers(kind: str, made: Any) -> None:
                 assert own.decode(ids, skip_special=skip) == shown, text
 
 
+def test_a_class_that_reads_merges_refuses_a_unigram_model(tmp_path: Path) -> None:
+    save_raw(tmp_path, unigram(), "llama", tokenizer_class="LlamaTokenizer")
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: its tokenizer_class reads merges"):
+        tokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen3", "xglm", "unigram"])
 def test_texts_of_any_ids_equal_transformers(kind: str, made: Any) -> None:
