@@ -239,7 +239,7 @@ def _named(name: str, text: Callable[[], str], model_type: str, **options: Any) 
 
 
 def _with_words(text: str) -> str:
-    """With added tokens of all sorts, of which those of a normalised text are shown as it has them."""
+    """With added tokens of all sorts; those of a normalised text are shown as it has them."""
     made = Tokenizer.from_str(text)
     made.add_tokens([
         AddedToken("<tool>"), AddedToken("[INST]", normalized=True),

@@ -350,6 +350,21 @@ def test_missing_and_huge(tmp_path: Path) -> None:
         tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
+)
+def test_files_that_are_no_regular_ones(tmp_path: Path, name: str) -> None:
+    """A pipe, which nobody writes to, and a device that has no end."""
+    save_raw(tmp_path, byte_level())
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+        with pytest.raises(ModelFileError, match=f"{name}: not a regular file"):
+            tokenizer.from_directory(tmp_path)
+            directory_template(tmp_path)
+
+
 def test_a_model_that_cannot_encode(tmp_path: Path) -> None:
     """A unigram model without an unknown token."""
     save_raw(tmp_path, changed(unigram(), lambda c: c["model"].update(unk_id=None)))
