@@ -106,17 +106,21 @@ def rope_config(
     base: float = 10_000.0,
     partial: float | None = None,
     truncate: bool = True,
+    stated: bool = False,
 ) -> Rope:
     """How heads of ``head_dim`` rotate. ConfigError.
 
     ``group``: the kind of layers, where rope_parameters are given for each; ``theta``: the key of
     the base; ``base``, ``partial`` and ``truncate`` (yarn's): where no key states them. Without
-    ``partial`` the family has no partial_rotary_factor: heads rotate as a whole.
+    ``partial`` the family has no partial_rotary_factor: heads rotate as a whole. ``stated``: a
+    config.json must say how, since without a word transformers takes a scaling of its own.
     """
     s = _Scaling(keys, group)
     s.truncate = truncate
-    stated = keys.factor(theta, base)
-    base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
+    if stated and not (keys.gguf or s.values):
+        raise s.error("is missing, and has no usual value")
+    outer = keys.factor(theta, base)
+    base = s.above("rope_theta", 0, outer) if "rope_theta" in s else outer
     dims = _dims(keys, s, head_dim, partial)
     name = s.values.get("rope_type") or "default"
     name = _NAMES.get(name, name) if isinstance(name, str) else name

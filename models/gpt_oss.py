@@ -50,12 +50,9 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.usual(head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0)
-    if not (keys.gguf or keys("rope_scaling", dict, {}) or keys("rope_parameters", dict, {})):
-        raise keys.error(
-            "rope_scaling", "is missing, which transformers takes for a yarn of its own"
-        )
     # As the model was trained; llama.cpp, whose files do not say it, truncates.
-    c, bias = base_config(keys, truncate=not keys.gguf), keys.bias("attention_bias", True)
+    c = base_config(keys, truncate=not keys.gguf, stated=True)
+    bias = keys.bias("attention_bias", True)
     keys.only("experts_per_token", keys.positive("num_experts_per_tok"))
     keys.ignore("initial_context_length")  # stands in rope_scaling, too
     return replace(
