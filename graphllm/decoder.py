@@ -23,7 +23,7 @@ from .config import (
     Rope,
 )
 from .dtype import dtype
-from .errors import ModelFileError, RequestError
+from .errors import RequestError, UnusedTensors
 from .latent import latent_attention
 from .mixture import mixture
 from .nn import Module, activation
@@ -102,7 +102,7 @@ class Decoder(Module):
         spare = set().union(*(e.rope.stored for e in self.cfg.layers if e.rope))
         unused = sorted(set(self.weights.names()) - self.used - spare)
         if unused:
-            raise ModelFileError(f"unexpected tensor {unused[0]!r} ({len(unused)} in all)")
+            raise UnusedTensors(unused)
         penalised = ops.penalise(
             logits, batch.history, batch.count, batch.stop, batch.repeat, batch.presence,
             batch.frequency, batch.min_tokens,

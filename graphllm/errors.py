@@ -11,6 +11,14 @@ class ModelFileError(GraphllmError):
     """A model file is missing, malformed or not supported; names the file or tensor."""
 
 
+class UnusedTensors(ModelFileError):
+    """A file has weights, called ``names``, that the model does not ask for."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"unexpected tensor {names[0]!r} ({len(names)} in all)")
+        self.names = names
+
+
 class ConfigError(GraphllmError):
     """A model configuration has a missing, unknown or impossible value; names the key."""
 

@@ -21,6 +21,7 @@ from .weights.keys import Keys
 FREQUENCIES = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
+FULL = "full_attention"  # the layers without a window, where rope_parameters tell kinds apart
 _OLD = {"type": "rope_type"}  # keys of old files
 _NAMES = {"su": "longrope", "ntk": "dynamic"}
 
@@ -30,9 +31,14 @@ class _Scaling:
 
     def __init__(self, keys: Keys, group: str = "") -> None:
         old, new = keys("rope_scaling", dict, {}), keys("rope_parameters", dict, {})
+        grouped = [name for name, value in new.items() if isinstance(value, dict)]
+        if new and len(grouped) != (len(new) if group else 0):
+            kinds = "which the model has not" if grouped else "which the model has"
+            text = f"are {'' if grouped else 'not '}told apart by kinds of layers, {kinds}"
+            raise keys.error("rope_parameters", text)
         values = dict(old or new)
-        if group and isinstance(values.get(group), dict):
-            values = dict(values[group])
+        if group:  # the old form is of the layers without a window
+            values = {**new.get(group, {}), **(old if group == FULL else {})}
         for before, now in _OLD.items():
             if before in values:
                 values.setdefault(now, values.pop(before))
@@ -96,22 +102,26 @@ def rope_config(
     keys: Keys,
     head_dim: int,
     group: str = "",
+    theta: str = "rope_theta",
     base: float = 10_000.0,
-    dims: int = 0,
-    partial: float = 1.0,
+    partial: float | None = None,
     truncate: bool = True,
+    stated: bool = False,
 ) -> Rope:
     """How heads of ``head_dim`` rotate. ConfigError.
 
-    ``group``: the kind of layers, where rope_parameters are given for each; ``base``, ``dims``,
-    ``partial`` and ``truncate`` (yarn's): where no key states them (dims 0: all that
-    partial_rotary_factor leaves).
+    ``group``: the kind of layers, where rope_parameters are given for each; ``theta``: the key of
+    the base; ``base``, ``partial`` and ``truncate`` (yarn's): where no key states them. Without
+    ``partial`` the family has no partial_rotary_factor: heads rotate as a whole. ``stated``: a
+    config.json must say how, since without a word transformers takes a scaling of its own.
     """
     s = _Scaling(keys, group)
     s.truncate = truncate
-    stated = keys.factor("rope_theta", base)
-    base = s.above("rope_theta", 0, stated) if "rope_theta" in s else stated
-    dims = _dims(keys, s, head_dim, dims, partial)
+    if stated and not (keys.gguf or s.values):
+        raise s.error("is missing, and has no usual value")
+    outer = keys.factor(theta, base)
+    base = s.above("rope_theta", 0, outer) if "rope_theta" in s else outer
+    dims = _dims(keys, s, head_dim, partial)
     name = s.values.get("rope_type") or "default"
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
@@ -125,13 +135,18 @@ def rope_config(
     return rope
 
 
-def _dims(keys: Keys, s: _Scaling, head_dim: int, dims: int, partial: float) -> int:
+def _dims(keys: Keys, s: _Scaling, head_dim: int, usual: float | None) -> int:
     """How many columns of a head rotate."""
-    partial = keys.factor("partial_rotary_factor", partial)
-    partial = s("partial_rotary_factor", partial)
-    dims = keys.positive("rotary_dim", dims or int(head_dim * partial))
+    if keys.gguf:
+        name, dims = "rotary_dim", keys.positive("rotary_dim", int(head_dim * (usual or 1)))
+    else:
+        name, partial = "partial_rotary_factor", keys.factor("partial_rotary_factor", usual or 1.0)
+        partial = s(name, partial)
+        if usual is None and partial != 1:
+            raise keys.error(name, f"= {partial} is not supported: the model has no such key")
+        dims = int(head_dim * partial)
     if dims % 2 or not 0 < dims <= head_dim:
-        raise keys.error("rotary_dim", f"= {dims} are no pairs within {head_dim}")
+        raise keys.error(name, f"makes {dims} of {head_dim} columns rotate, which are no pairs")
     return dims
 
 
@@ -202,7 +217,8 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
     low, high = pair(fast), pair(slow)
     if s.values.get("truncate", s.truncate):
         low, high = math.floor(low), math.ceil(high)
-    s.ignore("truncate", "finetuned")  # trained at that length: a fact of the past
+    # That it was trained at that length; a factor of vLLM's, which transformers leaves out.
+    s.ignore("truncate", "finetuned", "attn_factor")
     low, high = max(low, 0), min(high, rope.dims - 1)
     high = high + 0.001 if low == high else high
     stretched = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0, 1)

@@ -10,6 +10,7 @@ NAMES = Names(
     mlp="mlp", up="dense_h_to_4h", down="dense_4h_to_h",
 )  # fmt: skip
 GGUF = ("bloom",)
+GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
 HF = rooted("transformer", "lm_head")
 Model = Decoder
 TINY = (
@@ -36,8 +37,7 @@ def slopes(heads: int) -> tuple[float, ...]:
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.rename(hidden_size="n_embed", layer_norm_eps="layer_norm_epsilon")
-    keys.rename(num_hidden_layers="n_layer", num_attention_heads="n_head")
+    keys.rename(hidden_size="n_embed", num_hidden_layers="n_layer", num_attention_heads="n_head")
     keys.rename(max_position_embeddings="seq_length", intermediate_size="n_inner")
     keys.ignore(*TRAINING)
     dim, heads, width = even_heads(keys)
@@ -52,7 +52,7 @@ def config(keys: Keys) -> DecoderConfig:
             heads, heads, width, bias=True, out_bias=True, fused=fused, slopes=slopes(heads)
         ),
         mlp=Mlp(keys.positive("intermediate_size", 4 * dim), "gelu_new", gated=False, bias=True),
-        norm=Norm(keys.eps("layer_norm_eps", 1e-5), "layer"),
+        norm=Norm(keys.eps("layer_norm_epsilon", 1e-5), "layer"),
         names=NAMES,
         normed_residual=float(normed),
         tied=keys("tie_word_embeddings", bool, True),

@@ -27,6 +27,7 @@ def config(keys: Keys) -> DecoderConfig:
         tie_word_embeddings=True,
     )  # fmt: skip
     keys.only("use_bidirectional_attention", False)
+    keys.only("hidden_activation", "gelu_pytorch_tanh")  # beside hidden_act, which counts
     c, bias = base_config(keys, act="gelu_pytorch_tanh"), keys.bias("attention_bias")
     # The first files say "gelu", and mean what the later ones call by its name.
     act = "gelu_pytorch_tanh" if c.mlp.act == "gelu" else c.mlp.act

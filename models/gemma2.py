@@ -31,8 +31,9 @@ def config(keys: Keys) -> DecoderConfig:
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     )  # fmt: skip
     keys.only("use_bidirectional_attention", False)
-    keys.ignore("sliding_window_size")  # of the first files, the same again
-    c, bias = base_config(keys, act="gelu_pytorch_tanh"), keys.bias("attention_bias")
+    keys.ignore("sliding_window_size", "hidden_act")  # of the first files, the same again
+    c = base_config(keys, act="gelu_pytorch_tanh", act_key="hidden_activation")
+    bias = keys.bias("attention_bias")
     near, a = windows(keys, lambda i: i % 2 == 0), c.attention
     # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
     width = a.head_dim if len(near) != 46 else c.dim // a.heads

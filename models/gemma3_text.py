@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import SANDWICH, Decoder, DecoderConfig, Layer, Rope
-from graphllm.rotary import rope_config
+from graphllm.decoder import SANDWICH, Decoder, DecoderConfig, Layer
+from graphllm.rotary import FULL, rope_config
 from graphllm.weights.keys import Keys, base_config, windows
 from graphllm.weights.rules import GEMMA_NORMS
 
@@ -32,18 +32,19 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.usual(
-        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=131072,
-        tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
+        vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+        rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True,
+        query_pre_attn_scalar=256, sliding_window=4096,
     )  # fmt: skip
     keys.only("use_bidirectional_attention", False)
     keys.only("attn_logit_softcapping", None)
-    c = base_config(keys, act="gelu_pytorch_tanh")
-    a, period = c.attention, keys.positive("sliding_window_pattern", 6)
-    keys.ignore("_sliding_window_pattern")  # stands beside layer_types, which say it
-    local = Rope(base=keys.factor("rope_local_base_freq", 10_000.0), dims=a.head_dim)
-    if keys.has("rope_parameters"):
-        local = rope_config(keys, a.head_dim, "sliding_attention")
-    wide = rope_config(keys, a.head_dim, "full_attention", base=1e6)
+    c = base_config(
+        keys, act="gelu_pytorch_tanh", act_key="hidden_activation", group=FULL, base=1e6
+    )
+    a, wide, period = c.attention, c.layers[0].rope, keys.positive("sliding_window_pattern", 6)
+    # Beside what counts: layer_types, hidden_activation.
+    keys.ignore("_sliding_window_pattern", "hidden_act")
+    local = rope_config(keys, a.head_dim, "sliding_attention", theta="rope_local_base_freq")
     near = windows(keys, lambda i: i % period != period - 1)
     # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
     width = a.head_dim if len(near) != 62 else c.dim // a.heads

@@ -26,7 +26,7 @@ def config(keys: Keys) -> DecoderConfig:
         num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5,
         max_position_embeddings=131072, attention_bias=True,
     )  # fmt: skip
-    c = base_config(keys)
+    c = base_config(keys, partial=1.0)
     fused = "rows" if "blk.0.attn_qkv.weight" in keys.tensors else ""
     return replace(
         c,

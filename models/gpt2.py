@@ -11,6 +11,7 @@ NAMES = Names(
     before_mlp="ln_2", mlp="mlp", up="c_fc", down="c_proj",
 )  # fmt: skip
 GGUF = ("gpt2",)
+GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
 HF = (
     WeightRule("", "{*}.attn.bias"),  # of the causal mask
     WeightRule("", "{*}.attn.masked_bias"),
@@ -35,12 +36,12 @@ def config(keys: Keys) -> DecoderConfig:
     keys.rename(
         hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
         max_position_embeddings="n_positions", intermediate_size="n_inner",
-        layer_norm_eps="layer_norm_epsilon",
     )  # fmt: skip
     keys.usual(max_position_embeddings=1024)
     keys.only("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # rounding of halves
     keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
+    keys.ignore("n_special", "predict_special_tokens")  # of GPT-1
     dim, heads, width = even_heads(keys)
     scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0
     by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)
@@ -55,7 +56,7 @@ def config(keys: Keys) -> DecoderConfig:
             keys.positive("intermediate_size", 4 * dim),
             keys.choice("activation_function", ACTIVATIONS, "gelu_new"), gated=False, bias=True,
         ),
-        norm=Norm(keys.eps("layer_norm_eps", 1e-5), "layer"),
+        norm=Norm(keys.eps("layer_norm_epsilon", 1e-5), "layer"),
         names=NAMES,
         positions="learned",
         tied=keys("tie_word_embeddings", bool, True),

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig, Layer, Names, Norm
-from graphllm.rotary import rope_config
+from graphllm.decoder import Decoder, DecoderConfig, Names, Norm
 from graphllm.weights.keys import Keys, base_config
 from graphllm.weights.rules import WeightRule
 
@@ -37,12 +36,11 @@ TINY = (
 def config(keys: Keys) -> DecoderConfig:
     keys.rename(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
     keys.usual(max_position_embeddings=2048, layer_norm_eps=1e-5)
-    c = base_config(keys, "layer_norm_eps", "gelu")
-    bias, heads = keys.bias("attention_bias", True), c.attention.heads
+    c = base_config(keys, "layer_norm_eps", "gelu", partial=0.25)
+    bias = keys.bias("attention_bias", True)
     fused = "rows" if keys.gguf else "heads"  # the converter sorts them
     return replace(
         c,
-        layers=(Layer(rope_config(keys, c.dim // heads, partial=0.25)),) * len(c.layers),
         attention=replace(c.attention, bias=bias, out_bias=bias, fused=fused),
         mlp=replace(c.mlp, gated=False, bias=True),
         norm=Norm(c.norm.eps, "layer"),

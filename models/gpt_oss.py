@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from graphllm.decoder import Decoder, DecoderConfig
 from graphllm.mixture import mixture_config
-from graphllm.rotary import rope_config
 from graphllm.weights.keys import Keys, base_config, windows
 from graphllm.weights.rules import TRANSPOSED, Change, Mxfp4, View, WeightRule
 
@@ -51,15 +50,15 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.usual(head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0)
-    c, bias = base_config(keys), keys.bias("attention_bias", True)
     # As the model was trained; llama.cpp, whose files do not say it, truncates.
-    rope = rope_config(keys, c.attention.head_dim, truncate=not keys.gguf)
+    c = base_config(keys, truncate=not keys.gguf, stated=True)
+    bias = keys.bias("attention_bias", True)
     keys.only("experts_per_token", keys.positive("num_experts_per_tok"))
     keys.ignore("initial_context_length")  # stands in rope_scaling, too
     return replace(
         c,
         layers=tuple(
-            replace(layer, rope=rope, window=w, mixture=True)
+            replace(layer, window=w, mixture=True)
             for layer, w in zip(c.layers, windows(keys, lambda i: i % 2 == 0))
         ),
         attention=replace(c.attention, bias=bias, out_bias=bias, sinks=True),

@@ -32,7 +32,7 @@ def config(keys: Keys) -> DecoderConfig:
         keys.only(name, False)
     for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4 mini
         keys.only(name, 1)
-    c, window = base_config(keys), keys.positive("sliding_window", 0)
+    c, window = base_config(keys, partial=1.0), keys.positive("sliding_window", 0)
     keys.ignore("original_max_position_embeddings")  # without scaling
     return replace(
         c,

@@ -28,6 +28,7 @@ def config(keys: Keys) -> DecoderConfig:
         sliding_window=4096,
     )  # fmt: skip
     keys.only("use_mrope", False)
+    keys.ignore("dual_chunk_attention_config")  # another model beyond 256k: not in transformers
     c, first = base_config(keys), keys("max_window_layers", int, 28)
     near = windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
     return replace(

@@ -34,6 +34,9 @@ def config(keys: Keys) -> DecoderConfig:
     window = keys.positive("sliding_window", 0) if used else 0
     # A key of Qwen2's, which says nothing here; as does the width of a window that is not used.
     keys.ignore("sliding_window", "max_window_layers")
+    keys.only("use_qk_norm", True)  # what Qwen3-Coder's files state beside it
+    keys.only("qkv_bias", bias)
+    keys.only("shared_expert_intermediate_size", 0)
     experts = "num_local_experts" if keys.has("num_local_experts") else "num_experts"
     return replace(
         c,

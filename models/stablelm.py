@@ -46,7 +46,7 @@ def config(keys: Keys) -> DecoderConfig:
         max_position_embeddings=4096,
     )  # fmt: skip
     keys.only("rotary_scaling_factor", 1.0)
-    c = base_config(keys, eps="layer_norm_eps")
+    c = base_config(keys, eps="layer_norm_eps", partial=1.0)
     normed, parallel = (keys(n, bool, False) for n in ("qk_layernorm", "use_parallel_residual"))
     if keys.gguf:  # where the tensors tell: the converter says "parallel" of all
         normed = "blk.0.attn_q_norm.weight" in keys.tensors

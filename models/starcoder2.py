@@ -27,7 +27,10 @@ def config(keys: Keys) -> DecoderConfig:
     )  # fmt: skip
     keys.only("norm_type", "layer_norm")
     keys.only("mlp_type", "default")
-    keys.ignore("layer_norm_epsilon")  # norm_epsilon again
+    keys.only("scale_attn_weights", True)
+    # norm_epsilon and hidden_act again; how sums are rounded
+    keys.ignore("layer_norm_epsilon", "activation_function", "attention_softmax_in_fp32")
+    keys.ignore("scale_attention_softmax_in_fp32")
     c = base_config(keys, eps="norm_epsilon", act="gelu_pytorch_tanh")
     bias, window = keys.bias("use_bias", True), keys.positive("sliding_window", 0)
     return replace(

@@ -238,6 +238,18 @@ def _named(name: str, text: Callable[[], str], model_type: str, **options: Any) 
     return lambda folder: save_class(folder, name, text(), model_type, **options)
 
 
+def _with_words(text: str) -> str:
+    """With added tokens of all sorts; those of a normalised text are shown as it has them."""
+    made = Tokenizer.from_str(text)
+    made.add_tokens([
+        AddedToken("<tool>"), AddedToken("[INST]", normalized=True),
+        AddedToken("hello", single_word=True), AddedToken("world", lstrip=True, normalized=False),
+        AddedToken("Paris", rstrip=True), AddedToken("<|", lstrip=True, rstrip=True),
+    ])  # fmt: skip
+    made.add_special_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)])
+    return made.to_str()
+
+
 def _gemma_text() -> str:
     return metaspace(("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"))
 
@@ -261,6 +273,13 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "older legacy llama": lambda folder: _older_llama(folder, "llama", legacy=True),
     "older llama null": lambda folder: _older_llama(folder, "llama", legacy=None),
     "mistral": lambda folder: _older_llama(folder, "mistral"),
+    "code llama": lambda folder: _older_llama(
+        folder, "llama", tokenizer_class="CodeLlamaTokenizer", add_prefix_space=False
+    ),
+    "added words": lambda folder: save_raw(
+        folder, _with_words(metaspace()), "mistral", bos_token="<s>", eos_token="</s>"
+    ),
+    "added words of gpt2": lambda folder: save_raw(folder, _with_words(byte_level()), "gpt2"),
     "unnamed": lambda folder: save_fast(folder, metaspace(), "", eos_token="</s>"),
     "unigram": lambda folder: save_fast(
         folder, unigram(), "", eos_token="</s>", unk_token="<unk>", bos_token="<s>"

@@ -274,6 +274,16 @@ def test_fallbacks_are_told_and_strict_refuses_them(model):
     assert done.returncode == 1 and "strict placement forbids it" in done.stderr
 
 
+def test_inspect_shows_no_text_that_a_terminal_would_obey(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "a\nb\x1b[31m é"}))
+    header = json.dumps({"x\x1b": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    stored = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model.safetensors").write_bytes(stored)
+    shown = call("inspect", tmp_path).stdout
+    assert "\x1b" not in shown and shown.count("\n") == 4
+    assert r"model_type = a\nb\x1b[31m é" in shown and r"x\x1b" in shown
+
+
 def test_profile_and_inspect_and_doctor(model):
     table = call("profile", model, "-n", "4").stdout
     assert "prefill:" in table and "decode: 4 tokens" in table and "linear f32" in table

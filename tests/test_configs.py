@@ -18,9 +18,9 @@ from graphllm.weights.keys import Keys
 # What a configuration cannot leave out: anything else has a value that is usual in its family.
 SIZES = {"hidden_size": 256, "intermediate_size": 52, "num_hidden_layers": 3,
          "num_attention_heads": 32, "vocab_size": 131}  # fmt: skip
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
+BARE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
          "granite", "stablelm", "smollm3", "starcoder2", "glm", "glm4", "gpt2", "gpt_neox",
-         "bloom")  # fmt: skip
+         "bloom", "mixtral", "qwen2_moe", "qwen3_moe")  # fmt: skip
 
 
 def read(values: dict[str, Any]) -> DecoderConfig:
@@ -51,7 +51,7 @@ def test_published_files_mean_what_transformers_takes_them_for(name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", BARE)
 def test_absent_keys_mean_what_transformers_takes_them_for(name):
     values = {"model_type": name, **SIZES}
     assert read(values) == read(understood(values))
@@ -97,10 +97,23 @@ def test_facts_of_published_files(name, fact, value):
          "layer_types has windows, but there is no sliding_window"),
         ("Gemma 3 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("Phi-4 mini", {"lm_head_bias": True}, "lm_head_bias = True is not supported"),
+        ("Llama 3.2 1B", {"hidden_activation": "gelu"}, "not know the key 'hidden_activation'"),
+        ("Llama 3.2 1B", {"rotary_dim": 32}, "does not know the key 'rotary_dim'"),
+        ("Llama 3.2 1B", {"partial_rotary_factor": 0.5}, "0.5 is not supported: the model has no"),
+        ("Llama 3.2 1B", {"rope_scaling": None, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0}}}, "are told apart by kinds"),
+        ("Gemma 3 1B", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+         "are not told apart by kinds of layers"),
+        ("Gemma 2B", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported"),
+        ("Mistral 7B v0.1", {"sliding_window": 0}, "sliding_window = 0 is not in"),
+        ("Gemma 2 27B", {"sliding_window": 0}, "sliding_window = 0 is not in"),
         ("Phi-4 mini", {"partial_rotary_factor": 0.5}, "short_factor is no list of 32 numbers"),
         ("StarCoder2 3B", {"norm_type": "rms_norm"}, "norm_type = 'rms_norm' is not supported"),
         ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is no list of 36 flags"),
         ("Stable Code 3B", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not"),
+        ("gpt-oss 20B", {"rope_scaling": None}, "rope_scaling is missing"),
+        ("GPT-2", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
+        ("BLOOM 560M", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("GPT-2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         ("XGLM 564M", {"pad_token_id": 5}, "pad_token_id above 1 is not supported"),
         ("ChatGLM-6B", {"quantization_bit": 4}, "quantization_bit = 4 is not supported"),

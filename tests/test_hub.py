@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import subprocess
 import sys
@@ -42,6 +43,9 @@ def test_a_model_of_the_cache_is_found(cache):
 def test_a_model_that_is_not_whole_is_not(cache, monkeypatch):
     found = keep(cache, "config.json")
     assert hub.cached("org/small") is None
+    (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "*"}}')
+    with pytest.raises(ModelFileError, match=r"weight_map does not name \.safetensors files"):
+        hub.cached("org/small")
     (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
     assert hub.cached("org/small") is None
     (found / "1.safetensors").write_text("")
@@ -63,17 +67,31 @@ def test_without_the_extra(monkeypatch):
 
 
 def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
+    """Of many repositories half is a copy of the weights for another program."""
     asked = []
+    index = '{"weight_map": {"x": "a-1.safetensors", "y": "b/2.safetensors"}}'
+
+    (folder := tmp_path / "0a1b").mkdir()
+    there = ["model.safetensors.index.json", "a-1.safetensors", "b/2.safetensors"]
+    there += ["consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin"]
 
     def download(name, revision, allow_patterns):
-        asked.append(name)
         if name == "org/gone":
             raise OSError("401 Client Error\nRepository Not Found")
-        assert not any("bin" in pattern or "pt" in pattern for pattern in allow_patterns[:3])
-        return str(tmp_path)
+        got = [n for n in there if any(fnmatch.fnmatch(n, p) for p in allow_patterns)]
+        asked.append((revision, got))
+        for each in got:
+            (folder / each).parent.mkdir(exist_ok=True)
+            (folder / each).write_text(index if each.endswith("json") else "")
+        return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert model_path("org/new") == tmp_path and asked == ["org/new"]
+    assert model_path("org/new") == folder
+    assert asked == [("main", there[:1]), ("0a1b", there[1:3])]
+    there = ["model.safetensors"]
+    for path in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
+        path.unlink()
+    assert model_path("org/one") == folder and asked[2:] == [("main", there)]
     with pytest.raises(ModelFileError, match="cannot be downloaded: 401 Client Error Repository"):
         model_path("org/gone")
 

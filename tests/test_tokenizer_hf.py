@@ -77,6 +77,12 @@ def test_ids_and_texts_equal_transformers(kind: str, made: Any) -> None:
                 assert own.decode(ids, skip_special=skip) == shown, text
 
 
+def test_a_class_that_reads_merges_refuses_a_unigram_model(tmp_path: Path) -> None:
+    save_raw(tmp_path, unigram(), "llama", tokenizer_class="LlamaTokenizer")
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: its tokenizer_class reads merges"):
+        tokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen3", "xglm", "unigram"])
 def test_texts_of_any_ids_equal_transformers(kind: str, made: Any) -> None:
@@ -342,6 +348,21 @@ def test_missing_and_huge(tmp_path: Path) -> None:
     os.truncate(tmp_path / "tokenizer.json", 200_000_001)  # takes no room
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: 200 MB, more than 200"):
         tokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
+)
+def test_files_that_are_no_regular_ones(tmp_path: Path, name: str) -> None:
+    """A pipe, which nobody writes to, and a device that has no end."""
+    save_raw(tmp_path, byte_level())
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (tmp_path / name).unlink(missing_ok=True)
+        make(tmp_path / name)
+        with pytest.raises(ModelFileError, match=f"{name}: not a regular file"):
+            tokenizer.from_directory(tmp_path)
+            directory_template(tmp_path)
 
 
 def test_a_model_that_cannot_encode(tmp_path: Path) -> None:

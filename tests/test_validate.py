@@ -9,7 +9,9 @@ import shutil
 from dataclasses import replace
 
 import hf_models
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from graphllm import models
@@ -89,6 +91,11 @@ TIED = """
 def config(keys):
     return replace(base.config(keys), tied=%r)
 """
+WIDTH = """
+def config(keys):
+    c = base.config(keys)
+    return replace(c, attention=replace(c.attention, head_dim=12))
+"""
 ACTIVATION = """
 def config(keys):
     c = base.config(keys)
@@ -152,6 +159,10 @@ FAULTS = {
         ["'lm_head.weight' is stored, and is not 'model.embed_tokens.weight'"],
     ),
     "not tied": (QWEN2, 1, TIED % False, "weights", ["missing tensor 'lm_head.weight'"]),
+    "width of heads": (
+        LLAMA, 0, WIDTH, "weights",
+        ["tensor 'model.layers.0.self_attn.q_proj.weight' is (60, 60), the model wants (72, 60)"],
+    ),
     "activation": (
         GEMMA3, 0, ACTIVATION, "layers",
         ["model.layers.0: what model.layers.0.mlp.down_proj reads differs: made by gelu",
@@ -192,6 +203,20 @@ def test_a_fault_is_named(fault, directory, tmp_path):
     for each in words:
         assert each.replace("FILE", f"{path}:{at}") in text
     assert run.verdict.startswith(f"failed: {check}: ")
+
+
+@pytest.mark.parity
+def test_weights_that_are_no_numbers(directory, tmp_path):
+    """Both compute NaN then, which is no agreement."""
+    folder = tmp_path / "model"
+    shutil.copytree(directory("llama", 0), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    save_file(weights, folder / "model.safetensors")
+    run, failed = validate(folder, device="reference").first
+    assert failed.name == "layers" and failed.summary.startswith("model.layers.1: transformers")
+    assert "NaN or infinity" in failed.summary
+    assert {c.status for c in run.checks[4:]} == {"skipped"}
 
 
 @pytest.mark.parity

@@ -31,13 +31,13 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
         ]
         print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": listed}))
         return
-    print(f"{file.path}: {file.kind}, {file.architecture}")
+    print(f"{file.path}: {file.kind}, {_line(_short(file.architecture))}")
     for key, value in keys.items():
-        print(f"  {key} = {value}")
+        print(f"  {_line(key)} = {_line(value)}")
     sizes: dict[str, list[int]] = {}
     for t in tensors:
         sizes.setdefault(str(t.dtype), []).append(t.nbytes)
-        print(f"  {t.name:<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
+        print(f"  {_line(t.name):<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
     for name, parts in sorted(sizes.items(), key=lambda item: -sum(item[1])):
         print(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
 
@@ -51,6 +51,13 @@ def _short(value: Any) -> Any:
     if hasattr(value, "__len__"):
         return f"[{len(value)} values]" if len(value) > 16 else [_short(v) for v in value]
     return value.item() if hasattr(value, "item") else value
+
+
+def _line(value: Any) -> str:
+    """In one line: of what the file says nothing that a terminal would obey."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
+    )
 
 
 @verb

@@ -45,6 +45,8 @@ class TokenizerClass:
 
 def _set_bpe(engine: Tokenizer, fuse_unk: bool, byte_fallback: bool) -> None:
     model = engine.model
+    if (kind := type(model).__name__) != "BPE":
+        raise ValueError(f"its tokenizer_class reads merges (BPE), and the model is a {kind}")
     model.fuse_unk, model.byte_fallback, model.ignore_merges = fuse_unk, byte_fallback, False
 
 
@@ -74,12 +76,21 @@ def _qwen2(engine: Tokenizer, directory: Directory, content: str) -> None:
 
 
 def _llama(engine: Tokenizer, directory: Directory, content: str) -> None:
+    _set_pieces(engine, directory, prefix_scheme(directory), always_strips=False)
+
+
+def _code_llama(engine: Tokenizer, directory: Directory, content: str) -> None:
+    _set_pieces(engine, directory, "first", always_strips=True)
+
+
+def _set_pieces(engine: Tokenizer, directory: Directory, usual: str, always_strips: bool) -> None:
+    """Llama 2's merges; ``usual``: before which texts a space is put, unless before none."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
     prefix = directory.flag("add_prefix_space", True)
-    scheme = prefix_scheme(directory) if prefix else "never"
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    scheme = usual if prefix else "never"
+    strip = [decoders.Strip(" ", 1, 0)] if prefix or always_strips else []
     engine.normalizer = normalizers.Sequence([])
     engine.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
     engine.decoder = decoders.Sequence(
@@ -139,6 +150,12 @@ CLASSES = {
         _qwen2, {"eos_token": _END, "unk_token": _END, "pad_token": _END}
     ),
     "LlamaTokenizer": TokenizerClass(_llama, _BEGIN | {"unk_token": "<unk>"}),
+    "CodeLlamaTokenizer": TokenizerClass(
+        _code_llama,
+        _BEGIN | {"unk_token": "<unk>"},
+        (*(f"▁<{name}>" for name in ("PRE", "MID", "SUF", "EOT")), "<FILL_ME>"),
+        ("bos_token", "A"),
+    ),
     "GemmaTokenizer": TokenizerClass(
         _gemma,
         {

@@ -6,6 +6,7 @@ Every error is a ModelFileError that names the file.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,12 @@ def blamed(path: Path) -> Iterator[None]:
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
     """The file's bytes."""
     try:
-        size = path.stat().st_size
-        if size > largest:
-            raise ModelFileError(f"{path}: {size / 1e6:.0f} MB, more than {largest / 1e6:.0f}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+            raise ModelFileError(f"{path}: not a regular file")
+        if status.st_size > largest:
+            size = status.st_size / 1e6
+            raise ModelFileError(f"{path}: {size:.0f} MB, more than {largest / 1e6:.0f}")
         return path.read_bytes()
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror}") from None

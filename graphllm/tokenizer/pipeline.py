@@ -44,6 +44,8 @@ class PipelineTokenizer(Decoding):
         self._decoder = read_decoder(engine.decoder, path)
         self.space_prefix = self._decoder.strips
         added = engine.get_added_tokens_decoder()
+        # An added token that is looked for in the normalised text is shown as that has it.
+        self._shown = {token: engine.id_to_token(token) or "" for token in added}
         self._controls = {token for token, text in added.items() if text.special}
         named = {name: token.content for name, token in directory.named(kind.tokens).items()}
         self.bos_id, self.eos_id = (
@@ -125,7 +127,7 @@ class PipelineTokenizer(Decoding):
         return token in self._controls
 
     def _bytes_of(self, token: int) -> bytes:
-        text = self._texts.get(token)
+        text = self._shown.get(token, self._texts.get(token))
         return b"" if text is None else self._decoder.to_bytes(text)
 
     def piece(self, token: int) -> bytes:

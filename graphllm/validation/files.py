@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batch import Limits
-from ..errors import GraphError, GraphllmError, ModelFileError
+from ..errors import GraphError, GraphllmError, ModelFileError, UnusedTensors
 from ..llm import decoder_for
 from ..tokenizer.hard_texts import HARD_TEXTS
 from ..weights.keys import IGNORED
@@ -90,10 +90,10 @@ def weights(case: Case) -> Check:
         needed = _needed(case)
     except GraphError as error:
         raise GraphError(f"the graph cannot be built: {error}") from None
-    except ModelFileError as error:
-        extra = _unused(case)
-        if not extra or not isinstance(case.file, Subject):
+    except UnusedTensors as error:
+        if not isinstance(case.file, Subject):
             raise
+        extra = error.names
         case.file.dropped.update(extra)  # so that the other checks can be made
         try:
             needed = _needed(case)
@@ -113,13 +113,3 @@ def _needed(case: Case) -> int:
     decoder = decoder_for(case.file)
     decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
     return len(set(decoder.used) & set(decoder.weights.names()))
-
-
-def _unused(case: Case) -> list[str]:
-    """Weights that the model does not ask for, as far as it can be built."""
-    decoder = decoder_for(case.file)
-    try:
-        decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
-    except ModelFileError:
-        return sorted(set(decoder.weights.names()) - decoder.used)
-    return []

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from ..errors import ModelFileError
 from ..generation.trace import Tracer
 from .case import Case
 from .inside import inside
@@ -22,6 +25,7 @@ EXACT, HALVES = 1e-9, 1e-4
 def hidden_states(case: Case) -> Check:
     """The check ``layers``."""
     found = regions(case.llm, case.layers, case.record)
+    _check_numbers(case, found)
     limit = EXACT if case.exact else HALVES
     rows = _rows(case, found)
     bad = [region for region, row in zip(found, rows) if not row["alone"] <= limit]
@@ -36,6 +40,15 @@ def hidden_states(case: Case) -> Check:
     names = [region.name for region in bad]
     others += ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return Check("layers", FAILED, parting.summary, (*parting.lines, others, *notes), tuple(rows))
+
+
+def _check_numbers(case: Case, found: list[Region]) -> None:
+    """ModelFileError where the oracle itself computes no numbers, with which all would agree."""
+    for region in found:
+        if not np.isfinite(region.want).all():
+            assert case.oracle is not None
+            text = f"{case.oracle.name} computes NaN or infinity there: the weights are damaged"
+            raise ModelFileError(f"{region.name}: {text}")
 
 
 def _rows(case: Case, found: list[Region]) -> list[dict[str, Any]]:

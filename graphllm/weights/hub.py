@@ -16,11 +16,14 @@ from .strict_json import json_object
 
 REVISION = "main"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What a model is made of; pickles and weights for other programs stay where they are.
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"[\w./-]+\.safetensors")
+# What a model is made of beside its shards; pickles and weights for other programs, of which many
+# repositories hold as much again, stay where they are.
 _WANTED = [
-    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
-    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "*.model", "chat_template.jinja", "additional_chat_templates/*",
+    "config.json", "generation_config.json", _SINGLE, _INDEX, "tokenizer*.json", "*.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "additional_chat_templates/*",
 ]  # fmt: skip
 
 
@@ -54,13 +57,21 @@ def cached(name: str) -> Path | None:
 
 def _has_weights(folder: Path) -> bool:
     """Whether all safetensors are there."""
-    index = folder / "model.safetensors.index.json"
+    single = folder / _SINGLE
+    return single.is_file() or all((folder / shard).is_file() for shard in _shards(folder))
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files that the index names, or the one that there is without an index. ModelFileError."""
+    index = folder / _INDEX
     if not index.is_file():
-        return (folder / "model.safetensors").is_file()
-    shards = json_object(index.read_bytes(), str(index)).get("weight_map")
-    return isinstance(shards, dict) and all(
-        isinstance(shard, str) and (folder / shard).is_file() for shard in shards.values()
-    )
+        return [_SINGLE]
+    homes = json_object(index.read_bytes(), str(index)).get("weight_map")
+    stated = list(homes.values()) if isinstance(homes, dict) else [None]
+    shards = [each for each in stated if isinstance(each, str) and _SHARD.fullmatch(each)]
+    if shards != stated:
+        raise ModelFileError(f"{index}: its weight_map does not name .safetensors files")
+    return sorted(set(shards))
 
 
 def fetched(name: str) -> Path:
@@ -82,7 +93,10 @@ def fetched(name: str) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return Path(snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
+        found = Path(snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
+        if not _has_weights(found):  # the folder is called as the commit that it is of
+            snapshot_download(name, revision=found.name, allow_patterns=_shards(found))
+        return found
     except Exception as error:  # of the network, the disk, or the hub: whatever it raises
         reason = " ".join(str(error).split())[:300]
         raise ModelFileError(f"{where}; it cannot be downloaded: {reason}") from None

@@ -17,8 +17,9 @@ T = TypeVar("T")
 IGNORED = {
     "architectures": "the class that trained it", "model_type": "chose the model file",
     "_name_or_path": "where it came from", "transformers_version": "what wrote it",
-    "auto_map": "code that is not run", "torch_dtype": "the tensors say theirs",
-    "dtype": "the tensors say theirs", "bos_token_id": "the tokenizer's",
+    "auto_map": "code that is not run", "custom_pipelines": "code that is not run",
+    "torch_dtype": "the tensors say theirs", "dtype": "the tensors say theirs",
+    "bos_token_id": "the tokenizer's",
     "eos_token_id": "the tokenizer's", "pad_token_id": "the tokenizer's",
     "sep_token_id": "the tokenizer's", "decoder_start_token_id": "not of a decoder alone",
     "use_cache": "the cache is always used", "initializer_range": "training",
@@ -29,6 +30,7 @@ IGNORED = {
     "pretraining_tp": "how it was trained, not what", "output_attentions": "what is returned",
     "cache_implementation": "how, not what", "_attn_implementation_autoset": "how, not what",
     "tokenizer_class": "the tokenizer's", "is_decoder": "always", "num_labels": "another task",
+    "_num_labels": "another task", "output_past": "what is returned",
     "torchscript": "how, not what", "tie_encoder_decoder": "not of a decoder alone",
     "task_specific_params": "another task", "finetuning_task": "another task",
     "_commit_hash": "where it came from",
@@ -122,7 +124,9 @@ class Keys:
     def positive(self, name: str, default: Any = ...) -> int:
         """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
         value = self(name, int, default)
-        if value is not default and not 1 <= value < 2**31:
+        # A GGUF file may say 0 for none, which is what the default stands for.
+        stated = value is not default or (self.has(name) and not self.gguf)
+        if stated and not 1 <= value < 2**31:
             raise self.error(name, f"= {value} is not in 1..2^31-1")
         return value
 
@@ -238,10 +242,16 @@ def shared_heads(keys: Keys, heads: int, name: str = "num_key_value_heads") -> i
 
 
 def base_config(
-    keys: Keys, eps: str = "rms_norm_eps", act: str = "silu", head_dim: int = 0
+    keys: Keys,
+    eps: str = "rms_norm_eps",
+    act: str = "silu",
+    act_key: str = "hidden_act",
+    head_dim: int = 0,
+    **rope: Any,
 ) -> DecoderConfig:
     """What the families of llama's kin have in common, under llama's names; ``eps``: the key of the
-    norms', ``act``: the activation where no key states it; ``head_dim``: in place of the key."""
+    norms', ``act``: the activation where its key does not state it; ``head_dim``: in place of the
+    key; ``rope``: what else `rope_config` is told."""
     from ..rotary import rope_config
 
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
@@ -249,18 +259,14 @@ def base_config(
     head_dim = head_dim or keys.positive("head_dim", dim // heads)
     kv_heads = shared_heads(keys, heads)
     stated = None if keys.gguf else False  # biases
-    count, activation = keys.layers(), "hidden_act"
-    if keys.has("hidden_activation"):  # which then counts alone
-        activation = "hidden_activation"
-        keys.ignore("hidden_act")
-    rope = rope_config(keys, head_dim)
+    count, turns = keys.layers(), rope_config(keys, head_dim, **rope)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=max(keys.positive("max_position_embeddings"), rope.reach),
-        layers=(Layer(rope),) * count,
+        context=max(keys.positive("max_position_embeddings"), turns.reach),
+        layers=(Layer(turns),) * count,
         attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
-        mlp=Mlp(keys.positive("intermediate_size"), keys.choice(activation, ACTIVATIONS, act)),
+        mlp=Mlp(keys.positive("intermediate_size"), keys.choice(act_key, ACTIVATIONS, act)),
         norm=Norm(keys.eps(eps)),
         tied=keys("tie_word_embeddings", bool, False),
     )
