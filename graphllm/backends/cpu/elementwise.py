@@ -14,7 +14,7 @@ from numba import float32
 from ..site import one_row, paired
 from . import BACKEND
 from .device import Launch, Site, Spot
-from .jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
+from .jit import Kernel, args, as_f32, f32_bits, f32s, helper, inlined, kernel, load_i64
 from .maths import exp32, gelu_erf32, gelu_tanh32, silu32, tanh32
 
 COLUMNS = 2048  # of a piece
@@ -26,32 +26,32 @@ def share(total, thread, threads):
     return total * thread // threads, total * (thread + 1) // threads
 
 
-@helper
+@inlined
 def _scaled(x, factor):
     return x * factor
 
 
-@helper
+@inlined
 def _capped(x, cap):
     return cap * tanh32(x / cap)
 
 
-@helper
+@inlined
 def _sigmoid(x, unused):
     return float32(1) / (float32(1) + exp32(-x))
 
 
-@helper
+@inlined
 def _silu(x, unused):
     return silu32(x)
 
 
-@helper
+@inlined
 def _gelu_tanh(x, unused):
     return gelu_tanh32(x)
 
 
-@helper
+@inlined
 def _gelu_erf(x, unused):
     return gelu_erf32(x)
 
@@ -127,17 +127,17 @@ def gelu(site: Site) -> Launch:
 # ------------------------------------------------------------------------------------ two operands
 
 
-@helper
+@inlined
 def _sum(a, b, *unused):
     return a + b
 
 
-@helper
+@inlined
 def _product(a, b, *unused):
     return a * b
 
 
-@helper
+@inlined
 def _clamped_glu(gate, up, alpha, limit):
     gate, up = limit if gate > limit else gate, limit if up > limit else up
     up = -limit if up < -limit else up

@@ -23,14 +23,17 @@ import secrets
 import struct
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import Linkage
 from numba import float32, float64, int64, njit, types, uint16
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import RequireLiteralValue
 from numba.core.registry import cpu_target
@@ -76,22 +79,44 @@ def distinct(function: Any) -> Any:
     return function
 
 
-_EXACT: dict[str, Any] = {"boundscheck": False, "error_model": "numpy", "forceinline": True}
+_HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Decorator for a function that kernels call. It is compiled into each of them.
+    """Decorator for a function that kernels call. It is compiled into each of them."""
+    return njit(**_HELPER)(distinct(function))
 
-    Always inlined: a call that is left would be linked to whatever function of its name the process
-    has, compiled for another kernel or from another file of the cache, and so perhaps rounded in
-    another order; and a loop with a call in it is not vectorised.
-    """
-    return njit(**_EXACT, fastmath=FASTMATH)(distinct(function))
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
+    return njit(**_HELPER, forceinline=True)(distinct(function))
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
-    return njit(**_EXACT)(distinct(function))
+    return njit(boundscheck=False, error_model="numpy")(distinct(function))
+
+
+class _Whole(JITCodeLibrary):
+    """A kernel's machine code, with the functions that it calls as its own.
+
+    Numba has them found by their names in the process: those that were compiled first, for another
+    kernel or for none, and perhaps so that they round in another order. Code from the disk would
+    find others than the process that compiled it.
+    """
+
+    def _optimize_final_module(self) -> None:
+        super()._optimize_final_module()
+        for function in self._final_module.functions:
+            if function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+
+
+def _pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
+    """Numba's compiler, at work on a library of ours."""
+    library = _Whole(target.codegen(), name)
+    library.enable_object_caching()
+    return Compiler(typing, target, library, *rest)
 
 
 class Kernel:
@@ -132,7 +157,8 @@ class Kernel:
         return self._address
 
     def _compile(self) -> tuple[Any, str]:
-        made: Any = CFunc(self.function, SIGNATURE_PARTS, locals={}, options=OPTIONS)
+        pipeline: Any = partial(_pipeline, self.name)
+        made: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
         made.compile()
         debug(4, made.inspect_llvm)
         self._cache.save(made._library, made.native_name)
@@ -295,13 +321,13 @@ i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
 u32s = _view(types.uint32)
 
 
-@helper
+@inlined
 def bf16_to_f32(bits):
     """The value of a bfloat16 given as uint16."""
     return f32_of_bits(types.int32(types.uint32(bits) << types.uint32(16)))
 
 
-@helper
+@inlined
 def f32_to_bf16(value):
     """Bits of the nearest bfloat16 (ties to even), as uint16; NaN stays NaN."""
     bits = types.uint32(bits_f32(value))

@@ -18,9 +18,9 @@ from .jit import (
     f32_to_bf16,
     f32_to_f16,
     f32s,
-    helper,
     i32s,
     i64s,
+    inlined,
     kernel,
     load_i64,
     set_status,
@@ -33,27 +33,27 @@ from .team import STATUS_ID
 AXES = 4
 
 
-@helper
+@inlined
 def _same(x):
     return x
 
 
-@helper
+@inlined
 def _f16_to_bf16(x):
     return f32_to_bf16(f16_to_f32(x))
 
 
-@helper
+@inlined
 def _bf16_to_f16(x):
     return f32_to_f16(bf16_to_f32(x))
 
 
-@helper
+@inlined
 def _widen_f16(x):
     return f16_to_f32(x)
 
 
-@helper
+@inlined
 def _narrow_f16(x):
     return f32_to_f16(float32(x))
 

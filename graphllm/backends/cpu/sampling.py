@@ -17,7 +17,7 @@ from . import BACKEND
 from .device import Launch, Site
 from .elementwise import share
 from .isa import threads_for
-from .jit import args, f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk
+from .jit import args, f32s, f64s, helper, i32s, i64s, inlined, kernel, load_i64, next_chunk
 from .maths import exp64
 
 BLOCK = 64
@@ -26,7 +26,7 @@ _MINUS_INF = int32(-(2**31) + (1 << 23) - 1)  # the key of -inf
 _SORTED = 4096  # survivors that are worth sorting for top_p
 
 
-@helper
+@inlined
 def sort_key(bits, nan):
     """An int32 that orders as the float32 with these bits; -0 equals 0; NaN becomes ``nan``."""
     size = bits & int32(0x7FFFFFFF)
