@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import pytest
+import vary_keys
 from hf_models import ELSEWHERE, FAMILIES
 from published_configs import PUBLISHED
 
@@ -55,6 +57,16 @@ def test_published_files_mean_what_transformers_takes_them_for(name):
 def test_absent_keys_mean_what_transformers_takes_them_for(name):
     values = {"model_type": name, **SIZES}
     assert read(values) == read(understood(values))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ELSEWHERE])
+def test_no_key_is_silently_read_otherwise(name, tmp_path):
+    """A few of what vary_keys.py tries."""
+    tried = [*vary_keys.varied(FAMILIES[name], 0), *vary_keys.varied(FAMILIES[name], 2)]
+    for i, (what, config) in enumerate(random.Random(name).sample(tried, 4)):
+        (folder := tmp_path / str(i)).mkdir()
+        assert vary_keys.outcome(folder, config) in ("equal", "refused", "ours alone"), what
 
 
 @pytest.mark.parametrize(
