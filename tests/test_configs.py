@@ -124,6 +124,7 @@ def test_facts_of_published_files(name, fact, value):
         ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is no list of 36 flags"),
         ("Stable Code 3B", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not"),
         ("gpt-oss 20B", {"rope_scaling": None}, "rope_scaling is missing"),
+        ("GPT-NeoX 20B", {"rotary_pct": None, "partial_rotary_factor": 1.0}, "without rotary_pct"),
         ("GPT-2", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("BLOOM 560M", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("GPT-2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
