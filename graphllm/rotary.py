@@ -40,7 +40,7 @@ class _Scaling:
         if group:  # the old form is of the layers without a window
             values = {**new.get(group, {}), **(old if group == FULL else {})}
         for before, now in _OLD.items():
-            if before in values:
+            if before in values and not (group and before in old):  # which transformers overlooks
                 values.setdefault(now, values.pop(before))
         self.keys, self.values = keys, values
         self.truncate = True

@@ -34,7 +34,11 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.rename(partial_rotary_factor="rotary_pct", rope_theta="rotary_emb_base")
+    names = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+    for common, own in names.items():  # some files have both, but only their own counts
+        if not keys.gguf and keys.has(common) and not keys.has(own):
+            raise keys.error(common, f"is not read without {own}")
+    keys.rename(**names)
     keys.usual(max_position_embeddings=2048, layer_norm_eps=1e-5)
     c = base_config(keys, "layer_norm_eps", "gelu", partial=0.25)
     bias = keys.bias("attention_bias", True)

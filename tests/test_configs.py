@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from typing import Any
 
 import pytest
+import vary_keys
 from hf_models import ELSEWHERE, FAMILIES
 from published_configs import PUBLISHED
 
@@ -55,6 +57,16 @@ def test_published_files_mean_what_transformers_takes_them_for(name):
 def test_absent_keys_mean_what_transformers_takes_them_for(name):
     values = {"model_type": name, **SIZES}
     assert read(values) == read(understood(values))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ELSEWHERE])
+def test_no_key_is_silently_read_otherwise(name, tmp_path):
+    """A few of what vary_keys.py tries."""
+    tried = [*vary_keys.varied(FAMILIES[name], 0), *vary_keys.varied(FAMILIES[name], 2)]
+    for i, (what, config) in enumerate(random.Random(name).sample(tried, 4)):
+        (folder := tmp_path / str(i)).mkdir()
+        assert vary_keys.outcome(folder, config) in ("equal", "refused", "ours alone"), what
 
 
 @pytest.mark.parametrize(
@@ -112,6 +124,7 @@ def test_facts_of_published_files(name, fact, value):
         ("SmolLM3 3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is no list of 36 flags"),
         ("Stable Code 3B", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor = 2.0 is not"),
         ("gpt-oss 20B", {"rope_scaling": None}, "rope_scaling is missing"),
+        ("GPT-NeoX 20B", {"rotary_pct": None, "partial_rotary_factor": 1.0}, "without rotary_pct"),
         ("GPT-2", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("BLOOM 560M", {"layer_norm_eps": 0.1}, "does not know the key 'layer_norm_eps'"),
         ("GPT-2", {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
