@@ -1,5 +1,4 @@
-"""What all tests share: which extras and programs may be missing, and a cache of their own for
-nothing."""
+"""What all tests share: which extras and programs may be missing, which GPU is seen, one thread."""
 
 from __future__ import annotations
 
@@ -8,6 +7,10 @@ from typing import Any
 
 import browser
 import pytest
+
+# Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
+# threads wait for each other, the more so where others want the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NEEDS = {
     "parity": ("torch", "transformers"),
