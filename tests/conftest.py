@@ -20,7 +20,15 @@ NEEDS = {
     "browser": (),
 }
 
+# Two of several processes begin with these, which mostly wait: for other processes and for threads.
+LONGEST = ("test_cpu_isa.py", "test_cuda_compile.py")
+
 _seen: dict[str, Any] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
