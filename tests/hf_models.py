@@ -75,13 +75,8 @@ def logits_of(model, ids: list[int]) -> np.ndarray:
     """float32 [T, vocab]."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with so little to do they wait for each other
-    try:
-        with torch.no_grad():
-            return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
-    finally:
-        torch.set_num_threads(threads)
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
 
 
 def distance(have: np.ndarray, want: np.ndarray) -> float:
