@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batch import Limits
-from ..errors import GraphError, GraphllmError, ModelFileError, UnusedTensors
+from ..errors import GraphError, GraphllmError, UnusedTensors
 from ..llm import decoder_for
 from ..tokenizer.hard_texts import HARD_TEXTS
 from ..weights.keys import IGNORED
@@ -95,10 +95,7 @@ def weights(case: Case) -> Check:
             raise
         extra = error.names
         case.file.dropped.update(extra)  # so that the other checks can be made
-        try:
-            needed = _needed(case)
-        except ModelFileError:  # there is more to it than what is left over
-            raise error from None
+        needed = _needed(case)
     lines = list(case.oracle.lines) if case.oracle else []
     if extra:
         first = f"{extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
