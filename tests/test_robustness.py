@@ -69,8 +69,8 @@ NAN = float("nan")
         ("attention.head_count_kv", "U32", 2, ConfigError, "3 heads do not share 2 KV heads"),
         ("attention.layer_norm_rms_epsilon", "F32", NAN, ConfigError, "= nan is not in [0, 1)"),
         ("attention.layer_norm_rms_epsilon", "F32", -1.0, ConfigError, "= -1.0 is not in [0, 1)"),
-        ("rope.dimension_count", "U32", 7, ConfigError, "= 7 are no pairs within 8"),
-        ("rope.dimension_count", "U32", 10, ConfigError, "= 10 are no pairs within 8"),
+        ("rope.dimension_count", "U32", 7, ConfigError, "makes 7 of 8 columns rotate"),
+        ("rope.dimension_count", "U32", 10, ConfigError, "makes 10 of 8 columns rotate"),
         ("rope.freq_base", "F32", 0.0, ConfigError, "freq_base = 0.0 is not in"),
         ("rope.scaling.type", "TEXT", "linear", ConfigError, "rope.scaling factor = None is no"),
         ("rope.scaling.type", "TEXT", "spiral", ConfigError, "rope_type 'spiral' is not supported"),
@@ -84,7 +84,7 @@ def test_an_impossible_configuration_is_named(tmp_path, key, kind, value, error,
     path.write_bytes(file.header() + file.data)
     with pytest.raises(GraphllmError) as caught:
         graphllm.load(path, device="reference", context=16)
-    assert type(caught.value) is error and message in str(caught.value)
+    assert isinstance(caught.value, error) and message in str(caught.value)
 
 
 def test_a_vocabulary_of_another_size_is_named(tmp_path):
