@@ -83,7 +83,7 @@ class Layers:
         if recorder:
             for _ in range(ROUNDS):
                 self.executor.run(plan, {"x": x}, env, profile=recorder, fetch=())
-        ((segment, _),) = self.executor._programs[id(plan)].segments
+        ((segment, _),) = self.executor._programs[plan].segments
         gpu = self.executor.devices["cuda"].gpu
         times = gpu.seconds(lambda: segment.run(None), ROUNDS)
         return median(times) / self.count, distinct

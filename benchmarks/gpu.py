@@ -157,7 +157,7 @@ def host() -> Lines:
     plan = executor.compile({"y": y})
     for _ in range(3):
         executor.run(plan, {"x": np.ones((1, WIDTH), np.float32)})
-    ((segment, _),) = executor._programs[id(plan)].segments
+    ((segment, _),) = executor._programs[plan].segments
     gpu = executor.devices["cuda"].gpu
     each = median(gpu.seconds(lambda: segment.run(None), ROUNDS)) / 300
     yield f"GPU, a step: {1e6 * each:.2f} us"
@@ -185,7 +185,7 @@ def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[floa
     used = {name: data for name, data in feeds.items() if name in plan.leaves}
     for _ in range(2):
         executor.run(plan, used, fetch=())
-    ((segment, _),) = executor._programs[id(plan)].segments
+    ((segment, _),) = executor._programs[plan].segments
     gpu = executor.devices["cuda"].gpu
     nbytes = sum(ops.get(step.node.op).price(step.node, env).bytes for step in plan.steps)
     return 1e6 * median(gpu.seconds(lambda: segment.run(None), ROUNDS)), nbytes

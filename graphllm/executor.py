@@ -79,7 +79,7 @@ class Executor:
         self._adopted: Placement | None = None
         self._placements: dict[object, Placement] = {}
         self._plans: dict[object, Plan] = {}
-        self._programs: dict[int, _Program] = {}  # by id of the plan, which they keep
+        self._programs: dict[Plan, _Program] = {}
 
     def device(self, backend: Backend) -> Device:
         """The backend's device, opened at first use."""
@@ -137,7 +137,7 @@ class Executor:
 
         Kept: the same call returns the same plan. PlacementError when an op has no backend.
         """
-        which = tuple((name, id(node)) for name, node in outputs.items())
+        which = tuple(outputs.items())
         key = (which, tuple(sorted((bounds or {}).items())))
         if key not in self._plans:
             if which not in self._placements:
@@ -160,7 +160,7 @@ class Executor:
 
     def drop(self, plan: Plan) -> None:
         """Forget what a plan was bound to; the arenas stay."""
-        self._programs.pop(id(plan), None)
+        self._programs.pop(plan, None)
 
     # ----------------------------------------------------------------------------------- buffers
 
@@ -214,7 +214,7 @@ class Executor:
 
     def bind(self, plan: Plan) -> None:
         """Allocate buffers, pack weights and build the plan's segments, unless that was done."""
-        if id(plan) in self._programs:
+        if plan in self._programs:
             return
         arenas = {memory: self._arena(memory, nbytes) for memory, nbytes in plan.arena.items()}
         total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
@@ -223,7 +223,7 @@ class Executor:
         for index, step in enumerate(plan.steps):
             inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
             self.progress("preparing weights", min(len(self._prepared), total), total)
-            home = plan.memory[id(graph.root(step.node))]
+            home = plan.memory[graph.root(step.node)]
             out = self._operand(plan, step.node, home, arenas)
             spot = plan.scratch.get(index)
             scratch = _workspace(spot, arenas) if spot else None
@@ -238,10 +238,10 @@ class Executor:
         self.spent["kernels_s"] += time.perf_counter() - ready
         outputs = {}
         for name, node in plan.outputs.items():
-            memory = plan.memory[id(graph.root(node))]
+            memory = plan.memory[graph.root(node)]
             operand = self._operand(plan, node, memory, arenas)
             outputs[name] = Output(self._owner(memory), operand)
-        self._programs[id(plan)] = _Program(plan, segments, arenas, outputs)
+        self._programs[plan] = _Program(plan, segments, arenas, outputs)
         debug(1, lambda: memory_lines(self._prepared, self._buffers, self._arenas))
 
     def _input(
@@ -257,7 +257,7 @@ class Executor:
     def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
         own = graph.root(node)
         if not own.is_leaf:
-            return _in_arena(node, plan.places[id(own)], arenas)
+            return _in_arena(node, plan.places[own], arenas)
         leaf = self._leaf(own.name, memory)
         return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
 
@@ -303,7 +303,7 @@ class Executor:
         the time of every step is recorded in it. GraphError names a feed that does not fit.
         """
         self.bind(plan)
-        program = self._programs[id(plan)]
+        program = self._programs[plan]
         values = self._feed(plan, feeds or {}, dict(env or {}))
         if self.poison:
             for arena in program.arenas.values():
@@ -338,7 +338,7 @@ class Executor:
         each beside the Vars, for the costs of its steps.
         """
         self.bind(plan)
-        program = self._programs[id(plan)]
+        program = self._programs[plan]
         values = self._feed(plan, feeds, dict(env))
         output = program.outputs[name]
         if self.poison:

@@ -108,10 +108,10 @@ class Pieces:
         nodes = [n for n in graph.toposort(outputs.values()) if not n.is_leaf and not n.is_view]
         numbered = [n for n in nodes if piece_of(n)]
         layers = tuple(dict.fromkeys(map(piece_of, numbered)))
-        needed = {id(n) for n in graph.toposort(numbered)}
+        needed = set(graph.toposort(numbered))
         others = [n for n in nodes if not piece_of(n)]
-        before = {scope for n in others if id(n) in needed for scope in n.scopes}
-        after = {scope for n in others if id(n) not in needed for scope in n.scopes}
+        before = {scope for n in others if n in needed for scope in n.scopes}
+        after = {scope for n in others if n not in needed for scope in n.scopes}
         return cls(layers, frozenset(before - after))
 
     def rank(self, node: Tensor) -> int:

@@ -32,8 +32,8 @@ class Steps(Protocol):
     def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
         """Whether the kernel of ``user`` can read operand ``index`` as ``meta`` lies in memory."""
 
-    def follow(self, moved: Mapping[int, Tensor]) -> None:
-        """Old nodes, by id, are now these; one that is not there is gone."""
+    def follow(self, moved: Mapping[Tensor, Tensor]) -> None:
+        """Replace each old node by its new one; an old node that has none is gone."""
 
 
 def rules() -> dict[str, OpDef]:
@@ -73,27 +73,27 @@ class _Pass:
     def __init__(self, outputs: dict[str, Tensor], steps: Steps) -> None:
         self.outputs, self.steps = outputs, steps
         self.order = toposort(outputs.values())
-        self.place = {id(n): i for i, n in enumerate(self.order)}
+        self.place = {n: i for i, n in enumerate(self.order)}
         self.known = Interner(self.order)
-        self.kept = {id(n) for n in outputs.values()}
-        self.owner: dict[int, _Match] = {}  # of parts, by id
-        self._users: dict[int, list[Tensor]] = {}
+        self.kept = set(outputs.values())
+        self.owner: dict[Tensor, _Match] = {}  # by part
+        self._users: dict[Tensor, list[Tensor]] = {}
         for node in self.order:
             for source in node.sources:
-                self._users.setdefault(id(source), []).append(node)
+                self._users.setdefault(source, []).append(node)
 
     def users(self, node: Tensor) -> list[Tensor]:
-        return self._users.get(id(node), [])
+        return self._users.get(node, [])
 
     def run(self, op: OpDef) -> dict[str, Tensor]:
         """The outputs with ``op`` in place of its parts."""
         assert op.fusion is not None
         for node in self.order:
-            if node.op == op.fusion.anchor and id(node) not in self.owner:
+            if node.op == op.fusion.anchor and node not in self.owner:
                 proposal = op.fusion.propose(node, self.users)
                 match = proposal and self._match(op, *proposal)
                 if match:
-                    self.owner |= {id(part): match for part in match.parts}
+                    self.owner |= dict.fromkeys(match.parts, match)
         return self._replaced() if self.owner else self.outputs
 
     # -- finding
@@ -105,10 +105,10 @@ class _Pass:
         if found is None:
             return None
         parts, ends = found
-        own, inner = {id(p) for p in parts}, {id(p) for p in parts} - {id(e) for e in ends}
+        own, inner = set(parts), set(parts) - set(ends)
         if own & self.owner.keys() or inner & self.kept:
             return None
-        if any(id(u) not in own for p in parts if id(p) in inner for u in self.users(p)):
+        if any(u not in own for p in parts if p in inner for u in self.users(p)):
             return None
         if self._depends(src, own):
             return None
@@ -130,42 +130,42 @@ class _Pass:
         except GraphError:  # these operands do not even fit together
             return None
         made = built if isinstance(built, tuple) else (built,)
-        found = {id(s): s for s in src if s is not None}
+        found = {s: s for s in src if s is not None}
         given = set(found)
         for node in toposort(made, given):
-            known = self.known.find(node, [s and found[id(s)] for s in node.src])
+            known = self.known.find(node, [s and found[s] for s in node.src])
             if known is None:
                 return None
-            found[id(node)] = known
-        parts = {id(n): n for i, n in found.items() if i not in given}
-        return list(parts.values()), [found[id(r)] for r in made]
+            found[node] = known
+        parts = dict.fromkeys(n for old, n in found.items() if old not in given)
+        return list(parts), [found[r] for r in made]
 
-    def _depends(self, src: Sequence[Tensor | None], own: set[int]) -> bool:
+    def _depends(self, src: Sequence[Tensor | None], own: set[Tensor]) -> bool:
         """Whether an operand needs one of the nodes ``own``: fused, they would need each other."""
-        first = min(self.place[i] for i in own)
+        first = min(self.place[part] for part in own)
         stack, seen = [s for s in src if s is not None], set()
         while stack:
             node = stack.pop()
-            if id(node) in own:
+            if node in own:
                 return True
-            if id(node) not in seen and self._last(node) > first:
-                seen.add(id(node))
+            if node not in seen and self._last(node) > first:
+                seen.add(node)
                 stack.extend(self._sources(node))
         return False
 
     def _last(self, node: Tensor) -> int:
         """The place of a node in the order, or of the last one that it will be fused with."""
-        match = self.owner.get(id(node))
-        return max(self.place[id(p)] for p in match.parts) if match else self.place[id(node)]
+        match = self.owner.get(node)
+        return max(self.place[p] for p in match.parts) if match else self.place[node]
 
     def _sources(self, node: Tensor) -> tuple[Tensor, ...]:
-        match = self.owner.get(id(node))
+        match = self.owner.get(node)
         return match.node.sources if match else node.sources
 
-    def _readable(self, old: Tensor, new: Tensor, own: set[int]) -> bool:
+    def _readable(self, old: Tensor, new: Tensor, own: set[Tensor]) -> bool:
         """Whether all who read ``old`` can read ``new``, whose rows may lie further apart."""
         for user in self.users(old):
-            if id(user) in own:
+            if user in own:
                 continue
             if user.is_view and user.src[0] is old:
                 moved = _rebased(user, old, (new, *user.src[1:]))
@@ -179,18 +179,18 @@ class _Pass:
 
     # -- replacing
     def _replaced(self) -> dict[str, Tensor]:
-        new: dict[int, Tensor] = {}
-        joined: dict[int, Tensor] = {}  # fused nodes, by id of what they were matched as
+        new: dict[Tensor, Tensor] = {}
+        joined: dict[Tensor, Tensor] = {}  # fused nodes, by the node of their match
         for node in toposort(self.outputs.values(), (), self._sources):
-            match = self.owner.get(id(node))
+            match = self.owner.get(node)
             if match is None:
-                new[id(node)] = moved_over(node, tuple(s and new[id(s)] for s in node.src))
-            elif id(match.node) not in joined:
-                fused = substitute(match.node, tuple(s and new[id(s)] for s in match.node.src))
-                joined[id(match.node)] = fused
-                new |= {id(e): r for e, r in zip(match.ends, results(fused))}
-        self.steps.follow({i: n for i, n in new.items() if i not in self.owner} | joined)
-        return {name: new[id(node)] for name, node in self.outputs.items()}
+                new[node] = moved_over(node, tuple(s and new[s] for s in node.src))
+            elif match.node not in joined:
+                fused = substitute(match.node, tuple(s and new[s] for s in match.node.src))
+                joined[match.node] = fused
+                new |= dict(zip(match.ends, results(fused)))
+        self.steps.follow({old: n for old, n in new.items() if old not in self.owner} | joined)
+        return {name: new[node] for name, node in self.outputs.items()}
 
 
 def moved_over(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:

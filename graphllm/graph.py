@@ -13,25 +13,25 @@ from .tensor import LEAVES, STATE, Tensor, Var, substitute
 
 def toposort(
     outputs: Iterable[Tensor],
-    stop: Collection[int] = (),
+    stop: Collection[Tensor] = (),
     sources: Callable[[Tensor], Sequence[Tensor]] = attrgetter("sources"),
 ) -> list[Tensor]:
     """Every node that ``outputs`` need, sources before users, in a deterministic order.
 
-    ``stop``: ids of nodes that are left out, with what only they need. ``sources``: what a node
+    ``stop``: nodes that are left out, with what only they need. ``sources``: what a node
     needs, if not its own sources.
     """
     order: list[Tensor] = []
-    seen: set[int] = set(stop)
+    seen = set(stop)
     stack = [(node, False) for node in reversed(list(outputs))]
     while stack:
         node, expanded = stack.pop()
         if expanded:
             order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
+        elif node not in seen:
+            seen.add(node)
             stack.append((node, True))
-            stack.extend((s, False) for s in reversed(sources(node)) if id(s) not in seen)
+            stack.extend((s, False) for s in reversed(sources(node)) if s not in seen)
     return order
 
 
@@ -42,11 +42,11 @@ def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list
     comes before the others at its distance.
     """
     order = toposort(outputs)
-    depth: dict[int, int] = {}
+    depth: dict[Tensor, int] = {}
     for node in order:
-        below = max((depth[id(s)] for s in node.sources), default=0)
-        depth[id(node)] = below if node.is_leaf or node.is_view else below + 1
-    return sorted(order, key=lambda node: (depth[id(node)], not first(node)))
+        below = max((depth[s] for s in node.sources), default=0)
+        depth[node] = below if node.is_leaf or node.is_view else below + 1
+    return sorted(order, key=lambda node: (depth[node], not first(node)))
 
 
 class Interner:
@@ -69,21 +69,21 @@ class Interner:
 
 
 def _identity(node: Tensor, src: Sequence[Tensor | None]) -> tuple:
-    return node.op, tuple(id(s) for s in src), tuple(sorted(node.attrs.items()))
+    return node.op, tuple(src), tuple(sorted(node.attrs.items()))
 
 
 def rewrite(
     outputs: Mapping[str, Tensor], rule: Callable[[Tensor], Tensor]
-) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
     """``outputs`` with ``rule`` applied to every node once, sources first.
 
-    Also returns where each old node went, by id.
+    Also returns the new node of each old one.
     """
-    new: dict[int, Tensor] = {}
+    new: dict[Tensor, Tensor] = {}
     for node in toposort(outputs.values()):
-        src = tuple(None if s is None else new[id(s)] for s in node.src)
-        new[id(node)] = rule(substitute(node, src))
-    return {name: new[id(node)] for name, node in outputs.items()}, new
+        src = tuple(None if s is None else new[s] for s in node.src)
+        new[node] = rule(substitute(node, src))
+    return {name: new[node] for name, node in outputs.items()}, new
 
 
 def merge(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def merge(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def narrow(
     outputs: Mapping[str, Tensor], bounds: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
     """The graph with tighter ranges for its Vars."""
 
     def rule(node: Tensor) -> Tensor:
@@ -147,10 +147,10 @@ def _verify_shape(node: Tensor) -> None:
 
 def _verify_state(order: Sequence[Tensor]) -> None:
     """A version of a state is written once, and whoever reads it runs before the write."""
-    users: dict[int, list[Tensor]] = {}
+    users: dict[Tensor, list[Tensor]] = {}
     for node in order:
         for source in node.sources:
-            users.setdefault(id(source), []).append(node)
+            users.setdefault(source, []).append(node)
     for node in order:
         if node.is_leaf or node.is_view:
             continue
@@ -159,18 +159,18 @@ def _verify_state(order: Sequence[Tensor]) -> None:
             if target is None or target.is_view or root(target).op != STATE:
                 raise GraphError(f"{node.scope}: {node.op} writes something that is not a state")
             others = [u for u in _readers(target, users) if u is not node]
-            ancestors = {id(n) for n in toposort([node])} if others else set()
+            ancestors = set(toposort([node])) if others else set()
             for other in others:
-                if id(other) not in ancestors:
+                if other not in ancestors:
                     raise GraphError(
                         f"{other.scope}: {other.op} reads {root(target).name!r}, which "
                         f"{node.op} overwrites; it must read the written value or come before"
                     )
 
 
-def _readers(target: Tensor, users: Mapping[int, list[Tensor]]) -> list[Tensor]:
+def _readers(target: Tensor, users: Mapping[Tensor, list[Tensor]]) -> list[Tensor]:
     found = []
-    for user in users.get(id(target), []):
+    for user in users.get(target, []):
         found.extend(_readers(user, users) if user.is_view else [user])
     return found
 
@@ -181,13 +181,13 @@ def _readers(target: Tensor, users: Mapping[int, list[Tensor]]) -> list[Tensor]:
 def dump(outputs: Mapping[str, Tensor]) -> str:
     """The graph as text, a line a node."""
     order = toposort(outputs.values())
-    label = {id(n): f"%{i}" for i, n in enumerate(order)}
+    label = {n: f"%{i}" for i, n in enumerate(order)}
     lines = []
     for node in order:
-        src = ", ".join("-" if s is None else label[id(s)] for s in node.src)
+        src = ", ".join("-" if s is None else label[s] for s in node.src)
         attrs = "".join(f" {k}={v}" for k, v in node.attrs.items())
-        lines.append(f"{label[id(node)]} = {node.op}({src}){attrs} : {node.meta}  # {node.scope}")
-    lines += [f"{name} -> {label[id(node)]}" for name, node in outputs.items()]
+        lines.append(f"{label[node]} = {node.op}({src}){attrs} : {node.meta}  # {node.scope}")
+    lines += [f"{name} -> {label[node]}" for name, node in outputs.items()]
     return "\n".join(lines)
 
 
@@ -199,13 +199,11 @@ def show(stage: str, outputs: Mapping[str, Tensor]) -> None:
 def dot(outputs: Mapping[str, Tensor]) -> str:
     """The graph in Graphviz' language."""
     order = toposort(outputs.values())
-    label = {id(n): f"n{i}" for i, n in enumerate(order)}
+    label = {n: f"n{i}" for i, n in enumerate(order)}
     lines = ["digraph graphllm {", "  node [shape=box, fontname=monospace];"]
     for node in order:
         text = f"{node.name if node.is_leaf else node.op}\\n{node.meta}\\n{node.scope}"
-        lines.append(f'  {label[id(node)]} [label="{text}"];')
-        lines += [f"  {label[id(s)]} -> {label[id(node)]};" for s in node.sources]
-    lines += [
-        f'  "{name}" [shape=oval]; {label[id(n)]} -> "{name}";' for name, n in outputs.items()
-    ]
+        lines.append(f'  {label[node]} [label="{text}"];')
+        lines += [f"  {label[s]} -> {label[node]};" for s in node.sources]
+    lines += [f'  "{name}" [shape=oval]; {label[n]} -> "{name}";' for name, n in outputs.items()]
     return "\n".join([*lines, "}"])

@@ -82,8 +82,8 @@ class Placement:
     """A graph with a backend for every node."""
 
     outputs: dict[str, Tensor]
-    merged: Mapping[int, Tensor]  # what the nodes that were placed have become, by id
-    choices: dict[int, Choice]  # by id of the node
+    merged: Mapping[Tensor, Tensor]  # what the nodes that were placed have become
+    choices: dict[Tensor, Choice]
     backends: Sequence[Backend]
     options: Options
     memory_of: Callable[[Backend], str]  # buffers of backends with one memory need no copies
@@ -98,22 +98,22 @@ class Placement:
     def tapped(self, taps: Sequence[Tap]) -> Placement:
         """Of values within the graph that was placed, whose nodes ``taps`` name; each site keeps
         its backend. GraphError where a value cannot be replaced, and as `graph.verify`."""
-        mine: dict[int, list[Tap]] = {}
+        mine: dict[Tensor, list[Tap]] = {}
         for tap in taps:
-            mine.setdefault(id(tap.node), []).append(tap)
-        intern, new = graph.Interner(), dict[int, Tensor]()
-        choices, outputs = dict[int, Choice](), dict[str, Tensor]()
+            mine.setdefault(tap.node, []).append(tap)
+        intern, new = graph.Interner(), dict[Tensor, Tensor]()
+        choices, outputs = dict[Tensor, Choice](), dict[str, Tensor]()
         for node in graph.toposort(tap.node for tap in taps):
-            value = intern(moved_over(node, tuple(s and new[id(s)] for s in node.src)))
-            placed = id(self.merged[id(node)])
+            value = intern(moved_over(node, tuple(s and new[s] for s in node.src)))
+            placed = self.merged[node]
             if placed in self.choices:
-                choices[id(value)] = self.choices[placed]
-            for tap in mine.get(id(node), ()):
+                choices[value] = self.choices[placed]
+            for tap in mine.get(node, ()):
                 if tap.call is not None:
                     value = _replaced(value, tap)
-                    choices[id(value)] = Choice(self.backends[-1])  # wanted there: it misses none
+                    choices[value] = Choice(self.backends[-1])  # wanted there: it misses none
                 outputs[tap.name] = value
-            new[id(node)] = value
+            new[node] = value
         graph.verify(outputs)
         return replace(self, outputs=outputs, choices=choices)
 
@@ -164,10 +164,10 @@ def place(
     graph.show("as it was built", outputs)
     graph.show("equal nodes merged", merged)
     nodes = [n for n in graph.toposort(merged.values()) if not n.is_leaf and not n.is_view]
-    choices = {id(node): choose(node, backends, options, pins) for node in nodes}
+    choices = {node: choose(node, backends, options, pins) for node in nodes}
     for name, users in _users_of_written(nodes).items():
         _keep_together(name, users, choices, backends, options, memory_of, pins)
-    written = _written(nodes, lambda node: memory_of(choices[id(node)].backend))
+    written = _written(nodes, lambda node: memory_of(choices[node].backend))
     return Placement(merged, moved, choices, backends, options, memory_of, written)
 
 
@@ -204,7 +204,7 @@ def _users_of_written(nodes: Sequence[Tensor]) -> dict[str, list[Tensor]]:
             name = linked[name]
         return name
 
-    reads = {id(node): _written_states_read_by(node) for node in nodes}
+    reads = {node: _written_states_read_by(node) for node in nodes}
     for names in reads.values():
         for name in names[1:]:
             if group(name) != group(names[0]):
@@ -212,7 +212,7 @@ def _users_of_written(nodes: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     wanted = {group(name) for names in reads.values() for name in names}
     found: dict[str, list[Tensor]] = {}
     for node in nodes:
-        own = {group(name) for name in (*_states_written_by(node), *reads[id(node)])}
+        own = {group(name) for name in (*_states_written_by(node), *reads[node])}
         for name in sorted(own & wanted):
             found.setdefault(name, []).append(node)
     return found
@@ -226,7 +226,7 @@ def _written_states_read_by(node: Tensor) -> list[str]:
 def _keep_together(
     name: str,
     users: Sequence[Tensor],
-    choices: dict[int, Choice],
+    choices: dict[Tensor, Choice],
     backends: Sequence[Backend],
     options: Options,
     memory_of: Callable[[Backend], str],
@@ -234,7 +234,7 @@ def _keep_together(
 ) -> None:
     """Give all users of a state the first memory in which all of them can run, if there is one: a
     state that grows with the context must not be copied in every step."""
-    if len({memory_of(choices[id(user)].backend) for user in users}) == 1:
+    if len({memory_of(choices[user].backend) for user in users}) == 1:
         return
     for memory in dict.fromkeys(map(memory_of, backends)):
         own = [backend for backend in backends if memory_of(backend) == memory]
@@ -242,13 +242,11 @@ def _keep_together(
             moved = [choose(user, own, options, pins) for user in users]
         except PlacementError:
             continue
-        at_home = (u for u in users if memory_of(choices[id(u)].backend) == memory)
+        at_home = (u for u in users if memory_of(choices[u].backend) == memory)
         there = next(at_home, users[0])
         reason = f"{name!r} stays in one memory with {there.op} of {there.scope}"
         for user, choice in zip(users, moved):
-            old = choices[id(user)]
+            old = choices[user]
             if memory_of(old.backend) != memory:
-                choices[id(user)] = Choice(
-                    choice.backend, (*old.misses, (old.backend.name, reason))
-                )
+                choices[user] = Choice(choice.backend, (*old.misses, (old.backend.name, reason)))
         return

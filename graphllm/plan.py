@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from . import fusion, graph, memory
 from .backends import Backend, Kernel, Options
@@ -46,8 +47,8 @@ class _Lowering:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         self.intern = graph.Interner()
-        self.steps: dict[int, Step] = {}
-        self.memory: dict[int, str] = {}  # of a root, by id; what is not written, by its first use
+        self.steps: dict[Tensor, Step] = {}
+        self.memory: dict[Tensor, str] = {}  # of a root; what is not written, by its first use
 
     def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
         """The lowered form of ``node``, whose sources are lowered already."""
@@ -65,14 +66,14 @@ class _Lowering:
 
     def _add(self, node: Tensor, kernel: Kernel, choice: Choice) -> None:
         memory = self._wanted_in(node, choice.backend)
-        self.steps[id(node)] = Step(node, kernel, choice, memory)
+        self.steps[node] = Step(node, kernel, choice, memory)
         target = node.attrs["memory"] if _transfers(node) else memory
-        self.memory.setdefault(id(graph.root(node)), target)
+        self.memory.setdefault(graph.root(node), target)
 
     # -- what fusion asks
     def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
         """See `fusion.Steps`."""
-        steps = [self.steps[id(part)] for part in parts]
+        steps = [self.steps[part] for part in parts]
         backend = steps[0].backend
         if any(step.backend is not backend for step in steps):
             return False
@@ -86,16 +87,16 @@ class _Lowering:
 
     def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
         """See `fusion.Steps`."""
-        return _reads(self.steps[id(user)].kernel, user, index, meta)
+        return _reads(self.steps[user].kernel, user, index, meta)
 
-    def follow(self, moved: Mapping[int, Tensor]) -> None:
+    def follow(self, moved: Mapping[Tensor, Tensor]) -> None:
         """See `fusion.Steps`."""
         self.steps = {
-            id(moved[old]): replace(step, node=moved[old])
+            moved[old]: replace(step, node=moved[old])
             for old, step in self.steps.items()
             if old in moved
         }
-        self.memory = {id(moved[old]): m for old, m in self.memory.items() if old in moved}
+        self.memory = {moved[old]: m for old, m in self.memory.items() if old in moved}
 
     # -- pieces
     def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
@@ -126,7 +127,7 @@ class _Lowering:
         here, own = self._wanted_in(user, choice.backend), graph.root(source)
         if own.op not in (WEIGHT, INPUT):
             home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
-            there = self.memory.setdefault(id(own), home)
+            there = self.memory.setdefault(own, home)
             if there != here:
                 source = self._transfer(source, there, here, user)
         if not _reads(kernel, user, i, source.meta):
@@ -185,16 +186,16 @@ class Copies:
         return f"copies from {self.source} to {self.target}: {what}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """A flat list of steps with places for all intermediates. `Executor.run` runs it."""
 
     outputs: dict[str, Tensor]
     steps: list[Step]
-    places: dict[int, Place]  # of intermediates, by id of the node that owns the buffer
+    places: dict[Tensor, Place]  # of intermediates, by the node that owns the buffer
     scratch: dict[int, Place]  # of workspaces, by index of the step
     arena: dict[str, int]  # bytes of each memory's arena
-    memory: dict[int, str]  # the memory of every buffer's root, by id
+    memory: dict[Tensor, str]  # the memory of every buffer, by its root
     guard: int = 0
 
     @cached_property
@@ -234,15 +235,15 @@ class Plan:
     def copies(self) -> list[Copies]:
         """What goes from one memory to another in a run."""
         found: dict[tuple[str, str], Copies] = {}
-        made: dict[int, Copies] = {}  # by id of the copying node
+        made: dict[Tensor, Copies] = {}  # by copying node
         for step in self.steps:
             node = step.node
             for source in node.sources:
-                if id(source.base) in made:
-                    made[id(source.base)].users[node.op] += 1
+                if source.base in made:
+                    made[source.base].users[node.op] += 1
             if _transfers(node):
-                way = step.memory, self.memory[id(node)]
-                copies = made[id(node)] = found.setdefault(way, Copies(*way))
+                way = step.memory, self.memory[node]
+                copies = made[node] = found.setdefault(way, Copies(*way))
                 copies.count += 1
                 copies.nbytes += node.meta.bound().nbytes
         return list(found.values())
@@ -268,21 +269,21 @@ def compile_plan(
     outputs, moved = graph.narrow(placement.outputs, bounds or {})
     graph.show("within its bounds", outputs)
     choices = {
-        id(moved[id(node)]): placement.choices[id(node)]
+        moved[node]: placement.choices[node]
         for node in graph.toposort(placement.outputs.values())
-        if id(node) in placement.choices
+        if node in placement.choices
     }
     lowering = _Lowering(placement)
-    lowered: dict[int, Tensor] = {}
+    lowered: dict[Tensor, Tensor] = {}
     for node in graph.toposort(outputs.values()):
-        src = tuple(None if s is None else lowered[id(s)] for s in node.src)
-        lowered[id(node)] = lowering.lower(graph.substitute(node, src), choices.get(id(node)))
-    outputs = {name: lowered[id(node)] for name, node in outputs.items()}
+        src = tuple(None if s is None else lowered[s] for s in node.src)
+        lowered[node] = lowering.lower(graph.substitute(node, src), choices.get(node))
+    outputs = {name: lowered[node] for name, node in outputs.items()}
     graph.show("lowered to what kernels ask for", outputs)
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
     # Transfers stand together, so that a device can run what lies between them as one piece.
     order = graph.by_depth(outputs.values(), _transfers)
-    steps = [lowering.steps[id(n)] for n in order if id(n) in lowering.steps]
+    steps = [lowering.steps[n] for n in order if n in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
     _lay_out(plan, placement.options)
     return plan
@@ -301,20 +302,20 @@ def watched(plan: Plan, values: Mapping[str, Tensor], options: Options) -> Plan:
 
 def _lay_out(plan: Plan, options: Options) -> None:
     """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    first: dict[Tensor, int] = {}
+    last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
-        first.setdefault(id(graph.root(step.node)), index)
+        first.setdefault(graph.root(step.node), index)
         for node in (step.node, *step.node.sources):
-            last[id(graph.root(node))] = index
+            last[graph.root(node)] = index
     for node in plan.outputs.values():
         own = graph.root(node)
-        last[id(own)] = len(plan.steps)
-        plan.memory.setdefault(id(own), HOST)  # a leaf that is an output and nothing else
-    wanted: dict[str, list[tuple[dict[int, Place], int, memory.Interval]]] = {}
+        last[own] = len(plan.steps)
+        plan.memory.setdefault(own, HOST)  # a leaf that is an output and nothing else
+    wanted: dict[str, list[tuple[dict[Any, Place], Any, memory.Interval]]] = {}
     for index, step in enumerate(plan.steps):
-        key = id(step.node)
-        where = plan.memory[id(graph.root(step.node))]
+        key = step.node
+        where = plan.memory[graph.root(step.node)]
         if graph.root(step.node) is step.node:
             size = step.node.meta.bound().nbytes
             interval = memory.Interval(first[key], last[key], size)

@@ -137,6 +137,9 @@ class Tensor:
 
     ``scopes`` are the weight paths of the sites that asked for it: one, or several once equal nodes
     were merged. ``origin`` is the model file and line.
+
+    A node equals itself alone, so tables are keyed by nodes, never by their ids: a key holds its
+    node, and the id of a node that is gone may be another one's.
     """
 
     __slots__ = ("attrs", "meta", "op", "origin", "scopes", "src")

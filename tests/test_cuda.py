@@ -231,5 +231,5 @@ def test_a_token_is_one_replay(arch, tmp_path):
     greedy(llm)
     plan = llm.engine.decode_plan()
     assert {s.backend.name for s in plan.steps} == {"cuda"}
-    ((segment, _),) = llm.engine.executor._programs[id(plan)].segments
+    ((segment, _),) = llm.engine.executor._programs[plan].segments
     assert segment.pieces == 1 and segment.replays

@@ -226,5 +226,5 @@ def test_a_plan_of_sixteen_tokens_is_one_graph():
     plan = executor.compile({n: ops.linear(x, weight(n, (512, 256), "f16")) for n in "ab"})
     for _ in range(3):
         executor.run(plan, {"x": rows(rng, 16, 256)})
-    ((segment, _),) = executor._programs[id(plan)].segments
+    ((segment, _),) = executor._programs[plan].segments
     assert segment.pieces == 1 and segment.replays

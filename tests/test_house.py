@@ -46,9 +46,9 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def docstrings(tree: ast.AST) -> set[int]:
-    """Ids of the nodes that are texts standing alone."""
-    return {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+def docstrings(tree: ast.AST) -> set[ast.AST]:
+    """The nodes that are texts standing alone."""
+    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr)}
 
 
 def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
@@ -57,7 +57,7 @@ def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in skipped:
+            if node not in skipped:
                 yield node.value, line, True
         elif isinstance(node, ast.Name):
             yield node.id, line, False
@@ -107,7 +107,7 @@ def code_lines(path: Path) -> int:
     texts = {
         line
         for node in ast.walk(tree)
-        if id(node) in alone and isinstance(node, ast.Constant)
+        if node in alone and isinstance(node, ast.Constant)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     lines: set[int] = set()
@@ -121,6 +121,19 @@ def code_lines(path: Path) -> int:
 def test_the_core_is_small():
     assert len(CORE) >= 7
     assert sum(map(code_lines, CORE)) <= CORE_LINES
+
+
+# Files that may call `id`, each with the reason. An id names an object only while something holds
+# the object; afterwards it may name another one. Nodes, rows and plans are keys themselves.
+IDS: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_no_table_is_keyed_by_the_id_of_an_object(path):
+    used = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Name) and n.id == "id"]
+    lines = [n.lineno for n in used if isinstance(n.ctx, ast.Load)]
+    assert not lines or shown(path) in IDS, lines
+    assert lines or shown(path) not in IDS  # the reason is out of date
 
 
 MODELS = sorted((ROOT / "models").glob("[a-z]*.py"))

@@ -160,7 +160,7 @@ def test_clocks_that_differ_leave_something(llm):
 def test_a_program_without_times_has_no_place_for_them(path):
     llm = graphllm.load(path, device="cpu", context=128)
     plan = llm.engine.decode_plan()
-    ((segment, _),) = llm.executor._programs[id(plan)].segments
+    ((segment, _),) = llm.executor._programs[plan].segments
     from graphllm.backends.cpu.walk import TIMES
 
     assert segment._words[TIMES] == 0

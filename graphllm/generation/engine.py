@@ -37,8 +37,8 @@ class Engine:
         self.executor, self.limits = executor, limits
         with noted() as values:
             self.outputs = decoder.build(limits)
-        used = {id(node) for node in toposort(self.outputs.values())}
-        self.values = {scope: node for scope, node in values.items() if id(node) in used}
+        used = set(toposort(self.outputs.values()))
+        self.values = {scope: node for scope, node in values.items() if node in used}
         executor.adopt(self.outputs)
         self.asked: int | str = AUTO  # of `fit`
         self.fitted: Fit | None = None  # its answer

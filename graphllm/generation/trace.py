@@ -128,7 +128,7 @@ class Tracer:
 
 def _row_bytes(taps: Iterable[Tap]) -> int:
     """Bytes of all values, for one token."""
-    metas = {id(tap.node): tap.node.meta for tap in taps}.values()
+    metas = [node.meta for node in dict.fromkeys(tap.node for tap in taps)]
     return sum(meta.at({v.name: 1}).nbytes for meta in metas if isinstance(v := meta.rows, Var))
 
 

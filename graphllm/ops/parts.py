@@ -49,8 +49,8 @@ def _parts(name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, An
     )
     built = fusion.build(*leaves, **dict(attrs))
     results: tuple[Tensor, ...] = built if isinstance(built, tuple) else (built,)
-    places = {id(leaf): i for i, leaf in enumerate(leaves) if leaf is not None}
-    states = tuple(places.get(id(graph.root(r))) for r in results)
+    places = {leaf: i for i, leaf in enumerate(leaves) if leaf is not None}
+    states = tuple(places.get(graph.root(r)) for r in results)
     offsets, at = [], 0
     for result, state in zip(results, states):
         offsets.append(at)
@@ -118,15 +118,15 @@ def fused(
 
 def _joint_cost(own: Parts, env: Env) -> Cost:
     """The parts' costs, without the bytes that stay inside or that several parts read."""
-    ids = {id(n) for n in own.nodes}
-    ends = {id(graph.root(r)) for r in own.results}
+    nodes = set(own.nodes)
+    ends = set(map(graph.root, own.results))
     total, seen = Cost(0, 0), set()
     for part in own.nodes:
         total += get(part.op).price(part, env)
-        inside = 0 if id(part) in ends or get(part.op).writes else part.meta.at(env).nbytes
+        inside = 0 if part in ends or get(part.op).writes else part.meta.at(env).nbytes
         for source in part.sources:
-            if id(source.base) in ids or id(source.base) in seen:
+            if source.base in nodes or source.base in seen:
                 inside += source.meta.at(env).nbytes
-            seen.add(id(source.base))
+            seen.add(source.base)
         total += Cost(0, -inside)
     return total

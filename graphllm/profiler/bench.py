@@ -195,8 +195,8 @@ def step_flops(plan: Plan, start: int, count: int) -> float:
 
 def own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
     """Bytes that its op must move, less those of intermediates."""
-    between = {id(each): each for each in (*node.sources, node) if not root(each).is_leaf}
-    passing = sum(each.meta.at(env).nbytes for each in between.values())
+    between = {each for each in (*node.sources, node) if not root(each).is_leaf}
+    passing = sum(each.meta.at(env).nbytes for each in between)
     return max(0.0, get(node.op).price(node, env).bytes - passing)
 
 

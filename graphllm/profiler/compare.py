@@ -31,7 +31,7 @@ WALL = "wall time"
 Files = str | Path | Sequence[str | Path]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompareRow:
     """One kind of steps, or the wall time. Times: nanoseconds a token, means over files.
 

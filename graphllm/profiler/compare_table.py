@@ -34,8 +34,8 @@ def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
     if phase.shared is not None:
         yield from _shared(phase.shared, bool(phase.hidden))
     others = [row for row in steps if not row.changed]
-    hidden = {id(row) for row in others[top:]} if top else set()
-    shown = [wall, *(row for row in steps if id(row) not in hidden)]
+    hidden = set(others[top:]) if top else set()
+    shown = [wall, *(row for row in steps if row not in hidden)]
     width = max(14, *(len(row.label) for row in shown))
     yield f"{'ms a token':<{width}} {'A':>9} {'B':>9} {'change':>8} {'95 % interval':>17}  verdict"
     for row in shown:

@@ -290,9 +290,9 @@ def _two_files(llm: LLM, other: LLM, tokens: Sequence[int]) -> Iterator[DiffRow]
     mine, theirs = _sites(llm), _sites(other)
     pairs = [(node, theirs[site]) for site, node in mine.items() if site in theirs]
     plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, ranges)
-    steps = {id(step.node): step for step in plan.steps}
+    steps = {step.node: step for step in plan.steps}
     nodes = [plan.outputs[_name(i)] for i in range(len(pairs))]
-    found = [Item(i, steps[id(node)], (node,)) for i, node in enumerate(nodes)]
+    found = [Item(i, steps[node], (node,)) for i, node in enumerate(nodes)]
     for group in grouped(found, run.env):
         both = [
             run_chain(side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges)

@@ -56,10 +56,10 @@ class Phase:
         return plans_of(self.runs)
 
     @cached_property
-    def limits(self) -> dict[int, tuple[float, str]]:
-        """By id of the row: nanoseconds at the ceiling that binds it, and which that is."""
+    def limits(self) -> dict[Row, tuple[float, str]]:
+        """Nanoseconds at the ceiling that binds each row, and which ceiling that is."""
         known = ((row, self.roofs.get(row.backend)) for row in self.rows)
-        return {id(row): roof.limit(row) for row, roof in known if roof is not None}
+        return {row: roof.limit(row) for row, roof in known if roof is not None}
 
     @cached_property
     def closing(self) -> Closing:
@@ -100,7 +100,7 @@ class Phase:
         }
 
     def _row(self, row: Row) -> dict[str, Any]:
-        limit, bound = self.limits.get(id(row), (None, ""))
+        limit, bound = self.limits.get(row, (None, ""))
         own = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "integer"}
         return {**own, "limit": limit if bound else None, "bound": bound}
 

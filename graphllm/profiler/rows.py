@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Pieces = Sequence[tuple[Segment, Sequence["Step"]]]  # of a plan, in order
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One step of a plan, over all its runs.
 
@@ -102,25 +103,24 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
-        self._logs: dict[int, tuple[Segment, Log]] = {}  # by id of the segment
-        self._counts: dict[int, int] = {}  # timed runs of each log, by its id
+        self._logs: dict[Segment, Log] = {}
+        self._counts: Counter[Segment] = Counter()  # timed runs
 
     def run(self, plan: Plan, pieces: Pieces, env: Mapping[str, int]) -> None:
         """Run ``pieces`` of ``plan``, timed, with these values of the Vars."""
         places, called = [], time.perf_counter_ns()
         for segment, _ in pieces:
-            log = self._logs.setdefault(id(segment), (segment, Log()))[1]
-            at = self._counts.setdefault(id(log), 0)
+            log = self._logs.setdefault(segment, Log())
             segment.run(log)
-            self._counts[id(log)] = at + 1
-            places.append((log, at))
+            places.append((log, self._counts[segment]))
+            self._counts[segment] += 1
         now = time.perf_counter_ns()
         self._pending.append(_Pending(plan, dict(env), called, now, tuple(places)))
 
     @property
     def runs(self) -> list[Run]:
         """All of them, once they are over."""
-        for _, log in self._logs.values():
+        for log in self._logs.values():
             log.settle()
         return [
             Run(
@@ -138,7 +138,7 @@ class Recorder:
 
 def plans_of(runs: Iterable[Run]) -> list[Plan]:
     """The plans that were run, each once, in order."""
-    return list({id(run.plan): run.plan for run in runs}.values())
+    return list(dict.fromkeys(run.plan for run in runs))
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
@@ -227,13 +227,13 @@ KEYS = {
 
 
 def totals(
-    rows: Iterable[Row], by: str = "op", limits: Mapping[int, float] | None = None
+    rows: Iterable[Row], by: str = "op", limits: Mapping[Row, float] | None = None
 ) -> dict[str, Total]:
     """Rows summed by op, scope, layer, backend or format, the longest first.
 
-    ``limits``: nanoseconds at its ceiling, by id of the row.
+    ``limits``: nanoseconds at the ceiling of each row.
     """
     sums: dict[str, Total] = {}
     for row in rows:
-        sums.setdefault(KEYS[by](row), Total()).add(row, (limits or {}).get(id(row), 0.0))
+        sums.setdefault(KEYS[by](row), Total()).add(row, (limits or {}).get(row, 0.0))
     return dict(sorted(sums.items(), key=lambda item: -item[1].ns))

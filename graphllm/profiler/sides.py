@@ -162,16 +162,16 @@ def in_parts(all_items: Sequence[Item]) -> dict[str, Tensor]:
 class _Parts:
     def __init__(self, all_items: Sequence[Item]) -> None:
         self.items = all_items
-        self.new: dict[int, Tensor] = {}
-        self.made: dict[int, tuple[Tensor, ...]] = {}  # of fused nodes, by id
-        self.old: dict[int, tuple[Tensor, ...]] = {}  # the same results in the old graph
+        self.new: dict[Tensor, Tensor] = {}
+        self.made: dict[Tensor, tuple[Tensor, ...]] = {}  # by fused node
+        self.old: dict[Tensor, tuple[Tensor, ...]] = {}  # the same results in the old graph
 
     def results(self) -> dict[str, Tensor]:
         for item in self.items:
             if get(item.step.node.op).fusion:
-                self.old[id(item.step.node)] = item.results
+                self.old[item.step.node] = item.results
         for node in toposort(item.step.node for item in self.items):
-            self.new[id(node)] = self._moved(node)
+            self.new[node] = self._moved(node)
         return {
             name: node
             for item in self.items
@@ -179,10 +179,10 @@ class _Parts:
         }
 
     def _of(self, node: Tensor) -> tuple[Tensor, ...]:
-        return self.made.get(id(node), (self.new[id(node)],))
+        return self.made.get(node, (self.new[node],))
 
     def _moved(self, node: Tensor) -> Tensor:
-        src = tuple(s and self.new[id(s)] for s in node.src)
+        src = tuple(s and self.new[s] for s in node.src)
         if node.is_leaf:
             return node
         if node.is_view:
@@ -195,15 +195,15 @@ class _Parts:
             return source if source.meta.contiguous else role(LAYOUT)(source)
         if not op.fusion:
             return fusion.moved_over(node, src)
-        made = self.made[id(node)] = _rebuilt(node, src)
-        return next((m for m, r in zip(made, self.old[id(node)]) if r is node), made[0])
+        made = self.made[node] = _rebuilt(node, src)
+        return next((m for m, r in zip(made, self.old[node]) if r is node), made[0])
 
     def _result(self, view: Tensor) -> Tensor | None:
         """What the view is, if it is one of several results of a fused node."""
         owner = view.sources[-1]
-        if id(owner) not in self.made:
+        if owner not in self.made:
             return None
-        for old, made in zip(self.old[id(owner)], self.made[id(owner)]):
+        for old, made in zip(self.old[owner], self.made[owner]):
             if old.is_view and old.sources[0] is view.sources[0] and old.attrs == view.attrs:
                 return made
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import graph
 from ..plan import Place, Plan
+from ..tensor import Tensor
 
 
 def arenas(plan: Plan) -> list[dict[str, Any]]:
@@ -24,13 +25,13 @@ def arenas(plan: Plan) -> list[dict[str, Any]]:
 
 def _buffers(plan: Plan) -> Iterator[tuple[str, Place, int, int]]:
     """Name, place, first and last step of each intermediate and workspace."""
-    last: dict[int, int] = {}
+    last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
-        last.update((id(graph.root(node)), index) for node in (step.node, *step.node.sources))
-    last.update((id(graph.root(node)), len(plan.steps) - 1) for node in plan.outputs.values())
+        last.update(dict.fromkeys(map(graph.root, (step.node, *step.node.sources)), index))
+    last.update(dict.fromkeys(map(graph.root, plan.outputs.values()), len(plan.steps) - 1))
     for index, step in enumerate(plan.steps):
         name = f"{step.node.op} {step.node.scope}".strip()
-        if id(step.node) in plan.places:
-            yield name, plan.places[id(step.node)], index, last[id(step.node)]
+        if step.node in plan.places:
+            yield name, plan.places[step.node], index, last[step.node]
         if index in plan.scratch:
             yield f"{name} (workspace)", plan.scratch[index], index, index

@@ -96,11 +96,11 @@ class TransformersOracle:
             if sum(weight.numel() for weight in self.model.parameters()) < _SMALL:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(1)  # they would wait for each other, long on a busy machine
-            spied: dict[str, dict[int, str]] = {}
+            spied: dict[str, dict[Any, str]] = {}
             for path, module in self.model.named_modules():
                 if path and wanted(path):
                     self._watch(stack, record, path, module)
-                    spied.setdefault(type(module).__module__, {})[id(module)] = path
+                    spied.setdefault(type(module).__module__, {})[module] = path
             for name, paths in spied.items():
                 home = sys.modules.get(name)
                 if hasattr(home, _EAGER):
@@ -126,14 +126,14 @@ class TransformersOracle:
         stack.callback(handle.remove)
 
 
-def _spy(record: Record, paths: Mapping[int, str], eager: Callable[..., Any]) -> Callable[..., Any]:
+def _spy(record: Record, paths: Mapping[Any, str], eager: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that also notes what it reads and gives."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         out = eager(module, query, key, value, *args, **options)
-        if id(module) in paths:
+        if module in paths:
             q, k, v, result = map(_array, (query, key, value, out[0]))
-            record.attended[paths[id(module)]] = Attended(q, k, v, result, options)
+            record.attended[paths[module]] = Attended(q, k, v, result, options)
         return out
 
     return attention

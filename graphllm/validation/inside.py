@@ -48,16 +48,16 @@ class Parting:
 class _Values:
     """Values of one region by node, and which of them are right."""
 
-    got: dict[int, np.ndarray]
-    right: set[int] = field(default_factory=set)
-    behind: set[int] = field(default_factory=set)  # something right was computed from them
+    got: dict[Tensor, np.ndarray]
+    right: set[Tensor] = field(default_factory=set)
+    behind: set[Tensor] = field(default_factory=set)  # something right was computed from them
 
     def wrong(self, spot: Spot, limit: float) -> bool:
         """Whether it differs from what the oracle has there, and that matters."""
-        return id(spot.node) not in self.behind and not self.agrees(spot.node, spot.want, limit)
+        return spot.node not in self.behind and not self.agrees(spot.node, spot.want, limit)
 
     def agrees(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
-        found = nearest(self.got[id(node)], wanted)
+        found = nearest(self.got[node], wanted)
         return found is not None and found.nmse <= limit
 
 
@@ -76,14 +76,14 @@ def inside(case: Case, region: Region, limit: float) -> Parting:
     spots = [*_modules(case, nodes, record), *_attentions(region.nodes, record)]
     spots.append(Spot(region.result, f"the result of {region.name}", region.name, [region.want]))
     values = _traced(case, region, [*nodes, *(spot.node for spot in spots)])
-    spots = [s for s in spots if nearest(values.got[id(s.node)], s.want) is not None]
+    spots = [s for s in spots if nearest(values.got[s.node], s.want) is not None]
     _judge(values, nodes, spots, record, limit)
-    order = {id(node): i for i, node in enumerate(region.nodes)}
-    wrong = [s for s in spots if id(s.node) in order and values.wrong(s, limit)]
+    order = {node: i for i, node in enumerate(region.nodes)}
+    wrong = [s for s in spots if s.node in order and values.wrong(s, limit)]
     if not wrong:
         text = f"{region.name} differs, though nothing in it does when its ops are not fused"
         return Parting(text, ("graphllm diff --fused tells which fused op it is",))
-    first = min(wrong, key=lambda spot: order[id(spot.node)])
+    first = min(wrong, key=lambda spot: order[spot.node])
     return _told(region, first, _between(first.node, order, values), values, record, case)
 
 
@@ -91,13 +91,13 @@ def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
     """The values of ``nodes``, from the oracle's value before the region."""
     from .regions import regions
 
-    named = {f"value {i}": node for i, node in enumerate({id(n): n for n in nodes}.values())}
+    named = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
     swaps = {}
     for cut in regions(case.llm, case.layers, case.record):
         if cut.name == region.before:
             named["before"], swaps["before"] = cut.result, Swap(cut.want)
     got = Tracer(case.llm.engine, named).trace(case.ids, "value *", swaps)
-    return _Values({id(named[name]): value for name, value in got.items()})
+    return _Values({named[name]: value for name, value in got.items()})
 
 
 # ------------------------------------------------------------------------- what the oracle has, too
@@ -150,16 +150,16 @@ def _judge(
     arrays = [*record.returned.values(), *record.read.values()]
     for known in record.attended.values():
         arrays += [known.query, known.key, known.value, known.result]
-    expected: dict[int, list[np.ndarray]] = {}
+    expected: dict[Tensor, list[np.ndarray]] = {}
     for spot in spots:
-        expected.setdefault(id(spot.node), []).extend(spot.want)
-    for node in {id(n): n for n in [*nodes, *(s.node for s in spots)]}.values():
-        if values.agrees(node, expected.get(id(node), arrays), limit):
-            values.right.add(id(node))
+        expected.setdefault(spot.node, []).extend(spot.want)
+    for node in dict.fromkeys([*nodes, *(s.node for s in spots)]):
+        if values.agrees(node, expected.get(node, arrays), limit):
+            values.right.add(node)
     for known in record.attended.values():
         _judge_scores(values, spots, known, limit)
-    right = [n for n in [*nodes, *(spot.node for spot in spots)] if id(n) in values.right]
-    values.behind.update(id(s) for node in toposort(right) for s in node.sources)
+    right = [n for n in [*nodes, *(spot.node for spot in spots)] if n in values.right]
+    values.behind.update(s for node in toposort(right) for s in node.sources)
 
 
 def _judge_scores(values: _Values, spots: Sequence[Spot], known: Attended, limit: float) -> None:
@@ -170,15 +170,15 @@ def _judge_scores(values: _Values, spots: Sequence[Spot], known: Attended, limit
     )
     if query is None or key is None:
         return
-    ours = [values.got[id(node)].astype(np.float64) for node in (query, key)]
+    ours = [values.got[node].astype(np.float64) for node in (query, key)]
     theirs = [known.query.swapaxes(0, 1), known.key.swapaxes(0, 1)]
     if [a.shape for a in ours] != [a.shape for a in theirs]:
         return
     found = nearest(_scores(*ours), [_scores(*theirs)])
     if found is not None and found.nmse <= limit:
         for node in (query, key):
-            values.right.add(id(node))
-            values.behind.add(id(node))  # they need not be the oracle's
+            values.right.add(node)
+            values.behind.add(node)  # they need not be the oracle's
 
 
 def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -187,19 +187,19 @@ def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.einsum("thd,shd->ths", query, heads)
 
 
-def _between(wrong: Tensor, order: dict[int, int], values: _Values) -> list[Tensor]:
+def _between(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[Tensor]:
     """The nodes between right values and a wrong one, in the order of a run, itself included."""
-    found, seen, stack = [], set[int](), [wrong]
+    found, seen, stack = [], set[Tensor](), [wrong]
     while stack:
         node = stack.pop()
-        fine = id(node) in values.right or id(node) in values.behind
-        if id(node) in seen or fine or id(node) not in order:
+        fine = node in values.right or node in values.behind
+        if node in seen or fine or node not in order:
             continue
-        seen.add(id(node))
+        seen.add(node)
         stack.extend(node.sources)
         if comparable(node) and not node.is_view:
             found.append(node)
-    return sorted(found, key=lambda node: order[id(node)])
+    return sorted(found, key=lambda node: order[node])
 
 
 # ---------------------------------------------------------------------------------------- in words
@@ -213,7 +213,7 @@ def _told(
         ops = [f"{len(ops)} ops, from {ops[0]} to {ops[-1]}"]
     by = f": made by {', '.join(ops)}" if ops else ""
     missing = "" if ops else ": the ops that make it are right, something is not done after them"
-    found = nearest(values.got[id(spot.node)], spot.want)
+    found = nearest(values.got[spot.node], spot.want)
     assert found is not None
     at = ",".join(map(str, found.worst))
     worst = f"worst at [{at}]: {found.got:.6g}, not {found.want:.6g}"

@@ -41,12 +41,12 @@ def regions(llm: LLM, layers: Sequence[str], record: Record) -> list[Region]:
         if path in llm.engine.values and path in record.returned:
             cuts.append((path, llm.engine.values[path], record.returned[path]))
     cuts.append((LOGITS, outputs["logits"], record.logits))
-    found, seen, before = [], set[int](), ""
+    found, seen, before = [], set[Tensor](), ""
     for name, node, want in cuts:
         needed = toposort([node])
-        own = tuple(n for n in needed if id(n) not in seen)
+        own = tuple(n for n in needed if n not in seen)
         found.append(Region(name, before, node, want, own))
-        seen.update(map(id, needed))
+        seen.update(needed)
         before = name
     return found
 

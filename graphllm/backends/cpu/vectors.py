@@ -84,7 +84,7 @@ class Vectors:
         """Any vector or number at an address of any alignment."""
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
-        place = id(address), offset
+        place = address, offset
         if self._streaming and isinstance(kind, ir.VectorType) and place not in self._asked:
             self._asked.add(place)
             self.prefetch_stream(address, offset)
