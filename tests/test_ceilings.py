@@ -17,6 +17,7 @@ from graphllm.backends.cuda import ceiling as cuda_ceiling
 from graphllm.backends.measured import Measured
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
+from graphllm.cache import CacheFile
 from graphllm.errors import RequestError
 from graphllm.profiler import ceilings, rates
 from graphllm.profiler.ceilings import Ceiling
@@ -31,7 +32,7 @@ def nobody(what, done, total):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache directory of its own, and a small buffer to go over."""
-    monkeypatch.setattr(ceilings, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(ceilings, "_FILE", CacheFile("ceilings.json", root=tmp_path / "cache"))
     monkeypatch.setattr(ceilings, "room", lambda: SMALL)
     monkeypatch.setattr(rates, "WIDTH", 256)
     monkeypatch.setattr(rates, "SECONDS", 0.0)

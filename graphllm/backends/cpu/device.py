@@ -181,8 +181,10 @@ class CpuDevice:
         pending = {k: None for k in _kernels(launches) if not k.compiled}
         total = len(pending)
         for done, each in enumerate(pending):
-            self.progress("loading kernels" if each.cached else "compiling kernels", done, total)
-            _ = each.address
+            loaded = each.load()
+            self.progress("loading kernels" if loaded else "compiling kernels", done, total)
+            if not loaded:
+                each.compile()
         if total:
             self.progress("compiling kernels", total, total)
         keep = (list(steps), sites, header)

@@ -3,28 +3,27 @@
 Numba's own cache returns stale code after an edit in a file that a kernel calls into, and never
 hits for a closure over an intrinsic. Here the folder's name is a hash of everything that code can
 depend on (all sources of this directory, the compiler's version, the target), so that within a
-folder a kernel is known by its name alone.
+folder a kernel is known by its name alone; of a kernel from elsewhere the name holds its own code
+(`identity.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import re
 import sys
-import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...paths import cache_dir
+from llvmlite.binding.object_file import ObjectFileRef
+
+from ...cache import CacheFile
 from .isa import target
 
 _SOURCES = Path(__file__).resolve().parent
-_FORMAT = b"graphllm kernel 1\n"
 
 
 def fingerprint(sources: Path = _SOURCES) -> str:
@@ -36,74 +35,64 @@ def fingerprint(sources: Path = _SOURCES) -> str:
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(sources.rglob("*.py")):
         digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:24]
-
-
-def foreign(function: Callable[..., Any]) -> str:
-    """A hash of the source file of a kernel from elsewhere, which the folder does not know of."""
-    path = Path(function.__code__.co_filename)
-    if path.resolve().is_relative_to(_SOURCES) or not path.is_file():
-        return ""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return digest.hexdigest()
 
 
 @cache
-def folder() -> Path:
-    """Where this version's kernels are kept. It may not exist."""
-    return cache_dir() / "kernels" / fingerprint()
-
-
-@cache
-def _warn(reason: str) -> None:
-    print(f"graphllm: kernels are not cached: {reason}", file=sys.stderr)
+def _version() -> str:
+    return fingerprint()
 
 
 class DiskCache:
-    """The file of one compiled kernel: machine code under a checksum, and no pickle.
+    """The file of one compiled kernel: machine code, and no pickle.
 
-    After a line that names the format come the SHA-256 of the rest, a line of JSON (the library's
-    name, the entry's symbol, bytes of machine code), the machine code, and the bitcode that says
-    which symbols it defines.
+    The file is kept by `graphllm.cache` under the whole name of the kernel and the fingerprint. It
+    holds a line of JSON (the library's name, the entry's symbol, bytes of machine code), the
+    machine code, and the bitcode that says which symbols it defines.
     """
 
     def __init__(self, name: str) -> None:
-        label = re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_")[:80]
-        self._file = f"{label}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.bin"
+        self._name = name
 
     @property
-    def path(self) -> Path:
-        return folder() / self._file
+    def _file(self) -> CacheFile:
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "_", self._name).strip("_")[:80]
+        digest = hashlib.sha256(self._name.encode()).hexdigest()[:16]
+        return CacheFile("kernels", _version()[:24], f"{label}-{digest}.bin")
 
-    def load(self, codegen: Any) -> tuple[Any, str] | None:
-        """(library, symbol of its entry), None where there is no sound file."""
+    @property
+    def _key(self) -> bytes:
+        return f"{_version()}\0{self._name}".encode()
+
+    def load(self, codegen: Any) -> tuple[Any, int] | None:
+        """(library, address of its entry), None if the file is missing or cannot be used."""
+        body = self._file.load(self._key)
+        if body is None:
+            return None
         try:
-            data = self.path.read_bytes()
-        except OSError:  # not there; whether it can be written is seen when it is
+            return _loaded(codegen, body)
+        except Exception as error:  # Numba and LLVM raise errors of any kind
+            self._file.reject(f"it cannot be loaded: {error}")
             return None
-        start = len(_FORMAT) + 32
-        body = data[start:]
-        if data[:start] != _FORMAT + hashlib.sha256(body).digest():
-            _warn(f"{self.path} is damaged, and is made again")
-            return None
-        line, code = body.split(b"\n", 1)
-        name, symbol, size = json.loads(line)
-        stored = (name, "object", (code[:size], code[size:]))
-        return codegen.unserialize_library(stored), symbol
 
     def save(self, library: Any, symbol: str) -> None:
-        """Keep a compiled library whose entry is ``symbol``; a line of warning where that fails."""
+        """Keep a compiled library whose entry is ``symbol``."""
         if library.has_dynamic_globals:  # holds addresses of this process
             return
         name, _, (code, bitcode) = library.serialize_using_object_code()
         line = json.dumps([name, symbol, len(code)]).encode() + b"\n"
-        body, temporary = line + code + bitcode, ""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(_FORMAT + hashlib.sha256(body).digest() + body)
-            os.replace(temporary, self.path)
-        except OSError as error:
-            _warn(f"{self.path.parent}: {error.strerror}")
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
+        self._file.save(self._key, line + code + bitcode)
+
+
+def _loaded(codegen: Any, body: bytes) -> tuple[Any, int]:
+    """What `DiskCache.save` wrote, ready to be called. Any exception for something else."""
+    line, code = body.split(b"\n", 1)
+    name, symbol, size = json.loads(line)
+    if not (isinstance(name, str) and isinstance(symbol, str) and 0 < size < len(code)):
+        raise ValueError(f"its first line is {line[:80]!r}")
+    ObjectFileRef.from_data(code[:size]).close()  # LLVM ends the process if it cannot read it
+    library = codegen.unserialize_library((name, "object", (code[:size], code[size:])))
+    address = library.get_pointer_to_function(symbol)
+    if not address:
+        raise ValueError(f"it does not define {symbol}")
+    return library, int(address)

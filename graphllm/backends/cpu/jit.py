@@ -40,7 +40,8 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from ...debug import debug, debug_level
-from .diskcache import DiskCache, foreign
+from .diskcache import DiskCache
+from .kernel_key import code_key
 
 # ----------------------------------------------------------------------------------- control block
 
@@ -127,8 +128,8 @@ class Kernel:
         self.seconds = 0.0  # spent compiling or loading
         self._library: Any = None  # owns the machine code
         self._address = 0
-        parts = (self.name, _closure(function) if key is None else key, foreign(function))
-        self._cache = DiskCache(repr(parts))
+        own = _closure(function) if key is None else key
+        self._cache = DiskCache(repr((self.name, own, code_key(function, closure=False))))
         self.function = distinct(function)
 
     @property
@@ -136,25 +137,37 @@ class Kernel:
         """Whether it is in memory already."""
         return self._address != 0
 
-    @property
-    def cached(self) -> bool:
-        """Whether the disk cache has it."""
-        return self._cache.path.exists()
+    def load(self) -> bool:
+        """Load the machine code from the disk cache. Return whether it is in memory now."""
+        start = time.perf_counter()
+        with global_compiler_lock:
+            # Machine code has no source to show: with level 4 it is compiled anew.
+            if self._address == 0 and debug_level() < 4:
+                found = self._cache.load(_codegen())
+                if found is not None:
+                    self._library, self._address = found
+                    self._done("loaded", start)
+        return self._address != 0
+
+    def compile(self) -> None:
+        """Compile, unless the machine code is in memory, and keep the result in the disk cache."""
+        start = time.perf_counter()
+        with global_compiler_lock:
+            if self._address == 0:
+                self._library, symbol = self._compile()
+                self._address = int(self._library.get_pointer_to_function(symbol))
+                self._done("compiled", start)
 
     @property
     def address(self) -> int:
-        """Where the machine code begins; compiles at the first call."""
-        if self._address == 0:
-            start = time.perf_counter()
-            with global_compiler_lock:
-                # Machine code has no source to show: with level 4 it is compiled anew.
-                found = None if debug_level() >= 4 else self._cache.load(_codegen())
-                self._library, symbol = found or self._compile()
-                self._address = int(self._library.get_pointer_to_function(symbol))
-            self.seconds = time.perf_counter() - start
-            how = "loaded" if found else "compiled"
-            debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
+        """Where the machine code begins; loads or compiles it at the first call."""
+        if self._address == 0 and not self.load():
+            self.compile()
         return self._address
+
+    def _done(self, how: str, start: float) -> None:
+        self.seconds = time.perf_counter() - start
+        debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
 
     def _compile(self) -> tuple[Any, str]:
         pipeline: Any = partial(_pipeline, self.name)

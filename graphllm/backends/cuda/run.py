@@ -15,11 +15,12 @@ from cupy.cuda import Device, Event, Stream, get_elapsed_time, runtime
 from cupy.cuda.function import Module as Loaded
 from cupy_backends.cuda.api import driver
 
+from ...debug import debug
 from ...errors import GraphllmError
 from .. import Header, Log
 from .device import Arg, Call, Launch, Work
 from .memory import OUT_OF_MEMORY, Buffer, no_room, room
-from .source import Function, Module, image, kept, module, stamped, target
+from .source import Function, Module, fresh_image, image, kept, module, stamped, target
 from .stamps import STAMPS, ends_and_starts
 
 _SUPPORT = module("support")
@@ -140,7 +141,13 @@ class Gpu:
         if made not in self._modules:
             code, loaded = image(made, self.arch), Loaded()
             with room(f"the kernels of {made}", len(code)):
-                loaded.load(code)
+                try:
+                    loaded.load(code)
+                except driver.CUDADriverError as error:
+                    if error.status == OUT_OF_MEMORY:
+                        raise
+                    debug(1, f"{made}: the driver refuses the code of the cache: {error}")
+                    loaded.load(fresh_image(made, self.arch))
             self._modules[made] = loaded
         return self._modules[made]
 

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ...cache import CacheFile
 from ...debug import debug
 from ...errors import GraphllmError
-from ...paths import cache_dir
 
 _FOLDER = Path(__file__).parent
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
-_DIGEST = 32  # bytes before the machine code in a kept file: sha256 of it
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,16 @@ def compile_module(made: Module, arch: str) -> Image:
 
 def image(made: Module, arch: str) -> bytes:
     """The module's code for ``arch``: from the disk, or compiled and kept there."""
-    path = _place(made, arch)
-    code = _read(path)
-    if code is None:
-        debug(1, f"compiling {made} for {arch}")
-        code = compile_module(made, arch).code
-        _write(path, code)
+    file, key = _place(made, arch)
+    return file.load(key) or fresh_image(made, arch)
+
+
+def fresh_image(made: Module, arch: str) -> bytes:
+    """The module's code for ``arch``, compiled now, in place of what the disk may hold."""
+    debug(1, f"compiling {made} for {arch}")
+    code = compile_module(made, arch).code
+    file, key = _place(made, arch)
+    file.save(key, code)
     return code
 
 
@@ -143,34 +145,15 @@ def compile_all(modules: Sequence[Module], arch: str) -> Iterator[bytes]:
 
 
 def kept(made: Module, arch: str) -> bool:
-    """Whether `image` will find the module's code on the disk."""
-    return _place(made, arch).exists()
+    """Whether the disk has the module's code."""
+    return _place(made, arch)[0].size() is not None
 
 
-def _place(made: Module, arch: str) -> Path:
-    """The file for the module's code, named by all that it depends on."""
-    key = "\0".join([made.text, *_headers().values(), arch, *_OPTIONS, _compiler()])
-    return cache_dir() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    code = data[_DIGEST:]
-    return code if hashlib.sha256(code).digest() == data[:_DIGEST] else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep ``code``; whoever reads at the same time sees all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError as error:  # a full or read-only disk costs time, nothing else
-        debug(1, f"kernels are not kept: {error}")
+def _place(made: Module, arch: str) -> tuple[CacheFile, bytes]:
+    """The file for the module's code, and its key: all that the code depends on."""
+    parts = [made.text, *_headers().values(), arch, *_OPTIONS, _compiler()]
+    key = "\0".join(parts).encode()
+    return CacheFile("cuda", f"{hashlib.sha256(b'2' + key).hexdigest()[:32]}.bin"), key
 
 
 def resources(log: str) -> Mapping[str, tuple[int, int]]:
