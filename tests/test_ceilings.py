@@ -15,9 +15,9 @@ from graphllm.backends.cpu.ceiling import KINDS, counts
 from graphllm.backends.cpu.isa import usable_cores
 from graphllm.backends.cuda import ceiling as cuda_ceiling
 from graphllm.backends.measured import Measured
+from graphllm.cache import CacheFile
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
-from graphllm.cache import CacheFile
 from graphllm.errors import RequestError
 from graphllm.profiler import ceilings, rates
 from graphllm.profiler.ceilings import Ceiling
