@@ -90,7 +90,10 @@ def _loaded(codegen: Any, body: bytes) -> tuple[Any, int]:
     name, symbol, size = json.loads(line)
     if not (isinstance(name, str) and isinstance(symbol, str) and 0 < size < len(code)):
         raise ValueError(f"its first line is {line[:80]!r}")
-    ObjectFileRef.from_data(code[:size]).close()  # LLVM ends the process if it cannot read it
+    # LLVM ends the process if this is no ELF file that it can read.
+    if not code.startswith(b"\x7fELF"):
+        raise ValueError("its code is no ELF file")
+    ObjectFileRef.from_data(code[:size]).close()
     library = codegen.unserialize_library((name, "object", (code[:size], code[size:])))
     address = library.get_pointer_to_function(symbol)
     if not address:
