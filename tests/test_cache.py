@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from graphllm import cache
-from graphllm.backends.cpu import elementwise
+from graphllm.backends.cpu.elementwise import _SCALE, _SIGMOID, _SILU
 from graphllm.backends.cpu.jit import HIDDEN, Kernel, _codegen
 from graphllm.cache import CacheFile
 from graphllm.errors import ModelFileError
@@ -227,7 +227,7 @@ def test_a_demo_file_that_others_could_have_written(tmp_path, monkeypatch, capsy
 # ------------------------------------------------------------------------------------- the campaign
 
 KERNELS: dict[str, Kernel] = {
-    "silu": elementwise._SILU, "sigmoid": elementwise._SIGMOID, "scale": elementwise._SCALE,
+    "silu": _SILU, "sigmoid": _SIGMOID, "scale": _SCALE,
 }  # fmt: skip
 
 

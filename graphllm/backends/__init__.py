@@ -261,7 +261,8 @@ class Backend:
         layout: Mapping[str, str] | None = None,
         **rules: Any,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the decorated builder as a kernel for ``op``; the first to fit is chosen.
+        """Register the decorated builder as a kernel for ``op``, in place of one of the same name;
+        the first to fit is chosen.
 
         ``dtypes`` maps an operand's name to a dtype name or several; see `Kernel` for the rest.
         """
@@ -271,7 +272,8 @@ class Backend:
             kernel = Kernel(
                 self.name, op, name or build.__name__, build, allowed, layout or {}, **rules
             )
-            self.kernels.setdefault(op, []).append(kernel)
+            others = [k for k in self.kernels.get(op, ()) if k.name != kernel.name]
+            self.kernels[op] = [*others, kernel]
             return build
 
         return register

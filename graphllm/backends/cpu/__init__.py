@@ -30,7 +30,11 @@ def _open(options: Options) -> Device:
     return CpuDevice(options)
 
 
-BACKEND = Backend("cpu", _probe, _open)
+BACKEND: Backend = Backend("cpu", _probe, _open)
 
 for _module in pkgutil.iter_modules(__path__):  # they register their kernels
     importlib.import_module(f"{__name__}.{_module.name}")
+
+from .elementwise import elementwise  # noqa: E402  (the function, in place of its module)
+
+__all__ = ["BACKEND", "elementwise"]

@@ -35,11 +35,12 @@ from numba.core.ccallback import CFunc
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.errors import RequireLiteralValue
+from numba.core.errors import NumbaError, RequireLiteralValue
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from ...debug import debug, debug_level
+from ...errors import GraphllmError
 from .diskcache import DiskCache
 from .kernel_key import code_key
 
@@ -172,7 +173,10 @@ class Kernel:
     def _compile(self) -> tuple[Any, str]:
         pipeline: Any = partial(_pipeline, self.name)
         made: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
-        made.compile()
+        try:
+            made.compile()
+        except NumbaError as error:
+            raise GraphllmError(f"{self.name}: {' '.join(str(error).split())[:400]}") from error
         debug(4, made.inspect_llvm)
         self._cache.save(made._library, made.native_name)
         return made._library, made.native_name
@@ -242,6 +246,22 @@ def args(typingctx, p, n):
         return context.make_tuple(builder, sig.return_type, words)
 
     return types.UniTuple(int64, count)(int64, n), generate
+
+
+@intrinsic(prefer_literal=True)
+def f32_args(typingctx, p, first, n):
+    """``n`` words of the argument block from ``first`` on (literals), a tuple of float32: the low
+    32 bits of each."""
+    if not all(isinstance(each, types.IntegerLiteral) for each in (first, n)):
+        raise RequireLiteralValue("f32_args(p, first, n) needs literals")
+    start, count = first.literal_value, n.literal_value
+
+    def generate(context, builder, sig, values):
+        words = [builder.load(_word(builder, values[0], start + i)) for i in range(count)]
+        floats = [_low_f32(builder, word) for word in words]
+        return context.make_tuple(builder, sig.return_type, floats)
+
+    return types.UniTuple(float32, count)(int64, first, n), generate
 
 
 @intrinsic

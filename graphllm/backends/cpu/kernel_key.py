@@ -19,6 +19,8 @@ import numpy as np
 from numba.core.dispatcher import Dispatcher
 from numba.core.types import Type
 
+from ...errors import GraphllmError
+
 _PACKAGE = __name__.rpartition(".")[0]
 _FOLDER = Path(__file__).resolve().parent
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), np.dtype, np.ufunc, Type)
@@ -29,8 +31,8 @@ _STABLE = {*sys.stdlib_module_names, "numba", "llvmlite"} - {"__main__"}
 def code_key(function: Callable[..., Any], closure: bool = True) -> str:
     """A hash of all that the machine code of ``function`` depends on; "" for this package's own.
 
-    Without ``closure`` the values that it closes over are left out. TypeError for a value of which
-    it cannot be told when it changes.
+    Without ``closure`` the values that it closes over are left out. GraphllmError for a value of
+    which it cannot be told when it changes.
     """
     if _is_own(function):
         return ""
@@ -110,9 +112,9 @@ def _value(value: Any, user: Any, seen: set[Any]) -> Iterator[str]:
     elif getattr(value, "__name__", None) and module == "numpy":
         yield f"numpy {np.__version__} {value.__name__}"
     else:
-        raise TypeError(
-            f"{user.__code__.co_filename}:{user.__code__.co_firstlineno}: {user.__name__} reads "
-            f"{value!r}, which a compiled kernel cannot be told apart by; use a number"
+        raise GraphllmError(
+            f"{user.__code__.co_filename}:{user.__code__.co_firstlineno}: {user.__name__} reads a "
+            f"{type(value).__name__}; a kernel may read numbers, arrays and compiled functions"
         )
 
 
