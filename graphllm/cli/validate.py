@@ -39,7 +39,7 @@ class Subject:
         typer.Option(
             "--oracle",
             metavar="FILE",
-            help="A Python file with oracle(config, weights, ids) to compare with.",
+            help="A Python file to compare with: oracle(config, weights, ids), or a torch module.",
         ),
     ] = None
     device: Annotated[

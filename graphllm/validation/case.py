@@ -18,7 +18,7 @@ from ..weights import Weights
 from ..weights.directory import Directory
 from ..weights.files import ModelFile
 from ..weights.keys import Keys
-from .oracle import Oracle, Record, Wanted
+from .record import Oracle, Record, Wanted
 
 TEXT = (
     "The lighthouse keeper counted 217 steps every evening, lit the lamp, and wrote the hour in a "

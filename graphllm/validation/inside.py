@@ -19,7 +19,7 @@ from ..ops import get
 from ..scopes import shown_line
 from ..tensor import Tensor
 from .case import Case
-from .oracle import Attended, Record
+from .record import Attended, Record
 from .regions import Region, Swap, comparable, entry, nearest, scalars, within
 
 _NAMED = 6  # so many ops are named in a line

@@ -1,17 +1,22 @@
-"""What a model should compute, from somebody else: transformers, or a function in Python.
+"""What a model should compute, from an independent source: transformers, or a Python file.
 
 A function `oracle(config, weights, ids)` is given the configuration (a dict, as config.json has
 it), the weights (float32 arrays by the names that the model file asks for) and token ids (a list).
 It returns logits, float [T, vocab]; or a mapping in which ``logits`` are these, beside other values
-[T, ...] by the scope that they are of, as ``model.layers.0``.
+[T, ...] by the scope that they are of, as ``model.layers.0``. It may also return a torch.nn.Module,
+or ``oracle`` may be one: then the module gets the ids [1, T] and returns logits [1, T, vocab], and
+what its submodules read and return is compared, by their paths. While the file is run, and while
+its code is called, its folder is on `sys.path`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,64 +24,39 @@ from ..errors import ModelFileError
 from ..family import run_file
 from ..quant import Blocks
 from ..weights import Weights
+from .record import Record, Wanted
+from .torch_module import ModuleOracle, is_module
 
-Wanted = Callable[[str], bool]
 Function = Callable[[dict[str, Any], dict[str, np.ndarray], list[int]], Any]
 
 
-@dataclass
-class Attended:
-    """What an attention read and gave: [H, T, D], [Hkv, T, D], [T, H, D]; and how it was asked."""
-
-    query: np.ndarray
-    key: np.ndarray
-    value: np.ndarray
-    result: np.ndarray
-    options: Mapping[str, Any]
-
-
-@dataclass
-class Record:
-    """One run over all of the ids: ``logits`` [T, vocab]; by path what modules returned and read,
-    [T, ...] or, by heads, [H, T, D]; attentions by the path of their module; and which modules
-    there are, with what they are called."""
-
-    logits: np.ndarray
-    returned: dict[str, np.ndarray] = field(default_factory=dict)
-    read: dict[str, np.ndarray] = field(default_factory=dict)
-    attended: dict[str, Attended] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # attributes of modules
-
-
-class Oracle(Protocol):
-    """Who knows what a model should compute. ``name``: for people; ``lines``: what loading told of
-    weights that are missing or were not used; ``traced``: whether records have more than logits."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def lines(self) -> Sequence[str]: ...
-    @property
-    def traced(self) -> bool: ...
-    def run(self, ids: Sequence[int], wanted: Wanted = lambda path: False) -> Record:
-        """One run; of modules whose path is ``wanted`` it keeps what they read and return."""
-
-
 class FunctionOracle:
-    """A function of a user's file."""
+    """A function of a user's file; or a torch module, which it returns or which stands for it."""
 
     lines: Sequence[str] = ()
 
     def __init__(self, function: Function, config: Mapping[str, Any], weights: Weights) -> None:
-        self.name = f"{function.__name__}() of {Path(function.__code__.co_filename).name}"
         self._function, self._config = function, dict(config)
         self._weights = {name: numbers(weights, name) for name in weights.names()}
-        self.traced = False
+        self._module: ModuleOracle | None = None
+        if is_module(function):
+            file = sys.modules.get(type(function).__module__)
+            self._folder = Path(getattr(file, "__file__", None) or ".").parent
+            self.name = f"the module {type(function).__name__}"
+            self._module = ModuleOracle(function, self.name)
+            return
+        path = Path(inspect.getfile(function))
+        self._folder, self.name = path.parent, f"{function.__name__}() of {path.name}"
 
     def run(self, ids: Sequence[int], wanted: Wanted = lambda path: False) -> Record:
         """ModelFileError for a result that is not what a function has to return."""
-        found = self._function(dict(self._config), dict(self._weights), list(ids))
+        with on_path(self._folder):
+            if self._module is not None:
+                return self._module.run(ids, wanted)
+            found = self._function(dict(self._config), dict(self._weights), list(ids))
+            if is_module(found):
+                self._module = ModuleOracle(found, self.name)
+                return self._module.run(ids, wanted)
         values = dict(found) if isinstance(found, Mapping) else {"logits": found}
         if "logits" not in values:
             raise ModelFileError(f"{self.name} returned no 'logits' beside {', '.join(values)}")
@@ -86,7 +66,6 @@ class FunctionOracle:
             raise ModelFileError(
                 f"{self.name} returned logits {list(logits.shape)}, not [{len(ids)}, vocabulary]"
             )
-        self.traced = bool(arrays)
         return Record(logits, arrays)
 
 
@@ -102,7 +81,21 @@ def numbers(weights: Weights, name: str) -> np.ndarray:
 
 def function_of(path: Path) -> Function:
     """``oracle`` of a user's file. ModelFileError."""
-    found = getattr(run_file(path), "oracle", None)
+    with on_path(path.resolve().parent):
+        found = getattr(run_file(path), "oracle", None)
     if not callable(found):
-        raise ModelFileError(f"{path}: has no function oracle(config, weights, ids)")
+        raise ModelFileError(
+            f"{path}: has no function oracle(config, weights, ids), and no torch module oracle"
+        )
     return found
+
+
+@contextmanager
+def on_path(folder: Path) -> Iterator[None]:
+    """Look for imports in ``folder`` first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(str(folder))

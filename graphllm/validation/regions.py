@@ -12,7 +12,7 @@ from ..graph import toposort
 from ..llm import LLM
 from ..profiler.deviation import Deviation, deviation
 from ..tensor import Tensor, Var
-from .oracle import Record
+from .record import Record
 
 EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last cut
 

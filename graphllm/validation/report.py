@@ -47,7 +47,7 @@ class Run:
             return "passed"
         return (
             "passed, but against itself only: transformers has no such model, and the model file "
-            "has no oracle(config, weights, ids)"
+            "has no oracle(config, weights, ids); --oracle FILE gives one"
         )
 
 

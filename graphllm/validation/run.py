@@ -12,7 +12,8 @@ from ..weights.files import ModelFile, model_path
 from . import files, hf, outputs
 from .case import Case, Subject
 from .layers import hidden_states
-from .oracle import Function, FunctionOracle, Oracle, function_of
+from .oracle import Function, FunctionOracle, function_of
+from .record import Oracle
 from .report import FAILED, SKIPPED, Check, Report, Run
 from .tiny import tiny_models
 
@@ -45,9 +46,10 @@ def validate(
     ``model``: a Hugging Face directory, compared with transformers in float32. With ``tiny``: a
     family's name or a model file, whose TINY configurations are tried with random weights.
     ``model_def``: the model file that reads the directory, instead of the family's. ``oracle``: a
-    Python file with ``oracle(config, weights, ids)`` (`graphllm.validation.oracle`) to compare
-    with, as the model file may have itself. ``tokens`` of a text and ``new`` after them are read.
-    RequestError for what cannot be validated; what is wrong with the model is in the report.
+    Python file with ``oracle(config, weights, ids)``, or a torch module of that name, to compare
+    with (`graphllm.validation.oracle`), as the model file may have itself. ``tokens`` of a text and
+    ``new`` after them are read. RequestError for what cannot be validated; what is wrong with the
+    model is in the report.
     """
     if tokens < 2 or new < 1 or tokens + new > 512:
         raise RequestError(
@@ -105,7 +107,22 @@ def _oracle(file: Subject, family: Family, function: Function | None) -> Oracle 
     hf.require()
     if not hf.known(file.architecture):
         return None
-    return hf.TransformersOracle.load(file.path)
+    try:
+        return hf.TransformersOracle.load(file.path)
+    except RequestError as error:
+        raise RequestError(f"{error}{_own_code(file)}") from None
+
+
+def _own_code(file: ModelFile) -> str:
+    """How to compare with the code that a directory brings for its model, if it does."""
+    stated = file.metadata.get("auto_map")
+    if not stated:
+        return ""
+    names = sorted(
+        {str(n).partition(".")[0] for n in stated.values()} if isinstance(stated, dict) else ()
+    )
+    code = ", ".join(f"{name}.py" for name in names) or "its code"
+    return f"; {code} (auto_map) is not run: an --oracle FILE may import it and return its module"
 
 
 def _run(
@@ -124,7 +141,8 @@ def _checks(case: Case) -> Iterator[Check]:
     for done, (name, check) in enumerate(CHECKS):
         case.progress("checks", done, len(CHECKS))
         if (name, check) in COMPARED and case.oracle is None:
-            yield Check(name, SKIPPED, "there is nothing independent to compare with")
+            text = f"there is nothing independent to compare with{_own_code(case.file)}"
+            yield Check(name, SKIPPED, text)
             continue
         if broken:
             yield Check(name, SKIPPED, f"not made, since {broken} failed")

@@ -24,7 +24,8 @@ from ..weights.keys import Keys
 from ..weights.mapped import TensorInfo
 from . import hf
 from .case import Subject
-from .oracle import Function, FunctionOracle, Oracle
+from .oracle import Function, FunctionOracle
+from .record import Oracle
 
 _LAYERS = 512  # more than a small model has
 
