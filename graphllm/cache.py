@@ -50,25 +50,26 @@ class CacheFile:
 
     def size(self, limit: int | None = LIMIT) -> int | None:
         """The size of the file in bytes; None if it is missing or may not be used."""
-        file = self._open(limit)
-        if file is None:
+        opened = self._open(limit)
+        if opened is None:
             return None
-        try:
-            return os.fstat(file).st_size
-        finally:
-            os.close(file)
+        file, size = opened
+        os.close(file)
+        return size
 
     def read(self, limit: int = LIMIT) -> bytes | None:
         """The contents, at most ``limit`` bytes; None if the file is missing or may not be used."""
-        file = self._open(limit)
-        if file is None:
+        opened = self._open(limit)
+        if opened is None:
             return None
+        file, size = opened
         try:
-            with os.fdopen(file, "rb", buffering=0) as reader:
-                return reader.read(limit)
+            return os.read(file, size)
         except OSError as error:
             self.reject(_reason(error))
             return None
+        finally:
+            os.close(file)
 
     def load(self, key: bytes) -> bytes | None:
         """What `save` kept under ``key``; None if there is nothing, or something else."""
@@ -85,8 +86,8 @@ class CacheFile:
         """Report, once per process, that the file is there and not used."""
         _report(f"cache file not used: {self.path}: {reason}")
 
-    def _open(self, limit: int | None) -> int | None:
-        """A descriptor of the checked file; None if it is missing or may not be used."""
+    def _open(self, limit: int | None) -> tuple[int, int] | None:
+        """A descriptor of the checked file, and its size; None if it is missing or not used."""
         try:
             folder = _open_folder(self._top, self._folders)
         except OSError:  # which the attempt to write reports
@@ -94,7 +95,8 @@ class CacheFile:
         file = -1
         try:
             file = os.open(self._name, _FILE, dir_fd=folder)
-            _check_file(os.fstat(file), limit)
+            found = os.fstat(file)
+            _check_file(found, limit)
         except OSError as error:
             if file >= 0:
                 os.close(file)
@@ -103,7 +105,7 @@ class CacheFile:
             return None
         finally:
             os.close(folder)
-        return file
+        return file, found.st_size
 
     # -------------------------------------------------------------------------------- writing
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llvmlite import ir
 from numba import float32, njit
+from numba.extending import intrinsic
 from test_ops_generated import run_all
 
 from graphllm import family, ops
@@ -213,6 +215,18 @@ def test_what_tells_kernels_apart():
     assert key(closes.format(2)) != key(closes.format(3))
     itself = "def g(x): return f(x) + {}\ndef f(x): return g(x)"
     assert key(itself.format(1)) == key(itself.format(1)) != key(itself.format(2))
+    builds = """
+        @intrinsic
+        def g(typingctx, x):
+            def generate(context, builder, sig, values):
+                return builder.add(values[0], ir.Constant(WORD, {}))
+            return x(x), generate
+        def f(x):
+            return g(x)
+        """
+    scope |= {"intrinsic": intrinsic, "ir": ir, "WORD": ir.IntType(64)}
+    assert key(builds.format(2)) == key(builds.format(2)) != key(builds.format(3))
+    assert key(builds.format(2)) != key(builds.format(2), WORD=ir.IntType(32))
     assert key("def f(x): return np.exp(x)") != key("def f(x): return np.log(x)")
     assert code_key(elementwise := cpu.elementwise) == "", elementwise  # the sources are hashed
     with pytest.raises(GraphllmError, match=r"a.py:1: f reads a dict; a kernel may read numbers"):

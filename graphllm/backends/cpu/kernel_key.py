@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 from numba.core.types import Type
+from numba.extending import _Intrinsic
 
 from ...errors import GraphllmError
 
@@ -103,12 +104,16 @@ def _value(value: Any, user: Any, seen: set[Any]) -> Iterator[str]:
     elif isinstance(value, Dispatcher):
         yield repr(sorted(value.targetoptions.items()))
         yield from _function(value.py_func, seen)
+    elif isinstance(value, _Intrinsic):
+        yield from _function(value._defn, seen)
     elif isinstance(value, ModuleType):
         yield from _module(value, user, seen)
     elif isinstance(value, (type, BuiltinFunctionType, FunctionType)) and module in _STABLE:
         yield f"{value.__module__}.{value.__qualname__}"
     elif isinstance(value, FunctionType):
         yield from _function(value, seen)
+    elif type(value).__module__.partition(".")[0] == "llvmlite" and " at 0x" not in repr(value):
+        yield repr(value)
     elif getattr(value, "__name__", None) and module == "numpy":
         yield f"numpy {np.__version__} {value.__name__}"
     else:
