@@ -106,7 +106,7 @@ def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
     kept = ceilings.kept(backend)
     if kept is None or backend in roofs:
         return
-    flops = [kept.flop_s(kind, threads) for kind in ("float", "integer")]
+    flops = [kept.roof(kind, threads) for kind in ("float", "integer")]
     roofs[backend] = Roof(kept.date, not kept.fresh(), kept.bytes_s(threads), *flops)
 
 
