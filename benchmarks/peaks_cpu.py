@@ -80,7 +80,7 @@ def main() -> int:
         made, work = peaks.multiply_add(kind)
         turns = _OPERATIONS // work
         each = _program(made, 1, area, area.ctypes.data, turns)
-        tries[kind] = lambda each=each, work=work * turns: work / ran(each)
+        tries[f"peak {kind}"] = lambda each=each, work=work * turns: work / ran(each)
     for name in FORMATS:
         tries[name] = partial(linear, name, asked.tokens)
     best = dict.fromkeys(tries, 0.0)
@@ -90,13 +90,13 @@ def main() -> int:
     clock = best.get("clock", 0.0)
     print(f"{isa()}; clock {clock / 1e9:.2f} GHz")
     for kind, chain in chains.items():
-        cycle = best[kind] / clock if clock else 0.0
+        cycle = best[f"peak {kind}"] / clock if clock else 0.0
         vectors = cycle / chain.operations * 64 / isa().width
-        print(f"{kind:<8} {best[kind] / 1e9:8.1f} GFLOP/s {cycle:7.1f} a cycle, "
+        print(f"{kind:<8} {best[f'peak {kind}'] / 1e9:8.1f} GFLOP/s {cycle:7.1f} a cycle, "
               f"{vectors:.2f} products of {isa().width} bytes a cycle: {chain.how}")  # fmt: skip
     worst = 0.0
     for name, form in FORMATS.items():
-        peak = "f32" if form.block == 1 else "int8"
+        peak = "peak f32" if form.block == 1 else "peak int8"
         share = best[name] / best[peak]
         worst = max(worst, share)
         print(f"{name:<8} {best[name] / 1e9:8.1f} GFLOP/s {share:7.1%} of {peak}")

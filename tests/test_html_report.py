@@ -282,10 +282,14 @@ def test_the_summary_closes(report, opened):
         assert numbers(cells) == pytest.approx([ns / 1e3 / tokens for ns in parts], abs=6e-4)
     rates = numbers(texts(shown, ".figure b"))
     for rate, phase in zip(rates, report["phases"]):
-        walls = sorted(p["end"] - p["start"] for p in phase["passes"])
-        assert rate == pytest.approx(1e9 * phase["tokens"] / walls[1], abs=1)
+        plain = sorted(p["plain"] for p in phase["passes"])
+        assert rate == pytest.approx(1e9 * phase["tokens"] / plain[1], abs=1)
+    assert texts(shown, ".card:first-child .figure")[0].endswith(
+        f" ± {100 * report['phases'][0]['speed']['spread']:.1f}\u202f%"
+    )
+    assert not count(shown, ".busy")
     assert "loading the model1.90" in texts(shown, ".card:nth-child(3)")[0]
-    assert "stale" in texts(shown, ".card:nth-child(3)")[0]
+    assert "taken 3 days ago: measure again" in texts(shown, ".card:nth-child(3)")[0]
 
 
 @pytest.mark.browser
@@ -523,6 +527,8 @@ def test_what_is_missing_is_said(report, opened):
     assert "graphllm doctor --measure" in texts(shown, "#summary")[0]
     assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#gains")
     assert not numbers(column(shown, "limit"))
+    busy = {**report, "busy": {"others": 0.4, "note": "the machine was busy: <b>"}}
+    assert texts(opened(page(busy)), ".busy") == ["the machine was busy: <b>"]
     decode = {**report, "phases": report["phases"][1:]}
     assert count(opened(page(decode)), "#phase input") == 1
     nothing = opened(page({**report, "phases": []}))

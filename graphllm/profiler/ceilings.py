@@ -23,9 +23,9 @@ from ..cache import CacheFile
 from ..errors import RequestError
 from ..host import Others, free_bytes
 from . import rates
+from .disturbance import OTHERS
 
 FRESH = timedelta(days=1)
-BUSY = 0.1  # of the machine's processors' time; more than this in others' use counts
 LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
 STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
 _VERSION = 3  # of what is kept: others are not read
@@ -114,7 +114,7 @@ class Ceiling:
             found.append("on another machine")
         if self._age(now) >= FRESH:
             found.append(f"{self._age(now).days} days ago")
-        if self.others is not None and self.others > BUSY:
+        if self.others is not None and self.others > OTHERS:
             found.append(f"while {self.others:.0%} of the machine was busy with other work")
         return f"taken {', '.join(found)}: measure again" if found else ""
 
