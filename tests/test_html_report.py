@@ -318,6 +318,45 @@ def test_the_plot_has_a_dot_for_each_op_and_backend(report, opened):
     assert "operations per byte" in texts(shown, "#tip:not([hidden])")[0]
 
 
+def crowded(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with 40 ops of long names that compute alike, and ceilings that are nearly one."""
+    report = copy.deepcopy(report)
+    for phase in report["phases"]:
+        for i, row in enumerate(phase["rows"]):
+            row["op"] = f"WIDE_OPERATION_MW{i % 40}"
+            row["bytes"], row["flops"] = 1e6 * (1 + i % 7 / 10), 2e6 * (1 + i % 5 / 10)
+    for roof in report["ceilings"].values():
+        roof |= {"bytes_s": 9e11, "float_flop_s": 9.8e12, "integer_flop_s": 10e12}
+    return report
+
+
+OVERLAPS = """(() => {
+    const all = Array.from(document.querySelectorAll("svg.roofline text"),
+        (e) => [e.textContent, e.getBoundingClientRect()]);
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left ||
+        a.bottom <= b.top || b.bottom <= a.top;
+    return all.flatMap(([text, box], i) => all.slice(0, i)
+        .filter(([, other]) => !apart(box, other)).map(([other]) => `${text} | ${other}`));
+})()"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [340, 800, 1400])
+def test_no_labels_of_the_plot_overlap(report, opened, width, tmp_path):
+    near = copy.deepcopy(report)  # as on AVX2
+    for roof in near["ceilings"].values():
+        roof |= {"float_flop_s": 33.7e9, "integer_flop_s": 44.5e9}
+    for each in (report, near, crowded(report), profile_sample.measured(tmp_path)):
+        shown = opened(page(each), width=width)
+        for phase in ("prefill", "decode"):
+            shown.click(f"#phase input[value={phase}] + span")
+            assert count(shown, ".roofline .names text") >= 1
+            assert shown.evaluate(OVERLAPS) == []
+            held = texts(shown, ".roofline .roof text") + texts(shown, "#roofline .about")
+            for roof in each["ceilings"].values():  # named in the plot, or else below it
+                assert roof["bytes_s"] == 0 or "GB/s" in " ".join(held)
+
+
 @pytest.mark.browser
 def test_the_table_sorts_both_ways_by_every_column(report, opened):
     shown = opened(page(report))

@@ -31,7 +31,8 @@ function card(phase) {
     h("h2", {}, phase.name),
     p("figure", h("b", {}, speed.tok_s >= 1000 ? fixed(speed.tok_s) : short(speed.tok_s)),
       " tokens per second", spread),
-    p("", h("b", {}, phase.each(speed.median_ns * phase.passes.length)), ` ${phase.unit} per token`),
+    p("", h("b", {}, phase.each(speed.median_ns * phase.passes.length)),
+      ` ${phase.unit} per token`),
     p("", `${plural(tokens, "token")}, ${plural(speed.passes, "pass", "passes")}; ` +
       `profiling overhead ${percent(phase.overhead)}`),
     closing(phase));
