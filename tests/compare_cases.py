@@ -73,7 +73,7 @@ class Machine:
                  "context": 4096, "kv_type": "f16"}  # fmt: skip
         settings = {"threads": 2, "prompt_tokens": 6, "decode_tokens": TOKENS, "repeat": PASSES}
         return {
-            "schema": "graphllm.profile", "version": 1, "made": {},
+            "schema": "graphllm.profile", "version": 2, "made": {},
             "machine": {"name": "abacus", "backends": {"cpu": "beads"}},
             "model": model | sections.get("model", {}),
             "settings": settings | sections.get("settings", {}),

@@ -15,6 +15,7 @@ from typing import Any
 import tiny_models
 
 import graphllm
+from graphllm.profiler.speed import speed
 
 ROOFS = {"cuda": (900e9, 20e12, 80e12), "cpu": (30e9, 200e9, 800e9)}
 PINNED = 1  # the layer that runs on the CPU
@@ -153,6 +154,7 @@ def _phase(
     return {
         "name": name, "tokens": tokens, "passes": windows,
         "closing": {**closing, "wall": sum(closing.values())}, "overhead": 1 / 0.985 - 1,
+        "speed": speed(tokens, [window["plain"] for window in windows]).as_dict(), "disturbed": 0.1,
         "rows": [row for rows in plans for row in rows], "runs": runs,
         "arena": [each for i, rows in enumerate(plans) for each in _arena(rows, i)],
     }  # fmt: skip
@@ -173,12 +175,13 @@ def _report(phases: list[dict[str, Any]], ceilings: bool) -> dict[str, Any]:
     roofs = {
         name: {
             "date": "2026-11-20T10:00:00Z", "stale": name == "cpu", "bytes_s": bytes_s,
+            "doubt": "taken 3 days ago: measure again" if name == "cpu" else "",
             "float_flop_s": float_s, "integer_flop_s": integer_s,
         }
         for name, (bytes_s, float_s, integer_s) in ROOFS.items()
     }  # fmt: skip
     return {
-        "schema": "graphllm.profile", "version": 1,
+        "schema": "graphllm.profile", "version": 2,
         "made": {"graphllm": "0.1.0", "python": "3.12.3", "date": "2026-11-21T20:00:00Z"},
         "machine": {
             "name": "A machine, 8 processors, host",
@@ -193,6 +196,7 @@ def _report(phases: list[dict[str, Any]], ceilings: bool) -> dict[str, Any]:
             "decode_tokens": phases[-1]["tokens"], "repeat": len(phases[0]["passes"]),
         },
         "start": {"load_s": 1.9, "weights_s": 1.1, "kernels_s": 0.5, "first_run_s": 0.03},
+        "busy": {"others": 0.02, "note": ""},
         "ceilings": roofs if ceilings else {},
         "phases": phases,
     }  # fmt: skip

@@ -50,7 +50,7 @@ def test_measured_and_kept(cache):
     assert ceilings.kept("cpu") is None
     found = ceilings.measure("cpu", nobody)
     assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
-    assert set(found.flops) == set(rates.KINDS) and set(found.peaks) == set(peaks.kinds())
+    assert set(found.flops) == set(rates.KINDS) and set(found.peaks) == set(peaks.chains())
     tables = [found.rates, found.caches, found.flops, found.peaks]
     for by_count in [row for table in tables for row in table.values()]:
         assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e7
@@ -82,6 +82,27 @@ def test_rates_of_kernels_and_roofs_of_arithmetic():
     blocks = replace(found, counted="blocks")  # these are no threads
     assert blocks.flop_s("f32", 1) == 4e11 and blocks.bytes_s(1) == 3e10
     assert found.flop_s("f32", 1) == 3e11 and found.flop_s("f16") == found.flop_s("integer") == 0
+
+
+def test_roofs_are_peaks_whatever_kernels_reach():
+    found = made(
+        flops={"float": {1: 9e11}, "integer": {1: 9e11}},
+        peaks={"f32": {1: 3e11, 2: 4e11}, "f16": {1: 8e11}, "int8": {1: 5e11}},
+    )
+    assert [found.roof("float", n) for n in (1, 2, 0)] == [3e11, 4e11, 4e11]
+    assert found.roof("integer") == 5e11 and made().roof("float") == 0.0
+    several = replace(found, roofs={"float": ("f32", "f16", "float"), "integer": ("int8",)})
+    assert several.roof("float") == 9e11
+
+
+def test_a_profile_is_held_against_roofs(cache):
+    """Not against the rates of kernels, which predictions are made of."""
+    from graphllm.profiler.measure import _add_roof
+
+    ceilings._keep(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
+    roofs = {}
+    _add_roof(roofs, "cpu", 1)
+    assert (roofs["cpu"].float_flop_s, roofs["cpu"].integer_flop_s) == (3e11, 5e11)
 
 
 def test_the_best_of_some_repeats_and_their_spread():

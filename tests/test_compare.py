@@ -118,6 +118,11 @@ def test_a_drift_of_everything_is_told_apart(tmp_path):
     )
     assert not found.changed
     assert "slower (" in found.table() and "the machine, or a change of them all" in found.table()
+    (wall, linear) = (
+        next(r for r in found.phases[1].rows if r.label == label) for label in (WALL, "linear q8_0")
+    )
+    assert wall.change == pytest.approx(wall.b_ns / wall.a_ns - 1) and wall.change > 0.03
+    assert abs(linear.change) < 0.02  # without it
     both = write(tmp_path, "c", machine.process(slow={"all": 1.06, **SLOWED}))
     assert set(changed(compare(a, both))) <= {("decode", "gated q5_0"), ("prefill", "gated q5_0")}
     assert changed(compare(a, both))
@@ -210,13 +215,13 @@ def test_more_pairs_know_more(tmp_path):
     assert widths == sorted(widths, reverse=True) and widths[2] < widths[0] / 3
 
 
-def test_a_process_counts_with_its_best_pass(tmp_path):
+def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_path):
     found = Machine(seed=13).process()
     row = found["phases"][1]["rows"][4]
     row["times"] = [9000] * 16 + [7000] * 9 + [70000] * 7 + [8000] * 16
     found["phases"][1]["passes"] = [{"start": 0, "end": 9, "plain": ns} for ns in (5, 3, 4)]
     timed = load([write(tmp_path, "a", found)])[0].phases["decode"]
-    assert timed.times[4] == 16 * 7000 and timed.wall == 3
+    assert timed.times[4] == 16 * 7000 and timed.speed.ns == 4
     short = Machine(seed=13).process()
     for phase in short["phases"]:  # another that had one pass
         phase["runs"] = [run for run in phase["runs"] if not run["pass"]]
@@ -228,7 +233,7 @@ def test_a_process_counts_with_its_best_pass(tmp_path):
         16 * 9000,
         both[1].phases["decode"].times[4],
     ]
-    assert both[0].phases["decode"].wall == 5
+    assert both[0].phases["decode"].speed.ns == 4
 
 
 def test_a_prompt_of_several_chunks_is_not_taken_for_a_busy_machine(tmp_path):
@@ -357,12 +362,13 @@ def damaged(change) -> dict:
 @pytest.mark.parametrize("change, message", [
     (lambda p: p.update(schema="other"), r"is not a profile \(`graphllm profile MODEL -o "),
     (lambda p: p.pop("schema"), "is not a profile"),
-    (lambda p: p.update(version=2), "a profile of schema version 2; this graphllm reads version 1"),
+    (lambda p: p.update(version=3), "of schema version 3; this graphllm reads versions 1, 2"),
     (lambda p: p.pop("phases"), "phases is missing"),
     (lambda p: p.update(phases={}), "phases is not a list"),
     (lambda p: p["machine"].update(name=None), "machine.name is not a text"),
     (lambda p: p["phases"][1].pop("passes"), r"phases\[1\].passes is missing"),
     (lambda p: p["phases"][1].update(passes=[]), r"phases\[1\]: holds no pass"),
+    (lambda p: p["phases"][1]["passes"][0].update(plain=0), r"\[1\]: holds a pass that took no"),
     (lambda p: p["phases"][1].update(tokens=True), r"phases\[1\].tokens is not a whole number"),
     (lambda p: p["phases"][0]["rows"][2].update(times=[1, 2.5, 3]),
      r"phases\[0\].rows\[2\].times\[1\] is not a whole number"),
@@ -450,7 +456,7 @@ def test_the_verb(tmp_path):
     failed = call(*sides, "--fail-above", "5%", "-o", "json")
     assert failed.exit_code == 1
     found = json.loads(failed.stdout)
-    assert (found["schema"], found["version"]) == ("graphllm.comparison", 1)
+    assert (found["schema"], found["version"]) == ("graphllm.comparison", 2)
     fails = {row["label"] for phase in found["phases"] for row in phase["rows"] if row["fails"]}
     assert "gated q5_0" in fails
     assert call(*sides, "--fail-above", "40 %").exit_code == 0

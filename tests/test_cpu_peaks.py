@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
+from llvmlite import binding, ir
 
 from graphllm.backends import Log
-from graphllm.backends.cpu import ceiling, peaks
+from graphllm.backends.cpu import ceiling, float_ir, integer_ir, peaks
 from graphllm.backends.cpu.ceiling import Run
 from graphllm.backends.cpu.device import Launch, Program
+from graphllm.backends.cpu.formats import FORMATS
+from graphllm.backends.cpu.isa import ISA, isa
 from graphllm.backends.cpu.jit import Kernel
 from graphllm.backends.cpu.layouts import allocate
+from graphllm.backends.cpu.simd import Emit
 from graphllm.backends.cpu.walk import MEET
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
@@ -38,45 +47,134 @@ def kept(kernel: Kernel, threads: int, keep: np.ndarray, *words: int) -> list[in
     return [int(number) for number in sink]
 
 
+def form_of(kind: str) -> type:
+    """The elements of the operands."""
+    forms = {"f32": np.float32, "f16": np.float16, "int8": np.uint8 if isa().avx2 else np.int16}
+    return forms[kind]
+
+
 def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
     """`multiply_add` in NumPy, with numbers that it rounds nowhere."""
-    form = {"f32": np.float32, "f16": np.float16, "int8": np.uint8}[kind]
-    count = peaks._sums()
-    own = operands.reshape(peaks.OPERANDS, 64)[:count]
-    factors = operands.reshape(peaks.OPERANDS, 64)[np.arange(turns) % peaks.OPERANDS]
-    if kind == "int8":
-        pairs = own[:, None].astype(np.int32) * factors[None].view(np.int8)
-        sums = own.view(np.int32) + pairs.reshape(count, turns, 16, 4).sum((1, 3), np.int32)
-    else:
-        first = own.view(form)
-        sums = first + (first[:1] * factors.view(form)).sum(axis=0, dtype=form)
-    return folded(sums.astype(np.int32 if kind == "int8" else form).view(np.uint8))
+    chain, form = peaks.chains()[kind], form_of(kind)
+    vectors = operands.reshape(peaks.OPERANDS, 64).view(form)  # [OPERANDS, elements]
+    wide = np.int64 if kind == "int8" else form
+    lanes = 16 if kind == "int8" else vectors.shape[1]
+    found = []
+    for i in range(chain.sums):
+        at = i % chain.sets * chain.owns
+        total = vectors[i].view(np.int32 if kind == "int8" else form).astype(wide)
+        for turn in range(turns):
+            first = turn % peaks.TURNING
+            own = vectors[at : at + chain.owns].astype(wide).sum(axis=0)
+            factors = vectors[first : first + chain.factors].astype(wide).sum(axis=0)
+            total = total + (own * factors).reshape(lanes, -1).sum(axis=1)
+        found.append(total.astype(np.int32 if kind == "int8" else form).view(np.uint8))
+    return folded(np.stack(found))
 
 
 def operands(kind: str) -> np.ndarray:
     """Small whole numbers, as bytes."""
-    form = {"f32": np.float32, "f16": np.float16, "int8": np.uint8}[kind]
-    count = 64 * peaks.OPERANDS // np.dtype(form).itemsize
+    form = form_of(kind)
     made = allocate(64 * peaks.OPERANDS)
-    made[:] = np.random.default_rng(1).integers(0, 5, count).astype(form).view(np.uint8)
+    some = np.random.default_rng(1).integers(0, 4, len(made) // np.dtype(form).itemsize)
+    made[:] = some.astype(form).view(np.uint8)
     return made
 
 
 def wrong() -> list[str]:
     """The kinds of arithmetic whose sums are not what they should be; for test_cpu_isa.py, too."""
     found = []
-    for kind in peaks.kinds():
+    for kind, chain in peaks.chains().items():
         kernel, work = peaks.multiply_add(kind)
         data = operands(kind)
         sums = kept(kernel, 2, data, data.ctypes.data, TURNS)
-        if sums != [expected_sums(kind, data, TURNS)] * 2 or work % peaks._sums():
-            found.append(f"multiply_add {kind}: {sums}")
+        products = chain.sums * chain.owns * chain.factors
+        each = 64 // np.dtype(form_of(kind)).itemsize  # multiply-adds
+        expected = [expected_sums(kind, data, TURNS)] * 2
+        if sums != expected or work != products * 2 * each:
+            found.append(f"multiply_add {kind}: {sums}, not {expected}; {work} operations")
     return found
 
 
 def test_arithmetic():
-    assert wrong() == [] and {"f32", "int8"} <= set(peaks.kinds())
+    assert wrong() == [] and {"f32", "int8"} <= set(peaks.chains())
     assert set(peaks.how()) == {"f32", "f16", "int8"}
+
+
+# ------------------------------------------------------------------------ what no kernel can exceed
+
+# How processors are described to the compiler, and (groups, tokens) of a tile of `linear` there.
+PROCESSORS = {
+    "haswell": (ISA("", True, True, False, False, True, 32), (1, 4)),
+    "skylake-avx512": (ISA("", True, True, True, False, True, 64), (1, 8)),
+    "icelake-server": (ISA("", True, True, True, True, True, 64), (3, 4)),
+}
+MULTIPLY = r"v(pmaddubsw|pdpbusd|fmadd\d+ps)\s"
+MOVE = r"v(mov|p?broadcast|extract|insert|gather)"  # through ports that do not multiply
+
+
+def blocks_of(name: str, emit: Callable[[Emit, list[Any]], Any], values: int) -> list[list[str]]:
+    """The instructions of each basic block of what ``emit`` makes of so many int64."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    module = ir.Module("peak")
+    module.triple = "x86_64-unknown-linux-gnu"
+    word = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(word, [word] * values), "peak")
+    builder = ir.IRBuilder(function.append_basic_block())
+    found = emit(Emit(builder, PROCESSORS[name][0]), list(function.args))
+    builder.ret(ir.Constant(word, 0) if found is None else found)
+    target = binding.Target.from_triple(module.triple).create_target_machine(cpu=name, opt=3)
+    parsed = binding.parse_assembly(str(module))
+    passes = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(3))
+    passes.getModulePassManager().run(parsed, passes)
+    blocks: list[list[str]] = [[]]
+    for line in target.emit_assembly(parsed).splitlines():
+        if re.match(r"\.LBB", line):
+            blocks.append([])
+        if re.match(r"\s+[a-z]", line):
+            blocks[-1].append(line.strip())
+    return blocks
+
+
+def per_instruction(block: list[str]) -> float:
+    """Multiply-adds of a block's multiplications per vector instruction that computes."""
+    width = {"x": 16, "y": 32, "z": 64}
+    done = 0
+    for line in block:
+        if re.match(MULTIPLY, line):
+            done += width[line.rpartition("%")[2][0]] // (4 if "ps" in line.split()[0] else 1)
+    computing = [line for line in block if line[0] == "v" and not re.match(MOVE, line)]
+    return done / max(1, len(computing))
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_no_kernel_does_more_per_instruction_than_the_peak(name):
+    """The inner loop of a linear computes at most as much with each instruction as the loop that
+    measures its ceiling. That loop stores nothing, so that it measures arithmetic alone."""
+    features, shape = PROCESSORS[name]
+    best = {}
+    for kind in ("f32", "int8"):
+        loop = max(blocks_of(name, partial(_peak, kind), 2), key=len)
+        best[kind] = per_instruction(loop)
+        assert not [line for line in loop if "rsp" in line or re.match(r"v?mov.*, \S*\(", line)]
+    assert best["f32"] == features.lanes
+    for form in FORMATS.values():
+        floats = form.block == 1
+        tile = partial(_tile, None if floats else form.code, shape)
+        reached = max(map(per_instruction, blocks_of(name, tile, 7 if floats else 8)))
+        assert 0 < reached <= best["f32" if floats else "int8"], form.name
+
+
+def _peak(kind: str, e: Emit, values: list[Any]) -> Any:
+    return peaks.emit_multiply(e, kind, *values)
+
+
+def _tile(code: int | None, shape: tuple[int, int], e: Emit, values: list[Any]) -> None:
+    if code is None:
+        float_ir.tile(e, *shape, *values)
+    else:
+        integer_ir.tile(e, code, *shape, *values)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -282,10 +282,14 @@ def test_the_summary_closes(report, opened):
         assert numbers(cells) == pytest.approx([ns / 1e3 / tokens for ns in parts], abs=6e-4)
     rates = numbers(texts(shown, ".figure b"))
     for rate, phase in zip(rates, report["phases"]):
-        walls = sorted(p["end"] - p["start"] for p in phase["passes"])
-        assert rate == pytest.approx(1e9 * phase["tokens"] / walls[1], abs=1)
+        plain = sorted(p["plain"] for p in phase["passes"])
+        assert rate == pytest.approx(1e9 * phase["tokens"] / plain[1], abs=1)
+    assert texts(shown, ".card:first-child .figure")[0].endswith(
+        f" ± {100 * report['phases'][0]['speed']['spread']:.1f}\u202f%"
+    )
+    assert not count(shown, ".busy")
     assert "loading the model1.90" in texts(shown, ".card:nth-child(3)")[0]
-    assert "stale" in texts(shown, ".card:nth-child(3)")[0]
+    assert "taken 3 days ago: measure again" in texts(shown, ".card:nth-child(3)")[0]
 
 
 @pytest.mark.browser
@@ -312,6 +316,45 @@ def test_the_plot_has_a_dot_for_each_op_and_backend(report, opened):
         assert order == sorted(found, key=lambda kind: (found[kind][axis], values[kind][axis]))
     shown.point(".roofline circle.dot")
     assert "operations per byte" in texts(shown, "#tip:not([hidden])")[0]
+
+
+def crowded(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with 40 ops of long names that compute alike, and ceilings that are nearly one."""
+    report = copy.deepcopy(report)
+    for phase in report["phases"]:
+        for i, row in enumerate(phase["rows"]):
+            row["op"] = f"WIDE_OPERATION_MW{i % 40}"
+            row["bytes"], row["flops"] = 1e6 * (1 + i % 7 / 10), 2e6 * (1 + i % 5 / 10)
+    for roof in report["ceilings"].values():
+        roof |= {"bytes_s": 9e11, "float_flop_s": 9.8e12, "integer_flop_s": 10e12}
+    return report
+
+
+OVERLAPS = """(() => {
+    const all = Array.from(document.querySelectorAll("svg.roofline text"),
+        (e) => [e.textContent, e.getBoundingClientRect()]);
+    const apart = (a, b) => a.right <= b.left || b.right <= a.left ||
+        a.bottom <= b.top || b.bottom <= a.top;
+    return all.flatMap(([text, box], i) => all.slice(0, i)
+        .filter(([, other]) => !apart(box, other)).map(([other]) => `${text} | ${other}`));
+})()"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [340, 800, 1400])
+def test_no_labels_of_the_plot_overlap(report, opened, width, tmp_path):
+    near = copy.deepcopy(report)  # as on AVX2
+    for roof in near["ceilings"].values():
+        roof |= {"float_flop_s": 33.7e9, "integer_flop_s": 44.5e9}
+    for each in (report, near, crowded(report), profile_sample.measured(tmp_path)):
+        shown = opened(page(each), width=width)
+        for phase in ("prefill", "decode"):
+            shown.click(f"#phase input[value={phase}] + span")
+            assert count(shown, ".roofline .names text") >= 1
+            assert shown.evaluate(OVERLAPS) == []
+            held = texts(shown, ".roofline .roof text") + texts(shown, "#roofline .about")
+            for roof in each["ceilings"].values():  # named in the plot, or else below it
+                assert roof["bytes_s"] == 0 or "GB/s" in " ".join(held)
 
 
 @pytest.mark.browser
@@ -523,6 +566,8 @@ def test_what_is_missing_is_said(report, opened):
     assert "graphllm doctor --measure" in texts(shown, "#summary")[0]
     assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#gains")
     assert not numbers(column(shown, "limit"))
+    busy = {**report, "busy": {"others": 0.4, "note": "the machine was busy: <b>"}}
+    assert texts(opened(page(busy)), ".busy") == ["the machine was busy: <b>"]
     decode = {**report, "phases": report["phases"][1:]}
     assert count(opened(page(decode)), "#phase input") == 1
     nothing = opened(page({**report, "phases": []}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,18 @@ import tiny_models as tiny
 from typer.testing import CliRunner
 
 import graphllm
-from graphllm import ops
+from graphllm import host, ops
 from graphllm.backends import Log
 from graphllm.cli import app
 from graphllm.errors import RequestError
 from graphllm.generation.request import Sampling
+from graphllm.profiler.bench import Result, Test
 from graphllm.profiler.closing import Pass, close
-from graphllm.profiler.profile import Roof
+from graphllm.profiler.compare import compare
+from graphllm.profiler.html import page
+from graphllm.profiler.profile import Phase, Profile, Roof
 from graphllm.profiler.rows import KEYS, Recorder, Run, totals
+from graphllm.profiler.speed import speed
 
 PROMPT, DECODE, REPEAT = 20, 6, 3
 
@@ -86,7 +91,7 @@ def test_the_longest_rows_and_what_is_left(found):
 
 def test_the_report_is_json_and_its_times_fit_together(found):
     report = json.loads(json.dumps(found.as_dict()))
-    assert (report["schema"], report["version"]) == ("graphllm.profile", 1)
+    assert (report["schema"], report["version"]) == ("graphllm.profile", 2)
     for phase in report["phases"]:
         assert phase["passes"][0]["start"] == 0
         assert sum(phase["closing"][k] for k in phase["closing"] if k != "wall") == phase[
@@ -108,10 +113,80 @@ def test_the_report_is_json_and_its_times_fit_together(found):
 
 def test_limits_are_those_of_what_binds(found):
     row = replace(found["decode"].rows[0], bytes=1e6, flops=1e6, integer=False)
-    roof = Roof("", False, bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
+    roof = Roof("", False, "", bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
     assert roof.limit(row) == (1e6, "memory")
     assert roof.limit(replace(row, integer=True)) == (1e7, "arithmetic")
     assert replace(roof, bytes_s=0.0, float_flop_s=0.0).limit(row) == (0.0, "")
+
+
+# ------------------------------------------------------------------------------- speed, disturbance
+
+
+def test_profile_compare_and_bench_show_one_speed(found, tmp_path):
+    """The median of the passes without profiling, and their spread."""
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(found.as_dict()))
+    compared = compare(path, path)
+    for phase, other in zip(found.phases, compared.phases):
+        plain = [each.plain for each in phase.passes]
+        want = statistics.median(plain)
+        spread = statistics.stdev(plain) / want
+        test = Test(0, phase.tokens)
+        bench = Result(test, tuple(plain), 0.0, "").as_dict()
+        report = json.loads(path.read_text())["phases"][found.phases.index(phase)]
+        for shown in (bench, report["speed"]):
+            assert shown["tok_s"] == phase.tok_s == pytest.approx(1e9 * phase.tokens / want)
+            assert shown["spread"] == pytest.approx(spread) and shown["passes"] == REPEAT
+        wall = other.rows[0]
+        assert wall.a_ns == wall.b_ns == pytest.approx(1e9 / phase.tok_s)
+        assert other.spreads == (phase.speed.spread, phase.speed.spread)
+        rate = f"{phase.tok_s:.1f}"
+        heading = f"{phase.name}: {phase.tokens} tokens, {rate} tok/s (± {spread:.1%}, 3 passes)"
+        assert heading in found.table()
+        assert f"{rate} (± {spread:.1%}) -> {rate} (± {spread:.1%}) tok/s" in compared.table()
+
+
+def test_speed_of_some_passes():
+    found = speed(20, [5_000_000, 3_000_000, 4_000_000])
+    assert (found.ns, found.tok_s, found.spread) == (4e6, 5000.0, 0.25)
+    assert str(found) == "5000.0 tok/s (± 25.0%, 3 passes)"
+    assert str(speed(20, [4_000_000])) == "5000.0 tok/s"
+
+
+def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
+    """In the table, in JSON and on the page."""
+    monkeypatch.setattr(host, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
+    busy = llm.profile([3, 4, 5], 2, 1)
+    assert busy.others == 0.4
+    note = "the machine was busy: other work had 40% of the processors' time"
+    assert busy.busy.startswith(note) and f"note: {busy.busy}\n" in busy.table()
+    report = json.loads(json.dumps(busy.as_dict()))
+    assert report["busy"] == {"others": 0.4, "note": busy.busy}
+    assert json.dumps(report["busy"]["note"])[1:-1] in page(report)
+    calm = replace(busy, others=0.05, phases=())
+    assert calm.busy == "" and "busy" not in calm.table()
+
+
+def test_runs_that_were_disturbed_are_reported(llm):
+    """As in a comparison, from the same times."""
+    plan, long = llm.engine.decode_plan(), 10**8
+    passes, steps = (Pass(0, 1000, long), Pass(1000, 2000, long)), len(plan.steps)
+
+    def run(at: int, ns: int) -> Run:
+        ends = at + ns * np.arange(steps + 1)
+        return Run(plan, {"T": 1}, at, int(ends[-1]), (ends,), (ends[:-1],))
+
+    for slow, note in ((2, ""), (8, "a quarter of the runs of decode took 225% longer")):
+        phase = Phase("decode", 1, passes, (run(0, 2), run(1000, slow)), {})
+        found = Profile((phase,), {}, {}, {}).busy
+        assert note in found and bool(found) == bool(note)
+        brief = replace(phase, passes=(Pass(0, 1000, 900), Pass(1000, 2000, 900)))
+        assert Profile((brief,), {}, {}, {}).busy == ""
+
+
+def test_a_ceiling_that_is_in_doubt_is_reported(found):
+    roof = Roof("", False, "taken while 44% of the machine was busy: measure again", 1e9, 0.0, 0.0)
+    assert "ceilings of cpu: taken while 44%" in replace(found, roofs={"cpu": roof}).table()
 
 
 # ------------------------------------------------------------------------------------------ closing

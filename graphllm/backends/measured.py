@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # What was run -> how many took part in it -> a rate, the best of some repeats.
 Table = dict[str, dict[int, float]]
 
 THREADS = "threads"  # what counts are of on the host
+# The rates of which the largest bounds all arithmetic of a kind: of floats, and of quantised
+# activations with quantised weights.
+ROOFS: Mapping[str, tuple[str, ...]] = {"float": ("f32",), "integer": ("int8",)}
 
 
 @dataclass
@@ -19,8 +22,9 @@ class Measured:
     ``memory``: bytes a second of going over much memory: ``read``, ``write``, ``copy`` (what is
     read and what is written both counted), and other ways to read. ``caches``: of reading again and
     again what fits a cache, by its level and size. ``peaks``: operations a second of nothing but
-    multiply-adds in registers, two each: ``f32``, ``f16``, ``int8``. ``how``: by which instructions
-    those were, or why there are none. ``spreads``: for each rate, by how much the median of the
+    multiply-adds in registers, two each: ``f32``, ``f16``, ``int8``. ``roofs``: of these, the ones
+    that kernels may use, as `ROOFS`. ``how``: by which instructions they were, or why there are
+    none. ``spreads``: for each rate, by how much the median of the
     repeats was below it: 0.03 is 3 %.
     """
 
@@ -28,6 +32,7 @@ class Measured:
     memory: Table = field(default_factory=dict)
     caches: Table = field(default_factory=dict)
     peaks: Table = field(default_factory=dict)
+    roofs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ROOFS)
     how: dict[str, str] = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
 

@@ -181,6 +181,8 @@ def _rows(
         took = predict.of_test(llm.engine, test, count) if best is not None else None
         predicted = test.tokens / took if took else None
         own = {"ceiling_gb_s": roof, "share": share, "predicted_ts": predicted}
+        if result.busy:
+            note(f"note: {test.name}: {result.busy}")
         yield {**bench.describe(llm, count), **result.as_dict(), **own}
     del llm
     gc.collect()  # before the next is loaded
@@ -210,7 +212,7 @@ def as_csv(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _rate(row: Row) -> str:
-    return f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
+    return f"{row['tok_s']:.2f} ± {row['spread']:.1%}"
 
 
 def _test(row: Row) -> str:

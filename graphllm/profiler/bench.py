@@ -16,13 +16,18 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..backends import find
 from ..errors import RequestError
 from ..generation.request import Sampling
 from ..graph import root
+from ..host import Others
 from ..ops import get
+from ..plan import HOST
 from ..tensor import Meta, Tensor
 from ..weights.shapes import FILE_TYPES
+from . import disturbance
 from .ceilings import cpu_name
+from .speed import Speed, speed
 
 if TYPE_CHECKING:
     from ..generation.engine import Engine
@@ -68,12 +73,25 @@ class Test:
 @dataclass(frozen=True)
 class Result:
     """The times of one test. ``nbytes``: what a generated token must read and write, by the costs
-    that ops declare: weights and cache (0 for a prompt, which arithmetic bounds)."""
+    that ops declare: weights and cache (0 for a prompt, which arithmetic bounds). ``others``: as in
+    `Profile`."""
 
     test: Test
     samples_ns: tuple[int, ...]
     nbytes: float
     date: str
+    others: float | None = None
+
+    @property
+    def speed(self) -> Speed:
+        """The same measure as that of a profile."""
+        return speed(self.test.tokens, self.samples_ns)
+
+    @property
+    def busy(self) -> str:
+        """What disturbed the test, in one line; empty if nothing did."""
+        ran = sum(self.samples_ns), disturbance.of_samples(self.samples_ns)
+        return disturbance.note(self.others, {self.test.name: ran})
 
     @property
     def rates(self) -> list[float]:
@@ -82,10 +100,10 @@ class Result:
 
     @property
     def gb_s(self) -> float | None:
-        return self.nbytes * statistics.mean(self.rates) / 1e9 if self.nbytes else None
+        return self.nbytes * self.speed.tok_s / 1e9 if self.nbytes else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Under llama-bench's names."""
+        """Under llama-bench's names, with its means; and the `speed`, and what disturbed it."""
         return {
             "n_prompt": self.test.prompt,
             "n_gen": self.test.gen,
@@ -97,7 +115,10 @@ class Result:
             "stddev_ts": _deviation(self.rates),
             "samples_ns": list(self.samples_ns),
             "samples_ts": self.rates,
+            **self.speed.as_dict(),
             "gb_s": self.gb_s,
+            "others": self.others,
+            "busy": self.busy,
         }
 
 
@@ -121,6 +142,7 @@ def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Resul
     check(llm, test)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     samples, tokens = [], fillers(test.context, llm.decoder.cfg.vocab)
+    watch = Others()
     for done in range(repeat + 1):
         seen(done)
         samples.append(once(llm.engine, test, tokens))
@@ -128,7 +150,8 @@ def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Resul
     nbytes = 0.0
     if test.gen:
         nbytes = step_bytes(llm.engine.decode_plan(), test.middle)
-    return Result(test, tuple(samples[1:]), nbytes, date)
+    on_host = any(find(name).memory == HOST for name in llm.placement())
+    return Result(test, tuple(samples[1:]), nbytes, date, watch.share() if on_host else None)
 
 
 def fillers(count: int, vocab: int) -> list[int]:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from ..backends import find
-from ..backends.measured import THREADS
+from ..backends.measured import ROOFS, THREADS
 from ..cache import CacheFile
 from ..errors import RequestError
 from ..host import Others, free_bytes
 from . import rates
+from .disturbance import OTHERS
 
 FRESH = timedelta(days=1)
-BUSY = 0.1  # of the machine's processors' time; more than this in others' use counts
 LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
 STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
-_VERSION = 2  # of what is kept: others are not read
+_VERSION = 3  # of what is kept: others are not read
 _FILE, _MOST = CacheFile("ceilings.json"), 1 << 20  # bytes
 
 Show = Callable[[str, int, int], None]
@@ -46,9 +46,9 @@ class Ceiling:
     - `flop_s` of ``float``, ``integer`` (quantised activations) and ``attention``, from ``flops``:
       what the kernels for many tokens reach today. A step of many tokens takes its operations at
       that rate; a prediction wants this one.
-    - `flop_s` of ``f32``, ``f16`` and ``int8``, from ``peaks``: multiply-adds (two operations each)
-      in registers, and nothing else. No kernel can be faster: a roofline's roof. ``how``: by which
-      instructions, or why there are none.
+    - `roof` of ``float`` and ``integer``: what no kernel can exceed. From ``peaks``, multiply-adds
+      (two operations each) of ``f32``, ``f16`` and ``int8`` in registers, and nothing else.
+      ``roofs``: which of them. ``how``: by which instructions, or why there are none.
     - ``steps``: seconds that a step costs beside its bytes. ``shares`` and ``many``: by format, the
       part of `bytes_s` that linears of one token reach, and of `flop_s` those of many.
 
@@ -68,6 +68,7 @@ class Ceiling:
     many: Mapping[str, float] = field(default_factory=dict)
     caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     peaks: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    roofs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ROOFS)
     spreads: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     how: Mapping[str, str] = field(default_factory=dict)
     counted: str = THREADS
@@ -85,6 +86,11 @@ class Ceiling:
         ``threads`` as in `bytes_s`.
         """
         return self._best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
+
+    def roof(self, kind: str, threads: int = 0) -> float:
+        """Operations a second that no kernel exceeds, for ``float`` or ``integer`` arithmetic; 0.0
+        if not known. ``threads`` as in `bytes_s`."""
+        return max((self.flop_s(name, threads) for name in self.roofs[kind]), default=0.0)
 
     def step(self, threads: int = 0) -> float:
         """Seconds of a step beside its bytes, with the nearest smaller count of threads."""
@@ -108,7 +114,7 @@ class Ceiling:
             found.append("on another machine")
         if self._age(now) >= FRESH:
             found.append(f"{self._age(now).days} days ago")
-        if self.others is not None and self.others > BUSY:
+        if self.others is not None and self.others > OTHERS:
             found.append(f"while {self.others:.0%} of the machine was busy with other work")
         return f"taken {', '.join(found)}: measure again" if found else ""
 
@@ -210,7 +216,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
     own = run(size, show)
     found = Ceiling(
         backend, machine(), date, size, own.memory, caches=own.caches, peaks=own.peaks,
-        how=own.how, counted=own.counted,
+        roofs=own.roofs, how=own.how, counted=own.counted,
     )  # fmt: skip
     by_threads = own.counted == THREADS
     counts = sorted(own.memory["read"]) if by_threads else [0]
@@ -248,6 +254,7 @@ def _read(entry: Mapping[str, Any]) -> Ceiling:
     fields["steps"] = _numbers(fields["steps"], int)
     for name in ("shares", "many"):
         fields[name] = _numbers(fields[name], str)
+    fields["roofs"] = {kind: tuple(map(str, fields["roofs"][kind])) for kind in ROOFS}
     fields["how"] = {str(kind): str(text) for kind, text in fields["how"].items()}
     for name in ("backend", "machine", "date", "counted"):
         fields[name] = str(fields[name])

@@ -2,7 +2,8 @@
 
 A process counts once (`timed.py`), the k-th files of both sides are a pair, and a change is told
 from noise by how far pairs lie apart (`noise.py`). What all kinds of ops share is the machine's,
-unless it is more than machines do; it is taken out of the rows and told by itself.
+unless it is more than machines do; it is taken out of the rows of steps and reported apart. The
+wall time is as measured.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
+from .disturbance import BRIEF_NS, DISTURBED
 from .match import LABELS, label, match
 from .noise import DRIFT, LEVEL, Changes, changes, common, holm, usual
+from .speed import speed
 from .timed import Process, Timed, load
 
 MIN_EFFECT = 0.03  # changes that are not worth a word
-BRIEF_NS = 1e8  # passes that took no longer in all hold a few slices of the scheduler's
-BUSY = 0.2  # a bad run of four is longer than the best by so much: the machine had other work
 ENOUGH = 5  # pairs that measure the noise of any machine
 _MOST = math.log(1e9)  # of a margin: nothing is known
 _FEW = 3  # kinds of ops that cannot tell what all share
@@ -33,12 +34,13 @@ Files = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, eq=False)
 class CompareRow:
-    """One kind of steps, or the wall time. Times: nanoseconds a token, means over files.
+    """One kind of steps, or the wall time. Times: nanoseconds per token, means over files.
 
-    ``change`` is B / A - 1, without what was taken out, and lies between ``low`` and ``high`` with
-    95 % confidence for itself. ``verdict``: ``slower`` or ``faster`` (by more than the least
-    effect, with 95 % confidence over all rows together), ``same`` (``low`` and ``high`` are within
-    it), ``unclear``, or ``only in A``, ``only in B``. ``fails``: slower by more than is allowed.
+    ``change`` is B / A - 1, for steps without what was taken out, and lies between ``low`` and
+    ``high`` with 95 % confidence for itself. ``verdict``: ``slower`` or ``faster`` (by more than
+    the least effect, with 95 % confidence over all rows together), ``same`` (``low`` and ``high``
+    are within it), ``unclear``, or ``only in A``, ``only in B``. ``fails``: slower by more than is
+    allowed.
     """
 
     label: str
@@ -58,8 +60,8 @@ class CompareRow:
 
 @dataclass(frozen=True)
 class Shared:
-    """The change that all kinds of ops have in common. ``taken_out`` of the rows: it may be the
-    machine's. Otherwise it is more than that, and rows are as measured."""
+    """The change that all kinds of ops have in common. ``taken_out`` of the rows of steps: it may
+    be the machine's. Otherwise it is more than that, and all rows are as measured."""
 
     change: float
     low: float
@@ -69,11 +71,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class ComparePhase:
-    """``prefill`` or ``decode``, or a test of a bench. ``hidden``: why there are no verdicts,
-    or empty."""
+    """``prefill`` or ``decode``, or a test of a bench. ``spreads``: of the wall times of A and B,
+    as `Speed.spread`: of the passes of one file, or of the medians of several. ``hidden``: why
+    there are no verdicts, or empty."""
 
     name: str
     tokens: int
+    spreads: tuple[float, float]
     shared: Shared | None
     hidden: str
     rows: tuple[CompareRow, ...]  # the wall time first, then what takes longest
@@ -102,7 +106,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: no number is NaN."""
-        found = {"schema": "graphllm.comparison", "version": 1, **asdict(self)}
+        found = {"schema": "graphllm.comparison", "version": 2, **asdict(self)}
         for phase in found["phases"]:
             for row in phase["rows"]:
                 row |= {k: None for k, v in row.items() if isinstance(v, float) and math.isnan(v)}
@@ -206,31 +210,47 @@ def _phase(name: str, left: Sequence[Process], right: Sequence[Process], asked: 
     groups, kinds = _groups(a[0], b[0], asked.by)
     both = {label: own for label, own in groups.items() if own[0] and own[1]}
     shared, logs = _changes(a, b, both, kinds, asked)
-    walls_ns = [_mean([t.wall / t.tokens for t in side]) for side in (a, b)]
+    walls_ns = [_mean([t.speed.token_ns for t in side]) for side in (a, b)]
     rows = [CompareRow(WALL, walls_ns[0], walls_ns[1])]
     rows += [_row(label, a, b, own) for label, own in both.items()]
     only = [_row(label, a, b, own) for label, own in groups.items() if label not in both]
-    phase = ComparePhase(name, a[0].tokens, shared, _hidden(left, right, name), tuple(rows))
+    tokens, hidden = a[0].speed.tokens, _hidden(left, right, name)
+    phase = ComparePhase(name, tokens, (_spread(a), _spread(b)), shared, hidden, tuple(rows))
     return _Found(phase, logs, tuple(only))
+
+
+def _spread(side: Sequence[Timed]) -> float:
+    if len(side) == 1:
+        return side[0].speed.spread
+    return speed(side[0].speed.tokens, [t.speed.ns for t in side]).spread
 
 
 def _changes(
     a: Sequence[Timed], b: Sequence[Timed], groups: Groups, kinds: Groups, asked: _Asked
 ) -> tuple[Shared | None, Changes]:
-    """Of the wall time and of each group; less what all kinds of ops share, if that is drift."""
-    walls = np.array([[math.log(y.wall / x.wall)] for x, y in zip(a, b)])
-    spread = sum(usual(side[0].wall_floor, side[0].wall) for side in (a, b))
+    """Of the wall time as measured; of each group less what all kinds of ops share, if that is
+    drift."""
+    walls = np.array([[math.log(y.speed.ns / x.speed.ns)] for x, y in zip(a, b)])
     logs, variance = _logs(a, b, groups)
-    logs, variance = np.hstack([walls, logs]), np.append(spread, variance)
+    logs, variance = np.hstack([walls, logs]), np.append(_wall_variance(a, b), variance)
     if len(kinds) < _FEW:
         return None, changes(logs, variance + 2 * DRIFT**2)
     drifts = common(*_logs(a, b, kinds))
     own = changes(logs - drifts[:, None], variance)
     shared, drift = _shared(drifts, asked)
-    if shared.taken_out:
-        return shared, own
-    error = np.hypot(own.error, drift.error)
-    return shared, replace(own, mean=own.mean + drift.mean, error=error)
+    taken_out = np.full(len(own.mean), shared.taken_out)
+    taken_out[0] = False
+    mean = np.where(taken_out, own.mean, own.mean + drift.mean)
+    error = np.where(taken_out, own.error, np.hypot(own.error, drift.error))
+    return shared, replace(own, mean=mean, error=error)
+
+
+def _wall_variance(a: Sequence[Timed], b: Sequence[Timed]) -> float:
+    """Of a pair's log(B / A) of the wall time: the usual one, and what passes differed by."""
+    return sum(
+        _mean([float(usual(t.wall_floor, t.speed.ns)) + t.speed.error**2 for t in side])
+        for side in (a, b)
+    )
 
 
 def _check_steps(name: str, side: Sequence[Timed], processes: Sequence[Process]) -> None:
@@ -286,10 +306,10 @@ def _hidden(left: Sequence[Process], right: Sequence[Process], name: str) -> str
                 f"{process.path}: {measured / 1e9:.2f} s of {name} are too short for so few files"
             )
         # The longest phase knows best.
-        longest = max(process.phases, key=lambda each: process.phases[each].wall)
+        longest = max(process.phases, key=lambda each: process.phases[each].speed.ns)
         worst = max((name, longest), key=lambda each: process.phases[each].disturbed)
         disturbed = process.phases[worst].disturbed
-        if disturbed > BUSY:
+        if disturbed > DISTURBED:
             return (
                 f"the machine was busy; {process.path}: a quarter of the runs of {worst} took "
                 f"{disturbed:.0%} longer than the best"
@@ -300,7 +320,7 @@ def _hidden(left: Sequence[Process], right: Sequence[Process], name: str) -> str
 def _row(label: str, a: Sequence[Timed], b: Sequence[Timed], own: Any) -> CompareRow:
     """With its times; the verdict is for later, unless one side has nothing of it."""
     ns = [
-        _mean([t.times[indices].sum() / t.tokens for t in side]) if indices else 0.0
+        _mean([t.times[indices].sum() / t.speed.tokens for t in side]) if indices else 0.0
         for side, indices in zip((a, b), own)
     ]
     verdict = "unclear" if all(own) else f"only in {'A' if own[0] else 'B'}"

@@ -26,8 +26,9 @@ def lines(found: Comparison, top: int, colour: bool) -> Iterator[str]:
 
 def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
     wall, *steps = phase.rows
-    rates = [1e9 / ns for ns in (wall.a_ns, wall.b_ns)]
-    head = f"{phase.name}: {phase.tokens} tokens, {rates[0]:.1f} -> {rates[1]:.1f} tok/s"
+    sides = zip((wall.a_ns, wall.b_ns), phase.spreads)
+    a, b = (f"{1e9 / ns:.1f}" + (f" (± {s:.1%})" if s else "") for ns, s in sides)
+    head = f"{phase.name}: {phase.tokens} tokens, {a} -> {b} tok/s"
     yield f"{_BOLD}{head}{_PLAIN}" if colour else head
     if phase.hidden:
         yield f"no verdicts: {phase.hidden}"
@@ -37,7 +38,7 @@ def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
     hidden = set(others[top:]) if top else set()
     shown = [wall, *(row for row in steps if row not in hidden)]
     width = max(14, *(len(row.label) for row in shown))
-    yield f"{'ms a token':<{width}} {'A':>9} {'B':>9} {'change':>8} {'95 % interval':>17}  verdict"
+    yield f"{'ms/token':<{width}} {'A':>9} {'B':>9} {'change':>8} {'95 % interval':>17}  verdict"
     for row in shown:
         yield _coloured(f"{row.label:<{width}} {_figures(row)}", row, colour)
     if hidden:
@@ -48,7 +49,7 @@ def _shared(shared: Shared, hidden: bool) -> Iterator[str]:
     """What all ops share, where it is worth a word."""
     if shared.taken_out and abs(shared.change) < 0.01:
         return
-    why = "the machine, or a change of them all; taken out of the rows below"
+    why = "the machine, or a change of them all; taken out of the rows of steps"
     if not shared.taken_out:
         why = "rows are as measured" if hidden else "more than the machine; rows are as measured"
     yield f"all ops are {_worded(shared)}: {why}"

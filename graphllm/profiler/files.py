@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import RequestError
 
-SCHEMA, VERSION = "graphllm.profile", 1
+SCHEMA, VERSION = "graphllm.profile", 2
+READABLE = (1, VERSION)  # version 1 lacks nothing that a comparison needs
 
 _NUMBER, _NULL = (int, float), type(None)
 
@@ -94,10 +95,10 @@ def _no_number(text: str) -> None:
 def _check_profile(found: Any, name: str) -> None:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RequestError(f"{name}: is not a profile (`graphllm profile MODEL -o {name}`)")
-    if found.get("version") != VERSION:
+    if found.get("version") not in READABLE:
         raise RequestError(
             f"{name}: a profile of schema version {found.get('version')}; "
-            f"this graphllm reads version {VERSION}"
+            f"this graphllm reads versions {', '.join(map(str, READABLE))}"
         )
     _check(found, _PROFILE, f"{name}: ")
     for index, phase in enumerate(found["phases"]):
@@ -131,6 +132,8 @@ def _fault_of(phase: Mapping[str, Any]) -> str:
     """What does not agree within a phase; empty where all does."""
     if not phase["passes"] or phase["tokens"] < 1:
         return "holds no pass, or passes of no token"
+    if min(each["plain"] for each in phase["passes"]) < 1:
+        return "holds a pass that took no time"
     runs = Counter(run["plan"] for run in phase["runs"])
     for index, row in enumerate(phase["rows"]):
         if len(row["times"]) != runs[row["plan"]]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import RequestError
 from ..generation.request import Sampling
+from ..host import Others
+from ..plan import HOST
 from . import ceilings
 from .bench import describe
 from .closing import Pass
@@ -39,6 +41,7 @@ def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) 
     plain: list[tuple[_Window, _Window]] = []
     timed: list[tuple[_Window, _Window]] = []
     recorders = Recorder(), Recorder()
+    watch = Others()
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
         plain.append(_once(llm, ids, decode, None))
@@ -48,9 +51,11 @@ def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) 
         timed.append(_once(llm, ids, decode, recorders))
     show("profiling", repeat + 1, repeat + 1)
     phases = _phases(llm, len(ids), decode, plain[1:], timed, recorders)
+    on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
     return Profile(
-        phases, phases[0].roofs, _about(llm, len(ids), decode, repeat), _start(llm, plain)
-    )
+        phases, phases[0].roofs, _about(llm, len(ids), decode, repeat), _start(llm, plain),
+        watch.share() if on_host else None,
+    )  # fmt: skip
 
 
 def _once(
@@ -106,8 +111,9 @@ def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
     kept = ceilings.kept(backend)
     if kept is None or backend in roofs:
         return
-    flops = [kept.flop_s(kind, threads) for kind in ("float", "integer")]
-    roofs[backend] = Roof(kept.date, not kept.fresh(), kept.bytes_s(threads), *flops)
+    flops = [kept.roof(kind, threads) for kind in ("float", "integer")]
+    known = kept.date, not kept.fresh(), kept.doubt()
+    roofs[backend] = Roof(*known, kept.bytes_s(threads), *flops)
 
 
 def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:

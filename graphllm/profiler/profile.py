@@ -9,12 +9,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..plan import Plan
+from . import disturbance
 from .closing import Closing, Pass, close
 from .files import SCHEMA, VERSION
 from .report import table
 from .rows import KEYS, Row, Run, plans_of, rows_of
 from .spans import arenas
+from .speed import Speed, speed
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Roof:
 
     date: str
     stale: bool  # measured on another machine, or too long ago
+    doubt: str  # why it should be measured again, or empty
     bytes_s: float
     float_flop_s: float
     integer_flop_s: float
@@ -65,18 +70,36 @@ class Phase:
     def closing(self) -> Closing:
         return close(self.passes, self.runs)
 
-    @property
-    def wall_ns(self) -> float:
-        """Of a pass, the median."""
-        return statistics.median(p.end - p.start for p in self.passes)
+    @cached_property
+    def speed(self) -> Speed:
+        """Of the passes without profiling."""
+        return speed(self.tokens, [p.plain for p in self.passes])
 
     @property
     def tok_s(self) -> float:
-        return 1e9 * self.tokens / self.wall_ns
+        """Tokens per second of the passes without profiling, the median."""
+        return self.speed.tok_s
+
+    @cached_property
+    def disturbed(self) -> float:
+        """By how much a bad run of four took longer than the best: `disturbance.of_steps`."""
+        found = [0.0]
+        for plan in self.plans:
+            own = [run for run in self.runs if run.plan is plan]
+            times = np.stack([run.times for run in own], axis=1)
+            each = disturbance.of_plan(
+                times, np.array([self._pass(run) for run in own]), len(self.passes)
+            )
+            found.append(disturbance.of_steps(each))
+        return max(found)
+
+    def _pass(self, run: Run) -> int:
+        """The number of the pass that the run was in."""
+        return next(i for i, p in enumerate(self.passes) if p.start <= run.called < p.end)
 
     @property
     def overhead(self) -> float:
-        """What noting times costs: a pass's wall time against the plain one before it, less 1."""
+        """Profiling overhead: a pass's wall time over that of the plain one before it, less 1."""
         return statistics.median((p.end - p.start) / p.plain for p in self.passes) - 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,8 +111,10 @@ class Phase:
                 {"start": p.start - zero, "end": p.end - zero, "plain": p.plain}
                 for p in self.passes
             ],
-            "closing": self.closing.as_dict(),
+            "speed": self.speed.as_dict(),
             "overhead": self.overhead,
+            "disturbed": self.disturbed,
+            "closing": self.closing.as_dict(),
             "rows": [self._row(row) for row in self.rows],
             "runs": [self._run(run, zero) for run in self.runs],
             "arena": [
@@ -110,10 +135,9 @@ class Phase:
             count = len(ends) - 1
             segments.append({"first": first, "count": count, "begin": int(ends[0]) - zero})
             first += count
-        within = (i for i, p in enumerate(self.passes) if p.start <= run.called < p.end)
         return {
             "plan": next(i for i, plan in enumerate(self.plans) if plan is run.plan),
-            "pass": next(within),
+            "pass": self._pass(run),
             "called": run.called - zero,
             "returned": run.returned - zero,
             "env": dict(run.env),
@@ -127,12 +151,21 @@ class Profile:
 
     ``about``: the sections ``machine``, ``model`` and ``settings`` of the report, as in
     docs/profile-format.md. ``start``: seconds of loading, of compiling, and of the first run.
+    ``others``: share of the processors' time that other processes had during the passes; None if
+    that is unknown, or nothing ran on the host.
     """
 
     phases: tuple[Phase, ...]
     roofs: Mapping[str, Roof]
     about: Mapping[str, Any]
     start: Mapping[str, float]
+    others: float | None = None
+
+    @property
+    def busy(self) -> str:
+        """What disturbed the passes, in one line; empty if nothing did."""
+        ran = {p.name: (sum(each.plain for each in p.passes), p.disturbed) for p in self.phases}
+        return disturbance.note(self.others, ran)
 
     def __getitem__(self, name: str) -> Phase:
         """``prefill`` or ``decode``. KeyError where nothing of it ran."""
@@ -157,6 +190,7 @@ class Profile:
             "version": VERSION,
             **self.about,
             "start": dict(self.start),
+            "busy": {"others": self.others, "note": self.busy},
             "ceilings": {name: _plain(roof) for name, roof in self.roofs.items()},
             "phases": [phase.as_dict() for phase in self.phases],
         }

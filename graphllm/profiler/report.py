@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,17 +26,18 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
         if row.why
     )
     roofs = [
-        f"the limits of {name} are old, or another machine's (graphllm doctor --measure)"
+        f"ceilings of {name}: {roof.doubt} (graphllm doctor --measure)"
         for name, roof in profile.roofs.items()
-        if roof.stale
+        if roof.doubt
     ]
+    busy = [f"note: {profile.busy}"] if profile.busy else []
     names = {row.backend for phase in profile.phases for row in phase.rows} - profile.roofs.keys()
     measurable = sorted(name for name in names if find(name).measure is not None)
     roofs += [
         f"{name} is not measured: no limits (graphllm doctor --measure)" for name in measurable
     ]
     start = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.start.items())
-    return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, f"beside that: {start}"])])
+    return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, *busy, f"beside that: {start}"])])
 
 
 def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
@@ -60,13 +60,9 @@ def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
 
 
 def _heading(phase: Phase, scale: _Scale, colour: bool) -> str:
-    rates = [1e9 * phase.tokens / (p.end - p.start) for p in phase.passes]
-    spread = statistics.stdev(rates) / statistics.mean(rates) if len(rates) > 1 else 0.0
-    what = f"{phase.name}: {phase.tokens} tokens, {phase.tok_s:.1f} tok/s"
-    if len(rates) > 1:
-        what += f" (± {spread:.1%}, {len(rates)} passes)"
-    each = phase.wall_ns / phase.tokens / scale.ns
-    what += f", {each:.3f} {scale.unit} a token, of which taking times {phase.overhead:+.1%}"
+    what = f"{phase.name}: {phase.tokens} tokens, {phase.speed}"
+    each = phase.speed.token_ns / scale.ns
+    what += f", {each:.3f} {scale.unit}/token; profiling overhead {phase.overhead:+.1%}"
     return f"{_BOLD}{what}{_PLAIN}" if colour else what
 
 
@@ -78,7 +74,7 @@ class _Scale:
         self.tokens = phase.tokens * len(phase.passes)
         self.passes = len(phase.passes)
         self.limited, self.colour = limited, colour
-        short = phase.wall_ns < 1e6 * phase.tokens
+        short = phase.speed.token_ns < 1e6
         self.unit, self.ns = ("us", 1e3) if short else ("ms", 1e6)
 
     def part(self, ns: float) -> str:

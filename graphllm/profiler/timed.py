@@ -1,7 +1,8 @@
 """What one process measured, from the file of a profile or of a bench: a time for each step.
 
 Noise makes runs longer, hardly ever shorter. So a step's time in a pass is the median of its runs,
-and in a process that of its best pass.
+and in a process that of its best pass. The wall time is the median of the passes without profiling,
+as `profile` and `bench` show it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from . import disturbance
 from .files import read_times
 from .match import Row
-from .noise import FEW_RUNS, FIRST_STEPS, step_floor, wall_floor
+from .noise import FIRST_STEPS, step_floor, wall_floor
+from .speed import Speed, speed
 
-_WINDOW = 64  # runs in a row, which the growth of the cache makes no longer
-_BAD = 0.75  # of the runs are no worse
 _NOBODY = np.zeros(0)
 
 
@@ -26,14 +27,13 @@ _NOBODY = np.zeros(0)
 class Timed:
     """One phase in one process, or one test of a bench.
 
-    ``wall``: nanoseconds of the best pass, unprofiled, and the floor of that (`noise.wall_floor`);
-    ``measured``: of all passes. ``disturbed``: by how much a bad run of four was longer than the
-    best. ``rows``: of the profile, with ``times`` [rows] a pass and their ``floor`` [rows]
-    (`noise.step_floor`).
+    ``speed``: of the passes without profiling, and ``wall_floor`` (`noise.wall_floor`) of its wall
+    time; ``measured``: nanoseconds of all these passes. ``disturbed``: by how much a bad run of
+    four was longer than the best. ``rows``: of the profile, with ``times`` [rows] a pass and their
+    ``floor`` [rows] (`noise.step_floor`).
     """
 
-    tokens: int
-    wall: float
+    speed: Speed
     wall_floor: float
     measured: float
     disturbed: float
@@ -53,7 +53,10 @@ class Process:
 
 
 def load(paths: Sequence[str | Path]) -> list[Process]:
-    """The files of one comparison, with as many passes of each as all have. RequestError."""
+    """The files of one comparison, with steps of as many passes of each as all have.
+
+    Wall times are of all passes. RequestError as `read_times`.
+    """
     found = [read_times(path) for path in paths]
     passes = min((len(p["passes"]) for f in found for p in _phases(f)), default=1)
     return [_process(str(path), each, passes) for path, each in zip(paths, found)]
@@ -85,32 +88,17 @@ def _timed(phase: Mapping[str, Any], passes: int) -> Timed:
         own = [index for index, row in enumerate(rows) if row["plan"] == plan]
         every = np.array([rows[index]["times"] for index in own], np.float64)  # [steps, runs]
         within = np.array([run["pass"] for run in phase["runs"] if run["plan"] == plan])
-        each = [every[:, within == index] for index in range(passes)]
-        each = [some for some in each if some.size]
+        each = disturbance.of_plan(every, within, passes)
         if not each:
             continue
         calls = each[0].shape[1]  # a pass
         times[own] = calls * np.min([np.median(some, axis=1) for some in each], axis=0)
         first = [rows[index]["step"] < FIRST_STEPS for index in own]
         floor[own] = [step_floor(calls, calls * len(each), begins) for begins in first]
-        disturbed.append(_disturbed(each))
-    walls = [p["plain"] or p["end"] - p["start"] for p in phase["passes"][:passes]]
-    known = max(1, min(walls)), wall_floor(passes), sum(walls), max(disturbed)
-    return Timed(phase["tokens"], *known, rows, np.maximum(times, 1.0), floor)
-
-
-def _disturbed(passes: Sequence[np.ndarray]) -> float:
-    """Of passes [steps, runs]: how much longer than the best a bad run of four is, step by step.
-
-    Runs of a token are like those around them, the few of a prompt like those of other passes.
-    """
-    if passes[0].shape[1] < FEW_RUNS:
-        alike = [np.stack(some, axis=1) for some in zip(*(each.T for each in passes))]
-    else:
-        every = np.concatenate(passes, axis=1)
-        alike = np.array_split(every, max(1, every.shape[1] // _WINDOW), axis=1)
-    bad = [np.quantile(a, _BAD, axis=1).sum() / max(1, a.min(axis=1).sum()) for a in alike]
-    return float(np.median(bad)) - 1
+        disturbed.append(disturbance.of_steps(each))
+    walls = [p["plain"] for p in phase["passes"]]
+    known = speed(phase["tokens"], walls), wall_floor(len(walls)), sum(walls), max(disturbed)
+    return Timed(*known, rows, np.maximum(times, 1.0), floor)
 
 
 def _bench(path: str, tests: Sequence[Mapping[str, Any]]) -> Process:
@@ -126,7 +114,6 @@ def _bench(path: str, tests: Sequence[Mapping[str, Any]]) -> Process:
         what = Test(test["n_prompt"], test["n_gen"], test["n_depth"])
         own = [f"{key} {test[key]}" for key in said if test.get(key) != first.get(key)]
         name, samples = ", ".join([what.name, *own]), test["samples_ns"]
-        disturbed = float(np.quantile(samples, _BAD)) / min(samples) - 1
-        known = min(samples), wall_floor(len(samples)), sum(samples), disturbed
-        phases[name] = Timed(what.tokens, *known)
+        known = wall_floor(len(samples)), sum(samples), disturbance.of_samples(samples)
+        phases[name] = Timed(speed(what.tokens, samples), *known)
     return Process(path, work, ways, phases)

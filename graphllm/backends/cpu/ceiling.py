@@ -29,7 +29,7 @@ ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
 _WIDTH = 4096  # of the matrix
 _UNIT = 4 * _WIDTH * 16  # bytes that all measurements divide the buffer into
 _LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
-_TURNS = 100_000  # of multiply-adds in a round: some 0.2 ms
+_OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Run = Callable[[Log | None], None]
@@ -122,10 +122,11 @@ def _tries(area: np.ndarray, threads: int) -> Iterator[Try]:
             times = max(1, _LEAST // nbytes)
             make = partial(_program, peaks.cached, threads, area, start, nbytes, times)
             yield Try("caches", name, nbytes * times * threads, make)
-    for kind in peaks.kinds():
+    for kind in peaks.chains():
         kernel, operations = peaks.multiply_add(kind)
-        make = partial(_program, kernel, threads, area, start, _TURNS)
-        yield Try("peaks", kind, operations * _TURNS * threads, make)
+        turns = _OPERATIONS // operations
+        make = partial(_program, kernel, threads, area, start, turns)
+        yield Try("peaks", kind, operations * turns * threads, make)
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:

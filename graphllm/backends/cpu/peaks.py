@@ -5,12 +5,14 @@ They are written with what all kernels here are written with, so that no kernel 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from numba import types
 from numba.extending import intrinsic
 
-from .isa import isa
+from .formats import FORMATS
+from .isa import ISA, isa
 from .jit import Kernel, args, i64s, kernel, next_chunk
 from .simd import F16, F32S, I32S, I64, VECTOR, Emit, Value
 from .vectors import vector
@@ -18,9 +20,11 @@ from .vectors import vector
 TURN = 4 * VECTOR  # bytes that a turn of a loop over memory moves
 _CHUNK = 256 << 10  # bytes that a thread takes at a time
 _AHEAD = 1024  # bytes between a load and what is asked for
-OPERANDS = 16  # vectors that multiply-adds take their factors from, in the first level of cache
+TURNING = 16  # turns after which the factors of multiply-adds are the same again
+OPERANDS = 2 * TURNING  # vectors that factors are taken from, in the first level of cache
 _ONE = 0x3F800000  # the float32 1.0, which is written
 _HALVES = vector(F16, VECTOR // 2)
+_LEAST = min(form.largest for form in FORMATS.values() if form.block > 1)  # of largest numbers
 
 
 # -------------------------------------------------------------------------------------- over memory
@@ -104,67 +108,112 @@ read, write, copy = over_memory(True, False), over_memory(False, True), over_mem
 # ------------------------------------------------------------------------------------ in registers
 
 
-def _sums() -> int:
-    """How many vectors are summed up side by side: none waits for itself, all stay in registers."""
-    return 12 if isa().avx512 else 5 if isa().avx2 else 3
+@dataclass(frozen=True)
+class Chain:
+    """How the target multiplies and adds at its highest rate.
+
+    A turn of the loop adds products to ``sums`` independent vectors: to each those of ``owns``
+    vectors, which stay in registers, with ``factors`` vectors, which the turn loads. There are
+    enough sums to hide the latency of the instructions, and few enough for the registers.
+
+    Attributes:
+        form: type of the vectors, of 64 bytes each.
+        operations: of the product of two vectors that is added to a third, two per multiply-add.
+        how: the instructions, as `graphllm doctor` names them.
+        fused: whether the product and the sum are one instruction, so that all sums may be of the
+            same vectors. Otherwise the compiler would compute their product once.
+    """
+
+    form: Any
+    operations: int
+    how: str
+    sums: int
+    owns: int = 1
+    factors: int = 1
+    fused: bool = True
+
+    @property
+    def sets(self) -> int:
+        """How many sets of ``owns`` vectors differ."""
+        return 1 if self.fused else self.sums
+
+    @property
+    def per_turn(self) -> int:
+        """Operations of a turn."""
+        return self.operations * self.sums * self.owns * self.factors
 
 
-def kinds() -> dict[str, tuple[Any, int, str]]:
-    """Kind -> (type of the sums, operations of a step on one, how it is done)."""
-    fused = isa().avx2 or not isa().x86
-    found = {"f32": (F32S, 2 * 16, "fused" if fused else "a product and a sum")}
-    if isa().fp16:
-        found["f16"] = (_HALVES, 2 * 32, "fused, which no kernel here uses")
-    chain = "vpmaddubsw, vpmaddwd and vpaddd" if isa().avx2 else "products of int16"
-    return found | {"int8": (I32S, 2 * 64, "vpdpbusd" if isa().vnni else chain)}
+def chains(target: ISA | None = None) -> dict[str, Chain]:
+    """The multiply-adds of the target by kind: ``f32``, ``int8``, and ``f16`` where it has them."""
+    target = target or isa()
+    fused = target.avx2 or not target.x86
+    # FMA and vpdpbusd have a latency of 4 or 5 cycles and start twice a cycle. A vector is one
+    # register of 32 on AVX-512, two of 16 on AVX2, four of 16 on other x86, four of 32 on Arm.
+    sums = 12 if target.avx512 else 5 if fused else 2
+    name = "fused" if fused else "a product and a sum"
+    found = {"f32": Chain(F32S, 2 * 16, name, sums, fused=fused)}
+    if target.fp16:
+        found["f16"] = Chain(_HALVES, 2 * 32, "fused, which no kernel here uses", sums)
+    if target.vnni:
+        found["int8"] = Chain(I32S, 2 * 64, "vpdpbusd", sums)
+    elif target.avx2:
+        # Products of small numbers are added in int16 first: up to 43 of q2_k's, which are least.
+        each = "vpmaddubsw and vpaddw; vpmaddwd and vpaddd after 42 of them"
+        found["int8"] = Chain(I32S, 2 * 64, each, 2 if target.avx512 else 1, 3, 14, fused=False)
+    else:  # bytes are extended to int16
+        found["int8"] = Chain(I32S, 2 * 32, "products of int16", 2, fused=False)
+    return found
 
 
 def how() -> dict[str, str]:
-    """By kind, how it is multiplied and added here, or why not."""
+    """By kind, the instructions that multiply and add here, or why there are none."""
     none = {"f16": "not on this processor: kernels widen to float32"}
-    return none | {kind: text for kind, (_, _, text) in kinds().items()}
+    return none | {kind: chain.how for kind, chain in chains().items()}
 
 
-def _step(e: Emit, kind: str, total: Value, own: Value, factor: Value) -> Value:
-    """total + own * factor in each lane, for int8 in each byte of a lane."""
-    if kind == "int8":
-        return e.dot([(own, factor)], 127, total)
+def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Value]) -> Value:
+    """``total`` plus all products, which int8 adds up in each lane of 32 bits."""
     if kind == "f32":
-        return e.madd(own, factor, total)
-    return e.madd_halves(own, factor, total)
+        return e.madd(owns[0], factors[0], total)
+    if kind == "f16":
+        return e.madd_halves(owns[0], factors[0], total)
+    if e.isa.avx2:
+        return e.dot([(own, factor) for factor in factors for own in owns], _LEAST, total)
+    return e.dot_pairs(owns[0], factors[0], total)
 
 
-def _multiplier(kind: str) -> Any:
-    """``multiply(operands, turns)``: an int64 that depends on all sums."""
-    form = kinds()[kind][0]
-
-    @intrinsic
-    def multiply(typingctx, operands, turns):
-        def generate(context, builder, sig, values):
-            e = Emit(builder)
-            first = [e.load(values[0], form, i * VECTOR) for i in range(_sums())]
-            totals = [e.variable(each) for each in first]
-            with e.loop(values[1]) as loop:
-                # Another factor in each turn: what stays the same is computed before the loop.
-                which = e.b.and_(loop.index, e.count(OPERANDS - 1))
-                factor = e.load(e.at(values[0], e.times(which, VECTOR)), form)
-                for own, total in zip(first if kind == "int8" else first[:1] * _sums(), totals):
-                    e.set(total, _step(e, kind, e.get(total), own, factor))
-            return _folded(e, [e.get(total) for total in totals])
-
-        return types.int64(types.int64, types.int64), generate
-
-    return multiply
+def emit_multiply(e: Emit, kind: str, operands: Value, turns: Value) -> Value:
+    """The loop over ``turns``, with `OPERANDS` vectors at ``operands``; an int64 that depends on
+    all sums. Sum i starts as vector i."""
+    chain = chains(e.isa)[kind]
+    first = [e.load(operands, chain.form, i * VECTOR) for i in range(max(8, chain.sums))]
+    totals = [e.variable(first[i]) for i in range(chain.sums)]
+    with e.loop(turns) as loop:
+        # Other factors in each turn: what stays the same would be computed before the loop.
+        which = e.b.and_(loop.index, e.count(TURNING - 1))
+        at = e.at(operands, e.times(which, VECTOR))
+        factors = [e.load(at, chain.form, i * VECTOR) for i in range(chain.factors)]
+        for i, total in enumerate(totals):
+            begin = i % chain.sets * chain.owns
+            owns = first[begin : begin + chain.owns]
+            e.set(total, _plus(e, kind, e.get(total), owns, factors))
+    return _folded(e, [e.get(total) for total in totals])
 
 
 def multiply_add(kind: str) -> tuple[Kernel, int]:
     """A kernel, and its operations in a turn. Arguments: `OPERANDS` vectors, turns, and an int64
     for each thread."""
-    multiply = _multiplier(kind)
 
-    @kernel(key=("multiply_add", kind, _sums(), OPERANDS))
+    @intrinsic
+    def multiply(typingctx, operands, turns):
+        def generate(context, builder, sig, values):
+            return emit_multiply(Emit(builder), kind, *values)
+
+        return types.int64(types.int64, types.int64), generate
+
+    @kernel(key=("multiply_add", kind))
     def run(p, thread, threads):
         operands, turns, sink = args(p, 3)
         i64s(sink)[thread] = multiply(operands, turns)
 
-    return run, kinds()[kind][1] * _sums()
+    return run, chains()[kind].per_turn

@@ -11,8 +11,7 @@ class Phase {
     this.plans = raw.typical.length;
     this.all = raw.tokens * raw.passes.length; // tokens of all passes
     this.wall = raw.closing.wall;
-    this.walls = raw.passes.map((pass) => pass.end - pass.start).sort((a, b) => a - b);
-    const brief = this.median < 1e6 * this.tokens; // less than a millisecond a token
+    const brief = raw.speed.median_ns < 1e6 * this.tokens; // less than a millisecond per token
     [this.unit, this.scale] = brief ? ["\u00b5s", 1e3] : ["ms", 1e6];
     this.found = []; // what a row can be found by, once it was asked for
   }
@@ -40,12 +39,6 @@ class Phase {
   /** The same with the unit. */
   perToken(ns) {
     return `${this.each(ns)} ${this.unit} a token`;
-  }
-
-  /** The wall time of a pass, the median. */
-  get median() {
-    const { walls } = this, half = (walls.length - 1) / 2;
-    return (walls[Math.floor(half)] + walls[Math.ceil(half)]) / 2;
   }
 
   /** What a row can be found by, in small letters. */

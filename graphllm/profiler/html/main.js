@@ -136,7 +136,7 @@ function listen() {
 
 function begin() {
   const top = document.getElementById("head");
-  top.append(...heading());
+  top.append(...heading(), busy() ?? "");
   if (!phases.length) {
     top.append(p("note", "Nothing ran."));
     return;

@@ -19,8 +19,8 @@ from typing import Any
 from .reduce import reduced
 
 SCRIPTS = (
-    "base.js", "groups.js", "summary.js", "roofline.js", "heat.js", "table.js", "scroller.js",
-    "timeline.js", "arena.js", "placement.js", "main.js",
+    "base.js", "groups.js", "summary.js", "labels.js", "roofline.js", "heat.js", "table.js",
+    "scroller.js", "timeline.js", "arena.js", "placement.js", "main.js",
 )  # fmt: skip
 
 

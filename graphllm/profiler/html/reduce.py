@@ -41,7 +41,7 @@ def _phase(phase: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
     plans: dict[int, list[Mapping[str, Any]]] = {}
     for row in phase["rows"]:
         plans.setdefault(row["plan"], []).append(row)
-    own = ("name", "tokens", "passes", "closing", "overhead")
+    own = ("name", "tokens", "passes", "closing", "speed", "overhead", "disturbed")
     return {
         **{key: phase[key] for key in own},
         "rows": _columns(phase["rows"], texts),

@@ -16,24 +16,25 @@ function roofline(phase, width) {
   const height = Math.round(Math.min(560, Math.max(300, width * 0.95)));
   const large = groups.filter((dot) => dot.ns > LARGE * phase.wall);
   const plot = axes(large.length ? large : groups, backends, width, height);
-  const { left, right, top, bottom } = plot.box;
+  const { labels } = plot, { left, right, top, bottom } = plot.box;
   for (const dot of groups) {
     const x = plot.x(dot.flops / dot.bytes), y = plot.y(1e9 * dot.gflops);
     dot.cx = Math.max(left, Math.min(x, right));
     dot.cy = Math.max(top, Math.min(y, bottom));
     dot.edge = dot.cx !== x || dot.cy !== y;
     dot.r = Math.max(3.5, Math.min(30, width / 16) * Math.sqrt(dot.ns / phase.wall));
+    labels.marks.push(around(dot.cx, dot.cy, 2 * dot.r - 2));
   }
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, class: "roofline", role: "group",
     "aria-label": "roofline plot",
-  }, grid(plot), roofs(plot, groups, backends),
-    dots(phase, groups, backends), names(plot, large));
+  }, grid(plot), roofs(plot, backends), dots(phase, groups, backends), names(plot, large));
   const rest = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
   const marks = backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ");
   return [drawing, p("about", backends.length > 1 ? `Marks: ${marks}. ` : "",
     groups.some((dot) => dot.edge) ? "Small dots on the edge lie beyond it. " : "",
-    rest ? `${plural(rest, "step")} without operations or bytes not shown.` : "")];
+    rest ? `${plural(rest, "step")} without operations or bytes not shown. ` : "",
+    plot.unlabelled.length ? `Ceilings without a label: ${plot.unlabelled.join(", ")}.` : "")];
 }
 
 /** What a backend's memory gives, and its kinds of arithmetic; null where not both are known. */
@@ -55,33 +56,48 @@ function axes(groups, backends, width, height) {
   }
   const low = (values) => Math.log10(Math.min(...values)) - 0.35;
   const high = (values) => Math.log10(Math.max(...values)) + 0.15;
-  const box = { left: 62, right: width - 12, top: 12, bottom: height - 40 };
   const x0 = groups.length ? low(xs) : 0, x1 = groups.length ? high(xs) : 1;
   const y0 = groups.length ? low(ys) : 0, y1 = groups.length ? high(ys) : 1;
+  const numbers = ticks(y0, y1).map(([exponent, digit]) => plain(exponent - 9, digit));
+  const widest = Math.max(0, ...numbers.map((text) => 2 * textRoom(text, 0, 0).right));
+  const box = {
+    left: Math.max(62, 26 + widest), right: width - 12, top: 12, bottom: height - 40,
+  };
   const x = (value) => box.left + ((Math.log10(value) - x0) / (x1 - x0)) * (box.right - box.left);
   const y = (value) => box.bottom - ((Math.log10(value) - y0) / (y1 - y0)) * (box.bottom - box.top);
-  return { box, x0, x1, y0, y1, x, y, width, height, taken: [] };
+  const labels = new Labels();
+  return { box, x0, x1, y0, y1, x, y, width, height, labels, unlabelled: [] };
 }
 
-function grid({ box, x0, x1, y0, y1, x, y, width, height }) {
-  const plain = (exponent, digit) => (exponent >= -3 && exponent <= 6
-    ? fixed(digit * 10 ** exponent, Math.max(0, -exponent)) : `${digit}e${exponent}`);
+/** A number of a scale. */
+const plain = (exponent, digit) => (exponent >= -3 && exponent <= 6
+  ? fixed(digit * 10 ** exponent, Math.max(0, -exponent)) : `${digit}e${exponent}`);
+
+/** Lines at round numbers, numbers where there is room for them, and the names of the axes. */
+function grid({ box, x0, x1, y0, y1, x, y, height, labels }) {
+  const tick = (text, at, base) => {
+    const room = labels.place([textRoom(text, at, base)]);
+    return room && svg("text", { x: at, y: base, class: "tick middle" }, text);
+  };
+  const title = (text, at, base, degrees) => {
+    labels.placed.push(textRoom(text, at, base, (degrees * Math.PI) / 180));
+    const transform = `translate(${at} ${base}) rotate(${degrees})`;
+    return svg("text", { transform, class: "axis middle" }, text);
+  };
   const upright = ([exponent, digit]) => {
     const at = x(digit * 10 ** exponent);
     return [svg("line", { x1: at, x2: at, y1: box.top, y2: box.bottom, class: "grid" }),
-      svg("text", { x: at, y: box.bottom + 15, class: "tick middle" }, plain(exponent, digit))];
+      tick(plain(exponent, digit), at, box.bottom + 15)];
   };
   const level = ([exponent, digit]) => {
-    const at = y(digit * 10 ** exponent);
+    const at = y(digit * 10 ** exponent), text = plain(exponent - 9, digit);
+    const { left, right } = textRoom(text, 0, 0);
     return [svg("line", { x1: box.left, x2: box.right, y1: at, y2: at, class: "grid" }),
-      svg("text", { x: box.left - 7, y: at + 3.5, class: "tick end" }, plain(exponent - 9, digit))];
+      tick(text, box.left - 6 - (right - left) / 2, at + 3.5)];
   };
-  return svg("g", {}, ticks(x0, x1).map(upright), ticks(y0, y1).map(level),
-    svg("text", { x: (box.left + box.right) / 2, y: height - 6, class: "axis middle" },
-      "operations per byte"),
-    svg("text", {
-      transform: `translate(12 ${(box.top + box.bottom) / 2}) rotate(-90)`, class: "axis middle",
-    }, "GFLOP/s"));
+  return svg("g", {}, title("operations per byte", (box.left + box.right) / 2, height - 6, 0),
+    title("GFLOP/s", 12, (box.top + box.bottom) / 2, -90),
+    ticks(x0, x1).map(upright), ticks(y0, y1).map(level));
 }
 
 /** Round numbers between two powers of ten, as [exponent, digit]. */
@@ -98,59 +114,69 @@ function ticks(from, to) {
 }
 
 /** What the memories give, and under what the arithmetic ends. */
-function roofs(plot, groups, backends) {
-  const { box, x1, x, y, taken } = plot;
-  const known = backends.map(roofOf).filter(Boolean).map((roof) => {
-    const several = backends.length > 1 ? `${roof.name}: ` : "";
-    const flats = roof.flats.map(([kind, rate]) =>
-      ({ rate, text: `${several}${kind} ${flopRate(rate)}` }));
-    return { ...roof, several, flats };
-  });
-  taken.push(...groups.map(roomOf));
+function roofs(plot, backends) {
+  const { box, x1, x, y, labels } = plot;
+  const known = backends.map(roofOf).filter(Boolean);
   for (const roof of known) {
-    for (const flat of roof.flats) {
-      const wide = flat.text.length * 6, bend = x(flat.rate / roof.rate);
-      const spots = [box.right - wide / 2, bend + 8 + wide / 2, (bend + box.right) / 2]
-        .map((middle) => around(middle, y(flat.rate) - 8, wide, 14));
-      flat.room = spots.find((room) => free(room, taken)) ?? spots[0];
-      taken.push(flat.room);
-    }
+    roof.before = backends.length > 1 ? `${roof.name}: ` : "";
+    roof.slope = slopeOf(plot, roof);
+    roof.lines = roof.flats.map(([, rate]) =>
+      [Math.max(box.left, x(rate / roof.rate)), y(rate), x(10 ** x1), y(rate)]);
+    labels.lines.push(roof.slope, ...roof.lines);
   }
+  const line = ([a, b, c, d], dashes) =>
+    svg("line", { x1: a, y1: b, x2: c, y2: d, "stroke-dasharray": dashes });
   return known.map((roof) => {
     const dashes = backends.indexOf(roof.name) ? "6 3" : null;
-    const flat = ({ rate, text, room }) => [
-      svg("line", {
-        x1: x(rate / roof.rate), y1: y(rate), x2: x(10 ** x1), y2: y(rate),
-        "stroke-dasharray": dashes,
-      }),
-      svg("text", { x: (room.left + room.right) / 2, y: y(rate) - 5, class: "middle" }, text),
-    ];
-    return svg("g", { class: "roof" }, slope(plot, roof, dashes), roof.flats.map(flat));
+    const flat = ([kind, rate], i) => {
+      const [from, level, to] = roof.lines[i], text = `${roof.before}${kind} ${flopRate(rate)}`;
+      const spots = [level - 5, level + 13].flatMap((base) => along(from, Math.min(to, box.right),
+        (at) => textRoom(text, at, base)));
+      return written(plot, text, spots, 0);
+    };
+    return svg("g", { class: "roof" }, line(roof.slope, dashes),
+      roof.lines.map((each) => each[1] <= box.bottom && line(each, dashes)),
+      roof.flats.map(flat), sloped(plot, roof));
   });
 }
 
-/** The line of the memory up to the highest arithmetic, with its name where there is room. */
-function slope({ x0, y0, x, y, taken }, { several, rate, top }, dashes) {
+/** Rectangles with their middles from right to left on a line, which `make` makes, and which stay
+ *  on the line's right half at least. */
+function along(from, to, make) {
+  const { left, right } = make(0), half = (right - left) / 2;
+  const first = to - half, last = Math.min(first, from - half);
+  return Array.from({ length: 25 }, (_, i) => make(first + ((last - first) * i) / 24));
+}
+
+/** The text of a ceiling in the first place that is free; or it is noted as not labelled. */
+function written({ box, labels, unlabelled }, text, spots, degrees) {
+  const room = labels.place(spots.filter((spot) => inside(spot, box)));
+  if (!room) {
+    unlabelled.push(text);
+    return null;
+  }
+  const transform = `translate(${room.x} ${room.y}) rotate(${degrees})`;
+  return svg("text", { transform, class: "middle" }, text);
+}
+
+/** The line of the memory up to the highest arithmetic. */
+function slopeOf({ x0, y0, x, y }, { rate, top }) {
   const from = Math.max(10 ** x0, 10 ** y0 / rate), to = top / rate;
-  const text = `${several}${byteRate(rate)}`, wide = text.length * 6;
-  const angle = Math.atan2(y(rate * to) - y(rate * from), x(to) - x(from));
-  const spots = [0.85, 0.7, 0.55, 0.4, 0.25].map((share) => from ** (1 - share) * to ** share)
-    .map((at) => ({
-      at, room: around(x(at) - 4, y(rate * at) - 6,
-        wide * Math.cos(angle) + 4, wide * Math.sin(-angle) + 12),
-    }));
-  const own = spots.find(({ room }) => free(room, taken));
-  if (own) taken.push(own.room);
-  const degrees = (angle * 180) / Math.PI;
-  return [
-    svg("line", {
-      x1: x(from), y1: y(rate * from), x2: x(to), y2: y(top), "stroke-dasharray": dashes,
-    }),
-    own && svg("text", {
-      class: "middle",
-      transform: `translate(${x(own.at)} ${y(rate * own.at) - 6}) rotate(${degrees})`,
-    }, text),
-  ];
+  return [x(from), y(rate * from), x(to), y(top)];
+}
+
+/** Its name, along it. */
+function sloped(plot, { before, rate, slope: [a, b, c, d] }) {
+  const text = before + byteRate(rate), angle = Math.atan2(d - b, c - a);
+  const spots = [-6, 14].flatMap((away) => Array.from({ length: 19 }, (_, i) => 0.95 - i * 0.05)
+    .map((share) => textRoom(text, a + (c - a) * share - away * Math.sin(angle),
+      b + (d - b) * share + away * Math.cos(angle), angle)));
+  const crossed = plot.labels.lines;
+  // A turned text's rectangle is always entered by its own line.
+  plot.labels.lines = crossed.filter((line) => line[0] !== a || line[1] !== b);
+  const found = written(plot, text, spots, (angle * 180) / Math.PI);
+  plot.labels.lines = crossed;
+  return found;
 }
 
 function dots(phase, groups, backends) {
@@ -178,40 +204,36 @@ function mark(kind, { cx, cy, r }, attributes) {
   return svg("rect", { ...corner, transform: turn, ...attributes });
 }
 
-/** The room that a text takes, or a dot; and whether it is apart from all others. */
-const around = (x, y, wide, tall) =>
-  ({ left: x - wide / 2, right: x + wide / 2, top: y - tall / 2, bottom: y + tall / 2 });
-const roomOf = ({ cx, cy, r }) => around(cx, cy, 2 * r - 2, 2 * r - 2);
-const free = (box, taken) => taken.every((other) => box.right < other.left ||
-  other.right < box.left || box.bottom < other.top || other.bottom < box.top);
+/** The square around a point. */
+const around = (x, y, size) =>
+  ({ left: x - size / 2, right: x + size / 2, top: y - size / 2, bottom: y + size / 2 });
+const inside = (room, box) => room.left >= box.left && room.right <= box.right &&
+  room.top >= box.top && room.bottom <= box.bottom;
 
 const DIRECTIONS = [
   [1, 0], [-1, 0], [0, 1], [0, -1], [0.7, 0.7], [0.7, -0.7], [-0.7, 0.7], [-0.7, -0.7],
 ];
 
-/** Names of the largest dots, where there is room for them. */
-function names({ box, taken }, groups) {
+/** Names of the largest dots, where there is room for them; from far ones there is a line. */
+function names({ box, labels }, groups) {
   return svg("g", { class: "names" }, groups.slice(0, 10).map((dot) => {
-    const wide = dot.key.length * 6 + 2;
-    const spots = [5, 24, 44].flatMap((away) => DIRECTIONS.map(([right, down]) => {
-      const reach = dot.r + away, far = away > 5 && [right, down];
-      const x = dot.cx + right * (reach + wide / 2), y = dot.cy + down * (reach + 5);
-      return { ...around(x, y, wide, 13), far, reach };
+    const text = clipped(dot.key, 32);
+    const { left, right } = textRoom(text, 0, 0), half = (right - left) / 2;
+    const spots = [5, 24, 44].flatMap((away) => DIRECTIONS.map((direction) => {
+      const [to, down] = direction, reach = dot.r + away;
+      const x = dot.cx + to * (reach + half), y = dot.cy + down * (reach + 5) + 4;
+      return { ...textRoom(text, x, y), leader: away > 5 && leader(dot, direction, reach) };
     }));
-    const own = spots.find((spot) => spot.left >= box.left && spot.right <= box.right &&
-      spot.top >= box.top && spot.bottom <= box.bottom && free(spot, taken));
+    const own = labels.place(spots.filter((spot) => inside(spot, box)), true);
     if (!own) return null;
-    taken.push(own);
-    const name = svg("text", { x: own.left + 1, y: own.bottom - 3 }, dot.key);
-    return [own.far && leader(dot, own), name];
+    const [x1, y1, x2, y2] = own.leader || [];
+    return [own.leader && svg("line", { class: "leader", x1, y1, x2, y2 }),
+      svg("text", { x: own.x, y: own.y, class: "middle" }, text)];
   }));
 }
 
-/** From a dot to its name, if that is not beside it. */
-function leader({ cx, cy, r }, { far: [right, down], reach }) {
-  const size = Math.hypot(right, down), at = (length, unit) => (length * unit) / size;
-  return svg("line", {
-    class: "leader", x1: cx + at(r + 1, right), y1: cy + at(r + 1, down),
-    x2: cx + right * (reach - 2), y2: cy + down * (reach - 2),
-  });
+/** A line from a dot to its name. */
+function leader({ cx, cy, r }, [right, down], reach) {
+  const size = Math.hypot(right, down), from = (r + 1) / size;
+  return [cx + from * right, cy + from * down, cx + right * (reach - 2), cy + down * (reach - 2)];
 }

@@ -23,21 +23,23 @@ function heading() {
   ];
 }
 
-/** One phase: its rate, its spread over the passes, and where the wall time went. */
+/** One phase: the speed of its passes without profiling, and where the wall time went. */
 function card(phase) {
-  const { walls, passes, tokens } = phase;
-  const one = (ns) => phase.each(ns * passes.length);
-  const rate = (1e9 * tokens) / phase.median;
-  const range = walls.length > 1
-    ? `, passes ${one(walls[0])} to ${one(walls[walls.length - 1])}` : "";
+  const { speed, tokens } = phase;
+  const spread = speed.passes > 1 ? ` \u00b1 ${percent(speed.spread)}` : "";
   return h("article", { class: "card" },
     h("h2", {}, phase.name),
-    p("figure", h("b", {}, rate >= 1000 ? fixed(rate) : short(rate)), " tokens a second"),
-    p("", h("b", {}, one(phase.median)), ` ${phase.unit} a token${range}`),
-    p("", `${plural(tokens, "token")}, ${plural(passes.length, "pass", "passes")}; ` +
-      `noting times cost ${percent(phase.overhead)}`),
+    p("figure", h("b", {}, speed.tok_s >= 1000 ? fixed(speed.tok_s) : short(speed.tok_s)),
+      " tokens per second", spread),
+    p("", h("b", {}, phase.each(speed.median_ns * phase.passes.length)),
+      ` ${phase.unit} per token`),
+    p("", `${plural(tokens, "token")}, ${plural(speed.passes, "pass", "passes")}; ` +
+      `profiling overhead ${percent(phase.overhead)}`),
     closing(phase));
 }
+
+/** What disturbed the passes, or nothing. */
+const busy = () => (report.busy.note ? p("note busy", report.busy.note) : null);
 
 const PARTS = ["ops", "copies", "gaps", "host", "unattributed"];
 
@@ -72,7 +74,7 @@ function ceilings() {
   const giga = (rate) => (rate ? short(rate / 1e9) : "");
   const rows = Object.entries(report.ceilings).map(([name, roof]) => {
     const date = h("small", {}, ` ${roof.date.slice(0, 10)}`);
-    return tr([name, date, roof.stale ? h("em", {}, " stale") : null],
+    return tr([name, date, roof.doubt ? h("em", {}, ` ${roof.doubt}`) : null],
       [giga(roof.bytes_s), giga(roof.float_flop_s), giga(roof.integer_flop_s)]);
   });
   if (rows.length) return listing("", ["ceilings", "GB/s", "float GFLOP/s", "integer"], rows);

@@ -1,0 +1,107 @@
+"""Compare the CPU's multiply-add peaks with its clock and with the fastest kernels.
+
+    python benchmarks/peaks_cpu.py --rounds 20
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= python benchmarks/peaks_cpu.py
+
+For one thread: the clock, measured by dependent multiplications; each peak in operations and in
+products of two vectors per cycle; the rate of a linear of each weight format as a share of its
+peak. No share may be above 100 %. The measurements are interleaved, and the best of all rounds
+counts, so that other work on the machine affects all of them alike. Exits with 1 if a share is
+above 102 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from graphllm.backends import Log
+from graphllm.backends.cpu import peaks
+from graphllm.backends.cpu.ceiling import _OPERATIONS, _program
+from graphllm.backends.cpu.formats import FORMATS
+from graphllm.backends.cpu.isa import isa
+from graphllm.backends.cpu.jit import args, i64s, kernel
+from graphllm.backends.cpu.layouts import allocate
+from graphllm.dtype import dtype
+from graphllm.profiler import rates
+
+TURNS, CYCLES = 50_000, 16  # of the clock's loop, and of one turn
+ABOVE = 1.02  # of a peak: noise
+
+
+@kernel
+def squares(p, thread, threads):
+    """Squares of squares, each waiting for the one before: a multiplication (3 cycles on x86 since
+    2008) and an or (1)."""
+    turns, sink = args(p, 2)
+    x = turns
+    for _ in range(turns):
+        x = x * x | 1
+        x = x * x | 3
+        x = x * x | 5
+        x = x * x | 7
+    i64s(sink)[thread] = x
+
+
+def ran(run: Callable[[Log | None], None]) -> float:
+    """Seconds of the best of some runs."""
+    log = Log()
+    for _ in range(20):
+        run(log)
+    return min(int(ends[-1] - ends[0]) for ends, _ in log.runs) / 1e9
+
+
+def linear(name: str, tokens: int) -> float:
+    """Operations a second of a linear of ``tokens``."""
+    step = rates._linear("cpu", 1, dtype(name), rates.WIDTH, tokens)
+    assert step is not None, name
+    return step.flops / min(step.seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
+    parser.add_argument("--tokens", type=int, default=128)
+    asked = parser.parse_args()
+    rates.WIDTH, rates.SECONDS = asked.width, 0.0
+    area = allocate(peaks.OPERANDS * 64)
+    area.view(np.float32)[:] = 1.0
+    chains = peaks.chains()
+    tries: dict[str, Callable[[], float]] = {}
+    if isa().x86:
+        run = _program(squares, 1, area, TURNS)
+        tries["clock"] = lambda: CYCLES * TURNS / ran(run)
+    for kind in chains:
+        made, work = peaks.multiply_add(kind)
+        turns = _OPERATIONS // work
+        each = _program(made, 1, area, area.ctypes.data, turns)
+        tries[f"peak {kind}"] = lambda each=each, work=work * turns: work / ran(each)
+    for name in FORMATS:
+        tries[name] = partial(linear, name, asked.tokens)
+    best = dict.fromkeys(tries, 0.0)
+    for _ in range(asked.rounds):
+        for name, measure in tries.items():
+            best[name] = max(best[name], measure())
+    clock = best.get("clock", 0.0)
+    print(f"{isa()}; clock {clock / 1e9:.2f} GHz")
+    for kind, chain in chains.items():
+        cycle = best[f"peak {kind}"] / clock if clock else 0.0
+        vectors = cycle / chain.operations * 64 / isa().width
+        print(f"{kind:<8} {best[f'peak {kind}'] / 1e9:8.1f} GFLOP/s {cycle:7.1f} a cycle, "
+              f"{vectors:.2f} products of {isa().width} bytes a cycle: {chain.how}")  # fmt: skip
+    worst = 0.0
+    for name, form in FORMATS.items():
+        peak = "peak f32" if form.block == 1 else "peak int8"
+        share = best[name] / best[peak]
+        worst = max(worst, share)
+        print(f"{name:<8} {best[name] / 1e9:8.1f} GFLOP/s {share:7.1%} of {peak}")
+    return int(worst > ABOVE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
