@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .backends import Operand
 from .errors import GraphError
 from .plan import Place
 
@@ -21,9 +22,10 @@ def surround(buffer: Any, nbytes: int) -> None:
     buffer[GUARD + nbytes :] = CANARY
 
 
-def check_surrounded(buffers: Iterable[tuple[Any, int, str]]) -> None:
-    """GraphError naming a buffer (with its payload's bytes, and name) that was written beside."""
-    for buffer, nbytes, name in buffers:
+def check_surrounded(buffers: Iterable[tuple[str, str, Operand]]) -> None:
+    """GraphError for one of the buffers (name, memory, operand) that was written outside of."""
+    for name, _, operand in buffers:
+        buffer, nbytes = operand.buffer, operand.meta.bound().nbytes
         if (buffer[:GUARD] != CANARY).any() or (buffer[GUARD + nbytes :] != CANARY).any():
             raise GraphError(f"a kernel wrote outside the buffer of {name!r}")
 

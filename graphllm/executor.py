@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from . import backends as registry
 from . import graph
-from .backends import Backend, Bound, Device, Header, Operand, Options, Segment
-from .canaries import GUARD, POISON, check_arenas, check_surrounded, surround
+from .backends import Bound, Header, Operand, Options, Segment
+from .buffers import Buffers, allocate, converted, fits
+from .canaries import GUARD, POISON, check_arenas, check_surrounded
 from .debug import debug
-from .errors import GraphError, GraphllmError, OutOfMemory
-from .memory import aligned
+from .devices import Devices, Progress
+from .errors import GraphError
 from .ops import get
 from .placement import Pin, Placement, Tap, check_pins, pins_from, place
-from .plan import Place, Plan, Step, compile_plan
+from .plan import Place, Plan, Step, compile_plan, watched
 from .profiler.printer import memory_lines, printer
 from .profiler.rows import Recorder
 from .repeat import Output, Repeat
 from .tensor import WEIGHT, Meta, Tensor, Var
 from .weights import Arrays, Weights
 
-Progress = Callable[[str, int, int], None]  # what, done, total
 Bounds = Mapping[str, tuple[int, int]]  # of Vars, by name
 
 
@@ -36,10 +35,28 @@ Bounds = Mapping[str, tuple[int, int]]  # of Vars, by name
 class _Program:
     """A plan bound to buffers: its segments, ready to run."""
 
-    plan: Plan
     segments: list[tuple[Segment, list[Step]]]
     arenas: dict[str, Any]
     outputs: dict[str, Output]
+
+
+@dataclass
+class _Graph:
+    """What is kept of a graph while its outputs live: its placement, and its plans by bounds.
+
+    ``more``: graphs that have one more output than this one, by its node and its name.
+    """
+
+    placement: Placement | None = None
+    plans: dict[object, Plan] = field(default_factory=dict)
+    more: WeakKeyDictionary[Tensor, dict[str, _Graph]] = field(default_factory=WeakKeyDictionary)
+
+    def of(self, outputs: Mapping[str, Tensor]) -> _Graph:
+        """That of a graph with these outputs."""
+        found = self
+        for name, node in outputs.items():
+            found = found.more.setdefault(node, {}).setdefault(name, _Graph())
+        return found
 
 
 class Executor:
@@ -49,6 +66,9 @@ class Executor:
     unusable ones are skipped, with their reason kept in ``skipped``. ``pins``: scope pattern ->
     backend. ``strict``: PlacementError when an op misses the first usable backend. ``poison`` (for
     tests): arenas are filled with NaN before each run and every buffer has canaries around it.
+
+    What is kept of a graph (placement, plans, buffers of inputs, states and weights) is dropped
+    with it: with the last of its output nodes and of its plans. An adopted model is held.
     """
 
     def __init__(
@@ -67,37 +87,19 @@ class Executor:
         self.pins, self.strict, self.poison = pins_from(pins or {}), strict, poison
         self.progress = progress or (lambda what, done, total: None)
         self.backends, self.skipped = registry.usable(backends or registry.names())
-        self.devices: dict[str, Device] = {}
+        self.devices = self._devices()
+        self.buffers = Buffers(self.devices, self.weights, poison)
         self.header = Header()
         self.spent = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
-        self._leaves: dict[str, Tensor] = {}  # as the graphs have them, at their widest
-        self._buffers: dict[tuple[str, str], Operand] = {}  # of inputs and states: (name, memory)
-        self._prepared: dict[tuple[str, object, str], Any] = {}  # weights: (name, pack, memory)
         self._arenas: dict[str, Any] = {}
-        self._guarded: list[tuple[Any, int, str]] = []  # buffer with canaries, payload, name
         self._model: Mapping[str, Tensor] = {}  # what was adopted
         self._adopted: Placement | None = None
-        self._placements: dict[object, Placement] = {}
-        self._plans: dict[object, Plan] = {}
-        self._programs: dict[Plan, _Program] = {}
+        self._moved: Mapping[Tensor, Tensor] = {}  # the adopted model's nodes as they were placed
+        self._graphs = _Graph()
+        self._programs: WeakKeyDictionary[Plan, _Program | None] = WeakKeyDictionary()
 
-    def device(self, backend: Backend) -> Device:
-        """The backend's device, opened at first use."""
-        if backend.name not in self.devices:
-            device = backend.open_device(self.options)
-            device.progress = self.progress
-            self.devices[backend.name] = device
-        return self.devices[backend.name]
-
-    def memory_of(self, backend: Backend) -> str:
-        """The memory that the backend's device works in."""
-        return self.device(backend).memory
-
-    def _owner(self, memory: str) -> Device:
-        """A device that can allocate and copy in ``memory``."""
-        open_ones = list(self.devices.values())
-        rest = (self.device(backend) for backend in self.backends)  # not before it is needed
-        return next(d for d in itertools.chain(open_ones, rest) if d.memory == memory)
+    def _devices(self) -> Devices:
+        return Devices(self.backends, self.options, self.progress)
 
     # --------------------------------------------------------------------------------- placement
 
@@ -108,26 +110,22 @@ class Executor:
         ``pins``: after the executor's own. PlacementError for one that names nothing, or an op
         without a backend. It must be done before any plan is bound.
         """
-        assert not self._buffers and not self._programs
+        assert not any(self._programs.values())
         check_pins(self.pins, graph.toposort(outputs.values()), self.backends)
-        self._placements.clear()
-        self._plans.clear()
-        self._model, self._adopted = outputs, self._place(outputs, pins)
+        self._graphs = _Graph()
+        self._programs.clear()
+        self._model, (self._adopted, self._moved) = outputs, self._place(outputs, pins)
 
-    def _place(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> Placement:
-        own = [*self.pins, *pins]
-        placement = place(outputs, self.backends, self.options, self.memory_of, own)
-        for node in graph.toposort(placement.outputs.values()):
-            if node.is_leaf:
-                known = self._leaves.setdefault(node.name, node)
-                if known.meta != node.meta:
-                    raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
-        return placement
+    def _place(
+        self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()
+    ) -> tuple[Placement, Mapping[Tensor, Tensor]]:
+        pins, memory_of = [*self.pins, *pins], self.devices.memory_of
+        return place(outputs, self.backends, self.options, memory_of, pins, self.buffers.leaf)
 
     def _placement(self, outputs: Mapping[str, Tensor]) -> Placement:
         """Of these outputs, as part of the adopted model if they are."""
         adopted = all(self._model.get(name) is node for name, node in outputs.items())
-        whole = self._adopted if adopted and self._adopted else self._place(outputs)
+        whole = self._adopted if adopted and self._adopted else self._place(outputs)[0]
         return whole.part(outputs)
 
     # ------------------------------------------------------------------------------------- plans
@@ -135,94 +133,76 @@ class Executor:
     def compile(self, outputs: Mapping[str, Tensor], bounds: Bounds | None = None) -> Plan:
         """The plan that computes ``outputs`` while the Vars stay within ``bounds``.
 
-        Kept: the same call returns the same plan. PlacementError when an op has no backend.
+        Kept while the graph is: the same call returns the same plan. PlacementError when an op has
+        no backend.
         """
-        which = tuple(outputs.items())
-        key = (which, tuple(sorted((bounds or {}).items())))
-        if key not in self._plans:
-            if which not in self._placements:
-                self._placements[which] = self._placement(outputs)
-            self._plans[key] = self._compiled(self._placements[which], bounds)
-        return self._plans[key]
+        kept, key = self._graphs.of(outputs), tuple(sorted((bounds or {}).items()))
+        if key not in kept.plans:
+            kept.placement = kept.placement or self._placement(outputs)
+            kept.plans[key] = self._compiled(kept.placement, bounds)
+        return kept.plans[key]
 
     def tap(self, taps: Sequence[Tap], bounds: Bounds | None = None) -> Plan:
         """A plan whose outputs are values within the adopted model, some of them replaced on the
-        way. It is not kept: `drop` it when it is not needed any more."""
+        way. It is not kept."""
         assert self._adopted is not None
-        return self._compiled(self._adopted.tapped(taps), bounds)
+        return self._compiled(self._adopted.tapped(taps, self._moved), bounds)
+
+    def watch(self, plan: Plan, values: Mapping[str, Tensor]) -> Plan:
+        """``plan`` with more outputs: nodes of its graph, or views of them. It is not kept."""
+        self._check_own(plan)
+        wider = watched(plan, values)
+        self._programs[wider] = None
+        return wider
 
     def _compiled(self, placement: Placement, bounds: Bounds | None) -> Plan:
         plan = compile_plan(placement, bounds, GUARD if self.poison else 0)
         if self.strict:
             plan.check_strict()
         debug(1, plan.explain)
+        self._programs[plan] = None
         return plan
 
-    def drop(self, plan: Plan) -> None:
-        """Forget what a plan was bound to; the arenas stay."""
-        self._programs.pop(plan, None)
+    def _check_own(self, plan: Plan) -> None:
+        if plan not in self._programs:
+            raise GraphError(
+                "the plan is not one of this executor: another one compiled it, or the model was "
+                "placed anew since"
+            )
 
-    # ----------------------------------------------------------------------------------- buffers
-
-    def _leaf(self, name: str, memory: str) -> Operand:
-        """The buffer of an input or a state in ``memory``, for the widest shape of the leaf."""
-        if (name, memory) not in self._buffers:
-            meta, device = self._leaves[name].meta, self._owner(memory)
-            nbytes, offset = meta.bound().nbytes, GUARD if self.poison else 0
-            if self.poison:
-                buffer = _alloc(device, aligned(nbytes) + 2 * GUARD, name)
-                surround(buffer, nbytes)
-                self._guarded.append((buffer, nbytes, name))
-            else:
-                buffer = _alloc(device, max(nbytes, 1), name)
-            self._buffers[name, memory] = Operand(replace(meta, offset=offset), buffer)
-        return self._buffers[name, memory]
-
-    def _weight(self, leaf: Tensor, step: Step, index: int) -> Any:
-        """The device's buffer of a weight, in the form that the step's kernel wants it."""
-        pack = step.kernel.pack.get(get(step.node.op).operand(index))
-        device = self.device(step.backend)
-        if device.memory != step.memory:  # it is copied from the host's
-            device = self._owner(step.memory)
-        key = (leaf.name, pack, device.memory)
-        if key not in self._prepared:
-            stored = self.weights.meta(leaf.name)
-            if stored is None or (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
-                raise GraphError(f"weight {leaf.name!r} is {stored}, the graph wants {leaf.meta}")
-            raw = self.weights.raw(leaf.name)
-            what = f"tensor {leaf.name!r}"
-            try:
-                with _room(device, what, raw.nbytes, "fewer layers there (gpu_layers) need less"):
-                    self._prepared[key] = device.prepare(pack, raw, leaf.meta)
-            except OutOfMemory:
-                raise
-            except GraphllmError as error:
-                raise type(error)(f"{what}: {error}") from None
-            if pack is not None:
-                self.weights.release(leaf.name)
-        return self._prepared[key]
+    # ------------------------------------------------------------------------------------ binding
 
     def _arena(self, memory: str, nbytes: int) -> Any:
         """The memory's arena. Growing it unbinds every plan that points into the old one."""
         if memory not in self._arenas or self._arenas[memory].nbytes < nbytes:
             self._arenas.pop(memory, None)  # the old one is gone before there is a new one
-            self._programs.clear()
-            self._arenas[memory] = _alloc(self._owner(memory), nbytes, "intermediates")
+            self._programs.update(dict.fromkeys(self._programs))
+            self._arenas[memory] = allocate(self.devices.owner(memory), nbytes, "intermediates")
         return self._arenas[memory]
 
-    # ------------------------------------------------------------------------------------ binding
-
     def bind(self, plan: Plan) -> None:
-        """Allocate buffers, pack weights and build the plan's segments, unless that was done."""
-        if plan in self._programs:
-            return
+        """Allocate buffers, pack weights and build the plan's segments, unless that was done.
+
+        GraphError for a plan of another executor.
+        """
+        self._program(plan)
+
+    def _program(self, plan: Plan) -> _Program:
+        self._check_own(plan)
+        program = self._programs[plan]
+        if program is None:
+            program = self._bound(plan)
+            self._programs[plan] = program
+        return program
+
+    def _bound(self, plan: Plan) -> _Program:
         arenas = {memory: self._arena(memory, nbytes) for memory, nbytes in plan.arena.items()}
         total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
         bound: list[Bound] = []
         start = time.perf_counter()
         for index, step in enumerate(plan.steps):
             inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
-            self.progress("preparing weights", min(len(self._prepared), total), total)
+            self.progress("preparing weights", min(self.buffers.packed, total), total)
             home = plan.memory[graph.root(step.node)]
             out = self._operand(plan, step.node, home, arenas)
             spot = plan.scratch.get(index)
@@ -231,7 +211,7 @@ class Executor:
         ready = time.perf_counter()
         segments, at = [], 0
         for steps in plan.segments():
-            device = self.device(steps[0].backend)
+            device = self.devices.of(steps[0].backend)
             segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
             at += len(steps)
         self.spent["weights_s"] += ready - start
@@ -240,9 +220,9 @@ class Executor:
         for name, node in plan.outputs.items():
             memory = plan.memory[graph.root(node)]
             operand = self._operand(plan, node, memory, arenas)
-            outputs[name] = Output(self._owner(memory), operand)
-        self._programs[plan] = _Program(plan, segments, arenas, outputs)
-        debug(1, lambda: memory_lines(self._prepared, self._buffers, self._arenas))
+            outputs[name] = Output(self.devices.owner(memory), operand)
+        debug(1, lambda: memory_lines(self.buffers.held(), self._arenas))
+        return _Program(segments, arenas, outputs)
 
     def _input(
         self, plan: Plan, step: Step, index: int, arenas: Mapping[str, Any]
@@ -251,14 +231,18 @@ class Executor:
         if source is None:
             return None
         if source.base.op == WEIGHT:
-            return Operand(source.meta, self._weight(source.base, step, index))
+            pack = step.kernel.pack.get(get(step.node.op).operand(index))
+            device = self.devices.of(step.backend)
+            if device.memory != step.memory:  # it is copied from the host's
+                device = self.devices.owner(step.memory)
+            return Operand(source.meta, self.buffers.weight(source.base.name, pack, device))
         return self._operand(plan, source, step.memory, arenas)
 
     def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
         own = graph.root(node)
         if not own.is_leaf:
             return _in_arena(node, plan.places[own], arenas)
-        leaf = self._leaf(own.name, memory)
+        leaf = self.buffers.place(own.name, memory)
         return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
 
     # -------------------------------------------------------------------------------------- state
@@ -266,25 +250,14 @@ class Executor:
     def set_state(self, name: str, data: np.ndarray) -> None:
         """Write the leading rows of a state or an input, in every memory that holds it.
 
-        ``data``: of a block format its bytes, [rows, n].
+        ``data``: as a feed; of a block format its bytes, uint8 [rows, n]. GraphError where it does
+        not fit.
         """
-        for (_, memory), leaf in self._held(name):
-            shape = data.shape if leaf.meta.dtype.numpy else (len(data), *leaf.meta.inner)
-            meta = replace(leaf.meta, shape=shape)
-            self._owner(memory).copy_in(Operand(meta, leaf.buffer), data)
+        self.buffers.write(name, data)
 
     def get_state(self, name: str, rows: int | None = None) -> np.ndarray:
         """A copy of a state or an input, or of its first ``rows``."""
-        (_, memory), leaf = self._held(name)[0]
-        meta = leaf.meta.bound()
-        shape = meta.shape if rows is None else (rows, *meta.inner)
-        return self._owner(memory).copy_out(Operand(replace(meta, shape=shape), leaf.buffer))
-
-    def _held(self, name: str) -> list[tuple[tuple[str, str], Operand]]:
-        found = [(key, leaf) for key, leaf in self._buffers.items() if key[0] == name]
-        if not found:
-            raise GraphError(f"no input or state {name!r} in any bound plan")
-        return found
+        return self.buffers.read(name, rows)
 
     # ---------------------------------------------------------------------------------------- run
 
@@ -300,11 +273,24 @@ class Executor:
 
         ``fetch``: the outputs to copy, all by default (a written KV pool is better left where it
         is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``,
-        the time of every step is recorded in it. GraphError names a feed that does not fit.
+        the time of every step is recorded in it.
+
+        Every input of the plan must be fed; states keep their values unless they are fed. Feeds are
+        converted to the dtype of their leaf. GraphError names an input that is missing, or a feed
+        whose shape or dtype does not fit, see `graphllm.buffers.converted`.
         """
-        self.bind(plan)
-        program = self._programs[plan]
+        program = self._program(plan)
+        for name, leaf in plan.inputs.items():
+            if name not in (feeds or {}):
+                raise GraphError(f"input {name!r} ({leaf.meta}) is not fed")
         values = self._feed(plan, feeds or {}, dict(env or {}))
+        self._run(plan, program, values, profile)
+        outputs = program.outputs.items()
+        return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
+
+    def _run(
+        self, plan: Plan, program: _Program, values: Mapping[str, int], profile: Recorder | None
+    ) -> None:
         if self.poison:
             for arena in program.arenas.values():
                 arena[:] = POISON
@@ -314,11 +300,9 @@ class Executor:
             for segment, _ in program.segments:
                 segment.run(None)
         if self.poison:
-            check_surrounded(self._guarded)
+            check_surrounded(self.buffers.values())
             spots = [*plan.places.values(), *plan.scratch.values()]
             check_arenas(program.arenas, spots)
-        outputs = program.outputs.items()
-        return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
 
     def repeat(
         self,
@@ -331,19 +315,22 @@ class Executor:
     ) -> Repeat:
         """What runs ``plan`` again and again and gives one output, for the decode loop.
 
-        ``feeds`` are written once, now. It holds while the Vars and the bound buffers stay as they
-        are; other feeds go through `set_state`, in order with what has been launched. Where the
-        plan is one segment, the next run may be begun before the output of the last is there, if
-        the device can do that. With ``profile`` runs are timed in it; ``counts``: what is known of
-        each beside the Vars, for the costs of its steps.
+        ``feeds`` are written once, now; inputs that are not among them keep what they were fed
+        last, and GraphError names one that never was. The result holds while the Vars and the bound
+        buffers stay as they are; other feeds go through `set_state`, in order with what has been
+        launched. Where the plan is one segment, the next run may be begun before the output of the
+        last is there, if the device can do that. With ``profile`` runs are timed in it; ``counts``:
+        what is known of each run besides the Vars, for the costs of its steps.
         """
-        self.bind(plan)
-        program = self._programs[plan]
+        program = self._program(plan)
         values = self._feed(plan, feeds, dict(env))
+        for leaf in plan.inputs.values():
+            if not self.buffers.written(leaf.name):
+                raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
         output = program.outputs[name]
         if self.poison:
-            alone = partial(self.run, plan, {}, profile=profile, fetch=())
-            return Repeat([lambda: alone(env={**env, **counts()})], output.reader(values))
+            alone = partial(self._run, plan, program, profile=profile)
+            return Repeat([lambda: alone({**values, **counts()})], output.reader(values))
         begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
         if (profile := profile or printer()) is not None:
             timed = partial(profile.run, plan, program.segments)
@@ -353,16 +340,17 @@ class Executor:
             return Repeat(begin, output.reader(values))
         return Repeat([*begin, ring.put], ring.take, ring.ahead)
 
-    def _feed(
-        self, plan: Plan, feeds: Mapping[str, np.ndarray], env: dict[str, int]
-    ) -> dict[str, int]:
+    def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
         """Copy the feeds that this plan reads into their buffers; the values of all its Vars."""
-        used = {name: data for name, data in feeds.items() if name in plan.leaves}
-        for name, data in used.items():
+        used = {}
+        for name, data in feeds.items():
+            if name not in plan.leaves:
+                continue
             meta = plan.leaves[name].meta
+            data = used[name] = converted(f"feed {name!r}", data, meta.dtype)
             if isinstance(meta.rows, Var) and data.ndim:
                 env.setdefault(meta.rows.name, data.shape[0])
-            if data.shape != meta.at(env).shape:
+            if not fits(data, meta.at(env)):
                 raise GraphError(f"feed {name!r} is {data.shape}, not {meta.at(env).shape}")
         for name, var in plan.vars.items():
             if not var.lo <= env.get(name, -1) <= var.hi:
@@ -371,22 +359,6 @@ class Executor:
         for name, data in used.items():
             self.set_state(name, data)
         return env
-
-
-@contextmanager
-def _room(device: Device, what: str, nbytes: int, hint: str) -> Iterator[None]:
-    """OutOfMemory with these words where the device has no memory for ``nbytes``."""
-    try:
-        yield
-    except OutOfMemory as error:
-        raise OutOfMemory(what, device.memory, error.needed, error.free, hint) from None
-    except MemoryError:
-        raise OutOfMemory(what, device.memory, nbytes, device.free(), hint) from None
-
-
-def _alloc(device: Device, nbytes: int, what: str) -> Any:
-    with _room(device, what, nbytes, "a smaller context (-c) needs less"):
-        return device.alloc(nbytes)
 
 
 def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:

@@ -208,11 +208,11 @@ def fit(
     ``plans`` compiles those that are to have room. ``asked``: ``auto``, all that fits; ``all``; or
     a count of pieces from the end. None where the first backend works in the host's memory.
     """
-    device = executor.device(executor.backends[0])
+    device = executor.devices.of(executor.backends[0])
     memory = device.memory
     if memory == HOST:
         return None
-    behind = [b for b in executor.backends[1:] if executor.memory_of(b) != memory]
+    behind = [b for b in executor.backends[1:] if executor.devices.memory_of(b) != memory]
     if not behind:
         return None
     pieces, free = Pieces.of(outputs), device.free()

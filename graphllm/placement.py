@@ -12,7 +12,7 @@ from .backends import Backend, Kernel, Options
 from .errors import GraphError, PlacementError
 from .fusion import moved_over
 from .ops import get, role
-from .tensor import STATE, Tensor
+from .tensor import STATE, Tensor, replica
 
 CALL = "call"  # the role of the op that a Python function runs
 
@@ -82,7 +82,6 @@ class Placement:
     """A graph with a backend for every node."""
 
     outputs: dict[str, Tensor]
-    merged: Mapping[Tensor, Tensor]  # what the nodes that were placed have become
     choices: dict[Tensor, Choice]
     backends: Sequence[Backend]
     options: Options
@@ -95,17 +94,19 @@ class Placement:
         graph.verify(outputs)
         return replace(self, outputs=outputs)
 
-    def tapped(self, taps: Sequence[Tap]) -> Placement:
+    def tapped(self, taps: Sequence[Tap], moved: Mapping[Tensor, Tensor]) -> Placement:
         """Of values within the graph that was placed, whose nodes ``taps`` name; each site keeps
-        its backend. GraphError where a value cannot be replaced, and as `graph.verify`."""
+        its backend. ``moved``: the graph's nodes as they were placed, see `place`. GraphError where
+        a value cannot be replaced, and as `graph.verify`."""
         mine: dict[Tensor, list[Tap]] = {}
         for tap in taps:
             mine.setdefault(tap.node, []).append(tap)
         intern, new = graph.Interner(), dict[Tensor, Tensor]()
         choices, outputs = dict[Tensor, Choice](), dict[str, Tensor]()
         for node in graph.toposort(tap.node for tap in taps):
-            value = intern(moved_over(node, tuple(s and new[s] for s in node.src)))
-            placed = self.merged[node]
+            placed = moved[node]
+            over = tuple(s and new[s] for s in node.src)
+            value = intern(placed if node.is_leaf else moved_over(node, over))
             if placed in self.choices:
                 choices[value] = self.choices[placed]
             for tap in mine.get(node, ()):
@@ -154,13 +155,23 @@ def place(
     options: Options,
     memory_of: Callable[[Backend], str],
     pins: Sequence[Pin] = (),
-) -> Placement:
-    """Merge the graph, and choose a backend for every node.
+    leaf: Callable[[Tensor], Tensor] = replica,
+) -> tuple[Placement, dict[Tensor, Tensor]]:
+    """Merge the graph, and choose a backend for every node. Also returns the new node of each node
+    of the graph.
 
-    Outputs that are never wanted in one plan may write one state each in its own way: what is
-    compiled is verified, see `Placement.part`.
+    The placement has nodes of its own alone, so it does not keep the graph alive. ``leaf``: the
+    node that stands for a leaf there. Outputs that are never wanted in one plan may write one state
+    each in its own way: what is compiled is verified, see `Placement.part`.
     """
-    merged, moved = graph.rewrite(outputs, graph.Interner())
+    intern = graph.Interner()
+
+    def own(node: Tensor) -> Tensor:
+        if node.is_leaf:
+            return intern(leaf(node))
+        return intern(node if node.sources else replica(node))
+
+    merged, moved = graph.rewrite(outputs, own)
     graph.show("as it was built", outputs)
     graph.show("equal nodes merged", merged)
     nodes = [n for n in graph.toposort(merged.values()) if not n.is_leaf and not n.is_view]
@@ -168,7 +179,7 @@ def place(
     for name, users in _users_of_written(nodes).items():
         _keep_together(name, users, choices, backends, options, memory_of, pins)
     written = _written(nodes, lambda node: memory_of(choices[node].backend))
-    return Placement(merged, moved, choices, backends, options, memory_of, written)
+    return Placement(merged, choices, backends, options, memory_of, written), moved
 
 
 def _written(nodes: Sequence[Tensor], memory_of: Callable[[Tensor], str]) -> dict[str, str]:

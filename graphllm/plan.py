@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from . import fusion, graph, memory
-from .backends import Backend, Kernel, Options
+from .backends import Backend, Kernel
 from .errors import PlacementError
 from .ops import get, role
 from .placement import Choice, Placement, choose
@@ -196,6 +196,7 @@ class Plan:
     scratch: dict[int, Place]  # of workspaces, by index of the step
     arena: dict[str, int]  # bytes of each memory's arena
     memory: dict[Tensor, str]  # the memory of every buffer, by its root
+    placement: Placement = field(repr=False)
     guard: int = 0
 
     @cached_property
@@ -207,6 +208,11 @@ class Plan:
     @cached_property
     def leaves(self) -> dict[str, Tensor]:
         return {n.name: n for n in graph.toposort(self.outputs.values()) if n.is_leaf}
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """The leaves that every run is fed."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.op == INPUT}
 
     def segments(self) -> list[list[Step]]:
         """Runs of consecutive steps on one backend."""
@@ -284,23 +290,23 @@ def compile_plan(
     # Transfers stand together, so that a device can run what lies between them as one piece.
     order = graph.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[n] for n in order if n in lowering.steps]
-    plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, guard)
-    _lay_out(plan, placement.options)
+    plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, placement, guard)
+    _lay_out(plan)
     return plan
 
 
-def watched(plan: Plan, values: Mapping[str, Tensor], options: Options) -> Plan:
+def watched(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
     """The same steps, with outputs more: nodes of the plan's graph, or views of them.
 
     They keep their places to the end; what the executor knows of ``plan`` does not change.
     """
     outputs = {**plan.outputs, **values}
     wider = replace(plan, outputs=outputs, places={}, scratch={}, arena={}, memory={**plan.memory})
-    _lay_out(wider, options)
+    _lay_out(wider)
     return wider
 
 
-def _lay_out(plan: Plan, options: Options) -> None:
+def _lay_out(plan: Plan) -> None:
     """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
@@ -321,7 +327,9 @@ def _lay_out(plan: Plan, options: Options) -> None:
             interval = memory.Interval(first[key], last[key], size)
             wanted.setdefault(where, []).append((plan.places, key, interval))
         if step.kernel.scratch:
-            interval = memory.Interval(index, index, step.kernel.scratch(step.node, options))
+            interval = memory.Interval(
+                index, index, step.kernel.scratch(step.node, plan.placement.options)
+            )
             wanted.setdefault(where, []).append((plan.scratch, index, interval))
     for where, requests in wanted.items():
         offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)

@@ -142,7 +142,7 @@ class Tensor:
     node, and the id of a node that is gone may be another one's.
     """
 
-    __slots__ = ("attrs", "meta", "op", "origin", "scopes", "src")
+    __slots__ = ("__weakref__", "attrs", "meta", "op", "origin", "scopes", "src")
 
     def __init__(
         self,
@@ -353,6 +353,11 @@ def state(name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
 def weight(name: str, shape: tuple[int, ...], of: DType | str) -> Tensor:
     """A constant of the model, found by name in the weight source."""
     return _leaf(WEIGHT, name, shape, of)
+
+
+def replica(node: Tensor) -> Tensor:
+    """Another node that is as this one."""
+    return Tensor(node.op, node.src, node.attrs, node.meta, node.scopes, node.origin)
 
 
 def substitute(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:

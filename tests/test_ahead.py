@@ -13,7 +13,7 @@ import tiny_models as tiny
 from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 
 import graphllm
-from graphllm.errors import RequestError
+from graphllm.errors import GraphError, RequestError
 from graphllm.generation.request import Sampling
 from graphllm.placement import Pin
 from graphllm.profiler.rows import Recorder
@@ -54,8 +54,8 @@ def watch(held, monkeypatch):
     run = segment.steps.run
 
     def seen(times):
-        names = [name for name, _ in held.executor._buffers if name.startswith("slot.")]
-        buffers = (held.executor._buffers[name, "host"].buffer for name in names)
+        values = held.executor.buffers.values()
+        buffers = (slot.buffer for name, _, slot in values if name.startswith("slot."))
         found.append([int(b[:4].view(np.int32)[0]) for b in buffers])
         run(times)
 
@@ -101,7 +101,11 @@ def test_nothing_is_ahead_in_several_segments(path):
     pinned.executor.adopt(pinned.outputs, [Pin("model.layers.1.*", "reference")])
     plan = pinned.decode_plan()
     assert len(plan.segments()) > 1
-    assert pinned.executor.repeat(plan, {}, ENV, "ids").ahead == 0
+    with pytest.raises(GraphError, match=r"input '.*' .* was never fed"):
+        pinned.executor.repeat(plan, {}, ENV, "ids")
+    metas = {name: leaf.meta.at(ENV) for name, leaf in plan.inputs.items()}
+    feeds = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
+    assert pinned.executor.repeat(plan, feeds, ENV, "ids").ahead == 0
 
 
 def test_timed_runs_are_ahead_as_others_are(ahead, plain):

@@ -20,7 +20,8 @@ CORE = [
     ROOT / "graphllm" / name
     for name in (
         "scopes.py", "tensor.py", "graph.py", "fusion.py", "memory.py", "placement.py", "plan.py",
-        "executor.py", "repeat.py", "ops/__init__.py", "ops/parts.py", "backends/__init__.py",
+        "executor.py", "repeat.py", "devices.py", "buffers.py", "ops/__init__.py", "ops/parts.py",
+        "backends/__init__.py",
     )
     if (ROOT / "graphllm" / name).exists()
 ]  # fmt: skip

@@ -82,7 +82,7 @@ def test_states_lie_where_they_are_written(far, tiny):  # noqa: F811
     answers(llm)
     llm.logits(IDS)
     homes: dict[str, set[str]] = {}
-    for name, memory in llm.executor._buffers:
+    for name, memory, _ in llm.executor.buffers.values():
         homes.setdefault(name, set()).add(memory)
     assert {name for name, memories in homes.items() if len(memories) > 1} == {
         "q_start",

@@ -117,7 +117,7 @@ def test_as_a_run_has_it(tiny):
     assert (found.context, found.kv_type) == (llm.limits.context, llm.limits.kv_dtype)
     (host,) = found.memory.values()
     executor = llm.executor
-    held = {name: operand.buffer.nbytes for (name, _), operand in executor._buffers.items()}
+    held = {name: operand.buffer.nbytes for name, _, operand in executor.buffers.values()}
     pools = {name.removeprefix("kv.") for name in llm.engine.outputs if name.startswith("kv.")}
     assert host.kv == sum(held[name] for name in pools)
     assert host.kv == 2 * LAYERS * 128 * KV * WIDTH * 2

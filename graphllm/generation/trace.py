@@ -110,9 +110,7 @@ class Tracer:
         """The plan for these scopes, the last one if it is for the same."""
         if self._last is None or not self._last.fits(wanted, patches):
             engine = self._engine
-            if self._last is not None:
-                engine.executor.drop(self._last.plan)
-                self._last = None
+            self._last = None  # with its plan, before there is another
             calls = {scope: _Call(scope, engine) for scope in patches}
             taps = [
                 Tap(scope, node, calls.get(scope))

@@ -7,7 +7,7 @@ cannot be used here take part if they are asked for: kernels are selected withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import backends as registry
 from ..backends import Backend, Device, Options
 from ..decoder import Decoder
+from ..devices import Devices
 from ..errors import PlacementError, RequestError
 from ..executor import Executor
 from ..fit import checked, leaf_buffers
@@ -48,35 +49,48 @@ class _Absent:
         return self.room
 
 
+class _StandIns(Devices):
+    """Devices that need not be there. ``skipped``: backends that are not usable here; ``free``:
+    bytes of a memory beside the host's, instead of what its device says."""
+
+    def __init__(self, skipped: Container[str], free: int | None, *more: Any) -> None:
+        super().__init__(*more)
+        self._skipped, self._free = skipped, free
+
+    def of(self, backend: Backend) -> Device:
+        if backend.name not in self:
+            if backend.name in self._skipped:
+                self[backend.name] = _absent(backend.memory, self._free)
+            else:
+                own = super().of(backend)
+                if self._free is not None and own.memory != HOST:
+                    self[backend.name] = _absent(own.memory, self._free)
+        return self[backend.name]
+
+
 class _Planner(Executor):
     """An Executor for plans alone: ``asked``, first in the order, need not be usable here.
 
-    ``free``: bytes of a memory beside the host's, instead of what its device says.
+    ``free``: see `_StandIns`.
     """
 
     def __init__(
         self, weights: Weights, asked: str, options: Options, free: int | None, **more: Any
     ) -> None:
+        self._asked, self._free = asked, free
         names = registry.names() if asked == "auto" else registry.behind(asked)
         super().__init__(weights, names, options, **more)
-        self.free = free
-        if asked in self.skipped:
-            missing = registry.find(asked)
-            if not missing.kernels:
-                why = self.skipped[asked]
-                raise PlacementError(f"device = {asked!r} (--device) cannot be planned for: {why}")
-            self.backends = [missing, *self.backends]
 
-    def device(self, backend: Backend) -> Device:
-        """As an Executor's, or a stand-in for what is not here."""
-        if backend.name not in self.devices:
-            if backend.name in self.skipped:
-                self.devices[backend.name] = _absent(backend.memory, self.free)
-            else:
-                own = super().device(backend)
-                if self.free is not None and own.memory != HOST:
-                    self.devices[backend.name] = _absent(own.memory, self.free)
-        return self.devices[backend.name]
+    def _devices(self) -> Devices:
+        if self._asked in self.skipped:
+            missing = registry.find(self._asked)
+            if not missing.kernels:
+                why = self.skipped[self._asked]
+                raise PlacementError(
+                    f"device = {self._asked!r} (--device) cannot be planned for: {why}"
+                )
+            self.backends.insert(0, missing)
+        return _StandIns(self.skipped, self._free, self.backends, self.options, self.progress)
 
 
 def _absent(memory: str, room: int | None) -> Device:

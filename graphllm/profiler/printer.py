@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..debug import debug, debug_level
 from .rows import Pieces, Recorder, Row
 
 if TYPE_CHECKING:
-    from ..backends import Operand
     from ..plan import Plan
 
 LEVEL = 2
@@ -43,18 +42,13 @@ def line(row: Row, tokens: str) -> str:
     ).rstrip()
 
 
-def memory_lines(
-    weights: Mapping[tuple[str, object, str], Any],
-    leaves: Mapping[tuple[str, str], Operand],
-    arenas: Mapping[str, Any],
-) -> str:
-    """A line for each memory (the last of a key) that an executor holds something in."""
+def memory_lines(buffers: Iterable[tuple[str, str, int]], arenas: Mapping[str, Any]) -> str:
+    """A line for each memory that an executor holds something in. ``buffers``: memory, kind and
+    bytes of each; ``arenas``: by memory."""
     sums: dict[str, Counter[str]] = {}
-    parts = [(memory, "weights", held) for (_, _, memory), held in weights.items()]
-    parts += [(memory, "inputs and state", o.buffer) for (_, memory), o in leaves.items()]
-    parts += [(memory, "intermediates", held) for memory, held in arenas.items()]
-    for memory, kind, held in parts:
-        sums.setdefault(memory, Counter())[kind] += held.nbytes
+    spaces = ((memory, "intermediates", arena.nbytes) for memory, arena in arenas.items())
+    for memory, kind, nbytes in (*buffers, *spaces):
+        sums.setdefault(memory, Counter())[kind] += nbytes
     return "\n".join(
         f"memory {memory}: {sum(own.values()) / 1e6:.1f} MB: "
         + ", ".join(f"{kind} {nbytes / 1e6:.1f}" for kind, nbytes in own.items())

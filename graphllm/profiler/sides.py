@@ -13,7 +13,7 @@ from ..executor import Executor
 from ..graph import toposort
 from ..ops import get, role
 from ..ops.parts import results
-from ..plan import LAYOUT, TRANSFER, Plan, Step, watched
+from ..plan import LAYOUT, TRANSFER, Plan, Step
 from ..tensor import INPUT, STATE, Meta, Tensor, scope
 
 GROUP_BYTES = 256 << 20  # of values that are looked at in one run
@@ -107,7 +107,7 @@ def run_first(executor: Executor, plan: Plan, group: Sequence[Item], run: Run) -
     """Results and operands of the group's steps, as the plan has them on its way."""
     wanted = {name: r for item in group for name, r in zip(item.names, item.results)}
     wanted |= {item.operand(i): s for item in group for i, s in item.read.items()}
-    wider = watched(plan, wanted, executor.options)
+    wider = executor.watch(plan, wanted)
     return executor.run(wider, run.feeds, run.env, fetch=wanted.keys())
 
 
@@ -127,13 +127,8 @@ def run_alone(
             item.step.node, [_stand_in(item, i) for i in range(len(item.step.node.src))]
         )
         outputs |= dict(zip(item.names, made))
-    plan = executor.compile(outputs)
-    executor.bind(plan)
-    for item in group:
-        for i in item.read:
-            if item.operand(i) in plan.leaves:
-                executor.set_state(item.operand(i), values[item.operand(i)])
-    return executor.run(plan, run.feeds, run.env)
+    read = {item.operand(i): values[item.operand(i)] for item in group for i in item.read}
+    return executor.run(executor.compile(outputs), {**run.feeds, **read}, run.env)
 
 
 def _stand_in(item: Item, index: int) -> Tensor | None:

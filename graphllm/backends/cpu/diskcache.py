@@ -64,8 +64,9 @@ class DiskCache:
     def _key(self) -> bytes:
         return f"{_version()}\0{self._name}".encode()
 
-    def load(self, codegen: Any) -> tuple[Any, int] | None:
-        """(library, address of its entry), None if the file is missing or cannot be used."""
+    def load(self, codegen: Any) -> tuple[Any, int, bytes] | None:
+        """(library, address of its entry, machine code), None if the file is missing or cannot be
+        used."""
         body = self._file.load(self._key)
         if body is None:
             return None
@@ -84,7 +85,13 @@ class DiskCache:
         self._file.save(self._key, line + code + bitcode)
 
 
-def _loaded(codegen: Any, body: bytes) -> tuple[Any, int]:
+def machine_code(library: Any) -> bytes:
+    """The object file of a library that was compiled here."""
+    _, _, (code, _) = library.serialize_using_object_code()
+    return code
+
+
+def _loaded(codegen: Any, body: bytes) -> tuple[Any, int, bytes]:
     """What `DiskCache.save` wrote, ready to be called. Any exception for something else."""
     line, code = body.split(b"\n", 1)
     name, symbol, size = json.loads(line)
@@ -98,4 +105,4 @@ def _loaded(codegen: Any, body: bytes) -> tuple[Any, int]:
     address = library.get_pointer_to_function(symbol)
     if not address:
         raise ValueError(f"it does not define {symbol}")
-    return library, int(address)
+    return library, int(address), code[:size]

@@ -41,7 +41,8 @@ from numba.extending import intrinsic
 
 from ...debug import debug, debug_level
 from ...errors import GraphllmError
-from .diskcache import DiskCache
+from . import perf_map
+from .diskcache import DiskCache, machine_code
 from .kernel_key import code_key
 
 # ----------------------------------------------------------------------------------- control block
@@ -130,6 +131,7 @@ class Kernel:
         self._library: Any = None  # owns the machine code
         self._address = 0
         own = _closure(function) if key is None else key
+        self.label = f"{self.name}[{', '.join(map(str, own))}]" if own else self.name
         self._cache = DiskCache(repr((self.name, own, code_key(function, closure=False))))
         self.function = distinct(function)
 
@@ -146,8 +148,8 @@ class Kernel:
             if self._address == 0 and debug_level() < 4:
                 found = self._cache.load(_codegen())
                 if found is not None:
-                    self._library, self._address = found
-                    self._done("loaded", start)
+                    self._library, self._address, code = found
+                    self._done("loaded", start, lambda: code)
         return self._address != 0
 
     def compile(self) -> None:
@@ -157,7 +159,7 @@ class Kernel:
             if self._address == 0:
                 self._library, symbol = self._compile()
                 self._address = int(self._library.get_pointer_to_function(symbol))
-                self._done("compiled", start)
+                self._done("compiled", start, partial(machine_code, self._library))
 
     @property
     def address(self) -> int:
@@ -166,9 +168,11 @@ class Kernel:
             self.compile()
         return self._address
 
-    def _done(self, how: str, start: float) -> None:
+    def _done(self, how: str, start: float, code: Callable[[], bytes]) -> None:
         self.seconds = time.perf_counter() - start
         debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
+        if perf_map.wanted():
+            perf_map.add(self.label, self._library, code())
 
     def _compile(self) -> tuple[Any, str]:
         pipeline: Any = partial(_pipeline, self.name)
