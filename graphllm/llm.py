@@ -179,8 +179,8 @@ class LLM:
         """The answer to ``messages``; keywords as in `Sampling`.
 
         messages: mappings with ``role`` (``system``, ``user``, ``assistant``) and ``content``. What
-        they have in common with the last request is not computed again. As everywhere, special
-        tokens written out in a message count as such.
+        they have in common with the last request is not computed again. Special tokens written out
+        in a message are text: see `encode_chat`.
         """
         done = Completion()
         for _ in self.complete(self.encode_chat(messages), Sampling(**sampling), done, seen):
@@ -194,18 +194,35 @@ class LLM:
         ids = self.encode_chat(messages)
         yield from self.complete(ids, Sampling(**sampling), Completion(), seen)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt that asks for the next answer: the messages through the template, as ids."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        parse_special: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """The prompt that asks for the next answer: the messages through the template, as ids.
+
+        Only what the template itself writes becomes control tokens. ``parse_special``: their texts
+        in messages do, too, so that whoever writes a message can end it and open another turn.
+        ``variables`` are the template's, as ``tools``.
+        """
         from .chat import encode_chat
 
-        return encode_chat(self.tokenizer, self.template.render(messages))
+        prompt = self.template.prompt(messages, **variables)
+        return encode_chat(self.tokenizer, prompt, parse_special)
 
     def conversation(
-        self, system: str | None = None, seen: Seen | None = None, **sampling: Any
+        self,
+        system: str | None = None,
+        seen: Seen | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
     ) -> Conversation:
         """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
 
         for piece in conversation.ask("Hello"): print(piece, end="")
+
+        ``parse_special``: see `encode_chat`.
         """
         from .chat import Conversation
 
@@ -216,7 +233,7 @@ class LLM:
         def answered(ids: list[int], done: Completion) -> Iterator[str]:
             return self.complete(ids, wanted, done, seen)
 
-        return Conversation(self.template, self.tokenizer, answered, system)
+        return Conversation(self.template, self.tokenizer, answered, system, parse_special)
 
     # -- numbers
     def logits(self, ids: Sequence[int], last: bool = False) -> np.ndarray:
