@@ -62,8 +62,8 @@ class PipelineTokenizer(Decoding):
         # What no text becomes unless it is parsed. An unknown character's token is harmless, and an
         # end that is an ordinary token is one.
         unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
-        self._unknown = {ids[text] for text in unknown if text in ids}
-        self._guarded = (self._controls | (self.eog_ids & added.keys())) - self._unknown
+        guarded = self._controls | (self.eog_ids & added.keys())
+        self._guarded = guarded - {ids.get(text) for text in unknown}
         special = {token for token in added if looks_special(self._texts[token])}
         self._literal_guarded = self._guarded | special
         self._hide([added[token] for token in self._guarded & added.keys()])
@@ -149,10 +149,11 @@ class PipelineTokenizer(Decoding):
             if not more:
                 break
             separators = sorted({*separators, *more})
+        unknown = self._run(_SEPARATOR, add_special=False, parse_special=False).ids
         kept = []
         for token, (start, end) in zip(ids, offsets, strict=True):
             taken = bisect_left(added, end) - bisect_left(added, start)
-            if taken and taken < end - start and token not in self._unknown:
+            if taken and taken < end - start and token not in unknown:
                 raise RequestError(
                     f"{self._path}: a control token's text cannot be encoded as text"
                 )

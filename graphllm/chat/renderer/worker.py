@@ -66,9 +66,12 @@ class Renderer:
 
     def warm_up(self) -> None:
         """Import what Jinja2 and Python import late: afterwards no file can be opened."""
-        source = "{{ strftime_now('%c') ~ messages|pprint|wordwrap ~ lipsum(1) ~ 'é\\n'.x.y }}"
         values = {"tokens": {}, "variables": {}, "messages": [{"role": "user", "content": ""}]}
-        self.answer({"source": source, **values})
+        for source in (
+            "{{ strftime_now('%c') ~ lipsum(1) ~ messages | pprint | wordwrap | striptags }}",
+            "{{ 'é\\n'.x.y }}",  # an error
+        ):
+            self.answer({"source": source, **values})
 
     def _compiled(self, source: str) -> Template:
         if source not in self._templates:
