@@ -397,6 +397,10 @@ def load(
     if not usable:
         raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     wanted = checked(gpu_layers)
+    if chat_template is not None:
+        from .chat import PROCESS
+
+        PROCESS.start()  # while the model loads
     file = open_model(model) if isinstance(model, (str, Path)) else model
     limits = limits_from(context, kv_type, device)
     order = None if device == "auto" else registry.behind(device)

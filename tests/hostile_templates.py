@@ -94,7 +94,7 @@ OF_THE_ISSUE = {
 def templates() -> dict[str, str]:
     """Every hostile template by a name, those of reported cases first."""
     environment = TemplateEnvironment()
-    made = {name: source for name, source in OF_THE_ISSUE.items()}
+    made = dict(OF_THE_ISSUE)
     operations = [(operator, operator, VALUES) for operator in OPERATORS]
     for name in environment.filters:
         given = FILTER_ARGUMENTS.get(name, "")

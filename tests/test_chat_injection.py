@@ -6,7 +6,7 @@ import random
 
 import chat_injections as injections
 import pytest
-from chat_injections import ALL_TEMPLATES, CONTROLS, TOKENS, VOCABULARIES, vocabulary
+from chat_injections import ALL_TEMPLATES, TOKENS, VOCABULARIES, vocabulary
 
 from graphllm.chat import ChatTemplate, encode_chat
 from graphllm.chat.renderer.sandbox import TemplateEnvironment
