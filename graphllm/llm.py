@@ -157,14 +157,9 @@ class LLM:
         ModelFileError when it is no valid template.
         """
         if self._template is None:
-            from .chat import find_template
+            from .chat import find_template, template_tokens
 
-            ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
-            tokens = {
-                name: "" if i is None else self.tokenizer.piece(i).decode("utf-8", "replace")
-                for name, i in ids.items()
-            }
-            own = self.file.chat_template
+            own, tokens = self.file.chat_template, template_tokens(self.tokenizer)
             self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
         return self._template
 
@@ -178,9 +173,8 @@ class LLM:
     ) -> Completion:
         """The answer to ``messages``; keywords as in `Sampling`.
 
-        messages: mappings with ``role`` (``system``, ``user``, ``assistant``) and ``content``. What
-        they have in common with the last request is not computed again. Special tokens written out
-        in a message are text: see `encode_chat`.
+        messages: mappings with ``role`` and ``content``; special tokens in them are text (see
+        `encode_chat`). What they have in common with the last request is not computed again.
         """
         done = Completion()
         for _ in self.complete(self.encode_chat(messages), Sampling(**sampling), done, seen):
@@ -195,34 +189,23 @@ class LLM:
         yield from self.complete(ids, Sampling(**sampling), Completion(), seen)
 
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        parse_special: bool = False,
-        **variables: Any,
+        self, messages: Sequence[Mapping[str, Any]], parse_special: bool = False, **variables: Any
     ) -> list[int]:
-        """The prompt that asks for the next answer: the messages through the template, as ids.
-
-        Only what the template itself writes becomes control tokens. ``parse_special``: their texts
-        in messages do, too, so that whoever writes a message can end it and open another turn.
-        ``variables`` are the template's, as ``tools``.
-        """
+        """The prompt that asks for the next answer, as ids; ``variables`` (``tools``) are the
+        template's. Only what the template itself writes becomes control tokens. ``parse_special``:
+        their texts in messages do, too, so that a message can end its turn and open another."""
         from .chat import encode_chat
 
         prompt = self.template.prompt(messages, **variables)
         return encode_chat(self.tokenizer, prompt, parse_special)
 
     def conversation(
-        self,
-        system: str | None = None,
-        seen: Seen | None = None,
-        parse_special: bool = False,
+        self, system: str | None = None, seen: Seen | None = None, parse_special: bool = False,
         **sampling: Any,
-    ) -> Conversation:
+    ) -> Conversation:  # fmt: skip
         """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
 
-        for piece in conversation.ask("Hello"): print(piece, end="")
-
-        ``parse_special``: see `encode_chat`.
+        for piece in conversation.ask("Hello"): print(piece, end="")  # parse_special: encode_chat
         """
         from .chat import Conversation
 
@@ -397,10 +380,6 @@ def load(
     if not usable:
         raise PlacementError(f"device = {device!r} (--device) cannot be used: {reason}")
     wanted = checked(gpu_layers)
-    if chat_template is not None:
-        from .chat import PROCESS
-
-        PROCESS.start()  # while the model loads
     file = open_model(model) if isinstance(model, (str, Path)) else model
     limits = limits_from(context, kv_type, device)
     order = None if device == "auto" else registry.behind(device)

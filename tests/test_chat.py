@@ -169,7 +169,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon(name):
     start = time.perf_counter()
-    with pytest.raises(RequestError):
+    with pytest.raises((RequestError, ModelFileError)):  # some when it is compiled
         render(HOSTILE[name])
     assert time.perf_counter() - start < 30  # a second or two on an idle machine
 

@@ -5,7 +5,7 @@ from .conversation import Conversation
 from .messages import Message, normalize_messages
 from .process import PROCESS
 from .prompt import Prompt, encode_chat
-from .template import ChatTemplate, directory_template, find_template
+from .template import ChatTemplate, directory_template, find_template, template_tokens
 
 __all__ = [
     "PROCESS",
@@ -18,4 +18,5 @@ __all__ = [
     "encode_chat",
     "find_template",
     "normalize_messages",
+    "template_tokens",
 ]

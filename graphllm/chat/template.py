@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GraphllmError, ModelFileError, RequestError
+from ..tokenizer import Tokenizer
 from ..tokenizer.files import read_json, read_text
 from .builtin import TEMPLATES
 from .messages import Message, normalize_messages, plain
@@ -62,6 +63,15 @@ class ChatTemplate:
         if "error" in header:
             raise kind(f"{self.name}: {header['error']}")
         return header, text
+
+
+def template_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of special tokens that templates use; empty where a model has none."""
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {
+        name: "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")
+        for name, token in ids.items()
+    }
 
 
 def directory_template(folder: Path) -> str | None:

@@ -123,7 +123,7 @@ def with_form(messages: list[dict[str, Any]], form: str) -> list[dict[str, Any]]
     for message in messages:
         content = message.get("content")
         if form == "text" and isinstance(content, list):
-            message = {**message, "content": "".join([part["text"] for part in content])}
+            message = {**message, "content": "\n".join([part["text"] for part in content])}
         elif form == "parts" and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         changed.append(message)
