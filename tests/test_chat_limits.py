@@ -53,8 +53,8 @@ def test_memory_is_bounded():
     ("source", "message"),
     [
         ("{{ 1 }}" * 50_000, "350000 characters, where a template has at most 262144"),
-        ("{{ x.y }}" * 29_000, "it takes more than 1 s"),
-        ("{{ " + "1+" * 100_000 + "1 }}", "more than 1 s|RecursionError"),
+        ("{{ x.y }}" * 29_000, "it takes more than 10? s"),
+        ("{{ " + "1+" * 100_000 + "1 }}", "more than 10? s|RecursionError"),
     ],
 )
 def test_compiling_is_bounded(source, message):
@@ -118,7 +118,7 @@ def test_the_process_is_used_again_and_replaced():
     assert render("{{ messages[0].content }}") == "hello"
     first = PROCESS._process.pid
     assert render("{{ bos_token }}") == "<s>" and PROCESS._process.pid == first
-    with pytest.raises(RequestError, match="takes more than 1 s"):
+    with pytest.raises(RequestError, match=r"takes more than 10? s"):
         render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
     assert render("{{ bos_token }}") == "<s>" and PROCESS._process.pid != first
     os.kill(PROCESS._process.pid, signal.SIGKILL)
@@ -254,4 +254,4 @@ def test_built_in_templates_are_quick():
         start = time.perf_counter()
         own.render(SAY)
         times.append(time.perf_counter() - start)
-    assert sorted(times)[10] < 0.02  # 0.3 ms on an idle machine
+    assert sorted(times)[10] < 0.05  # 0.5 ms on an idle machine

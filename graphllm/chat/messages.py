@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import RequestError
@@ -14,18 +14,22 @@ MOST_DEPTH = 100  # of lists and mappings in one another
 _LARGEST = 1 << 10_000  # an integer that Python still writes out
 
 
-def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Iterable[Message], where: str = "a chat") -> list[dict[str, Any]]:
     """The messages as plain data, as a template reads them. RequestError names what is wrong.
 
     A message is a mapping with a ``role`` and a ``content``: a text, or a list of text parts as
     ``{"type": "text", "text": "..."}``. One with ``tool_calls`` needs no content. Other keys may
-    hold whatever JSON can express.
+    hold whatever JSON can express. ``where`` names the call in an error.
     """
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages are {_kind(messages)}, not a list of mappings")
-    if not messages:
-        raise RequestError("a chat needs at least one message")
-    return [_message(f"message {index}", message) for index, message in enumerate(messages)]
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(
+            f"{where} takes a list of messages with role and content, not {_kind(messages)}; "
+            "a text goes to llm.generate"
+        )
+    found = [_message(f"message {index}", message) for index, message in enumerate(messages)]
+    if not found:
+        raise RequestError(f"{where} needs at least one message")
+    return found
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
