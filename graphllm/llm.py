@@ -157,14 +157,9 @@ class LLM:
         ModelFileError when it is no valid template.
         """
         if self._template is None:
-            from .chat import find_template
+            from .chat import find_template, template_tokens
 
-            ids = {"bos_token": self.tokenizer.bos_id, "eos_token": self.tokenizer.eos_id}
-            tokens = {
-                name: "" if i is None else self.tokenizer.piece(i).decode("utf-8", "replace")
-                for name, i in ids.items()
-            }
-            own = self.file.chat_template
+            own, tokens = self.file.chat_template, template_tokens(self.tokenizer)
             self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
         return self._template
 
@@ -178,9 +173,8 @@ class LLM:
     ) -> Completion:
         """The answer to ``messages``; keywords as in `Sampling`.
 
-        messages: mappings with ``role`` (``system``, ``user``, ``assistant``) and ``content``. What
-        they have in common with the last request is not computed again. As everywhere, special
-        tokens written out in a message count as such.
+        messages: mappings with ``role`` and ``content``; special tokens in them are text (see
+        `encode_chat`). What they have in common with the last request is not computed again.
         """
         done = Completion()
         for _ in self.complete(self.encode_chat(messages), Sampling(**sampling), done, seen):
@@ -194,18 +188,24 @@ class LLM:
         ids = self.encode_chat(messages)
         yield from self.complete(ids, Sampling(**sampling), Completion(), seen)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt that asks for the next answer: the messages through the template, as ids."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], parse_special: bool = False, **variables: Any
+    ) -> list[int]:
+        """The prompt that asks for the next answer, as ids; ``variables`` (``tools``) are the
+        template's. Only what the template itself writes becomes control tokens. ``parse_special``:
+        their texts in messages do, too, so that a message can end its turn and open another."""
         from .chat import encode_chat
 
-        return encode_chat(self.tokenizer, self.template.render(messages))
+        prompt = self.template.prompt(messages, **variables)
+        return encode_chat(self.tokenizer, prompt, parse_special)
 
     def conversation(
-        self, system: str | None = None, seen: Seen | None = None, **sampling: Any
-    ) -> Conversation:
+        self, system: str | None = None, seen: Seen | None = None, parse_special: bool = False,
+        **sampling: Any,
+    ) -> Conversation:  # fmt: skip
         """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
 
-        for piece in conversation.ask("Hello"): print(piece, end="")
+        for piece in conversation.ask("Hello"): print(piece, end="")  # parse_special: encode_chat
         """
         from .chat import Conversation
 
@@ -216,7 +216,7 @@ class LLM:
         def answered(ids: list[int], done: Completion) -> Iterator[str]:
             return self.complete(ids, wanted, done, seen)
 
-        return Conversation(self.template, self.tokenizer, answered, system)
+        return Conversation(self.template, self.tokenizer, answered, system, parse_special)
 
     # -- numbers
     def logits(self, ids: Sequence[int], last: bool = False) -> np.ndarray:

@@ -140,7 +140,7 @@ HOSTILE = {
     "{{ f(100) }}",
     "times": "{{ 'a' * 10**10 }}",
     "times list": "{{ ([1] * 10**10) | length }}",
-    "power": "{{ 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "concat": _TWICE.format("{% set n.x = n.x ~ n.x %}"),
     "plus": _TWICE.format("{% set n.x = n.x + n.x %}"),
     "block": _TWICE.format("{% set t %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = t %}"),
@@ -169,7 +169,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon(name):
     start = time.perf_counter()
-    with pytest.raises(RequestError):
+    with pytest.raises((RequestError, ModelFileError)):  # some when it is compiled
         render(HOSTILE[name])
     assert time.perf_counter() - start < 30  # a second or two on an idle machine
 
@@ -187,10 +187,15 @@ def test_a_long_chat_is_within_the_budget():
     ("messages", "message"),
     [
         ([], "at least one message"),
+        ("hello", "a chat takes a list of messages with role and content, not a str"),
+        ({"role": "user"}, "not a dict; a text goes to llm.generate"),
         (["hello"], "message 0 is a str, not a mapping"),
         ([{"content": "x"}], "message 0 has no role"),
         ([MESSAGES[0], {"role": "user"}], "message 1 has no content"),
-        ([{"role": "user", "content": "x", "y": object()}], "message 0 holds a object"),
+        (
+            [{"role": "user", "content": "x", "y": object()}],
+            "message 0: y is an object, which JSON cannot express",
+        ),
     ],
 )
 def test_a_bad_message_is_named(messages, message):
@@ -277,7 +282,7 @@ def test_the_profile_shows_what_a_turn_computes(llm):
     llm.engine.forget()
     talk = llm.conversation(**GREEDY)
     "".join(talk.ask("hello there"))
-    rendered = talk.template.render([*talk.messages, {"role": "user", "content": "and more"}])
+    rendered = talk.template.prompt([*talk.messages, {"role": "user", "content": "and more"}])
     phases, done = (Recorder(), Recorder()), Completion()
     for _ in llm.complete(talk._encode(rendered), Sampling(**GREEDY), done, profile=phases):
         pass

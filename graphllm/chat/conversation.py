@@ -7,20 +7,10 @@ from typing import Any
 
 from ..generation.request import Completion
 from ..tokenizer import Tokenizer
+from .prompt import Prompt, encode_chat
 from .template import ChatTemplate
 
 Answer = Callable[[list[int], Completion], Iterator[str]]  # to the ids; fills in the completion
-
-
-def encode_chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a rendered chat: special pieces are parsed, and one begin token comes first.
-
-    Some templates write the begin token themselves, some leave it to the tokenizer.
-    """
-    ids = tokenizer.encode(text, parse_special=True)
-    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids.insert(0, tokenizer.bos_id)
-    return ids
 
 
 class Conversation:
@@ -28,13 +18,19 @@ class Conversation:
 
     An answer's text need not be encoded to the tokens that the model drew; with those the next
     turn's prompt begins as the cache does, wherever the template leaves the answer as it was.
-    ``answer`` makes the text that follows some ids.
+    ``answer`` makes the text that follows some ids. ``parse_special``: see `Prompt.encode`.
     """
 
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, answer: Answer, system: str | None
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        answer: Answer,
+        system: str | None,
+        parse_special: bool = False,
     ) -> None:
         self.template, self.tokenizer = template, tokenizer
+        self._parse_special = parse_special
         self._answer, self._system = answer, system
         self.messages: list[dict[str, Any]] = []
         self.reset()
@@ -52,30 +48,30 @@ class Conversation:
         """
         done = Completion() if done is None else done
         turn = {"role": "user", "content": text}
-        rendered = self.template.render([*self.messages, turn])
+        prompt = self.template.prompt([*self.messages, turn])
         said = False
         try:
-            for piece in self._answer(self._encode(rendered), done):
+            for piece in self._answer(self._encode(prompt), done):
                 said = True
                 yield piece
             said = True
         finally:
             if said or done.ids:
                 self.messages += [turn, {"role": "assistant", "content": done.text}]
-                self._remember(rendered, done)
+                self._remember(prompt, done)
 
-    def _encode(self, rendered: str) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
         """The prompt's ids, beginning with those of the last turn where its text does."""
-        if self._text and rendered.startswith(self._text):
-            rest = self.tokenizer.encode(rendered[len(self._text) :], parse_special=True)
+        if self._text and prompt.text.startswith(self._text):
+            rest = prompt.after(len(self._text)).encode(self.tokenizer, self._parse_special)
             # Text is encoded on its own only where a special piece parts it from the text before.
             if rest and self.tokenizer.decode(rest[:1], continuation=True) == "":
                 return self._ids + rest
-        return encode_chat(self.tokenizer, rendered)
+        return encode_chat(self.tokenizer, prompt, self._parse_special)
 
-    def _remember(self, rendered: str, done: Completion) -> None:
+    def _remember(self, prompt: Prompt, done: Completion) -> None:
         """Keep the tokens of prompt and answer, if the answer's are the whole of its text."""
         shown = self.tokenizer.decode(done.ids, skip_special=False, continuation=True)
         exact = shown == done.text
-        self._text = rendered + done.text if exact else ""
+        self._text = prompt.text + done.text if exact else ""
         self._ids = done.prompt_ids + done.ids if exact else []

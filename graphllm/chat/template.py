@@ -6,95 +6,72 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
-
-from ..errors import ModelFileError, RequestError
+from ..errors import GraphllmError, ModelFileError, RequestError
+from ..tokenizer import Tokenizer
 from ..tokenizer.files import read_json, read_text
 from .builtin import TEMPLATES
-from .sandbox import BoundedEnvironment
+from .messages import Message, normalize_messages, plain
+from .process import PROCESS, Exceeded
+from .prompt import Prompt
 
-Message = Mapping[str, Any]
-_PLAIN = (str, int, float, type(None))
-_LARGEST = 4_000_000  # bytes of a template's file
+_LARGEST = 1 << 18  # characters of a template
+_LARGEST_FILE = 4 * _LARGEST
 
 
 class ChatTemplate:
     """A Jinja2 template that makes one text of the messages of a chat.
 
     ``name`` says where it is from, for errors; ``tokens`` are the texts of special tokens that it
-    may use (``bos_token``, ``eos_token``). ModelFileError when it is no valid template.
+    may use (``bos_token``, ``eos_token``). It is compiled and rendered in a process of its own,
+    with at most 1 s of CPU time and 64 MB of memory. ModelFileError when it is no valid template.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str] | None = None) -> None:
         self.source, self.name, self.tokens = source, name, dict(tokens or {})
-        self._environment = BoundedEnvironment()
-        try:
-            self._template = self._environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ModelFileError(f"{name}: line {error.lineno}: {_line(error)}") from None
-        except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
-            raise ModelFileError(f"{name}: {_line(error)}") from None
+        if len(source) > _LARGEST:
+            raise ModelFileError(
+                f"{name}: {len(source)} characters, where a template has at most {_LARGEST}"
+            )
+        self._request(ModelFileError, {})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The text of `prompt`."""
+        return self.prompt(messages, **variables).text
+
+    def prompt(self, messages: Sequence[Message], **variables: Any) -> Prompt:
         """The chat as text, up to where the answer begins.
 
-        messages: mappings with a ``role`` (``user``, ``assistant``, ``system``) and a ``content``.
-        ``variables`` are passed on; ``add_generation_prompt=False`` leaves the answer's header out.
-        RequestError when a message is malformed or the template refuses the messages.
+        ``messages``: see `normalize_messages`. ``variables`` are passed on;
+        ``add_generation_prompt=False`` leaves the answer's header out. RequestError when a message
+        is malformed or the template refuses the messages.
         """
-        given = {
-            "messages": [_checked(i, message) for i, message in enumerate(messages)],
-            "add_generation_prompt": True,
-            "tools": None,
-            "documents": None,
-            **self.tokens,
-            **{name: _plain(value, name) for name, value in variables.items()},
+        values = {
+            "messages": normalize_messages(messages),
+            "tokens": self.tokens,
+            "variables": {name: plain(value, name) for name, value in variables.items()},
         }
-        if not given["messages"]:
-            raise RequestError("a chat needs at least one message")
+        header, text = self._request(RequestError, values)
+        return Prompt(text, tuple([(start, end) for start, end in header["content"]]))
+
+    def _request(
+        self, kind: type[GraphllmError], values: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], str]:
         try:
-            return self._environment.render_text(self._template, given)
-        except RecursionError:
-            raise RequestError(f"{self.name}: it calls itself too often") from None
-        except MemoryError:
-            raise RequestError(f"{self.name}: it needs too much memory") from None
-        except Exception as error:  # whatever a template's expressions may raise
-            raise RequestError(f"{self.name}: {_line(error)}") from None
+            header, text = PROCESS.request({"source": self.source, **values})
+        except Exceeded as error:
+            raise kind(f"{self.name}: {error}") from None
+        if "error" in header:
+            raise kind(f"{self.name}: {header['error']}")
+        return header, text
 
 
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, (TemplateError, SyntaxError)) else f"{_kind(error)}: {text}"
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def _checked(index: int, message: Message) -> Any:
-    """The message as plain data. RequestError names it by its index."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"message {index} is {_kind_of(message)}, not a mapping")
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"message {index} has no role")
-    if not isinstance(message.get("content"), (str, list, tuple)) and "tool_calls" not in message:
-        raise RequestError(f"message {index} has no content")
-    return _plain(message, f"message {index}")
-
-
-def _kind_of(value: Any) -> str:
-    return f"a {type(value).__name__}"
-
-
-def _plain(value: Any, where: str) -> Any:
-    """A copy made of nothing but dicts, lists, texts and numbers: templates get no objects."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, where) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, where) for item in value]
-    if isinstance(value, _PLAIN):
-        return value
-    raise RequestError(f"{where} holds {_kind_of(value)}, which a template cannot read")
+def template_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """The texts of special tokens that templates use; empty where a model has none."""
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    return {
+        name: "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")
+        for name, token in ids.items()
+    }
 
 
 def directory_template(folder: Path) -> str | None:
@@ -105,19 +82,20 @@ def directory_template(folder: Path) -> str | None:
     """
     own = folder / "chat_template.jinja"
     if own.exists():
-        return read_text(own, _LARGEST)
+        return read_text(own, _LARGEST_FILE)
     settings = folder / "tokenizer_config.json"
     listed = read_json(settings).get("chat_template")
     if isinstance(listed, list):
         rows = [row for row in listed if isinstance(row, dict) and row.get("name") == "default"]
         listed = rows[0].get("template") if rows else None
     if not isinstance(listed, (str, type(None))):
-        raise ModelFileError(f"{settings}: the chat template is {_kind_of(listed)}, not a text")
+        kind = type(listed).__name__
+        raise ModelFileError(f"{settings}: the chat template is a {kind}, not a text")
     if listed:
         return listed
     more = sorted(folder.glob("additional_chat_templates/*.jinja"))
     chosen = [path for path in more if path.stem == "default"] or more
-    return read_text(chosen[0], _LARGEST) if len(chosen) == 1 else None
+    return read_text(chosen[0], _LARGEST_FILE) if len(chosen) == 1 else None
 
 
 def find_template(

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ..errors import GraphllmError, RequestError
 from .options import Answering, Loading, Model, System, Template, note, say, verb
@@ -21,7 +23,8 @@ HELP = '''\
 /save FILE   write the messages to a file, as JSON
 /help        show this
 /exit        end; so does Ctrl-D
-A line that ends in \\ goes on; a line of """ begins and ends a block of lines.
+A line that ends in \\ goes on; a line of """ begins and ends a block of lines; a pasted text of
+several lines is one message, where Python has GNU readline.
 Ctrl-C stops the answer only.'''
 QUOTES = '"""'
 
@@ -33,6 +36,14 @@ def chat(
     loading: Loading,
     chat_template: Template = None,
     system: System = None,
+    parse_special: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special",
+            help="Read special tokens written out in messages as control tokens: pasted text can "
+            "then open a turn of the model.",
+        ),
+    ] = False,
 ) -> None:
     """Talk with a model: each line is a message; /help shows what else can be typed.
 
@@ -43,12 +54,16 @@ def chat(
 
     graphllm chat demo --chat-template gemma
     """
+    from ..chat import PROCESS
+
     sampling = drawing.sampling()
+    PROCESS.start()  # while the model loads
     llm = loading.load(model, chat_template=chat_template)
     settings = {name: getattr(sampling, name) for name in vars(sampling)}
     if drawing.seed is None:
         del settings["seed"]
-    talk = Talk(llm.conversation(system, **settings), sys.stdin.isatty())
+    conversation = llm.conversation(system, parse_special=parse_special, **settings)
+    talk = Talk(conversation, sys.stdin.isatty())
     for line in llm.misses():
         note(f"note: {line}")
     talk.run()
@@ -173,9 +188,16 @@ class Talk:
 
 
 def _edit_lines() -> None:
-    """Arrow keys and history at the prompt, where Python has them."""
+    """Arrow keys, history and bracketed paste at the prompt, where Python has them.
+
+    GNU readline asks the terminal to bracket pasted text while it reads a line, and puts the
+    terminal back after each. Python switches that off unless it is asked for.
+    """
     with suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
+
+        if "GNU readline" in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def _tell(done: Completion) -> None:

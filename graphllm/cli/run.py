@@ -65,6 +65,10 @@ def run(
         raise RequestError("--chat-template and --system need --chat")
     texts = _prompts(prompt, file)
     sampling = drawing.sampling()
+    if chat:
+        from ..chat import PROCESS
+
+        PROCESS.start()  # while the model loads
     llm = loading.load(model, chat_template=chat_template)
     _ = llm.tokenizer  # without one, say so before the prompt is repeated
     if not chat and sys.stderr.isatty() and llm.has_template:

@@ -8,7 +8,7 @@ Of a GGUF file, ids and texts equal llama.cpp's; of a Hugging Face directory, tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,13 +35,19 @@ class Tokenizer(Protocol):
     add_bos: bool  # whether encode(add_special=True) begins with bos_id
 
     def encode(
-        self, text: str, add_special: bool = False, parse_special: bool = False
+        self,
+        text: str,
+        add_special: bool = False,
+        parse_special: bool = False,
+        literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         """Token ids of ``text``.
 
         ``add_special`` adds the model's begin and end tokens; ``parse_special`` turns the text of
-        control pieces into their ids (for chat templates; never for text from outside). A lone
-        surrogate in ``text`` counts as U+FFFD.
+        control pieces into their ids (for chat templates; never for text from outside), except
+        where any of it lies in one of the ``literal`` spans [start, end), in ascending order. There
+        pieces named as control pieces are (``<|name|>``) are text, too, whatever their type says.
+        A lone surrogate in ``text`` counts as U+FFFD.
         """
 
     def decode(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 from ..errors import RequestError
 
@@ -82,3 +83,16 @@ def without_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def touches(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    """Whether [start, end) shares a character with one of the spans, which ascend."""
+    at = bisect_right(spans, (end - 1, float("inf"))) - 1
+    return at >= 0 and spans[at][1] > start
+
+
+def looks_special(text: str) -> bool:
+    """Whether a piece is named as control pieces are, whatever a file says: as llama.cpp's
+    converter tells them."""
+    ends = (("<|", "|>"), ("<｜", "｜>"))
+    return len(text) > 4 and any(text.startswith(a) and text.endswith(b) for a, b in ends)

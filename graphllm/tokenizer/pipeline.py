@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import threading
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, RequestError
 from .classes import CLASSES, TokenizerClass
 from .decoders import read_decoder
-from .decoding import Decoding, without_surrogates
+from .decoding import Decoding, looks_special, touches, without_surrogates
 from .directory import LARGEST_ID, AddedToken, Directory
 from .files import blamed, read_json, read_text
 from .vocabulary import ends_among
@@ -21,6 +23,9 @@ from .vocabulary import ends_among
 if TYPE_CHECKING:
     import tokenizers
 
+_SEPARATOR = (
+    "\U0010fffd"  # private use, in the last plane: in no vocabulary, so it merges with nothing
+)
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 
@@ -59,6 +64,8 @@ class PipelineTokenizer(Decoding):
         unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
         guarded = self._controls | (self.eog_ids & added.keys())
         self._guarded = guarded - {ids.get(text) for text in unknown}
+        special = {token for token in added if looks_special(self._texts[token])}
+        self._literal_guarded = self._guarded | special
         self._hide([added[token] for token in self._guarded & added.keys()])
         first = self._run("", add_special=True, parse_special=False).ids[:1]
         self.add_bos = self.bos_id is not None and first == [self.bos_id]
@@ -97,10 +104,17 @@ class PipelineTokenizer(Decoding):
             return self._engine.encode(text, add_special_tokens=add_special)
 
     def encode(
-        self, text: str, add_special: bool = False, parse_special: bool = False
+        self,
+        text: str,
+        add_special: bool = False,
+        parse_special: bool = False,
+        literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         """See `Tokenizer.encode`."""
-        found = self._run(without_surrogates(text), add_special, parse_special)
+        text = without_surrogates(text)
+        if literal:
+            return self._encode_literal(text, add_special, literal)
+        found = self._run(text, add_special, parse_special)
         ids: list[int] = found.ids
         if parse_special or self._guarded.isdisjoint(ids):
             return ids
@@ -109,6 +123,43 @@ class PipelineTokenizer(Decoding):
             guarded = not around and token in self._guarded and shown == self._texts[token]
             spelled += self._spell(token) if guarded else [token]
         return spelled
+
+    def _encode_literal(
+        self, text: str, add_special: bool, literal: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Ids with control tokens parsed outside the ``literal`` spans.
+
+        The package cannot tell where a token's text lies. Where it finds one that touches a span, a
+        separator goes behind the text's first character, and its ids are taken out again.
+        """
+        separators: list[int] = []  # places in `text`, ascending
+        while True:
+            pieces = [text[a:b] for a, b in pairwise([0, *separators, len(text)])]
+            found = self._run(_SEPARATOR.join(pieces), add_special, parse_special=True)
+            ids: list[int] = found.ids
+            offsets: list[tuple[int, int]] = found.offsets
+            added = [place + index for index, place in enumerate(separators)]
+            more = set()
+            for index, token in enumerate(ids):
+                if token in self._literal_guarded and offsets[index][1]:
+                    start, end = (place - bisect_left(added, place) for place in offsets[index])
+                    if touches(literal, start, end):
+                        more.add(start + 1 + _leading_spaces(text[start:end]))
+            more -= {*separators, len(text)}
+            if not more:
+                break
+            separators = sorted({*separators, *more})
+        unknown = self._run(_SEPARATOR, add_special=False, parse_special=False).ids
+        kept = []
+        for token, (start, end) in zip(ids, offsets, strict=True):
+            taken = bisect_left(added, end) - bisect_left(added, start)
+            if taken and taken < end - start and token not in unknown:
+                raise RequestError(
+                    f"{self._path}: a control token's text cannot be encoded as text"
+                )
+            if not taken or taken < end - start:
+                kept.append(token)
+        return kept
 
     def _spell(self, token: int) -> list[int]:
         """Ids that write a control token's text out. The model itself may have made the token of
@@ -261,3 +312,8 @@ def _set_template(
     engine.post_processor = processors.TemplateProcessing(
         single=parts, pair=[*parts, "$B"], special_tokens=ids
     )
+
+
+def _leading_spaces(text: str) -> int:
+    """Spaces before a token's text, which the package counts to a token that strips them."""
+    return len(text) - len(text.lstrip())

@@ -6,7 +6,8 @@ cut out of a text, and which tokens end a generation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..weights.gguf import StringArray
-from .decoding import Decoding, without_surrogates
+from .decoding import Decoding, looks_special, touches, without_surrogates
 
 SPACE = "▁"  # how SentencePiece writes a space
 
@@ -62,6 +63,8 @@ _NOT_ENDS = (
 
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _SPACES = " \t\n\v\f\r"
+_HIDDEN = "\udfff"  # a lone surrogate, which no text has that is encoded
+_HIDDEN_PATTERN = re.compile(_HIDDEN)
 
 
 def ends_among(named: Mapping[str, int]) -> set[int]:
@@ -87,10 +90,29 @@ class Specials:
         for text in self._ids:
             self._by_head.setdefault(text[:2], []).append(text)
 
+    def _present(self, text: str) -> list[str]:
+        """The pieces that occur in ``text``."""
+        heads = [head for head in self._by_head if head in text]
+        return [piece for head in heads for piece in self._by_head[head] if piece in text]
+
+    def hide(self, text: str, literal: Sequence[tuple[int, int]]) -> tuple[str, Iterator[str]]:
+        """``text`` with `_HIDDEN` for the first character of every piece in it, overlapping ones
+        included, that touches a ``literal`` span; and the characters that were there."""
+        hidden = set()
+        for piece in self._present(text):
+            at = text.find(piece)
+            while at >= 0:
+                if touches(literal, at, at + len(piece)):
+                    hidden.add(at)
+                at = text.find(piece, at + 1)
+        characters = list(text)
+        for at in hidden:
+            characters[at] = _HIDDEN
+        return "".join(characters), iter([text[at] for at in sorted(hidden)])
+
     def split(self, text: str) -> list[str | int]:
         """``text`` as the pieces' ids and the texts between them; no empty texts."""
-        heads = [head for head in self._by_head if head in text]
-        found = [piece for head in heads for piece in self._by_head[head] if piece in text]
+        found = self._present(text)
         found.sort(key=lambda piece: (-len(piece.encode()), self._ids[piece]))
         parts: list[str | int] = [text] if text else []
         for piece in found:
@@ -162,6 +184,8 @@ class Vocabulary(Decoding):
         strip = self._strips_spaces()
         self._plain_specials = Specials(plain, strip)
         self._all_specials = Specials(plain + hidden, strip)
+        named = [(text, token) for text, token in plain if looks_special(text)]
+        self._controls = Specials(hidden + named)
 
     def _error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: {self.where.format(key)}: {text}")
@@ -255,16 +279,23 @@ class Vocabulary(Decoding):
         return begin, [self.eos_id] if self.add_eos and self.eos_id is not None else []
 
     def encode(
-        self, text: str, add_special: bool = False, parse_special: bool = False
+        self,
+        text: str,
+        add_special: bool = False,
+        parse_special: bool = False,
+        literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         """See `Tokenizer.encode`."""
         text = without_surrogates(text)
         before, after = self._affixes() if add_special else ([], [])
         ids, starts = before, True
+        text, hidden = self._controls.hide(text, literal) if literal else (text, iter(()))
         for part in (self._all_specials if parse_special else self._plain_specials).split(text):
             if isinstance(part, int):
                 ids.append(part)
             else:
+                if literal:
+                    part = _HIDDEN_PATTERN.sub(lambda _: next(hidden), part)
                 ids += self._encode_text(part, starts)
             starts = isinstance(part, int) and self.prefix_after_special
         return ids + after

@@ -1,0 +1,91 @@
+"""Messages of a chat as plain data: what JSON can express, checked and named where it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import RequestError
+from ..tokenizer.decoding import without_surrogates
+
+Message = Mapping[str, Any]
+MOST_DEPTH = 100  # of lists and mappings in one another
+_LARGEST = 1 << 10_000  # an integer that Python still writes out
+
+
+def normalize_messages(messages: Iterable[Message], where: str = "a chat") -> list[dict[str, Any]]:
+    """The messages as plain data, as a template reads them. RequestError names what is wrong.
+
+    A message is a mapping with a ``role`` and a ``content``: a text, or a list of text parts as
+    ``{"type": "text", "text": "..."}``. One with ``tool_calls`` needs no content. Other keys may
+    hold whatever JSON can express. ``where`` names the call in an error.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise RequestError(
+            f"{where} takes a list of messages with role and content, not {_kind(messages)}; "
+            "a text goes to llm.generate"
+        )
+    found = [_message(f"message {index}", message) for index, message in enumerate(messages)]
+    if not found:
+        raise RequestError(f"{where} needs at least one message")
+    return found
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of ``value`` made of JSON's types. RequestError names the part that has another."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return without_surrogates(str.__str__(value))
+    if isinstance(value, int):
+        if abs(value) >= _LARGEST:
+            raise RequestError(f"{where} is an integer of {value.bit_length()} bits")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RequestError(f"{where} is {value}, which JSON cannot express")
+        return float(value)
+    if depth == MOST_DEPTH:
+        raise RequestError(f"{where[:100]}: more than {MOST_DEPTH} lists in one another")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(f"{where} has the key {key!r:.100}, which is not a text")
+        return {
+            plain(key, where): plain(item, f"{where}: {key}", depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise RequestError(f"{where} is {_kind(value)}, which JSON cannot express")
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} is {_kind(message)}, not a mapping")
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} has no role")
+    result: dict[str, Any] = plain(message, where)
+    content = result.get("content")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(f"{where}: content[{index}]", part)
+    elif not isinstance(content, str) and (content is not None or not result.get("tool_calls")):
+        raise RequestError(f"{where} has no content: a text or a list of parts")
+    return result
+
+
+def _check_part(where: str, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind is None:
+        raise RequestError(f'{where} is not a mapping with a type, as {{"type": "text", ...}}')
+    if kind != "text":
+        raise RequestError(f"{where} is of type {kind!r:.100}; only text is supported")
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where} has no text")
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

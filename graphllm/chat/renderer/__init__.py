@@ -1,0 +1,6 @@
+"""Rendering of chat templates, in a process of its own (`graphllm/chat/process.py` starts it).
+
+`worker` is the process's loop and its limits, `sandbox` the Jinja2 environment, `provenance` the
+text that knows which of its characters came from the caller. The process imports nothing else of
+graphllm, so that it starts quickly.
+"""
