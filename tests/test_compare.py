@@ -384,6 +384,14 @@ def test_what_is_no_profile_says_so(tmp_path, change, message):
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
 
+def test_profiles_of_version_1_are_compared(tmp_path):
+    """Those of a commit before version 2."""
+    machine = Machine(seed=22)
+    old = write(tmp_path, "a", {**machine.process(), "version": 1})
+    found = compare(old, write(tmp_path, "b", machine.process()))
+    assert [phase.name for phase in found.phases] == ["prefill", "decode"]
+
+
 @pytest.mark.parametrize("text, message", [
     ("", "is not JSON"), ("{", "is not JSON"), ("\xff", "is not a profile|is not JSON"),
     ("[1]", r"\[0\] is not an object"), ("[]", "holds no test"), ("3", "is not a profile"),

@@ -113,7 +113,8 @@ def bench(
     """Time reading and generating apart, with the meaning and the JSON keys of llama-bench.
 
     A LIST is values with commas, or first-last+step, or first-last*factor.
-    Each test runs once before it counts. GB/s: the weights and the cache
+    Each test runs once before it counts. t/s: the median of the runs, and
+    their standard deviation as a share of it. GB/s: the weights and the cache
     that a generated token moves; the ceiling is the best that memory gave
     with as many threads or fewer, measured at most once a day. Predicted:
     tok/s from what each step moves and computes, as `plan` has it.

@@ -53,8 +53,9 @@ def profile(
 
     graphllm profile --random mistral-7b --type q4_0 --prompt-tokens 512
 
-    Share: of the wall time. Limit: the time at the ceiling that binds the op (doctor --measure) as
-    a share of its time. To gain: ms a token above that.
+    The speed is the median of passes without profiling. Share: of the profiled passes' wall time.
+    Limit: the time at the ceiling that binds the op (doctor --measure) as a share of its time. To
+    gain: ms a token above that.
     """
     from ..profiler.rows import KEYS
 
