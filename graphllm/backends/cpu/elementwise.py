@@ -251,7 +251,7 @@ def elementwise(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             raise GraphError(f"{where}: cpu has a kernel for {op} already")
         make = _unary if count == 1 else _binary
         made = make(f"{op} {code_key(function)}", inlined(function), len(attributes))
-        made.name = where
+        made.name = made.label = where
 
         def build(site: Site) -> Launch:
             values = [float(site.attrs[name]) for name in attributes]
