@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -16,9 +15,10 @@ from .options import (
     ModelDef,
     NoFuse,
     Threads,
-    progress_line,
     verb,
 )
+from .output import show_json, show_table
+from .progress import progress_line
 
 
 @verb
@@ -63,13 +63,16 @@ def diff(
     """
     from ..profiler.diff import diff as compare
 
-    with progress_line() as show:
+    with progress_line("comparing") as progress:
         found = compare(
             model, backends.split(","), prompt=prompt, ids=_ids(ids), against=against, fused=fused,
             no_fuse=no_fuse or (), linear=linear, kv_type=kv_type, model_def=model_def,
-            threads=threads, progress=show,
+            threads=threads, progress=progress,
         )  # fmt: skip
-    print(json.dumps(found.as_dict()) if as_json else found.table())
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        show_table(found.table())
     if found.first is not None:
         raise typer.Exit(1)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import verb
+from .output import show
 
 
 @verb
@@ -24,5 +25,5 @@ def new(
     from ..starter import write
 
     path, replaced = write(name, like, force)
-    print(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
-    print(f"try it: graphllm validate --tiny --model-def {path}")
+    show(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
+    show(f"try it: graphllm validate --tiny --model-def {path}")

@@ -1,11 +1,10 @@
-"""What the verbs have in common: groups of options, loading a model, a progress bar."""
+"""What the verbs have in common: groups of options, loading a model, reading texts."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import RequestError
+from .output import note, show
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..generation.request import Sampling
@@ -25,6 +26,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run decoder language models, and see op by op where the time goes.",
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        show(f"graphllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def general(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Take the options that come before a verb."""
+
 
 MODEL = (
     "A .gguf file (the first, if in parts), a Hugging Face directory or ORG/NAME, a .safetensors "
@@ -131,10 +150,36 @@ class Loading(Placing):
     """How to load a model."""
 
     context: Annotated[
-        int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
-    ] = 4096
+        int | None,
+        typer.Option(
+            "-c",
+            "--ctx-size",
+            help="Tokens of prompt and answer together; 4096 by default, at most the model's own.",
+            show_default=False,
+        ),
+    ] = None
     threads: Threads = 0
     kv_type: KvType = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As `graphllm.load` takes them."""
+        own = super().arguments()
+        if self.context is None:
+            del own["context"]
+        return own
+
+    def load(self, model: str | ModelFile, **more: Any) -> LLM:
+        """As `Placing.load`, with a note where the model's own context is shorter than asked."""
+        loaded = super().load(model, **more)
+        for line in self.notes(loaded.limits.context):
+            note(f"note: {line}")
+        return loaded
+
+    def notes(self, context: int) -> list[str]:
+        """What to say of a model that has this ``context``."""
+        if self.context is None or self.context <= context:
+            return []
+        return [f"-c {self.context} is more than the model's context: {context} tokens are used"]
 
 
 @dataclass
@@ -264,26 +309,6 @@ def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-@contextmanager
-def progress_line() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (what, done, total) that shows a bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield show
-
-
 def read_text(file: Path | None) -> str:
     """A file, or standard input for None. RequestError for what is not there or no UTF-8."""
     try:
@@ -294,14 +319,3 @@ def read_text(file: Path | None) -> str:
     except UnicodeDecodeError as error:
         where = file or "standard input"
         raise RequestError(f"{where}: byte {error.start} is not valid UTF-8") from None
-
-
-def say(text: str) -> None:
-    """Write to standard output at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def note(text: str) -> None:
-    """Tell something beside the output, on standard error."""
-    print(text, file=sys.stderr)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import AsJson, Loading, Source, verb
+from .output import note, show, show_json
 
 if TYPE_CHECKING:
     from ..profiler.predict import DryRun, Phase
@@ -39,10 +39,12 @@ def plan(
     room = None if free is None else round(free * 1e9)
     found = dry_run(source.open(loading, data=False), **loading.arguments(), free=room)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        show_json(found.as_dict())
         return
+    for line in loading.notes(found.context):
+        note(f"note: {line}")
     for line in _lines(found):
-        print(line)
+        show(line)
 
 
 def _lines(found: DryRun) -> Iterator[str]:

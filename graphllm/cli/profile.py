@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import Loading, Source, progress_line, verb
+from .options import Loading, Source, verb
+from .output import show_table
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..profiler.profile import Profile
@@ -68,7 +70,7 @@ def profile(
     if prompt is None and source.random is not None:
         prompt_tokens = prompt_tokens or 512
     found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
-    print(found.table(by, top, sys.stdout.isatty()))
+    show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         try:
             path.write_text(write(found), "utf-8")
@@ -83,8 +85,8 @@ def _taken(
 
     llm = loading.load(source.open(loading))
     ids = fillers(prompt_tokens, llm.decoder.cfg.vocab)
-    with progress_line() as show:
-        return llm.profile(ids or prompt, decode, repeat, show)
+    with progress_line("profiling") as progress:
+        return llm.profile(ids or prompt, decode, repeat, progress)
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, ModelDef, progress_line, verb
+from .options import AsJson, ModelDef, verb
+from .output import show_json, show_table
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..validation import Report
@@ -78,10 +80,12 @@ def validate(
     from ..validation import validate as validated
 
     writers = [(path, _writer(path)) for path in output or ()]
-    with progress_line() as show:
-        found = validated(**vars(subject), progress=show)
-    colour = sys.stdout.isatty()
-    print(json.dumps(found.as_dict()) if as_json else found.table(verbose, colour))
+    with progress_line("validating") as progress:
+        found = validated(**vars(subject), progress=progress)
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        show_table(found.table(verbose, sys.stdout.isatty()))
     for path, write in writers:
         try:
             path.write_text(write(found), "utf-8")
