@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ..errors import GraphllmError
-from ..family import user_line
-from ..scopes import shown_line
 
 # The flag of the command line that sets an argument of the Python API. An error that knows the
 # argument at fault has its name in the attribute ``argument``.
@@ -52,6 +50,9 @@ def message(error: Exception) -> str:
 
 def _unexpected(error: Exception) -> str:
     """An exception that is not graphllm's own, after the line of the user's file that raised it."""
+    from ..family import user_line
+    from ..scopes import shown_line
+
     where = user_line(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     what = ": ".join([type(error).__name__, *filter(None, [" ".join(text.split())])])
