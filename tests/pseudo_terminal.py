@@ -21,8 +21,8 @@ def read_all(ours: int) -> bytes:
 def at_terminal(
     *command: str, typed: bytes | None = None, errors: bool = False, **options
 ) -> tuple[int, bytes, bytes]:
-    """Exit code, standard output of a terminal, its newlines as they were written, and what
-    a pipe has of standard error; ``errors``: standard error is the terminal, too. ``typed``: standard input."""
+    """Exit code, what a terminal got from standard output, with newlines as they were written, and
+    what a pipe got from standard error. ``errors``: that is the terminal, too."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=theirs,

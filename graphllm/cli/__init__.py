@@ -83,11 +83,11 @@ def _fail(error: Exception) -> NoReturn:
     """Print an error, and exit."""
     from ..debug import debug_level
     from .failure import interrupted, message, usage
-    from .output import OutputError, discard_output, note, note_traceback
+    from .output import StdoutError, discard_output, note, note_traceback
 
     if interrupted(error):
         _end("interrupted", 128 + signal.SIGINT)
-    if isinstance(error, OutputError):
+    if isinstance(error, StdoutError):
         discard_output()
     code = getattr(error, "exit_code", None)  # of typer's exceptions
     if hasattr(error, "format_message"):

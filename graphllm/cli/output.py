@@ -8,6 +8,7 @@ as it is, in UTF-8.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import re
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import GraphllmError
@@ -26,7 +28,11 @@ _NOT_IN_JSON = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class OutputError(GraphllmError):
-    """Standard output or standard input cannot be used."""
+    """A standard stream cannot be used, or a file cannot be written."""
+
+
+class StdoutError(OutputError):
+    """Standard output cannot be written."""
 
 
 class _Stdout(io.FileIO):
@@ -38,7 +44,7 @@ class _Stdout(io.FileIO):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise OutputError(f"standard output: {error.strerror}") from None
+            raise StdoutError(f"standard output: {error.strerror}") from None
 
 
 class _ClosedStdin:
@@ -109,6 +115,28 @@ def say(text: str) -> None:
     """Write a piece of an answer, or of a prompt, to standard output at once."""
     sys.stdout.write(safe_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file of ``-o`` that cannot be written, before its contents are made. OutputError."""
+    parent = path.parent
+    if path.is_dir():
+        code = errno.EISDIR
+    elif not parent.is_dir():
+        code = errno.ENOTDIR if parent.exists() else errno.ENOENT
+    elif not os.access(path if path.exists() else parent, os.W_OK):
+        code = errno.EACCES
+    else:
+        return
+    raise OutputError(f"-o {path}: {os.strerror(code)}")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of ``-o``. OutputError."""
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise OutputError(f"-o {path}: {error.strerror}") from None
 
 
 def note(text: str) -> None:

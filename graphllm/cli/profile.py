@@ -12,7 +12,7 @@ import typer
 
 from ..errors import RequestError
 from .options import Loading, Source, verb
-from .output import show_table
+from .output import check_writable, show_table, write_file
 from .progress import progress_line
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def profile(
         raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
     if top < 0:
         raise RequestError(f"--top {top} must be at least 0")
+    if prompt_tokens < 0:
+        raise RequestError(f"--prompt-tokens {prompt_tokens} must be at least 0")
     writers = [(path, _writer(path)) for path in output or ()]
     if prompt is not None and prompt_tokens:
         raise RequestError("give --prompt or --prompt-tokens, not both")
@@ -72,10 +74,7 @@ def profile(
     found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
-        try:
-            path.write_text(write(found), "utf-8")
-        except OSError as error:
-            raise RequestError(f"-o {path}: {error.strerror}") from None
+        write_file(path, write(found))
 
 
 def _taken(
@@ -101,5 +100,6 @@ def _writer(path: Path) -> Callable[[Profile], str]:
     }
     for end, write in kinds.items():
         if path.name.endswith(end):
+            check_writable(path)
             return lambda profile: write(profile.as_dict())
     raise RequestError(f"-o {path}: the name must end in {', '.join(kinds)}")

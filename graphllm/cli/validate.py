@@ -13,7 +13,7 @@ import typer
 
 from ..errors import RequestError
 from .options import AsJson, ModelDef, verb
-from .output import show_json, show_table
+from .output import check_writable, show_json, show_table, write_file
 from .progress import progress_line
 
 if TYPE_CHECKING:
@@ -87,10 +87,7 @@ def validate(
     else:
         show_table(found.table(verbose, sys.stdout.isatty()))
     for path, write in writers:
-        try:
-            path.write_text(write(found), "utf-8")
-        except OSError as error:
-            raise RequestError(f"-o {path}: {error.strerror}") from None
+        write_file(path, write(found))
     if found.first is not None:
         raise typer.Exit(1)
 
@@ -99,6 +96,7 @@ def _writer(path: Path) -> Callable[[Report], str]:
     """What makes the file's text. RequestError for an unknown kind."""
     from ..validation.page import page
 
+    check_writable(path)
     if path.suffix == ".html":
         return page
     if path.suffix == ".json":
