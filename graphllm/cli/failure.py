@@ -4,45 +4,13 @@ from __future__ import annotations
 
 from ..errors import GraphllmError
 
-# The flag of the command line that sets an argument of the Python API. An error that knows the
-# argument at fault has its name in the attribute ``argument``.
-FLAGS = {
-    "chat_template": "--chat-template",
-    "context": "-c",
-    "device": "--device",
-    "free": "--free",
-    "frequency_penalty": "--frequency-penalty",
-    "gpu_layers": "-ngl",
-    "ignore_eos": "--ignore-eos",
-    "kv_type": "--kv-type",
-    "linear": "--linear",
-    "max_tokens": "-n",
-    "min_p": "--min-p",
-    "min_tokens": "--min-tokens",
-    "model_def": "--model-def",
-    "no_fuse": "--no-fuse",
-    "no_kernels": "--no-kernel",
-    "place": "--place",
-    "presence_penalty": "--presence-penalty",
-    "repeat_penalty": "--repeat-penalty",
-    "seed": "-s",
-    "stop": "--stop",
-    "stop_ids": "--stop-id",
-    "strict": "--strict",
-    "temperature": "--temp",
-    "threads": "-t",
-    "top_k": "--top-k",
-    "top_p": "--top-p",
-    "type": "--type",
-}
-
 
 def message(error: Exception) -> str:
     """What went wrong, as one line after ``error: ``."""
     if isinstance(error, GraphllmError):
-        text = str(error)
-        flag = FLAGS.get(getattr(error, "argument", None) or "")
-        return text if flag is None or flag in text else f"{text} ({flag})"
+        from .hints import hinted
+
+        return hinted(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return _unexpected(error)
