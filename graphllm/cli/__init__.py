@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 class Terminated(BaseException):
-    """SIGTERM came. Files and processes that are there for a while go as the exception rises."""
+    """SIGTERM was received. Temporary files and child processes go as the exception rises."""
 
 
 def main() -> None:
@@ -59,9 +59,7 @@ def _call() -> None:
     open_streams()
     import typer
 
-    from .options import app
-
-    from . import verbs  # noqa: F401  isort: skip
+    from .verbs import app
 
     command = typer.main.get_command(app)
     with command.make_context("graphllm", sys.argv[1:]) as context:
@@ -87,6 +85,7 @@ def _fail(error: Exception) -> NoReturn:
 
     if interrupted(error):
         _end("interrupted", 128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(error, StdoutError):
         discard_output()
     code = getattr(error, "exit_code", None)  # of typer's exceptions

@@ -12,11 +12,13 @@ from .output import show
 
 @verb
 def new(
-    name: Annotated[str, typer.Argument(help="Of the model; the file is NAME.py, here.")],
-    like: Annotated[str, typer.Option("--like", help="The family to begin with.")] = "llama",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file of that name.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Name of the model; writes NAME.py to the current directory.")
+    ],
+    like: Annotated[str, typer.Option("--like", help="Family to start from.")] = "llama",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a model file to begin with: a family's own, with comments where to change what.
+    """Write a model file to start from: a copy of a family, with comments on what to change.
 
     graphllm new my_model --like llama
 

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 Prompts = Annotated[
     list[str] | None,
     typer.Option(
-        "-p", "--prompt", help="The text to continue; repeatable; '-' reads it.", show_default=False
+        "-p",
+        "--prompt",
+        help="Prompt; may be repeated; - reads it from standard input.",
+        show_default=False,
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("-f", "--file", help="A file with the text to continue.")
-]
+PromptFile = Annotated[Path | None, typer.Option("-f", "--file", help="File with the prompt.")]
 
 
 @verb
@@ -38,13 +39,13 @@ def run(
     prompt: Prompts = None,
     file: PromptFile = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message: apply the chat template.")
+        bool, typer.Option("--chat", help="Apply the chat template to the prompt.")
     ] = False,
     chat_template: Template = None,
     system: System = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or several, one after another.
+    """Continue one or more prompts.
 
     graphllm run demo -p "The capital of France is" -n 32 --temp 0
 

@@ -15,7 +15,7 @@ from .progress import progress_line
 
 @verb
 def inspect(model: Model, as_json: AsJson = False) -> None:
-    """Show a model file's architecture, configuration, tensors, formats and sizes.
+    """Show the architecture, configuration and tensors of a model file.
 
     graphllm inspect demo
 
@@ -58,16 +58,17 @@ def _short(value: Any) -> Any:
 @verb
 def tokenize(
     model: Model,
-    text: Annotated[str, typer.Argument(help="The text; '-' reads it.", show_default=False)],
-    ids: Annotated[bool, typer.Option("--ids", help="Only the ids, as a JSON list.")] = False,
+    text: Annotated[
+        str, typer.Argument(help="Text; - reads it from standard input.", show_default=False)
+    ],
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, as a JSON list.")] = False,
     special: Annotated[
-        bool, typer.Option("--special", help="Special pieces in the text become their tokens.")
+        bool,
+        typer.Option("--special", help="Encode special tokens written out in the text as such."),
     ] = False,
-    bare: Annotated[
-        bool, typer.Option("--no-bos", help="Without the begin and end tokens of a prompt.")
-    ] = False,
+    bare: Annotated[bool, typer.Option("--no-bos", help="Add no BOS and EOS token.")] = False,
 ) -> None:
-    """Show the tokens of a text: an id and the bytes of its piece on each line.
+    """Show the tokens of a text, one per line: its id and its text.
 
     graphllm tokenize demo "Hello, world" --ids
     """
@@ -90,11 +91,11 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure what memory, caches and arithmetic give at best (half a minute).",
+            help="Measure the bandwidth of memory and caches and the peak arithmetic (30 seconds).",
         ),
     ] = False,
 ) -> None:
-    """Show which backends can be used here, why the others can not, and what the machine gives.
+    """List the usable backends, why others are not, and this machine's measured ceilings.
 
     graphllm doctor
 

@@ -27,28 +27,32 @@ class Subject:
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face directory; with --tiny a family, or a model file.",
+            help="A Hugging Face directory; with --tiny, a family or a model file.",
             show_default=False,
         ),
     ] = None
     model_def: ModelDef = None
     tiny: Annotated[
         bool,
-        typer.Option("--tiny", help="Small models of the model file's TINY, with random weights."),
+        typer.Option(
+            "--tiny", help="Validate small random models, made from TINY of the model file."
+        ),
     ] = False
     oracle: Annotated[
         Path | None,
         typer.Option(
             "--oracle",
             metavar="FILE",
-            help="A Python file to compare with: oracle(config, weights, ids), or a torch module.",
+            help="Python file to compare with: oracle(config, weights, ids), or a torch module.",
         ),
     ] = None
     device: Annotated[
-        str, typer.Option("--device", help="auto, or the first to ask: cuda, cpu, reference.")
+        str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
-    tokens: Annotated[int, typer.Option("--tokens", help="Of a text that is read.")] = 64
-    new: Annotated[int, typer.Option("-n", "--max-tokens", help="Greedy tokens after it.")] = 16
+    tokens: Annotated[int, typer.Option("--tokens", help="Number of tokens of the text.")] = 64
+    new: Annotated[
+        int, typer.Option("-n", "--max-tokens", help="Number of tokens to generate greedily.")
+    ] = 16
 
 
 @verb
@@ -60,14 +64,16 @@ def validate(
     as_json: AsJson = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option("-o", "--output", help="Also write NAME.html or NAME.json; repeatable."),
+        typer.Option(
+            "-o", "--output", help="Also write a report NAME.html or NAME.json; may be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Compare a model with transformers, check by check: tokenizer, configuration, weights, every
-    layer, logits, greedy tokens, perplexity; then one way to run it with another.
+    """Compare a model with transformers, and its backends with each other.
 
-    The exit code is 1 if a check fails. What fails first is named: for a
-    layer the module and the op in it that part, with its line of code.
+    Checks the tokenizer, configuration, weights, every layer, logits, greedy
+    tokens and perplexity. The exit code is 1 if a check fails; the first
+    failure is located to a module, an op and its line of code.
 
     graphllm validate path/to/directory
 
