@@ -36,10 +36,19 @@ VERBS = [
     ["doctor"],
     ["--help"],
 ]
-# Writes a line when Python has started.
-START = "import os; from graphllm.cli import main; os.write(2, b'.\\n'); main()"
-STARTED_S = 0.05  # until the interpreter has called `main`; before that Ctrl-C is Python's own
-WAIT_S = 20.0
+
+# Writes a line once `main` catches Ctrl-C; before that it is Python's own.
+START = """
+import os
+import graphllm.cli as cli
+call = cli._call
+def started():
+    os.write(2, b".\\n")
+    call()
+cli._call = started
+cli.main()
+"""
+WAIT_S = 60.0
 
 
 def campaign(folder: Path, count: int, seed: int) -> collections.Counter[str]:
@@ -61,7 +70,7 @@ def _case(folder: Path, words: list[str], seconds: float, twice: bool) -> str:
     process.stderr.readline()
     process.stdin.write(b"hello\nhow are you\n")
     process.stdin.flush()
-    time.sleep(STARTED_S + seconds)
+    time.sleep(seconds)
     for _ in range(1 + twice):
         process.send_signal(signal.SIGINT)
     try:
@@ -71,7 +80,7 @@ def _case(folder: Path, words: list[str], seconds: float, twice: bool) -> str:
         _, told = process.communicate(timeout=WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        told = b"it did not end"
+        told = b"it did not end\n" + process.communicate()[1]
     lines = [line for line in told.decode().splitlines() if not line.startswith("note: ")]
     if process.returncode == 130 and lines == ["interrupted"]:
         return "interrupted"

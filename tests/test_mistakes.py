@@ -238,6 +238,24 @@ def test_sigterm_ends_with_one_line(folder):
     assert (process.returncode, told) == (143, b"terminated\n")
 
 
+def test_ctrl_c_in_a_callback_is_not_lost():
+    """Exceptions of finalizers are ignored by Python, which happens while modules are imported."""
+    code = """if True:
+        import signal
+        import graphllm.cli as cli
+        class Interrupted:
+            def __del__(self):
+                signal.raise_signal(signal.SIGINT)
+        def call():
+            Interrupted()
+            print("goes on")
+        cli._call = call
+        cli.main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
 def test_ctrl_c_at_any_time_is_one_line(folder):
     """The campaign of interrupts.py, with few cases."""
     start = time.monotonic()

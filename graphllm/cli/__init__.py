@@ -30,7 +30,15 @@ class Terminated(BaseException):
 def main() -> None:
     """Run a verb, and turn its failure into one line and an exit code."""
     try:
+        _run()
+    except KeyboardInterrupt:  # a second one, or one while a failure was handled
+        _end("interrupted", 128 + signal.SIGINT)
+
+
+def _run() -> None:
+    try:
         signal.signal(signal.SIGTERM, _terminate)
+        sys.unraisablehook = _unraisable
         _call()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and written
     except KeyboardInterrupt:
@@ -43,6 +51,15 @@ def main() -> None:
         discard_output()
     except Exception as error:
         _fail(error)
+
+
+def _unraisable(unraisable: Any) -> None:
+    """End at a signal that came while Python ran a callback, in which exceptions are ignored."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _end("interrupted", 128 + signal.SIGINT)
+    if issubclass(unraisable.exc_type, Terminated):
+        _end("terminated", 128 + signal.SIGTERM)
+    sys.__unraisablehook__(unraisable)
 
 
 def _terminate(number: int, frame: Any) -> NoReturn:
