@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import tiny_models as tiny
+from pseudo_terminal import without_progress
 
 MODEL = "interrupted.gguf"
 RUN = ["run", MODEL, "-p", "hello world " * 20, "-n", "100", "--ignore-eos"]
@@ -81,7 +82,8 @@ def _case(folder: Path, words: list[str], seconds: float, twice: bool) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         told = b"it did not end\n" + process.communicate()[1]
-    lines = [line for line in told.decode().splitlines() if not line.startswith("note: ")]
+    lines = without_progress(told.decode()).splitlines()
+    lines = [line for line in lines if not line.startswith("note: ")]
     if process.returncode == 130 and lines == ["interrupted"]:
         return "interrupted"
     if process.returncode == 0 and lines == []:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import threading
 from contextlib import suppress
@@ -36,3 +37,9 @@ def at_terminal(
     reader.join()
     os.close(ours)
     return process.returncode, shown[0].replace(b"\r\n", b"\n"), told or b""
+
+
+def without_progress(told: str) -> str:
+    """Standard error less the lines of progress that a busy machine has after 10 seconds."""
+    line = r"^([a-z][\w ]*: \d+ of \d+|loading the model|prefill|profiling|comparing)\n"
+    return re.sub(line, "", told, flags=re.MULTILINE)

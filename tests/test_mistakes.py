@@ -15,6 +15,7 @@ from typing import NoReturn
 import interrupts
 import pytest
 import tiny_models as tiny
+from pseudo_terminal import without_progress
 
 from graphllm.cli import main
 
@@ -116,7 +117,7 @@ def forked(words: list[str], folder: Path) -> tuple[int, str, str]:
     texts = []
     for read, _ in pipes:
         with open(read, encoding="utf-8") as file:
-            texts.append(file.read())
+            texts.append(without_progress(file.read()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), texts[0], texts[1]
 
 
@@ -216,7 +217,7 @@ def test_streams_that_cannot_be_used(folder, words, redirected, code, told):
     line = f"{shlex.join([*COMMAND, *words])} {redirected}; exit ${{PIPESTATUS[0]}}"
     env = {**os.environ, "GRAPHLLM_DEBUG": ""}
     done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=folder, env=env, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+    assert (done.returncode, done.stdout, without_progress(done.stderr)) == (code, "", told)
 
 
 def test_what_standard_error_would_get_does_not_go_elsewhere(folder):
