@@ -17,12 +17,12 @@ import hashlib
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from .debug import debug
 from .paths import cache_dir
+from .terminal import warn
 
 LIMIT = 64 << 20  # bytes of a file that is read as a whole; the largest kernels have 4 MB
 _FORMAT = b"graphllm cache 2\n"
@@ -231,4 +231,4 @@ def _report(text: str) -> None:
         debug(1, text)
     else:
         _reported.append(text)
-        print(f"graphllm: {text}", file=sys.stderr)
+        warn(text)

@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from .terminal import safe_lines
+
 
 def debug_level() -> int:
     """The level asked for in the environment, 0 when there is none."""
@@ -20,4 +22,4 @@ def debug_level() -> int:
 def debug(level: int, text: str | Callable[[], str]) -> None:
     """Print ``text``, or what it gives, on standard error at this level or above."""
     if debug_level() >= level:
-        print(text if isinstance(text, str) else text(), file=sys.stderr)
+        print(safe_lines(text if isinstance(text, str) else text()), file=sys.stderr)

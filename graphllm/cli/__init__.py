@@ -1,72 +1,117 @@
 """The command line: one module for each verb, or a few; ``graphllm --help`` lists them.
 
 Errors are one line on standard error with exit code 1 (2 for wrong usage); a traceback shows only
-with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API and prints.
+with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API and prints by way of
+`output`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from typing import Any, NoReturn
 
-import typer
 
-from ..debug import debug_level
-from ..errors import GraphllmError
-from ..family import user_line
-from ..scopes import shown_line
-from . import bench, chat, compare, diff, new, plan, profile, run, show, validate
-from .options import app
+def __getattr__(name: str) -> Any:
+    """``app``, imported at first use, so that `main` catches Ctrl-C while it is imported."""
+    if name == "app":
+        from .verbs import app
 
-__all__ = [
-    "app", "bench", "chat", "compare", "diff", "main", "new", "plan", "profile", "run", "show",
-    "validate",
-]  # fmt: skip
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Terminated(BaseException):
+    """SIGTERM was received. Temporary files and child processes go as the exception rises."""
+
+
+def main() -> None:
+    """Run a verb, and turn its failure into one line and an exit code."""
+    try:
+        _run()
+    except KeyboardInterrupt:  # a second one, or one while a failure was handled
+        _end("interrupted", 128 + signal.SIGINT)
+
+
+def _run() -> None:
+    try:
+        signal.signal(signal.SIGTERM, _terminate)
+        sys.unraisablehook = _unraisable
+        _call()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and written
+    except KeyboardInterrupt:
+        _end("interrupted", 128 + signal.SIGINT)
+    except Terminated:
+        _end("terminated", 128 + signal.SIGTERM)
+    except BrokenPipeError:  # the reader has gone
+        from .output import discard_output
+
+        discard_output()
+    except Exception as error:
+        _fail(error)
+
+
+def _unraisable(unraisable: Any) -> None:
+    """End at a signal that came while Python ran a callback, in which exceptions are ignored."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _end("interrupted", 128 + signal.SIGINT)
+    if issubclass(unraisable.exc_type, Terminated):
+        _end("terminated", 128 + signal.SIGTERM)
+    sys.__unraisablehook__(unraisable)
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise Terminated
 
 
 def _call() -> None:
     """Parse the arguments and call the verb.
 
-    Not through the library's own ``main``, which has its own mind about Ctrl-C and closed pipes.
+    The library's own ``main`` is not used, since it handles Ctrl-C and closed pipes in its own way.
     """
+    from .output import open_streams
+
+    open_streams()
+    import typer
+
+    from .verbs import app
+
     command = typer.main.get_command(app)
     with command.make_context("graphllm", sys.argv[1:]) as context:
         command.invoke(context)
     sys.stdout.flush()
 
 
-def main() -> None:
-    """The entry point: runs a verb and turns its failure into one line and an exit code."""
-    try:
-        _call()
-    except KeyboardInterrupt:
-        print("\ninterrupted" if sys.stderr.isatty() else "interrupted", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)  # at once: taking the interpreter down would give weights back one by one
-    except BrokenPipeError:
-        # The reader has gone: nothing more can be said, also not by the interpreter's last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except GraphllmError as error:
-        if debug_level():
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except Exception as error:
-        if hasattr(error, "exit_code"):  # the library's: wrong usage, or --help has been shown
-            if hasattr(error, "show"):
-                error.show()
-            sys.exit(error.exit_code)
-        if debug_level():
-            raise
-        print(f"error: {_told(error)}", file=sys.stderr)
-        sys.exit(1)
+def _end(text: str, code: int) -> NoReturn:
+    """Leave at once: taking the interpreter down would give weights back one by one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.stderr is not None:
+        lead = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
+        with suppress(OSError):
+            os.write(2, f"{lead}{text}\n".encode())
+    os._exit(code)
 
 
-def _told(error: Exception) -> str:
-    """An exception that nobody meant in a line, which begins with that of the user's file."""
-    where = user_line(error)
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    what = ": ".join([type(error).__name__, *filter(None, [" ".join(text.split())])])
-    if where is None:
-        return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
-    return f"{shown_line(where)}: {what}"
+def _fail(error: Exception) -> NoReturn:
+    """Print an error, and exit."""
+    from ..debug import debug_level
+    from .failure import interrupted, message, usage
+    from .output import StdoutError, discard_output, note, note_traceback
+
+    if interrupted(error):
+        _end("interrupted", 128 + signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if isinstance(error, StdoutError):
+        discard_output()
+    code = getattr(error, "exit_code", None)  # of typer's exceptions
+    if hasattr(error, "format_message"):
+        if line := usage(error):
+            note(f"error: {line}")
+    elif code is None:
+        if debug_level():
+            note_traceback()
+        else:
+            note(f"error: {message(error)}")
+    sys.exit(1 if code is None else code)

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GraphllmError, RequestError
-from .options import Placing, Source, note, progress_line, verb
+from .options import Placing, Source, verb
+from .output import note, show
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -134,7 +136,7 @@ def bench(
     )
     formats = {"json": as_json, "csv": as_csv}
     for line in formats[output](rows) if output in formats else as_table(rows, bool(grid.kv_types)):
-        print(line, flush=True)
+        show(line)
 
 
 def _ceiling(device: str) -> Ceiling | None:
@@ -146,8 +148,8 @@ def _ceiling(device: str) -> Ceiling | None:
     backend = usable[0] if device == "auto" else device
     before = ceilings.kept(backend)
     try:
-        with progress_line() as show:
-            found = ceilings.current(backend, show)
+        with progress_line("measuring the memory") as progress:
+            found = ceilings.current(backend, progress)
     except GraphllmError as error:
         note(f"note: no ceiling: {error}")
         return None
@@ -176,8 +178,9 @@ def _rows(
     threads_matter = not llm.fit  # they do not to a device with a memory of its own
     roof = best.bytes_s(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
-        with progress_line() as show:
-            result = bench.run(llm, test, repeat, partial(_told, show, test.name, repeat + 1))
+        with progress_line(test.name) as progress:
+            told = partial(_told, progress, test.name, repeat + 1)
+            result = bench.run(llm, test, repeat, told)
         share = result.gb_s / roof if result.gb_s and roof else None
         took = predict.of_test(llm.engine, test, count) if best is not None else None
         predicted = test.tokens / took if took else None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import GraphllmError, RequestError
-from .options import Answering, Loading, Model, System, Template, note, say, verb
+from .options import Answering, Loading, Model, System, Template, verb
+from .output import note, say
 
 if TYPE_CHECKING:
     from ..chat import Conversation
@@ -173,7 +174,8 @@ class Talk:
         return True
 
     def _help(self, rest: str) -> bool:
-        note(HELP)
+        for line in HELP.splitlines():
+            note(line)
         return True
 
     def _save(self, name: str) -> bool:

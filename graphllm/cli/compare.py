@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import progress_line, verb
+from .options import verb
+from .output import show_json, show_table
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..profiler.compare import Comparison
@@ -53,8 +54,8 @@ class Turns:
             ways(words, self.against or "") as (a, b),
             TemporaryDirectory(prefix="graphllm-") as folder,
         ):
-            with progress_line() as show:
-                files = in_turns((a, b), self.repeat, Path(folder), show)
+            with progress_line("profiling") as progress:
+                files = in_turns((a, b), self.repeat, Path(folder), progress)
             return compare(*files, names=(a.name, b.name), **asked)
 
 
@@ -123,7 +124,10 @@ def compare(
     else:
         found = compared(first.split(","), second.split(","), **asked)
     colour = sys.stdout.isatty()
-    print(json.dumps(found.as_dict()) if output == "json" else found.table(top, colour))
+    if output == "json":
+        show_json(found.as_dict())
+    else:
+        show_table(found.table(top, colour))
     if found.failed:
         raise typer.Exit(1)
 

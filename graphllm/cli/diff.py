@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -16,9 +15,10 @@ from .options import (
     ModelDef,
     NoFuse,
     Threads,
-    progress_line,
     verb,
 )
+from .output import show_json, show_table
+from .progress import progress_line
 
 
 @verb
@@ -26,21 +26,28 @@ def diff(
     model: Model,
     backends: Annotated[
         str,
-        typer.Option("--backends", metavar="A,B", help="Whose plan is run, and who checks it."),
+        typer.Option(
+            "--backends", metavar="A,B", help="Backend whose plan runs, and the one that checks it."
+        ),
     ] = "cpu,reference",
-    prompt: Annotated[str, typer.Option("-p", "--prompt", help="The text to read.")] = (
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt.")] = (
         "The capital of France is"
     ),
     ids: Annotated[
         str | None,
-        typer.Option("--ids", metavar="LIST", help="The prompt as token ids, with commas."),
+        typer.Option("--ids", metavar="LIST", help="Prompt as token ids, separated by commas."),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="FILE", help="Another file, on the first backend."),
+        typer.Option(
+            "--against", metavar="FILE", help="Compare with another file, on the first backend."
+        ),
     ] = None,
     fused: Annotated[
-        bool, typer.Option("--fused", help="Fused steps of the first backend against its own ops.")
+        bool,
+        typer.Option(
+            "--fused", help="Compare the fused steps of the first backend with their unfused ops."
+        ),
     ] = False,
     no_fuse: NoFuse = None,
     linear: LinearMode = "auto",
@@ -51,9 +58,9 @@ def diff(
 ) -> None:
     """Compare two backends op by op on a prompt, and name the first divergence.
 
-    Each step of A's plan is run by B from A's own operands (alone), and
-    from B's (chain). Alone, it must be within the op's tolerance: the
-    exit code is 1 where one is not. Of two files there is the chain only.
+    B runs each step of A's plan on A's operands (alone) and on its own (chain).
+    The exit code is 1 if a step that runs alone exceeds its op's tolerance.
+    Two files are compared by chain only.
 
     graphllm diff demo --backends cpu,reference
 
@@ -63,13 +70,16 @@ def diff(
     """
     from ..profiler.diff import diff as compare
 
-    with progress_line() as show:
+    with progress_line("comparing") as progress:
         found = compare(
             model, backends.split(","), prompt=prompt, ids=_ids(ids), against=against, fused=fused,
             no_fuse=no_fuse or (), linear=linear, kv_type=kv_type, model_def=model_def,
-            threads=threads, progress=show,
+            threads=threads, progress=progress,
         )  # fmt: skip
-    print(json.dumps(found.as_dict()) if as_json else found.table())
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        show_table(found.table())
     if found.first is not None:
         raise typer.Exit(1)
 

@@ -7,15 +7,18 @@ from typing import Annotated
 import typer
 
 from .options import verb
+from .output import show
 
 
 @verb
 def new(
-    name: Annotated[str, typer.Argument(help="Of the model; the file is NAME.py, here.")],
-    like: Annotated[str, typer.Option("--like", help="The family to begin with.")] = "llama",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file of that name.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Name of the model; writes NAME.py to the current directory.")
+    ],
+    like: Annotated[str, typer.Option("--like", help="Family to start from.")] = "llama",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a model file to begin with: a family's own, with comments where to change what.
+    """Write a model file to start from: a copy of a family, with comments on what to change.
 
     graphllm new my_model --like llama
 
@@ -24,5 +27,5 @@ def new(
     from ..starter import write
 
     path, replaced = write(name, like, force)
-    print(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
-    print(f"try it: graphllm validate --tiny --model-def {path}")
+    show(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
+    show(f"try it: graphllm validate --tiny --model-def {path}")

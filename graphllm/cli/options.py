@@ -1,11 +1,10 @@
-"""What the verbs have in common: groups of options, loading a model, a progress bar."""
+"""What the verbs have in common: groups of options, loading a model, reading texts."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import RequestError
+from .output import note, show
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..generation.request import Sampling
@@ -23,12 +24,30 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run decoder language models, and see op by op where the time goes.",
+    help="Run decoder language models, and profile them op by op.",
 )
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        show(f"graphllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def general(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Take the options that come before a verb."""
+
+
 MODEL = (
-    "A .gguf file (the first, if in parts), a Hugging Face directory or ORG/NAME, a .safetensors "
-    "or llama2.c .bin file, or 'demo'."
+    "A .gguf file (the first part of a split one), a Hugging Face directory or ORG/NAME, a "
+    ".safetensors file, a llama2.c .bin file, or 'demo'."
 )
 Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -36,26 +55,41 @@ Template = Annotated[
     str | None,
     typer.Option(
         "--chat-template",
-        help="A Jinja2 file, or gemma, chatml, llama3, mistral, phi3, zephyr; else the model's.",
+        help="Chat template: a Jinja2 file, or gemma, chatml, llama3, mistral, phi3 or zephyr; "
+        "the model's own by default.",
     ),
 ]
 LinearMode = Annotated[
-    str, typer.Option("--linear", help="auto, integer, or float: activations not quantised.")
+    str,
+    typer.Option(
+        "--linear",
+        help="Products with quantised weights: integer (activations are quantised, too), float, or "
+        "auto.",
+    ),
 ]
 NoFuse = Annotated[
     list[str] | None,
-    typer.Option("--no-fuse", help="A fusion rule to leave out, or all.", show_default=False),
+    typer.Option(
+        "--no-fuse", help="Fusion rule to disable, or all; may be repeated.", show_default=False
+    ),
 ]
-Threads = Annotated[int, typer.Option("-t", "--threads", help="CPU threads; 0: the usable cores.")]
+Threads = Annotated[
+    int, typer.Option("-t", "--threads", help="Number of CPU threads; 0 uses every core.")
+]
 KvType = Annotated[
     str | None,
-    typer.Option("--kv-type", help="f32, f16 or q8_0; f16 by default, f32 on the reference."),
+    typer.Option(
+        "--kv-type",
+        help="Type of the KV cache: f32, f16 or q8_0; f16 by default, f32 on the reference.",
+    ),
 ]
 ModelDef = Annotated[
     Path | None,
-    typer.Option("--model-def", help="A model file of your own, a Python file, for MODEL."),
+    typer.Option(
+        "--model-def", help="Python file that defines the model, in place of a built-in family."
+    ),
 ]
-System = Annotated[str | None, typer.Option("--system", help="A system message to begin with.")]
+System = Annotated[str | None, typer.Option("--system", help="System message.")]
 
 
 @dataclass
@@ -63,7 +97,7 @@ class Placing:
     """Where a model's ops run, and how."""
 
     device: Annotated[
-        str, typer.Option("--device", help="auto, or the first to ask: cuda, cpu, reference.")
+        str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
     gpu_layers: Annotated[
         str,
@@ -71,24 +105,31 @@ class Placing:
             "-ngl",
             "--gpu-layers",
             "--n-gpu-layers",
-            help="Layers on the GPU, from the output back: auto (what fits), all, or a number.",
+            help="Number of layers on the GPU, the last ones first; all, or auto for what fits.",
         ),
     ] = "auto"
     linear: LinearMode = "auto"
     place: Annotated[
         list[str] | None,
-        typer.Option("--place", help="PATTERN=BACKEND: pin sites by scope.", show_default=False),
+        typer.Option(
+            "--place",
+            metavar="PATTERN=BACKEND",
+            help="Run the ops whose scope matches on this backend; may be repeated.",
+            show_default=False,
+        ),
     ] = None
     no_kernel: Annotated[
         list[str] | None,
         typer.Option(
             "--no-kernel",
-            help="BACKEND:OP: that backend leaves the op to others.",
+            metavar="BACKEND:OP",
+            help="Do not run the op on this backend; may be repeated.",
             show_default=False,
         ),
     ] = None
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail where an op misses the first usable backend.")
+        bool,
+        typer.Option("--strict", help="Fail if an op does not run on the first usable backend."),
     ] = False
     no_fuse: NoFuse = None
     model_def: ModelDef = None
@@ -131,10 +172,36 @@ class Loading(Placing):
     """How to load a model."""
 
     context: Annotated[
-        int, typer.Option("-c", "--ctx-size", help="Tokens of prompt and answer that fit.")
-    ] = 4096
+        int | None,
+        typer.Option(
+            "-c",
+            "--ctx-size",
+            help="Size of the context in tokens; 4096 by default, at most the model's own.",
+            show_default=False,
+        ),
+    ] = None
     threads: Threads = 0
     kv_type: KvType = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As `graphllm.load` takes them."""
+        own = super().arguments()
+        if self.context is None:
+            del own["context"]
+        return own
+
+    def load(self, model: str | ModelFile, **more: Any) -> LLM:
+        """As `Placing.load`, with a note where the model's own context is shorter than asked."""
+        loaded = super().load(model, **more)
+        for line in self.notes(loaded.limits.context):
+            note(f"note: {line}")
+        return loaded
+
+    def notes(self, context: int) -> list[str]:
+        """What to say of a model that has this ``context``."""
+        if self.context is None or self.context <= context:
+            return []
+        return [f"-c {self.context} is more than the model's context: {context} tokens are used"]
 
 
 @dataclass
@@ -147,7 +214,9 @@ class Source:
     ] = None
     random: Annotated[
         str | None,
-        typer.Option("--random", metavar="SHAPE", help="Random weights of a real model's shape."),
+        typer.Option(
+            "--random", metavar="SHAPE", help="Random weights in the shape of a real model."
+        ),
     ] = None
 
     def open(self, placing: Placing, data: bool = True) -> ModelFile:
@@ -172,28 +241,41 @@ class Drawing:
     max_tokens: Annotated[
         int,
         typer.Option(
-            "-n", "--max-tokens", "--n-predict", "--max-new-tokens", help="Tokens to generate."
+            "-n",
+            "--max-tokens",
+            "--n-predict",
+            "--max-new-tokens",
+            help="Number of tokens to generate.",
         ),
     ] = 128
-    seed: Annotated[int | None, typer.Option("-s", "--seed", help="Drawn if not given.")] = None
+    seed: Annotated[
+        int | None, typer.Option("-s", "--seed", help="Seed of the sampling; random by default.")
+    ] = None
     temperature: Annotated[
-        float, typer.Option("--temp", "--temperature", help="0 takes the most likely token.")
+        float,
+        typer.Option("--temp", "--temperature", help="Temperature; 0 takes the most likely token."),
     ] = 0.8
-    top_k: Annotated[int, typer.Option("--top-k", help="0: off.")] = 40
-    top_p: Annotated[float, typer.Option("--top-p", help="1: off.")] = 0.95
-    min_p: Annotated[float, typer.Option("--min-p", help="0: off.")] = 0.0
+    top_k: Annotated[int, typer.Option("--top-k", help="Top-k sampling; 0 disables it.")] = 40
+    top_p: Annotated[float, typer.Option("--top-p", help="Top-p sampling; 1 disables it.")] = 0.95
+    min_p: Annotated[float, typer.Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
     repeat_penalty: Annotated[
         float,
         typer.Option(
-            "--repeat-penalty", "--repetition-penalty", help="Of the last 64 tokens; 1: off."
+            "--repeat-penalty",
+            "--repetition-penalty",
+            help="Penalty on the last 64 tokens; 1 disables it.",
         ),
     ] = 1.0
-    presence_penalty: Annotated[float, typer.Option("--presence-penalty", help="0: off.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", help="0: off.")] = 0.0
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Presence penalty; 0 disables it.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Frequency penalty; 0 disables it.")
+    ] = 0.0
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            "--stop", "--stop-strings", help="A text to end before; repeatable.", show_default=False
+            "--stop", "--stop-strings", help="Stop string; may be repeated.", show_default=False
         ),
     ] = None
     stop_ids: Annotated[
@@ -201,15 +283,17 @@ class Drawing:
         typer.Option(
             "--stop-id",
             "--stop-token-ids",
-            help="A token to end at; repeatable.",
+            help="Stop token id; may be repeated.",
             show_default=False,
         ),
     ] = None
     min_tokens: Annotated[
         int,
-        typer.Option("--min-tokens", "--min-new-tokens", help="No end before so many tokens."),
+        typer.Option(
+            "--min-tokens", "--min-new-tokens", help="Minimum number of tokens to generate."
+        ),
     ] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never draw an end token.")] = (
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never sample an EOS token.")] = (
         False
     )
 
@@ -229,7 +313,11 @@ class Answering(Drawing):
     max_tokens: Annotated[
         int,
         typer.Option(
-            "-n", "--max-tokens", "--n-predict", "--max-new-tokens", help="Tokens of an answer."
+            "-n",
+            "--max-tokens",
+            "--n-predict",
+            "--max-new-tokens",
+            help="Maximum number of tokens of an answer.",
         ),
     ] = 1024
 
@@ -264,26 +352,6 @@ def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-@contextmanager
-def progress_line() -> Iterator[Callable[[str, int, int], None]]:
-    """A callback (what, done, total) that shows a bar on standard error if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)
-
-        yield show
-
-
 def read_text(file: Path | None) -> str:
     """A file, or standard input for None. RequestError for what is not there or no UTF-8."""
     try:
@@ -294,14 +362,3 @@ def read_text(file: Path | None) -> str:
     except UnicodeDecodeError as error:
         where = file or "standard input"
         raise RequestError(f"{where}: byte {error.start} is not valid UTF-8") from None
-
-
-def say(text: str) -> None:
-    """Write to standard output at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def note(text: str) -> None:
-    """Tell something beside the output, on standard error."""
-    print(text, file=sys.stderr)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import AsJson, Loading, Source, verb
+from .output import note, show, show_json
 
 if TYPE_CHECKING:
     from ..profiler.predict import DryRun, Phase
@@ -20,15 +20,19 @@ def plan(
     source: Source,
     free: Annotated[
         float | None,
-        typer.Option("--free", help="GB free on the GPU; without one here, else: enough."),
+        typer.Option(
+            "--free",
+            help="Free GPU memory in GB; by default that of the GPU, or enough without one.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run would do, without one: no tensor data is read, nothing is compiled.
+    """Show where a model would run and how fast, without loading its weights.
 
-    Steps by op and backend, the reason where an op misses the first backend,
-    copies, memory, and the time of a prompt and of a token, as predicted from
-    what `doctor --measure` found. --device may be one that is not here.
+    Prints the steps by op and backend, why ops miss the first backend, copies,
+    memory, and the time of prefill and decode, predicted from the ceilings
+    that `doctor --measure` found. --device may name a device that this machine
+    does not have.
 
     graphllm plan demo
 
@@ -39,10 +43,12 @@ def plan(
     room = None if free is None else round(free * 1e9)
     found = dry_run(source.open(loading, data=False), **loading.arguments(), free=room)
     if as_json:
-        print(json.dumps(found.as_dict()))
+        show_json(found.as_dict())
         return
+    for line in loading.notes(found.context):
+        note(f"note: {line}")
     for line in _lines(found):
-        print(line)
+        show(line)
 
 
 def _lines(found: DryRun) -> Iterator[str]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import Loading, Source, progress_line, verb
+from .options import Loading, Source, verb
+from .output import check_writable, show_table, write_file
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..profiler.profile import Profile
@@ -63,18 +65,17 @@ def profile(
         raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
     if top < 0:
         raise RequestError(f"--top {top} must be at least 0")
+    if prompt_tokens < 0:
+        raise RequestError(f"--prompt-tokens {prompt_tokens} must be at least 0")
     writers = [(path, _writer(path)) for path in output or ()]
     if prompt is not None and prompt_tokens:
         raise RequestError("give --prompt or --prompt-tokens, not both")
     if prompt is None and source.random is not None:
         prompt_tokens = prompt_tokens or 512
     found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
-    print(found.table(by, top, sys.stdout.isatty()))
+    show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
-        try:
-            path.write_text(write(found), "utf-8")
-        except OSError as error:
-            raise RequestError(f"-o {path}: {error.strerror}") from None
+        write_file(path, write(found))
 
 
 def _taken(
@@ -84,8 +85,8 @@ def _taken(
 
     llm = loading.load(source.open(loading))
     ids = fillers(prompt_tokens, llm.decoder.cfg.vocab)
-    with progress_line() as show:
-        return llm.profile(ids or prompt, decode, repeat, show)
+    with progress_line("profiling") as progress:
+        return llm.profile(ids or prompt, decode, repeat, progress)
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:
@@ -100,5 +101,6 @@ def _writer(path: Path) -> Callable[[Profile], str]:
     }
     for end, write in kinds.items():
         if path.name.endswith(end):
+            check_writable(path)
             return lambda profile: write(profile.as_dict())
     raise RequestError(f"-o {path}: the name must end in {', '.join(kinds)}")

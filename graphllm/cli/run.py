@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,19 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import (
-    AsJson,
-    Drawing,
-    Loading,
-    Model,
-    System,
-    Template,
-    note,
-    progress_line,
-    read_text,
-    say,
-    verb,
-)
+from .options import AsJson, Drawing, Loading, Model, System, Template, read_text, verb
+from .output import note, say, show_json
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..generation.request import Completion, Sampling
@@ -33,12 +22,13 @@ if TYPE_CHECKING:
 Prompts = Annotated[
     list[str] | None,
     typer.Option(
-        "-p", "--prompt", help="The text to continue; repeatable; '-' reads it.", show_default=False
+        "-p",
+        "--prompt",
+        help="Prompt; may be repeated; - reads it from standard input.",
+        show_default=False,
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("-f", "--file", help="A file with the text to continue.")
-]
+PromptFile = Annotated[Path | None, typer.Option("-f", "--file", help="File with the prompt.")]
 
 
 @verb
@@ -49,13 +39,13 @@ def run(
     prompt: Prompts = None,
     file: PromptFile = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a message: apply the chat template.")
+        bool, typer.Option("--chat", help="Apply the chat template to the prompt.")
     ] = False,
     chat_template: Template = None,
     system: System = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, or several, one after another.
+    """Continue one or more prompts.
 
     graphllm run demo -p "The capital of France is" -n 32 --temp 0
 
@@ -70,14 +60,24 @@ def run(
 
         PROCESS.start()  # while the model loads
     llm = loading.load(model, chat_template=chat_template)
-    _ = llm.tokenizer  # without one, say so before the prompt is repeated
+    _ = llm.tokenizer  # without one, this is said before anything else
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
-    for text in texts:
-        if chat:
-            _one(llm, _asked(llm, text, system), "", sampling, drawing.seed, as_json)
-        else:
-            _one(llm, text, text, sampling, drawing.seed, as_json)
+    asked = [_asked(llm, text, system) if chat else llm.encode(text) for text in texts]
+    llm.check_ids(sampling.stop_ids)
+    for ids in asked:
+        _check_length(llm, ids)
+    for text, ids in zip(texts, asked):
+        _one(llm, ids, "" if chat else text, sampling, drawing.seed, as_json)
+
+
+def _check_length(llm: LLM, ids: list[int]) -> None:
+    """Refuse a prompt that does not fit before any of it is printed. RequestError."""
+    most = llm.limits.context
+    if len(ids) > most:
+        own = llm.decoder.cfg.context
+        why = "-c sets its size" if most < own else "the model has no more"
+        raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {most}; {why}")
 
 
 def _prompts(texts: list[str] | None, file: Path | None) -> list[str]:
@@ -108,7 +108,7 @@ def _asked(llm: LLM, text: str, system: str | None) -> list[int]:
 
 def _one(
     llm: LLM,
-    prompt: str | list[int],
+    prompt: list[int],
     shown: str,
     sampling: Sampling,
     seed: int | None,
@@ -120,14 +120,14 @@ def _one(
     done = Completion()
     if not as_json:
         say(shown)
-    with progress_line() as show:
-        pieces = llm.complete(prompt, sampling, done, partial(show, "reading the prompt"))
+    with progress_line("prefill") as progress:
+        pieces = llm.complete(prompt, sampling, done, partial(progress, "prefill"))
         first = next(pieces, "")
     for piece in itertools.chain([first], pieces):
         if not as_json:
             say(piece)
     if as_json:
-        print(json.dumps({**done.as_dict(), **_where(llm)}, ensure_ascii=False), flush=True)
+        show_json({**done.as_dict(), **_where(llm)}, ascii=False)
         return
     say("\n")
     _tell(llm, done, seed)

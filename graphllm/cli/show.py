@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, Model, progress_line, read_text, verb
+from ..terminal import safe
+from .options import AsJson, Model, read_text, verb
+from .output import show, show_json
+from .progress import progress_line
 
 
 @verb
 def inspect(model: Model, as_json: AsJson = False) -> None:
-    """Show a model file's architecture, configuration, tensors, formats and sizes.
+    """Show the architecture, configuration and tensors of a model file.
 
     graphllm inspect demo
 
@@ -29,17 +31,17 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
             {"name": t.name, "shape": list(t.shape), "format": str(t.dtype), "bytes": t.nbytes}
             for t in tensors
         ]
-        print(json.dumps({"path": str(file.path), "metadata": keys, "tensors": listed}))
+        show_json({"path": str(file.path), "metadata": keys, "tensors": listed})
         return
-    print(f"{file.path}: {file.kind}, {_line(_short(file.architecture))}")
+    show(f"{file.path}: {file.kind}, {_short(file.architecture)}")
     for key, value in keys.items():
-        print(f"  {_line(key)} = {_line(value)}")
+        show(f"  {key} = {value}")
     sizes: dict[str, list[int]] = {}
     for t in tensors:
         sizes.setdefault(str(t.dtype), []).append(t.nbytes)
-        print(f"  {_line(t.name):<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
+        show(f"  {safe(t.name):<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
     for name, parts in sorted(sizes.items(), key=lambda item: -sum(item[1])):
-        print(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
+        show(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
 
 
 def _short(value: Any) -> Any:
@@ -53,26 +55,20 @@ def _short(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _line(value: Any) -> str:
-    """In one line: of what the file says nothing that a terminal would obey."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
-    )
-
-
 @verb
 def tokenize(
     model: Model,
-    text: Annotated[str, typer.Argument(help="The text; '-' reads it.", show_default=False)],
-    ids: Annotated[bool, typer.Option("--ids", help="Only the ids, as a JSON list.")] = False,
+    text: Annotated[
+        str, typer.Argument(help="Text; - reads it from standard input.", show_default=False)
+    ],
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, as a JSON list.")] = False,
     special: Annotated[
-        bool, typer.Option("--special", help="Special pieces in the text become their tokens.")
+        bool,
+        typer.Option("--special", help="Encode special tokens written out in the text as such."),
     ] = False,
-    bare: Annotated[
-        bool, typer.Option("--no-bos", help="Without the begin and end tokens of a prompt.")
-    ] = False,
+    bare: Annotated[bool, typer.Option("--no-bos", help="Add no BOS and EOS token.")] = False,
 ) -> None:
-    """Show the tokens of a text: an id and the bytes of its piece on each line.
+    """Show the tokens of a text, one per line: its id and its text.
 
     graphllm tokenize demo "Hello, world" --ids
     """
@@ -82,11 +78,11 @@ def tokenize(
     text = read_text(None) if text == "-" else text
     found = own.encode(text, add_special=not bare, parse_special=special)
     if ids:
-        print(json.dumps(found))
+        show_json(found)
         return
     for token in found:
         shown = own.piece(token).decode("utf-8", "backslashreplace")
-        print(f"{token:>7} {shown!r}")
+        show(f"{token:>7} {shown!r}")
 
 
 @verb
@@ -95,11 +91,11 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure what memory, caches and arithmetic give at best (half a minute).",
+            help="Measure the bandwidth of memory and caches and the peak arithmetic (30 seconds).",
         ),
     ] = False,
 ) -> None:
-    """Show which backends can be used here, why the others can not, and what the machine gives.
+    """List the usable backends, why others are not, and this machine's measured ceilings.
 
     graphllm doctor
 
@@ -110,21 +106,21 @@ def doctor(
     from ..paths import cache_dir
     from ..placement import CALL
 
-    print(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
+    show(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
     for name in backends.names():
         backend = backends.find(name)
         ok, reason = backend.available()
-        print(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
+        show(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
         if ok and backend.kernels:
             names = [op for op in registry() if get(op).role != CALL]  # which is no kernel's
             without = sorted(op for op in names if op not in backend.kernels)
             have = len(names) - len(without)
-            print(f"{'':<10} kernels for {have} of {len(names)} ops")
+            show(f"{'':<10} kernels for {have} of {len(names)} ops")
             for op in without:
-                print(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
+                show(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
         if ok and backend.measure is not None:
             for line in _ceiling(name, measure):
-                print(f"{'':<10} {line}")
+                show(f"{'':<10} {line}")
 
 
 def _ceiling(backend: str, measure: bool) -> list[str]:
@@ -134,5 +130,5 @@ def _ceiling(backend: str, measure: bool) -> list[str]:
     if not measure:
         found = ceilings.kept(backend)
         return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
-    with progress_line() as show:
-        return ceilings.measure(backend, show).lines()
+    with progress_line("measuring") as progress:
+        return ceilings.measure(backend, progress).lines()

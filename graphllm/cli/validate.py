@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, ModelDef, progress_line, verb
+from .options import AsJson, ModelDef, verb
+from .output import check_writable, show_json, show_table, write_file
+from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..validation import Report
@@ -25,28 +27,32 @@ class Subject:
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face directory; with --tiny a family, or a model file.",
+            help="A Hugging Face directory; with --tiny, a family or a model file.",
             show_default=False,
         ),
     ] = None
     model_def: ModelDef = None
     tiny: Annotated[
         bool,
-        typer.Option("--tiny", help="Small models of the model file's TINY, with random weights."),
+        typer.Option(
+            "--tiny", help="Validate small random models, made from TINY of the model file."
+        ),
     ] = False
     oracle: Annotated[
         Path | None,
         typer.Option(
             "--oracle",
             metavar="FILE",
-            help="A Python file to compare with: oracle(config, weights, ids), or a torch module.",
+            help="Python file to compare with: oracle(config, weights, ids), or a torch module.",
         ),
     ] = None
     device: Annotated[
-        str, typer.Option("--device", help="auto, or the first to ask: cuda, cpu, reference.")
+        str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
-    tokens: Annotated[int, typer.Option("--tokens", help="Of a text that is read.")] = 64
-    new: Annotated[int, typer.Option("-n", "--max-tokens", help="Greedy tokens after it.")] = 16
+    tokens: Annotated[int, typer.Option("--tokens", help="Number of tokens of the text.")] = 64
+    new: Annotated[
+        int, typer.Option("-n", "--max-tokens", help="Number of tokens to generate greedily.")
+    ] = 16
 
 
 @verb
@@ -58,14 +64,16 @@ def validate(
     as_json: AsJson = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option("-o", "--output", help="Also write NAME.html or NAME.json; repeatable."),
+        typer.Option(
+            "-o", "--output", help="Also write a report NAME.html or NAME.json; may be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Compare a model with transformers, check by check: tokenizer, configuration, weights, every
-    layer, logits, greedy tokens, perplexity; then one way to run it with another.
+    """Compare a model with transformers, and its backends with each other.
 
-    The exit code is 1 if a check fails. What fails first is named: for a
-    layer the module and the op in it that part, with its line of code.
+    Checks the tokenizer, configuration, weights, every layer, logits, greedy
+    tokens and perplexity. The exit code is 1 if a check fails; the first
+    failure is located to a module, an op and its line of code.
 
     graphllm validate path/to/directory
 
@@ -78,15 +86,14 @@ def validate(
     from ..validation import validate as validated
 
     writers = [(path, _writer(path)) for path in output or ()]
-    with progress_line() as show:
-        found = validated(**vars(subject), progress=show)
-    colour = sys.stdout.isatty()
-    print(json.dumps(found.as_dict()) if as_json else found.table(verbose, colour))
+    with progress_line("validating") as progress:
+        found = validated(**vars(subject), progress=progress)
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        show_table(found.table(verbose, sys.stdout.isatty()))
     for path, write in writers:
-        try:
-            path.write_text(write(found), "utf-8")
-        except OSError as error:
-            raise RequestError(f"-o {path}: {error.strerror}") from None
+        write_file(path, write(found))
     if found.first is not None:
         raise typer.Exit(1)
 
@@ -95,6 +102,7 @@ def _writer(path: Path) -> Callable[[Report], str]:
     """What makes the file's text. RequestError for an unknown kind."""
     from ..validation.page import page
 
+    check_writable(path)
     if path.suffix == ".html":
         return page
     if path.suffix == ".json":

@@ -27,6 +27,7 @@ from ..llm import LLM, load
 from ..ops import get
 from ..ops.parts import parts
 from ..tensor import Tensor
+from ..terminal import safe
 from ..weights.files import ModelFile, open_model
 from .deviation import Deviation, bounds, deviation, numbers, shapes, tolerance
 from .sides import Item, Run, grouped, in_parts, items, result_name, run_alone, run_chain, run_first
@@ -81,7 +82,7 @@ class Diff:
     def table(self) -> str:
         """A line for each result, and the first divergence in words."""
         lines = [f"{self.sides[0]} against {self.sides[1]}, {len(self.ids)} tokens", *_table(self)]
-        return "\n".join([*lines, "", *self.verdict()])
+        return "\n".join(map(safe, [*lines, "", *self.verdict()]))
 
     def verdict(self) -> list[str]:
         """The first divergence in a few lines, or that there is none."""

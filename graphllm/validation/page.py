@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
+from ..terminal import safe
 from .report import FAILED, PASSED, Check, Report, Run, shown
 
 _OWN = """
@@ -30,7 +31,7 @@ def page(report: Report) -> str:
     style = files("graphllm.profiler.html").joinpath("style.css").read_text("utf-8") + _OWN
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'"
-    title = escape(f"{report.model}: validation")
+    title = _text(f"{report.model}: validation")
     return "\n".join([
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
@@ -93,4 +94,4 @@ def _cells(kind: str, values: Iterable[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(text)
+    return escape(safe(text, most=None))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from ..terminal import safe
+
 SCHEMA, VERSION = "graphllm.validation", 1
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -120,20 +122,21 @@ def _line(run: Run, colour: bool) -> str:
 
 def _block(run: Run, verbose: bool, colour: bool) -> Iterator[str]:
     against = f" against {run.oracle}" if run.oracle else ""
-    yield f"{run.title} on {run.device}{against}"
+    yield safe(f"{run.title} on {run.device}{against}")
     width = max(len(c.name) for c in run.checks)
     for check in run.checks:
         mark = f"{_MARKS[check.status]:<6}"
         shown = f"{_COLOURS[check.status]}{mark}{_PLAIN}" if colour else mark
-        yield f"  {check.name:<{width}}  {shown}  {check.summary}"
+        yield f"  {check.name:<{width}}  {shown}  {safe(check.summary)}"
         if verbose or check.status == FAILED:
-            yield from (f"  {'':<{width}}          {line}" for line in check.lines)
+            yield from (f"  {'':<{width}}          {safe(line)}" for line in check.lines)
         if verbose and check.rows:
-            yield from (f"  {'':<{width}}          {line}" for line in columns(check.rows))
+            yield from (f"  {'':<{width}}          {safe(line)}" for line in columns(check.rows))
     yield _coloured(run.verdict, run.first, colour)
 
 
 def _coloured(text: str, bad: object, colour: bool) -> str:
+    text = safe(text)
     return f"{_COLOURS[FAILED if bad else PASSED]}{text}{_PLAIN}" if colour else text
 
 

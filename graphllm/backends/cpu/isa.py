@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf
 from pathlib import Path
 
+from ...terminal import warn
 from .. import Options
 
 CPU_NAME, CPU_FEATURES = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
@@ -164,6 +164,5 @@ def _capped(threads: int) -> int:
     """As many of the threads asked for as there are cores; a line of warning if that is fewer."""
     cores = usable_cores()
     if threads > cores:
-        said = f"{threads} threads wanted, {cores} used: there are no more cores"
-        print(f"graphllm: {said}", file=sys.stderr)
+        warn(f"{threads} threads wanted, {cores} used: there are no more cores")
     return min(threads, cores)

@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from ...terminal import safe
 from .reduce import reduced
 
 SCRIPTS = (
@@ -33,7 +34,7 @@ def page(report: Mapping[str, Any]) -> str:
         f" style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     )
     parts = {
-        "title": escape(f"{report['model']['type']}: profile"),
+        "title": escape(safe(f"{report['model']['type']}: profile")),
         "policy": escape(policy),
         "style": style,
         "script": script,

@@ -1,0 +1,50 @@
+"""From an exception to one line and an exit code."""
+
+from __future__ import annotations
+
+from ..errors import GraphllmError
+
+
+def message(error: Exception) -> str:
+    """What went wrong, as one line after ``error: ``."""
+    if isinstance(error, GraphllmError):
+        from .hints import hinted
+
+        return hinted(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> str:
+    """An exception that is not graphllm's own, after the line of the user's file that raised it."""
+    from ..family import user_line
+    from ..scopes import shown_line
+
+    where = user_line(error)
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    what = ": ".join([type(error).__name__, *filter(None, [" ".join(text.split())])])
+    if where is None:
+        return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
+    return f"{shown_line(where)}: {what}"
+
+
+def usage(error: Exception) -> str:
+    """Wrong usage, as typer states it, in one line that names the help to read. It is empty where
+    typer has printed that help: there was no verb."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return ""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "graphllm"
+    text = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    return f"{text} ({path} --help)"
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether it was Ctrl-C, or another error that a library made of that."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt):
+            return True
+        found = found.__cause__ or found.__context__
+    return False

@@ -1,0 +1,10 @@
+"""All verbs, registered with the application that parses the command line."""
+
+from __future__ import annotations
+
+from . import bench, chat, compare, diff, new, plan, profile, run, show, validate
+from .options import app
+
+__all__ = [
+    "app", "bench", "chat", "compare", "diff", "new", "plan", "profile", "run", "show", "validate",
+]  # fmt: skip
