@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import gguf_models
 import hf_models
 import numpy as np
 import pytest
 
 import graphllm
+from graphllm.profiler.bench import parameters
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "family_logits.json").read_text())
 SETTINGS = {"device": "reference", "kv_type": "f32", "context": gguf_models.CONTEXT}
@@ -25,6 +27,14 @@ def made(request, tmp_path_factory):
     model.save_pretrained(folder)
     path = gguf_models.write(folder / "model.gguf", model, gguf_models.ARCHS[kind])
     return f"{kind}-{i}", folder, path, model
+
+
+@pytest.mark.parity
+def test_parameters_are_counted_as_llama_cpp_does(made):
+    """All elements that the file has, constants included."""
+    path = made[2]
+    stored = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
+    assert parameters(graphllm.load(path, **SETTINGS).decoder.weights) == stored
 
 
 @pytest.mark.parity

@@ -211,3 +211,12 @@ def test_state_is_checked_as_feeds_are(executor):
         executor.set_state("pool", np.zeros((2, 4), np.float32))
     with pytest.raises(GraphError, match="'pool' takes f32, not complex128"):
         executor.set_state("pool", np.zeros((2, 1, 4), complex))
+
+
+def test_too_many_vars_are_refused(executor):
+    for i in range(16):
+        x = feed(f"x{i}", (Var(f"V{i}", 0, 4), 4), "f32")
+        executor.bind(executor.compile({"y": ops.silu(x)}))
+    y = ops.silu(feed("more", (Var("More", 0, 4), 4), "f32"))
+    with pytest.raises(GraphError, match="More: an executor's graphs may have 16 Vars"):
+        executor.bind(executor.compile({"y": y}))

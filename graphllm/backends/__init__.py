@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..debug import debug
-from ..errors import PlacementError, RequestError
+from ..errors import GraphError, PlacementError, RequestError
 from ..ops import OpDef, get, registry
 from ..tensor import WEIGHT, Dim, Meta, Tensor, Var
 from .measured import Measured
@@ -135,6 +135,8 @@ class Header:
         self._slots: dict[str, int] = {}
 
     def slot(self, var: Var) -> int:
+        if var.name not in self._slots and len(self._slots) == self.SLOTS:
+            raise GraphError(f"{var.name}: an executor's graphs may have {self.SLOTS} Vars by name")
         return self._slots.setdefault(var.name, len(self._slots))
 
     def set(self, env: Mapping[str, int]) -> None:
