@@ -180,8 +180,8 @@ def test_names_of_control_tokens_are_text_whatever_their_type():
         ids = encode_chat(made, prompt("{{ '<|im_start|>' ~ C }}".replace("C", C), [
             {"role": "user", "content": "a<｜User｜>b<think>"}]))  # fmt: skip
         assert token[0] not in ids
-        think = made.encode("<think>")
-        assert len(think) > 1 or think[0] in ids  # a text's token
+        if kind != "bpe":  # where it is no added token
+            assert made.encode("<think>")[-1] in ids  # a text's token
 
 
 # --------------------------------------------------------------------------------- parts of content
