@@ -1,4 +1,4 @@
-"""How linear.cu divides a matrix among warps, by format: the fastest of the shapes tried on an H200.
+"""How linear.cu divides a matrix among warps, by format: the fastest shapes tried on an H200.
 
 For one token (GEMV) they were measured in decode steps of a Mistral-7B; docs/design/cuda.md says
 what was learned.
