@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from cuda_cases import need_gpu, normal, run_bounded
+from cuda_cases import ORDER, need_gpu, normal, run_bounded
 from test_ops_generated import report
 
+from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda.linear import FEW
 from graphllm.dtype import dtype
+from graphllm.executor import Executor
 from graphllm.ops import Arg, Sample
-from graphllm.quant import FORMATS, WEIGHT_FORMATS
+from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks, quantise
+from graphllm.tensor import Var, feed, weight
+from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
 TOKENS = (1, 2, 3, 5, 7, 8, 9, 17, 40)
@@ -59,3 +64,49 @@ def test_quantised_activations(kind):
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"
     wrong = run_bounded("linear", wide(kind, x=x, bias=True))
     assert not wrong, report(wrong)
+
+
+# One for each shape of gemv.py, of rows in blocks of 32 and of 256.
+DEPTHS = {32: (96, 512, 8192, 8224), 256: (512, 8192, 8448)}
+ROWS = (1, 37)  # the last block has warps without a row
+
+
+def depths(kind: str) -> tuple[int, ...]:
+    return DEPTHS[max(32, dtype(kind).block)]
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_one_token_of_any_depth(kind):
+    """Exact but for the order of the sum."""
+    x = "f32" if kind not in FORMATS else "a8_32" if dtype(kind).block == 32 else "a8_256"
+    own = [sample(t, (rows, k), kind, x) for t in (0, 1) for rows in ROWS for k in depths(kind)]
+    wrong = run_bounded("linear", own, least=3e-5 if kind == "bf16" else 0.0)
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_one_gated_token_of_any_depth(kind):
+    """As its parts, one after the other, which multiply the same quantised activations."""
+    rng = np.random.default_rng(0)
+    for rows in ROWS:
+        for k in depths(kind):
+            drawn = normal(rng, (2, rows, k)).astype(np.float32)
+            pair = {f"w{i}": quantised(drawn[i], kind) for i in range(2)}
+            feeds = {"x": rng.standard_normal((1, k)).astype(np.float32)}
+            found = []
+            for without in ((), ("gated",)):
+                executor = Executor(Arrays(pair), ORDER, Options(without=without), poison=True)
+                x = feed("x", (Var("T", 1, 1), k), "f32")
+                gate, up = (ops.linear(x, weight(name, (rows, k), kind)) for name in pair)
+                plan = executor.compile({"y": ops.mul(ops.silu(gate), up)})
+                assert ("gated" in [s.node.op for s in plan.steps]) == (not without)
+                found.append(executor.run(plan, feeds)["y"])
+            np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5, err_msg=f"{rows}, {k}")
+
+
+def quantised(values: np.ndarray, kind: str) -> np.ndarray | Blocks:
+    """Weights as `Arrays` takes them."""
+    form = dtype(kind)
+    if not form.quantised:
+        return values.astype(form.numpy)
+    return Blocks(quantise(values, form), form, values.shape[-1])

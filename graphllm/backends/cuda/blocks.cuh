@@ -238,14 +238,19 @@ struct Scales : By256 {
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 64 * (j >> 1 & 3) + 16 * (j & 1) + 32 * p;
     }
-    __device__ __forceinline__ void coefficients(int j, Unpacked<2>& u) const {
-        int pair = j >> 1 & 3, shift = 16 * (pair & 1);  // of sub-blocks 2 pair and 2 pair + 1
+    // Scales and mins of sub-blocks 2 pair and 2 pair + 1: a byte each.
+    __device__ __forceinline__ void coefficients(int j, u32& s, u32& m) const {
+        int pair = j >> 1 & 3, shift = 16 * (pair & 1);
         u32 low = head.y >> shift, high = head.z >> shift, mixed = head.w >> shift;
-        u32 s = low & 0x3f3f, m = high & 0x3f3f;
+        s = low & 0x3f3f, m = high & 0x3f3f;
         if (pair >= 2) {
             s = (mixed & 0x0f0f) | (low & 0xc0c0) >> 2;
             m = (mixed >> 4 & 0x0f0f) | (high & 0xc0c0) >> 2;
         }
+    }
+    __device__ __forceinline__ void coefficients(int j, Unpacked<2>& u) const {
+        u32 s, m;
+        coefficients(j, s, m);
         float d = low_half(head.x), least = -high_half(head.x);
         u.scale[0] = d * (s & 255), u.scale[1] = d * (s >> 8 & 255);
         u.offset[0] = least * (m & 255), u.offset[1] = least * (m >> 8 & 255);
@@ -270,15 +275,18 @@ struct Q5_K : Scales {
         high = constant<uint4>(w.b + 32 * (i >> 3) + 16 * (i & 1));
         head = constant<uint4>(w.c + 16 * (i >> 3));
     }
-    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+    __device__ __forceinline__ void integers(int j, int* v) const {
         int pair = j >> 1 & 3;
-        nibbles(q, u.v);
+        nibbles(q, v);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             u32 bits = word(high, k) >> 2 * pair;
-            u.v[k] |= (bits & 0x01010101) << 4;
-            u.v[4 + k] |= (bits & 0x02020202) << 3;
+            v[k] |= (bits & 0x01010101) << 4;
+            v[4 + k] |= (bits & 0x02020202) << 3;
         }
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        integers(j, u.v);
         coefficients(j, u);
     }
 };
@@ -299,15 +307,18 @@ struct Q6_K : By256 {
         low_scale = constant<i8>(scales), high_scale = constant<i8>(scales + 4);
         d = half_at(w.d, block);
     }
-    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+    __device__ __forceinline__ void integers(int j, int* v) const {
         int shift = j & 2;
-        nibbles(q, u.v);
+        nibbles(q, v);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             u32 bits = word(high, k) >> shift;
-            u.v[k] |= (bits & 0x03030303) << 4;
-            u.v[4 + k] |= bits & 0x30303030;
+            v[k] |= (bits & 0x03030303) << 4;
+            v[4 + k] |= bits & 0x30303030;
         }
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        integers(j, u.v);
         float unit = from_f16(d);
         u.scale[0] = unit * low_scale, u.scale[1] = unit * high_scale;
         u.offset[0] = -32 * u.scale[0], u.offset[1] = -32 * u.scale[1];

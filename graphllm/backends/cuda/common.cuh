@@ -101,6 +101,27 @@ __device__ __forceinline__ i64 begin(const i64* live, bool settled) {
     return rows;
 }
 
+// ------------------------------------------------------------------------------------ copies
+
+// `count` times 16 bytes from global to shared memory, by all threads of a block. They are there after
+// the block's next barrier.
+__device__ __forceinline__ void copy_to_shared(uint4* to, const void* from, int count) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        const uint4* next = (const uint4*)from + i;
+#if __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
+                         (u32)__cvta_generic_to_shared(to + i)),
+                     "l"(next));
+#else
+        to[i] = *next;
+#endif
+    }
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 // ------------------------------------------------------------------------------- reductions
 //
 // Over a warp, the same value in each lane. Integers have an instruction for it as of capability 8.0.

@@ -2,7 +2,7 @@
 // Items of plain weights, like those of blocks.cuh; and products of items with activations.
 //
 // FORMAT: of the weights. INTEGER: activations are quantised, else float32, or HALVES: 1: float16,
-// 2: bfloat16.
+// 2: bfloat16. LONE: a token at a time.
 
 #include "blocks.cuh"
 
@@ -58,6 +58,10 @@ __device__ __forceinline__ float4 floats4(const u8* row, int at) {
     return *(const float4*)(row + 4 * at);
 #endif
 }
+
+#if !LONE
+// Several tokens: each loads its activations for each row, since holding them would take too many
+// registers.
 
 // An item's part of a token's sum: activations that are not quantised.
 template <class W, int COUNT>
@@ -134,5 +138,195 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
         }
     }
     return d * sum;
+}
+#endif
+#else
+// What item j of a row is multiplied with. `lane`: j but for whole blocks, and a constant of the thread,
+// so that what depends on it is found once.
+#if !INTEGER
+template <class W, class VALUES = typename W::Values> struct Activations {
+    const u8* row;
+    int j;
+    __device__ __forceinline__ void load(const u8* from, int k, int at, int lane, bool wide) {
+        row = from, j = at;
+    }
+};
+
+template <class W, int COUNT> struct Activations<W, Floats<COUNT>> {
+    float4 x[COUNT / 4];
+    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool wide) {
+#pragma unroll
+        for (int e = 0; e < COUNT; e += 4) x[e / 4] = floats4(row, COUNT * j + e);
+    }
+};
+
+template <int COUNT, class W>
+__device__ __forceinline__ float dot(const Floats<COUNT>& u, const Activations<W>& a) {
+    float sum = 0;
+#pragma unroll
+    for (int e = 0; e < COUNT; e += 4) {
+        const float4& x = a.x[e / 4];
+        sum = fmaf(u.v[e], x.x, sum), sum = fmaf(u.v[e + 1], x.y, sum);
+        sum = fmaf(u.v[e + 2], x.z, sum), sum = fmaf(u.v[e + 3], x.w, sum);
+    }
+    return sum;
+}
+
+template <int PARTS, class W>
+__device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations<W>& a) {
+    float sum = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        float products = 0, plain = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float4 x = floats4(a.row, W::at(a.j, p) + 4 * e);
+            int v = u.v[4 * p + e];
+            products = fmaf((float)(i8)v, x.x, products);
+            products = fmaf((float)(i8)(v >> 8), x.y, products);
+            products = fmaf((float)(i8)(v >> 16), x.z, products);
+            products = fmaf((float)(v >> 24), x.w, products);
+            if (W::OFFSET) plain += x.x + x.y + x.z + x.w;
+        }
+        sum = fmaf(u.scale[p], products, sum);
+        if (W::OFFSET) sum = fmaf(u.offset[p], plain, sum);
+    }
+    return sum;
+}
+#else
+__device__ __forceinline__ int4 bytes16(const u8* address, bool wide) {
+    if (wide) return *(const int4*)address;
+    const int* q = (const int*)address;
+    return make_int4(q[0], q[1], q[2], q[3]);
+}
+
+// Quantised activations: K int8, then a float32 scale a block, then sums of 32 (int32) or of 16
+// (int16) of the int8.
+template <class W> struct Activations {
+    int4 x[W::PARTS];
+    float d;
+    int sums[W::PARTS];
+
+    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool wide) {
+        const int whole = W::ITEM * (j - lane);  // elements
+        const u8 *scales = row + k, *all = scales + k / W::BLOCK * 4;
+#pragma unroll
+        for (int p = 0; p < W::PARTS; p++) x[p] = bytes16(row + W::at(lane, p) + whole, wide);
+        d = *(const float*)(scales + W::at(lane, 0) / W::BLOCK * 4 + whole / W::BLOCK * 4);
+        if (!W::OFFSET) return;
+        if (W::BLOCK == 32) {
+            sums[0] = *(const int*)(all + W::at(lane, 0) / 32 * 4 + whole / 8);
+        } else {
+#pragma unroll
+            for (int p = 0; p < W::PARTS; p++)
+                sums[p] = *(const i16*)(all + W::at(lane, p) / 8 + whole / 8);
+        }
+    }
+};
+
+// Four products, summed: bytes of `a` unsigned or signed, of `b` signed. Unlike __dp4a the compiler may
+// move them.
+__device__ __forceinline__ int dot4(u32 a, int b, int sum) {
+    int r;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+__device__ __forceinline__ int dot4(int a, int b, int sum) {
+    int r;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+// Two products, summed: of the halves of `a`, signed, and the low bytes of `b`, unsigned.
+__device__ __forceinline__ int dot2(u32 a, u32 b, int sum) {
+    int r;
+    asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+
+__device__ __forceinline__ int dot16(const int* v, const int4& x) {
+    return dot4(v[3], x.w, dot4(v[2], x.z, dot4(v[1], x.y, dot4(v[0], x.x, 0))));
+}
+
+template <int PARTS, class W>
+__device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations<W>& a) {
+    int products[PARTS];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) products[p] = dot16(u.v + 4 * p, a.x[p]);
+    float sum = 0;
+    if (W::BLOCK == 32) {
+        int all = 0;
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) all += products[p];
+        sum = u.scale[0] * all;
+        if (W::OFFSET) sum = fmaf(u.offset[0], a.sums[0], sum);
+    } else {
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            sum = fmaf(u.scale[p], products[p], sum);
+            if (W::OFFSET) sum = fmaf(u.offset[p], a.sums[p], sum);
+        }
+    }
+    return a.d * sum;
+}
+
+// The low and the high nibbles of 16 bytes, times activations; the high ones stay where they are, which
+// counts 16 times.
+__device__ __forceinline__ void dot_nibbles(const uint4& q, const int4* x, int& low, int& high) {
+    const int* first = &x[0].x;
+    const int* second = &x[1].x;
+    low = high = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        low = dot4(word(q, k) & 0x0f0f0f0f, first[k], low);
+        high = dot4(word(q, k) & 0xf0f0f0f0, second[k], high);
+    }
+    high >>= 4;
+}
+
+// Formats whose sums stay integers as long as they can, in few instructions: these decide how fast such
+// weights are read.
+template <int ZERO>
+__device__ __forceinline__ float product(const Nibbles<ZERO>& w, int lane,
+                                         const Activations<Nibbles<ZERO>>& a) {
+    int low, high;
+    dot_nibbles(w.q, a.x, low, high);
+    return a.d * from_f16(w.d) * (low + high - ZERO * a.sums[0]);
+}
+
+__device__ __forceinline__ float scaled(const Scales& w, int lane, int first, int second,
+                                        const int* sums, float d) {
+    u32 s, m;
+    w.coefficients(lane, s, m);
+    const int all = (int)(s & 255) * first + (int)(s >> 8) * second;
+    const int least = dot2((u32)sums[0] & 0xffff | (u32)sums[1] << 16, m, 0);
+    return d * (low_half(w.head.x) * all - high_half(w.head.x) * least);
+}
+
+__device__ __forceinline__ float product(const Q4_K& w, int lane, const Activations<Q4_K>& a) {
+    int low, high;
+    dot_nibbles(w.q, a.x, low, high);
+    return scaled(w, lane, low, high, a.sums, a.d);
+}
+
+__device__ __forceinline__ float product(const Q5_K& w, int lane, const Activations<Q5_K>& a) {
+    int v[8];
+    w.integers(lane, v);
+    return scaled(w, lane, dot16(v, a.x[0]), dot16(v + 4, a.x[1]), a.sums, a.d);
+}
+
+__device__ __forceinline__ float product(const Q6_K& w, int lane, const Activations<Q6_K>& a) {
+    int v[8];
+    w.integers(lane, v);
+    const int first = dot16(v, a.x[0]) - 32 * a.sums[0];
+    const int second = dot16(v + 4, a.x[1]) - 32 * a.sums[1];
+    return a.d * from_f16(w.d) * (w.low_scale * first + w.high_scale * second);
+}
+#endif
+
+template <class W>
+__device__ __forceinline__ float product(const W& w, int lane, const Activations<W>& a) {
+    typename W::Values u;
+    w.unpack(lane, u);
+    return dot(u, a);
 }
 #endif

@@ -21,16 +21,9 @@ from .. import ROWS, Options
 from ..site import address
 from . import BACKEND
 from .device import Launch, Site, Spot, ceil
+from .gemv import few_shape, next_one
 from .layouts import PACK, PLANES, planes
-from .linear import (
-    ITEM,
-    WARPS,
-    activation,
-    few_shape,
-    lowered,
-    next_one,
-    tensor_cores,
-)
+from .linear import ITEM, WARPS, activation, lowered, tensor_cores
 from .linear_many import PLAIN, wide
 from .quantise import HALVES
 from .source import Function, Module, module

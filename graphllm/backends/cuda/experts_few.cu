@@ -5,6 +5,7 @@
 // FORMAT: a struct of blocks.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
 // HALVES. ROWS, DEPTH, NEXT: as in linear.cu. GATED: each row of two matrices, act(first) * second.
 
+#define LONE 1
 #include "dot.cuh"
 #include "experts.cuh"
 
@@ -47,14 +48,12 @@ template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) 
         for (int d = 0; d < DEPTH; d++) {
             int j = at + WARP * d;
             if (j >= items) break;
+            Activations<FORMAT> a;
+            a.load(x, e.depth, j, lane, WIDE);
 #pragma unroll
             for (int s = 0; s < STREAMS; s++)
 #pragma unroll
-                for (int r = 0; r < ROWS; r++) {
-                    typename FORMAT::Values u;
-                    w[s][d][r].unpack(j, u);
-                    sums[s][r] += dot<FORMAT>(u, x, e.depth, j, WIDE);
-                }
+                for (int r = 0; r < ROWS; r++) sums[s][r] += product(w[s][d][r], lane, a);
         }
     }
 #pragma unroll

@@ -4,27 +4,37 @@
 // float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
 // on their way at a time. GATED: two matrices of one shape give act(first) * second. NEXT: when the
 // kernel after this one may begin: 0: at once, 1: when the first weights are asked for, 2: at the end.
-// SHARED_BY: warps that share the depth of a row; more than one for a lone token only.
+// WARPS: of a block; RESIDENT: blocks that the registers of a processor must suffice for.
+//
+// For a lone token only: SHARED_BY: warps that share the depth of a row. AHEAD: the next items are
+// requested before the present ones are multiplied. STAGED: the block copies the activations (int8 in
+// blocks of 32) to shared memory, where reading them does not wait for weights on their way.
 
+#define LONE (TOKENS == 1)
 #include "dot.cuh"
 #include "matrices.cuh"
 
-#define WARPS 4
+#if LONE
+#define BOUNDS __launch_bounds__(WARP * WARPS, RESIDENT)
+#else  // with bounds the compiler takes more registers than there are
+#define BOUNDS
+#endif
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
-extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all,
-                                  int act STAMPS) {
+extern "C" __global__ void BOUNDS linear(const u8* x, i64 x_stride, const i64* live, int k,
+                                         Matrices all, int act STAMPS) {
     STAMPED
     if (NEXT == 0) launch_next();
     const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int start = lane + WARP * DEPTH * (warp % SHARED_BY);
-    int row = (int)(blockIdx.x * (WARPS / SHARED_BY) + warp / SHARED_BY) * ROWS;
+    int place = (int)(blockIdx.x * (WARPS / SHARED_BY) + warp / SHARED_BY) * ROWS, row = place;
     Matrix m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, row, m);
-    if (row >= m.rows) return;
-    FORMAT w[STREAMS][DEPTH][ROWS];
-    auto load = [&](int at) {
+    const bool idle = row >= m.rows;
+    if (idle && !STAGED) return;
+    FORMAT w[AHEAD + 1][STREAMS][DEPTH][ROWS];
+    auto load = [&](FORMAT (&to)[STREAMS][DEPTH][ROWS], int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
             if (at + WARP * d < items)
@@ -33,19 +43,37 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
                         size_t i = (size_t)min(row + r, (int)m.rows - 1) * items + at + WARP * d;
-                        w[s][d][r].load(s ? all.m[1].w : m.w, i);
+                        to[s][d][r].load(s ? all.m[1].w : m.w, i);
                     }
     };
-    load(start);  // weights are constants: there is no need to wait for the kernel before
+    if (!idle) load(w[0], start);  // weights are constants: no kernel before makes them
     if (NEXT == 1) launch_next();
     const int first = blockIdx.y * TOKENS, tokens = (int)*live;
     wait_for_previous();
     // Whether rows begin at multiples of 16 bytes; a lone one always does.
     const bool wide = TOKENS == 1 || ((u64)x % 16 == 0 && x_stride % 16 == 0);
     if (first >= tokens) return;
+    const u8* lone = x;
+#if STAGED
+    DYNAMIC_SHARED(uint4, staged);
+    copy_to_shared(staged, x, (k + k / 4) / 16);  // int8, and 8 bytes a block of 32
+    __syncthreads();
+    if (idle) return;
+    lone = (const u8*)staged;
+#endif
     float sums[STREAMS][ROWS][TOKENS] = {};
-    for (int at = start; at < items; at += WARP * DEPTH * SHARED_BY) {
-        if (at != start) load(at);
+    constexpr int STEP = WARP * DEPTH * SHARED_BY;
+#if LONE
+    Activations<FORMAT> a[DEPTH];  // for all rows
+    auto load_activations = [&](int at) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++)
+            if (at + WARP * d < items) a[d].load(lone, k, at + WARP * d, lane, wide);
+    };
+#else
+    auto load_activations = [](int at) {};
+#endif
+    auto multiply = [&](const FORMAT (&by)[STREAMS][DEPTH][ROWS], int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int j = at + WARP * d;
@@ -54,15 +82,34 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
             for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) {
+#if LONE
+                    sums[s][r][0] += product(by[s][d][r], lane, a[d]);
+#else
                     typename FORMAT::Values u;
-                    w[s][d][r].unpack(j, u);
+                    by[s][d][r].unpack(j, u);
 #pragma unroll
                     for (int t = 0; t < TOKENS; t++) {
                         const u8* token = x + min(first + t, tokens - 1) * x_stride;
                         sums[s][r][t] += dot<FORMAT>(u, token, k, j, wide);
                     }
+#endif
                 }
         }
+    };
+    for (int at = start; at < items; at += STEP) {
+#if AHEAD
+        load_activations(at);
+        load(w[1], at + STEP);
+        multiply(w[0], at);
+        if ((at += STEP) >= items) break;
+        load_activations(at);
+        load(w[0], at + STEP);
+        multiply(w[1], at);
+#else
+        if (at != start) load(w[0], at);
+        load_activations(at);
+        multiply(w[0], at);
+#endif
     }
 #pragma unroll
     for (int s = 0; s < STREAMS; s++)
@@ -88,6 +135,11 @@ extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, in
                 sums[s][r][0] += parts[warp + other][s][r];
 #endif
     if (lane) return;
+#if LONE && !GATED
+    asm volatile("" : "+r"(place));  // the matrix is found again: its fields would fill 20 registers
+    row = place, m = all.m[0];
+    find_matrix<ROWS>(all, row, m);
+#endif
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll

@@ -16,8 +16,9 @@ from ... import ops
 from ...dtype import BF16, F16, F32, DType, dtype
 from ...tensor import Tensor
 from .. import ROWS, Options
-from . import BACKEND
+from . import BACKEND, gemv
 from .device import Launch, Site, Spot, Work, ceil
+from .gemv import Shape
 from .layouts import PACK, PLANES, planes
 from .linear_many import PLAIN, Job, expand_module, many, room_for, wide
 from .quantise import HALVES
@@ -26,9 +27,9 @@ from .source import Function, module
 FEW = 8  # tokens, up to which plain weights meet activations of float32
 SOME = 16  # tokens, up to which own kernels multiply; above the library is faster
 TOGETHER = 3  # matrices in one launch
-WARPS = 4  # of a block of linear.cu and linear_ragged.cu
+WARPS = 4  # of a block of linear_ragged.cu and experts_few.cu
 _SHARED, _BUSY = (1, 2, 4), 20  # warps that may share a row; warps that keep a processor busy
-ITEM = {"f32": 4, "f16": 8, "bf16": 8}  # elements that a thread loads at a time
+ITEM = {"f32": 4, "f16": 8, "bf16": 8, "q8_0": 16}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
 _SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
 _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
@@ -38,36 +39,15 @@ _FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
 
 
 def _few_kernel(
-    name: str, integer: bool, tokens: int, gated: bool = False, shared: int = 1
+    name: str, integer: bool, shape: Shape, tokens: int = 1, gated: bool = False, shared: int = 1
 ) -> Function:
     """linear.cu for a format; see there for the macros."""
-    rows, depth = few_shape(name, integer, tokens, gated)
     made = module(
-        "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=rows,
-        DEPTH=depth, GATED=int(gated), NEXT=next_one(name) if tokens == 1 else 0,
-        SHARED_BY=shared,
+        "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=shape.rows,
+        DEPTH=shape.depth, GATED=int(gated), NEXT=shape.next, SHARED_BY=shared, WARPS=shape.warps,
+        AHEAD=int(shape.ahead), STAGED=int(shape.staged), RESIDENT=shape.resident,
     )  # fmt: skip
     return made["linear"]
-
-
-def next_one(name: str) -> int:
-    """When the next kernel may begin, the NEXT of linear.cu: the fastest on an H200. The sooner it
-    is, the more there is to do while this one ends, and the more is in its way."""
-    if name in (*PLAIN, "q8_0"):
-        return 2
-    return 1 if dtype(name).block == 32 else 0
-
-
-def few_shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
-    """(rows, depth): of the matrix to a warp, and items of each on their way; the fastest of those
-    that were tried on an H200, and more would not fit in registers."""
-    if tokens > 1:
-        return (2, 1) if integer and tokens < 8 else (1, 2)
-    if not integer or name in ("q5_0", "q5_1", "q6_k"):
-        return (2, 2)
-    if gated or dtype(name).block == 256:
-        return (2, 1)
-    return (2, 2) if name == "q8_0" else (1, 4)
 
 
 def _tensor_kernel(kind: DType) -> Function:
@@ -118,19 +98,21 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
     sizes = _sizes(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
-    rows, depth = few_shape(name, x.dtype != F32, tokens, gated)
+    shape = gemv.shape(name, x.dtype != F32, k, gated, tokens)
     own = jobs[:1] if gated else jobs
-    groups = sum(ceil(job.rows, rows) for job in own)
-    lone = tokens == 1 and not gated and name in PLAIN
-    shared = _shared_by(groups, k // ITEM[name], depth, site) if lone else 1
-    kernel = _few_kernel(name, x.dtype != F32, tokens, gated, shared)
+    groups = sum(ceil(job.rows, shape.rows) for job in own)
+    items = k // ITEM.get(name, 32)
+    shared = _shared_by(groups, items, shape.depth, site) if shape.split else 1
+    kernel = _few_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
-    return _launch(kernel, own, rows, WARPS // shared, ceil(most, tokens), args)
+    grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
+    staged = k + k // 4 if shape.staged else 0  # int8, and 8 bytes a block of 32
+    return Launch(kernel, grid, (32 * shape.warps,), args, staged)
 
 
 def _shared_by(groups: int, items: int, depth: int, site: Site) -> int:
     """Warps that share the depth of some rows, of which there are so many groups: as many as keep
-    every processor busy. Only plain weights gain by it."""
+    every processor busy."""
     wanted = _BUSY * site.device.gpu.processors
     return next((n for n in _SHARED if groups * n >= wanted or items < 64 * depth * n), _SHARED[-1])
 
@@ -277,18 +259,16 @@ def linear(site: Site) -> list[Work]:
 
 def _all_instances() -> None:
     """Every module that a plan may ask for is known from the start: tests compile them all."""
+    for name, integer in [*product(PLANES, (True, False)), *((name, False) for name in PLAIN)]:
+        for tokens in _sizes(name, integer)[1:]:
+            _few_kernel(name, integer, gemv.shape(name, integer, 0, False, tokens), tokens)
+        for k, gated in product(gemv.DEPTHS, (False, True)):
+            shape = gemv.shape(name, integer, k, gated)
+            for shared in _SHARED if shape.split else (1,):
+                _few_kernel(name, integer, shape, gated=gated, shared=shared)
     for name in PLANES:
-        for integer in (True, False):
-            for tokens in _sizes(name, integer):
-                _few_kernel(name, integer, tokens)
-            _few_kernel(name, integer, 1, gated=True)
         expand_module(dtype(name))
     for name in PLAIN:
-        for tokens in _FEW_SIZES:
-            _few_kernel(name, False, tokens)
-        _few_kernel(name, False, 1, gated=True)
-        for shared in _SHARED:
-            _few_kernel(name, False, 1, shared=shared)
         _ragged_kernel(name)
     for kind in (F16, BF16):
         _tensor_kernel(kind)

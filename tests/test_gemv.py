@@ -1,0 +1,28 @@
+"""Shapes of linear.cu for one token: only such as the kernel can have."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphllm.backends.cuda import gemv
+from graphllm.dtype import dtype
+from graphllm.quant import FORMATS, WEIGHT_FORMATS
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_shapes_fit_the_kernel(name):
+    for integer in (False, True)[: 1 + (name in FORMATS)]:
+        for k in (32, 96, 256, 4096, 8192, 8224, 14336):
+            for gated in (False, True):
+                shape = gemv.shape(name, integer, k, gated)
+                if shape.staged:  # int8 and 8 bytes a block of 32, copied 16 bytes at a time
+                    assert integer and dtype(name).block == 32 and (k + k // 4) % 16 == 0
+                assert not (shape.split and gated)
+                assert shape.warps % 2 == 0 and (shape.warps >= 4 or not shape.split)
+                assert shape.resident * shape.warps * 32 <= 2048
+
+
+def test_several_tokens_have_none_of_it():
+    for name in WEIGHT_FORMATS:
+        shape = gemv.shape(name, name in FORMATS, 4096, False, tokens=4)
+        assert not (shape.ahead or shape.staged or shape.split) and shape.resident == 1
