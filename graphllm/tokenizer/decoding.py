@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import RequestError
 
@@ -13,6 +13,7 @@ class Decoding:
 
     vocab_size: int
     space_prefix: bool  # whether a text's first space is none of its own
+    notes: Sequence[str] = ()  # see `Tokenizer`
 
     def _bytes_of(self, token: int) -> bytes:
         """The bytes that decoding shows for an id in range."""
