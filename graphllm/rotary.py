@@ -160,7 +160,7 @@ def _linear(s: _Scaling, rope: Rope) -> Rope:
     s.ignore("original_max_position_embeddings")
     if s.keys.gguf:  # as llama.cpp has it, which reads yarn's keys and uses them for yarn alone
         s.ignore("beta_fast", "beta_slow", "yarn_log_multiplier")
-    factor = s.above("factor", 0, 1.0 if s.keys.gguf else None)
+    factor = s.above("factor", 0)
     return _with(rope, scale=1.0 / factor, magnitude=_stored_magnitude(s))
 
 

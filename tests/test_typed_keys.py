@@ -87,7 +87,6 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(tmp_path, key):
         ({"factor": 4.0}, 0.25, 1.0),  # llama.cpp: linear, unless another type is stated
         ({"factor": 4}, 0.25, 1.0),
         ({"type": "linear", "factor": 4.0}, 0.25, 1.0),
-        ({"type": "linear"}, 1.0, 1.0),
         ({"type": "none", "factor": 4.0}, 1.0, 1.0),
         ({"factor": 0.0}, 1.0, 1.0),
         ({"factor": 4.0, "attn_factor": 1.5}, 0.25, 1.5),

@@ -174,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
     """Hugging Face's rope_scaling of the file's keys, empty without any. As in llama.cpp
-    (`load_hparams`) the type is linear if no key states it, and a factor of 0 is none."""
+    (`load_hparams`) a factor without a type is linear, and one of 0 is none."""
     found: dict[str, Any] = {
         name: file.value(prefix + stored, kind) for name, (stored, kind) in _SCALING.items()
     }
@@ -182,7 +182,7 @@ def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
         found["factor"] = file.value(prefix + _OLD_FACTOR, float)
     found = {name: value for name, value in found.items() if value is not None}
     if found:
-        found.setdefault("rope_type", "linear")
+        found.setdefault("rope_type", "linear" if "factor" in found else "none")
     if found.get("factor") == 0:
         found["factor"] = 1.0
     return found
