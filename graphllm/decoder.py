@@ -268,7 +268,7 @@ class Decoder(Module):
         factors = None
         if isinstance(rope.factors, str):
             pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
-            factors = self.weight(rope.factors, pairs, root=True)
+            factors = self.vector(rope.factors, pairs, root=True)
         elif rope.factors:
             values = np.asarray(rope.factors, np.float32)
             factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)

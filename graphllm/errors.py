@@ -2,6 +2,32 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SHOWN = 200  # characters of a value in a message
+LISTED = 8  # names in a message
+
+_CONTAINERS = reprlib.Repr()
+_CONTAINERS.maxstring = _CONTAINERS.maxother = _CONTAINERS.maxlong = SHOWN // 4
+
+
+def shown(value: Any) -> str:
+    """``value`` as a message shows it: on one line, and of at most `SHOWN` characters."""
+    if isinstance(value, (str, bytes)):
+        text = repr(value[:SHOWN])  # longer than SHOWN if the value is
+    else:
+        text = " ".join(_CONTAINERS.repr(value).split())
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def listed(names: Sequence[str], text: Callable[[str], str] = shown) -> str:
+    """Names as a message lists them: the first `LISTED`, each by its ``text``, and the count of the
+    others."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(map(text, names[:LISTED])) + more
+
 
 class GraphllmError(Exception):
     """Base of every error that graphllm raises on purpose; its text is one clear line."""
@@ -15,7 +41,7 @@ class UnusedTensors(ModelFileError):
     """A file has weights, called ``names``, that the model does not ask for."""
 
     def __init__(self, names: list[str]) -> None:
-        super().__init__(f"unexpected tensor {names[0]!r} ({len(names)} in all)")
+        super().__init__(f"unexpected tensor {shown(names[0])} ({len(names)} in all)")
         self.names = names
 
 
@@ -29,6 +55,11 @@ class GraphError(GraphllmError):
 
 class PlacementError(GraphllmError):
     """No available backend can run an op, or ``strict`` found one off the first backend."""
+
+
+class NumericError(GraphllmError):
+    """A model computes logits from which no token can be sampled (NaN, infinity); names the
+    position and the first op whose result is not finite."""
 
 
 class RequestError(GraphllmError):

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
-# A tokenizer may have so many tokens more than the embedding has rows, as Gemma 3's has one, for
-# pictures. Whoever uses them gets an error.
+# Tokens that a tokenizer may have beyond the embedding's rows: Gemma 3's has one, for pictures.
 MORE_TOKENS = 16
 
 
@@ -303,6 +302,7 @@ class LLM:
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
         ]
         lines += getattr(self.decoder.weights.source, "notes", list)()  # of quantised ones
+        lines += self.tokenizer.notes if self.file.has_vocabulary else ()
         if self.fit:
             return [*lines, str(self.fit)]
         if asked != AUTO:

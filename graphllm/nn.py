@@ -46,11 +46,14 @@ class Module:
         """Whether the source has the weight ``name`` of the current scope."""
         return self.weights.meta(_path(name)) is not None
 
-    def vector(self, name: str, *shape: int) -> Tensor:
-        """The weight ``name`` of the current scope as float32, to which it is brought while it is
-        loaded; ModelFileError if it is in blocks."""
-        path = self.weight(name, *shape).name
-        if not self.weights.widen(path):
+    def vector(self, name: str, *shape: int, root: bool = False) -> Tensor:
+        """The weight ``name`` of the current scope, or with ``root`` of none, as float32.
+
+        It is converted while it is loaded, which raises ModelFileError if it holds NaN or infinity.
+        ModelFileError if it is in blocks.
+        """
+        path = self.weight(name, *shape, root=root).name
+        if not self.weights.add_vector(path):
             text = f"tensor {path!r} is {self.weights.meta(path)}, no array of floats"
             raise ModelFileError(f"{text}{_wanted()}")
         return weight(path, shape, F32)

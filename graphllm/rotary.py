@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .config import Rope
-from .errors import ConfigError
+from .errors import ConfigError, listed, shown
 from .weights.keys import Keys
 
 # Factors that GGUF files have as tensors: of each pair; and LongRoPE's.
@@ -54,7 +54,7 @@ class _Scaling:
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.error(f"{name} = {value!r} is no number")
+            raise self.error(f"{name} = {shown(value)} is no number")
         if not 0 <= value < 2**31:  # in these ranges nothing overflows float64
             raise self.error(f"{name} = {value} is not in 0..2^31")
         return float(value)
@@ -95,7 +95,7 @@ class _Scaling:
     def finish(self) -> None:
         unknown = sorted(set(self.values) - self._read)
         if unknown:
-            raise self.error(f"has the unknown key {unknown[0]!r}")
+            raise self.error(f"has unknown keys: {listed(unknown)}")
 
 
 def rope_config(
@@ -122,10 +122,11 @@ def rope_config(
     outer = keys.factor(theta, base)
     base = s.above("rope_theta", 0, outer) if "rope_theta" in s else outer
     dims = _dims(keys, s, head_dim, partial)
-    name = s.values.get("rope_type") or "default"
+    name = s.values.get("rope_type")
+    name = "default" if name is None else name
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
-        raise s.error(f"rope_type {name!r} is not supported, only {', '.join(_KINDS)}")
+        raise s.error(f"rope_type {shown(name)} is not supported, only {', '.join(_KINDS)}")
     if keys.gguf and LONG_FACTORS in keys.tensors:  # phi3's files state no kind
         name = "longrope"
     style = "interleaved" if keys.interleaved else "half"
@@ -152,12 +153,20 @@ def _dims(keys: Keys, s: _Scaling, head_dim: int, usual: float | None) -> int:
 
 def _default(s: _Scaling, rope: Rope) -> Rope:
     s.ignore(*s.values)  # a factor of an unscaled rope says nothing
-    return rope
+    return _with(rope, magnitude=_stored_magnitude(s))
 
 
 def _linear(s: _Scaling, rope: Rope) -> Rope:
     s.ignore("original_max_position_embeddings")
-    return _with(rope, scale=1.0 / s.above("factor", 0))
+    if s.keys.gguf:  # as llama.cpp has it, which reads yarn's keys and uses them for yarn alone
+        s.ignore("beta_fast", "beta_slow", "yarn_log_multiplier")
+    factor = s.above("factor", 0)
+    return _with(rope, scale=1.0 / factor, magnitude=_stored_magnitude(s))
+
+
+def _stored_magnitude(s: _Scaling) -> float:
+    """What llama.cpp multiplies rotated rows by, whatever the type of the scaling."""
+    return s.above("attention_factor", 0, 1.0) if s.keys.gguf else 1.0
 
 
 def _dynamic(s: _Scaling, rope: Rope) -> Rope:

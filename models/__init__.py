@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from graphllm.errors import ModelFileError
+from graphllm.errors import ModelFileError, shown
 from graphllm.family import Family, run_file
 
 
@@ -43,8 +43,8 @@ def _find(
     near = difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ModelFileError(
-        f"{unknown} {name!r}; {hint}known: {', '.join(known)}; a model file of your own reads it "
-        "with --model-def (graphllm new)"
+        f"{unknown} {shown(name)}; {hint}known: {', '.join(known)}; a model file of your own reads "
+        "it with --model-def (graphllm new)"
     )
 
 

@@ -272,10 +272,10 @@ def head_linear(x, w):
 
 
 def top_k(x, bias, k, groups=1, kept=1, best=1):
-    """By Python's sort, which is stable, on (is NaN, -value)."""
+    """By Python's sort, which is stable, on (is no NaN, -value)."""
 
     def order(values):
-        return sorted(range(len(values)), key=lambda i: (math.isnan(values[i]), -values[i]))
+        return sorted(range(len(values)), key=lambda i: (values[i] == values[i], -values[i]))
 
     result = []
     for row in x if bias is None else x + bias:
@@ -352,6 +352,9 @@ def philox(counter, key):
 def sample(logits, temperature, top_k, top_p, min_p, seed, count):
     result = []
     for n, row in enumerate(logits.astype(np.float64).tolist()):
+        if any(math.isnan(x) or x == math.inf for x in row) or max(row) == -math.inf:
+            result.append(-1)
+            continue
         left = sorted(range(len(row)), key=lambda i: (-row[i], i))
         if temperature[n] <= 0:
             result.append(left[0])
@@ -391,7 +394,7 @@ def penalise(logits, history, count, stop, repeat, presence, frequency, min_toke
                 row[token] -= float(presence[n]) + times * float(frequency[n])
         for token in map(int, stop):
             if count[n] < min_tokens[n] and 0 <= token < len(row):
-                row[token] = -math.inf
+                row[token] = -math.inf if row[token] < math.inf else math.nan
     return result
 
 

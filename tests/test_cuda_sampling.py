@@ -30,8 +30,17 @@ def _gpu():
 
 
 def masked(x: np.ndarray) -> np.ndarray:
-    """Of -inf, NaN and, in some rows, +inf."""
-    x[:, ::3], x[:, 1::5], x[::4, x.shape[1] // 2] = -np.inf, np.nan, np.inf
+    """With -inf for some ids, and in some rows for all but the last."""
+    x[:, ::3], x[::4, :-1] = -np.inf, -np.inf
+    x[:, -1] = 0.5
+    return x
+
+
+def faulty(x: np.ndarray) -> np.ndarray:
+    """With one NaN of either sign, one +inf, or nothing but -inf, in five rows of six."""
+    middle = x.shape[1] // 2
+    x[::6, middle], x[1::6, 0], x[2::6, -1] = np.nan, -np.float32(np.nan), np.inf
+    x[3::6], x[4::6] = -np.inf, np.nan
     return x
 
 
@@ -41,6 +50,7 @@ LOGITS = {
     "steep": lambda x: 30 * x,
     "in steps": lambda x: np.round(2 * x),
     "masked": masked,
+    "faulty": faulty,
     "equal": lambda x: 0 * x + 1.5,
     "nothing": lambda x: np.full_like(x, np.nan),
 }
@@ -68,9 +78,27 @@ def test_no_top_k(width, kind):
     assert not wrong(width, LOGITS[kind])
 
 
-@pytest.mark.parametrize("kind", ["usual", "in steps", "equal"])
+@pytest.mark.parametrize("kind", ["usual", "in steps", "equal", "masked", "faulty"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_of_all_kinds_together(width, kind):
     """Few, many and all candidates; and rows in which the largest is taken."""
     changed = {"top_k": (TOP_K, "i32"), "temperature": ([0.8, 1.0, 0.0, 2.0, -1.0], "f32")}
     assert not wrong(width, LOGITS[kind], changed)
+
+
+def test_a_row_without_a_finite_maximum_gives_no_id():
+    """Whichever way it would be sampled from, and whatever its neighbours are."""
+    n, width = Var("N", 1, ROWS), 40_001
+    x = faulty(np.random.default_rng(1).standard_normal((ROWS, width)).astype(np.float32))
+    settings = {
+        "temperature": [0.0, 0.8], "top_k": [0, 0, 40, 1024], "top_p": [0.9, 0.9, 1.0],
+        "min_p": [0.0, 0.1], "seed": [3], "count": [1],
+    }  # fmt: skip
+    leaves = {name: feed(name, (n,), SETTINGS[name][1]) for name in settings}
+    feeds = {name: np.resize(np.array(settings[name]), ROWS) for name in settings}
+    feeds = {name: feeds[name].astype(leaf.dtype.numpy) for name, leaf in leaves.items()}
+    plan = (executor := Executor(backends=("cuda",))).compile(
+        {"y": ops.sample(feed("logits", (n, width), "f32"), *leaves.values())}
+    )
+    got = executor.run(plan, {**feeds, "logits": x})["y"]
+    assert ((got == -1) == (np.arange(ROWS) % 6 != 5)).all()

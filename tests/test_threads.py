@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import sys
@@ -104,18 +105,18 @@ def test_an_idle_chat_uses_no_processor(files):
     os.close(theirs)
     shown = b""
 
-    def read_until(text: bytes) -> None:
+    def read_until(pattern: bytes) -> None:
         nonlocal shown
-        while text not in shown:
-            assert select.select([ours], [], [], 120)[0], f"no {text!r} in {shown!r}"
+        while not (found := re.search(pattern, shown)):
+            assert select.select([ours], [], [], 120)[0], f"no {pattern!r} in {shown!r}"
             shown += os.read(ours, 1000)
-        shown = shown.partition(text)[2]
+        shown = shown[found.end() :]
 
     try:
         read_until(b"> ")
         os.write(ours, b"Tell me a story\n")
         read_until(b"\n")  # the terminal's echo
-        read_until(b"\n> ")
+        read_until(rb"\n(\x1b\[\?2004h)?> ")  # with bracketed paste switched on
         assert _cpu_seconds(process.pid) > 0
         time.sleep(0.5)
         before, since = _cpu_seconds(process.pid), time.monotonic()

@@ -213,7 +213,7 @@ def test_unknown_pre_tokenizer(tmp_path: Path) -> None:
         ({"types": [6] * len(BYTES["types"])}, "byte token"),
         ({"bos_token_id": 99999}, "99999 is not one of"),
         ({"fim_pre_token_id": 99999}, "99999 is not one of"),
-        ({"add_bos_token": 1}, "not a boolean"),
+        ({"add_bos_token": 1}, "is not true or false"),
     ],
 )
 def test_bad_vocabularies(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -221,6 +221,34 @@ def test_bad_vocabularies(tmp_path: Path, change: dict[str, Any], message: str) 
         tokenizer.load(write_vocabulary(tmp_path / "bad.gguf", BYTES | change))
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_impossible_merges_are_noted(tmp_path: Path) -> None:
+    """They have no effect, as in llama.cpp; those of pieces that the file lacks have theirs."""
+    sound = tokenizer.load(write_vocabulary(tmp_path / "a.gguf", BYTES, pre="gpt-2"))
+    assert sound.notes == []
+    count = len(BYTES["merges"])
+    for bad in ("", "alone", "a b c", " a b", "a ", "a  b", b"\xff \xfe"):
+        merges = [*BYTES["merges"], bad]
+        own = tokenizer.load(
+            write_vocabulary(tmp_path / "b.gguf", BYTES, merges=merges, pre="gpt-2")
+        )
+        (note,) = own.notes
+        assert note.startswith(f"1 of {count + 1} merges are no pairs of pieces and have no effect")
+        stored = bad if isinstance(bad, bytes) else bad.encode()
+        assert note.endswith(f"{stored!r} (entry {count})")
+        assert [own.encode(text) for text in TEXTS] == [sound.encode(text) for text in TEXTS]
+    merges = [*BYTES["merges"], "zq qz"]
+    (note,) = tokenizer.load(
+        write_vocabulary(tmp_path / "c.gguf", BYTES, merges=merges, pre="gpt-2")
+    ).notes
+    assert note.startswith(f"1 of {count + 1} merges have pieces that are no tokens, as 'zq qz'")
+
+
+def test_a_missing_pre_tokenizer_is_noted(tmp_path: Path) -> None:
+    own = tokenizer.load(write_vocabulary(tmp_path / "a.gguf", BYTES | {"pre": None}))
+    (note,) = own.notes
+    assert "key 'tokenizer.ggml.pre' is missing" in note and "'default'" in note
 
 
 def test_unusual_vocabularies(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from graphllm.chat import directory_template
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.tokenizer import Tokenizer
 from graphllm.tokenizer.directory import Directory
+from graphllm.tokenizer.files import stderr_held
 from graphllm.tokenizer.hard_texts import HARD_TEXTS
 
 CHATS = (
@@ -224,8 +225,16 @@ def test_ends(tmp_path: Path) -> None:
     assert ends(tmp_path, {"eos_token_id": 9}, {"top_k": 1}) == {0, eot, 9}
     assert ends(tmp_path, {"eos_token_id": 50256}) == {0, eot}  # a family's default
     assert tokenizer.from_directory(tmp_path, {"eos_token_id": 8}).eog_ids == {0, eot, 8}
-    with pytest.raises(ModelFileError, match=r"config\.json: key 'eos_token_id' is neither"):
-        ends(tmp_path, {"eos_token_id": "x"})
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+@pytest.mark.parametrize("value", ["x", -1, 2**31, 1.5, True, [1, -1], {"id": 1}, "x" * 10**6])
+def test_what_can_be_no_id(tmp_path: Path, key: str, value: Any) -> None:
+    save_raw(tmp_path, byte_level(WORDS))
+    for configs in ({key: value}, {}), ({}, {key: value}):
+        with pytest.raises(ModelFileError, match=rf"config\.json: {key} = .* is neither") as caught:
+            ends(tmp_path, *configs)
+        assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
 def test_rows_without_a_token(tmp_path: Path) -> None:
@@ -284,6 +293,51 @@ BAD_JSON: list[tuple[Any, Any, str]] = [  # what a good file was, its change, th
     (metaspace, lambda c: c["decoder"]["decoders"].reverse(), "decoder Strip is not supported"),
     (unigram, lambda c: c.update(normalizer=MAP), "charsmap"),
 ]
+
+
+def set_at(*path: Any) -> Any:
+    """A change of a file: the last of ``path`` is the value of what the others lead to."""
+
+    def change(content: Any) -> None:
+        *names, last, value = path
+        for name in names:
+            content = content[name]
+        content[last] = value
+
+    return change
+
+
+ZEROS = "BAAAAAAAAAA="  # a table that ends before its first entry
+SPECIAL = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+ENDS = {"type": "TemplateProcessing", "single": [SPECIAL], "pair": [SPECIAL], "special_tokens": {}}
+PANICS = [  # the package panics while it reads the file, or with the first text
+    set_at("normalizer", MAP),
+    set_at("normalizer", {**MAP, "precompiled_charsmap": ZEROS}),
+    set_at("model", "continuing_subword_prefix", "##########"),
+    set_at("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+    set_at("post_processor", ENDS),
+]
+
+
+@pytest.mark.parametrize("change", PANICS)
+def test_a_panic_is_one_line_and_writes_nothing(tmp_path: Path, change: Any, capfd: Any) -> None:
+    save_raw(tmp_path, changed(byte_level(WORDS), change))
+    with pytest.raises(ModelFileError) as caught:
+        tokenizer.from_directory(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_others_write_meanwhile_is_not_lost(capfd: Any) -> None:
+    with stderr_held():
+        os.write(2, b"one\n")
+        assert capfd.readouterr().err == ""
+    assert "one\n" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="x"), stderr_held():
+        os.write(2, b"panicked\n")
+        raise ValueError("x")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("text", "change", "message"), BAD_JSON, ids=[m for *_, m in BAD_JSON])

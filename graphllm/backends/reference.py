@@ -96,6 +96,10 @@ class _Segment:
         self.calls = [_Call(step, header) for step in steps]
 
     def run(self, log: Log | None) -> None:
+        with np.errstate(all="ignore"):  # NaN and infinity are results, as on the other backends
+            self._run(log)
+
+    def _run(self, log: Log | None) -> None:
         if log is None:
             for call in self.calls:
                 call()

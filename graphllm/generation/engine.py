@@ -15,6 +15,7 @@ from ..plan import Plan
 from ..profiler.rows import Recorder
 from ..repeat import Repeat
 from ..scopes import noted
+from .finite import not_finite
 from .kv import BlockTable
 from .request import Sampling
 
@@ -208,7 +209,7 @@ class Engine:
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
-        yield from self._decode(drawn, int(out[drawn][0]), decode)
+        yield from self._decode(drawn, self._sampled(out[drawn]), decode)
 
     def _decode(self, drawn: str, token: int, profile: Recorder | None) -> Iterator[int]:
         """The tokens after a prefill whose plan has advanced the step's state already.
@@ -231,7 +232,14 @@ class Engine:
                 return
             ids = steps.take()
             self._cached.append(token)
-            token = int(ids[0])
+            token = self._sampled(ids)
+
+    def _sampled(self, ids: np.ndarray) -> int:
+        """The id sampled after the cached tokens. NumericError where there was none to choose."""
+        token = int(ids[0])
+        if token < 0:
+            raise not_finite(self, list(self._cached))
+        return token
 
     def _steps(self, drawn: str, profile: Recorder | None) -> Repeat:
         """Steps of one token, timed with ``profile``."""

@@ -96,14 +96,16 @@ def top_k(x, bias=None, *, k, groups=1, kept=1, best=1):
 
     With ``groups`` > 1 the columns fall in so many equal groups, of which only the ``kept`` best
     count: a group's worth is the sum of its ``best`` largest entries, the largest first. Among
-    equals the lower column, or group, comes first; NaN comes last. DeepSeek-AI 2024: section 2.2.2
+    equals the lower column, or group, comes first; NaN comes before all numbers, as in torch.topk,
+    so that a faulty score is chosen and shows in the weights. DeepSeek-AI 2024: section 2.2.2
     of DeepSeek V2 (best = 1), section 2.1.2 of DeepSeek V3 (best = 2, and the bias).
     """
     score = x if bias is None else x + bias
     if groups == 1:
         return _largest(score)[:, :k].astype(np.int32)
     size = x.shape[1] // groups
-    ranked = -np.sort(-score.reshape(len(x), groups, size), axis=-1)
+    grouped = score.reshape(len(x), groups, size)
+    ranked = np.take_along_axis(grouped, _largest(grouped), axis=-1)
     worth = ranked[..., 0]
     with np.errstate(invalid="ignore"):
         for i in range(1, best):
@@ -115,8 +117,9 @@ def top_k(x, bias=None, *, k, groups=1, kept=1, best=1):
 
 
 def _largest(x):
-    """Indices that order each row from its largest entry down; NaN last."""
-    return np.argsort(-x, axis=-1, kind="stable")
+    """Indices that order each row from its largest entry down; NaN first."""
+    number = ~np.isnan(x)
+    return np.lexsort((np.where(number, -x, 0), number), axis=-1)
 
 
 def _pick_infer(x, ids):

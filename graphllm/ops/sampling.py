@@ -133,6 +133,17 @@ def _logits(rng, shape):
     return x
 
 
+def _logits_and_faults(rng, shape):
+    """As `_logits`, with rows that hold NaN of either sign, +inf, or nothing but -inf."""
+    x = _logits(rng, shape)
+    places = rng.integers(0, shape[1], shape[0])
+    for first, value in ((5, np.nan), (11, np.inf), (17, -np.float32(np.nan))):
+        rows = np.arange(first, shape[0], 19)
+        x[rows, places[rows]] = value
+    x[8::19] = -np.inf
+    return x
+
+
 def _cycle(*values):
     """The values over and over, with a period that is no multiple of the others'."""
 
@@ -149,7 +160,7 @@ def _seeds(rng, shape):
 def _sample_sample(rows, width, layout):
     n = ("N",)
     args = (
-        Arg(("N", width), layout=layout, make=_logits),
+        Arg(("N", width), layout=layout, make=_logits_and_faults),
         Arg(n, make=_cycle(0.8, 1.0, 0.0, 2.5, 0.01, 0.8, -1.0)),
         Arg(n, I32, make=_cycle(40, 0, 1, 3, 10**6)),
         Arg(n, make=_cycle(0.95, 1.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.99, 0.8)),
@@ -176,24 +187,28 @@ def _sample_sample(rows, width, layout):
 def sample(logits, temperature, top_k, top_p, min_p, seed, count):
     """One random id for each row of logits [N, V] f32, by settings [N] each -> i32 [N].
 
+    The id is -1 for a row that holds NaN or +inf, or nothing but -inf: no token can be chosen
+    there. A single -inf is legal and excludes its id.
+
     temperature f32 (<= 0: the largest), top_k i32 (0: off), top_p f32 (1: off), min_p f32 (0: off),
     seed i64, count i32 (the output position). Each filter works on what the one before left: top_k
     keeps the k largest; top_p the fewest of the largest whose probabilities, untempered, reach
     top_p; min_p those of at least min_p times the largest probability; among equals the lowest
     index comes first. Then softmax(logits / temperature) is inverted at `uniform`, over the ids in
-    order; all sums are float64 and sequential. NaN counts as -inf.
+    order; all sums are float64 and sequential.
 
     top_k: Fan et al. 2018; top_p: Holtzman et al. 2019; min_p: Nguyen et al. 2024; the order of the
     filters is that of llama.cpp's default chain.
     """
-    greedy, numbers = _first_largest(logits), uniform(seed, count)
+    chosen, numbers = _first_largest(logits), uniform(seed, count)
+    chosen[~np.isfinite(logits.max(axis=-1))] = -1  # the maximum of a row with NaN is NaN
     for n in range(len(logits)):
-        if temperature[n] > 0:
-            row = np.where(np.isnan(logits[n]), -np.inf, logits[n].astype(np.float64))
-            greedy[n] = _draw(
+        if temperature[n] > 0 and chosen[n] >= 0:
+            row = logits[n].astype(np.float64)
+            chosen[n] = _draw(
                 row, float(temperature[n]), int(top_k[n]), top_p[n], min_p[n], numbers[n]
             )
-    return greedy
+    return chosen
 
 
 def _draw(row, temperature, top_k, top_p, min_p, number):
@@ -215,10 +230,8 @@ def _draw(row, temperature, top_k, top_p, min_p, number):
 
 
 def _weights(row, temperature=1.0):
-    """exp((row - max) / temperature), 1 at the maximum even where that is infinite."""
-    top = row.max()
-    with np.errstate(invalid="ignore"):
-        return np.exp(np.where(row == top, 0, row - top) / temperature)
+    """exp((row - max) / temperature), for a row whose maximum is finite."""
+    return np.exp((row - row.max()) / temperature)
 
 
 # --------------------------------------------------------------------------------------- penalties
@@ -261,7 +274,7 @@ def _past(width):
 def _penalise_sample(rows, width, ring, layout):
     n = ("N",)
     args = (
-        Arg(("N", width), layout=layout, make=_logits),
+        Arg(("N", width), layout=layout, make=_logits_and_faults),
         Arg(("N", ring), I32, make=_past(width)),
         Arg(n, I32, make=_cycle(0, 3, 2**31 - 1, 5)),
         Arg((4,), I32, make=lambda rng, shape: np.array([0, -1, width - 1, width])),
@@ -294,7 +307,8 @@ def penalise(logits, history, count, stop, repeat, presence, frequency, min_toke
     sequence count i32 (its ids so far), repeat, presence, frequency f32, min_tokens i32. Entries
     outside 0..V-1 are empty. An id that stands c > 0 times in the history has its logit divided by
     ``repeat`` (multiplied where it is not above zero) and lessened by presence + c * frequency.
-    While count < min_tokens the ids in ``stop`` are -inf.
+    While count < min_tokens the ids in ``stop`` are lessened by infinity: a finite logit becomes
+    -inf, and NaN or +inf becomes NaN, so that no fault of the logits is hidden.
 
     repeat: Keskar et al. 2019 (CTRL), section 4.1; presence and frequency: as OpenAI's API defines
     them; all three together as in llama.cpp's penalties.
@@ -308,5 +322,6 @@ def penalise(logits, history, count, stop, repeat, presence, frequency, min_toke
         value = np.where(value > 0, value / repeat[n], value * repeat[n])
         row[ids] = value - (presence[n] + times.astype(np.float32) * frequency[n])
         if count[n] < min_tokens[n]:
-            row[stop] = -np.inf
+            with np.errstate(invalid="ignore"):  # of +inf
+                row[stop] -= np.float32(np.inf)
     return result

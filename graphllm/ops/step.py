@@ -45,7 +45,8 @@ _STOP, _WIDTH, _RING = 3, 4, 5
 
 
 def _tokens(rng, shape):
-    return rng.integers(0, 6, shape)
+    """Ids, and -1 for rows that `sample` had none for."""
+    return rng.integers(-1, 6, shape)
 
 
 def _stops(rng, shape):
@@ -99,7 +100,8 @@ def advance(sampled, stop, ids, pos, kv_len, count, done, history, *groups, bloc
     count, done [S], history [S, W] (a ring of the last ids, see `penalise`); then for each cache
     group slot [T] and table [S, B]; all i32. Token s of the next step belongs to sequence s and
     stands at p = kv_len[s], in column p % W of its history, and in slot table[s, p // block] *
-    block + p % block, or -1 (stored nowhere) where the table has no such block.
+    block + p % block, or -1 (stored nowhere) where the table has no such block. An id of -1, which
+    `sample` gives where it can choose none, is stored as it is and ends nothing.
     """
     live = len(kv_len)
     chosen, p = sampled[:live], kv_len.copy()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from ..weights.gguf import GGUF
 from . import chatglm, pipeline
 from .bpe import BpeTokenizer
@@ -33,6 +33,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     eog_ids: frozenset[int]  # any of these ends a generation
     add_bos: bool  # whether encode(add_special=True) begins with bos_id
+    notes: Sequence[str]  # what a user should know of the vocabulary, a line each
 
     def encode(
         self,
@@ -75,12 +76,11 @@ _KINDS: dict[str, type[Vocabulary]] = {
 
 def from_gguf(file: GGUF) -> Tokenizer:
     """The tokenizer of an open GGUF file; ModelFileError for a bad vocabulary or unknown kind."""
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        known = ", ".join(_KINDS)
-        raise ModelFileError(
-            f"{file.path}: key 'tokenizer.ggml.model': {kind!r} is not supported; known: {known}"
-        )
+    key = "tokenizer.ggml.model"
+    kind = file.value(key, str)
+    if kind is None or kind not in _KINDS:
+        text = f"{shown(kind)} is not supported; known: {', '.join(_KINDS)}"
+        raise ModelFileError(f"{file.path}: key {key!r}: {text}")
     return _KINDS[kind](file)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
+from ..errors import shown
 from ..weights.gguf import StringArray
 from .patterns import DEFAULT, PRES, Pre, expand
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
@@ -33,14 +35,16 @@ class BpeTokenizer(Vocabulary):
     """Merges by rank in words that patterns cut out: GPT-2, Llama 3, Qwen, DeepSeek, Gemma 4, ...
 
     Cutting and merging are the package's. Special pieces are handled before them, and no text turns
-    into a control piece by merging. Without `tokenizer.ggml.pre` the pre-tokenizer is `default`.
+    into a control piece by merging. As in llama.cpp, without `tokenizer.ggml.pre` the pre-tokenizer
+    is `default`, merges that are no pairs have no effect, and merges of pieces that the vocabulary
+    lacks are applied; all of that is noted.
     """
 
     def __init__(self, file: Source) -> None:
         self._file = file
-        gemma4 = file.metadata.get("tokenizer.ggml.model") == _GEMMA4
-        name = _GEMMA4 if gemma4 else file.metadata.get("tokenizer.ggml.pre", DEFAULT)
-        self._pre = self._find_pre(name)
+        self.notes: list[str] = []
+        gemma4 = self._value("model", str) == _GEMMA4
+        self._pre = self._find_pre(_GEMMA4 if gemma4 else self._value("pre", str))
         self.default_ids = (None, None, None) if gemma4 else (11, 11, None)
         self.default_adds = (self._pre.add_bos, False, False)
         super().__init__(file)
@@ -49,10 +53,14 @@ class BpeTokenizer(Vocabulary):
         self._spares: dict[int, list[int]] = {}  # ids of the engine alone -> what stands for them
         self._engine = self._build()
 
-    def _find_pre(self, name: Any) -> Pre:
-        if not isinstance(name, str) or name not in PRES:
+    def _find_pre(self, name: str | None) -> Pre:
+        if name is None:
+            name = DEFAULT
+            text = f"key 'tokenizer.ggml.pre' is missing: texts are cut as {name!r} says"
+            self.notes.append(f"{text}, which may not be how the model was trained")
+        if name not in PRES:
             known = ", ".join(sorted(PRES))
-            raise self._error("pre", f"{name!r} is not supported; known: {known}")
+            raise self._error("pre", f"{shown(name)} is not supported; known: {known}")
         return PRES[name]
 
     def _flag(self, key: str, default: bool) -> bool:
@@ -68,14 +76,24 @@ class BpeTokenizer(Vocabulary):
         return {text: token for token, (text, skip) in rows if text and not skip}
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The pairs of `tokenizer.ggml.merges`, by rank."""
+        """The pairs of `tokenizer.ggml.merges`, by rank. No text has the pieces of an entry that is
+        no pair, or not UTF-8: llama.cpp never applies it."""
         merges = self._file.metadata.get("tokenizer.ggml.merges")
         if not isinstance(merges, StringArray):
             raise self._error("merges", "missing, or not an array of strings")
-        # No word has a space in it, so merges with another one are idle.
-        rows = [text.split(" ") for text in _texts(merges.to_bytes()) if text]
-        pairs = {(row[0], row[1]): None for row in rows if len(row) == 2 and all(row)}
-        return list(pairs)  # a pair that comes twice has the first place
+        stored = merges.to_bytes()
+        pairs: dict[tuple[str, str], None] = {}  # a pair that comes twice has the first place
+        idle = []
+        for number, text in enumerate(_texts(stored)):
+            left, _, right = text.partition(" ")
+            if left and right and " " not in right:
+                pairs[left, right] = None
+            else:
+                idle.append(number)
+        if idle:
+            text = f"{len(idle)} of {len(stored)} merges are no pairs of pieces and have no effect"
+            self.notes.append(f"{text}, as {shown(stored[idle[0]])} (entry {idle[0]})")
+        return list(pairs)
 
     def _add_spares(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
         """Add what the package wants and the file lacks: parts and results of merges, and bytes.
@@ -87,12 +105,24 @@ class BpeTokenizer(Vocabulary):
         needed = {*map("".join, merges), *itertools.chain.from_iterable(merges)}
         needed.update(_BYTE_NAMES if raw else BYTES)
         lacking = sorted(needed - vocabulary.keys())
+        self._note_unknown(lacking, merges)
         for token, text in enumerate(lacking, self.vocab_size):
             names = [char for char in text if char.isascii()]
             if raw:
                 names = [] if text in _BYTE_NAMES else [_BYTE_NAMES[b] for b in text.encode()]
             self._spares[token] = [vocabulary[name] for name in names if name in vocabulary]
         vocabulary.update(zip(lacking, self._spares, strict=True))
+
+    def _note_unknown(self, lacking: Collection[str], merges: list[tuple[str, str]]) -> None:
+        """Note the merges of pieces that the file does not have, or that make one."""
+        unknown = {text for text in lacking if text.encode() not in self._index}
+        pairs = [p for p in merges if p[0] + p[1] in unknown or not unknown.isdisjoint(p)]
+        if pairs:
+            first = shown(" ".join(pairs[0]))
+            text = (
+                f"{len(pairs)} of {len(merges)} merges have pieces that are no tokens, as {first}"
+            )
+            self.notes.append(f"{text}; their bytes' tokens stand for these")
 
     def _build(self) -> Tokenizer:
         """The package's tokenizer."""

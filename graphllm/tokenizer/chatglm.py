@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from .directory import LARGEST_ID, Directory
 from .spm_model import ModelTokenizer
 from .vocabulary import Specials
@@ -33,10 +33,9 @@ class ChatGlmTokenizer(ModelTokenizer):
     def __init__(self, path: Path, directory: Directory) -> None:
         images = directory.settings.get("num_image_tokens", _IMAGES)
         if not isinstance(images, int) or not 0 <= images < LARGEST_ID:
-            raise ModelFileError(
-                f"{directory.folder / 'tokenizer_config.json'}: num_image_tokens = {images!r} is "
-                "not a count"
-            )
+            file = directory.folder / "tokenizer_config.json"
+            text = f"num_image_tokens = {shown(images)} is not a count"
+            raise ModelFileError(f"{file}: {text}")
         names = {"bos_token": "<sop>", "eos_token": "<eop>", "unk_token": "<unk>"}
         super().__init__(path, directory, offset=images, names=names, controls=_CONTROLS)
         self.prefix_after_special = True

@@ -14,6 +14,7 @@ class Decoding:
 
     vocab_size: int
     space_prefix: bool  # whether a text's first space is none of its own
+    notes: Sequence[str] = ()  # see `Tokenizer`
 
     def _bytes_of(self, token: int) -> bytes:
         """The bytes that decoding shows for an id in range."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from .files import read_json
 
 NAMED = (
@@ -59,6 +59,8 @@ class Directory:
         self.config = read_json(folder / "config.json") if config is None else config
         self.settings = read_json(folder / "tokenizer_config.json")
         self._generation = read_json(folder / "generation_config.json")
+        for file, values in self._configurations():
+            self._ids(file, values, "bos_token_id")
         self.added: dict[int, AddedToken] = {}
         self.added = self._read_added()
 
@@ -85,7 +87,7 @@ class Directory:
         for key, value in listed.items():
             token = int(key) if isinstance(key, str) and key.isdecimal() else key
             if not isinstance(token, int) or not 0 <= token < LARGEST_ID:
-                raise self._wrong(file, f"{key!r} is not the id of a token")
+                raise self._wrong(file, f"{shown(key)} is not the id of a token")
             is_read = isinstance(value, AddedToken)
             found[token] = value if is_read else self._token(value, file, f"added token {key}")
         return found
@@ -115,7 +117,7 @@ class Directory:
         for key in (*NAMED, *keys, *own):
             value = own.get(key, self.settings.get(key, defaults.get(key)))
             if isinstance(value, (str, dict)):
-                token = self._token(value, "tokenizer_config.json", f"key {key!r}")
+                token = self._token(value, "tokenizer_config.json", f"key {shown(key)}")
                 found[key] = self._listed(token)
         return {key: token for key, token in found.items() if token.content}
 
@@ -142,7 +144,9 @@ class Directory:
         """A setting that is true or false; null, as in many files, is the default."""
         value = self.settings.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self._wrong("tokenizer_config.json", f"key {key!r} is not true, false or null")
+            raise self._wrong(
+                "tokenizer_config.json", f"key {shown(key)} is not true, false or null"
+            )
         return default if value is None else value
 
     @property
@@ -161,12 +165,26 @@ class Directory:
         Ids past the vocabulary are left out, as no model says them: transformers writes the
         defaults of a family there, whatever the vocabulary's size.
         """
-        file = "generation_config.json" if "eos_token_id" in self._generation else "config.json"
-        value = self._generation.get("eos_token_id", self.config.get("eos_token_id"))
+        by_file = {
+            file: self._ids(file, values, "eos_token_id")
+            for file, values in self._configurations()
+            if "eos_token_id" in values
+        }
+        ids = next(iter(by_file.values()), [])
+        return frozenset(token for token in ids if token < vocab_size)
+
+    def _configurations(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The files that state ids of special tokens, the one that counts first."""
+        return ("generation_config.json", self._generation), ("config.json", self.config)
+
+    def _ids(self, file: str, values: Mapping[str, Any], key: str) -> list[int]:
+        """A token id or a list of them, none for null. ModelFileError for what can be no id."""
+        value = values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise self._wrong(file, "key 'eos_token_id' is neither an id nor a list of ids")
-        return frozenset(token for token in ids if 0 <= token < vocab_size)
+        if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
+            what = "neither a token id nor a list of token ids"
+            raise self._wrong(file, f"{key} = {shown(value)} is {what}")
+        return ids
 
     def class_name(self, byte_level: bool) -> str:
         """The class that transformers would read the directory with.

@@ -6,7 +6,10 @@ Every error is a ModelFileError that names the file.
 from __future__ import annotations
 
 import json
+import os
 import stat
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 from ..errors import GraphllmError, ModelFileError
 
 LARGEST = 200_000_000  # bytes; the largest of known tokenizers has a tenth
+_PIPE = 1 << 16  # bytes that are kept of standard error
+_held = threading.Lock()  # descriptor 2 is the process's
 
 
 @contextmanager
@@ -30,6 +35,48 @@ def blamed(path: Path) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelFileError(f"{path}: {reason[:300]}") from None
+
+
+@contextmanager
+def stderr_held() -> Iterator[None]:
+    """Hold back what is written to descriptor 2, and drop it if the block raises.
+
+    A panic of Rust code writes its own report there before it becomes an exception, and may write a
+    backtrace. Without an exception the text is written when the block ends. For the construction of
+    a tokenizer alone: other threads' texts are held back, too.
+    """
+    with _held:
+        try:
+            saved = os.dup(2)
+        except OSError:  # it is closed, so that nothing shows
+            saved = -1
+        if saved < 0:
+            yield
+            return
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)  # what exceeds the pipe is lost, and nobody waits
+        os.set_blocking(reader, False)
+        os.dup2(writer, 2)
+        text = b""
+        try:
+            yield
+            text = _read(reader)
+        finally:
+            os.dup2(saved, 2)
+            for descriptor in (saved, reader, writer):
+                os.close(descriptor)
+        if text:
+            os.write(2, text)
+
+
+def _read(reader: int) -> bytes:
+    """What is in a pipe, which may be nothing."""
+    try:
+        return os.read(reader, _PIPE)
+    except BlockingIOError:
+        return b""
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:

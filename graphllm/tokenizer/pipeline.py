@@ -7,17 +7,18 @@ import re
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelFileError, RequestError
+from ..errors import ModelFileError, RequestError, shown
 from .classes import CLASSES, TokenizerClass
 from .decoders import read_decoder
 from .decoding import Decoding, looks_special, touches, without_surrogates
 from .directory import LARGEST_ID, AddedToken, Directory
-from .files import blamed, read_json, read_text
+from .files import blamed, read_json, read_text, stderr_held
 from .vocabulary import ends_among
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _SEPARATOR = (
     "\U0010fffd"  # private use, in the last plane: in no vocabulary, so it merges with nothing
 )
+# To meet panics while loading: letters, digits, spaces, and characters of two to four bytes.
+_TRIAL = "Of any text\n\tthat may be: 1234 caf\u00e9 \u65e5\u672c \U0001f600"
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 
@@ -77,9 +80,9 @@ class PipelineTokenizer(Decoding):
         texts: dict[int, str] = {}
         for text, token in ids.items():
             if token >= LARGEST_ID:
-                raise ModelFileError(f"{self._path}: id {token} of {text!r} is too large")
+                raise ModelFileError(f"{self._path}: id {token} of {shown(text)} is too large")
             if token in texts:
-                both = f"{texts[token]!r} and {text!r}"
+                both = f"{shown(texts[token])} and {shown(text)}"
                 raise ModelFileError(f"{self._path}: {both} have the same id {token}")
             texts[token] = text
         for token in range(max(texts)):  # of a repeated piece one is in the vocabulary
@@ -119,8 +122,8 @@ class PipelineTokenizer(Decoding):
         if parse_special or self._guarded.isdisjoint(ids):
             return ids
         spelled: list[int] = []
-        for token, shown, around in zip(ids, found.tokens, found.special_tokens_mask, strict=True):
-            guarded = not around and token in self._guarded and shown == self._texts[token]
+        for token, text, around in zip(ids, found.tokens, found.special_tokens_mask, strict=True):
+            guarded = not around and token in self._guarded and text == self._texts[token]
             spelled += self._spell(token) if guarded else [token]
         return spelled
 
@@ -199,7 +202,7 @@ def from_json(directory: Directory) -> PipelineTokenizer:
     path = directory.folder / "tokenizer.json"
     content = read_text(path)
     kind = CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
-    with blamed(path):
+    with blamed(path), stderr_held():
         engine = Tokenizer.from_str(content)
         engine.no_truncation()
         engine.no_padding()
@@ -222,9 +225,9 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
     vocabulary = read_json(path)
     for text, token in vocabulary.items():
         if type(token) is not int or not 0 <= token < LARGEST_ID:
-            raise ModelFileError(f"{path}: the id of {text[:60]!r} is {token!r}")
+            raise ModelFileError(f"{path}: the id of {shown(text)} is {shown(token)}")
     kind = CLASSES.get(directory.class_name(False), CLASSES["GPT2Tokenizer"])
-    with blamed(directory.folder / "merges.txt"):
+    with blamed(directory.folder / "merges.txt"), stderr_held():
         merges = _read_merges(directory.folder / "merges.txt")
         engine = Tokenizer(models.BPE(vocabulary, merges))
     template = [
@@ -232,7 +235,7 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
         "A",
         *(["eos_token"] if directory.flag("add_eos_token", False) else []),
     ]
-    with blamed(path):
+    with blamed(path), stderr_held():
         if kind.build is not None:
             kind.build(engine, directory, "")
         return _finish(engine, path, directory, kind, template)
@@ -245,7 +248,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         if line.strip() and not line.startswith("#version"):
             left, space, right = line.rstrip("\r").partition(" ")
             if not (left and space and right) or " " in right:
-                raise ModelFileError(f"{path}: line {number} is not a pair: {line[:60]!r}")
+                raise ModelFileError(f"{path}: line {number} is not a pair: {shown(line)}")
             merges.append((left, right))
     return merges
 
@@ -262,6 +265,8 @@ def _finish(
     _add_tokens(engine, directory, kind)
     if template is not None:
         _set_template(engine, directory.named(kind.tokens), template)
+    with suppress(Exception):  # of texts that it has no tokens for; a panic is none
+        engine.encode(_TRIAL)
     return PipelineTokenizer(engine, path, directory, kind)
 
 
@@ -295,7 +300,9 @@ def _add_tokens(engine: tokenizers.Tokenizer, directory: Directory, kind: Tokeni
 def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) -> None:
     found = engine.token_to_id(text)
     if found != number:
-        raise ModelFileError(f"{path}: added token {text!r} has the id {number}, but gets {found}")
+        raise ModelFileError(
+            f"{path}: added token {shown(text)} has the id {number}, but gets {found}"
+        )
 
 
 def _set_template(

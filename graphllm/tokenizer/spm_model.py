@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from .classes import prefix_scheme
 from .directory import AddedToken, Directory
 from .model_proto import ModelProto, read_model
@@ -134,8 +134,8 @@ class ModelTokenizer(SpmTokenizer):
         text = added.content.encode()
         if self._known.get(text, token) != token or not text:
             raise ModelFileError(
-                f"{path}: added token {added.content!r} has the id {token} in the directory, but "
-                f"{self._known.get(text)} in the model"
+                f"{path}: added token {shown(added.content)} has the id {token} in the directory, "
+                f"but {self._known.get(text)} in the model"
             )
         missing = token + 1 - len(self._tokens)
         self._tokens += [b""] * missing

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from ..weights.gguf import StringArray
+from ..weights.gguf_format import T, typed
 from .decoding import Decoding, looks_special, touches, without_surrogates
 
 SPACE = "▁"  # how SentencePiece writes a space
@@ -187,8 +188,19 @@ class Vocabulary(Decoding):
         named = [(text, token) for text, token in plain if looks_special(text)]
         self._controls = Specials(hidden + named)
 
+    def _wrong(self, key: str, text: str) -> ModelFileError:
+        return ModelFileError(f"{self._file.path}: key {key!r}: {text}")
+
     def _error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: {self.where.format(key)}: {text}")
+
+    def _value(self, key: str, kind: type[T]) -> T | None:
+        """The value of a key as ``kind``, see `typed`."""
+
+        def error(_: str, text: str) -> ModelFileError:
+            return self._error(key, text)
+
+        return typed(self._file.metadata, f"tokenizer.ggml.{key}", kind, error)
 
     def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
         """An array with one number a piece, of NumPy's ``kinds``; None without the key."""
@@ -203,20 +215,17 @@ class Vocabulary(Decoding):
 
     def _token(self, key: str, default: int | None = None) -> int | None:
         key += "_token_id"
-        value = self._file.metadata.get("tokenizer.ggml." + key, default)
+        value = self._value(key, int)
+        value = default if value is None else value
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._error(key, "not an integer")
         if not 0 <= value < self.vocab_size:
             raise self._error(key, f"{value} is not one of the {self.vocab_size} tokens")
         return value
 
     def _flag(self, key: str, default: bool) -> bool:
-        value = self._file.metadata.get("tokenizer.ggml." + key, default)
-        if not isinstance(value, bool):
-            raise self._error(key, "not a boolean")
-        return value
+        value = self._value(key, bool)
+        return default if value is None else value
 
     def _named(self, names: Iterable[str]) -> dict[str, int]:
         """Those of the pieces that exist, with their ids."""
@@ -243,8 +252,8 @@ class Vocabulary(Decoding):
 
     def _strips_spaces(self) -> bool:
         """Whether special pieces take the spaces after them: so llama.cpp for Phi-3, by name."""
-        name = self._file.metadata.get("general.name")
-        return isinstance(name, str) and any(part in name.lower() for part in ("phi-3", "phi3"))
+        name = typed(self._file.metadata, "general.name", str, self._wrong)
+        return name is not None and any(part in name.lower() for part in ("phi-3", "phi3"))
 
     def _find_bytes(self) -> dict[int, bytes]:
         """Token id -> byte; such tokens are named as in ``<0x0A>``."""
@@ -253,7 +262,7 @@ class Vocabulary(Decoding):
         for token in np.flatnonzero(self._kinds == BYTE).tolist():
             name = self._pieces[token]
             if name not in names:
-                raise self._error("tokens", f"{token} is a byte token, but is named {name[:20]!r}")
+                raise self._error("tokens", f"{token} is a byte token, but is named {shown(name)}")
             found[token] = names[name]
         return found
 

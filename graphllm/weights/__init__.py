@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from ..dtype import F32
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from ..quant import Blocks
 from ..tensor import Meta
 from .rules import NamedWeights, WeightRule, plain_dtype
@@ -63,28 +63,28 @@ class Arrays:
 
 
 class ModelWeights:
-    """Another source's weights as a model wants them: some in float32, whatever they are stored in,
-    and beside them constants that the model makes itself, which are no names of the source."""
+    """Another source's weights as a model wants them: vectors in float32, whatever they are stored
+    in, and beside them constants that the model makes itself, which are no names of the source."""
 
     def __init__(self, weights: Weights) -> None:
         self.source = weights
         self._constants: dict[str, np.ndarray] = {}
-        self._floats: set[str] = set()
+        self._vectors: set[str] = set()
 
     def add(self, name: str, values: np.ndarray) -> None:
         """A constant. ModelFileError where another weight has the name."""
         if self.source.meta(name) is not None or not np.array_equal(
             self._constants.setdefault(name, values), values
         ):
-            raise ModelFileError(f"constant {name!r} is another weight's name")
+            raise ModelFileError(f"constant {shown(name)} is another weight's name")
 
-    def widen(self, name: str) -> bool:
-        """Have the weight in float32; whether it is an array of floats, and can be."""
+    def add_vector(self, name: str) -> bool:
+        """Treat the weight as a vector (a norm, biases): `raw` gives finite float32. Return False
+        if it is not stored as floats."""
         meta = self.source.meta(name)
         if meta is None or meta.dtype.name not in _FLOATS:
             return False
-        if meta.dtype != F32:
-            self._floats.add(name)
+        self._vectors.add(name)
         return True
 
     def names(self) -> Iterable[str]:
@@ -94,16 +94,27 @@ class ModelWeights:
         if name in self._constants:
             return Meta.of(self._constants[name].shape, plain_dtype(self._constants[name]))
         stored = self.source.meta(name)
-        return Meta.of(stored.shape, F32) if stored and name in self._floats else stored
+        return Meta.of(stored.shape, F32) if stored and name in self._vectors else stored
 
     def raw(self, name: str) -> np.ndarray:
+        """See `Weights.raw`. ModelFileError for a vector with NaN or infinity."""
         if name in self._constants:
             return Arrays(self._constants).raw(name)
         raw, stored = self.source.raw(name), self.source.meta(name)
-        if name not in self._floats:
+        if name not in self._vectors:
             return raw
         assert stored is not None and stored.dtype.numpy is not None
-        return np.ascontiguousarray(raw).view(stored.dtype.numpy).astype(np.float32).view(np.uint8)
+        with np.errstate(invalid="ignore"):  # of signalling NaN
+            values = np.ascontiguousarray(raw).view(stored.dtype.numpy)
+            values = values.astype(np.float32, copy=False)
+        if not np.isfinite(values).all():
+            at = tuple(map(int, np.argwhere(~np.isfinite(values))[0]))
+            index = at[-1] + at[0] * values.shape[-1]
+            value = str(values[at]).replace("nan", "NaN")
+            raise ModelFileError(
+                f"tensor {shown(name)}: element {index} of {values.size} is {value}"
+            )
+        return values.view(np.uint8)
 
     def release(self, name: str) -> None:
         if name not in self._constants:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ConfigError, ModelFileError, shown
 from . import NamedWeights, Weights
 from .keys import Keys
 from .mapped import TensorInfo
@@ -57,7 +57,7 @@ class Directory:
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
             if method not in _QUANTISED:
-                text = f"weights quantised by {method!r} are not supported"
+                text = f"weights quantised by {shown(method)} are not supported"
                 raise ConfigError(f"{path / 'config.json'}: {text}")
         self.file = Safetensors(file or path, data)
         self._data = data
@@ -95,7 +95,7 @@ class Directory:
             embedding = f"{n.model}.{n.embed}.weight"
             if self._data and not self._equal(weights, head, embedding):
                 raise ModelFileError(
-                    f"{self.path}: {head!r} is stored, and is not {embedding!r}, though "
+                    f"{self.path}: {shown(head)} is stored, and is not {shown(embedding)}, though "
                     "tie_word_embeddings says so"
                 )
             weights.drop(head)

@@ -13,14 +13,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from ..quant import WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
     StringArray,
+    T,
     read_header,
     read_metadata,
     read_tensors,
+    typed,
 )
 from .mapped import MappedFile, TensorFiles, TensorInfo
 
@@ -50,13 +52,11 @@ class _Part(MappedFile):
         self.tensors = read_tensors(cursor, tensor_count, alignment, data)
 
     def error(self, key: str, text: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: key {key!r}: {text}")
+        return ModelFileError(f"{self.path}: key {shown(key)}: {text}")
 
     def integer(self, key: str, default: int) -> int:
-        value = self.metadata.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.error(key, f"{value!r} is not an integer")
-        return value
+        value = typed(self.metadata, key, int, self.error)
+        return default if value is None else value
 
 
 def _open_parts(path: Path, data: bool) -> list[_Part]:
@@ -70,7 +70,7 @@ def _open_parts(path: Path, data: bool) -> list[_Part]:
     named = _PART.fullmatch(path.name)
     if named is None or not path.name.endswith(ending):
         raise ModelFileError(
-            f"{path}: part {number + 1} of {count}, but its name does not end in {ending!r}"
+            f"{path}: part {number + 1} of {count}, but its name does not end in {shown(ending)}"
         )
     names = [f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     if number != 0:
@@ -114,10 +114,19 @@ class GGUF(TensorFiles):
     @property
     def architecture(self) -> str:
         """``general.architecture``, as `llama` or `gemma3`; ModelFileError without one."""
-        name = self.metadata.get("general.architecture")
-        if not isinstance(name, str) or not name:
-            raise ModelFileError(f"{self.path}: key 'general.architecture': missing or no string")
+        name = self.value("general.architecture", str)
+        if not name:
+            raise ModelFileError(f"{self.path}: key 'general.architecture': missing or empty")
         return name
+
+    def value(self, key: str, kind: type[T]) -> T | None:
+        """The value of ``key`` as ``kind``: int, float, bool or str; None without one.
+        ModelFileError for a value of another type."""
+
+        def error(key: str, text: str) -> ModelFileError:
+            return ModelFileError(f"{self.path}: key {shown(key)}: {text}")
+
+        return typed(self.metadata, key, kind, error)
 
     @property
     def kind(self) -> str:
@@ -146,4 +155,4 @@ class GGUF(TensorFiles):
 
     @property
     def chat_template(self) -> str | None:
-        return self.metadata.get("tokenizer.chat_template") or None
+        return self.value("tokenizer.chat_template", str) or None

@@ -11,15 +11,15 @@ import itertools
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from ..dtype import DTYPES, DType
-from ..errors import ModelFileError
-from .mapped import TensorInfo, shown
+from ..errors import ModelFileError, shown
+from .mapped import TensorInfo
 
 # ggml_type -> name, for the formats that graphllm has a dtype for.
 _FORMATS: dict[int, str] = {
@@ -49,6 +49,27 @@ _STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
 _MAX_DIMS = 4
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above any model: what a hostile file may cost us
 _MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
+
+
+T = TypeVar("T", int, float, bool, str)
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+def typed(
+    metadata: Mapping[str, Any],
+    key: str,
+    kind: type[T],
+    error: Callable[[str, str], ModelFileError],
+) -> T | None:
+    """The value of ``key`` as ``kind``: int, float, bool or str; None without one. Raises the
+    ``error`` of the key and a text where the value is of another type."""
+    value = metadata.get(key)
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or (number if kind is int else isinstance(value, kind)):
+        return value
+    if kind is float and number:
+        return kind(value)
+    raise error(key, f"{shown(value)} is not {_KINDS[kind]}")
 
 
 class StringArray(Sequence[str]):
@@ -181,7 +202,7 @@ def read_header(cursor: Cursor) -> tuple[int, int, int]:
     start = cursor.skip(4)
     magic = bytes(cursor.data[start : start + 4])
     if magic != b"GGUF":
-        raise cursor.error(f"not a GGUF file: it starts with {magic!r}")
+        raise cursor.error(f"not a GGUF file: it starts with {shown(magic)}")
     version = cursor.number("I")
     if version not in (2, 3):
         if version & 0xFFFF == 0 and version:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import ConfigError, ModelFileError
 from ..rotary import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
-from .gguf import GGUF
+from .gguf import GGUF, StringArray
 from .keys import Keys
 from .rules import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
 
@@ -117,15 +119,16 @@ LATENT_KEYS = {  # where there is latent attention
     "norm_topk_prob": "expert_weights_norm",
     "first_k_dense_replace": "leading_dense_block_count",
 }
-_SCALING = {  # of Hugging Face's rope_scaling
-    "rope_type": "rope.scaling.type",
-    "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "attention_factor": "rope.scaling.attn_factor",
-    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
+_SCALING: dict[str, tuple[str, type]] = {  # of Hugging Face's rope_scaling, with their types
+    "rope_type": ("rope.scaling.type", str),
+    "factor": ("rope.scaling.factor", float),
+    "original_max_position_embeddings": ("rope.scaling.original_context_length", int),
+    "attention_factor": ("rope.scaling.attn_factor", float),
+    "yarn_log_multiplier": ("rope.scaling.yarn_log_multiplier", float),
+    "beta_fast": ("rope.scaling.yarn_beta_fast", float),
+    "beta_slow": ("rope.scaling.yarn_beta_slow", float),
 }
+_OLD_FACTOR = "rope.scale_linear"  # of files older than rope.scaling.factor
 # What says nothing about the computation; the layout is that of llama.cpp's converter in any case.
 _IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
@@ -134,28 +137,55 @@ def gguf_keys(file: GGUF, family: Family) -> Keys:
     """The file's configuration under Hugging Face's names. ConfigError."""
     prefix = f"{file.architecture}."
     found = {
-        key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)
+        key[len(prefix) :]: _plain(value)
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
     }
     usual = {name: s for name, s in GGUF_KEYS.items() if name not in family.gguf_keys}
     names = {**family.gguf_keys, **usual}
-    shown = {name: prefix + stored for name, stored in names.items()}
-    shown |= {stored: prefix + stored for stored in found}
+    called = {name: prefix + stored for name, stored in names.items()}
+    called |= {stored: prefix + stored for stored in found}
     values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
-    scaling = {name: found.pop(stored) for name, stored in _SCALING.items() if stored in found}
+    scaling = _scaling(file, prefix)
     if scaling:
         values["rope_scaling"] = scaling
-        shown["rope_scaling"] = prefix + "rope.scaling"
+        called["rope_scaling"] = prefix + "rope.scaling"
+        for stored in (_OLD_FACTOR, *(stored for stored, _ in _SCALING.values())):
+            found.pop(stored, None)
     for name in _IGNORED:
         found.pop(name, None)
     values |= found
     values["vocab_size"] = _vocab(file)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    keys = Keys(str(file.path), values, file.tensors, shown, gguf=True)
+    keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
     if "v_head_dim" not in family.gguf_keys and keys.has("v_head_dim"):
         width = keys.positive("v_head_dim")
         if keys.positive("head_dim", width) != width:
             raise ConfigError(f"{file.path}: key_length and value_length differ")
     return keys
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it: of arrays lists, so that values compare as such."""
+    if isinstance(value, StringArray):
+        return value[:]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
+    """Hugging Face's rope_scaling of the file's keys, empty without any. As in llama.cpp
+    (`load_hparams`) a factor without a type is linear, and one of 0 is none."""
+    found: dict[str, Any] = {
+        name: file.value(prefix + stored, kind) for name, (stored, kind) in _SCALING.items()
+    }
+    if found["factor"] is None:
+        found["factor"] = file.value(prefix + _OLD_FACTOR, float)
+    found = {name: value for name, value in found.items() if value is not None}
+    if found:
+        found.setdefault("rope_type", "linear" if "factor" in found else "none")
+    if found.get("factor") == 0:
+        found["factor"] = 1.0
+    return found
 
 
 def _vocab(file: GGUF) -> int:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..dtype import DType
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 
 NO_PICKLES = "a pickle, which can run code, is never loaded; convert it to safetensors"
 
@@ -31,11 +31,6 @@ class TensorInfo:
     nbytes: int
     offset: int
     supported: bool = True  # otherwise the tensor can be listed but not read
-
-
-def shown(name: str) -> str:
-    """A name from the file, as errors show it."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
 
 
 def _open_map(path: Path) -> mmap.mmap:

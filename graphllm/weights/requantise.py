@@ -13,7 +13,7 @@ from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..dtype import DTYPES, DType
-from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError
+from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, shown
 from ..quant import WEIGHT_FORMATS, Blocks
 from ..tensor import Meta, Tensor, weight
 from . import Weights
@@ -46,7 +46,7 @@ class Quantised:
         options: Options | None = None,
     ) -> None:
         if kind not in KINDS:
-            raise RequestError(f"unknown type {kind!r} of weights; known: {', '.join(KINDS)}")
+            raise RequestError(f"unknown type {shown(kind)} of weights; known: {', '.join(KINDS)}")
         self.kind = DTYPES[kind]
         self._weights, self._keep = weights, keep
         self._convert = _Converter(backends, options or Options())
@@ -196,4 +196,4 @@ def _refuse(values: Blocks, name: str, first: int, what: str) -> None:
         good = np.isfinite(tile).all(axis=1)
         if not good.all():
             row = first + start + int(good.argmin())
-            raise ModelFileError(f"tensor {name!r}: row {row} has a value that is {what}")
+            raise ModelFileError(f"tensor {shown(name)}: row {row} has a value that is {what}")

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ..dtype import DTYPES, F32, MXFP4, DType
-from ..errors import ModelFileError
+from ..errors import ModelFileError, shown
 from ..quant import dequantise
 from ..tensor import Meta
 from .mapped import TensorInfo
@@ -276,21 +276,21 @@ class NamedWeights:
             lacking = set(range(len(weight.parts))) - weight.parts.keys()
             if lacking:
                 raise ModelFileError(
-                    f"{file.path}: missing tensor, part {min(lacking)} of {name!r}"
+                    f"{file.path}: missing tensor, part {min(lacking)} of {shown(name)}"
                 )
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
         found = (rule.canonical(stored) for rule in rules)
         known = next((names for names in found if names is not None), None)
         if known is None and strict:
-            raise ModelFileError(f"{self.file.path}: unexpected tensor {stored!r}")
+            raise ModelFileError(f"{self.file.path}: unexpected tensor {shown(stored)}")
         for name, change, part in known or [(stored, SAME, 0)]:
             if not name:
                 continue
             weight = self._weights.setdefault(name, _Weight(change))
             if part in weight.parts:
-                both = f"{weight.parts[part]!r} and {stored!r}"
-                raise ModelFileError(f"{self.file.path}: {both} are both {name!r}")
+                both = f"{shown(weight.parts[part])} and {shown(stored)}"
+                raise ModelFileError(f"{self.file.path}: {both} are both {shown(name)}")
             weight.parts[part] = stored
 
     def names(self) -> Iterable[str]:

@@ -10,8 +10,8 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from ..errors import ModelFileError
-from .mapped import NO_PICKLES, MappedFile, TensorFiles, shown
+from ..errors import ModelFileError, shown
+from .mapped import NO_PICKLES, MappedFile, TensorFiles
 from .safetensors_format import MAX_HEADER, READABLE, read_header
 from .strict_json import json_object
 

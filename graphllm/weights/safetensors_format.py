@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..dtype import BF16, F16, F32, I8, I32, I64, DType
-from ..errors import ModelFileError
-from .mapped import TensorInfo, shown
+from ..errors import ModelFileError, shown
+from .mapped import TensorInfo
 from .strict_json import json_object
 
 # Not weights themselves, but what weights may be stored in: packed nibbles, flags.

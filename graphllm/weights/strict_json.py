@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from ..errors import ModelFileError
-from .mapped import shown
+from ..errors import ModelFileError, shown
 
 # Values that a file may hold: 260,000 tensors. Python needs up to some 200 bytes for each.
 _MAX_VALUES = 1 << 21

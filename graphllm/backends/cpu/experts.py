@@ -48,8 +48,8 @@ from .team import STATUS_ID
 
 # ----------------------------------------------------------------------------------------- routing
 
-_TAKEN = int32(-(2**31))  # below the keys of all numbers, and below that of NaN
-_NAN = int32(-(2**31) + 1)
+_TAKEN = int32(-(2**31))  # below the keys of all numbers
+_NAN = int32(2**31 - 1)  # above them
 
 
 @exact_helper

@@ -1,6 +1,7 @@
 """argmax, sample and penalise, without a sort of the vocabulary.
 
-Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. A
+Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. To
+`sample` NaN is the largest, so that a row's largest key says whether an id can be chosen. A
 first kernel finds the largest key of every 64 logits, with the whole team. From those the second
 one, a row to a thread, reads nearly everything: the largest logit lies in the block that shows it,
 and the k largest lie in blocks that reach the k-th largest block maximum.
@@ -21,8 +22,9 @@ from .jit import args, f32s, f64s, helper, i32s, i64s, inlined, kernel, load_i64
 from .maths import exp64
 
 BLOCK = 64
-_LEAST = int32(-(2**31))
-_MINUS_INF = int32(-(2**31) + (1 << 23) - 1)  # the key of -inf
+_LEAST, _MOST = int32(-(2**31)), int32(2**31 - 1)
+_INF = int32(0x7F800000)  # the key of +inf
+_MINUS_INF = int32(-0x7F800000)
 _SORTED = 4096  # survivors that are worth sorting for top_p
 
 
@@ -55,8 +57,8 @@ def _blocks_nan_last(p, thread, threads):
 
 
 @kernel
-def _blocks_nan_masked(p, thread, threads):
-    _blocks(p, thread, threads, _MINUS_INF)
+def _blocks_nan_first(p, thread, threads):
+    _blocks(p, thread, threads, _MOST)
 
 
 @helper
@@ -68,15 +70,14 @@ def highest(keys, count):
 
 
 @helper
-def _first(bits, width, tops, count, nan):
-    """The lowest index among the largest of a row, and their key."""
-    top = highest(tops, count)
+def _first(bits, width, tops, count, top, nan):
+    """The lowest index of those whose key is ``top``, the largest of a row."""
     for b in range(count):
         if tops[b] == top:
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
                 if sort_key(bits[i], nan) == top:
-                    return i, top
-    return int64(0), top
+                    return i
+    return int64(0)
 
 
 @kernel
@@ -84,8 +85,9 @@ def _argmax(p, thread, threads):
     x, stride, rows_at, width, tops, count, y = args(p, 7)
     first, last = share(load_i64(rows_at), thread, threads)
     for row in range(first, last):
-        at, _ = _first(i32s(x + row * stride), width, i32s(tops + row * count * 4), count, _LEAST)
-        i32s(y)[row] = at
+        mine = i32s(tops + row * count * 4)
+        top = highest(mine, count)
+        i32s(y)[row] = _first(i32s(x + row * stride), width, mine, count, top, _LEAST)
 
 
 # ------------------------------------------------------------------------------------------- draws
@@ -129,7 +131,7 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
     for b in range(blocks):
         if tops[b] >= least:
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                key = sort_key(bits[i], _MINUS_INF)
+                key = sort_key(bits[i], _MOST)
                 if key >= least:
                     ids[count], keys[count] = i, key
                     count += 1
@@ -148,12 +150,11 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
 
 
 @helper
-def _weigh(logits, ids, keys, count, top, peak, temperature, weights):
-    """exp((logit - max) / temperature) of each survivor; 1 for the largest, if infinite too."""
+def _weigh(logits, ids, keys, count, peak, temperature, weights):
+    """exp((logit - max) / temperature) of each survivor."""
     for i in range(count):
         gap = (float64(logits[ids[i]]) - peak) / temperature
-        weight = exp64(gap) if keys[i] > _MINUS_INF else 0.0
-        weights[i] = 1.0 if keys[i] == top else weight
+        weights[i] = exp64(gap) if keys[i] > _MINUS_INF else 0.0
 
 
 @helper
@@ -263,7 +264,12 @@ def _sample(p, thread, threads):
     while row < rows:
         logits, bits = f32s(x + row * stride), i32s(x + row * stride)
         mine = i32s(tops + row * blocks * 4)
-        best, top = _first(bits, width, mine, blocks, _MINUS_INF)
+        top = highest(mine, blocks)
+        if top >= _INF or top == _MINUS_INF:  # NaN, +inf or nothing but -inf
+            i32s(y)[row] = -1
+            row = next_chunk(p)
+            continue
+        best = _first(bits, width, mine, blocks, top, _MOST)
         if not f32s(temperatures)[row] > 0:
             i32s(y)[row] = best
             row = next_chunk(p)
@@ -274,12 +280,12 @@ def _sample(p, thread, threads):
             count = _top_k(bits, width, mine, blocks, k, ids, keys)
         else:
             for i in range(width):
-                ids[i], keys[i] = i, sort_key(bits[i], _MINUS_INF)
+                ids[i], keys[i] = i, sort_key(bits[i], _MOST)
         least = float64(f32s(mins)[row])
         if top_p < 1 or least > 0:
-            _weigh(logits, ids, keys, count, top, peak, 1.0, weights)
+            _weigh(logits, ids, keys, count, peak, 1.0, weights)
             count = _filter(keys, ids, weights, count, top_p, least, order)
-        _weigh(logits, ids, keys, count, top, peak, float64(f32s(temperatures)[row]), weights)
+        _weigh(logits, ids, keys, count, peak, float64(f32s(temperatures)[row]), weights)
         number = float64(_philox(i64s(seeds)[row], i32s(counts)[row]) >> uint64(8)) * 2.0**-24
         i32s(y)[row] = _pick(weights, ids, count, number)
         row = next_chunk(p)
@@ -321,7 +327,7 @@ def _penalise(p, thread, threads):
         if i32s(counts)[row] < i32s(least)[row]:
             for i in range(stops):
                 if first <= i32s(stop)[i] < last:
-                    target[i32s(stop)[i]] = -float32(np.inf)
+                    target[i32s(stop)[i]] -= float32(np.inf)  # NaN stays, +inf becomes NaN
 
 
 # ---------------------------------------------------------------------------------------- builders
@@ -366,7 +372,7 @@ def sample(site: Site) -> list[Launch]:
     draw = [*words, site.out.address, own, _each_nbytes(words[3])]
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "count"):
         draw.append(site.need(name).address)
-    return [Launch(_blocks_nan_masked, words), Launch(_sample, draw)]
+    return [Launch(_blocks_nan_first, words), Launch(_sample, draw)]
 
 
 @BACKEND.kernel("penalise", layout={"logits": "rows"})

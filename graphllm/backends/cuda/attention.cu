@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         top = most;
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
-            weights[i] = most == -INFINITE ? 0 : __expf(weights[i] - most);
+            weights[i] = weights[i] == -INFINITE ? 0 : __expf(weights[i] - most);  // NaN: NaN
             total += weights[i];
         }
 #pragma unroll

@@ -3,16 +3,15 @@
 
 #include "experts.cuh"
 
-// Larger for larger numbers, never zero; the two zeros are equal, NaN is less than all else.
+// Larger for larger numbers, never zero; the two zeros are equal, NaN is more than all else.
 __device__ __forceinline__ u32 key_of(float v) {
-    if (v != v) return 1;
+    if (v != v) return 0xffffffffu;
     u32 bits = __float_as_uint(v + 0.f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 __device__ __forceinline__ float number_of(u32 key) {
-    if (key == 1) return NOT_A_NUMBER;
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // NaN of NaN's key
 }
 
 // The largest of `count` keys, among equals the first, of those that come after `last` in this order;

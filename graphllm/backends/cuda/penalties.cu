@@ -37,6 +37,6 @@ extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i
     __syncthreads();
     for (int e = threadIdx.x; e < p.stops; e += blockDim.x) {
         int id = p.stop[e];
-        if (first <= id && id < last) out[id] = -INFINITE;
+        if (first <= id && id < last) out[id] -= INFINITE;  // NaN stays, +infinity becomes NaN
     }
 }

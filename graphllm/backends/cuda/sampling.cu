@@ -40,8 +40,7 @@ extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings se
         int first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
         for (int i = first; i < ZEROED; i += step) ((u64*)(wide + n))[i] = 0;
     }
-    bool greedy = !settings.temperature || !(settings.temperature[n] > 0);
-    Row row = {(const float*)(x + n * stride), width, greedy};
+    Row row(x + n * stride, width, settings);
     int first = slice * size, last = min(first + size, width);
     if (first >= width) return;
     u32 most = 0;
@@ -271,19 +270,26 @@ __device__ int draw_wide(const Row& row, u32 top, const Draw& draw, u32* room, c
 struct Asked {
     Draw draw;
     int top_k;
+    bool greedy;
     bool wide;  // drawn from by several blocks
 };
 
-__device__ __forceinline__ Asked asked(const Settings& s, i64 n, Row& row) {
-    Asked a = {{}, 1, false};
+__device__ __forceinline__ Asked asked(const Settings& s, i64 n, int width) {
+    Asked a = {{}, 1, true, false};
     if (!s.temperature) return a;
     float top_p = s.top_p[n];
     a.draw = {s.temperature[n], top_p, s.min_p[n], top_p < 1, random_24(s.seed[n], s.count[n])};
-    row.greedy = !(a.draw.temperature > 0);
-    if (row.greedy) return a;
+    a.greedy = !(a.draw.temperature > 0);
+    if (a.greedy) return a;
     a.top_k = s.top_k[n];
-    a.wide = !(0 < a.top_k && a.top_k < row.width);
+    a.wide = !(0 < a.top_k && a.top_k < width);
     return a;
+}
+
+// Whether no id can be sampled from a row whose largest key is `most`: it has NaN or +infinity, or
+// nothing but -infinity.
+__device__ __forceinline__ bool hopeless(const Settings& s, u32 most) {
+    return s.temperature && (most >= KEY_OF_INFINITY || most == KEY_OF_MINUS_INFINITY);
 }
 
 // The first of the largest; `peak`: of the thread's slice, `most`: of all.
@@ -308,15 +314,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
-    Row row = {(const float*)(x + n * stride), width, true};
-    Asked a = asked(s, n, row);
+    Row row(x + n * stride, width, s);
+    Asked a = asked(s, n, width);
     if (a.wide ? !a.draw.some : blockIdx.y) return;
     u32 peak = own_peak(peaks, width), most = block_most(peak);
     int drawn;
-    if (a.wide) {
+    if (hopeless(s, most)) {  // of a wide row `finish` says so
+        drawn = -1;
+        if (a.wide) return;
+    } else if (a.wide) {
         weigh(row, most, a.draw, (u32*)room, wide + n);
         return;
-    } else if (row.greedy) {
+    } else if (a.greedy) {
         drawn = largest(row, peak, most);
     } else {
         bool few = a.top_k <= KEPT;
@@ -336,11 +345,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
-    Row row = {(const float*)(x + n * stride), width, true};
-    Asked a = asked(s, n, row);
+    Row row(x + n * stride, width, s);
+    Asked a = asked(s, n, width);
     if (!a.wide) return;
     wide += n;
     u32 top = block_most(own_peak(peaks, width));
+    if (hopeless(s, top)) {
+        if (blockIdx.y == 0 && threadIdx.x == 0) out[n] = -1;
+        return;
+    }
     Weights weights(top, width);
     int cut = a.draw.some ? (int)wide->bin : -1;
     int size = piece_of(width), first = blockIdx.y * size, last = min(first + size, width);

@@ -4,7 +4,7 @@
 #define THREADS 1024
 #define BINS 2048  // of sums by a few bits of the key: two a thread
 
-struct Settings {  // null: the largest is chosen
+struct Settings {  // null: the largest is chosen, and NaN is the smallest
     const float* temperature;
     const int* top_k;
     const float *top_p, *min_p;
@@ -12,15 +12,21 @@ struct Settings {  // null: the largest is chosen
     const int* count;
 };
 
+#define KEY_OF_INFINITY 0xff800000u
+#define KEY_OF_MINUS_INFINITY 0x007fffffu
+
 struct Row {
     const float* x;
     int width;
-    bool greedy;  // NaN then is less than all else; otherwise it is -infinity
+    u32 nan;  // the key of NaN: above or below all others
+
+    __device__ __forceinline__ Row(const u8* x, int width, const Settings& settings)
+        : x((const float*)x), width(width), nan(settings.temperature ? 0xffffffffu : 1u) {}
 
     // Larger for larger values, never zero; the two zeros are equal.
     __device__ __forceinline__ u32 key(int i) const {
         float v = x[i];
-        if (v != v) return greedy ? 1u : 0x007fffffu;
+        if (v != v) return nan;
         u32 bits = __float_as_uint(v + 0.f);
         return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
@@ -208,9 +214,8 @@ __device__ __forceinline__ u32 random_24(i64 seed, int count) {
     return c0 >> 8;
 }
 
-// exp((value - top) / temperature), 1 at the top even where that is infinite.
+// exp((value - top) / temperature), where the top is finite.
 __device__ __forceinline__ double weight_of(u32 key, u32 top, double temperature) {
-    if (key == top) return 1;
     return exp(((double)value_of(key) - (double)value_of(top)) / temperature);
 }
 
