@@ -104,7 +104,7 @@ class Executor:
     def close(self) -> None:
         """Let go of all buffers, weights and devices, whoever still holds a graph or a plan."""
         for each in (self._programs, self._arenas, self.buffers, self.devices):
-            each.clear()  # type: ignore[attr-defined]
+            each.clear()
         self._graphs, self._model, self._moved = _Graph(), {}, {}
         self._adopted, self.weights = None, Arrays({})
 

@@ -252,7 +252,7 @@ def test_the_begin_token_comes_once(llm, monkeypatch):
 def test_a_model_without_a_template_says_so(llm):
     bare = graphllm.load(llm.file.path)
     assert not bare.has_template
-    with pytest.raises(RequestError, match="has no chat template; give one with --chat-template"):
+    with pytest.raises(RequestError, match="has no chat template; give one as chat_template"):
         bare.chat(MESSAGES)
 
 

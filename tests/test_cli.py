@@ -135,7 +135,7 @@ def test_a_template_in_the_file_is_mentioned_and_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "typed", "message"),
     [
-        (["chat", "MODEL"], b"hi", "has no chat template; give one with --chat-template"),
+        (["chat", "MODEL"], b"hi", "has no chat template; give one as chat_template"),
         (["run", "MODEL", "--chat", "-p", "x"], b"", "has no chat template"),
         (["run", "MODEL", "--system", "x", "-p", "x"], b"", "--system need --chat"),
         (["chat", "MODEL", "--chat-template", "none"], b"hi", "chat template none: No such file"),

@@ -16,6 +16,7 @@ from ..errors import GraphllmError
 from ..family import user_line
 from ..scopes import shown_line
 from . import bench, chat, compare, diff, new, plan, profile, run, show, validate
+from .hints import hinted
 from .options import app
 
 __all__ = [
@@ -49,7 +50,7 @@ def main() -> None:
     except GraphllmError as error:
         if debug_level():
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {hinted(error)}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:
         if hasattr(error, "exit_code"):  # the library's: wrong usage, or --help has been shown

@@ -19,7 +19,7 @@ from ..errors import GraphllmError, RequestError
 from .options import Placing, Source, note, progress_line, verb
 
 if TYPE_CHECKING:
-    from ..llm import LLM
+    from ..api import LLM
     from ..profiler.bench import Test
     from ..profiler.ceilings import Ceiling
 
