@@ -39,6 +39,8 @@ def refused(name: str, value: object, wanted: str) -> RequestError:
 
 def whole_number(value: object) -> int | None:
     """An int, or what NumPy has for one, as an int; None for anything else, bools included."""
+    if type(value) is int:
+        return value
     if _is_bool(value):
         return None
     try:
@@ -82,7 +84,7 @@ class Number:
     _size = f"below {LARGEST:g} in size"
 
     def __call__(self, name: str, value: Any) -> float:
-        if not isinstance(value, numbers.Real) or _is_bool(value):
+        if type(value) is not float and (not isinstance(value, numbers.Real) or _is_bool(value)):
             raise refused(name, value, "a number")
         try:
             number = float(value)

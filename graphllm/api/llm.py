@@ -111,7 +111,8 @@ class LLM(Placed):
         `Sampling`. RequestError where one is bad, or the model has no tokenizer."""
         wanted = Sampling.of("llm.stream", sampling)
         _ = self.tokenizer  # without one there is nothing to yield
-        return self.complete(one_prompt(prompt, "llm.stream"), wanted, Completion(), seen)
+        one = one_prompt(prompt, "llm.stream")
+        return self._answered(one, wanted.seeded(), Completion(), seen)
 
     @overload
     def generate(self, prompt: Prompt, seen: Seen | None = None, **sampling: Any) -> Completion: ...
@@ -135,7 +136,7 @@ class LLM(Placed):
 
     def _whole(self, prompt: str | list[int], wanted: Sampling, seen: Seen | None) -> Completion:
         done = Completion()
-        for _ in self.complete(prompt, wanted, done, seen, whole=True):
+        for _ in self._answered(prompt, wanted.seeded(), done, seen, whole=True):
             pass
         return done
 
@@ -155,7 +156,14 @@ class LLM(Placed):
         tokens by default. ``whole``: no other request runs before this one is over, however slowly
         pieces are taken.
         """
-        sampling = sampling.checked()
+        return self._answered(prompt, sampling.checked(), done, seen, profile, ends, whole)
+
+    def _answered(
+        self, prompt: str | Sequence[int], sampling: Sampling, done: Completion, seen: Seen | None,
+        profile: tuple[Recorder, Recorder] | None = None, ends: Collection[int] | None = None,
+        whole: bool = False,
+    ) -> Iterator[str]:  # fmt: skip
+        """`complete`, of a request that is checked and has its seed."""
         check({"seen": Optional(function)}, {"seen": seen})
         done.seed = sampling.seed or 0
         done.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -224,7 +232,7 @@ class LLM(Placed):
     ) -> Iterator[str]:
         """As `chat`, piece by piece."""
         wanted = Sampling.of("llm.chat_stream", sampling)
-        return self.complete(self.encode_chat(messages), wanted, Completion(), seen)
+        return self._answered(self.encode_chat(messages), wanted.seeded(), Completion(), seen)
 
     def encode_chat(
         self, messages: Sequence[Message], parse_special: bool = False, **variables: Any
@@ -254,7 +262,7 @@ class LLM(Placed):
         wanted = Sampling.of("llm.conversation", sampling)
 
         def answered(ids: list[int], done: Completion) -> Iterator[str]:
-            return self.complete(ids, wanted, done, seen)
+            return self._answered(ids, wanted.seeded(), done, seen)
 
         return Conversation(self.template, self.tokenizer, answered, system, parse_special)
 

@@ -104,15 +104,15 @@ class Sampling:
         base = found.pop("sampling", None) or cls()
         if not isinstance(base, cls):
             raise refused("sampling", base, "a graphllm.Sampling")
-        return replace(base, **found)._plain()
-
-    def _plain(self) -> Sampling:
-        return Sampling(**check(_RULES, {name: getattr(self, name) for name in _RULES}))
+        return cls(**check(_RULES, vars(base) | found))
 
     def checked(self) -> Sampling:
         """This request with plain values, and its seed drawn. RequestError names a bad value."""
-        own = self._plain()
-        return own if own.seed is not None else replace(own, seed=secrets.randbits(32))
+        return Sampling(**check(_RULES, vars(self))).seeded()
+
+    def seeded(self) -> Sampling:
+        """This request with its seed drawn, if it has none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
 
 @dataclass
