@@ -37,7 +37,13 @@ def test_json_has_everything(model):
     result = json.loads(done.stdout)
     assert len(result["tokens"]) == 4 and result["finish_reason"] == "length"
     assert result["prompt_tokens"] > 0 and result["device"] == "cpu"
-    assert set(result["timings"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert set(result["timings"]) == {
+        "load_s",
+        "queue_s",
+        "ttft_s",
+        "prefill_tok_s",
+        "decode_tok_s",
+    }
     assert set(result["placement"]) == {"cpu"} and result["fallbacks"] == []
 
 

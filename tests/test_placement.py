@@ -339,7 +339,7 @@ def test_what_is_installed_and_not_used_is_told(no_gpu, tiny, monkeypatch, capsy
 def test_a_device_that_cannot_be_used_is_an_error(no_gpu, tiny, monkeypatch, capsys):
     code, out, err = called(monkeypatch, capsys, "run", tiny, "-p", "a", "--device", "cuda")
     says = "device = 'cuda' cannot be used: no NVIDIA driver is installed"
-    assert (code, out, err) == (1, "", f"error: {says}\n")
+    assert (code, out, err) == (1, "", f"error: {says} (--device)\n")
 
 
 def test_doctor_says_what_is_missing_in_a_line(no_gpu, monkeypatch, capsys):
