@@ -14,13 +14,13 @@ import numpy as np
 from gpu_shared import Lines, Marks, Model
 
 import graphllm
+from graphllm.api.loading import decoder_for
 from graphllm.decoder import Limits
 from graphllm.errors import GraphllmError
 from graphllm.executor import Executor
 from graphllm.generation.engine import Engine
 from graphllm.generation.kv import BlockTable
 from graphllm.generation.request import Sampling
-from graphllm.llm import decoder_for
 from graphllm.profiler import bench
 from graphllm.repeat import Repeat
 from graphllm.weights.random import RandomFile

@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any
 
 from graphllm import backends
+from graphllm.api import LLM
+from graphllm.api.loading import decoder_for
 from graphllm.backends import Backend
 from graphllm.backends.measured import Measured
 from graphllm.decoder import Limits
 from graphllm.errors import GraphllmError, RequestError
-from graphllm.llm import LLM, decoder_for
 from graphllm.repeat import Repeat
 from graphllm.weights.random import RandomFile
 

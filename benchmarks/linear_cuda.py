@@ -22,11 +22,12 @@ from gpu import ROUNDS, run_time
 from gpu_shared import cuda
 
 from graphllm import ops
+from graphllm.api import LLM
+from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
 from graphllm.backends.cuda import library, linear, linear_many
 from graphllm.decoder import Limits
 from graphllm.dtype import F16, F32
-from graphllm.llm import LLM, decoder_for
 from graphllm.profiler import bench
 from graphllm.profiler.rows import Recorder, totals
 from graphllm.tensor import Var, feed, weight

@@ -22,8 +22,8 @@ from pathlib import Path
 import llama_cpp
 
 import graphllm
+from graphllm.api import LLM
 from graphllm.cli.bench import Grid, numbers
-from graphllm.llm import LLM
 from graphllm.profiler.bench import Test, fillers, once
 from graphllm.weights.files import model_path
 

@@ -19,8 +19,9 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .api import LLM, load
     from .executor import Executor
-    from .llm import LLM, load
+    from .generation.request import Completion, Sampling
     from .profiler.compare import compare
     from .profiler.diff import diff
     from .profiler.predict import dry_run
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "Completion",
     "ConfigError",
     "Executor",
     "GraphError",
@@ -36,6 +38,7 @@ __all__ = [
     "ModelFileError",
     "PlacementError",
     "RequestError",
+    "Sampling",
     "compare",
     "diff",
     "dry_run",
@@ -44,8 +47,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "load": "llm",
-    "LLM": "llm",
+    "load": "api",
+    "LLM": "api",
+    "Completion": "generation.request",
+    "Sampling": "generation.request",
     "Executor": "executor",
     "compare": "profiler.compare",
     "diff": "profiler.diff",

@@ -17,7 +17,7 @@ from .dtype import BF16, DType
 from .errors import GraphError, GraphllmError, OutOfMemory
 from .memory import aligned
 from .tensor import Meta, Tensor, replica
-from .weights import Weights
+from .weights import Arrays, Weights
 
 Pack = Callable[[np.ndarray, Meta], np.ndarray]
 
@@ -124,7 +124,7 @@ class Buffers:
         raw = self._source.raw(leaf.name)
         what = f"tensor {leaf.name!r}"
         try:
-            with _room(device, what, raw.nbytes, "fewer layers there (gpu_layers) need less"):
+            with _room(device, what, raw.nbytes, "fewer layers there need less", "gpu_layers"):
                 made = device.prepare(pack, raw, leaf.meta)
         except OutOfMemory:
             raise
@@ -133,6 +133,12 @@ class Buffers:
         if pack is not None:
             self._source.release(leaf.name)
         return made
+
+    def clear(self) -> None:
+        """Let go of everything, whoever still holds a graph or the weights' file."""
+        self._values.clear()
+        self._weights.clear()
+        self._source = Arrays({})
 
     # -- sums
     def held(self) -> Iterator[tuple[str, str, int]]:
@@ -195,17 +201,20 @@ def _number(kind: np.dtype) -> str:
 
 
 @contextmanager
-def _room(device: Device, what: str, nbytes: int, hint: str) -> Iterator[None]:
-    """OutOfMemory with these words where the device has no memory for ``nbytes``."""
+def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> Iterator[None]:
+    """OutOfMemory with these words where the device has no memory for ``nbytes``; ``argument``: the
+    one that would avoid it."""
     try:
         yield
     except OutOfMemory as error:
-        raise OutOfMemory(what, device.memory, error.needed, error.free, hint) from None
+        known = error.needed, error.free
+        raise OutOfMemory(what, device.memory, *known, hint, argument) from None
     except MemoryError:
-        raise OutOfMemory(what, device.memory, nbytes, device.free(), hint) from None
+        known = nbytes, device.free()
+        raise OutOfMemory(what, device.memory, *known, hint, argument) from None
 
 
 def allocate(device: Device, nbytes: int, what: str) -> Any:
     """A buffer of the device. OutOfMemory names ``what`` it was for."""
-    with _room(device, what, nbytes, "a smaller context (-c) needs less"):
+    with _room(device, what, nbytes, "a smaller context needs less", "context"):
         return device.alloc(nbytes)

@@ -123,8 +123,9 @@ class Decoder(Module):
         for width in sorted(widths):
             if width % kind.block:
                 raise RequestError(
-                    f"kv_type = {kind.name!r} (--kv-type) keeps blocks of {kind.block}, and a head "
-                    f"size of {width} is no multiple of that"
+                    f"kv_type = {kind.name!r} keeps blocks of {kind.block}, and a head size of "
+                    f"{width} is no multiple of that",
+                    "kv_type",
                 )
 
     def _next(self, logits: Tensor, batch: Batch) -> Tensor:

@@ -30,7 +30,15 @@ def listed(names: Sequence[str], text: Callable[[str], str] = shown) -> str:
 
 
 class GraphllmError(Exception):
-    """Base of every error that graphllm raises on purpose; its text is one clear line."""
+    """Base of every error that graphllm raises on purpose; its text is one clear line.
+
+    ``argument``: the argument of the Python function that the error is about, or that would avoid
+    it. The command line adds the flag for it; texts name no flags.
+    """
+
+    def __init__(self, text: str = "", argument: str | None = None) -> None:
+        super().__init__(text)
+        self.argument = argument
 
 
 class ModelFileError(GraphllmError):
@@ -70,9 +78,10 @@ class OutOfMemory(RequestError):
     """A memory has no room: for what, the bytes ``needed`` and those ``free`` (None: not known)."""
 
     def __init__(
-        self, what: str, memory: str, needed: int | None, free: int | None, hint: str
-    ) -> None:
+        self, what: str, memory: str, needed: int | None, free: int | None, hint: str,
+        argument: str | None = None,
+    ) -> None:  # fmt: skip
         needs = "more is needed" if needed is None else f"{needed / 1e9:.2f} GB are needed"
         left = "" if free is None else f", {free / 1e9:.2f} GB are free"
-        super().__init__(f"no memory for {what}: {needs} in {memory}{left}; {hint}")
+        super().__init__(f"no memory for {what}: {needs} in {memory}{left}; {hint}", argument)
         self.what, self.memory, self.needed, self.free = what, memory, needed, free

@@ -101,6 +101,13 @@ class Executor:
     def _devices(self) -> Devices:
         return Devices(self.backends, self.options, self.progress)
 
+    def close(self) -> None:
+        """Let go of all buffers, weights and devices, whoever still holds a graph or a plan."""
+        for each in (self._programs, self._arenas, self.buffers, self.devices):
+            each.clear()
+        self._graphs, self._model, self._moved = _Graph(), {}, {}
+        self._adopted, self.weights = None, Arrays({})
+
     # --------------------------------------------------------------------------------- placement
 
     def adopt(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> None:

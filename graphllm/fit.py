@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from . import graph
-from .errors import RequestError
+from .arguments import refused, whole_number
 from .executor import Executor
 from .ops import get
 from .placement import Pin
@@ -23,15 +24,17 @@ MARGIN = 512 << 20
 _GRAIN, _SMALL = 2 << 20, 512  # drivers round buffers up to these, from half of the larger on
 
 
-def checked(gpu_layers: int | str) -> int | str:
-    """``auto``, ``all`` or a count. RequestError for anything else."""
-    if gpu_layers in (AUTO, ALL):
-        return gpu_layers
-    if (isinstance(gpu_layers, int) or gpu_layers.isdecimal()) and int(gpu_layers) >= 0:
-        return int(gpu_layers)
-    raise RequestError(
-        f"gpu_layers = {gpu_layers!r} (-ngl) must be auto, all or a number of layers from 0 on"
-    )
+def checked(name: str, gpu_layers: Any) -> int | str:
+    """``auto``, ``all`` or a count, which may be its digits. RequestError for anything else."""
+    if isinstance(gpu_layers, str):
+        if gpu_layers in (AUTO, ALL):
+            return gpu_layers
+        number = int(gpu_layers) if gpu_layers.isascii() and gpu_layers.isdecimal() else None
+    else:
+        number = whole_number(gpu_layers)
+    if number is None or number < 0:
+        raise refused(name, gpu_layers, "auto, all or a number of layers from 0 on")
+    return number
 
 
 @dataclass(frozen=True)

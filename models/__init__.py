@@ -43,8 +43,9 @@ def _find(
     near = difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ModelFileError(
-        f"{unknown} {shown(name)}; {hint}known: {', '.join(known)}; a model file of your own reads "
-        "it with --model-def (graphllm new)"
+        f"{unknown} {shown(name)}; {hint}known: {', '.join(known)}; a model file of your own "
+        "(graphllm new) reads it as model_def",
+        "model_def",
     )
 
 

@@ -13,7 +13,7 @@ import tiny_models as tiny
 from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 
 import graphllm
-from graphllm.errors import GraphError, RequestError
+from graphllm.errors import GraphError
 from graphllm.generation.request import Sampling
 from graphllm.placement import Pin
 from graphllm.profiler.rows import Recorder
@@ -120,13 +120,17 @@ def test_timed_runs_are_ahead_as_others_are(ahead, plain):
     assert all(len(row.times) == len(runs) for row in times[1].rows)
 
 
-def test_another_request_ends_this_one(ahead):
-    first = ahead.generate(IDS[:20], GREEDY, ())
-    next(first), next(first)
-    want = drawn(ahead, IDS[:9], 5)
-    with pytest.raises(RequestError, match="another request has begun"):
-        next(first)
-    assert drawn(ahead, IDS[:9], 5) == want
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("read", [1, 7])
+def test_another_request_does_not_change_this_one(ahead, plain, sampling, read):
+    """Each goes on where it was, with a step under way that the other one finds."""
+    want = list(plain.generate(IDS[:20], sampling, ()))
+    first = ahead.generate(IDS[:20], sampling, ())
+    have = [next(first) for _ in range(read)]
+    assert drawn(ahead, IDS[:9], 5) == drawn(plain, IDS[:9], 5)
+    have += [next(first) for _ in range(3)]
+    next(ahead.logits(IDS[:40], last=True))
+    assert have + list(first) == want
 
 
 # ---------------------------------------------------------------------------- after a step too many

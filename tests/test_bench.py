@@ -17,10 +17,10 @@ import tiny_models as tiny
 from pseudo_terminal import without_progress
 
 import graphllm
+from graphllm.api.loading import decoder_for
 from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
 from graphllm.decoder import Limits
 from graphllm.errors import ModelFileError, RequestError
-from graphllm.llm import decoder_for
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test
 from graphllm.weights.random import RandomFile

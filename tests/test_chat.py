@@ -270,7 +270,7 @@ def test_special_tokens_in_messages_are_text(llm):
 def test_a_model_without_a_template_says_so(llm):
     bare = graphllm.load(llm.file.path)
     assert not bare.has_template
-    with pytest.raises(RequestError, match="has no chat template; give one with --chat-template"):
+    with pytest.raises(RequestError, match="has no chat template; give one as chat_template"):
         bare.chat(MESSAGES)
 
 

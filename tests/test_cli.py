@@ -38,7 +38,13 @@ def test_json_has_everything(model):
     result = json.loads(done.stdout)
     assert len(result["tokens"]) == 4 and result["finish_reason"] == "length"
     assert result["prompt_tokens"] > 0 and result["device"] == "cpu"
-    assert set(result["timings"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
+    assert set(result["timings"]) == {
+        "load_s",
+        "queue_s",
+        "ttft_s",
+        "prefill_tok_s",
+        "decode_tok_s",
+    }
     assert set(result["placement"]) == {"cpu"} and result["fallbacks"] == []
 
 
@@ -136,7 +142,7 @@ def test_a_template_in_the_file_is_mentioned_and_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "typed", "message"),
     [
-        (["chat", "MODEL"], b"hi", "has no chat template; give one with --chat-template"),
+        (["chat", "MODEL"], b"hi", "has no chat template; give one as chat_template"),
         (["run", "MODEL", "--chat", "-p", "x"], b"", "has no chat template"),
         (["run", "MODEL", "--system", "x", "-p", "x"], b"", "--system need --chat"),
         (["chat", "MODEL", "--chat-template", "none"], b"hi", "chat template none: No such file"),

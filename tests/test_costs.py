@@ -8,10 +8,10 @@ import pytest
 
 import graphllm
 from graphllm import ops
+from graphllm.api.loading import decoder_for, limits_from
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
 from graphllm.generation.engine import Engine
-from graphllm.llm import decoder_for, limits_from
 from graphllm.ops.attention import _visible_pairs
 from graphllm.plan import Plan
 from graphllm.profiler import bench, predict

@@ -16,13 +16,14 @@ from test_fusion import NOT_ON_CPU, named
 from test_ops_generated import OPS
 
 from graphllm import ops
+from graphllm.api import LLM
+from graphllm.api.loading import decoder_for
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, LEAST, source
 from graphllm.backends.cuda.device import CudaDevice, Launch, Site
 from graphllm.decoder import Limits
 from graphllm.dtype import CACHED, dtype
 from graphllm.executor import Executor
-from graphllm.llm import LLM, decoder_for
 from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.tensor import Var, feed, weight
 from graphllm.weights import Arrays

@@ -122,7 +122,7 @@ def test_a_configuration_that_is_refused(tmp_path, keys, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "lama"}, r"unknown model_type 'lama'; nearest: llama.*--model-def"),
+        ({"model_type": "lama"}, r"unknown model_type 'lama'; nearest: llama.*model_def"),
         ({"model_type": None}, "model_type is missing"),
         ({"num_hidden_layers": 40}, r"missing tensor '\*\.39\.\*'"),
         ({"num_hidden_layers": 2}, r"unexpected tensor 'model\.layers\.2\."),

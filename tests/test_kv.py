@@ -7,6 +7,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
+from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
 from graphllm.decoder import Limits
 from graphllm.errors import RequestError
@@ -14,7 +15,6 @@ from graphllm.executor import Executor
 from graphllm.generation.engine import Engine
 from graphllm.generation.kv import BlockTable
 from graphllm.generation.request import Sampling
-from graphllm.llm import decoder_for
 from graphllm.weights.gguf import GGUF
 
 WINDOWED = """

@@ -307,7 +307,7 @@ def test_json_and_random_shapes():
         ((), "give a MODEL, or --random SHAPE"),
         (("no.gguf",), "no.gguf: no such file"),
         (("--random", "llama-1b", "--device", "tpu"), "unknown backend 'tpu'"),
-        (("--random", "llama-1b", "--free", "-1"), "free = -1000000000 (--free) must be"),
+        (("--random", "llama-1b", "--free", "-1"), "free = -1000000000 must be"),
         (("--random", "llama-1b", "--place", "x"), "--place 'x' must be PATTERN=BACKEND"),
         (("--random", "llama-1b", "--device", GPU, "--place", "x=cpu"), "no site of the model"),
     ],

@@ -145,7 +145,7 @@ def test_what_is_no_model_file(tmp_path):
         ("empty.gguf", "empty.gguf: cannot be opened: cannot mmap an empty file"),
         ("text.gguf", "text.gguf: header: not a GGUF file"),
         ("pipe.gguf", "pipe.gguf: not a regular file"),
-        ("mine.py", "mine.py: is Python, not a model; --model-def takes a model file"),
+        ("mine.py", "mine.py: is Python; a file that defines a model is model_def (--model-def)"),
     ):
         path = str(tmp_path / name)
         fails(python("-m", "graphllm", "run", path, "-p", "x"), message)
@@ -206,7 +206,7 @@ def test_a_demo_that_cannot_be_written(tmp_path):
         (["-n", "-1"], "max_tokens = -1 must be at least 0"),
         (["-s", str(2**63)], "must be in 0..2^63-1"),
         (["--min-tokens", str(2**31)], "must be in 0..2^31-1"),
-        (["--temp", "nan"], "temperature = nan must be at least 0"),
+        (["--temp", "nan"], "temperature = nan must be a finite number"),
         (["--stop-id", "400"], "token id 400 is not in 0..399"),
         (["--stop-id", "-1"], "must be token ids"),
     ],
@@ -250,4 +250,4 @@ def test_a_context_that_no_memory_holds(tmp_path):
     done = python("-c", textwrap.dedent(code))
     assert "no memory for full." in done.stdout
     assert ": 8.59 GB are needed in host, " in done.stdout
-    assert " GB are free; a smaller context (-c) needs less" in done.stdout
+    assert " GB are free; a smaller context needs less" in done.stdout

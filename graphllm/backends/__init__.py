@@ -353,7 +353,7 @@ def check_switches(no_kernels: Sequence[str]) -> None:
         elif get(op).role:
             problem = f"name another op: compiled plans put in {op} where they need it"
         if problem:
-            raise RequestError(f"no_kernels = {switch!r} (--no-kernel) must {problem}")
+            raise RequestError(f"no_kernels = {switch!r} must {problem}", "no_kernels")
 
 
 def _third_party(entry: EntryPoint) -> Backend:

@@ -110,8 +110,9 @@ def find_template(
             return ChatTemplate(own, f"{model}: chat template", tokens)
         names = ", ".join(TEMPLATES)
         raise RequestError(
-            f"{model}: the model has no chat template; give one with --chat-template, a file or "
-            f"one of {names}"
+            f"{model}: the model has no chat template; give one as chat_template, a file or one of "
+            f"{names}",
+            "chat_template",
         )
     if str(choice) in TEMPLATES:
         return ChatTemplate(TEMPLATES[str(choice)], f"chat template {choice}", tokens)

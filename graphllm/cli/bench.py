@@ -21,7 +21,7 @@ from .output import note, show
 from .progress import progress_line
 
 if TYPE_CHECKING:
-    from ..llm import LLM
+    from ..api import LLM
     from ..profiler.bench import Test
     from ..profiler.ceilings import Ceiling
 

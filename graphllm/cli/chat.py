@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import GraphllmError, RequestError
+from .hints import hinted
 from .options import Answering, Loading, Model, System, Template, verb
 from .output import note, say
 
@@ -103,7 +104,7 @@ class Talk:
             except GraphllmError as error:
                 if not self._terminal:
                     raise
-                note(f"error: {error}")
+                note(f"error: {hinted(error)}")
 
     def read(self) -> str | None:
         """A message: a line, lines that go on with a backslash, or a block; None at the end."""
@@ -204,8 +205,9 @@ def _edit_lines() -> None:
 
 def _tell(done: Completion) -> None:
     t = done.timings
-    why = {"length": ", cut at -n tokens", "context": ", the context is full: /reset"}
+    cut = {"length": ", cut at -n tokens"}.get(done.finish_reason, "")
+    cut = f", {'; '.join(done.notes)}: /reset" if done.notes else cut
     note(
         f"[{t.prefill_tokens} new + {len(done.ids)} tokens, "
-        f"{t.as_dict()['decode_tok_s']:.1f} tok/s{why.get(done.finish_reason, '')}]"
+        f"{t.as_dict()['decode_tok_s']:.1f} tok/s{cut}]"
     )

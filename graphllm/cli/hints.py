@@ -21,7 +21,7 @@ _OTHERS = {
 
 def hinted(error: GraphllmError) -> str:
     """The error's text, and in brackets the flag for what it is about, if there is one."""
-    flag = _flags().get(getattr(error, "argument", None) or "")
+    flag = _flags().get(error.argument or "")
     return f"{error} ({flag})" if flag else str(error)
 
 

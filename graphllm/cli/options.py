@@ -16,8 +16,8 @@ from .output import note, show
 from .progress import progress_line
 
 if TYPE_CHECKING:
+    from ..api import LLM
     from ..generation.request import Sampling
-    from ..llm import LLM
     from ..weights.files import ModelFile
 
 app = typer.Typer(
@@ -158,10 +158,10 @@ class Placing:
 
     def load(self, model: str | ModelFile, **more: Any) -> LLM:
         """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
-        from .. import llm
+        from ..api import load
 
         with progress_line() as show:
-            loaded = llm.load(model, progress=show, **self.arguments() | more)
+            loaded = load(model, progress=show, **self.arguments() | more)
         for line in loaded.notes():
             note(f"note: {line}")
         return loaded

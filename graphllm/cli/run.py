@@ -16,8 +16,8 @@ from .output import note, say, show_json
 from .progress import progress_line
 
 if TYPE_CHECKING:
+    from ..api import LLM
     from ..generation.request import Completion, Sampling
-    from ..llm import LLM
 
 Prompts = Annotated[
     list[str] | None,
@@ -154,5 +154,5 @@ def _tell(llm: LLM, done: Completion, seed: int | None) -> None:
             f"[{len(done.prompt_ids)} + {len(done.ids)} tokens, load {t['load_s']:.2f} s, first "
             f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{drawn}]"
         )
-    for line in llm.misses():
+    for line in [*done.notes, *llm.misses()]:
         note(f"note: {line}")

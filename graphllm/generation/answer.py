@@ -9,6 +9,7 @@ from ..profiler.rows import Recorder
 from ..tokenizer import Tokenizer
 from .engine import Engine, Seen
 from .request import Completion, Sampling
+from .request_lock import Claim
 
 
 class StopText:
@@ -50,41 +51,54 @@ class StopText:
 
 def answer(
     engine: Engine,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     sampling: Sampling,
     done: Completion,
     ends: Collection[int],
     seen: Seen | None = None,
     profile: tuple[Recorder, Recorder] | None = None,
+    whole: bool = False,
 ) -> Iterator[str]:
     """Pieces of the text that follows ``done.prompt_ids``; ``done`` is whole after the last.
 
-    ``ends``: the tokens that end an answer of this model.
+    ``ends``: the tokens that end an answer of this model. Without a tokenizer there is no text,
+    only ``done.ids``. The engine is owned for each step, see `RequestLock`; with ``whole`` from the
+    first step to the last, for a caller that takes all pieces at once.
     """
-    pieces, texts = tokenizer.stream(continuation=True), StopText(sampling.stop)
-    clock = _Clock(done)
-    done.finish_reason = "context" if sampling.max_tokens else "length"
+    pieces = tokenizer.stream(continuation=True) if tokenizer else None
+    texts, clock, claim = StopText(sampling.stop), _Clock(done), Claim("a generation")
+    full = f"the context of {engine.limits.context} tokens is full: the answer is cut off"
     ids = engine.generate(done.prompt_ids, sampling, sorted(ends), seen, profile)
-    for token in ids if sampling.max_tokens else ():
-        clock.token(engine.prefilled)
-        enough = len(done.ids) >= sampling.min_tokens
-        if token in ends or (enough and token in sampling.stop_ids):
-            done.finish_reason = "stop"
-            break
-        done.ids.append(token)
-        text = pieces.push(token)
-        if len(done.ids) >= sampling.min_tokens:
-            text = texts.push(text)
-        done.text += text
-        if text:
-            yield text
-        if texts.hit:
-            done.finish_reason = "stop"
-            return
-        if len(done.ids) == sampling.max_tokens:
-            done.finish_reason = "length"
-            break
-    rest = texts.push(pieces.finish())
+    done.finish_reason = "length"
+    try:
+        while len(done.ids) < sampling.max_tokens:
+            engine.lock.take(claim)
+            token, prefilled = next(ids, None), engine.prefilled
+            if not whole:
+                engine.lock.pause(claim)
+            if token is None:
+                done.notes.append(full)
+                break
+            clock.token(prefilled, claim.waited_s)
+            enough = len(done.ids) >= sampling.min_tokens
+            if token in ends or (enough and token in sampling.stop_ids):
+                done.finish_reason = "stop"
+                break
+            done.ids.append(token)
+            text = pieces.push(token) if pieces else ""
+            if len(done.ids) >= sampling.min_tokens:
+                text = texts.push(text)
+            if texts.hit or len(done.ids) == sampling.max_tokens:
+                engine.lock.finish(claim)  # before the caller takes his time over the last piece
+            done.text += text
+            if text:
+                yield text
+            if texts.hit:
+                done.finish_reason = "stop"
+                return
+    finally:
+        engine.lock.finish(claim)
+    rest = texts.push(pieces.finish() if pieces else "")
     if texts.hit:
         done.finish_reason = "stop"
     rest += texts.finish()
@@ -99,13 +113,15 @@ class _Clock:
     def __init__(self, done: Completion) -> None:
         self._done, self._start = done, time.perf_counter()
 
-    def token(self, prefilled: int) -> None:
-        """A token has come; the first ends the prefill, of so many tokens."""
+    def token(self, prefilled: int, waited: float) -> None:
+        """A token has come; the first ends the prefill, of so many tokens. ``waited``: seconds so
+        far, for other requests on the model."""
         done, timings = self._done, self._done.timings
         seconds = time.perf_counter() - self._start
+        timings.queue_s = waited
         if not done.ids:
             done.cached_tokens = len(done.prompt_ids) - prefilled
             timings.prefill_tokens = prefilled
-            timings.ttft_s = timings.prefill_s = seconds
-        timings.decode_s = seconds - timings.prefill_s
+            timings.ttft_s, timings.prefill_s = seconds, seconds - waited
+        timings.decode_s = seconds - waited - timings.prefill_s
         timings.decode_tokens = len(done.ids)

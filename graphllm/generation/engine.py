@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from ..decoder import CacheSpec, Decoder, Limits
-from ..errors import RequestError
+from ..errors import GraphError, RequestError
 from ..executor import Executor
 from ..fit import AUTO, Fit, fit
 from ..graph import toposort
@@ -18,6 +19,7 @@ from ..scopes import noted
 from .finite import not_finite
 from .kv import BlockTable
 from .request import Sampling
+from .request_lock import RequestLock
 
 NEVER = 2**31 - 1  # more tokens than any sequence has
 LOGITS_BYTES = 64 << 20  # of logits that one step may produce
@@ -49,7 +51,9 @@ class Engine:
         self._prefix = 0  # how many tokens see one another, of those cached and those to come
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
-        self.turn = 0  # counts requests: only the last may go on
+        self.lock = RequestLock()  # whoever serves several threads takes it for each step
+        self._turn = 0  # counts requests: the cache belongs to the last one
+        self._steps: Repeat | None = None  # the decode steps of the last request
         self._begun = 0  # tokens in the cache when the last step that was begun is over
         self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
 
@@ -81,6 +85,15 @@ class Engine:
         """Of a prompt, and of one token."""
         return [self._plan(["ids"], self.limits.tokens), self.decode_plan()]
 
+    def close(self) -> None:
+        """Refuse all requests from now on, and let go of buffers and weights."""
+        self.lock.close()
+        with suppress(GraphError):  # where nothing is bound, nothing runs
+            self.executor.get_state("ids")  # waits for a step that was begun ahead
+        self._steps = None
+        del self._prefix_of  # the decoder's, and so its file's
+        self.executor.close()
+
     # -- steps
     def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> dict[str, np.ndarray]:
         """Feeds of a step that appends ``tokens`` to the cached ones."""
@@ -105,9 +118,10 @@ class Engine:
         return feeds
 
     def _sampling_feeds(
-        self, tokens: Sequence[int], sampling: Sampling, stops: Sequence[int]
+        self, tokens: Sequence[int], sampling: Sampling, stops: Sequence[int], count: int
     ) -> dict[str, np.ndarray]:
-        """What the sampler reads: settings, and the state of a sequence that begins."""
+        """What the sampler reads: settings, and the state of a sequence of ``tokens``, of which the
+        last ``count`` were sampled."""
         if len(stops) > self.limits.stops:
             raise RequestError(f"{len(stops)} end tokens are too many (most: {self.limits.stops})")
         stop = np.full(self.limits.stops, -1, np.int32)
@@ -121,7 +135,7 @@ class Engine:
             "frequency": sampling.frequency_penalty,
         }
         least = NEVER if sampling.ignore_eos else sampling.min_tokens
-        ints = {"top_k": sampling.top_k, "min_tokens": least, "count": 0, "done": 0}
+        ints = {"top_k": sampling.top_k, "min_tokens": least, "count": count, "done": 0}
         return {
             **{name: np.array([value], np.float32) for name, value in floats.items()},
             **{name: np.array([value], np.int32) for name, value in ints.items()},
@@ -138,14 +152,16 @@ class Engine:
         ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
         return ring
 
-    def reuse(self, tokens: Sequence[int]) -> int:
+    def reuse(self, tokens: Sequence[int], prefix: int | None = None) -> int:
         """Forget what the cache holds beyond the tokens with which ``tokens`` begins, too.
 
         Returns how many these are; at least the last token is always left to compute. It is 0
         where layers with a window have lost what comes before their end, and where the tokens that
-        see one another are not all the same. RequestError: `Decoder.prefix`.
+        see one another (the first ``prefix``, by default those of a prompt ``tokens``) are not all
+        the same. RequestError: `Decoder.prefix`.
         """
-        common, prefix = 0, self._prefix_of(tokens)
+        common = 0
+        prefix = self._prefix_of(tokens) if prefix is None else prefix
         for a, b in zip(self._cached, tokens[:-1]):
             if a != b:
                 break
@@ -158,7 +174,7 @@ class Engine:
             self._clear(prefix)
             return 0
         del self._cached[common:]
-        self.turn += 1
+        self._begin_turn()
         return common
 
     def forget(self) -> None:
@@ -171,7 +187,11 @@ class Engine:
             table.release()
         self._cached.clear()
         self._prefix = prefix
-        self.turn += 1
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._turn += 1
+        self._steps = None
 
     def generate(
         self,
@@ -183,20 +203,41 @@ class Engine:
     ) -> Iterator[int]:
         """Ids one by one, the first after the prompt ``tokens``, until the context is full.
 
-        RequestError if it is asked to go on after another request has begun. ``stops``: the ids
-        that ``min_tokens`` and ``ignore_eos`` forbid; whoever takes the ids ends at one of them.
-        ``profile``: where the times of prefill and of decode are recorded.
+        When another request has taken the cache between two ids, the next step computes the prompt
+        and the ids so far again, and the answer goes on as if nothing had happened: a token's
+        logits do not depend on how its text was cut into steps, and the sampler's state follows
+        from the ids. ``stops``: the ids that ``min_tokens`` and ``ignore_eos`` forbid; whoever
+        takes the ids ends at one of them. ``seen`` is told of the first prefill. ``profile``: where
+        the times of prefill and of decode are recorded.
         """
         if not tokens:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}"
+                f"the prompt has {len(tokens)} tokens, the context holds {self.limits.context}",
+                "context",
             )
         prefill, decode = profile or (None, None)
-        sampled = self._sampling_feeds(tokens, sampling, stops)
         drawn = "ids.penalised" if sampling.penalises else "ids"
-        at = self.reuse(tokens)
+        prefix, known = self._prefix_of(tokens), list(tokens)
+        while len(known) <= self.limits.context:
+            sampled = self._sampling_feeds(known, sampling, stops, len(known) - len(tokens))
+            first = self._prefill(known, prefix, drawn, sampled, seen, prefill)
+            seen, turn = None, self._turn
+            for token in self._decode(drawn, first, decode):
+                known.append(token)
+                yield token
+                if self._turn != turn:
+                    break
+            else:
+                return
+
+    def _prefill(
+        self, tokens: Sequence[int], prefix: int, drawn: str, sampled: Mapping[str, np.ndarray],
+        seen: Seen | None, profile: Recorder | None,
+    ) -> int:  # fmt: skip
+        """Compute what the cache does not hold of ``tokens``; the id sampled after them."""
+        at = self.reuse(tokens, prefix)
         self.prefilled = len(tokens) - at
         while at < len(tokens):
             chunk = tokens[at : at + self.limits.tokens]
@@ -205,34 +246,39 @@ class Engine:
             wanted = [drawn] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
             env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
-            out = self.executor.run(plan, {**feeds, **sampled}, env, prefill, (drawn,))
+            out = self.executor.run(plan, {**feeds, **sampled}, env, profile, (drawn,))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
-        yield from self._decode(drawn, self._sampled(out[drawn]), decode)
+        return self._sampled(out[drawn])
 
     def _decode(self, drawn: str, token: int, profile: Recorder | None) -> Iterator[int]:
-        """The tokens after a prefill whose plan has advanced the step's state already.
+        """``token``, and those after it, for a prefill that has advanced the step's state already.
+
+        A generator left half way keeps no buffer alive: what a step needs is the engine's.
+        """
+        self._begun = len(self._cached)
+        following: int | None = token
+        while following is not None:
+            yield following
+            following = self._step(drawn, following, profile)
+
+    def _step(self, drawn: str, token: int, profile: Recorder | None) -> int | None:
+        """The id after ``token``, the last one that was sampled; None where the context is full.
 
         Where the device can, the next step is begun before the id of this one is read. Whoever
         ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
         """
-        turn, self._begun = self.turn, len(self._cached)
-        steps: Repeat | None = None
-        while True:
-            yield token
-            if self.turn != turn:
-                raise RequestError("another request has begun on this model; this one is over")
-            steps = steps or self._steps(drawn, profile)
-            while steps.waiting <= steps.ahead and self._begun < self.limits.context:
-                self._begun += 1
-                self._grow(self._begun)
-                steps.launch()
-            if not steps.waiting:
-                return
-            ids = steps.take()
-            self._cached.append(token)
-            token = self._sampled(ids)
+        steps = self._steps = self._steps or self._repeat(drawn, profile)
+        while steps.waiting <= steps.ahead and self._begun < self.limits.context:
+            self._begun += 1
+            self._grow(self._begun)
+            steps.launch()
+        if not steps.waiting:
+            return None
+        ids = steps.take()
+        self._cached.append(token)
+        return self._sampled(ids)
 
     def _sampled(self, ids: np.ndarray) -> int:
         """The id sampled after the cached tokens. NumericError where there was none to choose."""
@@ -241,7 +287,7 @@ class Engine:
             raise not_finite(self, list(self._cached))
         return token
 
-    def _steps(self, drawn: str, profile: Recorder | None) -> Repeat:
+    def _repeat(self, drawn: str, profile: Recorder | None) -> Repeat:
         """Steps of one token, timed with ``profile``."""
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
@@ -263,7 +309,7 @@ class Engine:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
             raise RequestError(
-                f"{len(tokens)} tokens do not fit a context of {self.limits.context}"
+                f"{len(tokens)} tokens do not fit a context of {self.limits.context}", "context"
             )
         self._clear(self._prefix_of(tokens))
 

@@ -104,23 +104,20 @@ def _run(
     engine.begin(tokens)
     bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}
     plan = engine.executor.tap(taps, bounds)
-    try:
-        for at in range(0, len(tokens), rows):
-            piece = tokens[at : at + rows]
-            last = np.array([len(piece) - 1])
-            values = engine.append(plan, piece, last, plan.outputs.keys())
-            for index, node in enumerate(nodes):
-                value = values[str(index)]
-                bad = np.argwhere(~np.isfinite(value))
-                if not len(bad):
-                    continue
-                own = root(plan.outputs[str(index)])
-                ran = (step.backend.name for step in plan.steps if step.node is own)
-                per_token = node.meta.rows.name == "T" if isinstance(node.meta.rows, Var) else False
-                position = at + int(bad[0][0]) if per_token else None
-                first = float(value[tuple(bad[0])])
-                backend = next(ran, engine.executor.backends[0].name)
-                return index, Fault(node.op, node.scope, backend, position, first)
-    finally:
-        engine.executor.drop(plan)
+    for at in range(0, len(tokens), rows):
+        piece = tokens[at : at + rows]
+        last = np.array([len(piece) - 1])
+        values = engine.append(plan, piece, last, plan.outputs.keys())
+        for index, node in enumerate(nodes):
+            value = values[str(index)]
+            bad = np.argwhere(~np.isfinite(value))
+            if not len(bad):
+                continue
+            own = root(plan.outputs[str(index)])
+            ran = (step.backend.name for step in plan.steps if step.node is own)
+            per_token = node.meta.rows.name == "T" if isinstance(node.meta.rows, Var) else False
+            position = at + int(bad[0][0]) if per_token else None
+            first = float(value[tuple(bad[0])])
+            backend = next(ran, engine.executor.backends[0].name)
+            return index, Fault(node.op, node.scope, backend, position, first)
     return -1, None

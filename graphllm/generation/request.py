@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..arguments import (
+    Number,
+    Optional,
+    Rule,
+    Whole,
+    check,
+    flag,
+    refused,
+    texts,
+    token_ids,
+    unknown,
+)
 from ..errors import RequestError
 
-_MOST = 1e30  # what float32 holds, with room for products
+_RULES: dict[str, Rule] = {  # of the fields of `Sampling`
+    "max_tokens": Whole(),
+    "temperature": Number(0),
+    "top_k": Whole(0, 2**31 - 1),
+    "top_p": Number(0, 1, above=True),
+    "min_p": Number(0, 1),
+    "seed": Optional(Whole(0, 2**63 - 1)),
+    "ignore_eos": flag,
+    "repeat_penalty": Number(0, above=True),
+    "presence_penalty": Number(),
+    "frequency_penalty": Number(),
+    "min_tokens": Whole(0, 2**31 - 1),
+    "stop": texts,
+    "stop_ids": token_ids,
+}
+# What other programs call them: transformers, vLLM, llama.cpp. The command line has the same.
+ALIASES = {
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "temp": "temperature",
+    "repetition_penalty": "repeat_penalty",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "stop_token_ids": "stop_ids",
+}
 
 
 @dataclass(frozen=True)
@@ -49,33 +85,33 @@ class Sampling:
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
         return self.ignore_eos or self.min_tokens > 0 or penalties != neutral
 
+    @classmethod
+    def of(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:
+        """The request that keyword arguments of the function ``where`` make; `ALIASES` are taken.
+
+        ``sampling``: a `Sampling` that the others change. RequestError names an argument that is
+        unknown, given twice or bad.
+        """
+        found: dict[str, Any] = {}
+        for name, value in arguments.items():
+            own = ALIASES.get(name, name)
+            if own not in _RULES and own != "sampling":
+                raise unknown(name, _RULES, ALIASES, where)
+            if own in found:
+                twice = " and ".join(n for n in arguments if ALIASES.get(n, n) == own)
+                raise RequestError(f"{twice} are the same argument: give one of them", own)
+            found[own] = value
+        base = found.pop("sampling", None) or cls()
+        if not isinstance(base, cls):
+            raise refused("sampling", base, "a graphllm.Sampling")
+        return cls(**check(_RULES, vars(base) | found))
+
     def checked(self) -> Sampling:
-        """This request with its seed drawn. RequestError names a value out of range."""
-        if isinstance(self.stop, str):
-            return replace(self, stop=(self.stop,)).checked()
-        for name in ("max_tokens", "top_k", "min_tokens"):
-            if not isinstance(getattr(self, name), int):
-                raise RequestError(f"{name} = {getattr(self, name)!r} must be a whole number")
-        for name in ("temperature", "top_p", "min_p"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise RequestError(f"{name} = {getattr(self, name)!r} must be a number")
-        rules = (
-            ("max_tokens", self.max_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < _MOST, "at least 0"),
-            ("top_k", 0 <= self.top_k < 2**31, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in 0..2^63-1"),
-            ("repeat_penalty", 0 < self.repeat_penalty < _MOST, "above 0"),
-            ("presence_penalty", abs(self.presence_penalty) < _MOST, "a finite number"),
-            ("frequency_penalty", abs(self.frequency_penalty) < _MOST, "a finite number"),
-            ("min_tokens", 0 <= self.min_tokens < 2**31, "in 0..2^31-1"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty"),
-            ("stop_ids", all(i >= 0 for i in self.stop_ids), "token ids"),
-        )
-        for name, ok, wanted in rules:
-            if not ok:
-                raise RequestError(f"{name} = {getattr(self, name)!r} must be {wanted}")
+        """This request with plain values, and its seed drawn. RequestError names a bad value."""
+        return Sampling(**check(_RULES, vars(self))).seeded()
+
+    def seeded(self) -> Sampling:
+        """This request with its seed drawn, if it has none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
 
@@ -84,7 +120,8 @@ class Timings:
     """Seconds and rates of one request, the model's loading included for its first."""
 
     load_s: float = 0.0
-    ttft_s: float = 0.0  # from the request to its first token
+    queue_s: float = 0.0  # waiting for other requests on the model; prefill and decode are without
+    ttft_s: float = 0.0  # from the request to its first token, waiting included
     prefill_s: float = 0.0
     prefill_tokens: int = 0  # computed; what was in the cache already is not
     decode_s: float = 0.0
@@ -93,6 +130,7 @@ class Timings:
     def as_dict(self) -> dict[str, float]:
         return {
             "load_s": round(self.load_s, 4),
+            "queue_s": round(self.queue_s, 4),
             "ttft_s": round(self.ttft_s, 4),
             "prefill_tok_s": round(_rate(self.prefill_tokens, self.prefill_s), 2),
             "decode_tok_s": round(_rate(self.decode_tokens, self.decode_s), 2),
@@ -107,9 +145,10 @@ def _rate(count: int, seconds: float) -> float:
 class Completion:
     """A finished generation.
 
-    ``finish_reason``: stop (an end token or a stop text), length, or context (full). ``ids`` are
-    all that were drawn, those of a stop text included; ``text`` ends before it. ``cached_tokens``
-    of the prompt were in the cache already.
+    ``finish_reason``: stop (an end token or a stop text) or length (``max_tokens``, or the context
+    is full, which is in the ``notes`` then). ``ids`` are all that were sampled, those of a stop
+    text included; ``text`` ends before it. ``cached_tokens`` of the prompt were in the cache.
+    ``notes``: what a user should know of the answer, a line each.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -118,6 +157,7 @@ class Completion:
     finish_reason: str = "length"
     seed: int = 0
     cached_tokens: int = 0
+    notes: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,5 +168,6 @@ class Completion:
             "text": self.text,
             "finish_reason": self.finish_reason,
             "seed": self.seed,
+            "notes": self.notes,
             "timings": self.timings.as_dict(),
         }

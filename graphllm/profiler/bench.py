@@ -30,8 +30,8 @@ from .ceilings import cpu_name
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
+    from ..api import LLM
     from ..generation.engine import Engine
-    from ..llm import LLM
     from ..plan import Plan
     from ..weights import Weights
     from ..weights.files import ModelFile
@@ -131,7 +131,8 @@ def check(llm: LLM, test: Test) -> None:
     """RequestError if the context cannot hold the test."""
     have = llm.limits.context
     if test.context > have:
-        raise RequestError(f"{test.name} needs a context of {test.context} tokens, not {have}")
+        what = f"{test.name} needs a context of {test.context} tokens, not {have}"
+        raise RequestError(what, "context")
 
 
 def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
@@ -143,9 +144,10 @@ def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Resul
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     samples, tokens = [], fillers(test.context, llm.decoder.cfg.vocab)
     watch = Others()
-    for done in range(repeat + 1):
-        seen(done)
-        samples.append(once(llm.engine, test, tokens))
+    with llm.engine.lock.hold("a benchmark"):
+        for done in range(repeat + 1):
+            seen(done)
+            samples.append(once(llm.engine, test, tokens))
     seen(repeat + 1)
     nbytes = 0.0
     if test.gen:

@@ -167,10 +167,10 @@ def _check(a: Process, b: Process, force: bool) -> None:
     for key in [*a.work, *b.work] if not force else ():
         had, has = (side.work.get(key, "none") for side in (a, b))
         if had != has:
-            raise RequestError(f"{b.path}: {key} is {has}, in {a.path} it is {had} (--force)")
+            raise RequestError(f"{b.path}: {key} is {has}, in {a.path} it is {had}", "force")
     if (a.phases.keys() != b.phases.keys()) and not force:
         names = [", ".join(side.phases) for side in (a, b)]
-        raise RequestError(f"{b.path}: has {names[1]}; {a.path} has {names[0]} (--force)")
+        raise RequestError(f"{b.path}: has {names[1]}; {a.path} has {names[0]}", "force")
 
 
 def _notes(a: Process, b: Process) -> list[str]:

@@ -19,11 +19,11 @@ import numpy as np
 
 from .. import backends as registry
 from .. import graph
+from ..api import LLM, load
 from ..backends import Options
 from ..errors import RequestError
 from ..executor import Executor, Progress
 from ..fusion import ALL
-from ..llm import LLM, load
 from ..ops import get
 from ..ops.parts import parts
 from ..tensor import Tensor

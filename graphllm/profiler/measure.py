@@ -21,7 +21,7 @@ from .profile import Phase, Profile, Roof
 from .rows import Recorder, Run
 
 if TYPE_CHECKING:
-    from ..llm import LLM
+    from ..api import LLM
 
 Show = Callable[[str, int, int], None]  # what, done, total
 Recorders = tuple[Recorder, Recorder]  # of the prompt, and of the tokens after it
@@ -34,8 +34,9 @@ def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) 
     if decode < 0 or repeat < 1:
         raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
     if not ids or len(ids) + decode > llm.limits.context:
-        have = f"the context holds {llm.limits.context} (-c)"
-        raise RequestError(f"{len(ids)} tokens and {decode} after them: there must be one; {have}")
+        have = f"the context holds {llm.limits.context}"
+        what = f"{len(ids)} tokens and {decode} after them: there must be one; {have}"
+        raise RequestError(what, "context")
     llm.check_ids(ids)
     llm.engine.prepare()
     plain: list[tuple[_Window, _Window]] = []

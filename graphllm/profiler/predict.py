@@ -6,6 +6,7 @@ cannot be used here take part if they are asked for: kernels are selected withou
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
+from ..api.loading import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
+from ..arguments import Optional, Whole, check
 from ..backends import Backend, Device, Options
 from ..decoder import Decoder
 from ..devices import Devices
-from ..errors import PlacementError, RequestError
+from ..errors import PlacementError
 from ..executor import Executor
-from ..fit import checked, leaf_buffers
+from ..fit import leaf_buffers
 from ..generation.engine import Engine
-from ..llm import DEFAULT_CONTEXT, decoder_for, limits_from, options_from
 from ..ops import get
 from ..plan import HOST, Copies, Plan, Step
 from ..tensor import WEIGHT
@@ -86,9 +88,8 @@ class _Planner(Executor):
             missing = registry.find(self._asked)
             if not missing.kernels:
                 why = self.skipped[self._asked]
-                raise PlacementError(
-                    f"device = {self._asked!r} (--device) cannot be planned for: {why}"
-                )
+                what = f"device = {self._asked!r} cannot be planned for: {why}"
+                raise PlacementError(what, "device")
             self.backends.insert(0, missing)
         return _StandIns(self.skipped, self._free, self.backends, self.options, self.progress)
 
@@ -300,8 +301,8 @@ def dry_run(
     threads: int = 0,
     place: Mapping[str, str] | None = None,
     strict: bool = False,
-    no_fuse: Sequence[str] = (),
-    no_kernels: Sequence[str] = (),
+    no_fuse: str | Sequence[str] = (),
+    no_kernels: str | Sequence[str] = (),
     free: int | None = None,
 ) -> DryRun:
     """What `load` and a generation would do with ``model``, from its header: no tensor is read.
@@ -309,16 +310,14 @@ def dry_run(
     Arguments as in `load`; ``device`` may be one that is not usable here. ``free``: bytes that are
     free in a memory beside the host's; None: what its device says, and enough where there is none.
     """
-    options = options_from(context, kv_type, linear, threads, no_fuse, no_kernels)
-    wanted = checked(gpu_layers)
-    if free is not None and free < 0:
-        raise RequestError(f"free = {free} (--free) must be at least 0")
-    file = open_model(model, data=False) if isinstance(model, (str, Path)) else model
+    own = check(RULES | {"free": Optional(Whole())}, dict(locals()))
+    file = open_model(model, data=False) if isinstance(model, (str, os.PathLike)) else model
     decoder = decoder_for(file, model_def, type)
-    limits = decoder.limits(limits_from(context, kv_type, device))
-    planner = _Planner(decoder.weights, device, options, free, pins=place, strict=strict)
+    limits = decoder.limits(limits_from(own["context"], kv_type, device))
+    pinned = {"pins": own["place"], "strict": own["strict"]}
+    planner = _Planner(decoder.weights, device, options_from(own), own["free"], **pinned)
     engine = Engine(decoder, planner, limits)
-    engine.fit(wanted)
+    engine.fit(own["gpu_layers"])
     return _facts(file, decoder, engine, planner)
 
 

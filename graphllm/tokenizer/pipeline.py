@@ -143,9 +143,9 @@ class PipelineTokenizer(Decoding):
             offsets: list[tuple[int, int]] = found.offsets
             added = [place + index for index, place in enumerate(separators)]
             more = set()
-            for index, (token, shown) in enumerate(zip(ids, found.tokens, strict=True)):
+            for index, (token, piece) in enumerate(zip(ids, found.tokens, strict=True)):
                 # An unknown character is shown as it is, and may have a guarded id.
-                guarded = token in self._literal_guarded and self._texts[token] in shown
+                guarded = token in self._literal_guarded and self._texts[token] in piece
                 if guarded and offsets[index][1]:
                     start, end = (place - bisect_left(added, place) for place in offsets[index])
                     if touches(literal, start, end):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..api import LLM, load
 from ..config import DecoderConfig
 from ..errors import ModelFileError
 from ..executor import Progress
 from ..family import Family
-from ..llm import LLM, load
 from ..tensor import Meta
 from ..weights import Weights
 from ..weights.directory import Directory

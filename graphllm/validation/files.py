@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..api.loading import decoder_for
 from ..batch import Limits
 from ..errors import GraphError, GraphllmError, UnusedTensors
-from ..llm import decoder_for
 from ..tokenizer.hard_texts import HARD_TEXTS
 from ..weights.keys import IGNORED
 from .case import TEXT, Case, Subject

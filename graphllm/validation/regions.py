@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..api import LLM
 from ..dtype import F32
 from ..graph import toposort
-from ..llm import LLM
 from ..profiler.deviation import Deviation, deviation
 from ..tensor import Tensor, Var
 from .record import Record

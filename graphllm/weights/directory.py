@@ -115,6 +115,13 @@ class Directory:
 
         return from_directory(self.path, self.metadata)
 
+    def end_ids(self, vocab: int) -> frozenset[int]:
+        """The ids below ``vocab`` that end a generation, as the directory states them; its
+        tokenizer may know more. ModelFileError."""
+        from ..tokenizer.directory import Directory as Files
+
+        return Files(self.path, self.metadata).ends(vocab)
+
     @cached_property
     def chat_template(self) -> str | None:
         from ..chat import directory_template

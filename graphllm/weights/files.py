@@ -97,7 +97,9 @@ def open_model(model: str | Path, data: bool = True) -> ModelFile:
 
         return Llama2cModel(path, data)
     if path.suffix == ".py":
-        raise ModelFileError(f"{path}: is Python, not a model; --model-def takes a model file")
+        raise ModelFileError(
+            f"{path}: is Python; a file that defines a model is model_def", "model_def"
+        )
     from .gguf import GGUF
 
     return GGUF(path, data)

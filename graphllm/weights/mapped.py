@@ -80,10 +80,16 @@ class MappedFile:
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
     def close(self) -> None:
+        """Unmap the file; while views are alive, only give its pages back: they are read again."""
         mapped, self._map = self._map, None
-        if mapped is not None:
-            with contextlib.suppress(BufferError):  # views are alive
-                mapped.close()
+        if mapped is None:
+            return
+        try:
+            mapped.close()
+        except BufferError:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                with contextlib.suppress(OSError):  # advice only
+                    mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class TensorFiles:
