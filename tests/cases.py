@@ -229,7 +229,7 @@ def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
         if kind.numpy is None:
             raw = quant.quantise(values.astype(np.float32).reshape(-1, inner[-1]), kind)
             return Blocks(raw.reshape(*inner[:-1], -1), kind, inner[-1])
-        values = np.ascontiguousarray(values.astype(kind.numpy))
+        values = np.asarray(values.astype(kind.numpy), order="C")
     if arg.layout != "strided":
         return values
     wide = np.full(shape, 99 if kind.numpy.kind in "iu" else np.nan, kind.numpy)

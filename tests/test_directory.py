@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -56,6 +57,43 @@ def test_a_model_needs_no_tokenizer_for_logits(tmp_path):
     assert not llm.file.has_vocabulary
     with pytest.raises(ModelFileError, match="tokenizer"):
         llm.generate("hello")
+
+
+GAINS = """
+from graphllm import ops
+from graphllm.decoder import Decoder
+from graphllm.models.llama import config
+
+class Model(Decoder):
+    def mlp(self, x):
+        return ops.mul(super().mlp(x), self.vector("gain", *SHAPE))
+"""
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_parameter_of_one_element(tmp_path, shape, kind, device):
+    """A gain for each layer, of no axes or of one, is multiplied without a copy."""
+    weights, scaled = tiny.llama_weights(), tiny.llama_weights()
+    for layer in range(tiny.LAYERS):
+        name, gain = f"model.layers.{layer}.mlp", 0.5 + 0.25 * layer
+        weights[f"{name}.gain"] = np.full(shape, gain, kind)
+        scaled[f"{name}.down_proj.weight"] = gain * scaled[f"{name}.down_proj.weight"]
+    folder = tmp_path / "own"
+    folder.mkdir()
+    save_file(
+        {k: np.asarray(v, order="C") for k, v in weights.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    own = tmp_path / "gains.py"
+    own.write_text(f"SHAPE = {shape}\n{GAINS}")
+    llm = graphllm.load(folder, model_def=own, device=device, context=32, linear="float")
+    want = graphllm.load(write(tmp_path / "hf", scaled), device=device, context=32, linear="float")
+    np.testing.assert_allclose(llm.logits(IDS), want.logits(IDS), atol=1e-5)
+    steps = [step.node.op for step in llm.engine.decode_plan().steps]
+    others = [step.node.op for step in want.engine.decode_plan().steps]
+    assert steps.count("contiguous") == others.count("contiguous")
 
 
 def test_quantised_while_loading(tmp_path, monkeypatch):

@@ -123,7 +123,8 @@ def span(meta: Meta) -> int:
 
 
 def one_row(node: Tensor, options: Options) -> str | None:
-    """For a kernel whose second operand is one (contiguous) row for all rows of the first."""
+    """For a kernel whose second operand is one (contiguous) row, or element, for all rows of the
+    first."""
     a, b = node.sources
     return None if a.shape != b.shape else "b has as many rows as a"
 

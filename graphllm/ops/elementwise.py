@@ -20,7 +20,8 @@ def _unary(x, **_):
 def _binary(a, b):
     expect("a", a, None, "f32")
     expect("b", b, None, "f32")
-    require(b.shape in (a.shape, a.shape[-1:]), f"b {b.shape} is neither a {a.shape} nor its row")
+    fits = b.shape in (a.shape, a.shape[-1:], (1,), ())
+    require(fits, f"b {b.shape} is neither a {a.shape}, nor its row, nor one element")
     return same(a)
 
 
@@ -39,11 +40,16 @@ def _pair(rows, inner, layout, row):
     return Sample((a, b), {}, {"T": rows})
 
 
+def _with_one(rows, inner, layout, shape):
+    return Sample((Arg(("T", *inner), layout=layout), Arg(shape, leaf="weight")), {}, {"T": rows})
+
+
 _PAIRS = [
     *grid(_pair, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), row=(False, True)),
     Sample((Arg(("T", 5, 8), layout="permuted"), Arg(("T", 5, 8))), {}, {"T": 3}),
     Sample((Arg(("T", 5, 8)), Arg(("T", 5, 8), layout="expanded")), {}, {"T": 3}),
     Sample((Arg(("T", 1)), Arg(("T", 1), layout="strided")), {}, {"T": 1}),
+    *grid(_with_one, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), shape=((), (1,))),
 ]
 
 
@@ -73,13 +79,15 @@ def _samples(**attrs):
 
 @op("add", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)
 def add(a, b):
-    """Sum of each element. a [T, ..., D], b the same or [D] (added to every row) -> [T, ..., D]."""
+    """Sum of each element. a [T, ..., D], b the same, [D] (one row for all), [1] or [] ->
+    [T, ..., D]."""
     return a + b
 
 
 @op("mul", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)
 def mul(a, b):
-    """Product of each element. a [T, ..., D], b the same or [D] (for every row) -> [T, ..., D]."""
+    """Product of each element. a [T, ..., D], b the same, [D] (one row for all), [1] or [] ->
+    [T, ..., D]."""
     return a * b
 
 

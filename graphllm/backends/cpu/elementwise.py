@@ -153,11 +153,11 @@ def _clamped_glu(gate, up, alpha, limit):
     return gate / (float32(1) + exp32(-alpha * gate)) * (up + float32(1))
 
 
-def _binary(name: str, function: Any, parameters: int = 2) -> Kernel:
+def _binary(name: str, function: Any, parameters: int = 2, one: bool = False) -> Kernel:
     """A kernel for out = function(a, b, parameters); ``inner`` rows of b's width make a row of
-    a."""
+    a. With ``one`` b is one element for all."""
 
-    @kernel(key=(name,))
+    @kernel(key=(name, one))
     def binary(p, thread, threads):
         a, a_stride, b, b_stride, y, rows_at, inner, width = args(p, 8)
         values = f32_args(p, 8, parameters)
@@ -167,15 +167,16 @@ def _binary(name: str, function: Any, parameters: int = 2) -> Kernel:
             line, column = item // pieces, item % pieces * COLUMNS
             row, part = line // inner, line % inner
             left = f32s(a + row * a_stride + (part * width + column) * 4)
-            right = f32s(b + row * b_stride + column * 4)
+            right = f32s(b + row * b_stride + (0 if one else column * 4))
             target = f32s(y + (line * width + column) * 4)
             for i in range(min(COLUMNS, width - column)):
-                target[i] = function(left[i], right[i], *values)
+                target[i] = function(left[i], right[0 if one else i], *values)
 
     return binary
 
 
-_ADD, _MUL = _binary("add", _sum), _binary("mul", _product)
+_ADD = _binary("add", _sum), _binary("add", _sum, one=True)
+_MUL = _binary("mul", _product), _binary("mul", _product, one=True)
 _CLAMPED_GLU = _binary("clamped_glu", _clamped_glu)
 
 
@@ -201,16 +202,25 @@ def _launch_pair(site: Site, made: Kernel, a: Spot, b: Spot, *parameters: float)
     return Launch(made, words + [f32_bits(value) for value in parameters])
 
 
+def _launch_sum(site: Site, made: Kernel, with_one: Kernel) -> Launch:
+    """A sum or a product: by ``with_one`` where b is one element for all."""
+    a, b = site.a, site.b
+    if b.meta.shape in (a.meta.shape, a.meta.inner[-1:]):
+        return _launch_pair(site, made, a, b, 0.0, 0.0)
+    words = [a.address, a.row_stride, b.address, 0, site.out.address]
+    return Launch(with_one, [*words, site.live(a.meta.rows), 1, a.width, 0, 0])
+
+
 @BACKEND.kernel("add", **_PAIR)
 @BACKEND.kernel("add", name="add_row", **_ROW)
 def add(site: Site) -> Launch:
-    return _launch_pair(site, _ADD, site.a, site.b, 0.0, 0.0)
+    return _launch_sum(site, *_ADD)
 
 
 @BACKEND.kernel("mul", **_PAIR)
 @BACKEND.kernel("mul", name="mul_row", **_ROW)
 def mul(site: Site) -> Launch:
-    return _launch_pair(site, _MUL, site.a, site.b, 0.0, 0.0)
+    return _launch_sum(site, *_MUL)
 
 
 @BACKEND.kernel(

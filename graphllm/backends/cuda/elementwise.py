@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from .. import CONTIGUOUS, ROWS
@@ -86,7 +87,7 @@ def add(site: Site) -> Launch:
 
 @BACKEND.kernel("add", **_ROW)
 def add_row(site: Site) -> Launch:
-    return _binary(site, "add", 0, site.b.meta.shape[0])
+    return _binary(site, "add", 0, prod(site.b.meta.shape))
 
 
 @BACKEND.kernel("mul", **_PAIR)
@@ -96,7 +97,7 @@ def mul(site: Site) -> Launch:
 
 @BACKEND.kernel("mul", **_ROW)
 def mul_row(site: Site) -> Launch:
-    return _binary(site, "mul", 0, site.b.meta.shape[0])
+    return _binary(site, "mul", 0, prod(site.b.meta.shape))
 
 
 @BACKEND.kernel(

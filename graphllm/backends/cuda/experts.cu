@@ -5,7 +5,7 @@
 
 // Larger for larger numbers, never zero; the two zeros are equal, NaN is more than all else.
 __device__ __forceinline__ u32 key_of(float v) {
-    if (v != v) return 0xffffffffu;
+    if (v != v) return 0xfffffffeu;  // `largest` begins above all keys
     u32 bits = __float_as_uint(v + 0.f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
