@@ -12,7 +12,8 @@ from ...dtype import dtype
 from .linear_many import PLAIN
 
 _DEEP = 8192  # depth from which on a row takes a warp several rounds
-DEPTHS = (0, 32, _DEEP, _DEEP + 32)  # for each shape of a format one that has it
+_Q6_K = 4096  # depth from which on q6_k has a shape of its own: it was 54 % slower at 2,048
+DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # for each shape of a format one that has it
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     if tokens > 1:
         return Shape(rows, depth, 0)
     usual = Shape(rows, depth, next_one(name), split=name in PLAIN and not gated)
-    if not integer and name not in ("f16", "bf16"):
+    if (not integer and name not in ("f16", "bf16")) or (name == "q6_k" and k < _Q6_K):
         return usual
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
     found = _SHAPES.get(("f16" if name == "bf16" else name, kind), usual)
