@@ -151,7 +151,8 @@ VOCABULARIES: dict[str, Callable[[Path], Tokenizer]] = {
 
 @lru_cache
 def vocabulary(name: str) -> Tokenizer:
-    return VOCABULARIES[name](Path(tempfile.mkdtemp(prefix="graphllm-chat-")))
+    with tempfile.TemporaryDirectory() as folder:  # nothing is read from it later
+        return VOCABULARIES[name](Path(folder))
 
 
 def controls(made: Tokenizer, ids: list[int]) -> list[int]:
