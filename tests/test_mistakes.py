@@ -44,7 +44,7 @@ MISTAKES = [
     ([*RUN, "--top-k", "-1"], 1, "top_k = -1"),
     ([*RUN, "-n", "-1"], 1, "max_tokens = -1"),
     ([*RUN, "-n", HUGE, "-c", "0"], 1, "context = 0"),
-    ([*RUN, "-c", "2"], 1, "the prompt has 3 tokens, the context holds 2; -c sets its size"),
+    ([*RUN, "-c", "2"], 1, "the prompt has 3 tokens, the context holds 2 (-c)"),
     ([*RUN, "-p", "x " * 200], 1, "tokens, the context holds 128; the model has no more"),
     ([*RUN, "-t", "-1"], 1, "threads = -1"),
     ([*RUN, "--device", "gpu"], 1, "unknown backend 'gpu'; known: "),

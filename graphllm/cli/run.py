@@ -76,8 +76,10 @@ def _check_length(llm: LLM, ids: list[int]) -> None:
     most = llm.limits.context
     if len(ids) > most:
         own = llm.decoder.cfg.context
-        why = "-c sets its size" if most < own else "the model has no more"
-        raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {most}; {why}")
+        text = f"the prompt has {len(ids)} tokens, the context holds {most}"
+        if most < own:
+            raise RequestError(text, "context")
+        raise RequestError(f"{text}; the model has no more")
 
 
 def _prompts(texts: list[str] | None, file: Path | None) -> list[str]:
