@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import browser
@@ -45,6 +48,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if missing:
             pytest.skip(f"{mark} tests need {missing[0]}")
     _show_gpu(item.get_closest_marker("cuda") is not None)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Ctrl-C is caught when a test begins, also where pytest was started in the background or where
+    the command line, run in this process, has ended and ignores it."""
+    hook = sys.unraisablehook
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    sys.unraisablehook = hook
 
 
 def _show_gpu(shown: bool) -> None:

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from pseudo_terminal import without_progress
 from typer.testing import CliRunner
 
 from graphllm import config, ops
@@ -71,7 +72,7 @@ def test_the_walk(tmp_path, monkeypatch, capsys):
 def _check(words: list[str], printed: list[str], code: int, output: str) -> None:
     """The page shows what the command prints, figures aside."""
     assert code == ("wrong.py" in words), output
-    have = [figures_out(line) for line in output.splitlines()]
+    have = [figures_out(line) for line in without_progress(output).splitlines()]
     want = [figures_out(line) for line in printed]
     if words[1] in TIMED:
         have, want = ([_head(line) for line in lines] for lines in (have, want))

@@ -254,7 +254,7 @@ def test_latent_vectors_in_fewer_bits(kv_type, off, tmp_path):
 
 def test_latent_vectors_that_blocks_do_not_fit(tmp_path):
     folder = written(tmp_path, "deepseek_v2", kv_lora_rank=48, qk_rope_head_dim=16)
-    with pytest.raises(RequestError, match=r"--kv-type.* head size of 48"):
+    with pytest.raises(RequestError, match=r"kv_type.* head size of 48"):
         logits(folder, kv_type="q8_0")
 
 

@@ -17,6 +17,7 @@ import graphllm
 from graphllm import host, ops
 from graphllm.backends import Log
 from graphllm.cli import app
+from graphllm.cli.output import OutputError
 from graphllm.errors import RequestError
 from graphllm.generation.request import Sampling
 from graphllm.profiler.bench import Result, Test
@@ -273,11 +274,11 @@ def test_the_verb_writes_reports(path, tmp_path):
     assert out[2].read_text().startswith("<!doctype html>")
 
 
-def test_a_report_that_cannot_be_written_loses_nothing(path, tmp_path):
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(path, tmp_path):
     asked = ["profile", str(path), "-n", "2", "-r", "1", "-o", str(tmp_path / "no" / "x.json")]
     result = CliRunner().invoke(app, asked)
-    assert isinstance(result.exception, RequestError) and "No such file" in str(result.exception)
-    assert "decode: 2 tokens" in result.output
+    assert isinstance(result.exception, OutputError) and "No such file" in str(result.exception)
+    assert not result.output
 
 
 @pytest.mark.parametrize(

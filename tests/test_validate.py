@@ -372,8 +372,8 @@ class Model(Decoder):
     [
         ("intermediate_size", "llama.config(keys)", "returned NoneType, no DecoderConfig"),
         ("intermediate_sise", "return llama.config(keys)",
-         "first.py: TINY: the model does not know the key 'intermediate_sise'; it reads "
-         "'intermediate_size'"),
+         "first.py: TINY: the model does not know the key 'intermediate_sise' (it reads "
+         "'intermediate_size')"),
         ("intermediate_size", "return llama.config(keys)",
          "tensor 'model.layers.0.mlp.gate_proj.weight' is (52, 60), the model wants (7, 60) "
          "({}/first.py:12)"),

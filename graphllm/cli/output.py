@@ -74,9 +74,13 @@ def open_streams() -> None:
         sys.stdin = _ClosedStdin()
     if sys.stdout is None:
         raise OutputError("standard output is closed")
+    try:
+        number = sys.stdout.fileno()
+    except (AttributeError, OSError):  # a stream in memory, as a notebook has it
+        return
     terminal = sys.stdout.isatty()
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Stdout(sys.stdout.fileno(), "wb", closefd=False)),
+        io.BufferedWriter(_Stdout(number, "wb", closefd=False)),
         encoding=sys.stdout.encoding if terminal else "utf-8",
         errors="backslashreplace" if terminal else "surrogateescape",
         line_buffering=terminal,
