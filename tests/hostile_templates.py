@@ -66,7 +66,7 @@ METHOD_ARGUMENTS = {
     "maketrans": "n.x", "expandtabs": "99999999", "get": "'a'", "fromkeys": "n.x",
     "to_bytes": "99999999, 'big'",
 }  # fmt: skip
-OF_THE_ISSUE = {
+REPORTED = {
     "slices that are kept": "{% set a='a'*9000000 %}{% set n=namespace(l=[]) %}"
     "{% for i in range(9999) %}{% set n.l=[a[i:],n.l] %}{% endfor %}",
     "text of a list": "{% set n=namespace(l=[1]) %}{% for i in range(40) %}{% set n.l=[n.l,n.l] %}"
@@ -94,7 +94,7 @@ OF_THE_ISSUE = {
 def templates() -> dict[str, str]:
     """Every hostile template by a name, those of reported cases first."""
     environment = TemplateEnvironment()
-    made = dict(OF_THE_ISSUE)
+    made = dict(REPORTED)
     operations = [(operator, operator, VALUES) for operator in OPERATORS]
     for name in environment.filters:
         given = FILTER_ARGUMENTS.get(name, "")
@@ -135,8 +135,8 @@ if __name__ == "__main__":
     every = templates()
     count = int(sys.argv[1]) if len(sys.argv) > 1 else len(every)
     names = [
-        *OF_THE_ISSUE,
-        *random.Random(0).sample([*every][len(OF_THE_ISSUE) :], len(every) - len(OF_THE_ISSUE)),
+        *REPORTED,
+        *random.Random(0).sample([*every][len(REPORTED) :], len(every) - len(REPORTED)),
     ]
     slowest, most, ends = (0.0, ""), (0.0, ""), Counter[str]()
     for name in names[:count]:
