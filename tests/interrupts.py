@@ -27,7 +27,6 @@ VERBS = [
     RUN,
     [*RUN, "--device", "reference"],
     [*RUN, "--json"],
-    ["chat", MODEL, "--chat-template", "zephyr", "--ignore-eos"],
     ["tokenize", MODEL, "hello"],
     ["inspect", MODEL],
     ["plan", MODEL],
