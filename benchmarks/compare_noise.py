@@ -25,11 +25,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from graphllm.backends import find
-from graphllm.backends.cpu.device import Launch, Site
-from graphllm.backends.cpu.jit import args, i64s, kernel
-from graphllm.backends.cpu.walk import clock_ns, pause
+from graphllm.backends.cpu.runtime.device import Launch, Site
+from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
+from graphllm.backends.cpu.runtime.step_interpreter import clock_ns, pause
 from graphllm.cli import main as graphllm
-from graphllm.profiler.compare import WALL, Comparison, compare
+from graphllm.profiler.compare.comparison import WALL, Comparison, compare
 
 LINE = 8  # words of a cache line
 

@@ -20,14 +20,14 @@ from linear_cpu import Turns
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
-from graphllm.backends.cpu.ceiling import Run, reader
-from graphllm.backends.cpu.device import CpuDevice
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import isa, threads_for
-from graphllm.backends.cpu.layouts import allocate
-from graphllm.dtype import DType, dtype
-from graphllm.quant import quantise
-from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime.device import CpuDevice
+from graphllm.backends.cpu.runtime.isa import isa, threads_for
+from graphllm.backends.cpu.runtime.roofline_probes import Run, reader
+from graphllm.formats.quantization import quantise
+from graphllm.graph.dtype import DType, dtype
+from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import numpy as np
 from gpu_shared import ORDER, share
 
 from graphllm import ops
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
-from graphllm.profiler.rows import Recorder, totals
-from graphllm.quant import Blocks
-from graphllm.tensor import Tensor, Var, feed, weight
+from graphllm.checkpoints.random import random_bytes
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Tensor, Var, feed, weight
+from graphllm.profiler.record import Recorder, totals
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
-from graphllm.weights.random import random_bytes
 
 EXPERTS, EACH, HIDDEN, DIM = 8, 2, 14336, 4096
 BYTES = 4 << 30  # of weights that a measurement goes over, about

@@ -28,13 +28,13 @@ from gpu_shared import Lines, Model, ModelPart, Part, cuda, rates, share
 
 from graphllm import ops
 from graphllm.backends import Options
+from graphllm.checkpoints.shapes import SHAPES, TYPES
 from graphllm.debug import debug
 from graphllm.errors import GraphllmError
-from graphllm.executor import Executor
-from graphllm.ops.parts import results
-from graphllm.tensor import Tensor, Var, feed, state, weight
+from graphllm.graph.fused_op import results
+from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
-from graphllm.weights.shapes import SHAPES, TYPES
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, CHAIN, WIDTH = 20, 64, 4096  # runs that count; ops of one kind in a plan; their columns

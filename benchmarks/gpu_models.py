@@ -15,15 +15,15 @@ from gpu_shared import Lines, Marks, Model
 
 import graphllm
 from graphllm.api.loading import decoder_for
-from graphllm.decoder import Limits
+from graphllm.checkpoints.random import RandomFile
+from graphllm.engine.engine import Engine
+from graphllm.engine.kv_cache import BlockTable
+from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
-from graphllm.executor import Executor
-from graphllm.generation.engine import Engine
-from graphllm.generation.kv import BlockTable
-from graphllm.generation.request import Sampling
+from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
-from graphllm.repeat import Repeat
-from graphllm.weights.random import RandomFile
+from graphllm.runtime.decode_loop import Repeat
+from graphllm.runtime.executor import Executor
 
 DECODE, PROMPT = bench.Test(0, 128, 512), bench.Test(512, 0)
 LONG = (bench.Test(0, 128, 4096), bench.Test(8192, 0))

@@ -12,11 +12,11 @@ from graphllm import backends
 from graphllm.api import LLM
 from graphllm.api.loading import decoder_for
 from graphllm.backends import Backend
-from graphllm.backends.measured import Measured
-from graphllm.decoder import Limits
+from graphllm.backends.probe_results import Measured
+from graphllm.checkpoints.random import RandomFile
 from graphllm.errors import GraphllmError, RequestError
-from graphllm.repeat import Repeat
-from graphllm.weights.random import RandomFile
+from graphllm.model.decoder import Limits
+from graphllm.runtime.decode_loop import Repeat
 
 ORDER = ("cuda", "reference")
 Model = tuple[str, str]  # shape and format

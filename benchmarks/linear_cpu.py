@@ -20,17 +20,17 @@ from numba.extending import intrinsic
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Log, Operand, Options, find
-from graphllm.backends.cpu.ceiling import Run, reader
-from graphllm.backends.cpu.device import CpuDevice, Launch, Program
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import isa, threads_for
-from graphllm.backends.cpu.jit import args, kernel
-from graphllm.backends.cpu.layouts import allocate
-from graphllm.backends.cpu.simd import F32S, VECTOR, Emit
-from graphllm.backends.cpu.walk import MEET
-from graphllm.dtype import DType, dtype
-from graphllm.quant import quantise
-from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime.device import CpuDevice, Launch, Program
+from graphllm.backends.cpu.runtime.isa import isa, threads_for
+from graphllm.backends.cpu.runtime.jit import args, kernel
+from graphllm.backends.cpu.runtime.roofline_probes import Run, reader
+from graphllm.backends.cpu.runtime.step_interpreter import MEET
+from graphllm.backends.cpu.simd.emitter import F32S, VECTOR, Emit
+from graphllm.formats.quantization import quantise
+from graphllm.graph.dtype import DType, dtype
+from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
 
 _CHAINS, _TURNS = 12, 1 << 16  # of the peak: sums that do not wait for each other; their terms
 

@@ -25,14 +25,15 @@ from graphllm import ops
 from graphllm.api import LLM
 from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
-from graphllm.backends.cuda import library, linear, linear_many
-from graphllm.decoder import Limits
-from graphllm.dtype import F16, F32
+from graphllm.backends.cuda.kernels import gemm, linear
+from graphllm.backends.cuda.runtime import cublaslt
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import SHAPES
+from graphllm.graph.dtype import F16, F32
+from graphllm.graph.tensor import Var, feed, weight
+from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
-from graphllm.profiler.rows import Recorder, totals
-from graphllm.tensor import Var, feed, weight
-from graphllm.weights.random import RandomFile
-from graphllm.weights.shapes import SHAPES
+from graphllm.profiler.record import Recorder, totals
 
 BYTES = 512 << 20  # of the weights that a measurement goes over
 # rows, depth, matrices at a time, result, added: what linear_many makes of a layer
@@ -48,13 +49,13 @@ SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
 def products(given: argparse.Namespace) -> Iterator[str]:
     """Microseconds of a product, by the library's first choice and by the fastest."""
     device = cuda().open_device(Options())
-    own = library.of(device)
+    own = cublaslt.of(device)
     room = [device.alloc(n) for n in (BYTES, 64 << 20, 128 << 20, 128 << 20)]
     yield f"{'product':<16} {'first, us':>10} {'TFLOP/s':>8} {'fastest, us':>12} {'choice':>7}"
     sums = [0.0, 0.0]
     for name, (rows, depth, count, result, added) in SHAPES_OF_A_LAYER.items():
         size, wide = 2 * rows * depth, result.nbytes * rows * count
-        p = library.Product(
+        p = cublaslt.Product(
             F16, result, rows, depth, room[1].address, 2 * depth, room[0].address,
             room[2].address, wide, 0, room[3].address if added else 0, wide if added else 0,
             count, size if count > 1 else 0, wide // count if count > 1 else 0,
@@ -71,7 +72,7 @@ def products(given: argparse.Namespace) -> Iterator[str]:
     yield f"{'a layer':<16} {sums[0]:10.1f} {'':>8} {sums[1]:12.1f}"
 
 
-def run(own: library.Library, each: Sequence[library.Product], way: library.Way) -> None:
+def run(own: cublaslt.Library, each: Sequence[cublaslt.Product], way: cublaslt.Way) -> None:
     for p in each:
         own.go(p, way)
 
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--type", default="f16", help="format of the weights (layers)")
     parser.add_argument("--tile", type=int, help="MB of block weights expanded at a time (layers)")
     given = parser.parse_args()
-    linear_many._TILE = given.tile << 20 if given.tile else linear_many._TILE
+    gemm._TILE = given.tile << 20 if given.tile else gemm._TILE
     chosen = given.parts or list(PARTS)
     unknown = sorted(set(chosen) - set(PARTS))
     if unknown:

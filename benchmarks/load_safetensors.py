@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.dtype import BF16
-from graphllm.weights.random import random_bytes
+from graphllm.checkpoints.random import random_bytes
+from graphllm.checkpoints.shapes import SHAPES, Shape
+from graphllm.graph.dtype import BF16
 from graphllm.weights.safetensors import Safetensors
-from graphllm.weights.shapes import SHAPES, Shape
 
 _ROUNDS = 5
 Tensors = dict[str, tuple[int, ...]]

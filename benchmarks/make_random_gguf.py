@@ -16,8 +16,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from graphllm.weights.random import RandomFile
-from graphllm.weights.shapes import SHAPES, TYPES
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import SHAPES, TYPES
 
 
 def add_keys(writer: gguf.GGUFWriter, file: RandomFile) -> None:

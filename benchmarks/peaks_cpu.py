@@ -20,14 +20,14 @@ from functools import partial
 import numpy as np
 
 from graphllm.backends import Log
-from graphllm.backends.cpu import peaks
-from graphllm.backends.cpu.ceiling import _OPERATIONS, _program
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import isa
-from graphllm.backends.cpu.jit import args, i64s, kernel
-from graphllm.backends.cpu.layouts import allocate
-from graphllm.dtype import dtype
-from graphllm.profiler import rates
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime import probe_kernels
+from graphllm.backends.cpu.runtime.isa import isa
+from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
+from graphllm.backends.cpu.runtime.roofline_probes import _OPERATIONS, _program
+from graphllm.graph.dtype import dtype
+from graphllm.profiler import kernel_rates
 
 TURNS, CYCLES = 50_000, 16  # of the clock's loop, and of one turn
 ABOVE = 1.02  # of a peak: noise
@@ -57,7 +57,7 @@ def ran(run: Callable[[Log | None], None]) -> float:
 
 def linear(name: str, tokens: int) -> float:
     """Operations a second of a linear of ``tokens``."""
-    step = rates._linear("cpu", 1, dtype(name), rates.WIDTH, tokens)
+    step = kernel_rates._linear("cpu", 1, dtype(name), kernel_rates.WIDTH, tokens)
     assert step is not None, name
     return step.flops / min(step.seconds)
 
@@ -68,16 +68,16 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
-    rates.WIDTH, rates.SECONDS = asked.width, 0.0
-    area = allocate(peaks.OPERANDS * 64)
+    kernel_rates.WIDTH, kernel_rates.SECONDS = asked.width, 0.0
+    area = allocate(probe_kernels.OPERANDS * 64)
     area.view(np.float32)[:] = 1.0
-    chains = peaks.chains()
+    chains = probe_kernels.chains()
     tries: dict[str, Callable[[], float]] = {}
     if isa().x86:
         run = _program(squares, 1, area, TURNS)
         tries["clock"] = lambda: CYCLES * TURNS / ran(run)
     for kind in chains:
-        made, work = peaks.multiply_add(kind)
+        made, work = probe_kernels.multiply_add(kind)
         turns = _OPERATIONS // work
         each = _program(made, 1, area, area.ctypes.data, turns)
         tries[f"peak {kind}"] = lambda each=each, work=work * turns: work / ran(each)

@@ -19,12 +19,12 @@ import numpy as np
 
 import graphllm
 from graphllm import LLM
+from graphllm.checkpoints.random import RandomFile
+from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
-from graphllm.generation.request import Sampling
 from graphllm.profiler.bench import fillers
 from graphllm.profiler.profile import Phase
-from graphllm.profiler.rows import KEYS, Recorder, Run, rows_of
-from graphllm.weights.random import RandomFile
+from graphllm.profiler.record import KEYS, Recorder, Run, rows_of
 
 TOKENS = 32  # that CUPTI looks at
 

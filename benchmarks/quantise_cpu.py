@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from graphllm.dtype import BF16, DTYPES
+from graphllm.graph.dtype import BF16, DTYPES
 
 HERE = Path(__file__).parents[1]
 COLUMNS = 2048
@@ -40,7 +40,7 @@ if kind == "copy":
     work = lambda: list(pool.map(copy, parts))
 else:
     from graphllm.weights import Arrays
-    from graphllm.weights.requantise import Quantised
+    from graphllm.checkpoints.requantize import Quantised
     source = Quantised(Arrays({"x": x}), kind)
     work = lambda: source.raw("x")
 for _ in range(repeats + 1):

@@ -23,9 +23,9 @@ import llama_cpp
 
 import graphllm
 from graphllm.api import LLM
+from graphllm.checkpoints.model_file import model_path
 from graphllm.cli.bench import Grid, numbers
 from graphllm.profiler.bench import Test, fillers, once
-from graphllm.weights.files import model_path
 
 
 class Peer:

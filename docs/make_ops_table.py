@@ -21,9 +21,9 @@ from cases import Group, groups  # noqa: E402
 from graphllm import backends, ops  # noqa: E402
 from graphllm.backends import Backend, Kernel, Options  # noqa: E402
 from graphllm.backends.order import ORDER  # noqa: E402
-from graphllm.dtype import F32, DType  # noqa: E402
+from graphllm.graph.dtype import F32, DType  # noqa: E402
+from graphllm.graph.tensor import WEIGHT  # noqa: E402
 from graphllm.ops import Arg, OpDef, Sample  # noqa: E402
-from graphllm.tensor import WEIGHT  # noqa: E402
 
 WIDTH = 100
 ONE, MANY = 1, 512  # tokens of a step

@@ -20,11 +20,11 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .api import LLM, load
-    from .executor import Executor
-    from .generation.request import Completion, Sampling
-    from .profiler.compare import compare
-    from .profiler.diff import diff
-    from .profiler.predict import dry_run
+    from .engine.request import Completion, Sampling
+    from .profiler.compare.comparison import compare
+    from .profiler.diff.comparison import diff
+    from .profiler.prediction import dry_run
+    from .runtime.executor import Executor
     from .validation import validate
 
 __version__ = "0.1.0"
@@ -51,10 +51,10 @@ _HOME = {
     "LLM": "api",
     "Completion": "generation.request",
     "Sampling": "generation.request",
-    "Executor": "executor",
-    "compare": "profiler.compare",
-    "diff": "profiler.diff",
-    "dry_run": "profiler.predict",
+    "Executor": "runtime.executor",
+    "compare": "profiler.compare.comparison",
+    "diff": "profiler.diff.comparison",
+    "dry_run": "profiler.prediction",
     "validate": "validation",
 }
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .debug import debug
-from .paths import cache_dir
+from .env import cache_dir
 from .terminal import warn
 
 LIMIT = 64 << 20  # bytes of a file that is read as a whole; the largest kernels have 4 MB

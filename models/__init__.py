@@ -2,7 +2,7 @@
 
 A family's module has ``config(keys)``, which makes a `DecoderConfig` of the configuration under
 Hugging Face's names, and ``Model``, which builds the graph. What else it may have:
-`graphllm.family.Family`.
+`graphllm.model.spec.Family`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphllm.errors import ModelFileError, shown
-from graphllm.family import Family, run_file
+from graphllm.model.spec import Family, run_file
 
 
 def families() -> list[Family]:

@@ -1,8 +1,8 @@
 """BLOOM (BigScience 2022): ALiBi for positions, and a norm behind the embedding."""
 
-from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys, even_heads
-from graphllm.weights.rules import rooted
+from graphllm.model.config_keys import Keys, even_heads
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
+from graphllm.weights.names import rooted
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", embed_norm="word_embeddings_layernorm",

@@ -6,11 +6,21 @@ Its successors state the same model_type; they are in `chatglm2`.
 from collections.abc import Sequence
 
 from graphllm import ops
-from graphllm.decoder import Attention, Batch, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
 from graphllm.errors import RequestError
+from graphllm.graph.tensor import Tensor
+from graphllm.model.config_keys import Keys, even_heads
+from graphllm.model.decoder import (
+    Attention,
+    Batch,
+    Decoder,
+    DecoderConfig,
+    Layer,
+    Mlp,
+    Names,
+    Norm,
+    Rope,
+)
 from graphllm.models import chatglm2
-from graphllm.tensor import Tensor
-from graphllm.weights.keys import Keys, even_heads
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", norm="final_layernorm",

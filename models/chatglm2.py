@@ -5,9 +5,9 @@ Their GGUF files, whose names are those of all architectures, are read by `glm`.
 
 from dataclasses import replace
 
-from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
-from graphllm.weights.keys import Keys, shared_heads
-from graphllm.weights.rules import WeightRule
+from graphllm.model.config_keys import Keys, shared_heads
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
+from graphllm.weights.names import WeightRule
 
 NAMES = Names(
     model="transformer", embed="embedding.word_embeddings", layers="encoder.layers",

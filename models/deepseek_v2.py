@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.latent import latent_config, latent_gguf_rules, latent_rules
-from graphllm.mixture import mixture_config
-from graphllm.weights.gguf_model import LATENT_KEYS
-from graphllm.weights.keys import Keys
+from graphllm.checkpoints.gguf_config import LATENT_KEYS
+from graphllm.model.config_keys import Keys
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.mla import latent_config, latent_gguf_rules, latent_rules
+from graphllm.model.moe import mixture_config
 
 HF = latent_rules
 GGUF = ("deepseek2",)

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.latent import latent_rules
+from graphllm.model.config_keys import Keys
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.mla import latent_rules
 from graphllm.models import deepseek_v2 as v2
-from graphllm.weights.keys import Keys
 
 HF = latent_rules
 Model = Decoder

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import SANDWICH, Decoder, DecoderConfig
-from graphllm.weights.keys import Keys, base_config, windows
-from graphllm.weights.rules import GEMMA_NORMS
+from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.decoder import SANDWICH, Decoder, DecoderConfig
+from graphllm.weights.names import GEMMA_NORMS
 
 GGUF = ("gemma2",)
 HF = GEMMA_NORMS

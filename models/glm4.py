@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
+from graphllm.model.config_keys import Keys
+from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.models import glm
-from graphllm.weights.keys import Keys
 
 GGUF = ("glm4",)
 Model = Decoder

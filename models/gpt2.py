@@ -1,9 +1,9 @@
 """GPT-2 (Radford et al. 2019): learned positions, and matrices stored as [in, out]."""
 
-from graphllm.config import ACTIVATIONS
-from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys, even_heads
-from graphllm.weights.rules import TRANSPOSED, WeightRule, rooted
+from graphllm.model.config import ACTIVATIONS
+from graphllm.model.config_keys import Keys, even_heads
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
+from graphllm.weights.names import TRANSPOSED, WeightRule, rooted
 
 NAMES = Names(
     model="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f",

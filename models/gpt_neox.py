@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig, Names, Norm
-from graphllm.weights.keys import Keys, base_config
-from graphllm.weights.rules import WeightRule
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig, Names, Norm
+from graphllm.weights.names import WeightRule
 
 NAMES = Names(
     model="gpt_neox", embed="embed_in", norm="final_layer_norm",

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.mixture import mixture_config
-from graphllm.weights.keys import Keys, base_config, windows
-from graphllm.weights.rules import TRANSPOSED, Change, Mxfp4, View, WeightRule
+from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.moe import mixture_config
+from graphllm.weights.names import TRANSPOSED, Change, Mxfp4, View, WeightRule
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 _GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up take turns

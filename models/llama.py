@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.mixture import mixture_config
-from graphllm.weights.keys import Keys, base_config
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.moe import mixture_config
 
 GGUF = ("llama",)
 Model = Decoder

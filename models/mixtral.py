@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.mixture import mixture_config
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.moe import mixture_config
 from graphllm.weights import WeightRule
-from graphllm.weights.keys import Keys, base_config
-from graphllm.weights.rules import EXPERTS, STACKED
+from graphllm.weights.names import EXPERTS, STACKED
 
 _OLD, _NEW = "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
 HF = (

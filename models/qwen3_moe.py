@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.mixture import mixture_config, sparse_layers
-from graphllm.weights.keys import Keys, base_config
-from graphllm.weights.rules import EXPERTS
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.moe import mixture_config, sparse_layers
+from graphllm.weights.names import EXPERTS
 
 HF = EXPERTS
 GGUF = ("qwen3moe",)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights.keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.decoder import Decoder, DecoderConfig
 
 GGUF = ("smollm3",)
 Model = Decoder

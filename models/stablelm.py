@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from graphllm import ops
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.tensor import Tensor, scope
+from graphllm.graph.tensor import Tensor, scope
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.weights import WeightRule
-from graphllm.weights.keys import Keys, base_config
-from graphllm.weights.rules import STACKED
+from graphllm.weights.names import STACKED
 
 GGUF = ("stablelm",)
 HF = tuple(

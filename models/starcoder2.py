@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.weights.keys import Keys, base_config
+from graphllm.model.config_keys import Keys, base_config
+from graphllm.model.decoder import Decoder, DecoderConfig
 
 GGUF = ("starcoder2",)
 GGUF_KEYS = {"norm_epsilon": "attention.layer_norm_epsilon"}

@@ -1,9 +1,9 @@
 """XGLM (Lin et al. 2022): sinusoidal positions, which no file holds, and a scaled embedding."""
 
-from graphllm.config import ACTIVATIONS
-from graphllm.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.keys import Keys, even_heads
-from graphllm.weights.rules import WeightRule
+from graphllm.model.config import ACTIVATIONS
+from graphllm.model.config_keys import Keys, even_heads
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
+from graphllm.weights.names import WeightRule
 
 NAMES = Names(
     norm="layer_norm", before_attn="self_attn_layer_norm", out="out_proj",

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from graphllm import ops, quant
-from graphllm.dtype import dtype as dtype_of
+from graphllm import ops
+from graphllm.formats import quantization
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import dtype as dtype_of
+from graphllm.graph.tensor import Dim, Tensor, Var, feed, state, weight
 from graphllm.ops import Arg, OpDef, Sample
-from graphllm.quant import Blocks
-from graphllm.tensor import Dim, Tensor, Var, feed, state, weight
 
 SPARE = 3  # rows of capacity beyond the largest live value, so that every run leaves some
 PAD, SHIFT = 3, 1  # a strided operand is a slice of rows this much wider, beginning here
@@ -227,7 +228,7 @@ def _values(arg: Arg, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
         values = np.asarray(make(rng, inner))
         assert values.shape == inner, f"make gave {values.shape} for {inner}"
         if kind.numpy is None:
-            raw = quant.quantise(values.astype(np.float32).reshape(-1, inner[-1]), kind)
+            raw = quantization.quantise(values.astype(np.float32).reshape(-1, inner[-1]), kind)
             return Blocks(raw.reshape(*inner[:-1], -1), kind, inner[-1])
         values = np.asarray(values.astype(kind.numpy), order="C")
     if arg.layout != "strided":

@@ -86,6 +86,6 @@ def _importable(module: str) -> bool:
 @pytest.fixture(scope="session")
 def demo_path():
     """The real demo model's file."""
-    from graphllm.weights.demo import demo_path
+    from graphllm.checkpoints.demo import demo_path
 
     return demo_path()

@@ -16,9 +16,9 @@ from test_ops_generated import run_one
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
-from graphllm.executor import Executor
-from graphllm.generation.request import Sampling
+from graphllm.engine.request import Sampling
 from graphllm.ops import Sample
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 ORDER = ("cuda", "reference")

@@ -8,16 +8,16 @@ from zlib import crc32
 import numpy as np
 from hf_models import FAMILIES, config_of
 
-from graphllm import quant
-from graphllm.batch import Limits
-from graphllm.decoder import Decoder, DecoderConfig
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
-from graphllm.generation.engine import Engine
-from graphllm.quant import Blocks
-from graphllm.tensor import current_scope
+from graphllm.engine.engine import Engine
+from graphllm.formats import quantization
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import current_scope
+from graphllm.model.config_keys import Keys
+from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.inputs import Limits
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
-from graphllm.weights.keys import Keys
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 # Of mixtral: rows of whole blocks in every format, and vocabulary enough for the head's kernels.
@@ -34,7 +34,7 @@ def drawn(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray | Blocks:
     form, values = dtype(kind), values / np.float32(shape[-1] ** 0.5)
     if form.numpy is not None:
         return values.astype(form.numpy)
-    raw = quant.quantise(values.reshape(prod(shape[:-1]), shape[-1]), form)
+    raw = quantization.quantise(values.reshape(prod(shape[:-1]), shape[-1]), form)
     return Blocks(raw.reshape(*shape[:-1], -1), form, shape[-1])
 
 

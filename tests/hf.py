@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphllm.decoder import DecoderConfig
-from graphllm.quant import Blocks
+from graphllm.formats.quantization import Blocks
+from graphllm.model.decoder import DecoderConfig
 from graphllm.weights import Weights
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from graphllm import models
-from graphllm.family import Family
+from graphllm.model.spec import Family
 
 FAMILIES = {family.name: family for family in models.families()}
 ELSEWHERE = ("chatglm", "chatglm2")  # transformers has them no more: tests/test_chatglm.py

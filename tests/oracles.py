@@ -14,8 +14,8 @@ import gguf
 import numpy as np
 from quantise_oracle import quantise
 
-from graphllm.dtype import DTYPES
-from graphllm.quant import Blocks
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import DTYPES
 
 F32 = np.float32
 

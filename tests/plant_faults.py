@@ -30,10 +30,10 @@ import numpy as np
 import tiny_models
 
 import graphllm
+from graphllm.checkpoints.gguf import GGUF
+from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError, ModelFileError, NumericError
-from graphllm.generation.request import Sampling
-from graphllm.quant_formats import SCALES
-from graphllm.weights.gguf import GGUF
+from graphllm.formats.gguf_blocks import SCALES
 from graphllm.weights.mapped import TensorInfo
 from graphllm.weights.safetensors import Safetensors
 

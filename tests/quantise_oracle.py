@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from graphllm.dtype import DTYPES
-from graphllm.quant import Blocks
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import DTYPES
 
 F32, F16 = np.float32, np.float16
 Place = tuple[int, int]  # byte and lowest bit

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from graphllm import ops
-from graphllm.executor import Executor
-from graphllm.tensor import Tensor, feed, state, weight
+from graphllm.graph.tensor import Tensor, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 WIDTH, WARM = 48, 200  # columns; graphs after which the process should not grow any more

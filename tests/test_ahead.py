@@ -13,10 +13,10 @@ import tiny_models as tiny
 from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 
 import graphllm
+from graphllm.compiler.placement import Pin
+from graphllm.engine.request import Sampling
 from graphllm.errors import GraphError
-from graphllm.generation.request import Sampling
-from graphllm.placement import Pin
-from graphllm.profiler.rows import Recorder
+from graphllm.profiler.record import Recorder
 
 ENV = {"T": 1, "S": 1, "Q": 2, "N": 1}
 DRAWN = Sampling(max_tokens=200, temperature=0.9, seed=7, repeat_penalty=1.2)

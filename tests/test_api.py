@@ -21,8 +21,8 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm import Completion, RequestError, Sampling
+from graphllm.engine.request import ALIASES
 from graphllm.errors import GraphllmError
-from graphllm.generation.request import ALIASES
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 6}
 TEXT = "hello there"

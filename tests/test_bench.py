@@ -18,13 +18,13 @@ from pseudo_terminal import without_progress
 
 import graphllm
 from graphllm.api.loading import decoder_for
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import SHAPES, TYPES, Shape
 from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
-from graphllm.decoder import Limits
 from graphllm.errors import ModelFileError, RequestError
+from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test
-from graphllm.weights.random import RandomFile
-from graphllm.weights.shapes import SHAPES, TYPES, Shape
 
 COMMAND = [sys.executable, "-m", "graphllm"]
 # What llama-bench calls the numbers that both have.

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from graphllm import cache
-from graphllm.backends.cpu.elementwise import _SCALE, _SIGMOID, _SILU
-from graphllm.backends.cpu.jit import HIDDEN, Kernel, _codegen
+from graphllm.backends.cpu.kernels.elementwise import _SCALE, _SIGMOID, _SILU
+from graphllm.backends.cpu.runtime.jit import HIDDEN, Kernel, _codegen
 from graphllm.cache import CacheFile
 from graphllm.errors import ModelFileError
 
@@ -197,7 +197,7 @@ def test_writers_at_once_leave_one_whole_file(kept):
 
 @AS_ROOT
 def test_a_demo_file_that_others_could_have_written(tmp_path, monkeypatch, capsys):
-    from graphllm.weights.demo import demo_path
+    from graphllm.checkpoints.demo import demo_path
 
     class Package:
         MODEL_NAME = "m.gguf"
@@ -370,8 +370,8 @@ def test_damaged_kernels_are_misses(tmp_path):
 PROGRAM = """
     import numpy as np
     from graphllm import ops
-    from graphllm.executor import Executor
-    from graphllm.tensor import feed
+    from graphllm.runtime.executor import Executor
+    from graphllm.graph.tensor import feed
     x = feed("x", (4,), "f32")
     ex = Executor(backends=["cpu"])
     plan = ex.compile({"y": ops.silu(x), "z": ops.sigmoid(x)})

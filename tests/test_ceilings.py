@@ -9,18 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphllm import host
-from graphllm.backends.cpu import ceiling, peaks
-from graphllm.backends.cpu.ceiling import KINDS, counts
-from graphllm.backends.cpu.isa import usable_cores
-from graphllm.backends.cuda import ceiling as cuda_ceiling
-from graphllm.backends.measured import Measured
+from graphllm import system_info
+from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
+from graphllm.backends.cpu.runtime.isa import usable_cores
+from graphllm.backends.cpu.runtime.roofline_probes import KINDS, counts
+from graphllm.backends.cuda.runtime import roofline_probes as cuda_ceiling
+from graphllm.backends.probe_results import Measured
 from graphllm.cache import CacheFile
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
-from graphllm.profiler import ceilings, rates
-from graphllm.profiler.ceilings import Ceiling
+from graphllm.profiler import kernel_rates, roofline
+from graphllm.profiler.roofline import Ceiling
 
 SMALL = 4 << 20
 
@@ -32,35 +32,37 @@ def nobody(what, done, total):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache directory of its own, and a small buffer to go over."""
-    monkeypatch.setattr(ceilings, "_FILE", CacheFile("ceilings.json", root=tmp_path / "cache"))
-    monkeypatch.setattr(ceilings, "room", lambda: SMALL)
-    monkeypatch.setattr(rates, "WIDTH", 256)
-    monkeypatch.setattr(rates, "SECONDS", 0.0)
-    monkeypatch.setattr(ceiling, "SECONDS", 0.0)
+    monkeypatch.setattr(roofline, "_FILE", CacheFile("ceilings.json", root=tmp_path / "cache"))
+    monkeypatch.setattr(roofline, "room", lambda: SMALL)
+    monkeypatch.setattr(kernel_rates, "WIDTH", 256)
+    monkeypatch.setattr(kernel_rates, "SECONDS", 0.0)
+    monkeypatch.setattr(roofline_probes, "SECONDS", 0.0)
     return tmp_path / "cache"
 
 
 def made(**changes) -> Ceiling:
     rates = {"read": {1: 1e10, 2: 3e10, 4: 2e10}, "float": {1: 2e10}}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return replace(Ceiling("cpu", ceilings.machine(), date, SMALL, rates), **changes)
+    return replace(Ceiling("cpu", roofline.machine(), date, SMALL, rates), **changes)
 
 
 def test_measured_and_kept(cache):
-    assert ceilings.kept("cpu") is None
-    found = ceilings.measure("cpu", nobody)
+    assert roofline.kept("cpu") is None
+    found = roofline.measure("cpu", nobody)
     assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
-    assert set(found.flops) == set(rates.KINDS) and set(found.peaks) == set(peaks.chains())
+    assert set(found.flops) == set(kernel_rates.KINDS) and set(found.peaks) == set(
+        probe_kernels.chains()
+    )
     tables = [found.rates, found.caches, found.flops, found.peaks]
     for by_count in [row for table in tables for row in table.values()]:
         assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e7
     assert set(found.steps) == set(counts(usable_cores()))
-    assert set(found.shares) == set(found.many) == set(rates.FORMATS)
+    assert set(found.shares) == set(found.many) == set(kernel_rates.FORMATS)
     assert 0 < max(found.shares.values()) <= 1 and min(found.many.values()) > 0
     assert set(found.spreads) == {kind for table in tables for kind in table}
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
     assert found.others is None or 0 <= found.others <= 1
-    assert ceilings.kept("cpu") == found and found.fresh()
+    assert roofline.kept("cpu") == found and found.fresh()
     assert [p.name for p in cache.iterdir()] == ["ceilings.json"]
 
 
@@ -99,7 +101,7 @@ def test_a_profile_is_held_against_roofs(cache):
     """Not against the rates of kernels, which predictions are made of."""
     from graphllm.profiler.measure import _add_roof
 
-    ceilings._keep(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
+    roofline._keep(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
     roofs = {}
     _add_roof(roofs, "cpu", 1)
     assert (roofs["cpu"].float_flop_s, roofs["cpu"].integer_flop_s) == (3e11, 5e11)
@@ -118,20 +120,20 @@ def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
         calls.append(backend)
         return made()
 
-    monkeypatch.setattr(ceilings, "measure", measure)
+    monkeypatch.setattr(roofline, "measure", measure)
     now = datetime.now(timezone.utc)
     for kept in (
         made(date=(now - timedelta(hours=25)).isoformat()),
         made(date=(now + timedelta(hours=2)).isoformat()),
         made(machine="another"),
     ):
-        ceilings._keep(kept)
-        assert ceilings.kept("cpu") == kept and not kept.fresh()
-        ceilings.current("cpu", nobody)
+        roofline._keep(kept)
+        assert roofline.kept("cpu") == kept and not kept.fresh()
+        roofline.current("cpu", nobody)
     assert calls == ["cpu"] * 3
-    ceilings._keep(made(date=(now - timedelta(hours=23)).isoformat()))
-    assert ceilings.current("cpu", nobody) == ceilings.kept("cpu") and len(calls) == 3
-    assert ceilings.current("reference", nobody) is None
+    roofline._keep(made(date=(now - timedelta(hours=23)).isoformat()))
+    assert roofline.current("cpu", nobody) == roofline.kept("cpu") and len(calls) == 3
+    assert roofline.current("reference", nobody) is None
 
 
 OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "nbytes": 1,
@@ -146,48 +148,48 @@ OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "n
 def test_a_damaged_file_counts_for_nothing(cache, text):
     cache.mkdir()
     (cache / "ceilings.json").write_text(text)
-    assert ceilings.kept("cpu") is None
-    ceilings._keep(made())
-    assert ceilings.kept("cpu") == made(date=ceilings.kept("cpu").date)
+    assert roofline.kept("cpu") is None
+    roofline._keep(made())
+    assert roofline.kept("cpu") == made(date=roofline.kept("cpu").date)
 
 
 def test_others_stay_in_the_file(cache):
-    ceilings._keep(made(backend="gpu"))
-    ceilings._keep(made())
+    roofline._keep(made(backend="gpu"))
+    roofline._keep(made())
     assert set(json.loads((cache / "ceilings.json").read_text())) == {"cpu", "gpu"}
-    assert ceilings.kept("gpu") == made(backend="gpu", date=ceilings.kept("gpu").date)
+    assert roofline.kept("gpu") == made(backend="gpu", date=roofline.kept("gpu").date)
 
 
 def test_a_cache_that_is_a_file(cache):
     cache.write_text("")
-    ceilings._keep(made())
-    assert ceilings.kept("cpu") is None
+    roofline._keep(made())
+    assert roofline.kept("cpu") is None
 
 
 def test_memory_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(ceilings, "free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(roofline, "free_bytes", lambda: 1 << 30)
     with pytest.raises(RequestError, match=r"needs 1\.3 GB; 1\.1 GB are free"):
-        ceilings.room()
+        roofline.room()
     for free, size in ((3 << 29, 1 << 30), (3 << 30, 3 << 29), (64 << 30, 2 << 30)):
-        monkeypatch.setattr(ceilings, "free_bytes", lambda free=free: free)
-        assert ceilings.room() == size
+        monkeypatch.setattr(roofline, "free_bytes", lambda free=free: free)
+        assert roofline.room() == size
     with pytest.raises(RequestError, match="reference does not measure"):
-        ceilings.measure("reference", nobody)
+        roofline.measure("reference", nobody)
 
 
 def test_doctor_shows_it(cache, capsys):
     show.doctor(measure=False)
     assert "memory: not measured (graphllm doctor --measure)" in capsys.readouterr().out
     show.doctor(measure=True)
-    kept = ceilings.kept("cpu")
+    kept = roofline.kept("cpu")
     for measure in (None, False):
         out = capsys.readouterr().out if measure is None else shown(capsys)
         first = f"memory gives {kept.bytes_s() / 1e9:.1f} GB/s, measured {kept.date} on "
-        assert first + ceilings.machine() in out and "multiply-adds: f16 " in out
+        assert first + roofline.machine() in out and "multiply-adds: f16 " in out
         for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "a step beside its bytes, us"):
             (row,) = (line for line in out.splitlines() if line.strip().startswith(title))
             assert len(row.split(title)[1].split()) >= usable_cores()
-    ceilings._keep(made(machine="another box"))
+    roofline._keep(made(machine="another box"))
     lines = [line.strip() for line in shown(capsys).splitlines()]
     (at,) = (i for i, line in enumerate(lines) if line.endswith(" on another box"))
     assert lines[at + 1] == "taken on another machine: measure again"
@@ -215,7 +217,7 @@ def test_as_a_table():
 
 def test_what_makes_a_measurement_doubtful():
     now = datetime.now(timezone.utc)
-    plain = f"measured {now.isoformat()} on {ceilings.machine()}"
+    plain = f"measured {now.isoformat()} on {roofline.machine()}"
     assert made(date=now.isoformat()).taken() == plain
     assert made(date=now.isoformat(), others=0.04).taken() == plain
     busy = made(date=now.isoformat(), others=0.38).taken()
@@ -232,13 +234,13 @@ def test_what_makes_a_measurement_doubtful():
 def test_what_others_take_of_the_machine(monkeypatch):
     """All processors' time, what is at work of it, this process's: in seconds."""
     times = iter([(100.0, 40.0, 7.0), (200.0, 90.0, 27.0), None, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
-    monkeypatch.setattr(host, "_processor_seconds", lambda: next(times))
-    watch = host.Others()
+    monkeypatch.setattr(system_info, "_processor_seconds", lambda: next(times))
+    watch = system_info.Others()
     assert watch.share() == pytest.approx(0.3)
     assert watch.share() is None  # the system does not say
-    assert host.Others().share() is None  # no time has gone by
+    assert system_info.Others().share() is None  # no time has gone by
     monkeypatch.undo()
-    share = host.Others().share()
+    share = system_info.Others().share()
     assert share is None or 0 <= share <= 1
 
 
@@ -252,12 +254,12 @@ def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
     assert _ceiling("cpu") == found and f"kept: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
-    ceilings._keep(made(machine="another"))
+    roofline._keep(made(machine="another"))
 
     def full():
         raise RequestError("no room")
 
-    monkeypatch.setattr(ceilings, "room", full)
+    monkeypatch.setattr(roofline, "room", full)
     assert _ceiling("cpu") is None and capsys.readouterr().err == "note: no ceiling: no room\n"
 
 

@@ -9,9 +9,9 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm.chat import TEMPLATES, ChatTemplate, find_template
+from graphllm.engine.request import Completion, Sampling
 from graphllm.errors import ModelFileError, RequestError
-from graphllm.generation.request import Completion, Sampling
-from graphllm.profiler.rows import Recorder
+from graphllm.profiler.record import Recorder
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [

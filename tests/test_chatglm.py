@@ -14,10 +14,10 @@ from cuda_cases import DEVICES, need_device
 from hf_models import FAMILIES, config_of, distance
 
 import graphllm
+from graphllm.engine import engine as engines
+from graphllm.engine import trace as traces
+from graphllm.engine.request import Sampling
 from graphllm.errors import ConfigError, RequestError
-from graphllm.generation import engine as engines
-from graphllm.generation import trace as traces
-from graphllm.generation.request import Sampling
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import graphllm
 from graphllm.cli import app
 from graphllm.errors import RequestError
-from graphllm.profiler import turns
-from graphllm.profiler.compare import WALL, Comparison, compare
+from graphllm.profiler.compare import interleaved_runs
+from graphllm.profiler.compare.comparison import WALL, Comparison, compare
+from graphllm.profiler.compare.samples import load
+from graphllm.profiler.compare.statistics import changes, common, holm, quantile, tail
+from graphllm.profiler.compare.step_matching import label, match
 from graphllm.profiler.files import read_profile
-from graphllm.profiler.match import label, match
-from graphllm.profiler.noise import changes, common, holm, quantile, tail
-from graphllm.profiler.timed import load
 
 SLOWED = {"gated q5_0": 1.2}
 
@@ -495,9 +495,11 @@ def test_an_error_is_one_line(words, message):
 def test_turns_change_sides(tmp_path, monkeypatch):
     """A machine that grows slower takes as much from both; the first of each is no sample."""
     ran = []
-    monkeypatch.setattr(turns, "_profile", lambda way, path: ran.append((way, path.name)))
-    sides = [turns.Way(name, tmp_path, ()) for name in ("then", "now")]
-    files = turns.in_turns((sides[0], sides[1]), 3, tmp_path, lambda *_: None)
+    monkeypatch.setattr(
+        interleaved_runs, "_profile", lambda way, path: ran.append((way, path.name))
+    )
+    sides = [interleaved_runs.Way(name, tmp_path, ()) for name in ("then", "now")]
+    files = interleaved_runs.in_turns((sides[0], sides[1]), 3, tmp_path, lambda *_: None)
     names = [name for _, name in ran]
     assert names == [
         "B0.json", "A0.json", "A1.json", "B1.json", "B2.json", "A2.json", "A3.json", "B3.json"
@@ -507,10 +509,10 @@ def test_turns_change_sides(tmp_path, monkeypatch):
 
 
 def test_what_is_compared_with_what():
-    with turns.ways(["m.gguf", "-n", "8"], "backend=reference") as (a, b):
+    with interleaved_runs.ways(["m.gguf", "-n", "8"], "backend=reference") as (a, b):
         assert a.words == ("m.gguf", "-n", "8", "--device", "reference")
         assert b.words == ("m.gguf", "-n", "8") and a.home == b.home
-    with turns.ways(["m.gguf"], "--no-fuse all -t 1") as (a, b):
+    with interleaved_runs.ways(["m.gguf"], "--no-fuse all -t 1") as (a, b):
         assert a.words == ("m.gguf", "--no-fuse", "all", "-t", "1") and b.words == ("m.gguf",)
 
 
@@ -522,9 +524,9 @@ def git(folder: Path, *words: str) -> None:
 def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
     home = (tmp_path / "repository").resolve()
     home.mkdir()
-    monkeypatch.setattr(turns, "_HOME", home)
+    monkeypatch.setattr(interleaved_runs, "_HOME", home)
     with pytest.raises(RequestError, match=r"commit=HEAD: .* is no git checkout of graphllm"):
-        turns.ways(["m"], "commit=HEAD").__enter__()
+        interleaved_runs.ways(["m"], "commit=HEAD").__enter__()
     git(home, "init")
     for name in ("models", "graphllm"):
         (home / name).mkdir()
@@ -534,7 +536,7 @@ def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
         git(home, "add", ".")
         git(home, "commit", "-m", f"as it is {text}")
     (home / "file").write_text("changed since")
-    with turns.ways(["m"], "commit=HEAD~1") as (a, b):
+    with interleaved_runs.ways(["m"], "commit=HEAD~1") as (a, b):
         assert (a.home / "file").read_text() == "then" and b.home == home
         assert a.name.startswith("commit ") and a.name.endswith("as it is then")
         assert (a.home / "graphllm" / "models" / "__init__.py").read_text() == "# models"
@@ -545,7 +547,7 @@ def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
     with pytest.raises(
         RequestError, match=r"--against commit=never: .*repository has no such comm"
     ):
-        turns.ways(["m"], "commit=never").__enter__()
+        interleaved_runs.ways(["m"], "commit=never").__enter__()
 
 
 def test_a_small_model_against_another_backend(tmp_path):

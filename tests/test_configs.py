@@ -13,9 +13,9 @@ import vary_keys
 from hf_models import ELSEWHERE, FAMILIES
 from published_configs import PUBLISHED
 
-from graphllm.config import DecoderConfig
 from graphllm.errors import ConfigError
-from graphllm.weights.keys import Keys
+from graphllm.model.config import DecoderConfig
+from graphllm.model.config_keys import Keys
 
 # What a configuration cannot leave out: anything else has a value that is usual in its family.
 SIZES = {"hidden_size": 256, "intermediate_size": 52, "num_hidden_layers": 3,

@@ -7,9 +7,9 @@ import pytest
 from far import far  # noqa: F401
 
 from graphllm import ops
-from graphllm.executor import Executor
-from graphllm.plan import HOST
-from graphllm.tensor import Var, feed, scope, state, weight
+from graphllm.compiler.plan import HOST
+from graphllm.graph.tensor import Var, feed, scope, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 

@@ -11,14 +11,14 @@ from graphllm import ops
 from graphllm.api.loading import decoder_for, limits_from
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
-from graphllm.generation.engine import Engine
+from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.model_file import model_path
+from graphllm.checkpoints.random import RandomFile
+from graphllm.compiler.plan import Plan
+from graphllm.engine.engine import Engine
+from graphllm.graph.tensor import Var, feed, state
 from graphllm.ops.attention import _visible_pairs
-from graphllm.plan import Plan
-from graphllm.profiler import bench, predict
-from graphllm.tensor import Var, feed, state
-from graphllm.weights.files import model_path
-from graphllm.weights.gguf import GGUF
-from graphllm.weights.random import RandomFile
+from graphllm.profiler import bench, prediction
 
 HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
 EXPERT = "_exps."  # in the names of experts' tensors
@@ -28,7 +28,7 @@ def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engin
     """Plans of a file, of which no data is read, for a device that need not be here."""
     decoder = decoder_for(file)
     limits = limits_from(4096, kv_type, device).within(decoder.cfg.context)
-    planner = predict._Planner(decoder.weights, device, Options(**options), None)
+    planner = prediction._Planner(decoder.weights, device, Options(**options), None)
     engine = Engine(decoder, planner, limits)
     engine.fit("all")
     return engine

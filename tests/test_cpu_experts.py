@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from test_cpu_linear import BLOCKS, CANARY, CASES, COLUMNS, FORMATS, Product, any_bits
 
-from graphllm import ops, quant
+from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
-from graphllm.backends.cpu.device import CpuDevice
-from graphllm.backends.cpu.layouts import pack, packed_bytes
-from graphllm.dtype import DType, dtype
+from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
+from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import GraphllmError
-from graphllm.executor import Executor
-from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, weight
+from graphllm.formats import quantization
+from graphllm.graph.dtype import DType, dtype
+from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 EXPERTS, EACH, ROWS = 5, 2, 33
@@ -93,7 +94,9 @@ class Experts:
         """What the product reads in place of ``x``, float64."""
         node = self.steps[0].node
         if node.op == "quantise_act":
-            return quant.dequantise_act(quant.quantise_act(x, node.dtype), node.dtype, self.k)
+            return quantization.dequantise_act(
+                quantization.quantise_act(x, node.dtype), node.dtype, self.k
+            )
         return x.astype(np.float64)
 
 
@@ -113,7 +116,7 @@ def test_experts(name, linear):
     kind = dtype(name)
     k = COLUMNS[kind.block][-1]
     raw = any_bits(kind, EXPERTS * ROWS, k)
-    w = quant.dequantise(raw, kind).astype(np.float64).reshape(EXPERTS, ROWS, k)
+    w = quantization.dequantise(raw, kind).astype(np.float64).reshape(EXPERTS, ROWS, k)
     for own in (False, True):
         x, ids = inputs(k, own)
         product = Experts(raw, kind, k, linear, own)
@@ -278,8 +281,8 @@ def test_a_mixture(kind):
     form, arrays = dtype(kind), {"gate": rng.standard_normal((8, 256)).astype(np.float32)}
     for name, shape in {"w1": (8, 512, 256), "w3": (8, 512, 256), "w2": (8, 256, 512)}.items():
         rows = (rng.standard_normal(shape) / 16).astype(np.float32).reshape(-1, shape[2])
-        raw = quant.quantise(rows, form)
-        stored = quant.Blocks(raw.reshape(*shape[:2], -1), form, shape[2])
+        raw = quantization.quantise(rows, form)
+        stored = quantization.Blocks(raw.reshape(*shape[:2], -1), form, shape[2])
         arrays[name] = stored if form.quantised else raw.view(form.numpy).reshape(shape)
     x = rng.standard_normal((40, 256)).astype(np.float32)
     found = {}

@@ -23,11 +23,11 @@ from test_cpu_linear import BLOCKS, digests
 from test_ops_generated import KERNELS, run_all
 
 from graphllm.backends import Options
-from graphllm.backends.cpu import float_ir, integer_ir, layouts, quantise
-from graphllm.backends.cpu.encode import Encode
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, ISA, isa
-from graphllm.backends.cpu.simd import Emit
+from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize, weight_packing
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.quantize_weights import Encode
+from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
+from graphllm.backends.cpu.simd.emitter import Emit
 
 # What the processor must have, and how the target describes itself.
 TARGETS = {
@@ -135,16 +135,16 @@ def test_microkernels_compile_for_arm(name):
     """To Arm's own vector instructions, with no call of a function that may not be there."""
     form = FORMATS[name]
     floating = [
-        assembly("unpack_float", float_ir.unpack, 3, form.code),
-        assembly("move_block", layouts._move_block, 3, name),
+        assembly("unpack_float", linear_float.unpack, 3, form.code),
+        assembly("move_block", weight_packing._move_block, 3, name),
     ]
     if form.block == 1:
-        floating.append(assembly("fused_float", float_ir.fused, 4, form.code))
+        floating.append(assembly("fused_float", linear_float.fused, 4, form.code))
     else:
         for code in (
-            assembly("unpack", integer_ir.unpack, 3, form.code),
-            assembly("fused", integer_ir.fused, 6, form.code),
-            assembly("tile", integer_ir.tile, 8, form.code, 1, 4),
+            assembly("unpack", linear_integer.unpack, 3, form.code),
+            assembly("fused", linear_integer.fused, 6, form.code),
+            assembly("tile", linear_integer.tile, 8, form.code, 1, 4),
         ):
             assert ".16b" in code or ".4s" in code
             floating.append(code)
@@ -152,17 +152,17 @@ def test_microkernels_compile_for_arm(name):
 
 
 def test_the_rest_compiles_for_arm():
-    codes = [assembly("tile_float", float_ir.tile, 7, 1, 4)]
-    codes += [assembly("quantise", quantise._quantise, 4, block) for block in (32, 256)]
+    codes = [assembly("tile_float", linear_float.tile, 7, 1, 4)]
+    codes += [assembly("quantise", quantize._quantise, 4, block) for block in (32, 256)]
     assert "fmla" in codes[0]
     assert not [line for code in codes for line in calls(code)]
 
 
-@pytest.mark.parametrize("name", quantise._ENCODE)
+@pytest.mark.parametrize("name", quantize._ENCODE)
 def test_quantisers_compile_for_arm(name):
     def encode(e, x, y):
         e = Encode(e.b, ARM)
-        quantise._ENCODE[name](e, [e.load_f32(x, 64 * i) for i in range(16)], y)
+        quantize._ENCODE[name](e, [e.load_f32(x, 64 * i) for i in range(16)], y)
 
     code = assembly("encode", encode, 2)
     assert ".4s" in code and not calls(code)

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from graphllm import ops, quant
+from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
-from graphllm.backends.cpu.device import CpuDevice
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.layouts import pack, packed_bytes
-from graphllm.dtype import DType, dtype
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
+from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import ModelFileError
-from graphllm.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, scope, weight
+from graphllm.formats import quantization
+from graphllm.graph.dtype import DType, dtype
+from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, scope, weight
 
 MOST = 17  # tokens
 TOKENS = (0, 1, 2, 5, 7, 8, MOST)
@@ -39,7 +40,7 @@ def any_bits(kind: DType, n: int, k: int, seed: int = 0) -> np.ndarray:
     """Weights [n, k] as stored bytes; in block formats random ones, but for the float16 scales."""
     rng = np.random.default_rng([seed, n, k])
     values = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
-    raw = quant.quantise(values, kind)
+    raw = quantization.quantise(values, kind)
     if kind.block > 1:
         scales, blocks = slice(*SCALES[kind.name]), raw.reshape(n, -1, kind.nbytes)
         kept = blocks[..., scales].copy()
@@ -119,12 +120,12 @@ def activation(k: int, tokens: int = MOST) -> np.ndarray:
 def compare(product: Product, raw: np.ndarray, kind: DType, x: np.ndarray, bias: bool) -> None:
     """Results of `MOST` tokens against float64, and those of fewer tokens against these."""
     got = product(x)
-    w = quant.dequantise(raw, kind).astype(np.float64)
+    w = quantization.dequantise(raw, kind).astype(np.float64)
     a = x.astype(np.float64)
     if len(product.steps) > 1:  # exactly what the integer kernel was given
         stored, form = product.activations()
-        assert np.array_equal(stored, quant.quantise_act(x, form))
-        a = quant.dequantise_act(stored, form, product.k).astype(np.float64)
+        assert np.array_equal(stored, quantization.quantise_act(x, form))
+        a = quantization.dequantise_act(stored, form, product.k).astype(np.float64)
     offsets = product.bias.astype(np.float64) if bias else np.zeros(1)
     size = np.abs(a) @ np.abs(w).T + np.abs(offsets)
     np.testing.assert_array_less(np.abs(got - (a @ w.T + offsets)), 1e-6 * size + 1e-30)

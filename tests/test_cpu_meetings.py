@@ -7,9 +7,9 @@ import pytest
 
 from graphllm import ops
 from graphllm.backends import Bound, Operand
-from graphllm.backends.cpu.meetings import meetings
-from graphllm.backends.cpu.walk import ALONE, MEET
-from graphllm.tensor import Meta, Tensor, Var, feed
+from graphllm.backends.cpu.runtime.barriers import meetings
+from graphllm.backends.cpu.runtime.step_interpreter import ALONE, MEET
+from graphllm.graph.tensor import Meta, Tensor, Var, feed
 
 T = Var("T", 1, 1)
 BIG, SMALL = 100_000, 64

@@ -12,15 +12,16 @@ import pytest
 from llvmlite import binding, ir
 
 from graphllm.backends import Log
-from graphllm.backends.cpu import ceiling, float_ir, integer_ir, peaks
-from graphllm.backends.cpu.ceiling import Run
-from graphllm.backends.cpu.device import Launch, Program
-from graphllm.backends.cpu.formats import FORMATS
-from graphllm.backends.cpu.isa import ISA, isa
-from graphllm.backends.cpu.jit import Kernel
-from graphllm.backends.cpu.layouts import allocate
-from graphllm.backends.cpu.simd import Emit
-from graphllm.backends.cpu.walk import MEET
+from graphllm.backends.cpu.kernels import linear_float, linear_integer
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.weight_packing import allocate
+from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
+from graphllm.backends.cpu.runtime.device import Launch, Program
+from graphllm.backends.cpu.runtime.isa import ISA, isa
+from graphllm.backends.cpu.runtime.jit import Kernel
+from graphllm.backends.cpu.runtime.roofline_probes import Run
+from graphllm.backends.cpu.runtime.step_interpreter import MEET
+from graphllm.backends.cpu.simd.emitter import Emit
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
 TURNS = 37
@@ -55,8 +56,8 @@ def form_of(kind: str) -> type:
 
 def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
     """`multiply_add` in NumPy, with numbers that it rounds nowhere."""
-    chain, form = peaks.chains()[kind], form_of(kind)
-    vectors = operands.reshape(peaks.OPERANDS, 64).view(form)  # [OPERANDS, elements]
+    chain, form = probe_kernels.chains()[kind], form_of(kind)
+    vectors = operands.reshape(probe_kernels.OPERANDS, 64).view(form)  # [OPERANDS, elements]
     wide = np.int64 if kind == "int8" else form
     lanes = 16 if kind == "int8" else vectors.shape[1]
     found = []
@@ -64,7 +65,7 @@ def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
         at = i % chain.sets * chain.owns
         total = vectors[i].view(np.int32 if kind == "int8" else form).astype(wide)
         for turn in range(turns):
-            first = turn % peaks.TURNING
+            first = turn % probe_kernels.TURNING
             own = vectors[at : at + chain.owns].astype(wide).sum(axis=0)
             factors = vectors[first : first + chain.factors].astype(wide).sum(axis=0)
             total = total + (own * factors).reshape(lanes, -1).sum(axis=1)
@@ -75,7 +76,7 @@ def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
 def operands(kind: str) -> np.ndarray:
     """Small whole numbers, as bytes."""
     form = form_of(kind)
-    made = allocate(64 * peaks.OPERANDS)
+    made = allocate(64 * probe_kernels.OPERANDS)
     some = np.random.default_rng(1).integers(0, 4, len(made) // np.dtype(form).itemsize)
     made[:] = some.astype(form).view(np.uint8)
     return made
@@ -84,8 +85,8 @@ def operands(kind: str) -> np.ndarray:
 def wrong() -> list[str]:
     """The kinds of arithmetic whose sums are not what they should be; for test_cpu_isa.py, too."""
     found = []
-    for kind, chain in peaks.chains().items():
-        kernel, work = peaks.multiply_add(kind)
+    for kind, chain in probe_kernels.chains().items():
+        kernel, work = probe_kernels.multiply_add(kind)
         data = operands(kind)
         sums = kept(kernel, 2, data, data.ctypes.data, TURNS)
         products = chain.sums * chain.owns * chain.factors
@@ -97,8 +98,8 @@ def wrong() -> list[str]:
 
 
 def test_arithmetic():
-    assert wrong() == [] and {"f32", "int8"} <= set(peaks.chains())
-    assert set(peaks.how()) == {"f32", "f16", "int8"}
+    assert wrong() == [] and {"f32", "int8"} <= set(probe_kernels.chains())
+    assert set(probe_kernels.how()) == {"f32", "f16", "int8"}
 
 
 # ------------------------------------------------------------------------ what no kernel can exceed
@@ -167,30 +168,30 @@ def test_no_kernel_does_more_per_instruction_than_the_peak(name):
 
 
 def _peak(kind: str, e: Emit, values: list[Any]) -> Any:
-    return peaks.emit_multiply(e, kind, *values)
+    return probe_kernels.emit_multiply(e, kind, *values)
 
 
 def _tile(code: int | None, shape: tuple[int, int], e: Emit, values: list[Any]) -> None:
     if code is None:
-        float_ir.tile(e, *shape, *values)
+        linear_float.tile(e, *shape, *values)
     else:
-        integer_ir.tile(e, code, *shape, *values)
+        linear_integer.tile(e, code, *shape, *values)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_all_of_memory_is_read(threads):
     data = area()
-    sums = kept(peaks.read, threads, data, data.ctypes.data, 0, NBYTES)
+    sums = kept(probe_kernels.read, threads, data, data.ctypes.data, 0, NBYTES)
     assert sum(sums) == sum(folded(part.reshape(-1, 64)) for part in data.reshape(-1, CHUNK))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_thread_reads_all_of_a_cache(threads):
     """From a place of its own on: what it keeps is of both parts."""
-    data, times = area(8 * peaks.TURN), 5
-    sums = kept(peaks.cached, threads, data, data.ctypes.data, data.nbytes, times)
+    data, times = area(8 * probe_kernels.TURN), 5
+    sums = kept(probe_kernels.cached, threads, data, data.ctypes.data, data.nbytes, times)
     for thread, found in enumerate(sums):
-        first = data.nbytes // threads * thread // peaks.TURN * peaks.TURN
+        first = data.nbytes // threads * thread // probe_kernels.TURN * probe_kernels.TURN
         parts = data[first:], data[:first]
         assert found == times * sum(folded(p.reshape(-1, 64)) for p in parts if p.size)
 
@@ -204,11 +205,11 @@ def test_memory_is_written_and_copied():
 
     data = area()
     first = data[: NBYTES // 2].copy()
-    done(ceiling.copier(data, 2))
+    done(roofline_probes.copier(data, 2))
     assert (data[NBYTES // 2 :] == first).all() and (data[: NBYTES // 2] == first).all()
-    done(ceiling.writer(data, 2))
+    done(roofline_probes.writer(data, 2))
     assert (data.view(np.float32) == 1).all()
-    done(ceiling.reader(data, 2))
+    done(roofline_probes.reader(data, 2))
     assert (data.view(np.float32) == 1).all()
 
 
@@ -220,7 +221,7 @@ def test_caches_by_name(tmp_path):
         folder.mkdir()
         for name, text in (("level", level), ("type", kind), ("size", size)):
             (folder / name).write_text(text + "\n")
-    assert ceiling.caches(tmp_path) == {"L1 48 KB": 48 << 10, "L2 2 MB": 2 << 20}
-    assert ceiling.caches(tmp_path / "none") == {}
+    assert roofline_probes.caches(tmp_path) == {"L1 48 KB": 48 << 10, "L2 2 MB": 2 << 20}
+    assert roofline_probes.caches(tmp_path / "none") == {}
     (tmp_path / "index0" / "size").write_text("big")
-    assert ceiling.caches(tmp_path) == {}
+    assert roofline_probes.caches(tmp_path) == {}

@@ -17,12 +17,13 @@ from llvmlite.binding import Linkage
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu import diskcache, experts, fused_attention, isa, sampling
-from graphllm.backends.cpu.device import CpuDevice
-from graphllm.backends.cpu.isa import MAX_THREADS, quota, threads_for, usable_cores
-from graphllm.backends.cpu.jit import args, i64s, kernel, next_chunk, set_status
-from graphllm.backends.cpu.team import TEAM, Team
-from graphllm.backends.cpu.walk import MEET, lead
+from graphllm.backends.cpu.kernels import experts, fused_attention, sampling
+from graphllm.backends.cpu.runtime import isa, kernel_cache
+from graphllm.backends.cpu.runtime.device import CpuDevice
+from graphllm.backends.cpu.runtime.isa import MAX_THREADS, quota, threads_for, usable_cores
+from graphllm.backends.cpu.runtime.jit import args, i64s, kernel, next_chunk, set_status
+from graphllm.backends.cpu.runtime.step_interpreter import MEET, lead
+from graphllm.backends.cpu.runtime.thread_pool import TEAM, Team
 from graphllm.errors import GraphllmError
 
 PACKAGE = Path(graphllm.__file__).parent
@@ -226,7 +227,7 @@ def test_part_of_a_core_counts_as_one(monkeypatch, allowed, cores):
 def test_more_threads_than_cores_is_one_line_of_warning():
     """They are asked for in vain: threads on one core are held up by each other."""
     ask = "from graphllm.backends import Options\n"
-    ask += "from graphllm.backends.cpu.isa import threads_for\n"
+    ask += "from graphllm.backends.cpu.runtime.isa import threads_for\n"
     ask += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     ask += "print(*(threads_for(Options(threads=n)) for n in (0, 1, 9, 9)))"
     done = _python(ask, PYTHONPATH=str(PACKAGE.parent))
@@ -250,7 +251,7 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
     """Within 0.3 s, inside a kernel that takes tickets and between short kernels alike."""
     module = tmp_path / "endless.py"
     module.write_text(
-        "from graphllm.backends.cpu.jit import kernel, next_chunk\n"
+        "from graphllm.backends.cpu.runtime.jit import kernel, next_chunk\n"
         "@kernel\n"
         "def endless(p, thread, threads):\n"
         "    while next_chunk(p) < 1 << 39:\n"
@@ -260,7 +261,7 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         f"""
         import os, signal, threading, time
         import numpy as np
-        from graphllm.backends.cpu.team import TEAM
+        from graphllm.backends.cpu.runtime.thread_pool import TEAM
         from endless import endless
         steps = 1 if {busy} else 2_000_000
         tickets = np.zeros(8, np.int64)
@@ -292,9 +293,9 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
 _SCALE = """
     import numpy as np
     from graphllm import ops
-    from graphllm.backends.cpu.elementwise import _SILU
-    from graphllm.executor import Executor
-    from graphllm.tensor import feed
+    from graphllm.backends.cpu.kernels.elementwise import _SILU
+    from graphllm.runtime.executor import Executor
+    from graphllm.graph.tensor import feed
     print(_SILU.load())
     ex = Executor(backends=["cpu"])
     plan = ex.compile({"y": ops.silu(feed("x", (4,), "f32"))})
@@ -346,12 +347,12 @@ def test_a_kernel_calls_no_function_that_another_may_stand_for(made):
 
 def test_the_fingerprint_covers_every_source(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    first = diskcache.fingerprint(tmp_path)
-    assert first == diskcache.fingerprint(tmp_path)
+    first = kernel_cache.fingerprint(tmp_path)
+    assert first == kernel_cache.fingerprint(tmp_path)
     (tmp_path / "b.py").write_text("1")
-    second = diskcache.fingerprint(tmp_path)
+    second = kernel_cache.fingerprint(tmp_path)
     (tmp_path / "a.py").write_text("2")
-    assert len({first, second, diskcache.fingerprint(tmp_path)}) == 3
+    assert len({first, second, kernel_cache.fingerprint(tmp_path)}) == 3
 
 
 def test_an_unwritable_cache_costs_one_warning(tmp_path):

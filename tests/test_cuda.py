@@ -17,13 +17,13 @@ import graphllm
 from graphllm import backends, ops
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND
-from graphllm.dtype import dtype
 from graphllm.errors import OutOfMemory
-from graphllm.executor import Executor
-from graphllm.ops.parts import results
-from graphllm.profiler.rows import Recorder
-from graphllm.quant import dequantise
-from graphllm.tensor import Var, feed, state, weight
+from graphllm.formats.quantization import dequantise
+from graphllm.graph.dtype import dtype
+from graphllm.graph.fused_op import results
+from graphllm.graph.tensor import Var, feed, state, weight
+from graphllm.profiler.record import Recorder
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -43,7 +43,7 @@ def _gpu():
 def captured(request, monkeypatch):
     """Plans as CUDA graphs from their second run on, and all launched one by one."""
     if not request.param:
-        monkeypatch.setattr("graphllm.backends.cuda.device.GRAPH_ROWS", -1)
+        monkeypatch.setattr("graphllm.backends.cuda.runtime.device.GRAPH_ROWS", -1)
     return request.param
 
 

@@ -6,7 +6,7 @@ import pytest
 from cuda_cases import need_gpu, run_bounded
 from test_ops_generated import report
 
-from graphllm.dtype import CACHED, dtype
+from graphllm.graph.dtype import CACHED, dtype
 from graphllm.ops.attention import _FEATURES, Packed, _sample
 
 pytestmark = pytest.mark.cuda

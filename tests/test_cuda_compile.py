@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from graphllm.backends import cuda
-from graphllm.backends.cuda import LEAST, source
+from graphllm.backends.cuda import LEAST
+from graphllm.backends.cuda.runtime import source
 from graphllm.errors import GraphllmError
 
 
@@ -168,7 +169,7 @@ def test_who_hides_all_gpus_is_not_told(monkeypatch):
 def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
     from cupy.cuda import runtime
 
-    from graphllm.backends.cuda.probe import probe
+    from graphllm.backends.cuda.runtime.detect import probe
 
     found = dict(zip(("major", "minor"), capability), name=b"Old GPU", totalGlobalMem=80e9)
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)

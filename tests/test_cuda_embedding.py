@@ -9,10 +9,10 @@ from test_formats import BLOCKS, KINDS, ROWS, dequantised, make_blocks
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
-from graphllm.quant import Blocks
-from graphllm.tensor import Tensor, Var, feed, weight
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Tensor, Var, feed, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda

@@ -12,14 +12,15 @@ from drawn_models import MIXTURES, WIDE, decoder, engine
 from test_fusion import nmse
 from test_ops_generated import report
 
-from graphllm import ops, quant
+from graphllm import ops
 from graphllm.backends import Options
-from graphllm.dtype import I32, dtype
-from graphllm.executor import Executor
-from graphllm.generation.request import Sampling
+from graphllm.engine.request import Sampling
+from graphllm.formats import quantization
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.graph.dtype import I32, dtype
+from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
-from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
-from graphllm.tensor import Var, feed, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -186,7 +187,7 @@ def test_gated_units_of_experts(kind, bias):
     for name, shape in shapes.items():
         w = normal(rng, shape).astype(np.float32)
         plain = form.numpy is not None
-        raw = None if plain else quant.quantise(w.reshape(-1, shape[2]), form)
+        raw = None if plain else quantization.quantise(w.reshape(-1, shape[2]), form)
         held[name] = w.astype(form.numpy) if plain else Blocks(
             raw.reshape(*shape[:2], -1), form, shape[2]
         )  # fmt: skip

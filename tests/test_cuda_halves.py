@@ -9,10 +9,10 @@ from cuda_cases import ORDER, need_gpu, normal
 from test_cuda import unequal
 
 from graphllm import ops
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
-from graphllm.quant import Blocks, quantise
-from graphllm.tensor import Tensor, Var, feed, state, weight
+from graphllm.formats.quantization import Blocks, quantise
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -133,7 +133,7 @@ def test_several_linears_of_one_activation(kinds, bias):
 
 def test_a_matrix_larger_than_the_room_for_it(monkeypatch):
     """Expanded a tile of rows at a time."""
-    monkeypatch.setattr("graphllm.backends.cuda.linear_many._TILE", 100 << 10)
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.gemm._TILE", 100 << 10)
     rng, dim = np.random.default_rng(3), 512
     weights = {n: stored(normal(rng, (s, dim)).astype(np.float32), "q8_0")
                for n, s in (("a", 333), ("b", 64), ("c", 64), ("d", 40))}  # fmt: skip
@@ -182,7 +182,7 @@ def test_attention_gives_halves(width, pool, kind):
 @pytest.mark.parametrize("side", [64, 32, 16])
 def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
     """Matrices together and alone, with what is added, in plans for 9 to 16 tokens."""
-    monkeypatch.setattr("graphllm.backends.cuda.linear._SIDES", {side: 0.0})
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SIDES", {side: 0.0})
     rng, depths = np.random.default_rng(5), (96, 544)
     x = {d: feed(f"x{d}", (Var("T", 9, 16), d), "f32") for d in depths}
     r = feed("r", (Var("T", 9, 16), 150), "f32")
@@ -201,7 +201,7 @@ def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_gate_and_up_in_one_pass(kind, side, bias, monkeypatch):
     """For 9 to 16 tokens, to halves or float32, with rows that are not whole blocks."""
-    monkeypatch.setattr("graphllm.backends.cuda.linear._SIDES", {side: 0.0})
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SIDES", {side: 0.0})
     rng, t = np.random.default_rng(7), Var("T", 9, 16)
     weights = {n: normal(rng, (150, 96)).astype(dtype(kind).numpy) for n in ("gate", "up")}
     weights |= {f"{n}.b": rng.standard_normal(150).astype(np.float32) for n in ("gate", "up")}

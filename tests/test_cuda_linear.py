@@ -9,12 +9,12 @@ from test_ops_generated import report
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.backends.cuda.linear import FEW
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
+from graphllm.backends.cuda.kernels.linear import FEW
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks, quantise
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
-from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks, quantise
-from graphllm.tensor import Var, feed, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda

@@ -13,12 +13,12 @@ from test_fusion import nmse
 
 import graphllm
 from graphllm import tokenizer
-from graphllm.backends.cuda.device import CudaDevice
+from graphllm.backends.cuda.runtime.device import CudaDevice
+from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import Shape
+from graphllm.engine.request import Sampling
 from graphllm.errors import ModelFileError, OutOfMemory
-from graphllm.generation.request import Sampling
-from graphllm.weights.gguf import GGUF
-from graphllm.weights.random import RandomFile
-from graphllm.weights.shapes import Shape
 
 pytestmark = pytest.mark.cuda
 LONG = [int(i) for i in np.random.default_rng(3).integers(3, 300, 100)]

@@ -19,16 +19,17 @@ from graphllm import ops
 from graphllm.api import LLM
 from graphllm.api.loading import decoder_for
 from graphllm.backends import Kernel, Options
-from graphllm.backends.cuda import BACKEND, LEAST, source
-from graphllm.backends.cuda.device import CudaDevice, Launch, Site
-from graphllm.decoder import Limits
-from graphllm.dtype import CACHED, dtype
-from graphllm.executor import Executor
-from graphllm.quant import FORMATS, WEIGHT_FORMATS, Blocks
-from graphllm.tensor import Var, feed, weight
+from graphllm.backends.cuda import BACKEND, LEAST
+from graphllm.backends.cuda.runtime import source
+from graphllm.backends.cuda.runtime.device import CudaDevice, Launch, Site
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import MIX, SHAPES, TYPES
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.graph.dtype import CACHED, dtype
+from graphllm.graph.tensor import Var, feed, weight
+from graphllm.model.decoder import Limits
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
-from graphllm.weights.random import RandomFile
-from graphllm.weights.shapes import MIX, SHAPES, TYPES
 
 KNOWN = set(source.MODULES)  # that test_cuda_compile.py compiles
 ALL = "llama-1b"  # the shape that is tried with all formats

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from graphllm.backends.cuda import source
-from graphllm.backends.cuda.device import Launch
+from graphllm.backends.cuda.runtime import source
+from graphllm.backends.cuda.runtime.device import Launch
 from graphllm.errors import GraphllmError, OutOfMemory
 
 pytestmark = pytest.mark.nvrtc
@@ -19,7 +19,7 @@ LAUNCH = Launch(KERNEL, (1,), (1,), ())
 
 @pytest.fixture(autouse=True)
 def _little(monkeypatch):
-    from graphllm.backends.cuda import memory
+    from graphllm.backends.cuda.runtime import memory
 
     monkeypatch.setattr(memory, "free_bytes", lambda: FREE)
 
@@ -40,7 +40,7 @@ def failing(status: int, driver: bool = False):
 
 
 def gpu(**more):
-    from graphllm.backends.cuda.run import Gpu
+    from graphllm.backends.cuda.runtime.launch import Gpu
 
     made = Gpu.__new__(Gpu)
     made.arch, made._modules, made._functions = "sm_90a", {}, {}
@@ -50,7 +50,7 @@ def gpu(**more):
 
 @pytest.mark.parametrize("driver", [False, True])
 def test_other_errors_are_left_alone(driver):
-    from graphllm.backends.cuda.memory import room
+    from graphllm.backends.cuda.runtime.memory import room
 
     with pytest.raises(RuntimeError) as caught, room("a thing"):
         failing(1, driver)()
@@ -58,10 +58,10 @@ def test_other_errors_are_left_alone(driver):
 
 
 def test_no_room_for_kernels(monkeypatch):
-    from graphllm.backends.cuda import run
+    from graphllm.backends.cuda.runtime import launch
 
-    monkeypatch.setattr(run, "image", lambda made, arch: bytes(30_000_000))
-    monkeypatch.setattr(run, "Loaded", lambda: SimpleNamespace(load=failing(2, driver=True)))
+    monkeypatch.setattr(launch, "image", lambda made, arch: bytes(30_000_000))
+    monkeypatch.setattr(launch, "Loaded", lambda: SimpleNamespace(load=failing(2, driver=True)))
     with pytest.raises(OutOfMemory) as caught:
         gpu().function(KERNEL)
     assert str(caught.value) == (
@@ -76,7 +76,7 @@ def test_no_room_for_kernels(monkeypatch):
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])
 def test_no_room_for_a_graph(fails):
     """The launches have been made once; a later run may try again."""
-    from graphllm.backends.cuda.run import _Sequence
+    from graphllm.backends.cuda.runtime.launch import _Sequence
 
     calls = {name: lambda *args: None for name in ("begin_capture", "end_capture", "upload")}
     graph = SimpleNamespace(upload=calls["upload"], launch=lambda stream: made.append("graph"))
@@ -97,7 +97,7 @@ def test_no_room_for_a_graph(fails):
 
 
 def test_no_room_for_a_launch():
-    from graphllm.backends.cuda.run import Prepared
+    from graphllm.backends.cuda.runtime.launch import Prepared
 
     def prepared(status):
         held = gpu(capability=(9, 0), stream=SimpleNamespace(ptr=0))

@@ -12,8 +12,8 @@ from test_kv import CONTEXT, GREEDY, IDS, drawn, engine, windowed
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
-from graphllm.profiler.rows import Recorder
-from graphllm.tensor import Meta
+from graphllm.graph.tensor import Meta
+from graphllm.profiler.record import Recorder
 
 SLACK = 200_000  # nanoseconds by which two clocks may differ
 
@@ -108,7 +108,7 @@ def test_times_are_in_order_on_the_clock_of_the_host(ahead):
 
 
 def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
-    from graphllm.backends.cuda.run import Timed
+    from graphllm.backends.cuda.runtime.launch import Timed
 
     monkeypatch.setattr(Timed, "PLACES", 3)
     ids, runs = noted(ahead, 17)

@@ -7,8 +7,8 @@ import pytest
 from cuda_cases import need_gpu
 
 from graphllm import ops
-from graphllm.executor import Executor
-from graphllm.tensor import Var, feed
+from graphllm.graph.tensor import Var, feed
+from graphllm.runtime.executor import Executor
 
 pytestmark = pytest.mark.cuda
 ROWS = 18

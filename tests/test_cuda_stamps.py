@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphllm.backends.cuda.stamps import STAMPS, ends_and_starts
+from graphllm.backends.cuda.runtime.timestamps import STAMPS, ends_and_starts
 
 
 def of(*notes: tuple[int, int, int]) -> tuple[list[int], list[int]]:

@@ -14,10 +14,10 @@ from far import far  # noqa: F401
 from tiny_models import llama_weights, write_llama
 
 import graphllm
-from graphllm.backends.cpu.jit import Kernel, args, i64s
-from graphllm.backends.cuda import elementwise
-from graphllm.backends.cuda.device import CudaDevice
-from graphllm.generation.request import Sampling
+from graphllm.backends.cpu.runtime.jit import Kernel, args, i64s
+from graphllm.backends.cuda.kernels import elementwise
+from graphllm.backends.cuda.runtime.device import CudaDevice
+from graphllm.engine.request import Sampling
 
 STEP = re.compile(
     r"^(\w+) +([\d.]+) us +([\d.]+) GB/s +([\d.]+) GFLOP/s  "

@@ -10,9 +10,10 @@ import pytest
 from pseudo_terminal import without_progress
 from typer.testing import CliRunner
 
-from graphllm import config, ops
+from graphllm import ops
 from graphllm.backends import find
 from graphllm.cli import app
+from graphllm.model import config
 
 PAGE = Path(__file__).parents[1] / "docs" / "define-a-model.md"
 # The figures of these differ from run to run, and which ops take longest: only their frame is held.

@@ -15,14 +15,14 @@ from tiny_models import llama_weights, write_llama, write_tiny
 
 import graphllm
 from graphllm.backends import Backend, Kernel, find
-from graphllm.dtype import A8_32, F32
+from graphllm.compiler.placement import Choice
+from graphllm.compiler.plan import Step
 from graphllm.errors import PlacementError, RequestError
-from graphllm.placement import Choice
-from graphllm.plan import Step
-from graphllm.profiler import sides
-from graphllm.profiler.deviation import bounds, deviation, numbers
-from graphllm.quant import quantise_act
-from graphllm.tensor import Meta, Tensor, feed
+from graphllm.formats.quantization import quantise_act
+from graphllm.graph.dtype import A8_32, F32
+from graphllm.graph.tensor import Meta, Tensor, feed
+from graphllm.profiler.diff import replay
+from graphllm.profiler.diff.deviation import bounds, deviation, numbers
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
 COMMAND = [sys.executable, "-m", "graphllm", "diff"]
@@ -87,8 +87,8 @@ def test_every_step_of_the_plan_has_its_rows(path):
 def test_values_are_looked_at_in_groups(path, monkeypatch):
     """Which must not change what is found."""
     found = []
-    for nbytes in (sides.GROUP_BYTES, 20_000):
-        monkeypatch.setattr(sides, "GROUP_BYTES", nbytes)
+    for nbytes in (replay.GROUP_BYTES, 20_000):
+        monkeypatch.setattr(replay, "GROUP_BYTES", nbytes)
         found.append(graphllm.diff(path, ids=IDS))
     assert found[0] == found[1]
 

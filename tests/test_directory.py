@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from test_llama2c import write_model
 
 import graphllm
+from graphllm.checkpoints.model_file import open_model
 from graphllm.errors import ConfigError, ModelFileError
-from graphllm.weights.files import open_model
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
 CONFIG = {
@@ -61,7 +61,7 @@ def test_a_model_needs_no_tokenizer_for_logits(tmp_path):
 
 GAINS = """
 from graphllm import ops
-from graphllm.decoder import Decoder
+from graphllm.model.decoder import Decoder
 from graphllm.models.llama import config
 
 class Model(Decoder):

@@ -12,15 +12,16 @@ import tiny_models as tiny
 from test_cpu_linear import BLOCKS, SCALES
 
 import graphllm
-from graphllm import ops, quant
+from graphllm import ops
 from graphllm.backends import Options
-from graphllm.dtype import DType, dtype
+from graphllm.checkpoints.gguf import GGUF
 from graphllm.errors import ModelFileError
-from graphllm.executor import Executor
-from graphllm.quant import Blocks
-from graphllm.tensor import Tensor, Var, feed, weight
+from graphllm.formats import quantization
+from graphllm.formats.quantization import Blocks
+from graphllm.graph.dtype import DType, dtype
+from graphllm.graph.tensor import Tensor, Var, feed, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
-from graphllm.weights.gguf import GGUF
 
 ROWS, MOST = 21, 5  # of the weight, not a multiple of 16; tokens
 T = Var("T", 0, MOST)
@@ -96,7 +97,7 @@ def test_linear(name, kind):
         k, raw = blocks * form.block, make_blocks(form, kind, blocks)
         size = 1.0 if kind == "random" else EXTREMES[kind][2]
         x, w = activations(k, size), dequantised(form, raw)
-        exact = quant.dequantise_act(quant.quantise_act(x, act), act, k)
+        exact = quantization.dequantise_act(quantization.quantise_act(x, act), act, k)
         xs, ws = feed("x", (T, k), "f32"), weight("w", (ROWS, k), form)
         given = ops.quantise_act(xs, dtype=act.name)
         for node, linear, values, allowed in (
@@ -153,16 +154,16 @@ def test_scales_are_looked_at_in_pieces(name, monkeypatch):
     """The first bad row is named, whichever piece it is in; all sound rows are let through."""
     form = dtype(name)
     raw = make_blocks(form, "largest", 3)[2:]
-    monkeypatch.setattr(quant, "_CHECKED", 4 * raw.shape[1])
-    quant.check_scales(raw, form)
-    last = quant.SCALES[name][-1]
+    monkeypatch.setattr(quantization, "_CHECKED", 4 * raw.shape[1])
+    quantization.check_scales(raw, form)
+    last = quantization.SCALES[name][-1]
     for row in (17, 9, 8):
         at = form.nbytes + last[0]
         raw[row, at : at + last[1]] = 255
         with pytest.raises(ModelFileError, match=f"^row {row} has an infinite or NaN {name} scale"):
-            quant.check_scales(raw, form)
-    quant.check_scales(raw[:0], form)
-    quant.check_scales(np.full((2, 8), 255, np.uint8), dtype("f16"))
+            quantization.check_scales(raw, form)
+    quantization.check_scales(raw[:0], form)
+    quantization.check_scales(np.full((2, 8), 255, np.uint8), dtype("f16"))
 
 
 @pytest.fixture

@@ -10,13 +10,15 @@ from cases import Group, groups, mismatch
 from tiny_models import llama_weights, write_llama
 
 import graphllm
-from graphllm import fusion, ops, quant
+from graphllm import ops
 from graphllm.backends import Options
-from graphllm.dtype import Q4_K, Q8_0
+from graphllm.compiler import fusion
 from graphllm.errors import GraphError
-from graphllm.executor import Executor
-from graphllm.ops.parts import parts, results
-from graphllm.tensor import Tensor, Var, feed, state, weight
+from graphllm.formats import quantization
+from graphllm.graph.dtype import Q4_K, Q8_0
+from graphllm.graph.fused_op import parts, results
+from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 FUSED = sorted(fusion.rules())
@@ -42,7 +44,7 @@ def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
     if not node.dtype.name.startswith("a8_"):
         return array, 0.0
     k = int(node.shape[-1])
-    found = quant.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
+    found = quantization.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
     return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
 
 
@@ -142,7 +144,9 @@ def test_a_rule_stays_within_one_backend():
 def test_linears_are_found():
     """Those that read one activation, of any format; not those behind them."""
     w: dict = {n: np.eye(256, dtype=np.float32) for n in ("w1", "w2", "w3")}
-    w |= {k.name: quant.Blocks(quant.quantise(w["w1"], k), k, 256) for k in (Q8_0, Q4_K)}
+    w |= {
+        k.name: quantization.Blocks(quantization.quantise(w["w1"], k), k, 256) for k in (Q8_0, Q4_K)
+    }
     x = feed("x", (T, 256), "f32")
     a, b, c, d, e = (weight(n, (256, 256), n if n[0] == "q" else "f32") for n in w)
     both = {"y": ops.linear(ops.silu(ops.linear(x, a)), b), "z": ops.linear(x, c)}

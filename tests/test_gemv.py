@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphllm.backends.cuda import gemv
-from graphllm.dtype import dtype
-from graphllm.quant import FORMATS, WEIGHT_FORMATS
+from graphllm.backends.cuda.kernels import gemv_shapes
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS
+from graphllm.graph.dtype import dtype
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
@@ -14,7 +14,7 @@ def test_shapes_fit_the_kernel(name):
     for integer in (False, True)[: 1 + (name in FORMATS)]:
         for k in (32, 96, 256, 4096, 8192, 8224, 14336):
             for gated in (False, True):
-                shape = gemv.shape(name, integer, k, gated)
+                shape = gemv_shapes.shape(name, integer, k, gated)
                 if shape.staged:  # int8 and 8 bytes a block of 32, copied 16 bytes at a time
                     assert integer and dtype(name).block == 32 and (k + k // 4) % 16 == 0
                 assert not (shape.split and gated)
@@ -24,5 +24,5 @@ def test_shapes_fit_the_kernel(name):
 
 def test_several_tokens_have_none_of_it():
     for name in WEIGHT_FORMATS:
-        shape = gemv.shape(name, name in FORMATS, 4096, False, tokens=4)
+        shape = gemv_shapes.shape(name, name in FORMATS, 4096, False, tokens=4)
         assert not (shape.ahead or shape.staged or shape.split) and shape.resident == 1

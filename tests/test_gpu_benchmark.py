@@ -13,9 +13,9 @@ import late
 import numpy as np
 import pytest
 
-from graphllm.backends.measured import Measured
+from graphllm.backends.probe_results import Measured
+from graphllm.checkpoints.shapes import SHAPES, Shape
 from graphllm.profiler.bench import Test
-from graphllm.weights.shapes import SHAPES, Shape
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 MODEL = ("small", "f16")

@@ -10,9 +10,9 @@ import sys
 import huggingface_hub
 import pytest
 
+from graphllm.checkpoints import hub
+from graphllm.checkpoints.model_file import model_path
 from graphllm.errors import ModelFileError
-from graphllm.weights import hub
-from graphllm.weights.files import model_path
 
 
 @pytest.fixture(autouse=True)

@@ -9,18 +9,18 @@ import tiny_models as tiny
 import graphllm
 from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
-from graphllm.decoder import Limits
+from graphllm.checkpoints.gguf import GGUF
+from graphllm.engine.engine import Engine
+from graphllm.engine.kv_cache import BlockTable
+from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
-from graphllm.executor import Executor
-from graphllm.generation.engine import Engine
-from graphllm.generation.kv import BlockTable
-from graphllm.generation.request import Sampling
-from graphllm.weights.gguf import GGUF
+from graphllm.model.decoder import Limits
+from graphllm.runtime.executor import Executor
 
 WINDOWED = """
 from dataclasses import replace
-from graphllm.decoder import Decoder as Model
-from graphllm.weights.keys import base_config
+from graphllm.model.decoder import Decoder as Model
+from graphllm.model.config_keys import base_config
 
 def config(keys):
     plain = base_config(keys)

@@ -11,8 +11,8 @@ from short_graphs import campaign, held
 
 from graphllm import ops
 from graphllm.errors import GraphError
-from graphllm.executor import Executor
-from graphllm.tensor import Var, feed, state, weight
+from graphllm.graph.tensor import Var, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 T = Var("T", 0, 8)

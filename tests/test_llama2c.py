@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphllm.dtype import F32
 from graphllm.errors import ModelFileError
+from graphllm.graph.dtype import F32
 from graphllm.weights.llama2c import Llama2c, read_vocabulary
 
 DIM, HIDDEN, LAYERS, HEADS, KV, VOCAB, CONTEXT = 24, 20, 3, 6, 2, 17, 11

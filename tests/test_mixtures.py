@@ -15,11 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import graphllm
-from graphllm.dtype import F32, MXFP4, Q8_0
 from graphllm.errors import ConfigError, ModelFileError, RequestError
-from graphllm.quant import dequantise, quantise
-from graphllm.tensor import Meta
-from graphllm.weights.rules import Mxfp4, Rows, View
+from graphllm.formats.quantization import dequantise, quantise
+from graphllm.graph.dtype import F32, MXFP4, Q8_0
+from graphllm.graph.tensor import Meta
+from graphllm.weights.names import Mxfp4, Rows, View
 from graphllm.weights.safetensors_format import U8
 
 pytestmark = pytest.mark.parity

@@ -131,7 +131,7 @@ def test_a_model_file_of_ones_own(tmp_path, llama):
 
 OWN_OP = """
 from graphllm import ops
-from graphllm.decoder import Decoder
+from graphllm.model.decoder import Decoder
 from graphllm.models.llama import GGUF, config
 from graphllm.ops import Cost, op, same
 

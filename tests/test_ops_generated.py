@@ -16,9 +16,9 @@ from cases import SPARE, Case, Group, groups, mismatch
 
 from graphllm import backends, ops
 from graphllm.backends import Kernel, Options
-from graphllm.executor import Executor
-from graphllm.placement import CALL
-from graphllm.tensor import Meta
+from graphllm.compiler.placement import CALL
+from graphllm.graph.tensor import Meta
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those

@@ -11,8 +11,8 @@ from oracles import ORACLES
 
 from graphllm import ops
 from graphllm.errors import GraphError
+from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.ops.sampling import philox4x32, uniform
-from graphllm.tensor import Var, feed, state, weight
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
 # A float body is held to float32's own rounding, not to the looser tolerance of integer kernels.

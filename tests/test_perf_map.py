@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from graphllm.backends.cpu import perf_map
-from graphllm.backends.cpu.jit import Kernel, args, i64s
+from graphllm.backends.cpu.runtime import perf_map
+from graphllm.backends.cpu.runtime.jit import Kernel, args, i64s
 from graphllm.errors import RequestError
 
 

@@ -11,12 +11,13 @@ from far import FarDevice, far  # noqa: F401
 from tiny_models import LAYERS, llama_weights, write_llama
 
 import graphllm
-from graphllm import backends, cli, fit
+from graphllm import backends, cli
 from graphllm.backends.order import ORDER
+from graphllm.compiler.plan import HOST
+from graphllm.engine.request import Sampling
 from graphllm.errors import OutOfMemory, PlacementError, RequestError
-from graphllm.executor import Executor
-from graphllm.generation.request import Sampling
-from graphllm.plan import HOST
+from graphllm.runtime import gpu_offload
+from graphllm.runtime.executor import Executor
 
 IDS = [1, 17, 130, 131, 8, 252]
 MORE = [*IDS, 40, 41, 42, 43]
@@ -127,7 +128,7 @@ def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: 
     whole = graphllm.load(tiny, device="far", kv_type="f32").fit
     assert str(whole) == f"all {LAYERS} layers on far: 0.54 GB of 1099.51 GB free there"
     seen = []
-    for room in range(whole.needed, fit.MARGIN, -8192):
+    for room in range(whole.needed, gpu_offload.MARGIN, -8192):
         monkeypatch.setattr(FarDevice, "room", room)
         llm = graphllm.load(tiny, device="far", kv_type="f32")
         assert llm.fit.needed <= room or not llm.fit.output

@@ -7,15 +7,17 @@ import itertools
 import numpy as np
 import pytest
 
-from graphllm import backends, graph, memory, ops
+from graphllm import backends, ops
 from graphllm.backends import ROWS, Backend, Options
 from graphllm.backends.reference import HostDevice
+from graphllm.compiler import memory
+from graphllm.compiler.placement import place
+from graphllm.compiler.plan import compile_plan
 from graphllm.errors import GraphError, PlacementError
-from graphllm.executor import Executor
-from graphllm.placement import place
-from graphllm.plan import compile_plan
-from graphllm.profiler.rows import Recorder
-from graphllm.tensor import Var, feed, scope, state, weight
+from graphllm.graph import rewrite
+from graphllm.graph.tensor import Var, feed, scope, state, weight
+from graphllm.profiler.record import Recorder
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 T = Var("T", 1, 8)
@@ -48,10 +50,10 @@ def test_equal_nodes_merge_and_keep_their_scopes():
         a = ops.silu(x)
     with scope("b"):
         b = ops.silu(x)
-    merged = graph.merge({"y": ops.add(a, b)})
-    silus = [n for n in graph.toposort(merged.values()) if n.op == "silu"]
+    merged = rewrite.merge({"y": ops.add(a, b)})
+    silus = [n for n in rewrite.toposort(merged.values()) if n.op == "silu"]
     assert [n.scopes for n in silus] == [("a", "b")]
-    assert graph.dump(merged).count("silu") == 1 and "silu" in graph.dot(merged)
+    assert rewrite.dump(merged).count("silu") == 1 and "silu" in rewrite.dot(merged)
 
 
 def test_verify_finds_a_read_that_a_write_overtakes():
@@ -60,17 +62,17 @@ def test_verify_finds_a_read_that_a_write_overtakes():
     written = ops.kv_write(pool, x, slot)
     stale = ops.gather_rows(pool, slot)
     with pytest.raises(GraphError, match="'pool'"):
-        graph.verify({"y": stale, "pool": written})
-    graph.verify({"y": ops.gather_rows(written, slot)})
+        rewrite.verify({"y": stale, "pool": written})
+    rewrite.verify({"y": ops.gather_rows(written, slot)})
     with pytest.raises(GraphError, match="not a state"):
-        graph.verify({"y": ops.kv_write(feed("p", (8, 1, 4), "f32"), x, slot)})
+        rewrite.verify({"y": ops.kv_write(feed("p", (8, 1, 4), "f32"), x, slot)})
 
 
 def test_verify_finds_leaves_that_disagree():
     y = ops.add(ops.silu(feed("x", (T, 4), "f32")), ops.silu(feed("x", (T, 4), "f32")))
-    graph.verify({"y": y})
+    rewrite.verify({"y": y})
     with pytest.raises(GraphError, match="two leaves 'x'"):
-        graph.verify({"y": y, "z": ops.silu(feed("x", (T, 5), "f32"))})
+        rewrite.verify({"y": y, "z": ops.silu(feed("x", (T, 5), "f32"))})
 
 
 def test_memory_shares_only_what_never_meets():

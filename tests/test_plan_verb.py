@@ -17,12 +17,12 @@ from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
 import graphllm
 from graphllm import backends, ops
 from graphllm.backends.order import ORDER
+from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.random import RandomFile
 from graphllm.errors import ModelFileError, PlacementError, RequestError
-from graphllm.profiler import bench, ceilings, predict, rates
+from graphllm.profiler import bench, kernel_rates, prediction, roofline
 from graphllm.profiler.bench import Test
-from graphllm.profiler.ceilings import Ceiling
-from graphllm.weights.gguf import GGUF
-from graphllm.weights.random import RandomFile
+from graphllm.profiler.roofline import Ceiling
 
 GPU, CPU = ORDER[:2]
 DATE = "2026-01-01T00:00:00+00:00"
@@ -64,7 +64,7 @@ def measured(monkeypatch):
         own = Ceiling(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
         return None if name in missing else own
 
-    monkeypatch.setattr(ceilings, "kept", kept)
+    monkeypatch.setattr(roofline, "kept", kept)
     return missing
 
 
@@ -183,7 +183,7 @@ def test_a_gpu_that_is_here(tiny):
     assert found.token.ops == llm.placement()
     assert not [note for note in found.notes if "not usable" in note]
     assert "free there" in found.notes[0]
-    own = rates.measure(GPU, lambda n: 1e12, [0], 64 << 20, lambda what, done, total: None)
+    own = kernel_rates.measure(GPU, lambda n: 1e12, [0], 64 << 20, lambda what, done, total: None)
     assert own.flops["float"][0] > 1e13 and 0 < own.steps[0] < 1e-4
 
 
@@ -213,7 +213,7 @@ def test_formats_that_take_longer(tiny, monkeypatch):
     for share, many in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
         parts = {"shares": {"q8_0": share}, "many": {"q8_0": many}}
         own = Ceiling(CPU, "a machine", DATE, 1, *rates, **parts)
-        monkeypatch.setattr(ceilings, "kept", lambda name, own=own: own)
+        monkeypatch.setattr(roofline, "kept", lambda name, own=own: own)
         run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
         seconds.append((run.token.seconds, run.prefill.seconds))
     (token, prompt), by_bytes, by_operations = seconds
@@ -224,9 +224,9 @@ def test_formats_that_take_longer(tiny, monkeypatch):
 def test_operations_of_fused_steps_by_kind(tiny):
     """Their parts', each at the rate of its kind: none is lost."""
     kinds: dict[str, set[str]] = {}
-    env = predict.env_of(16, 0)
+    env = prediction.env_of(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps:
-        found = list(rates.operations(step.node, env))
+        found = list(kernel_rates.operations(step.node, env))
         cost = ops.get(step.node.op).price(step.node, env)
         assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
         kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, _ in found)
@@ -241,21 +241,21 @@ def test_no_rate_no_seconds(tiny):
         step for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps
         if step.node.op == "attention"
     )  # fmt: skip
-    env, flops = predict.env_of(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
+    env, flops = prediction.env_of(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
     cost = ops.get(step.node.op).price(step.node, env).flops
     for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
         own = Ceiling(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
-        assert predict._computes(step, env, own, 1) == (cost / rate if rate else None)
+        assert prediction._computes(step, env, own, 1) == (cost / rate if rate else None)
 
 
 def test_a_bench_test_is_predicted(tiny, measured):
     llm = graphllm.load(tiny, device=CPU, threads=1)
     token = graphllm.dry_run(tiny, device=CPU, threads=1).token.seconds
-    assert predict.of_test(llm.engine, Test(0, 8, 16), 1) == pytest.approx(8 * token, rel=0.1)
-    assert predict.of_test(llm.engine, Test(16, 0, 16), 1) > 0
+    assert prediction.of_test(llm.engine, Test(0, 8, 16), 1) == pytest.approx(8 * token, rel=0.1)
+    assert prediction.of_test(llm.engine, Test(16, 0, 16), 1) > 0
     measured.append(CPU)
-    assert predict.of_test(llm.engine, Test(0, 8, 16), 1) is None
-    assert predict.of_test(llm.engine, Test(16, 0, 16), 1) is None
+    assert prediction.of_test(llm.engine, Test(0, 8, 16), 1) is None
+    assert prediction.of_test(llm.engine, Test(16, 0, 16), 1) is None
 
 
 def test_nothing_is_predicted_without_ceilings(tiny, measured):
@@ -270,7 +270,7 @@ def test_nothing_is_predicted_without_ceilings(tiny, measured):
 
 def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
     old = Ceiling(CPU, "a machine", DATE, 1, {"read": {1: GB_S}})
-    monkeypatch.setattr(ceilings, "kept", lambda name: old)
+    monkeypatch.setattr(roofline, "kept", lambda name: old)
     found = graphllm.dry_run(tiny, device=CPU)
     assert found.prefill.seconds is None and found.token.seconds is not None
     assert found.lacking[0].startswith(f"no prediction of a prompt: {CPU}'s arithmetic was not")

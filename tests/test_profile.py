@@ -14,18 +14,18 @@ import tiny_models as tiny
 from typer.testing import CliRunner
 
 import graphllm
-from graphllm import host, ops
+from graphllm import ops, system_info
 from graphllm.backends import Log
 from graphllm.cli import app
 from graphllm.cli.output import OutputError
+from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
-from graphllm.generation.request import Sampling
+from graphllm.profiler.accounting import Pass, close
 from graphllm.profiler.bench import Result, Test
-from graphllm.profiler.closing import Pass, close
-from graphllm.profiler.compare import compare
+from graphllm.profiler.compare.comparison import compare
 from graphllm.profiler.html import page
 from graphllm.profiler.profile import Phase, Profile, Roof
-from graphllm.profiler.rows import KEYS, Recorder, Run, totals
+from graphllm.profiler.record import KEYS, Recorder, Run, totals
 from graphllm.profiler.speed import speed
 
 PROMPT, DECODE, REPEAT = 20, 6, 3
@@ -156,7 +156,7 @@ def test_speed_of_some_passes():
 
 def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
     """In the table, in JSON and on the page."""
-    monkeypatch.setattr(host, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
+    monkeypatch.setattr(system_info, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
     busy = llm.profile([3, 4, 5], 2, 1)
     assert busy.others == 0.4
     note = "the machine was busy: other work had 40% of the processors' time"
@@ -237,7 +237,7 @@ def test_a_program_without_times_has_no_place_for_them(path):
     llm = graphllm.load(path, device="cpu", context=128)
     plan = llm.engine.decode_plan()
     ((segment, _),) = llm.executor._programs[plan].segments
-    from graphllm.backends.cpu.walk import TIMES
+    from graphllm.backends.cpu.runtime.step_interpreter import TIMES
 
     assert segment._words[TIMES] == 0
     log = Log()

@@ -6,9 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
-from graphllm.dtype import A8_32, A8_256, DTYPES, F32, Q4_K, Q8_0, DType
 from graphllm.errors import GraphError
-from graphllm.quant import (
+from graphllm.formats.quantization import (
     Blocks,
     dequantise,
     dequantise_act,
@@ -16,6 +15,7 @@ from graphllm.quant import (
     quantise_act,
     split_act,
 )
+from graphllm.graph.dtype import A8_32, A8_256, DTYPES, F32, Q4_K, Q8_0, DType
 
 BLOCKED = [
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",

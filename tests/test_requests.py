@@ -20,10 +20,10 @@ import test_kv
 import tiny_models as tiny
 
 import graphllm
+from graphllm.engine import request_lock
+from graphllm.engine.request import Sampling
+from graphllm.engine.request_lock import Claim, RequestLock
 from graphllm.errors import RequestError
-from graphllm.generation import request_lock
-from graphllm.generation.request import Sampling
-from graphllm.generation.request_lock import Claim, RequestLock
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 DRAWN = {"temperature": 0.9, "seed": 4, "repeat_penalty": 1.3, "min_tokens": 12}

@@ -16,8 +16,8 @@ import pytest
 import safetensors.numpy
 from fuzz_safetensors import INDEX, SHARDS, SINGLE, entries, index, packed
 
-from graphllm.dtype import BF16, F16, F32
 from graphllm.errors import ModelFileError
+from graphllm.graph.dtype import BF16, F16, F32
 from graphllm.weights.safetensors import Safetensors
 from graphllm.weights.safetensors_format import BOOL, U8
 from graphllm.weights.strict_json import json_object

@@ -11,9 +11,9 @@ from test_cuda_plans import paper  # noqa: F401
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.dtype import CACHED
-from graphllm.executor import Executor
-from graphllm.tensor import Tensor, Var, feed, state, weight
+from graphllm.graph.dtype import CACHED
+from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 T, S, Q = Var("T", 1, 20), Var("S", 1, 1), Var("Q", 2, 2)

@@ -7,7 +7,7 @@ import pytest
 
 from graphllm import ops
 from graphllm.errors import GraphError
-from graphllm.tensor import Meta, Tensor, Var, current_scope, feed, scope, weight
+from graphllm.graph.tensor import Meta, Tensor, Var, current_scope, feed, scope, weight
 
 T = Var("T", 1, 16)
 

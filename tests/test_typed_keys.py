@@ -12,9 +12,9 @@ import tiny_models
 from gguf_files import finish
 
 import graphllm
+from graphllm.checkpoints.gguf import GGUF
 from graphllm.errors import LISTED, SHOWN, ConfigError, GraphllmError, ModelFileError, shown
-from graphllm.weights.gguf import GGUF
-from graphllm.weights.keys import Keys
+from graphllm.model.config_keys import Keys
 
 LONG = "x" * 1_000_000
 

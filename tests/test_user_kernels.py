@@ -19,15 +19,16 @@ from numba import float32, njit
 from numba.extending import intrinsic
 from test_ops_generated import run_all
 
-from graphllm import family, ops
+from graphllm import ops
 from graphllm.backends import Options, cpu
-from graphllm.backends.cpu.isa import CPU_FEATURES, CPU_NAME, isa
-from graphllm.backends.cpu.kernel_key import code_key
-from graphllm.backends.cpu.maths import exp32
+from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, isa
+from graphllm.backends.cpu.runtime.kernel_key import code_key
+from graphllm.backends.cpu.simd.math import exp32
 from graphllm.errors import GraphError, GraphllmError
-from graphllm.executor import Executor
+from graphllm.graph.tensor import feed
+from graphllm.model import spec
 from graphllm.ops import Arg, Cost, Sample, grid, op, require, same
-from graphllm.tensor import feed
+from graphllm.runtime.executor import Executor
 
 ROWS = (0, 1, 7, 300)
 LAYOUTS = ("contiguous", "strided", "permuted")
@@ -144,7 +145,7 @@ def test_a_file_that_is_run_again_has_its_new_kernel(declared, tmp_path):
         (5, "x * FACTOR"),
     ):
         path.write_text(FILE.format(factor=factor, body=body))
-        family.run_file(path)
+        spec.run_file(path)
         found.append(scaled())
     assert found == [3, 4, 2, 5]
     assert len(cpu.BACKEND.kernels["tests_scaled"]) == 1

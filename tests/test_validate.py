@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from graphllm import models
 from graphllm.cli import app
 from graphllm.errors import ConfigError, ModelFileError, RequestError
-from graphllm.starter import write
+from graphllm.model.scaffold import write
 from graphllm.validation import Check, Report, Run, validate
 
 GEMMA3 = (
@@ -26,9 +26,7 @@ GEMMA3 = (
 GEMMA2 = "from graphllm.models.gemma2 import *\nfrom graphllm.models import gemma2 as base\n"
 LLAMA = "from graphllm.models.llama import *\nfrom graphllm.models import llama as base\n"
 QWEN2 = "from graphllm.models.qwen2 import *\nfrom graphllm.models import qwen2 as base\n"
-MORE = (
-    "from dataclasses import replace\nfrom graphllm import ops\nfrom graphllm.decoder import Rope\n"
-)
+MORE = "from dataclasses import replace\nfrom graphllm import ops\nfrom graphllm.model.decoder import Rope\n"
 
 OTHER_BASE = """
 def config(keys):
@@ -239,7 +237,7 @@ def test_a_random_model_of_each_family_passes(name):
 GATED = """
 from graphllm.models.llama import *
 from graphllm import ops
-from graphllm.tensor import scope
+from graphllm.graph.tensor import scope
 
 TINY = ({**TINY[0], "num_hidden_layers": 2},)
 
@@ -352,7 +350,7 @@ def test_what_an_oracle_may_not_return(returned, message, tmp_path):
 
 
 FIRST = """
-from graphllm.decoder import Decoder
+from graphllm.model.decoder import Decoder
 from graphllm.models import llama
 
 TINY = ({{"model_type": "llama", **llama.TINY[0], "{key}": 52}},)

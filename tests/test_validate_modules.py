@@ -25,9 +25,9 @@ CONFIG = {
 MODEL = """
 from dataclasses import replace
 from graphllm import ops
-from graphllm.decoder import Decoder
-from graphllm.tensor import scope
-from graphllm.weights.keys import base_config
+from graphllm.model.decoder import Decoder
+from graphllm.graph.tensor import scope
+from graphllm.model.config_keys import base_config
 
 def config(keys):
     return replace(base_config(keys), tied=False)

@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 from gguf_files import finish
 
-from graphllm.dtype import dtype
-from graphllm.quant import quantise
+from graphllm.formats.quantization import quantise
+from graphllm.graph.dtype import dtype
 
 VOCAB = json.loads((Path(__file__).parent / "golden" / "tiny_spm.json").read_text())
 # dim, heads, kv heads, head width, hidden, layers: multiples of nothing in particular

@@ -21,7 +21,7 @@ from hf_models import ELSEWHERE, FAMILIES, config_of, distance, logits_of, rando
 
 import graphllm
 from graphllm.errors import GraphllmError
-from graphllm.family import Family
+from graphllm.model.spec import Family
 
 IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 24)]
 FLAG, NUMBERS = (True, False, None), (0.5, 1.0, 3, None)

@@ -22,17 +22,17 @@ from ..arguments import (
     texts,
     whole_number,
 )
-from ..batch import Limits
-from ..decoder import Decoder
+from ..checkpoints.model_file import ModelFile
+from ..engine.engine import Engine, Seen
+from ..engine.request import Completion, Sampling
+from ..engine.stop_conditions import answer
+from ..engine.trace import Patch, Tracer
 from ..errors import ModelFileError, RequestError
-from ..executor import Executor, Progress
-from ..generation.answer import answer
-from ..generation.engine import Engine, Seen
-from ..generation.request import Completion, Sampling
-from ..generation.trace import Patch, Tracer
-from ..profiler.rows import Recorder
-from ..weights.files import ModelFile
-from .placed import Placed
+from ..model.decoder import Decoder
+from ..model.inputs import Limits
+from ..profiler.record import Recorder
+from ..runtime.executor import Executor, Progress
+from .placement_report import Placed
 from .prompts import Prompt, one_or_more, one_prompt
 
 if TYPE_CHECKING:

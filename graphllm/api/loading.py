@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import backends as registry
-from .. import fusion
 from ..arguments import (
     OneOf,
     Optional,
@@ -25,13 +24,14 @@ from ..arguments import (
     texts,
 )
 from ..backends import Options
-from ..batch import Limits
-from ..decoder import Decoder
-from ..dtype import CACHED
+from ..checkpoints.model_file import ModelFile, open_model
+from ..compiler import fusion
 from ..errors import PlacementError
-from ..executor import Progress
-from ..fit import checked
-from ..weights.files import ModelFile, open_model
+from ..graph.dtype import CACHED
+from ..model.decoder import Decoder
+from ..model.inputs import Limits
+from ..runtime.executor import Progress
+from ..runtime.gpu_offload import checked
 from .llm import LLM
 
 DEFAULT_CONTEXT = 4096
@@ -82,7 +82,7 @@ def decoder_for(
     keys.finish()
     weights = file.weights(family, config)
     if kind is not None:
-        from ..weights.requantise import Quantised
+        from ..checkpoints.requantize import Quantised
 
         router = f".{config.names.router}.weight"  # small, and what it decides is delicate
         weights = Quantised(weights, kind, lambda name: name.endswith(router), backends, options)

@@ -24,10 +24,10 @@ import numpy as np
 
 from ..debug import debug
 from ..errors import GraphError, PlacementError, RequestError
+from ..graph.tensor import WEIGHT, Dim, Meta, Tensor, Var
 from ..ops import OpDef, get, registry
-from ..tensor import WEIGHT, Dim, Meta, Tensor, Var
-from .measured import Measured
 from .order import ORDER
+from .probe_results import Measured
 
 # ------------------------------------------------------------------------------------- the choices
 
@@ -244,10 +244,10 @@ class Backend:
         self.open_device = open_device
         self.wanted = wanted
         self.kernels: dict[str, list[Kernel]] = {}
-        # What it gives at best, if it can tell; see `graphllm.profiler.ceilings`.
+        # What it gives at best, if it can tell; see `graphllm.profiler.roofline`.
         self.measure: Measure | None = None
         # By op: how far off its kernels may be that multiply halves (f16, bf16) as such, where that
-        # is further than the op's own tolerance; see `graphllm.profiler.deviation`.
+        # is further than the op's own tolerance; see `graphllm.profiler.diff.deviation`.
         self.halves: Mapping[str, float] = {}
 
     def available(self) -> tuple[bool, str]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.alignment import ALIGN
 from ..errors import GraphError
-from ..host import free_bytes
-from ..memory import ALIGN
+from ..formats.quantization import Blocks, check_scales
+from ..graph.tensor import Meta, Tensor, Var
 from ..ops import OpDef, get
-from ..quant import Blocks, check_scales
-from ..tensor import Meta, Tensor, Var
+from ..system_info import free_bytes
 from . import ANY, Backend, Bound, Header, Kernel, Log, Operand, Options
 
 

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ..dtype import DType
+from ..graph.dtype import DType
+from ..graph.fused_op import results
+from ..graph.tensor import WEIGHT, Meta, Tensor
 from ..ops import get
-from ..ops.parts import results
-from ..tensor import WEIGHT, Meta, Tensor
 from . import Bound, Header, Operand, Options
 
 

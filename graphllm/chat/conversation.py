@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from ..generation.request import Completion
+from ..engine.request import Completion
 from ..tokenizer import Tokenizer
 from .prompt import Prompt, encode_chat
 from .template import ChatTemplate

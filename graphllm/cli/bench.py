@@ -23,7 +23,7 @@ from .progress import progress_line
 if TYPE_CHECKING:
     from ..api import LLM
     from ..profiler.bench import Test
-    from ..profiler.ceilings import Ceiling
+    from ..profiler.roofline import Ceiling
 
 Row = Mapping[str, Any]
 
@@ -142,14 +142,14 @@ def bench(
 def _ceiling(device: str) -> Ceiling | None:
     """What the memory of the first backend gives; None, with a note, where that is not known."""
     from ..backends import find, names
-    from ..profiler import ceilings
+    from ..profiler import roofline
 
     usable = [name for name in names() if find(name).available()[0]]
     backend = usable[0] if device == "auto" else device
-    before = ceilings.kept(backend)
+    before = roofline.kept(backend)
     try:
         with progress_line("measuring the memory") as progress:
-            found = ceilings.current(backend, progress)
+            found = roofline.current(backend, progress)
     except GraphllmError as error:
         note(f"note: no ceiling: {error}")
         return None
@@ -168,8 +168,8 @@ def _rows(
 ) -> Iterator[Row]:
     """One row for each test on a model that is loaded for them, under llama-bench's names."""
     from ..backends import Options
-    from ..backends.cpu.isa import threads_for
-    from ..profiler import bench, predict
+    from ..backends.cpu.runtime.isa import threads_for
+    from ..profiler import bench, prediction
 
     llm = load(context=max(test.context for test in tests))
     count = threads_for(Options(threads=threads))
@@ -182,7 +182,7 @@ def _rows(
             told = partial(_told, progress, test.name, repeat + 1)
             result = bench.run(llm, test, repeat, told)
         share = result.gb_s / roof if result.gb_s and roof else None
-        took = predict.of_test(llm.engine, test, count) if best is not None else None
+        took = prediction.of_test(llm.engine, test, count) if best is not None else None
         predicted = test.tokens / took if took else None
         own = {"ceiling_gb_s": roof, "share": share, "predicted_ts": predicted}
         if result.busy:

@@ -18,7 +18,7 @@ from .output import note, say
 
 if TYPE_CHECKING:
     from ..chat import Conversation
-    from ..generation.request import Completion
+    from ..engine.request import Completion
 
 HELP = '''\
 /reset       forget what was said
@@ -152,7 +152,7 @@ class Talk:
         return True
 
     def _answer(self, text: str) -> None:
-        from ..generation.request import Completion
+        from ..engine.request import Completion
 
         done = Completion()
         try:

@@ -17,7 +17,7 @@ from .output import show_json, show_table
 from .progress import progress_line
 
 if TYPE_CHECKING:
-    from ..profiler.compare import Comparison
+    from ..profiler.compare.comparison import Comparison
 
 _A = "A file, or several with commas, of `profile -o` or `bench -o json`. With --against: MODEL."
 
@@ -42,8 +42,8 @@ class Turns:
 
     def compared(self, model: str | None, other: str | None, asked: dict[str, Any]) -> Comparison:
         """Runs of the model in turns, and what they tell. RequestError."""
-        from ..profiler.compare import compare
-        from ..profiler.turns import in_turns, split, ways
+        from ..profiler.compare.comparison import compare
+        from ..profiler.compare.interleaved_runs import in_turns, split, ways
 
         if other is not None:
             raise RequestError(f"--against takes one MODEL, not also {other!r}")
@@ -108,7 +108,7 @@ def compare(
 
     graphllm compare demo --against "--threads 1" --with "-n 32" --by layer
     """
-    from ..profiler.compare import compare as compared
+    from ..profiler.compare.comparison import compare as compared
 
     if output not in ("text", "json"):
         raise RequestError(f"-o {output} must be text or json")

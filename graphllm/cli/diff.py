@@ -7,16 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import RequestError
-from .options import (
-    AsJson,
-    KvType,
-    LinearMode,
-    Model,
-    ModelDef,
-    NoFuse,
-    Threads,
-    verb,
-)
+from .options import AsJson, KvType, LinearMode, Model, ModelDef, NoFuse, Threads, verb
 from .output import show_json, show_table
 from .progress import progress_line
 
@@ -68,7 +59,7 @@ def diff(
 
     graphllm diff q4.gguf --against q8.gguf
     """
-    from ..profiler.diff import diff as compare
+    from ..profiler.diff.comparison import diff as compare
 
     with progress_line("comparing") as progress:
         found = compare(

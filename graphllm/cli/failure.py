@@ -18,8 +18,8 @@ def message(error: Exception) -> str:
 
 def _unexpected(error: Exception) -> str:
     """An exception that is not graphllm's own, after the line of the user's file that raised it."""
-    from ..family import user_line
-    from ..scopes import shown_line
+    from ..graph.scopes import shown_line
+    from ..model.spec import user_line
 
     where = user_line(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error)

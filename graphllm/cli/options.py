@@ -17,8 +17,8 @@ from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..generation.request import Sampling
-    from ..weights.files import ModelFile
+    from ..checkpoints.model_file import ModelFile
+    from ..engine.request import Sampling
 
 app = typer.Typer(
     add_completion=False,
@@ -222,9 +222,9 @@ class Source:
     def open(self, placing: Placing, data: bool = True) -> ModelFile:
         """The file, with its tensors' ``data`` or without, or random weights, which are made in the
         type that ``placing`` asks for, and so not converted to it. RequestError."""
-        from ..weights.files import open_model
-        from ..weights.random import RandomFile
-        from ..weights.shapes import MIX
+        from ..checkpoints.model_file import open_model
+        from ..checkpoints.random import RandomFile
+        from ..checkpoints.shapes import MIX
 
         if self.model is not None and self.random is None:
             return open_model(self.model, data)
@@ -299,7 +299,7 @@ class Drawing:
 
     def sampling(self) -> Sampling:
         """The request. RequestError names a value out of range."""
-        from ..generation.request import Sampling
+        from ..engine.request import Sampling
 
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own["stop"], own["stop_ids"] = tuple(self.stop or ()), tuple(self.stop_ids or ())

@@ -11,7 +11,7 @@ from .options import AsJson, Loading, Source, verb
 from .output import note, show, show_json
 
 if TYPE_CHECKING:
-    from ..profiler.predict import DryRun, Phase
+    from ..profiler.prediction import DryRun, Phase
 
 
 @verb
@@ -38,7 +38,7 @@ def plan(
 
     graphllm plan --random llama-7b --type q4_0 --device cuda --free 6
     """
-    from ..profiler.predict import dry_run
+    from ..profiler.prediction import dry_run
 
     room = None if free is None else round(free * 1e9)
     found = dry_run(source.open(loading, data=False), **loading.arguments(), free=room)

@@ -59,7 +59,7 @@ def profile(
     Limit: the time at the ceiling that binds the op (doctor --measure) as a share of its time. To
     gain: ms a token above that.
     """
-    from ..profiler.rows import KEYS
+    from ..profiler.record import KEYS
 
     if by not in KEYS:
         raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")

@@ -17,7 +17,7 @@ from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..generation.request import Completion, Sampling
+    from ..engine.request import Completion, Sampling
 
 Prompts = Annotated[
     list[str] | None,
@@ -117,7 +117,7 @@ def _one(
     as_json: bool,
 ) -> None:
     """Continue one prompt, and print what is ``shown`` of it and the rest as it comes."""
-    from ..generation.request import Completion
+    from ..engine.request import Completion
 
     done = Completion()
     if not as_json:

@@ -21,7 +21,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
     graphllm inspect model.gguf --json
     """
-    from ..weights.files import open_model
+    from ..checkpoints.model_file import open_model
 
     file = open_model(model)
     tensors = list(file.tensors.values())
@@ -72,7 +72,7 @@ def tokenize(
 
     graphllm tokenize demo "Hello, world" --ids
     """
-    from ..weights.files import open_model
+    from ..checkpoints.model_file import open_model
 
     own = open_model(model).tokenizer()
     text = read_text(None) if text == "-" else text
@@ -102,9 +102,9 @@ def doctor(
     graphllm doctor --measure
     """
     from .. import __version__, backends
+    from ..compiler.placement import CALL
+    from ..env import cache_dir
     from ..ops import get, registry
-    from ..paths import cache_dir
-    from ..placement import CALL
 
     show(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
     for name in backends.names():
@@ -125,10 +125,10 @@ def doctor(
 
 def _ceiling(backend: str, measure: bool) -> list[str]:
     """What the backend reaches at best, measured now or before, as lines."""
-    from ..profiler import ceilings
+    from ..profiler import roofline
 
     if not measure:
-        found = ceilings.kept(backend)
+        found = roofline.kept(backend)
         return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
     with progress_line("measuring") as progress:
-        return ceilings.measure(backend, progress).lines()
+        return roofline.measure(backend, progress).lines()

@@ -11,9 +11,9 @@ from math import prod
 
 import numpy as np
 
-from ..dtype import CACHED, F16, F32, I32, Q8_0, DType
-from ..quant import ACT_TINY, Blocks, quantise
-from . import Arg, Cost, Sample, expect, grid, op, out, require
+from ..formats.quantization import ACT_TINY, Blocks, quantise
+from ..graph.dtype import CACHED, F16, F32, I32, Q8_0, DType
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 
 _SCORES = 16 << 20  # bytes of scores that live at one time
 _NAN = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from . import Arg, Cost, Sample, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, require, same
 
 _INNER = ((1,), (63,), (64,), (640,), (3, 32))
 _ROWS = (0, 1, 7)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import quant
-from ..dtype import (
+from ..errors import ModelFileError
+from ..formats import quantization
+from ..formats.quantization import WEIGHT_FORMATS, Blocks
+from ..graph.dtype import (  # fmt: skip
     BF16,
     F16,
     F32,
@@ -23,11 +25,9 @@ from ..dtype import (
     Q5_K,
     Q6_K,
     Q8_0,
-)  # fmt: skip
-from ..errors import ModelFileError
-from ..quant import WEIGHT_FORMATS, Blocks
-from ..tensor import Meta, current_scope
-from . import Arg, Cost, Sample, expect, grid, op, out
+)
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out
+from ..graph.tensor import Meta, current_scope
 
 
 def expect_weight(w: Meta, axes: int = 2) -> None:
@@ -35,7 +35,7 @@ def expect_weight(w: Meta, axes: int = 2) -> None:
 
     ModelFileError for a block format that no code here can read.
     """
-    if w.dtype.quantised and w.dtype.name not in quant.FORMATS:
+    if w.dtype.quantised and w.dtype.name not in quantization.FORMATS:
         where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
         raise ModelFileError(f"{where}: weights in {w.dtype} are not supported, only in {known}")
     expect("w", w, axes, *WEIGHT_FORMATS)
@@ -79,7 +79,7 @@ def embedding(ids, w):
     """Rows of the table as float32. ids [T] i32 below V, w [V, D] any weight format -> [T, D].
 
     The rows are read where they lie, so the table need not be in memory; a block format is
-    dequantised exactly as `graphllm.quant` says.
+    dequantised exactly as `graphllm.formats.quantization` says.
     """
     rows = w[ids]
     return rows.dequantise() if isinstance(rows, Blocks) else rows.astype(np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import (
+from ..graph.dtype import (  # fmt: skip
     A8_32,
     A8_256,
     BF16,
@@ -24,8 +24,8 @@ from ..dtype import (
     Q5_K,
     Q6_K,
     Q8_0,
-)  # fmt: skip
-from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+)
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 from .embedding import expect_weight
 from .linear import FORMS, TOL, activations, product, unit
 

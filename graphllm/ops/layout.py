@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import BF16, F16, F32, I8, I16, I32, I64
-from ..dtype import dtype as dtype_of
-from ..quant import Blocks
-from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..formats.quantization import Blocks
+from ..graph.dtype import BF16, F16, F32, I8, I16, I32, I64
+from ..graph.dtype import dtype as dtype_of
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 
 _FLOATS = ("f32", "f16", "bf16")
 _LAYOUTS = ("contiguous", "strided", "permuted", "expanded")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import quant
-from ..dtype import (
+from ..formats import quantization
+from ..formats.quantization import Blocks
+from ..graph.dtype import (  # fmt: skip
     A8_32,
     A8_256,
     BF16,
@@ -24,10 +25,9 @@ from ..dtype import (
     Q5_K,
     Q6_K,
     Q8_0,
-)  # fmt: skip
-from ..dtype import dtype as dtype_of
-from ..quant import Blocks
-from . import Arg, Cost, Sample, expect, grid, op, out, require
+)
+from ..graph.dtype import dtype as dtype_of
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
@@ -114,7 +114,7 @@ def linear(x, w, bias=None):
 def activations(x):
     """What an operand [T, ..., K] as `quantise_act` gives it, or float32, stands for."""
     if isinstance(x, Blocks):
-        return quant.dequantise_act(x.raw, x.dtype, x.elements)
+        return quantization.dequantise_act(x.raw, x.dtype, x.elements)
     return np.ascontiguousarray(x, np.float32)
 
 
@@ -228,11 +228,11 @@ def quantise_act(x, *, dtype):
     """Activations in fewer bits: int8 in blocks along the last axis, or halves. x [T, ..., K] f32
     -> [T, ..., K] a8_32, a8_256, f16 or bf16.
 
-    Bit-exact on every backend; the formula of int8 is that of `graphllm.quant.quantise_act`. Halves
+    Bit-exact on every backend; the formula of int8 is that of `graphllm.formats.quantization.quantise_act`. Halves
     are rounded to nearest even; what is beyond the range of f16 becomes its largest number.
     """
     kind = dtype_of(dtype)
     if kind.numpy is not None:
         most = np.float32(65504 if kind == F16 else np.inf)
         return np.clip(x, -most, most).astype(kind.numpy)
-    return Blocks(quant.quantise_act(x, kind), kind, x.shape[-1])
+    return Blocks(quantization.quantise_act(x, kind), kind, x.shape[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import Arg, Cost, Sample, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, require, same
 
 
 def _infer(x, w, *, eps):

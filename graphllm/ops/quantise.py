@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import quant
-from ..dtype import BF16, F16, F32
-from ..dtype import dtype as dtype_of
-from ..quant import FORMATS, Blocks
-from . import Arg, Cost, Sample, expect, grid, op, out, require
+from ..formats import quantization
+from ..formats.quantization import FORMATS, Blocks
+from ..graph.dtype import BF16, F16, F32
+from ..graph.dtype import dtype as dtype_of
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 
 _TILE = 1 << 18  # elements that are quantised at a time: NumPy needs some 30 bytes for each
 
@@ -62,7 +62,7 @@ _BY_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 def quantise(x, *, dtype):
     """A weight's floats as blocks of a weight format. x [T, K] f32, f16 or bf16 -> [T, K].
 
-    Bit-exact on every backend; the formulas are those of `graphllm.quant_formats`. GraphllmError
+    Bit-exact on every backend; the formulas are those of `graphllm.formats.gguf_blocks`. GraphllmError
     where a value is infinite or NaN.
     """
     kind = dtype_of(dtype)
@@ -70,5 +70,5 @@ def quantise(x, *, dtype):
     step = max(1, _TILE // max(1, x.shape[1]))
     for first in range(0, len(made), step):
         tile = slice(first, first + step)
-        made[tile] = quant.quantise(x[tile].astype(np.float32), kind)
+        made[tile] = quantization.quantise(x[tile].astype(np.float32), kind)
     return Blocks(made, kind, x.shape[1])

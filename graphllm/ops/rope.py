@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import I32
-from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.dtype import I32
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 
 # ------------------------------------------------------------------------------------------ rotary
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import I32, I64
-from ..tensor import Var
-from . import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.dtype import I32, I64
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.tensor import Var
 
 # --------------------------------------------------------------------------------- random numbers
 

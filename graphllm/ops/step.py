@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..dtype import I32
-from . import Arg, Cost, Sample, expect, grid, op, require
+from ..graph.dtype import I32
+from ..graph.op import Arg, Cost, Sample, expect, grid, op, require
 
 _TOKENS, _SEQUENCES = ("ids", "pos"), ("kv_len", "count", "done")
 

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..backends import find
+from ..checkpoints.shapes import FILE_TYPES
+from ..compiler.plan import HOST
+from ..engine.request import Sampling
 from ..errors import RequestError
-from ..generation.request import Sampling
-from ..graph import root
-from ..host import Others
+from ..graph.rewrite import root
+from ..graph.tensor import Meta, Tensor
 from ..ops import get
-from ..plan import HOST
-from ..tensor import Meta, Tensor
-from ..weights.shapes import FILE_TYPES
-from . import disturbance
-from .ceilings import cpu_name
+from ..system_info import Others
+from . import machine_load
+from .roofline import cpu_name
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..generation.engine import Engine
-    from ..plan import Plan
+    from ..checkpoints.model_file import ModelFile
+    from ..compiler.plan import Plan
+    from ..engine.engine import Engine
     from ..weights import Weights
-    from ..weights.files import ModelFile
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
 _NOBODY = -1  # a token that no prompt has
@@ -90,8 +90,8 @@ class Result:
     @property
     def busy(self) -> str:
         """What disturbed the test, in one line; empty if nothing did."""
-        ran = sum(self.samples_ns), disturbance.of_samples(self.samples_ns)
-        return disturbance.note(self.others, {self.test.name: ran})
+        ran = sum(self.samples_ns), machine_load.of_samples(self.samples_ns)
+        return machine_load.note(self.others, {self.test.name: ran})
 
     @property
     def rates(self) -> list[float]:

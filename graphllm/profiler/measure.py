@@ -10,15 +10,15 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..compiler.plan import HOST
+from ..engine.request import Sampling
 from ..errors import RequestError
-from ..generation.request import Sampling
-from ..host import Others
-from ..plan import HOST
-from . import ceilings
+from ..system_info import Others
+from . import roofline
+from .accounting import Pass
 from .bench import describe
-from .closing import Pass
 from .profile import Phase, Profile, Roof
-from .rows import Recorder, Run
+from .record import Recorder, Run
 
 if TYPE_CHECKING:
     from ..api import LLM
@@ -98,7 +98,7 @@ def _phases(
 
 def _threads(llm: LLM) -> int:
     """Those of the CPU."""
-    from ..backends.cpu.isa import threads_for
+    from ..backends.cpu.runtime.isa import threads_for
 
     return threads_for(llm.executor.options)
 
@@ -109,7 +109,7 @@ def _inside(runs: Sequence[Run], span: _Window) -> list[Run]:
 
 def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
     """What was measured of the backend, if it was."""
-    kept = ceilings.kept(backend)
+    kept = roofline.kept(backend)
     if kept is None or backend in roofs:
         return
     flops = [kept.roof(kind, threads) for kind in ("float", "integer")]
@@ -125,7 +125,7 @@ def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
     return {
         "made": {"graphllm": __version__, "python": sys.version.split()[0], "date": date},
         "machine": {
-            "name": ceilings.machine(),
+            "name": roofline.machine(),
             "backends": {backend.name: backend.available()[1] for backend in executor.backends},
         },
         "model": {

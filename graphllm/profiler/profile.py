@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import Plan
-from . import disturbance
-from .closing import Closing, Pass, close
+from ..compiler.plan import Plan
+from . import machine_load
+from .accounting import Closing, Pass, close
+from .arena_map import arenas
 from .files import SCHEMA, VERSION
+from .record import KEYS, Row, Run, plans_of, rows_of
 from .report import table
-from .rows import KEYS, Row, Run, plans_of, rows_of
-from .spans import arenas
 from .speed import Speed, speed
 
 
@@ -87,10 +87,10 @@ class Phase:
         for plan in self.plans:
             own = [run for run in self.runs if run.plan is plan]
             times = np.stack([run.times for run in own], axis=1)
-            each = disturbance.of_plan(
+            each = machine_load.of_plan(
                 times, np.array([self._pass(run) for run in own]), len(self.passes)
             )
-            found.append(disturbance.of_steps(each))
+            found.append(machine_load.of_steps(each))
         return max(found)
 
     def _pass(self, run: Run) -> int:
@@ -165,7 +165,7 @@ class Profile:
     def busy(self) -> str:
         """What disturbed the passes, in one line; empty if nothing did."""
         ran = {p.name: (sum(each.plain for each in p.passes), p.disturbed) for p in self.phases}
-        return disturbance.note(self.others, ran)
+        return machine_load.note(self.others, ran)
 
     def __getitem__(self, name: str) -> Phase:
         """``prefill`` or ``decode``. KeyError where nothing of it ran."""

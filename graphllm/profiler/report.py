@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..backends import find
 from ..terminal import safe
-from .closing import Closing
-from .rows import Total, totals
+from .accounting import Closing
+from .record import Total, totals
 
 if TYPE_CHECKING:
     from .profile import Phase, Profile

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..checkpoints.gguf import GGUF
 from ..errors import ModelFileError, shown
-from ..weights.gguf import GGUF
 from . import chatglm, pipeline
 from .bpe import BpeTokenizer
 from .decoding import TextStream

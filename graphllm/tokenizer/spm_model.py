@@ -15,16 +15,7 @@ from .classes import prefix_scheme
 from .directory import AddedToken, Directory
 from .model_proto import ModelProto, read_model
 from .spm import SpmTokenizer, model_proto
-from .vocabulary import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    ends_among,
-)
+from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, ends_among
 
 
 @dataclass(frozen=True)

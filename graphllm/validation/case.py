@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from ..api import LLM, load
-from ..config import DecoderConfig
+from ..checkpoints.hf_directory import Directory
+from ..checkpoints.model_file import ModelFile
 from ..errors import ModelFileError
-from ..executor import Progress
-from ..family import Family
-from ..tensor import Meta
+from ..graph.tensor import Meta
+from ..model.config import DecoderConfig
+from ..model.config_keys import Keys
+from ..model.spec import Family
+from ..runtime.executor import Progress
 from ..weights import Weights
-from ..weights.directory import Directory
-from ..weights.files import ModelFile
-from ..weights.keys import Keys
 from .record import Oracle, Record, Wanted
 
 TEXT = (

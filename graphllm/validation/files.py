@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..api.loading import decoder_for
-from ..batch import Limits
 from ..errors import GraphError, GraphllmError, UnusedTensors
+from ..model.config_keys import IGNORED
+from ..model.inputs import Limits
 from ..tokenizer.hard_texts import HARD_TEXTS
-from ..weights.keys import IGNORED
 from .case import TEXT, Case, Subject
 from .report import FAILED, PASSED, SKIPPED, Check
 

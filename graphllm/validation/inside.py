@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..generation.trace import Tracer
-from ..graph import toposort
+from ..engine.trace import Tracer
+from ..graph.rewrite import toposort
+from ..graph.scopes import shown_line
+from ..graph.tensor import Tensor
 from ..ops import get
-from ..scopes import shown_line
-from ..tensor import Tensor
 from .case import Case
 from .record import Attended, Record
 from .regions import Region, Swap, comparable, entry, nearest, scalars, within

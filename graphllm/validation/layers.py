@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.trace import Tracer
 from ..errors import ModelFileError
-from ..generation.trace import Tracer
 from .case import Case
 from .inside import inside
 from .regions import LOGITS, Region, Swap, nearest, regions

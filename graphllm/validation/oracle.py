@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError
-from ..family import run_file
-from ..quant import Blocks
+from ..formats.quantization import Blocks
+from ..model.spec import run_file
 from ..weights import Weights
 from .record import Record, Wanted
 from .torch_module import ModuleOracle, is_module

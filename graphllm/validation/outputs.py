@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import backends as registry
-from ..profiler.diff import Diff, diff
+from ..profiler.diff.comparison import Diff, diff
 from .case import Case
 from .report import FAILED, PASSED, SKIPPED, Check
 

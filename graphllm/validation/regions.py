@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..api import LLM
-from ..dtype import F32
-from ..graph import toposort
-from ..profiler.deviation import Deviation, deviation
-from ..tensor import Tensor, Var
+from ..graph.dtype import F32
+from ..graph.rewrite import toposort
+from ..graph.tensor import Tensor, Var
+from ..profiler.diff.deviation import Deviation, deviation
 from .record import Record
 
 EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last cut

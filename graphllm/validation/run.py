@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..checkpoints.model_file import ModelFile, model_path
 from ..errors import GraphllmError, RequestError
-from ..executor import Progress
-from ..family import Family
-from ..weights.files import ModelFile, model_path
+from ..model.spec import Family
+from ..runtime.executor import Progress
 from . import files, hf, outputs
 from .case import Case, Subject
 from .layers import hidden_states

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import Limits
-from ..config import DecoderConfig
-from ..dtype import F32
+from ..checkpoints.model_file import ModelFile
 from ..errors import ConfigError, ModelFileError
-from ..family import Family
-from ..scopes import current_scope
-from ..tensor import Meta, Tensor
+from ..graph.dtype import F32
+from ..graph.scopes import current_scope
+from ..graph.tensor import Meta, Tensor
+from ..model.config import DecoderConfig
+from ..model.config_keys import Keys
+from ..model.inputs import Limits
+from ..model.spec import Family
 from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
-from ..weights.files import ModelFile
-from ..weights.keys import Keys
 from ..weights.mapped import TensorInfo
 from . import hf
 from .case import Subject

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from ..dtype import F32
 from ..errors import ModelFileError, shown
-from ..quant import Blocks
-from ..tensor import Meta
-from .rules import NamedWeights, WeightRule, plain_dtype
+from ..formats.quantization import Blocks
+from ..graph.dtype import F32
+from ..graph.tensor import Meta
+from .names import NamedWeights, WeightRule, plain_dtype
 
 __all__ = ["Arrays", "ModelWeights", "NamedWeights", "WeightRule", "Weights"]
 

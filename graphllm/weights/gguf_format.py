@@ -17,8 +17,8 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from ..dtype import DTYPES, DType
 from ..errors import ModelFileError, shown
+from ..graph.dtype import DTYPES, DType
 from .mapped import TensorInfo
 
 # ggml_type -> name, for the formats that graphllm has a dtype for.

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dtype import F32
 from ..errors import ModelFileError
+from ..graph.dtype import F32
 from .mapped import NO_PICKLES, MappedFile, TensorFiles, TensorInfo
 
 _MAGIC = 0x616B3432  # "ak42", of versions 1 and 2; version 0 begins with the first size

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..dtype import DType
 from ..errors import ModelFileError, shown
+from ..graph.dtype import DType
 
 NO_PICKLES = "a pickle, which can run code, is never loaded; convert it to safetensors"
 

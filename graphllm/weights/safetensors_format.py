@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dtype import BF16, F16, F32, I8, I32, I64, DType
 from ..errors import ModelFileError, shown
+from ..graph.dtype import BF16, F16, F32, I8, I32, I64, DType
 from .mapped import TensorInfo
 from .strict_json import json_object
 

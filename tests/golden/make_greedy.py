@@ -17,7 +17,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from graphllm.weights.demo import demo_path
+from graphllm.checkpoints.demo import demo_path
 
 CANDIDATES = [
     "The capital of France is",

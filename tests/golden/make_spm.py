@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from gguf_files import write_spm  # noqa: E402
 
-from graphllm.weights.demo import demo_path  # noqa: E402
+from graphllm.checkpoints.demo import demo_path  # noqa: E402
 
 HARD = [
     "", " ", "  ", "   ", "\n", "\n\n", "\t", "\t\t\t", "\r\n", " \n ", "a", " a", "a ",

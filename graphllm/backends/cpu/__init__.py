@@ -11,12 +11,13 @@ import importlib.util
 import pkgutil
 
 from .. import Backend, Device, Options
+from . import kernels
 
 
 def _probe() -> tuple[bool, str]:
     if importlib.util.find_spec("numba") is None:
         return False, "Numba is not installed"
-    from .isa import isa, usable_cores
+    from .runtime.isa import isa, usable_cores
 
     if not isa().f16c:
         return False, f"{isa().name} does not convert float16 in hardware"
@@ -25,16 +26,16 @@ def _probe() -> tuple[bool, str]:
 
 
 def _open(options: Options) -> Device:
-    from .device import CpuDevice
+    from .runtime.device import CpuDevice
 
     return CpuDevice(options)
 
 
 BACKEND: Backend = Backend("cpu", _probe, _open)
 
-for _module in pkgutil.iter_modules(__path__):  # they register their kernels
-    importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.iter_modules(kernels.__path__):  # they register their kernels
+    importlib.import_module(f"{kernels.__name__}.{_module.name}")
 
-from .elementwise import elementwise  # noqa: E402  (the function, in place of its module)
+from .kernels.elementwise import elementwise  # noqa: E402  (the function, in place of its module)
 
 __all__ = ["BACKEND", "elementwise"]

@@ -13,6 +13,7 @@ import os
 import pkgutil
 
 from .. import Backend, Device, Options
+from . import kernels
 
 LEAST = (7, 5)  # the lowest compute capability that the kernels are written for
 
@@ -30,13 +31,13 @@ def _probe() -> tuple[bool, str]:
     """(usable, the GPU's name and capability, or in one line why it is not)."""
     if not _installed():
         return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
-    from .probe import probe
+    from .runtime.detect import probe
 
     return probe(LEAST)
 
 
 def _open(options: Options) -> Device:
-    from .device import CudaDevice
+    from .runtime.device import CudaDevice
 
     return CudaDevice(options)
 
@@ -50,7 +51,5 @@ BACKEND.halves = {
     **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
 }
 
-_NO_KERNELS = ("memory", "probe", "run")  # these import CuPy
-for _module in pkgutil.iter_modules(__path__):  # the others register their kernels
-    if _module.name not in _NO_KERNELS:
-        importlib.import_module(f"{__name__}.{_module.name}")
+for _module in pkgutil.iter_modules(kernels.__path__):  # they register their kernels
+    importlib.import_module(f"{kernels.__name__}.{_module.name}")

@@ -1,0 +1,1 @@
+"""CPU kernels, one module per op family."""

@@ -1,0 +1,174 @@
+"""Attention over the paged cache.
+
+A tile is up to ROWS rows: the query heads that share a kv head, of as many neighbouring tokens as
+fit. It goes through the keys in pieces that begin at multiples of PIECE, whoever asks: each piece
+has a softmax of its own, and the pieces are merged in order. So the result for a token does not
+depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles to go
+round: then each piece is an item of its own, whose part waits in scratch until a second kernel
+merges the parts, with the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import float32, int64
+
+from ....graph.tensor import Tensor
+from ... import Options
+from .. import BACKEND
+from ..runtime.device import Launch, Site
+from ..runtime.isa import threads_for
+from ..runtime.jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
+from .attention_tile import (  # fmt: skip
+    HEADS,
+    KV_HEADS,
+    NEVER,
+    OWN,
+    OWN_SIZE,
+    ROWS,
+    SPLIT_TOKENS,
+    SUM,
+    TOKENS,
+    TOP,
+    WIDE,
+    WORDS,
+    A,
+    B,
+    end_row,
+    locate,
+    merge,
+    own_nbytes,
+    padded,
+    part_at,
+    shape,
+    tile_of,
+    tiles,
+    totals_at,
+    visible,
+)
+from .attention_vectors import HEIGHTS, PIECE, merge_rows
+from .elementwise import share
+
+_SPLIT = 16  # tiles of one token below which pieces are items
+_ENOUGH = 4  # items a thread
+
+
+@cache
+def _attend(k: str, v: str, height: int) -> Kernel:
+    tile = tile_of(k, v, height)
+
+    @kernel(key=(k, v, height))
+    def attend(p, thread, threads):
+        w = args(p, WORDS)
+        own = w[OWN] + thread * w[OWN_SIZE]
+        _, subs, per = shape(p)
+        groups, enough = w[KV_HEADS] * subs, _ENOUGH * threads
+        count, most = tiles(p, per)
+        if load_i64(w[TOKENS]) <= w[SPLIT_TOKENS]:
+            # All heads of a piece, one after another, read its memory in order: if there is enough
+            # to share out.
+            inner = groups if count * most >= enough else int64(1)
+            outer = count * groups // inner
+            item = next_chunk(p)
+            while item < outer * most:
+                for i in range(inner):
+                    tile(p, own, item // most * inner + i, per, item % most)
+                item = next_chunk(p)
+        else:
+            while per > 1 and count * groups < enough:
+                per = (per + 1) // 2
+                count, most = tiles(p, per)
+            item = next_chunk(p)
+            while item < count * groups:
+                # The last tiles of a prompt see the most keys: they come first.
+                tile(p, own, count * groups - 1 - item, per, int64(-1))
+                item = next_chunk(p)
+
+    return attend
+
+
+@kernel
+def _join(p, thread, threads):
+    """Merge the parts of each token and head, if the step had so few that pieces were items."""
+    w = args(p, WORDS)
+    tokens = load_i64(w[TOKENS])
+    if tokens > w[SPLIT_TOKENS]:
+        return
+    own = w[OWN] + thread * w[OWN_SIZE]
+    wide, total = w[WIDE], totals_at(p, own)
+    tops, sums, a, b = f32s(own + TOP), f32s(own + SUM), f32s(own + A), f32s(own + B)
+    first, last = share(tokens * w[HEADS], thread, threads)
+    for line in range(first, last):
+        s, token, _ = locate(p, line // w[HEADS], int64(1))
+        if s < 0:
+            continue
+        low, high, _ = visible(p, s, token)
+        for i in range(wide):
+            f32s(total)[i] = float32(0)
+        tops[0], sums[0] = NEVER, float32(0)
+        for piece in range(low // PIECE, (high + PIECE - 1) // PIECE):
+            part = part_at(p, token, line % w[HEADS], piece)
+            ends = f32s(part)
+            merged = merge(tops[0], sums[0], ends[wide], ends[wide + 1])
+            tops[0], sums[0], a[0], b[0] = merged
+            merge_rows((total, part, wide // 16, own + A, own + B))
+        end_row(p, own, 0, token, line % w[HEADS], -1)
+
+
+# ---------------------------------------------------------------------------------------- builders
+
+
+def _height(shared: int) -> int:
+    """Rows that a tile's block has: those that leave the fewest empty, and then the most."""
+    return min(HEIGHTS, key=lambda height: (-shared % height, -height))
+
+
+def _split_tokens(heads: int, kv_heads: int) -> int:
+    """Up to how many tokens a step has pieces as items."""
+    return max(1, _SPLIT // (kv_heads * -(-heads // kv_heads // ROWS)))
+
+
+def _pieces(node: Tensor) -> int:
+    return -(-int(node.src[5].meta.shape[1]) * node.attrs["block"] // PIECE)  # type: ignore[union-attr,arg-type]
+
+
+def _sizes(node: Tensor) -> tuple[int, int, int, int]:
+    """Heads, kv heads, depth of a query, width of a value."""
+    q, _, v = node.sources[:3]
+    return (*q.meta.inner, *v.meta.inner)  # type: ignore[return-value]
+
+
+def scratch(node: Tensor, options: Options) -> int:
+    """Bytes of workspace: every thread's memory, and the parts that wait to be merged."""
+    heads, depth, kv_heads, width = _sizes(node)
+    parts = _split_tokens(heads, kv_heads) * heads * _pieces(node) * (padded(width) + 16) * 4
+    return threads_for(options) * own_nbytes(depth, width) + parts
+
+
+LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # of a token, of a slot
+
+
+@BACKEND.kernel("attention", layout=LAYOUT, scratch=scratch)
+def attention(site: Site) -> list[Launch]:
+    return launches(site, site.out.address, site.scratch)
+
+
+def launches(site: Site, result: int, room: int) -> list[Launch]:
+    """Attention over the site's operands: the result [T, H, D] f32 goes to address ``result``, and
+    ``room`` is that of the workspace."""
+    heads, depth, kv_heads, width = _sizes(site.node)
+    attrs, own = site.attrs, own_nbytes(depth, width)
+    q, k, v, table = site.q, site.k, site.v, site.table
+    words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
+    words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
+    words += [site.q_start.address, site.kv_len.address, table.address, table.meta.shape[1]]
+    words += [site.address(name) for name in ("sinks", "slopes", "prefix_len")]
+    words += [result, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]
+    words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
+    words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
+    words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
+    words += [room + site.threads * own, _split_tokens(heads, kv_heads)]
+    words.append(_pieces(site.node))
+    attend = _attend(k.dtype.name, v.dtype.name, _height(heads // kv_heads))
+    return [Launch(attend, words), Launch(_join, words)]

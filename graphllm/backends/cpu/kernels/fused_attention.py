@@ -1,0 +1,96 @@
+"""Kernels of the fused ops before and after attention: `graphllm.ops.fused.attention`."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ....backends.alignment import aligned
+from ....graph.tensor import Tensor
+from ... import ROWS, Options
+from ...site import constant_factors
+from .. import BACKEND
+from ..runtime.device import Launch, Site
+from ..runtime.isa import threads_for
+from ..runtime.jit import args, as_f32, f32_bits, i32s, kernel, load_i64
+from . import attention
+from .elementwise import share
+from .fused_linear import norm_factor, normed
+from .kv_cache import store
+from .quantize import quantise_kernel
+from .rope import angles, frequencies, rotated, turn
+
+
+@kernel
+def _turn(p, thread, threads):
+    """Heads of q and k normed, if they are, and turned: q's to their place, k's to a workspace."""
+    w = args(p, 20)
+    q, q_stride, k, k_stride, pos, inverse, q_norm, k_norm, eps = w[:9]
+    out, keys, rows_at, heads, kv_heads, width, half, step, magnitude, own, own_size = w[9:]
+    first, last = share(load_i64(rows_at), thread, threads)
+    c = own + thread * own_size
+    s, room = c + 4 * half, c + 8 * half
+    for t in range(first, last):
+        angles(i32s(pos)[t], inverse, half, as_f32(magnitude), c, s)
+        for head in range(heads + kv_heads):
+            if head < heads:
+                x, weight = q + t * q_stride + 4 * head * width, q_norm
+                y = out + 4 * (t * heads + head) * width
+            else:
+                x, weight = k + t * k_stride + 4 * (head - heads) * width, k_norm
+                y = keys + 4 * (t * kv_heads + head - heads) * width
+            if weight != 0:
+                normed(x, weight, norm_factor(x, width, as_f32(eps)), 0, width, room)
+                x = room
+            turn(x, y, width, half, step, c, s)
+
+
+def _own_nbytes(node: Tensor) -> int:
+    """A thread's memory: cosines and sines, and a normed head."""
+    return 4 * rotated(node) + 4 * prod(node.src[0].meta.inner[1:])  # type: ignore[union-attr]
+
+
+def _turn_scratch(node: Tensor, options: Options) -> int:
+    """Every thread's memory, and the turned keys."""
+    keys = node.src[1].meta.bound()  # type: ignore[union-attr]
+    return threads_for(options) * _own_nbytes(node) + 4 * prod(keys.shape)
+
+
+@BACKEND.kernel(
+    "rope_write",
+    layout=dict.fromkeys(("q", "k", "v"), ROWS),
+    scratch=_turn_scratch,
+    when=constant_factors,
+)
+def rope_write(site: Site) -> list[Launch]:
+    q, k, v, own = site.q, site.k, site.v, _own_nbytes(site.node)
+    (heads, width), (kv_heads, _) = q.meta.inner, k.meta.inner
+    step = 1 if site.attrs["style"] == "half" else 2
+    keys, rows = site.scratch + site.threads * own, site.live(q.meta.rows)
+    words = [q.address, q.row_stride, k.address, k.row_stride, site.pos.address, frequencies(site)]
+    words += [site.address("q_norm"), site.address("k_norm")]
+    words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
+    words += [rotated(site.node) // 2, step, f32_bits(site.attrs["magnitude"]), site.scratch, own]
+    # Rows are shared out alike: each thread stores the keys that it turned.
+    return [
+        Launch(_turn, words),
+        store(site.k_pool, keys, 4 * kv_heads * width, site.slot, rows, joined=True),
+        store(site.v_pool, v.address, v.row_stride, site.slot, rows, joined=True),
+    ]
+
+
+def _quantised_scratch(node: Tensor, options: Options) -> int:
+    """Attention's result, and its own."""
+    return _attended_nbytes(node) + attention.scratch(node, options)
+
+
+def _attended_nbytes(node: Tensor) -> int:
+    return aligned(4 * prod(node.meta.bound().shape))  # type: ignore[arg-type]
+
+
+@BACKEND.kernel("attention_quantise", layout=attention.LAYOUT, scratch=_quantised_scratch)
+def attention_quantise(site: Site) -> list[Launch]:
+    rows, width = site.out.meta.rows, site.out.meta.inner[0]
+    attended, own = site.scratch, site.scratch + _attended_nbytes(site.node)
+    parts = attention.launches(site, attended, own)
+    words = [attended, 4 * width, site.out.address, site.out.row_stride, site.live(rows), 1, width]
+    return [*parts, Launch(quantise_kernel(site.out.dtype.block), words)]

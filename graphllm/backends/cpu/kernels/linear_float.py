@@ -1,0 +1,84 @@
+"""What the float microkernels emit; for what they do, see `microkernels.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..simd.emitter import F32S, VECTOR, Emit, Value
+from .block_unpacking import Format
+from .linear_integer import token_rows
+from .packed_formats import BY_CODE
+
+FLOAT_CHUNK = 128  # columns between two visits to c: two groups' panels fit the first-level cache
+FLOAT_PANEL = FLOAT_CHUNK * VECTOR
+_BY = 8  # blocks of plain formats that a loop takes at a time
+
+
+def _steps(e: Emit, f: Format, blocks: Value, body: Callable[[Value, int], None]) -> None:
+    """``body(first block, how many)`` over all blocks; plain formats by 8, then one by one."""
+    by = _BY if f.block == 1 else 1
+    whole = e.b.sdiv(blocks, e.count(by))
+    with e.loop(whole) as loop:
+        body(e.times(loop.index, by), by)
+    if by > 1:
+        done = e.times(whole, by)
+        with e.loop(e.b.sub(blocks, done)) as loop:
+            body(e.b.add(done, loop.index), 1)
+
+
+def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
+    """`prefetch_stream` from block ``i`` of ``nbytes``, where a cache line begins with it."""
+    if i * nbytes % VECTOR == 0:
+        for line in range(0, nbytes, VECTOR):
+            e.prefetch_stream(at, i * nbytes + line)
+
+
+def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
+    f = BY_CODE[code]
+
+    def body(first: Value, count: int) -> None:
+        target = e.at(panel, e.times(first, f.block * VECTOR))
+        source = e.at(w, e.times(first, f.nbytes))
+        for i in range(count):
+            _prefetch(e, source, f.nbytes, i)
+            for k, value in f.values(e, e.at(source, i * f.nbytes)):
+                e.store(value, target, VECTOR * (i + k))
+
+    _steps(e, f, blocks, body)
+
+
+def tile(
+    e: Emit, groups: int, tokens: int, left: Value, panel: Value, step: Value, columns: Value,
+    x: Value, offsets: Value, c: Value,
+) -> None:  # fmt: skip
+    rows = token_rows(e, tokens, left, offsets)
+    accs = [[e.variable(e.f32(0.0)) for _ in range(groups)] for _ in rows]
+
+    def body(first: Value, count: int) -> None:
+        weights = [e.at(panel, e.times(first, VECTOR), e.times(step, g)) for g in range(groups)]
+        values = [e.at(x, e.times(first, 4), row) for row in rows]
+        for k in range(count):
+            each = [e.load(at, F32S, VECTOR * k) for at in weights]
+            for value, totals in zip(values, accs):
+                one = e.all_f32(value, 4 * k)
+                for weight, total in zip(each, totals):
+                    e.set(total, e.madd(weight, one, e.get(total)))
+
+    _steps(e, BY_CODE[0], columns, body)
+    for i, acc in enumerate(acc for totals in accs for acc in totals):
+        e.store(e.add(e.load(c, F32S, VECTOR * i), e.get(acc)), c, VECTOR * i)
+
+
+def fused(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Value) -> None:
+    f = BY_CODE[code]
+    acc = e.variable(e.f32(0.0))
+
+    def body(first: Value, count: int) -> None:
+        source, row = e.at(w, e.times(first, f.nbytes)), e.at(x, e.times(first, 4))
+        for k in range(count):
+            _prefetch(e, source, f.nbytes, k)
+            ((_, weight),) = f.values(e, e.at(source, k * f.nbytes))
+            e.set(acc, e.madd(weight, e.all_f32(row, 4 * k), e.get(acc)))
+
+    _steps(e, f, columns, body)
+    e.store(e.add(e.load(c, F32S), e.get(acc)), c)

@@ -1,0 +1,269 @@
+"""What the integer microkernels emit; for what they do, see `microkernels.py`.
+
+A panel holds at most `CHUNK` columns of a group: vectors of unsigned bytes of q, then factors (for
+blocks of 32: after each block). Dots of unsigned bytes with signed ones begin at what the format
+takes away from q times the sum of the activations, so that nothing is left to subtract.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emit, Value
+from .block_unpacking import Block32, BlockK
+from .packed_formats import BY_CODE
+
+CHUNK = 256  # columns between two visits to c
+_BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
+_K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, lifts and offsets, factors follow
+PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
+_SUMS = 2 * VECTOR  # a token's sums for a super-block: where dots begin, and pairs
+_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # the sums of which pairs are made: see `BlockK.offsets`
+
+
+def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
+    """The byte offset of each token's row, from int64 at ``rows``; a missing token reads the first
+    one's."""
+    found = [e.load(rows, I64)]
+    for t in range(1, tokens):
+        exists = e.b.icmp_signed("<", e.count(t), left)
+        found.append(e.load(e.at(rows, e.b.select(exists, e.count(8 * t), e.count(0))), I64))
+    return found
+
+
+def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
+    f = BY_CODE[code]
+    if isinstance(f, BlockK):
+        with e.streaming():
+            return _unpack_k(e, f, w, panel)
+    with e.loop(blocks) as loop, e.streaming():
+        source = e.at(w, e.times(loop.index, f.nbytes))
+        target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
+        for j, word in enumerate([*f.words(e, source), *f.factors(e, source)]):
+            e.store(word, target, VECTOR * j)
+
+
+def _unpack_k(e: Emit, f: BlockK, w: Value, panel: Value) -> None:
+    for k, words in f.parts(e, w):
+        for j, word in enumerate(words):
+            e.store(word, panel, VECTOR * (k * f.sub // 4 + j))
+    for j, vector in enumerate([vector for kind in _rest_k(e, f, w) for vector in kind]):
+        e.store(vector, panel, _K_WORDS + VECTOR * j)
+
+
+def _rest_k(e: Emit, f: BlockK, w: Value) -> tuple[list[Value], ...]:
+    """A super-block's scales, as they are multiplied, lifts, offsets and factors."""
+    scales = [e.scale_form(scale, f.narrow(e)) for scale in f.scales(e, w)]
+    lifts = f.lifts(e, w) if f.lifted(e) else []
+    offsets = f.offsets(e, w) if f.offset(e) else []
+    return scales, lifts, offsets, f.factors(e, w)
+
+
+def tile(
+    e: Emit, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
+    q: Value, d: Value, s: Value, offsets: Value, c: Value,
+) -> None:  # fmt: skip
+    f = BY_CODE[code]
+    rows = token_rows(e, tokens, left, offsets)
+    panels = [e.at(panel, PANEL * g) for g in range(groups)]
+    if isinstance(f, BlockK):
+        return _tile_k(e, f, rows, panels, q, d, s, c)
+    return _tile_32(e, f, rows, panels, blocks, q, d, s, c)
+
+
+def fused(
+    e: Emit, code: int, w: Value, blocks: Value, q: Value, d: Value, s: Value, c: Value
+) -> None:
+    f = BY_CODE[code]
+    acc = e.variable(e.load(c, F32S))
+    room = e.room(_SUMS)
+    sums = 4 if f.block == 32 else 32  # bytes of sums a block
+    with e.loop(blocks) as loop:
+        i = loop.index
+        block, x = e.at(w, e.times(i, f.nbytes)), e.at(q, e.times(i, f.block))
+        at_d, at_s = e.at(d, e.times(i, 4)), e.at(s, e.times(i, sums))
+        if isinstance(f, BlockK):
+            e.set(acc, _fused_k(e, f, e.get(acc), block, x, at_d, at_s, room))
+        else:
+            e.set(acc, _fused_32(e, f, e.get(acc), block, x, at_d, at_s))
+    e.store(e.get(acc), c)
+
+
+def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: list[Value]) -> Any:
+    """Dots [token][group] of ``count`` vectors of each panel with VNNI, from ``begin`` [token] on.
+
+    Vector after vector, so that no instruction waits for the one before.
+    """
+    dots = [[first] * len(panels) for first in begin]
+    for j in range(count):
+        words = [e.load(panel, offset=VECTOR * j) for panel in panels]
+        for row, found in zip(rows, dots):
+            x = e.all_i32(row, 4 * j)
+            found[:] = [e.dot([(word, x)], 255, old) for word, old in zip(words, found)]
+    return dots
+
+
+# ------------------------------------------------------------------------------------ blocks of 32
+
+
+def _begin_32(e: Emit, f: Block32, s: Value) -> Value:
+    """Minus the offset times the sum of the activations at ``s``."""
+    if not f.offset(e):
+        return e.i32(0)
+    return e.splat(e.b.mul(e.load(s, I32), I32(-f.offset(e))))
+
+
+def _add_32(
+    e: Emit, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
+) -> Value:
+    """acc + dot * (scale * the activations' scale), and then + m * (sum of activations * their
+    scale) where there is an m."""
+    acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.all_f32(d))))
+    if not f.least:
+        return acc
+    total = e.mul(e.b.sitofp(e.load(s, I32), F32), e.load(d, F32))
+    return e.add(acc, e.mul(factors[1], e.splat(total)))
+
+
+def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
+    with e.streaming():
+        words, factors = f.words(e, block), f.factors(e, block)
+    dot = f.dot(e, words, [e.all_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
+    return _add_32(e, f, acc, dot, factors, d, s)
+
+
+def _tile_32(
+    e: Emit, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value, d: Value,
+    s: Value, c: Value,
+) -> None:  # fmt: skip
+    count = len(panels)
+    accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
+    with e.loop(blocks) as loop:
+        at = [e.at(panel, e.times(loop.index, _BLOCK32_PANEL)) for panel in panels]
+        four = e.times(loop.index, 4)
+        xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
+        ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
+        begin = [_begin_32(e, f, sums) for sums in ss]
+        if e.isa.vnni:
+            dots = _grid(e, at, 8, xs, begin)
+        else:
+            words = [[e.load(panel, offset=VECTOR * j) for j in range(8)] for panel in at]
+            values = [[e.all_i32(x, 4 * j) for j in range(8)] for x in xs]
+            dots = [[f.dot(e, w, x, b) for w in words] for x, b in zip(values, begin)]
+        each = range(8, 9 + f.least)
+        factors = [[e.load(panel, F32S, VECTOR * j) for j in each] for panel in at]
+        for i, acc in enumerate(accs):
+            t, g = divmod(i, count)
+            e.set(acc, _add_32(e, f, e.get(acc), dots[t][g], factors[g], ds[t], ss[t]))
+    for i, acc in enumerate(accs):
+        e.store(e.get(acc), c, VECTOR * i)
+
+
+# ------------------------------------------------------------------------------------ super-blocks
+
+
+def _sums_k(e: Emit, f: BlockK, s: Value, room: Value) -> None:
+    """Prepare a token's sums over 16 activations each, int16 at ``s``, in `_SUMS` bytes of room."""
+    sums = e.b.sext(e.load(s, I16S), I32S)
+    if f.sub == 32:
+        sums = e.b.add(e.pick(sums, range(0, 16, 2)), e.pick(sums, range(1, 16, 2)))
+        low, high = (e.pick(sums, which) for which in _AS_PAIRS)
+        e.store(e.pair(low, high), room, VECTOR)
+    if f.centre(e):
+        e.store(e.b.mul(sums, e.i32(-f.centre(e))), room)
+
+
+def _begin_k(e: Emit, f: BlockK, room: Value) -> Value:
+    """Where the dot of the sub-block begins whose place in ``room`` is given."""
+    return e.all_i32(room) if f.centre(e) else e.i32(0)
+
+
+def _moved(
+    e: Emit, pairs: list[Value], s: Value, room: Value, total: Value | None = None
+) -> Value | None:
+    """``total`` plus `BlockK.offsets` or lifts times the sums that go with them."""
+    at = s if len(pairs) == 8 else e.at(room, VECTOR)
+    for j, pair in enumerate(pairs):
+        total = e.dot_pairs(pair, e.all_i32(at, 4 * j), total)
+    return total
+
+
+def _fused_k(
+    e: Emit, f: BlockK, acc: Value, block: Value, x: Value, d: Value, s: Value, room: Value
+) -> Value:
+    """acc + a super-block's share."""
+    _sums_k(e, f, s, room)
+    total = None
+    with e.streaming():
+        scales, lifts, offsets, factors = _rest_k(e, f, block)
+        for k, words in f.parts(e, block):
+            pairs = [(word, e.all_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
+            if e.isa.vnni:
+                dot = e.dot(pairs, f.largest, _begin_k(e, f, e.at(room, 4 * k)))
+                total = e.plus_scaled(dot, scales[k], total, f.narrow(e))
+            else:
+                total = f.dot(e, pairs, scales[k], total)
+    total = _moved(e, lifts, s, room, total)
+    share = f.join(e, total, _moved(e, offsets, s, room), factors)
+    return e.add(acc, e.mul(share, e.all_f32(d)))
+
+
+def _tile_k(
+    e: Emit, f: BlockK, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
+    c: Value,
+) -> None:  # fmt: skip
+    count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
+    room = e.room(_SUMS * len(rows))
+    rooms = [e.at(room, _SUMS * t) for t in range(len(rows))]
+    for row, place in zip(rows, rooms):
+        _sums_k(e, f, e.at(s, row), place)
+    totals = [[e.variable(e.i32(0)) for _ in panels] for _ in rows]
+    with e.loop(subs) as loop:
+        at = [e.at(panel, e.times(loop.index, VECTOR * per)) for panel in panels]
+        one = e.times(loop.index, VECTOR)
+        scales = [e.load(e.at(panel, one), offset=_K_WORDS) for panel in panels]
+        xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
+        if e.isa.vnni:
+            four = e.times(loop.index, 4)
+            begin = [_begin_k(e, f, e.at(place, four)) for place in rooms]
+            for total, dots in zip(totals, _grid(e, at, per, xs, begin)):
+                for one, dot, scale in zip(total, dots, scales):
+                    e.set(one, e.plus_scaled(dot, scale, e.get(one), f.narrow(e)))
+        else:
+            _scaled(e, f, at, per, xs, scales, totals)
+    for g, panel in enumerate(panels):
+        for t, row in enumerate(rows):
+            place = e.at(c, VECTOR * (t * count + g))
+            at_d, at_s = e.at(d, row), e.at(s, row)
+            _add_k(e, f, panel, e.get(totals[t][g]), at_d, at_s, rooms[t], place)
+
+
+def _scaled(
+    e: Emit, f: BlockK, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
+    totals: list[list[Value]],
+) -> None:  # fmt: skip
+    """Add a sub-block's share to totals [token][group] without VNNI."""
+    for g, panel in enumerate(panels):
+        words = [e.load(panel, offset=VECTOR * j) for j in range(count)]
+        for total, x in zip(totals, xs):
+            pairs = [(word, e.all_i32(x, 4 * j)) for j, word in enumerate(words)]
+            e.set(total[g], f.dot(e, pairs, scales[g], e.get(total[g])))
+
+
+def _add_k(
+    e: Emit, f: BlockK, panel: Value, total: Value, d: Value, s: Value, room: Value, c: Value
+) -> None:
+    """Add a super-block's share, of which the panel has the rest, to 16 results at ``c``."""
+    at = e.at(panel, _K_WORDS + VECTOR * (CHUNK // f.sub))
+    each = 128 // f.sub  # vectors of lifts and of offsets
+    lifts = [e.load(at, offset=VECTOR * j) for j in range(each * f.lifted(e))]
+    at = e.at(at, VECTOR * len(lifts))
+    offsets = [e.load(at, offset=VECTOR * j) for j in range(each * f.offset(e))]
+    at = e.at(at, VECTOR * len(offsets))
+    factors = [e.load(at, F32S, VECTOR * j) for j in range(1 + f.minima)]
+    total = _moved(e, lifts, s, room, total)
+    share = f.join(e, total, _moved(e, offsets, s, room), factors)
+    e.store(e.add(e.load(c, F32S), e.mul(share, e.all_f32(d))), c)
+
+
+__all__ = ["CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]

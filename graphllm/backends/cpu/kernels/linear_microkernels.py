@@ -1,0 +1,89 @@
+"""The inner loops of linear: groups of 16 weight rows against some tokens.
+
+For several tokens a chunk of columns of one or two groups is unpacked once into panels in the
+first-level cache, and tiles of tokens run over them. For one token unpacking and multiplying are
+fused, so that each weight byte goes straight from memory into a register. Both ways, and any number
+of tokens in a tile, do the same float operations in the same order for each result: bits do not
+depend on company.
+
+Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are where int8
+values, scales and sums of a row of activations begin (its layout: `graphllm.graph.dtype`); in tiles each
+token's row lies by so many bytes further on as the int64 at ``rows`` say. All arguments are int64;
+those that choose what is emitted are literals. What is emitted: `integer_ir.py`, `float_ir.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from ..simd.emitter import Emit, Value
+from . import linear_float, linear_integer
+
+
+def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
+    """What an intrinsic returns: ``emit(Emit, *numbers of the literals, *values)``."""
+    if not all(isinstance(v, types.IntegerLiteral) for v in literals):
+        raise RequireLiteralValue("what a microkernel emits is chosen by literal integers")
+    numbers = [v.literal_value for v in literals]
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        emit(Emit(builder), *numbers, *given[len(literals) :])
+        return context.get_dummy_value()
+
+    return types.none(*literals, *[types.int64] * values), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typingctx, fmt, w, panel, blocks):
+    """Blocks of an integer format, at most `CHUNK` columns, into a panel for `tile`."""
+    return _emitted((fmt,), 3, linear_integer.unpack)
+
+
+@intrinsic(prefer_literal=True)
+def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c):
+    """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if those are fewer.
+
+    c has room for all of them; what it gets for missing ones means nothing.
+    """
+    return _emitted((fmt, groups, tokens), 8, linear_integer.tile)
+
+
+@intrinsic(prefer_literal=True)
+def fused(typingctx, fmt, w, blocks, q, d, s, c):
+    """c += blocks of an integer format times one token's quantised activations."""
+    return _emitted((fmt,), 6, linear_integer.fused)
+
+
+@intrinsic(prefer_literal=True)
+def unpack_float(typingctx, fmt, w, panel, blocks):
+    """Blocks of any format as f32 [k][16] for `tile_float`."""
+    return _emitted((fmt,), 3, linear_float.unpack)
+
+
+@intrinsic(prefer_literal=True)
+def tile_float(typingctx, groups, tokens, left, panel, step, columns, x, rows, c):
+    """c += panels, ``step`` bytes apart, times float activations; see `tile`."""
+    return _emitted((groups, tokens), 7, linear_float.tile)
+
+
+@intrinsic(prefer_literal=True)
+def fused_float(typingctx, fmt, w, columns, x, c):
+    """c += at most a chunk of columns of a plain format times one token's float activations."""
+    return _emitted((fmt,), 4, linear_float.fused)
+
+
+@intrinsic(prefer_literal=True)
+def workspace(typingctx, nbytes):
+    """The address of so many bytes on the stack, aligned to a vector."""
+    if not isinstance(nbytes, types.IntegerLiteral):
+        raise RequireLiteralValue("a workspace has a literal size")
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        return Emit(builder).room(nbytes.literal_value)
+
+    return types.int64(nbytes), generate

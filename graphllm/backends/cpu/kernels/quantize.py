@@ -1,0 +1,179 @@
+"""Activations and weights quantised on the CPU, bit for bit as `graphllm.formats.quantization` does it."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ....graph.dtype import DTYPES
+from ....graph.tensor import Tensor
+from ... import ROWS, Options
+from .. import BACKEND
+from ..runtime.device import Launch, Site
+from ..runtime.jit import Kernel, args, kernel, load_i64, next_chunk, set_status
+from ..runtime.thread_pool import STATUS_VALUE
+from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
+from .quantize_weights import ENCODE_32, ROUND, ROUND_BITS, Encode
+from .quantize_weights_k import ENCODE_K
+
+_PIECE = 4096  # columns that a thread takes at a time
+_TINY, _ENDLESS, _NAN = 0x0D800000, 0x7F800000, 0x7FC00000  # bits of 2**-100, infinity, NaN
+
+
+def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
+    """(127 / amax, d, whether the block has values) from the bits of amax, an int32."""
+    b = e.b
+    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _ENDLESS))
+    some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY))
+    live = b.and_(finite, some)
+    one = ir.Constant(F32, 1.0)
+    amax, most = b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0)
+    d = b.bitcast(e.ratio(amax, most), I32)
+    d = b.select(live, d, b.select(finite, ir.Constant(I32, 0), ir.Constant(I32, _NAN)))
+    return e.ratio(most, amax), d, live
+
+
+def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
+    """One block: float32 at ``x``; int8, scale and sums to ``q``, ``d``, ``s``."""
+    b, count = e.b, block // LANES
+    values = [e.load(x, offset=VECTOR * i) for i in range(count)]
+    largest = e.mask(values[0], 0x7FFFFFFF)
+    for value in values[1:]:
+        size = e.mask(value, 0x7FFFFFFF)
+        largest = b.select(b.icmp_unsigned(">", size, largest), size, largest)
+    inverse, scale, live = _factors(e, e.reduce("umax", largest))
+    e.store(scale, d)
+    keep, inverse = e.splat(b.sext(live, I32)), e.splat(inverse)
+    sums = []
+    for i, value in enumerate(values):
+        value = b.bitcast(b.and_(value, keep), F32S)
+        moved = e.add(e.mul(value, inverse), e.f32(ROUND))
+        rounded = b.sub(b.bitcast(moved, I32S), e.i32(ROUND_BITS))
+        e.store(b.trunc(rounded, ir.VectorType(I8, LANES)), q, LANES * i)
+        sums.append(rounded)
+    if block == 32:
+        e.store(e.reduce("add", b.add(*sums)), s)
+        return
+    for i, vector in enumerate(sums):
+        e.store(b.trunc(e.reduce("add", vector), I16), s, 2 * i)
+
+
+@intrinsic(prefer_literal=True)
+def quantise_block(typingctx, block, x, q, d, s):
+    """One block of 32 or 256 (a literal); see `_quantise`."""
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        _quantise(Emit(builder), block.literal_value, *given[1:])
+        return context.get_dummy_value()
+
+    return types.none(block, *[types.int64] * 4), generate
+
+
+@cache
+def quantise_kernel(block: int) -> Kernel:
+    """Rows of float32 in blocks of 32 or 256: addresses and strides of both, rows, lines in each
+    row, columns of a line."""
+    per_piece = _PIECE // block
+    sum_bytes = 4 if block == 32 else 32  # of a block
+
+    @kernel
+    def quantise(p, thread, threads):
+        x, x_stride, y, y_stride, live, inner, k = args(p, 7)
+        blocks = k // block
+        pieces, line_bytes = (blocks + per_piece - 1) // per_piece, k + blocks * (4 + sum_bytes)
+        todo = load_i64(live) * inner * pieces
+        piece = next_chunk(p)
+        while piece < todo:
+            line, first = piece // pieces, piece % pieces * per_piece
+            t, j = line // inner, line % inner
+            source, target = x + t * x_stride + 4 * j * k, y + t * y_stride + j * line_bytes
+            for i in range(first, min(first + per_piece, blocks)):
+                d, s = target + k + 4 * i, target + k + 4 * blocks + sum_bytes * i
+                quantise_block(block, source + 4 * block * i, target + block * i, d, s)
+            piece = next_chunk(p)
+
+    return quantise
+
+
+def _to_int8(node: Tensor, options: Options) -> str | None:
+    return None if node.dtype.quantised else f"to {node.dtype}"
+
+
+@BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_to_int8)
+def quantise_act(site: Site) -> Launch:
+    x, out = site.x, site.out
+    words = [
+        x.address, x.row_stride, out.address, out.row_stride, site.live(x.meta.rows),
+        prod(x.meta.inner[:-1]), x.meta.inner[-1],
+    ]  # fmt: skip
+    return Launch(quantise_kernel(DTYPES[site.attrs["dtype"]].block), words)
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+_ENCODE = {**ENCODE_32, **ENCODE_K}
+_RUN = 256  # elements that are encoded together: a block, or eight of 32
+_PART = 1 << 15  # elements that a thread takes at a time, a multiple of all runs
+_LOADS = {"f32": Encode.load_f32, "f16": Encode.halves, "bf16": Encode.brains}
+
+
+@intrinsic(prefer_literal=True)
+def encode(typingctx, source, target, elements, x, y):
+    """So many elements (a literal) of the dtype ``source`` at ``x`` as blocks of ``target`` at
+    ``y``; 1 if one of them is infinite or NaN, else 0 (int64)."""
+    load, write = _LOADS[source.literal_value], _ENCODE[target.literal_value]
+    nbytes, count = DTYPES[source.literal_value].nbytes, elements.literal_value
+
+    def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
+        e = Encode(builder)
+        vectors = [load(e, given[3], nbytes * i) for i in range(0, count, LANES)]
+        return write(e, vectors, given[4])
+
+    return types.int64(source, target, elements, types.int64, types.int64), generate
+
+
+@cache
+def _to_blocks(source: str, target: str) -> Kernel:
+    """Rows of floats to rows of blocks: addresses and strides of both, rows, columns."""
+    size, block, nbytes = DTYPES[source].nbytes, DTYPES[target].block, DTYPES[target].nbytes
+
+    @kernel
+    def to_blocks(p, thread, threads):
+        x, x_stride, y, y_stride, live, k = args(p, 6)
+        lines = load_i64(live)
+        if x_stride == k * size and lines > 0:  # one behind the other: as good as one long row
+            lines, k = 1, k * lines
+        parts = (k + _PART - 1) // _PART
+        part = next_chunk(p)
+        while part < lines * parts:
+            line, first = part // parts, part % parts * _PART
+            at, to = (
+                x + line * x_stride + first * size,
+                y + line * y_stride + first // block * nbytes,
+            )
+            i, count, bad = 0, min(_PART, k - first), 0
+            while block < _RUN and i + _RUN <= count:
+                bad |= encode(source, target, _RUN, at + i * size, to + i // block * nbytes)
+                i += _RUN
+            while i < count:
+                bad |= encode(source, target, block, at + i * size, to + i // block * nbytes)
+                i += block
+            if bad != 0:
+                set_status(p, STATUS_VALUE)
+                return
+            part = next_chunk(p)
+
+    return to_blocks
+
+
+@BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS})
+def quantise(site: Site) -> Launch:
+    x, out = site.x, site.out
+    words = [x.address, x.row_stride, out.address, out.row_stride]
+    words += [site.live(x.meta.rows), x.meta.inner[0]]
+    return Launch(_to_blocks(x.dtype.name, out.dtype.name), words)

@@ -1,0 +1,1 @@
+"""The CPU device: thread pool, step interpreter, JIT compiler, kernel cache, roofline probes."""

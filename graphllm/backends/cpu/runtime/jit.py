@@ -1,0 +1,392 @@
+"""Kernels compiled by Numba, and the few things they are written with.
+
+    @kernel
+    def double(p, thread, threads):
+        x, y, n_at = args(p, 3)              # the argument block: 64-bit integers
+        a, b, n = f32s(x), f32s(y), load_i64(n_at)
+        c = next_chunk(p)                    # tickets 0, 1, 2, ... shared out among the team
+        while c * 1024 < n:
+            for i in range(c * 1024, min(n, c * 1024 + 1024)):
+                b[i] = a[i] * float32(2)
+            c = next_chunk(p)
+
+Every thread of the team calls the kernel, or one thread alone as ``(p, 0, 1)`` where it is small;
+each launch has tickets of its own. A kernel never raises and never allocates. It is compiled, or
+loaded from the disk cache, when its address is first asked for. Two words before an argument block
+are the addresses of the team's control block and of the ticket counter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import struct
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import Linkage
+from numba import float32, float64, int64, njit, types, uint16
+from numba.core import cgutils
+from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.errors import NumbaError, RequireLiteralValue
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from ....debug import debug, debug_level
+from ....errors import GraphllmError
+from . import perf_map
+from .kernel_cache import DiskCache, machine_code
+from .kernel_key import code_key
+
+# ----------------------------------------------------------------------------------- control block
+
+# Words of the control block that kernels know; team.py knows the others. A cache line each.
+ABORT, STATUS = 0, 8
+# Hidden words before an argument block: the control block, and the launch's ticket counter.
+CONTROL_AT, TICKET_AT, HIDDEN = -1, -2, 2
+STOPPED = 1 << 40  # the ticket that nobody has work for
+
+# --------------------------------------------------------------------------------------- compiling
+
+# Not nnan or ninf: masks are infinities, and NaN must come through.
+FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+OPTIONS: dict[str, Any] = {
+    "fastmath": FASTMATH,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "nopython": True,
+}
+SIGNATURE = types.void(int64, int64, int64)
+
+_PLAIN = (int, str, bool, float, type(None))
+
+
+_PROCESS, _made = secrets.token_hex(6), itertools.count()
+
+
+def distinct(function: Any) -> Any:
+    """Give a function a name that no other has, in this process or in another.
+
+    Numba makes symbols of a function's name and a count of the functions seen so far. Siblings from
+    one factory that come from the disk cache, compiled by different processes, may have the same
+    count; then one would be called for the other.
+    """
+    function.__qualname__ += f"_{_PROCESS}_{next(_made)}"
+    return function
+
+
+_HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Decorator for a function that kernels call. It is compiled into each of them."""
+    return njit(**_HELPER)(distinct(function))
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
+    return njit(**_HELPER, forceinline=True)(distinct(function))
+
+
+def exact_helper(function: Callable[..., Any]) -> Any:
+    """As `helper`, for arithmetic that must round exactly as written."""
+    return njit(boundscheck=False, error_model="numpy")(distinct(function))
+
+
+class _Whole(JITCodeLibrary):
+    """A kernel's machine code, with the functions that it calls as its own.
+
+    Numba has them found by their names in the process: those that were compiled first, for another
+    kernel or for none, and perhaps so that they round in another order. Code from the disk would
+    find others than the process that compiled it.
+    """
+
+    def _optimize_final_module(self) -> None:
+        super()._optimize_final_module()
+        for function in self._final_module.functions:
+            if function.linkage == Linkage.linkonce_odr:
+                function.linkage = Linkage.internal
+
+
+def _pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
+    """Numba's compiler, at work on a library of ours."""
+    library = _Whole(target.codegen(), name)
+    library.enable_object_caching()
+    return Compiler(typing, target, library, *rest)
+
+
+class Kernel:
+    """A function ``f(p, thread, threads)`` that becomes machine code when it is first needed."""
+
+    def __init__(self, function: Callable[..., Any], key: tuple[Any, ...] | None = None) -> None:
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.seconds = 0.0  # spent compiling or loading
+        self._library: Any = None  # owns the machine code
+        self._address = 0
+        own = _closure(function) if key is None else key
+        self.label = f"{self.name}[{', '.join(map(str, own))}]" if own else self.name
+        self._cache = DiskCache(repr((self.name, own, code_key(function, closure=False))))
+        self.function = distinct(function)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is in memory already."""
+        return self._address != 0
+
+    def load(self) -> bool:
+        """Load the machine code from the disk cache. Return whether it is in memory now."""
+        start = time.perf_counter()
+        with global_compiler_lock:
+            # Machine code has no source to show: with level 4 it is compiled anew.
+            if self._address == 0 and debug_level() < 4:
+                found = self._cache.load(_codegen())
+                if found is not None:
+                    self._library, self._address, code = found
+                    self._done("loaded", start, lambda: code)
+        return self._address != 0
+
+    def compile(self) -> None:
+        """Compile, unless the machine code is in memory, and keep the result in the disk cache."""
+        start = time.perf_counter()
+        with global_compiler_lock:
+            if self._address == 0:
+                self._library, symbol = self._compile()
+                self._address = int(self._library.get_pointer_to_function(symbol))
+                self._done("compiled", start, partial(machine_code, self._library))
+
+    @property
+    def address(self) -> int:
+        """Where the machine code begins; loads or compiles it at the first call."""
+        if self._address == 0 and not self.load():
+            self.compile()
+        return self._address
+
+    def _done(self, how: str, start: float, code: Callable[[], bytes]) -> None:
+        self.seconds = time.perf_counter() - start
+        debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
+        if perf_map.wanted():
+            perf_map.add(self.label, self._library, code())
+
+    def _compile(self) -> tuple[Any, str]:
+        pipeline: Any = partial(_pipeline, self.name)
+        made: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
+        try:
+            made.compile()
+        except NumbaError as error:
+            raise GraphllmError(f"{self.name}: {' '.join(str(error).split())[:400]}") from error
+        debug(4, made.inspect_llvm)
+        self._cache.save(made._library, made.native_name)
+        return made._library, made.native_name
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+
+@cache
+def _codegen() -> Any:
+    """What loads machine code, with the symbols of Numba's runtime."""
+    context: Any = cpu_target.target_context
+    context.refresh()
+    return context.codegen()
+
+
+SIGNATURE_PARTS = (SIGNATURE.args, SIGNATURE.return_type)
+
+
+def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The values a kernel closes over, which tell it apart from its siblings."""
+    cells = function.__closure__ or ()
+    values = tuple(cell.cell_contents for cell in cells)
+    vague = [v for v in values if not isinstance(v, _PLAIN)]
+    if vague:
+        raise TypeError(f"{function.__qualname__} closes over {vague}: give kernel(key=...)")
+    return values
+
+
+def kernel(function: Any = None, *, key: tuple[Any, ...] | None = None) -> Any:
+    """Decorator: a function of this package as a lazy `Kernel`.
+
+    A function made in a factory is told apart by the numbers and strings it closes over; one that
+    closes over anything else (an intrinsic made for a shape) needs a ``key`` of such values.
+    """
+    if function is None:
+        return lambda f: Kernel(f, key)
+    return Kernel(function, key)
+
+
+# ------------------------------------------------------------------------------- argument blocks
+
+
+def f32_bits(value: float) -> int:
+    """A float32 as the integer that `as_f32` undoes."""
+    return struct.unpack("<i", struct.pack("<f", np.float32(value)))[0]
+
+
+I64 = ir.IntType(64)
+
+
+def _word(builder: Any, address: Any, index: int) -> Any:
+    """Pointer to a 64-bit word, ``index`` words after ``address``."""
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.gep(pointer, [ir.Constant(I64, index)])
+
+
+@intrinsic(prefer_literal=True)
+def args(typingctx, p, n):
+    """The first ``n`` (a literal) words of the argument block, as a tuple of int64."""
+    if not isinstance(n, types.IntegerLiteral):
+        raise RequireLiteralValue("args(p, n) needs a literal n")
+    count = n.literal_value
+
+    def generate(context, builder, sig, values):
+        words = [builder.load(_word(builder, values[0], i)) for i in range(count)]
+        return context.make_tuple(builder, sig.return_type, words)
+
+    return types.UniTuple(int64, count)(int64, n), generate
+
+
+@intrinsic(prefer_literal=True)
+def f32_args(typingctx, p, first, n):
+    """``n`` words of the argument block from ``first`` on (literals), a tuple of float32: the low
+    32 bits of each."""
+    if not all(isinstance(each, types.IntegerLiteral) for each in (first, n)):
+        raise RequireLiteralValue("f32_args(p, first, n) needs literals")
+    start, count = first.literal_value, n.literal_value
+
+    def generate(context, builder, sig, values):
+        words = [builder.load(_word(builder, values[0], start + i)) for i in range(count)]
+        floats = [_low_f32(builder, word) for word in words]
+        return context.make_tuple(builder, sig.return_type, floats)
+
+    return types.UniTuple(float32, count)(int64, first, n), generate
+
+
+@intrinsic
+def next_chunk(typingctx, p):
+    """The next ticket, int64 from 0; a huge one once the run is being stopped."""
+
+    def generate(context, builder, sig, values):
+        control = builder.load(_word(builder, values[0], CONTROL_AT))
+        counter = builder.load(_word(builder, values[0], TICKET_AT))
+        abort = builder.load_atomic(_word(builder, control, ABORT), "monotonic", 8)
+        one = ir.Constant(I64, 1)
+        ticket = builder.atomic_rmw("add", _word(builder, counter, 0), one, "monotonic")
+        go = builder.icmp_signed("==", abort, ir.Constant(I64, 0))
+        return builder.select(go, ticket, ir.Constant(I64, STOPPED))
+
+    return int64(int64), generate
+
+
+@intrinsic
+def set_status(typingctx, p, code):
+    """Report that this run went wrong: the first code other than 0 is kept and raised later."""
+
+    def generate(context, builder, sig, values):
+        control = builder.load(_word(builder, values[0], CONTROL_AT))
+        zero = ir.Constant(I64, 0)
+        builder.cmpxchg(_word(builder, control, STATUS), zero, values[1], "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.none(int64, int64), generate
+
+
+# ----------------------------------------------------------------------------------- bits and views
+
+
+def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = int64) -> Any:
+    """An intrinsic that reinterprets one value."""
+
+    @intrinsic
+    def reinterpret(typingctx, value):
+        def generate(context, builder, sig, values):
+            return cast(builder, values[0])
+
+        return result(operand), generate
+
+    return reinterpret
+
+
+def _low_f32(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.trunc(value, ir.IntType(32)), ir.FloatType())
+
+
+def _half_to_f32(builder: Any, value: Any) -> Any:
+    return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+
+
+def _f32_to_half(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+
+
+I32_LL = ir.IntType(32)
+as_f32 = _bits(float32, _low_f32)  # the low 32 bits of a word
+as_f64 = _bits(float64, lambda b, v: b.bitcast(v, ir.DoubleType()))
+f16_to_f32 = _bits(float32, _half_to_f32, uint16)  # the bits of a float16
+f32_to_f16 = _bits(uint16, _f32_to_half, float32)  # nearest even
+bits_f32 = _bits(types.int32, lambda b, v: b.bitcast(v, I32_LL), float32)
+f32_of_bits = _bits(float32, lambda b, v: b.bitcast(v, ir.FloatType()), types.int32)
+f64_as_bits = _bits(int64, lambda b, v: b.bitcast(v, I64), float64)
+load_i64 = _bits(int64, lambda b, v: b.load(_word(b, v, 0)))
+
+
+def _view(element: Any) -> Any:
+    """An intrinsic that makes an address a pointer, indexed like an array without any check."""
+
+    @intrinsic
+    def view(typingctx, address, n=None):
+        pointer = types.CPointer(element)
+
+        def generate(context, builder, sig, values):
+            return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+        return pointer(int64, n or types.Omitted(None)), generate
+
+    return view
+
+
+f32s, f64s = _view(float32), _view(float64)
+f16s = u16s = _view(uint16)  # float16 is carried as its bits: see f16_to_f32
+u8s, i8s = _view(types.uint8), _view(types.int8)
+i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
+u32s = _view(types.uint32)
+
+
+@inlined
+def bf16_to_f32(bits):
+    """The value of a bfloat16 given as uint16."""
+    return f32_of_bits(types.int32(types.uint32(bits) << types.uint32(16)))
+
+
+@inlined
+def f32_to_bf16(value):
+    """Bits of the nearest bfloat16 (ties to even), as uint16; NaN stays NaN."""
+    bits = types.uint32(bits_f32(value))
+    if value != value:
+        return types.uint16((bits >> types.uint32(16)) | types.uint32(0x40))
+    odd = (bits >> types.uint32(16)) & types.uint32(1)
+    return types.uint16((bits + types.uint32(0x7FFF) + odd) >> types.uint32(16))
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at ``address``."""
+
+    def generate(context, builder, sig, values):
+        pointer = builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+        kinds = [ir.IntType(32)] * 3
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer.type, *kinds]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [pointer, *(ir.Constant(k, v) for k, v in zip(kinds, (0, 3, 1)))])
+        return context.get_dummy_value()
+
+    return types.none(int64), generate

@@ -1,0 +1,161 @@
+"""What memory, caches and arithmetic give at best here, by the team that runs plans.
+
+`graphllm.profiler.roofline` asks for it and keeps the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from .... import ops
+from ....errors import GraphllmError
+from ....graph.tensor import INPUT, WEIGHT, Meta, Tensor
+from ... import Bound, Header, Log, Operand, Options
+from ...probe_results import Measured
+from .. import BACKEND
+from ..kernels.weight_packing import allocate
+from . import probe_kernels
+from .device import CpuDevice, Launch, Program
+from .isa import usable_cores
+from .jit import Kernel
+from .step_interpreter import MEET
+
+ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
+_WIDTH = 4096  # of the matrix
+_UNIT = 4 * _WIDTH * 16  # bytes that all measurements divide the buffer into
+_LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
+_OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+
+Run = Callable[[Log | None], None]
+
+
+@dataclass(frozen=True)
+class Try:
+    """``make`` gives what does ``work`` (bytes or operations) once, for a `Measured`'s table."""
+
+    table: str
+    kind: str
+    work: float
+    make: Callable[[], Run]
+
+
+def _program(kernel: Kernel, threads: int, area: np.ndarray, *words: int) -> Run:
+    """One launch of a kernel whose last argument is an int64 for each thread."""
+    sink = np.zeros(threads, np.int64)
+    launch = Launch(kernel, [*words, sink.ctypes.data])
+    return Program(threads, [[launch]], [MEET], (area, sink)).run
+
+
+def reader(area: np.ndarray, threads: int) -> Run:
+    """A program that reads ``area``, whole turns of it."""
+    return _program(probe_kernels.read, threads, area, area.ctypes.data, 0, area.nbytes)
+
+
+def writer(area: np.ndarray, threads: int) -> Run:
+    """A program that fills ``area`` with the float32 1.0, past the caches."""
+    return _program(probe_kernels.write, threads, area, 0, area.ctypes.data, area.nbytes)
+
+
+def copier(area: np.ndarray, threads: int) -> Run:
+    """A program that copies the first half of ``area`` to the second, past the caches."""
+    start, half = area.ctypes.data, area.nbytes // 2
+    return _program(probe_kernels.copy, threads, area, start, start + half, half)
+
+
+def product(area: np.ndarray, threads: int) -> Run:
+    """A program that multiplies one row of activations with ``area`` as float32 weights."""
+    options = Options("float", threads)
+    device, rows = CpuDevice(options), area.nbytes // (4 * _WIDTH)
+    x = Tensor(INPUT, (), {"name": "x"}, Meta.of((1, _WIDTH), "f32"), scopes=("",))
+    w = Tensor(WEIGHT, (), {"name": "w"}, Meta.of((rows, _WIDTH), "f32"), scopes=("",))
+    node = ops.get("linear")(x, w)
+    chosen = BACKEND.select(node, options)
+    if isinstance(chosen, str):
+        raise GraphllmError(chosen)
+    places = [device.alloc(t.meta.nbytes) for t in (x, node)]
+    inputs = Operand(x.meta, places[0]), Operand(w.meta, area)
+    return device.build([Bound(node, chosen, inputs, Operand(node.meta, places[1]))], Header()).run
+
+
+KINDS: dict[str, Callable[[np.ndarray, int], Run]] = {
+    "read": reader,
+    "float matrix-vector": product,
+    "write": writer,
+    "copy": copier,
+}
+
+
+def caches(folder: Path = _CACHES) -> dict[str, int]:
+    """Sizes in bytes of the caches of data by name, ``L2 2 MB``; none where Linux does not say."""
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
+        for each in sorted(folder.glob("index*")):
+            level, kind, size = ((each / n).read_text().strip() for n in ("level", "type", "size"))
+            if kind in ("Data", "Unified"):
+                kb = int(size.removesuffix("K"))
+                shown = f"{kb / 1024:g} MB" if kb >= 1024 else f"{kb} KB"
+                found[f"L{level} {shown}"] = kb << 10
+    return found
+
+
+def counts(cores: int) -> Iterator[int]:
+    """Counts of threads to try: all of a few, else powers of two, and all cores."""
+    yield from range(1, cores + 1) if cores <= 8 else [2**i for i in range(cores.bit_length())]
+    if cores > 8 and cores & (cores - 1):
+        yield cores
+
+
+def _tries(area: np.ndarray, threads: int) -> Iterator[Try]:
+    """What so many threads do: go over memory and half of each cache, multiply and add."""
+    for kind, make in KINDS.items():
+        yield Try("memory", kind, area.nbytes, partial(make, area, threads))
+    start = area.ctypes.data
+    for name, size in caches().items():
+        nbytes = size // 2 // probe_kernels.TURN * probe_kernels.TURN
+        if nbytes <= area.nbytes // 4:  # else the buffer would not tell it from memory
+            times = max(1, _LEAST // nbytes)
+            make = partial(_program, probe_kernels.cached, threads, area, start, nbytes, times)
+            yield Try("caches", name, nbytes * times * threads, make)
+    for kind in probe_kernels.chains():
+        kernel, operations = probe_kernels.multiply_add(kind)
+        turns = _OPERATIONS // operations
+        make = partial(_program, kernel, threads, area, start, turns)
+        yield Try("peaks", kind, operations * turns * threads, make)
+
+
+def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
+    """Rates by kind and count of threads, over ``nbytes`` of memory, all of it touched.
+
+    ``show`` is told how far it is: what, done, total.
+    """
+    area = allocate(max(1, nbytes // _UNIT) * _UNIT)
+    writer(area, usable_cores())(None)  # as weights, and so that it is there
+    tries = [(n, each) for n in counts(usable_cores()) for each in _tries(area, n)]
+    found = Measured(how=probe_kernels.how())
+    for done, (threads, each) in enumerate(tries):
+        show("measuring memory, caches and arithmetic", done, len(tries))
+        seconds = _seconds(each.make())
+        found.add(getattr(found, each.table), each.kind, threads, each.work, seconds)
+    show("measuring memory, caches and arithmetic", len(tries), len(tries))
+    return found
+
+
+def _seconds(run: Run) -> list[float]:
+    """What each of `ROUNDS` runs or more took, after one that compiles and wakes the team."""
+    log, found = Log(), list[float]()
+    run(log)
+    while len(found) < ROUNDS or sum(found) < SECONDS:
+        run(log)
+        ends, _ = log.runs[-1]
+        found.append(int(ends[-1] - ends[0]) / 1e9)
+    return found
+
+
+BACKEND.measure = measure

@@ -1,0 +1,217 @@
+"""Vectors of 16 lanes, written in LLVM's terms: what microkernels are made with.
+
+An `Emit` writes instructions at the builder's position. A vector always has 16 lanes of 32 bits
+(`i32x16`, `f32x16`), one lane a row of a weight matrix; LLVM splits it into the registers that the
+target has: one on AVX-512, two on AVX2, four elsewhere. Bytes and int16 pairs are carried in the
+int32 lanes and named where they matter. Addresses are int64.
+
+Integer arithmetic is exact on every target. Float arithmetic is written operation by operation and
+carries a flag that keeps Numba's fast-math pass away, so nothing is reassociated or contracted: a
+microkernel gives the same bits on every target, unless it calls `madd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llvmlite import ir
+
+from .vectors import (  # fmt: skip
+    BYTES,
+    F16,
+    F32,
+    F32S,
+    I8,
+    I8S,
+    I16,
+    I16S,
+    I32,
+    I32S,
+    I64,
+    LANES,
+    VECTOR,
+    WORDS,
+    Value,
+    Vectors,
+)
+
+Pairs = Sequence[tuple[Value, Value]]
+
+SIGN_BITS = 0x80808080  # of four bytes
+
+
+class Emit(Vectors):
+    """Writes vector code with an llvmlite ``builder`` for the target ``features``."""
+
+    # -- bytes and pairs of int16
+    def add_bytes(self, x: Value, value: int) -> Value:
+        """A number added to each byte, modulo 256."""
+        each = ir.Constant(BYTES, [value] * BYTES.count)
+        return self.b.bitcast(self.b.add(self.b.bitcast(x, BYTES), each), I32S)
+
+    def look_up(self, x: Value, table: Sequence[int]) -> Value:
+        """Each byte of x, which is below 16, as that one of 16 bytes."""
+        if self.isa.avx2:
+            entries = self.b.bitcast(ir.Constant(BYTES, [*table] * 4), I32S)
+            if self.isa.avx512:
+                return self._by("llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, entries, x)
+            return self._by_halves("llvm.x86.avx2.pshuf.b", 32, I8, entries, x)
+        index, zero = self.b.bitcast(x, BYTES), ir.Constant(BYTES, None)
+        found = [ir.Constant(BYTES, [entry] * BYTES.count) for entry in table]
+        for bit in (1, 2, 4, 8):
+            only = self.b.and_(index, ir.Constant(BYTES, [bit] * BYTES.count))
+            odd = self.b.icmp_unsigned("!=", only, zero)
+            pairs = zip(found[::2], found[1::2])
+            found = [self.b.select(odd, high, low) for low, high in pairs]
+        return self.b.bitcast(found[0], I32S)
+
+    def twice(self, x: Value) -> Value:
+        """int32 lanes that fit int16 as a pair of equal int16."""
+        return self.pair(x, x)
+
+    def pair(self, low: Value, high: Value) -> Value:
+        """int32 lanes that fit int16 side by side."""
+        return self.b.or_(self.mask(low, 0xFFFF), self.shl(high, 16))
+
+    def pick(self, x: Value, lanes: Sequence[int]) -> Value:
+        """These lanes of x; what follows means nothing."""
+        chosen = [*lanes, *[0] * (LANES - len(lanes))]
+        return self.b.shuffle_vector(x, x, ir.Constant(I32S, chosen))
+
+    def low(self, x: Value) -> Value:
+        """The low int16 of each pair as int32."""
+        return self.sar(self.shl(x, 16), 16)
+
+    def high(self, x: Value) -> Value:
+        return self.sar(x, 16)
+
+    def dot_pairs(self, x: Value, y: Value, total: Value | None = None) -> Value:
+        """``total`` plus, in each lane, the sum of two products of int16."""
+        if self.isa.vnni and total is not None:
+            return self._call("llvm.x86.avx512.vpdpwssd.512", I32S, total, x, y)
+        if self.isa.avx512:
+            found = self._by("llvm.x86.avx512.pmaddw.d.512", WORDS, I32S, x, y)
+        elif self.isa.avx2:
+            found = self._by_halves("llvm.x86.avx2.pmadd.wd", 16, I16, x, y)
+        else:
+            first = self.b.mul(self.low(x), self.low(y))
+            found = self.b.add(first, self.b.mul(self.high(x), self.high(y)))
+        return self._plus(total, found)
+
+    def dot(self, pairs: Pairs, largest: int, total: Value | None = None) -> Value:
+        """``total`` plus, in each lane, the sum of products u * s of the four bytes of each pair.
+
+        u is unsigned and at most ``largest``, s is signed and not -128.
+        """
+        if self.isa.vnni:
+            for u, s in pairs:
+                total = self._call(
+                    "llvm.x86.avx512.vpdpbusd.512", I32S, self.i32(0) if total is None else total,
+                    u, s,
+                )  # fmt: skip
+            return total
+        if self.isa.avx2 and 2 * largest * 127 < 1 << 15:
+            for run in self._runs(pairs, largest):
+                total = self.dot_pairs(run, self.i32(0x00010001), total)
+            return total
+        for u, s in pairs:
+            even, odd = self.mask(u, 0x00FF00FF), self.mask(self.shr(u, 8), 0x00FF00FF)
+            total = self._dot_split(even, odd, s, total)
+        return total
+
+    def dot_signed(self, pairs: Pairs, total: Value | None = None) -> Value:
+        """As `dot`, for two signed factors of which the second is not -128. Not for VNNI."""
+        for w, s in pairs:
+            if self.isa.avx2:
+                total = self._dot_by_sign(w, s, self.i32(0x00010001), total)
+            else:
+                total = self._dot_split(*self.split_bytes(w), s, total)
+        return total
+
+    def scale_form(self, scale: Value, narrow: bool = False) -> Value:
+        """int32 scales, that fit int16, as `dot_scaled` and `plus_scaled` want them."""
+        if narrow:
+            return self.mask(scale, 0xFFFF)
+        return self.twice(scale) if self._scales_pairs else scale
+
+    def dot_scaled(
+        self, pairs: Pairs, largest: int, scale: Value, total: Value | None = None
+    ) -> Value:
+        """``total`` plus `dot` of the pairs times a scale (see `scale_form`) in each lane."""
+        if not self._scales_pairs:
+            return self.plus_scaled(self.dot(pairs, largest), scale, total)
+        for run in self._runs(pairs, largest):
+            total = self.dot_pairs(run, scale, total)
+        return total
+
+    def plus_scaled(
+        self, x: Value, scale: Value, total: Value | None = None, narrow: bool = False
+    ) -> Value:
+        """``total`` plus x times a scale in each lane; ``narrow``: x fits int16."""
+        if narrow:  # the high half of x, which is its sign, is multiplied by 0
+            return self.dot_pairs(x, scale, total)
+        return self._plus(total, self.b.mul(x, scale))
+
+    def dot_signed_scaled(self, pairs: Pairs, scale: Value, total: Value | None = None) -> Value:
+        """As `dot_scaled`, for factors as `dot_signed` has them. Not for VNNI."""
+        if not self._scales_pairs:
+            return self._plus(total, self.b.mul(self.dot_signed(pairs), scale))
+        for w, s in pairs:
+            total = self._dot_by_sign(w, s, scale, total)
+        return total
+
+    @property
+    def _scales_pairs(self) -> bool:
+        """Without VNNI the step from int16 to int32 multiplies anyway: let it apply the scale."""
+        return self.isa.avx2 and not self.isa.vnni
+
+    def _plus(self, total: Value | None, x: Value) -> Value:
+        return x if total is None else self.b.add(total, x)
+
+    def _runs(self, pairs: Pairs, largest: int) -> Iterable[Value]:
+        """Sums of byte products in int16, each of as many pairs as cannot overflow."""
+        room = ((1 << 15) - 1) // (2 * largest * 127)
+        for start in range(0, len(pairs), room):
+            run = None
+            for u, s in pairs[start : start + room]:
+                product = self._multiply_bytes(u, s)
+                run = product if run is None else self._add_i16(run, product)
+            yield run
+
+    def _add_i16(self, x: Value, y: Value) -> Value:
+        words = self.b.add(self.b.bitcast(x, WORDS), self.b.bitcast(y, WORDS))
+        return self.b.bitcast(words, I32S)
+
+    def _multiply_bytes(self, u: Value, s: Value) -> Value:
+        """u0 * s0 + u1 * s1 and u2 * s2 + u3 * s3 in int16, which must not overflow. AVX2."""
+        if self.isa.avx512:
+            return self._by("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
+        return self._by_halves("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
+
+    def _dot_by_sign(self, w: Value, s: Value, scale: Value, total: Value | None) -> Value:
+        """|w| times s with the sign of w: 2 * 128 * 127 fits int16. ``scale``: in pairs."""
+        size, moved = self.b.bitcast(w, BYTES), self.b.bitcast(s, BYTES)
+        zero = ir.Constant(BYTES, None)
+        below = self.b.icmp_signed("<", size, zero)
+        size = self.b.select(below, self.b.sub(zero, size), size)
+        if self.isa.avx512:
+            moved = self.b.select(below, self.b.sub(zero, moved), moved)
+        else:
+            moved = self._by_halves("llvm.x86.avx2.psign.b", 32, I8, s, w)
+        product = self._multiply_bytes(self.b.bitcast(size, I32S), self.b.bitcast(moved, I32S))
+        return self.dot_pairs(product, scale, total)
+
+    def split_bytes(self, x: Value) -> tuple[Value, Value]:
+        """Bytes 0 and 2, then 1 and 3, of each lane as pairs of int16 with their signs."""
+        words = self.b.bitcast(x, WORDS)
+        eight = ir.Constant(WORDS, [8] * WORDS.count)
+        even = self.b.ashr(self.b.shl(words, eight), eight)
+        return self.b.bitcast(even, I32S), self.b.bitcast(self.b.ashr(words, eight), I32S)
+
+    def _dot_split(self, even: Value, odd: Value, s: Value, total: Value | None) -> Value:
+        s_even, s_odd = self.split_bytes(s)
+        return self.dot_pairs(odd, s_odd, self.dot_pairs(even, s_even, total))
+
+
+__all__ = ["F16", "F32", "F32S", "I8", "I8S", "I16", "I16S", "I32", "I32S", "I64", "LANES",
+           "SIGN_BITS", "VECTOR", "Emit", "Value"]  # fmt: skip

@@ -1,0 +1,265 @@
+"""The base of `simd.Emit`: addresses, loops, memory, numbers, and what vectors have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from ..runtime.isa import ISA, isa
+
+Value = Any  # an llvmlite value
+
+LANES = 16
+VECTOR = 64  # bytes of a vector
+NEAR, FAR = 1024, 4096  # bytes to prefetch ahead, to the first level of cache and to the second
+
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+
+def vector(element: Any, lanes: int = LANES) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+I32S, F32S, F16S = vector(I32), vector(F32), vector(F16)
+I16S, I8S = vector(I16), vector(I8)
+BYTES, WORDS = vector(I8, 4 * LANES), vector(I16, 2 * LANES)
+# Numba's fast-math pass leaves an operation alone that has a flag already. "afn" says nothing
+# about addition and multiplication, "nsz" nothing about the quotient of positive numbers.
+_EXACT, _EXACT_QUOTIENT = ("afn",), ("nsz",)
+
+
+class Vectors:
+    """What all vector code is written with: see `simd.Emit`."""
+
+    def __init__(self, builder: Any, features: ISA | None = None) -> None:
+        self.b = builder
+        self.isa = features or isa()
+        self._streaming = False
+        self._asked: set[tuple[int, int]] = set()
+
+    # -- addresses and loops
+    def at(self, base: Value, *offsets: Value | int) -> Value:
+        """``base`` plus offsets in bytes."""
+        for offset in offsets:
+            if not isinstance(offset, int):
+                base = self.b.add(base, offset)
+            elif offset:
+                base = self.b.add(base, ir.Constant(I64, offset))
+        return base
+
+    def times(self, value: Value, factor: int) -> Value:
+        """An int64 times a constant."""
+        return self.b.mul(value, ir.Constant(I64, factor))
+
+    def count(self, number: int) -> Value:
+        return ir.Constant(I64, number)
+
+    def loop(self, count: Value | int) -> AbstractContextManager[Any]:
+        """``with e.loop(n) as loop: ... loop.index ...``"""
+        count = self.count(count) if isinstance(count, int) else count
+        return cgutils.for_range(self.b, count, intp=I64)
+
+    def variable(self, first: Value) -> Value:
+        """A variable that lives through loops, in a register if LLVM finds one; see get and set."""
+        place = cgutils.alloca_once(self.b, first.type)
+        self.b.store(first, place)
+        return place
+
+    def get(self, variable: Value) -> Value:
+        return self.b.load(variable)
+
+    def set(self, variable: Value, value: Value) -> None:
+        self.b.store(value, variable)
+
+    # -- memory
+    def _pointer(self, address: Value, kind: Any, offset: int) -> Value:
+        return self.b.inttoptr(self.at(address, offset), kind.as_pointer())
+
+    def load(self, address: Value, kind: Any = I32S, offset: int = 0) -> Value:
+        """Any vector or number at an address of any alignment."""
+        loaded = self.b.load(self._pointer(address, kind, offset))
+        loaded.align = 1
+        place = address, offset
+        if self._streaming and isinstance(kind, ir.VectorType) and place not in self._asked:
+            self._asked.add(place)
+            self.prefetch_stream(address, offset)
+        return loaded
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Meanwhile, each vector loaded is also prefetched from, once: see `prefetch_stream`.
+
+        One request between a few instructions is served better than many in a row.
+        """
+        self._streaming = True
+        yield
+        self._streaming = False
+        self._asked.clear()
+
+    def room(self, nbytes: int) -> Value:
+        """The address of so many bytes on the stack, aligned to a vector."""
+        with self.b.goto_entry_block():
+            # Not Numba's alloca_once: that stores zeros, byte by byte in the end.
+            area = self.b.alloca(ir.ArrayType(I8, nbytes))
+        area.align = VECTOR
+        return self.b.ptrtoint(area, I64)
+
+    def store(self, value: Value, address: Value, offset: int = 0) -> None:
+        self.b.store(value, self._pointer(address, value.type, offset)).align = 1
+
+    def store_past(self, value: Value, address: Value, offset: int = 0) -> None:
+        """Store a vector at a multiple of its size, past the caches."""
+        stored = self.b.store(value, self._pointer(address, value.type, offset))
+        stored.align = VECTOR
+        stored.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(I32, 1)]))
+
+    def load_f32(self, address: Value, offset: int = 0) -> Value:
+        """Sixteen float32."""
+        return self.load(address, F32S, offset)
+
+    def halves(self, address: Value, offset: int = 0) -> Value:
+        """Sixteen float16 as f32x16."""
+        if self.isa.f16c:
+            return self.b.fpext(self.load(address, F16S, offset), F32S)
+        bits = self.b.zext(self.load(address, I16S, offset), I32S)
+        # Shifted into place the exponent is 112 short, which a product makes up for, subnormals
+        # included; what had the largest exponent is infinity or NaN.
+        size = self.b.bitcast(self.shl(self.mask(bits, 0x7FFF), 13), F32S)
+        value = self.b.bitcast(self.mul(size, self.f32(2.0**112)), I32S)
+        endless = self.b.icmp_unsigned(">=", self.mask(bits, 0x7FFF), self.i32(0x7C00))
+        value = self.b.select(endless, self.bits(value, 0x7F800000), value)
+        return self.b.bitcast(self.b.or_(value, self.shl(self.mask(bits, 0x8000), 16)), F32S)
+
+    def brains(self, address: Value, offset: int = 0) -> Value:
+        """Sixteen bfloat16 as f32x16."""
+        bits = self.b.zext(self.load(address, I16S, offset), I32S)
+        return self.b.bitcast(self.shl(bits, 16), F32S)
+
+    def powers(self, address: Value, offset: int = 0) -> Value:
+        """Sixteen bytes e as 2 ** (e - 128), f32x16; subnormal where e is 0 or 1."""
+        exponent = self.shl(self.b.zext(self.load(address, I8S, offset), I32S), 23)
+        least = self.i32(0x00400000)  # half of the least normal number
+        exponent = self.b.select(self.b.icmp_unsigned(">", exponent, least), exponent, least)
+        return self.mul(self.b.bitcast(exponent, F32S), self.f32(0.5))
+
+    def prefetch(self, address: Value, offset: int = 0, level: int = 1) -> None:
+        """Ask for the cache line there, in a cache of this level; any address will do."""
+        pointer = self._pointer(address, I8, offset)
+        hints = [ir.Constant(I32, v) for v in (0, 4 - level, 1)]  # read, how near, data
+        self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
+    def prefetch_stream(self, address: Value, offset: int = 0) -> None:
+        """Ask for what will be read after the line there, of memory that is read once, in order.
+
+        What is far comes to the second level, where many lines can be on their way; to the first
+        there are a dozen, which should not be taken for as long as memory needs.
+        """
+        self.prefetch(address, offset + FAR, level=2)
+        self.prefetch(address, offset + NEAR)
+
+    # -- numbers in all lanes
+    def i32(self, value: int) -> Value:
+        signed = value - (1 << 32) if value >= 1 << 31 else value
+        return ir.Constant(I32S, [signed] * LANES)
+
+    def f32(self, value: float) -> Value:
+        return ir.Constant(F32S, [value] * LANES)
+
+    def splat(self, value: Value) -> Value:
+        """A number in every lane."""
+        kind = vector(value.type)
+        nothing = ir.Constant(kind, ir.Undefined)
+        one = self.b.insert_element(nothing, value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(one, nothing, ir.Constant(I32S, [0] * LANES))
+
+    def all_i32(self, address: Value, offset: int = 0) -> Value:
+        """The int32 (or four bytes, or two int16) at an address in every lane."""
+        return self.splat(self.load(address, I32, offset))
+
+    def all_f32(self, address: Value, offset: int = 0) -> Value:
+        return self.splat(self.load(address, F32, offset))
+
+    # -- float arithmetic
+    def add(self, x: Value, y: Value) -> Value:
+        return self.b.fadd(x, y, flags=_EXACT)
+
+    def sub(self, x: Value, y: Value) -> Value:
+        return self.b.fsub(x, y, flags=_EXACT)
+
+    def mul(self, x: Value, y: Value) -> Value:
+        return self.b.fmul(x, y, flags=_EXACT)
+
+    def ratio(self, x: Value, y: Value) -> Value:
+        """x / y, correctly rounded, for positive numbers."""
+        return self.b.fdiv(x, y, flags=_EXACT_QUOTIENT)
+
+    def madd(self, x: Value, y: Value, z: Value) -> Value:
+        """x * y + z, rounded once where the target has such an instruction, else twice."""
+        if self.isa.x86 and not self.isa.avx2:
+            return self.add(self.mul(x, y), z)
+        return self._call("llvm.fma.v16f32", F32S, x, y, z)
+
+    def madd_halves(self, x: Value, y: Value, z: Value) -> Value:
+        """`madd` of 32 float16, for targets that compute with them."""
+        return self._call("llvm.fma.v32f16", z.type, x, y, z)
+
+    def to_f32(self, x: Value) -> Value:
+        """int32 lanes as float32, to nearest even."""
+        return self.b.sitofp(x, F32S)
+
+    # -- integer arithmetic on int32 lanes
+    def mask(self, x: Value, mask: int) -> Value:
+        return self.b.and_(x, self.i32(mask))
+
+    def bits(self, x: Value, mask: int) -> Value:
+        return self.b.or_(x, self.i32(mask))
+
+    def shl(self, x: Value, count: int) -> Value:
+        return self.b.shl(x, self.i32(count)) if count else x
+
+    def shr(self, x: Value, count: int) -> Value:
+        """Zeros come in."""
+        return self.b.lshr(x, self.i32(count)) if count else x
+
+    def sar(self, x: Value, count: int) -> Value:
+        """The sign comes in."""
+        return self.b.ashr(x, self.i32(count)) if count else x
+
+    def signed_byte(self, x: Value, index: int) -> Value:
+        """Byte ``index`` of each lane with its sign."""
+        return self.sar(self.shl(x, 24 - 8 * index), 24)
+
+    def byte(self, x: Value, index: int) -> Value:
+        """Byte ``index`` of each lane without sign."""
+        return self.mask(self.shr(x, 8 * index), 0xFF) if index < 3 else self.shr(x, 24)
+
+    # -- calls
+    def _call(self, name: str, result: Any, *values: Value) -> Value:
+        kind = ir.FunctionType(result, [v.type for v in values])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)
+
+    def _by(self, name: str, operand: Any, result: Any, x: Value, y: Value) -> Value:
+        """Call with vectors seen as ``operand``; the result seen as int32 lanes."""
+        found = self._call(name, result, self.b.bitcast(x, operand), self.b.bitcast(y, operand))
+        return self.b.bitcast(found, I32S)
+
+    def _by_halves(self, name: str, lanes: int, element: Any, x: Value, y: Value) -> Value:
+        """Call a 256-bit instruction on both halves."""
+        operand = vector(element, lanes)
+        result = {"wd": vector(I32, 8), "sw": vector(I16, 16)}.get(name[-2:], operand)
+        found = []
+        for first in (0, 8):
+            pick = ir.Constant(vector(I32, 8), list(range(first, first + 8)))
+            parts = [self.b.bitcast(self.b.shuffle_vector(v, v, pick), operand) for v in (x, y)]
+            found.append(self.b.bitcast(self._call(name, result, *parts), vector(I32, 8)))
+        both = ir.Constant(I32S, list(range(LANES)))
+        return self.b.shuffle_vector(found[0], found[1], both)
+
+    def reduce(self, name: str, x: Value) -> Value:
+        """The lanes of an i32x16 folded into one: add or umax."""
+        return self._call(f"llvm.vector.reduce.{name}.v16i32", I32, x)

@@ -1,0 +1,1 @@
+"""CUDA kernels, one module per op family, with their CUDA C++ sources."""

@@ -1,0 +1,348 @@
+"""Mixtures of experts: the choice, products with a few of many matrices, the sum; and head_linear,
+whose rows meet a matrix each.
+
+A row of results is called a pair: one of a token and one of its matrices. Few pairs go along the
+rows of their matrices one by one, as `linear` does for one token. Of many, those of one matrix are
+found on the device and multiplied together as halves; which matrices they are the host never knows,
+so grids are made for as many groups as there can be.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ....backends.alignment import aligned
+from ....graph.dtype import BF16, F32, I32, DType, dtype
+from ....graph.tensor import Meta, Tensor
+from ... import ROWS, Options
+from ...site import address
+from .. import BACKEND
+from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.source import Function, Module, module
+from .gemm import PLAIN, wide
+from .gemv_shapes import few_shape, next_one
+from .linear import ITEM, WARPS, activation, lowered, tensor_cores
+from .quantize import HALVES
+from .weight_packing import PACK, PLANES, planes
+
+_MODULE = module("experts")
+_THREADS = 256
+_OFTEN = 2  # pairs of a matrix, on average: up to here each reads it for itself
+_SIDE, _PIECE = 128, 64  # of experts_many.cu: rows of a block, depth at a time
+_SIZES, _CROWD = (32, 128), 24  # pairs of a group; of a matrix on average: small groups up to here
+# Ops of which each token has its experts' products; ops that may stand between two of these.
+_PRODUCTS = ("expert_linear", "expert_gated", "expert_clamped")
+_BETWEEN = ("glu", "clamped_glu", "silu", "gelu", "mul", "quantise_act", "contiguous")
+_COUNTERS = 8192  # in shared memory, of the kernel that makes groups
+_GROUP = 16  # bytes of the struct Group of experts.cuh
+
+# ----------------------------------------------------------------------------------------- routing
+
+
+@BACKEND.kernel("top_k", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
+def top_k(site: Site) -> Launch:
+    x, a = site.x, site.attrs
+    args = (x.address, x.row_stride, site.address("bias"), site.out.address,
+            site.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"], a["best"])  # fmt: skip
+    warps = min(8, a["groups"])
+    shared = 4 * (x.width + a["groups"])
+    return Launch(_MODULE["top_k"], (site.most(x.meta.rows),), (32 * warps,), args, shared)
+
+
+@BACKEND.kernel("pick", layout={"x": ROWS}, dtypes={"x": "f32"})
+def pick(site: Site) -> Launch:
+    x, ids = site.x, site.ids
+    args = (x.address, x.row_stride, ids.address, site.out.address, site.live(x.meta.rows),
+            x.width, ids.width)  # fmt: skip
+    grid = (ceil(site.most(x.meta.rows) * ids.width, _THREADS),)
+    return Launch(_MODULE["pick"], grid, (_THREADS,), args)
+
+
+@BACKEND.kernel("sum_norm", layout={"x": ROWS}, dtypes={"x": "f32"})
+def sum_norm(site: Site) -> Launch:
+    x = site.x
+    args = (x.address, x.row_stride, site.out.address, site.live(x.meta.rows), x.width,
+            float(site.attrs["eps"]))  # fmt: skip
+    return Launch(_MODULE["sum_norm"], (ceil(site.most(x.meta.rows), 4),), (128,), args)
+
+
+@BACKEND.kernel(
+    "combine", layout={"y": ROWS, "weights": ROWS}, dtypes={"y": "f32", "weights": "f32"}
+)
+def combine(site: Site) -> Launch:
+    return combined(site, None)
+
+
+def combined(site: Site, r: Spot | None) -> Launch:
+    """The op combine's result, and ``r``."""
+    y, weights = site.y, site.weights
+    each, width = y.meta.inner
+    args = (
+        y.address, y.row_stride, weights.address, weights.row_stride, address(r),
+        r.row_stride if r else 0, site.out.address, site.live(y.meta.rows), each, width,
+    )  # fmt: skip
+    grid = (site.most(y.meta.rows), ceil(width, _THREADS))
+    return Launch(_MODULE["combine"], grid, (_THREADS,), args)
+
+
+# ------------------------------------------------------------------------------------------ sizes
+
+
+def _each(node: Tensor) -> int:
+    """Pairs of a token."""
+    ids = next((s for s in node.sources if s.dtype == I32), node)
+    return int(ids.meta.inner[0])
+
+
+def _pairs(node: Tensor) -> int:
+    """Of a step, at most."""
+    return Site.most(node.meta.rows) * _each(node)
+
+
+def _matrices(node: Tensor) -> int:
+    return int(node.sources[1].shape[0])  # type: ignore[arg-type]
+
+
+def _few(node: Tensor) -> bool:
+    return _pairs(node) <= _OFTEN * _matrices(node)
+
+
+def _size(node: Tensor) -> int:
+    """Pairs of a group, at most."""
+    return _SIZES[_pairs(node) > _CROWD * _matrices(node)]
+
+
+def _groups(node: Tensor) -> int:
+    """As many as there can be: of each matrix one may be smaller. Ids that are too large are one
+    more."""
+    pairs = _pairs(node)
+    return pairs // _size(node) + min(pairs, _matrices(node) + 1)
+
+
+def order_nbytes(node: Tensor, options: Options) -> int:
+    """Bytes for groups, and for pairs in their order."""
+    if node.sources[0].dtype.name not in HALVES:
+        return 0
+    return aligned(_GROUP * _groups(node)) + 4 * _pairs(node)
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+
+def _few_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
+    rows, depth = few_shape(name, integer, 1, gated)
+    return module(
+        "experts_few", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
+        DEPTH=depth, NEXT=next_one(name), GATED=int(gated),
+    )  # fmt: skip
+
+
+def _ragged_kernel(name: str) -> Function:
+    return module("experts_ragged", FORMAT=PLAIN.index(name))["multiply"]
+
+
+def _many_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
+    """``groups``: of four warps multiply together, as tensor cores of capability 9.0 do."""
+    plain = kind.name in PLAIN
+    return module(
+        "experts_many", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
+        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size, groups),
+        STAGES=_stages(size, plain, groups), WGMMA=int(groups),
+    )  # fmt: skip
+
+
+def _grouped(kind: DType, size: int) -> bool:
+    """Whether there is such a kernel: of formats whose items leave registers for it."""
+    return size >= 64 and kind.name not in ("q2_k", "q3_k")
+
+
+def _many_warps(size: int, groups: bool) -> int:
+    """Of a block. Few large parts of a product use what they read most often; small ones are many
+    for the memory's sake."""
+    return 8 if size < 64 or groups else 4
+
+
+def _stages(size: int, plain: bool, groups: bool) -> int:
+    """Pieces of the depth in shared memory: as many as leave room for two blocks on a processor,
+    but no more than gain anything."""
+    return 4 if size < 64 else 3 if plain or groups else 2
+
+
+def _lines(x: Meta) -> list[int]:
+    """Bytes from token to token, and from a token's row to the next: 0 where it has one."""
+    return [x.strides[0], x.strides[1] if x.ndim == 3 else 0]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What makes of two products a gated unit: the other one's weight and bias, the dtype of the
+    result, float32 or halves, and the activation as experts.cuh has it."""
+
+    w: Spot
+    bias: Spot | None
+    form: DType
+    act: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+def _argument(site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None) -> bytes:
+    """The struct Experts of experts.cuh; ``y``: the address of the result."""
+    x, w = site.x, site.w
+    matrices, rows, depth = w.meta.shape
+    up = planes(gate.w.address, gate.w.meta) if gate else (0, 0, 0, 0)
+    words = [x.address, *_lines(x.meta), *planes(w.address, w.meta), *up, address(bias)]
+    words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
+    words.append(site.live(x.meta.rows))
+    numbers = [_each(site.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
+    numbers += [HALVES.get(gate.form.name, 0), gate.act] if gate else [0, 0]
+    more = (gate.alpha, gate.limit) if gate else (0.0, 0.0)
+    return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(site.node))
+
+
+def _early(node: Tensor) -> bool:
+    """Whether the rows are themselves made by products with these experts: see experts.cuh."""
+    ids = next(s.base for s in node.sources if s.dtype == I32)
+    made = [node.sources[0].base]
+    for source in made:
+        if source.op in _PRODUCTS and any(s.base is ids for s in source.sources):
+            return True
+        if source.op in _BETWEEN:
+            made += [s.base for s in source.sources]
+    return False
+
+
+def _whole(x: Spot, by: int) -> bool:
+    """Whether all rows begin at multiples of ``by`` bytes."""
+    lone = Site.most(x.meta.rows) <= 1
+    return all(at % by == 0 for at in (x.address, *_lines(x.meta)[int(lone) :]))
+
+
+def _one_by_one(site: Site, arg: bytes, gated: bool) -> Launch:
+    """Each pair goes along its matrix for itself."""
+    x, name, pairs = site.x, site.w.dtype.name, _pairs(site.node)
+    _, n, depth = site.w.meta.shape
+    halves = HALVES.get(x.dtype.name, 0)
+    if name in PLAIN and (depth % ITEM[name] or not _whole(x, 16)):
+        return Launch(_ragged_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
+    integer = x.dtype.quantised
+    rows, _ = few_shape(name, integer, 1, gated)
+    kernel = _few_module(name, integer, halves, gated)[
+        "narrow" if integer and not _whole(x, 16) else "wide"
+    ]
+    return Launch(kernel, (pairs, ceil(n, WARPS * rows)), (32 * WARPS,), (arg,))
+
+
+def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Launch]:
+    """Pairs of one matrix are multiplied together."""
+    node, size, live = site.node, _size(site.node), site.live(site.x.meta.rows)
+    matrices, n, _ = site.w.meta.shape
+    order = site.scratch + aligned(_GROUP * _groups(node))
+    grouped = _grouped(site.w.dtype, size) and site.device.gpu.capability == (9, 0)
+    kernel = _many_module(site.w.dtype, size, gated, grouped)["multiply_groups"]
+    work = []
+    if ids is not None:
+        count = _groups(node)
+        warps = min(32, _COUNTERS // (matrices + 1) - 1)
+        args = (ids.address, ids.row_stride, live, _each(node), matrices, size, site.scratch, count,
+                order)  # fmt: skip
+        shared = 4 * (warps + 1) * (matrices + 1)
+        work = [Launch(_MODULE["group"], (1,), (32 * warps,), args, shared)]
+        places = (arg, site.scratch, order)
+    else:
+        count = matrices * ceil(site.most(site.x.meta.rows), size)
+        places = (arg, 0, 0)
+    grid = (count, ceil(n, _SIDE // (1 + gated)))
+    plain = site.w.dtype.name in PLAIN
+    threads = (32 * _many_warps(size, grouped),)
+    return [*work, Launch(kernel, grid, threads, places, _shared(size, plain, grouped))]
+
+
+def _shared(size: int, plain: bool, groups: bool) -> int:
+    """Bytes of the struct Shared of experts_many.cu, and to its aligned begin."""
+    stages = _stages(size, plain, groups)
+    lines = _SIDE * (stages if plain else 2) + size * stages
+    return 2 * (_PIECE + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
+
+
+def _fits_groups(site: Site) -> bool:
+    """Whether experts_many.cu can multiply these halves."""
+    x, w = site.x, site.w
+    whole = int(w.meta.shape[2]) % 8 == 0 and _whole(x, 16)
+    return tensor_cores(site) and whole and 2 * (_matrices(site.node) + 1) <= _COUNTERS
+
+
+# ------------------------------------------------------------------------------------ registration
+
+
+def products(
+    site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None = None
+) -> list[Launch]:
+    """Of each pair with its matrix ``site.w``, or a gated unit of it, to the address ``y``."""
+    arg = _argument(site, ids, bias, y, gate)
+    if site.x.dtype.name in HALVES and _fits_groups(site):
+        return _together(site, arg, ids, gate is not None)
+    return [_one_by_one(site, arg, gate is not None)]
+
+
+def unmatched(node: Tensor, options: Options) -> str | None:
+    """Why the weight does not meet these activations, as `_lower` leaves them."""
+    x, w = node.sources[:2]
+    if x.dtype == F32:
+        return None
+    fits = x.dtype == wide(w.dtype)
+    if x.dtype.quantised:
+        fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
+    return None if fits else f"x is {x.dtype}, w {w.dtype}"
+
+
+def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+    x, w, *rest = node.src
+    assert x is not None and w is not None
+    return (lowered(x, w, _few(node), options), w, *rest)
+
+
+_RULES: dict[str, Any] = {"layout": {"x": ROWS, "ids": ROWS}, "when": unmatched, "lower": _lower}
+_BLOCKS: dict[str, Any] = {"pack": {"w": PACK}, **_RULES}
+
+
+@BACKEND.kernel(
+    "expert_linear", name="experts_plain", dtypes={"w": PLAIN, "bias": "f32"},
+    scratch=order_nbytes, **_RULES,
+)  # fmt: skip
+@BACKEND.kernel(
+    "expert_linear", name="experts_blocks", dtypes={"w": tuple(PLANES), "bias": "f32"},
+    scratch=order_nbytes, **_BLOCKS,
+)  # fmt: skip
+def expert_linear(site: Site) -> list[Launch]:
+    return products(site, site.ids, site.op("bias"), site.out.address)
+
+
+@BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
+@BACKEND.kernel("head_linear", name="heads_blocks", dtypes={"w": tuple(PLANES)}, **_BLOCKS)
+def head_linear(site: Site) -> list[Launch]:
+    return products(site, None, None, site.out.address)
+
+
+def _all_instances() -> None:
+    """Every module that a plan may ask for is known from the start: tests compile them all."""
+    for gated in (False, True):
+        for name in PLANES:
+            for integer in (True, False):
+                _few_module(name, integer, 0, gated)
+            _few_module(name, False, HALVES["f16"], gated)
+        for name in PLAIN:
+            for halves in {0, HALVES.get(name, 0)}:
+                _few_module(name, False, halves, gated)
+        for name in (*HALVES, *PLANES):
+            for size, groups in product(_SIZES, (False, True)):
+                if not groups or _grouped(dtype(name), size):
+                    _many_module(dtype(name), size, gated, groups)
+    for name in PLAIN:
+        _ragged_kernel(name)
+
+
+_all_instances()

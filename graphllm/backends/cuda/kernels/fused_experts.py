@@ -1,0 +1,109 @@
+"""Kernels of the fused ops around mixtures of experts; the products are those of experts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ....backends.alignment import aligned
+from ....graph.dtype import F32
+from ....graph.tensor import Meta, Tensor
+from ... import ROWS, Options
+from .. import BACKEND
+from ..runtime.device import Launch, Site
+from ..runtime.source import module
+from .elementwise import ACTIVATIONS
+from .experts import Gate, combined, order_nbytes, products, unmatched
+from .fused_norm import two_at_most
+from .gemm import PLAIN
+from .quantize import HALVES, quantise
+from .weight_packing import PACK, PLANES
+
+Build = Callable[[Site], list[Launch]]
+_CLAMPED = -1  # as experts.cuh has it
+_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # as `Score` of experts.cu counts them
+
+
+@BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
+def route(site: Site) -> Launch:
+    x, a, (ids, weights) = site.x, site.attrs, site.results
+    normalised = a["eps"] is not None
+    args = (
+        x.address, x.row_stride, site.address("bias"), ids.address, weights.address, ids.row_stride,
+        weights.row_stride, site.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"],
+        a["best"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]),
+    )  # fmt: skip
+    shared = 4 * (2 * x.width + a["groups"] + a["k"])
+    threads = (32 * min(8, a["groups"]),)
+    return Launch(module("experts")["route"], (site.most(x.meta.rows),), threads, args, shared)
+
+
+def _made(node: Tensor) -> Meta:
+    """What the kernel gives: halves if these are wanted, else float32, to be quantised."""
+    _, w, _, ids = node.sources[:4]
+    forms = node.attrs["dtypes"]
+    form = forms[0] if len(forms) == 1 and forms[0] in HALVES else F32
+    return Meta.of((*ids.meta.shape, w.meta.shape[1]), form)
+
+
+def _when(node: Tensor, options: Options) -> str | None:
+    """Both matrices must lie alike, in vectors."""
+    x, w, w2 = node.sources[:3]
+    if w.meta.shape != w2.meta.shape or w.dtype != w2.dtype:
+        return f"w is {w.meta}, w2 {w2.meta}"
+    depth = w.dtype.row_nbytes(int(w.shape[2])) if w.dtype.name in PLAIN else 0  # type: ignore[arg-type]
+    vectors = () if x.dtype.quantised else (x.meta.offset, *x.meta.strides[:-1])
+    if any(at % 16 for at in (depth, *vectors)):
+        return "rows do not begin at multiples of 16 bytes"
+    return unmatched(node, options) or two_at_most(node, options)
+
+
+def _scratch(node: Tensor, options: Options) -> int:
+    plain = node.attrs["dtypes"] and _made(node).dtype == F32
+    order = aligned(order_nbytes(node, options))
+    return order + (aligned(_made(node).bound().nbytes) if plain else 0)
+
+
+def _gated(op: str) -> Callable[[Build], Build]:
+    """Register for plain weights, and for blocks, which are packed."""
+
+    def register(build: Build) -> Build:
+        rules: dict[str, Any] = {
+            "layout": {"x": ROWS, "ids": ROWS}, "when": _when, "scratch": _scratch
+        }  # fmt: skip
+        f32 = {"bias": "f32", "bias2": "f32"}
+        BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
+        blocks, pack = {"w": tuple(PLANES), **f32}, {"w": PACK, "w2": PACK}
+        BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack=pack, **rules)(build)
+        return build
+
+    return register
+
+
+def _unit(site: Site, *act: Any) -> list[Launch]:
+    """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
+    forms, made = site.results, _made(site.node)
+    gate = Gate(site.w2, site.op("bias2"), made.dtype, *act)
+    if made.dtype == forms[0].dtype:
+        return products(site, site.ids, site.op("bias"), forms[0].address, gate)
+    y = site.scratch + aligned(order_nbytes(site.node, Options()))
+    work = products(site, site.ids, site.op("bias"), y, gate)
+    return [*work, *(quantise(site, y, int(made.strides[0]), form) for form in forms)]
+
+
+@_gated("expert_gated")
+def expert_gated(site: Site) -> list[Launch]:
+    return _unit(site, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])
+
+
+@_gated("expert_clamped")
+def expert_clamped(site: Site) -> list[Launch]:
+    return _unit(site, _CLAMPED, float(site.attrs["alpha"]), float(site.attrs["limit"]))
+
+
+@BACKEND.kernel(
+    "combine_add", layout=dict.fromkeys(("y", "weights", "r"), ROWS),
+    dtypes=dict.fromkeys(("y", "weights", "r"), "f32"),
+)  # fmt: skip
+def combine_add(site: Site) -> Launch:
+    return combined(site, site.r)

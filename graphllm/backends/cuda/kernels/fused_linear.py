@@ -1,0 +1,118 @@
+"""Kernels of the fused ops around linears: `graphllm.ops.fused.linear` says what each of them does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ....backends.alignment import aligned
+from ....graph.dtype import F32
+from ....graph.tensor import Meta, Tensor
+from ... import ROWS, Options
+from .. import BACKEND
+from ..runtime.device import Site, Spot, Work
+from .elementwise import ACTIVATIONS
+from .fused_norm import gated_halves, gated_unit, two_at_most
+from .gemm import PLAIN, Job, room_for
+from .linear import SOME, few_rows, fits_some, fused_pair, launches, some, unmatched
+from .quantize import HALVES, quantise
+from .weight_packing import PACK, PLANES
+
+Builder = Callable[[Site], list[Work]]
+
+
+def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
+    """Register for plain weights, and for blocks, which are packed."""
+
+    def register(build: Builder) -> Builder:
+        f32 = {"r": "f32", "bias": "f32"}
+        BACKEND.kernel(op, name=f"{op}_plain", dtypes={"w": PLAIN, **f32}, **rules)(build)
+        blocks = {"w": tuple(PLANES), **f32}
+        BACKEND.kernel(op, name=f"{op}_blocks", dtypes=blocks, pack={"w": PACK}, **rules)(build)
+        return build
+
+    return register
+
+
+def _pairs(node: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Activation and weight of each linear."""
+    return list(zip(node.src[::3], node.src[1::3]))
+
+
+def _all_matched(node: Tensor, options: Options) -> str | None:
+    return next(filter(None, (unmatched(*pair) for pair in _pairs(node))), None)
+
+
+def _job(site: Site, index: int, out: Spot) -> Job:
+    x, w, bias = site.inputs[3 * index : 3 * index + 3]
+    assert x is not None and w is not None
+    return Job(x, w, bias, out)
+
+
+@_kernels(
+    "linears", when=_all_matched, layout={"x": ROWS},
+    scratch=lambda node, options: room_for(*_pairs(node)),
+)  # fmt: skip
+def linears(site: Site) -> list[Work]:
+    jobs = [_job(site, i, out) for i, out in enumerate(site.results)]
+    return launches(site, jobs, site.scratch)
+
+
+@_kernels(
+    "linear_add", when=lambda node, options: unmatched(*node.src[:2]),
+    layout={"x": ROWS, "r": ROWS},
+    scratch=lambda node, options: room_for((node.src[0], node.src[1])),
+)  # fmt: skip
+def linear_add(site: Site) -> list[Work]:
+    job = Job(site.x, site.w, site.op("bias"), site.out, site.r)
+    return launches(site, [job], site.scratch)
+
+
+def _half(node: Tensor) -> Meta:
+    """Of what one of the two linears gives. What goes on as halves is made from halves where the
+    library makes them: half the bytes, and an error of the same size."""
+    x, w = node.src[:2]
+    assert x is not None and w is not None
+    rows, columns = x.meta.rows, w.meta.shape[0]
+    bias = node.src[2] is not None or node.src[5] is not None
+    narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
+    made = Meta.of((rows, columns), F32)
+    fits = made.inner[0] % 8 == 0 and Site.most(rows) > SOME
+    return Meta.of(made.shape, x.dtype) if narrow and fits else made
+
+
+def _gated_when(node: Tensor, options: Options) -> str | None:
+    return _all_matched(node, options) or two_at_most(node, options)
+
+
+def _gated_scratch(node: Tensor, options: Options) -> int:
+    return 2 * aligned(_half(node).bound().nbytes) + room_for(*_pairs(node))
+
+
+@_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
+def gated(site: Site) -> list[Work]:
+    """In one kernel for one token, or some in halves; else both linears, then their product."""
+    x, forms, meta = site.x, site.results, _half(site.node)
+    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
+    size = aligned(meta.bound().nbytes)
+    pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
+    jobs = [_job(site, i, half) for i, half in enumerate(pair)]
+    narrow = any(form.dtype.name in HALVES for form in forms)
+    if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
+        if not site.attrs["dtypes"]:
+            return [few_rows(site, [_job(site, 0, site.out), jobs[1]], act)]
+        made, width = jobs[0].out, meta.inner[0]
+        return [few_rows(site, jobs, act),
+                *(quantise(site, made.address, 4 * width, form) for form in forms)]  # fmt: skip
+    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
+        return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+    finish = gated_unit if meta.dtype == F32 else gated_halves
+    return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
+
+
+def _alike(site: Site, jobs: list[Job], forms: list[Spot]) -> bool:
+    """Whether one kernel can go along both matrices at a time, for some tokens."""
+    gate, up = jobs
+    same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
+    return same and len(forms) == 1 and fits_some(site, gate)

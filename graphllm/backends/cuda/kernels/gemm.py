@@ -1,0 +1,161 @@
+"""Linears of many tokens: the library's matrix products, on weights as they are or expanded.
+
+Weights in blocks are expanded to f16, as many at a time as there is room for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....backends.alignment import aligned
+from ....graph.dtype import F16, F32, DType
+from ....graph.tensor import Tensor
+from ..runtime import cublaslt
+from ..runtime.device import Call, Launch, Site, Spot, Work, ceil
+from ..runtime.source import module
+from .weight_packing import planes
+
+PLAIN = ("f32", "f16", "bf16")
+_TILE = 128 << 20  # bytes of expanded weights at a time
+_FAR = 1 << 38  # bytes between two matrices of one product, at most
+
+
+@dataclass(frozen=True)
+class Job:
+    """out = added + x w^T + bias."""
+
+    x: Spot
+    w: Spot
+    bias: Spot | None
+    out: Spot
+    added: Spot | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.w.meta.shape[0])  # type: ignore[arg-type]
+
+    @property
+    def depth(self) -> int:
+        return int(self.w.meta.shape[1])  # type: ignore[arg-type]
+
+
+def wide(kind: DType) -> DType:
+    """What weights of ``kind`` are multiplied as."""
+    return kind if kind.name in PLAIN else F16
+
+
+def expand_module(kind: DType) -> Any:
+    return module("linear_many", FORMAT=kind.name.upper())
+
+
+def items_of(kind: DType) -> int:
+    """Elements of an item of a block format: see blocks.cuh."""
+    return {"q8_0": 16, "q2_k": 64, "q3_k": 64}.get(kind.name, 32)
+
+
+# ---------------------------------------------------------------------------------------- products
+
+
+def many(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
+    """Linears of one activation, which is of the kind that each weight is multiplied as."""
+    work: list[Work] = []
+    ready: list[cublaslt.Product] = []
+    at = room
+    for job in jobs:
+        if job.w.dtype.name in PLAIN:
+            ready.append(_product(job, job.w.address))
+            continue
+        size = _expanded(job.rows, job.depth)
+        if at + size > room + _TILE:
+            work += _multiply(site, job.x, ready)
+            ready, at = [], room
+        if size > _TILE:
+            work += _in_tiles(site, job, room)
+            continue
+        work.append(_expand(job, 0, job.rows, at))
+        ready.append(_product(job, at))
+        at += size
+    return work + _multiply(site, jobs[0].x, ready)
+
+
+def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Product:
+    """The job's, or of its ``count`` rows from ``first`` on, which lie at ``w``."""
+    bias, added = job.bias, job.added
+    shift = F32.nbytes * first
+    return cublaslt.Product(
+        job.x.dtype, job.out.dtype, count or job.rows, job.depth, job.x.address, job.x.row_stride,
+        w, job.out.address + job.out.dtype.nbytes * first, job.out.row_stride,
+        bias.address + shift if bias else 0,
+        added.address + shift if added else 0, added.row_stride if added else 0,
+    )  # fmt: skip
+
+
+def _multiply(site: Site, x: Spot, products: Sequence[cublaslt.Product]) -> list[Work]:
+    """The products in order, two of one shape together."""
+    work: list[Work] = []
+    left = list(products)
+    while left:
+        p = left.pop(0)
+        both = _both(p, left[0]) if left else None
+        if both:
+            left.pop(0)
+        work.append(_call(site, x, both or p))
+    return work
+
+
+def _call(site: Site, x: Spot, p: cublaslt.Product) -> Call:
+    rows = x.meta.rows
+    site.live(rows)  # so that its value is known in each run
+    return Call(lambda: cublaslt.product(site.device, p, site.now(rows)))
+
+
+def _both(a: cublaslt.Product, b: cublaslt.Product) -> cublaslt.Product | None:
+    """One product in the place of two: small ones would leave processors without work."""
+    if b.w < a.w:
+        a, b = b, a
+    two = replace(a, count=2, w_step=b.w - a.w, y_step=b.y - a.y)
+    fits = not (a.bias or a.added) and replace(a, w=b.w, y=b.y) == b
+    return two if fits and 0 < two.w_step < _FAR and 0 < two.y_step < _FAR else None
+
+
+# --------------------------------------------------------------------------------------- expansion
+
+
+def _expanded(rows: int, depth: int) -> int:
+    return aligned(2 * rows * depth)
+
+
+def _expand(job: Job, first: int, count: int, to: int) -> Launch:
+    """Rows of the matrix as f16."""
+    items = job.depth // items_of(job.w.dtype)
+    parts = struct.pack("<4Q", *planes(job.w.address, job.w.meta))
+    args = (parts, first * items, count * items, items, to)
+    kernel = expand_module(job.w.dtype)["expand"]
+    return Launch(kernel, (ceil(count * items, 128),), (128,), args)
+
+
+def _in_tiles(site: Site, job: Job, room: int) -> list[Work]:
+    """A matrix that is too large to be expanded at once."""
+    work: list[Work] = []
+    rows = max(1, _TILE // (2 * job.depth))
+    for first in range(0, job.rows, rows):
+        count = min(rows, job.rows - first)
+        work.append(_expand(job, first, count, room))
+        work.append(_call(site, job.x, _product(job, room, first, count)))
+    return work
+
+
+def room_for(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
+    """Bytes of workspace for linears of these activations and weights, in one step."""
+    total = 0
+    for x, w in pairs:
+        assert x is not None and w is not None
+        if x.dtype.quantised or x.dtype == F32 or w.dtype.name in PLAIN:
+            continue
+        rows, depth = w.meta.bound().shape
+        assert isinstance(rows, int) and isinstance(depth, int)
+        total += _expanded(rows, depth)
+    return min(total, _TILE)

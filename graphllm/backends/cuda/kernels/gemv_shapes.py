@@ -1,0 +1,81 @@
+"""How linear.cu divides a matrix among warps, by format: the fastest shapes tried on an H200.
+
+For one token (GEMV) they were measured in decode steps of a Mistral-7B; docs/design/cuda.md says
+what was learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ....graph.dtype import dtype
+from .gemm import PLAIN
+
+_DEEP = 8192  # depth from which on a row takes a warp several rounds
+_Q6_K = 4096  # depth from which on q6_k has a shape of its own: it was 54 % slower at 2,048
+DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # for each shape of a format one that has it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Values for the macros of linear.cu that have these names."""
+
+    rows: int
+    depth: int
+    next: int
+    warps: int = 4
+    ahead: bool = False
+    staged: bool = False
+    resident: int = 1
+    split: bool = False  # whether several warps may share a row, where there are few rows
+
+
+_GATED, _SHALLOW, _DEEPER = "gated", "shallow", "deep"
+_SHAPES = {
+    ("f16", _GATED): Shape(2, 1, 2, ahead=True),
+    ("f16", _SHALLOW): Shape(4, 1, 1, split=True),
+    ("q8_0", _GATED): Shape(1, 4, 2, staged=True),
+    ("q8_0", _SHALLOW): Shape(2, 2, 2, resident=8, split=True),
+    ("q8_0", _DEEPER): Shape(1, 2, 1, warps=8, ahead=True, staged=True),
+    ("q4_0", _GATED): Shape(2, 1, 1, staged=True),
+    ("q4_0", _SHALLOW): Shape(1, 2, 1, resident=8),
+    ("q4_0", _DEEPER): Shape(1, 2, 1, ahead=True),
+    ("q4_k", _GATED): Shape(1, 1, 0, warps=2, resident=8),
+    ("q4_k", _SHALLOW): Shape(2, 2, 0),
+    ("q4_k", _DEEPER): Shape(2, 2, 0, warps=8),
+    ("q6_k", _SHALLOW): Shape(1, 2, 1, ahead=True, split=True),
+}
+
+
+def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Shape:
+    """The shape for matrices of depth ``k`` in format ``name``; ``integer``: int8 activations."""
+    rows, depth = few_shape(name, integer, tokens, gated)
+    if tokens > 1:
+        return Shape(rows, depth, 0)
+    usual = Shape(rows, depth, next_one(name), split=name in PLAIN and not gated)
+    if (not integer and name not in ("f16", "bf16")) or (name == "q6_k" and k < _Q6_K):
+        return usual
+    kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
+    found = _SHAPES.get(("f16" if name == "bf16" else name, kind), usual)
+    return found if k % 64 == 0 else replace(found, staged=False)  # copied 16 bytes at a time
+
+
+def next_one(name: str) -> int:
+    """When the next kernel may begin, the NEXT of linear.cu, for formats without a shape of their
+    own. The sooner it is, the more there is to do while this one ends, and the more is in its way.
+    """
+    if name in (*PLAIN, "q8_0"):
+        return 2
+    return 1 if dtype(name).block == 32 else 0
+
+
+def few_shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
+    """(rows, depth): of the matrix to a warp, and items of each on their way, for formats without a
+    shape of their own; more would not fit in registers."""
+    if tokens > 1:
+        return (2, 1) if integer and tokens < 8 else (1, 2)
+    if not integer or name in ("q5_0", "q5_1", "q6_k"):
+        return (2, 2)
+    if gated or dtype(name).block == 256:
+        return (2, 1)
+    return (2, 2) if name == "q8_0" else (1, 4)

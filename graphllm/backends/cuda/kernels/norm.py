@@ -1,0 +1,69 @@
+"""Norms and softmax over the last axis."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ....graph.tensor import Tensor
+from ... import ROWS, Options
+from .. import BACKEND
+from ..runtime.device import Launch, Site, ceil
+from ..runtime.source import module
+
+_MODULE = module("norm")
+
+
+def threads(width: int) -> int:
+    """For one line of ``width``: about four elements each, in whole warps."""
+    return min(1024, max(32, -(-width // 128) * 32))
+
+
+_UNIT, _WARPS = 256, 32  # norm.cuh: elements that a warp holds at a time; warps of a block
+
+
+def held(width: int) -> tuple[int, int]:
+    """Units that a warp holds of a row in registers (0: the row is too wide for that), and
+    threads."""
+    units = ceil(width, _UNIT)
+    each = ceil(units, _WARPS)
+    return (each, 32 * ceil(units, each)) if each <= 2 else (0, 32 * _WARPS)
+
+
+def _launch(
+    site: Site, name: str, weights: tuple[str, ...], *extra: float, block: int = 0
+) -> Launch:
+    x = site.x
+    *parts, width = x.meta.inner
+    lines = prod(parts)
+    args = (x.address, x.row_stride, *map(site.address, weights), site.out.address,
+            site.live(x.meta.rows), lines, width, *extra)  # fmt: skip
+    block = block or threads(width)
+    return Launch(_MODULE[name], (site.most(x.meta.rows) * lines,), (block,), args)
+
+
+def _with_rows(node: Tensor, options: Options) -> str | None:
+    return None if len(node.shape) > 1 else "x has one axis"
+
+
+_RULES: dict[str, Any] = {
+    "layout": {"x": ROWS},
+    "dtypes": {"x": "f32", "w": "f32", "b": "f32"},
+    "when": _with_rows,
+}
+
+
+@BACKEND.kernel("rms_norm", **_RULES)
+def rms_norm(site: Site) -> Launch:
+    each, block = held(site.x.meta.inner[-1])
+    return _launch(site, f"rms_norm_{each}", ("w",), float(site.attrs["eps"]), block=block)
+
+
+@BACKEND.kernel("layer_norm", **_RULES)
+def layer_norm(site: Site) -> Launch:
+    return _launch(site, "layer_norm", ("w", "b"), float(site.attrs["eps"]))
+
+
+@BACKEND.kernel("softmax", **_RULES)
+def softmax(site: Site) -> Launch:
+    return _launch(site, "softmax", ())

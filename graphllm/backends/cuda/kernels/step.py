@@ -1,0 +1,29 @@
+"""The end of a step: its ids become the next one's input, in device memory."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from .. import BACKEND
+from ..runtime.device import Launch, Site, ceil
+from ..runtime.source import module
+
+_MODULE = module("step")
+_THREADS = 32
+_OPERANDS = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
+
+
+@BACKEND.kernel("advance")
+def advance(site: Site) -> Launch:
+    slots, tables = site.rest[::2], site.rest[1::2]
+    rows = site.kv_len.meta.rows
+    state = struct.pack(
+        "<8Q4i", *map(site.address, _OPERANDS), site.stop.meta.shape[0],
+        site.history.meta.inner[0], site.attrs["block"], len(slots),
+    )  # fmt: skip
+    groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables)]
+    kept = site.keep(np.array(groups, np.int64)) if groups else 0
+    grid = (ceil(site.most(rows), _THREADS),)
+    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, site.live(rows)))

@@ -1,0 +1,1 @@
+"""The CUDA device: memory, compilation, launches, graphs, timestamps, roofline probes."""

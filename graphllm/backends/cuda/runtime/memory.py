@@ -1,0 +1,156 @@
+"""Device memory, and the way of data from the host to it. Imported when a device is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+from cupy.cuda import Event, Memory, Stream, alloc_pinned_memory, runtime
+from cupy.cuda.runtime import CUDARuntimeError
+from cupy_backends.cuda.api.driver import CUDADriverError
+
+from ....errors import OutOfMemory
+from ....graph.tensor import Meta
+from ...site import numpy_form, span
+
+_STAGE = 32 << 20  # bytes of each of the two pinned halves
+_COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
+
+
+def free_bytes() -> int:
+    """What the driver would give now on this thread's GPU."""
+    return int(runtime.memGetInfo()[0])
+
+
+def no_room(what: str, nbytes: int | None = None) -> OutOfMemory:
+    """The error where there is none for ``what`` on this thread's GPU."""
+    return OutOfMemory(what, "the GPU", nbytes, free_bytes(), "other programs may hold some")
+
+
+@contextmanager
+def room(what: str, nbytes: int | None = None) -> Iterator[None]:
+    """OutOfMemory where the driver has no memory for ``what``."""
+    try:
+        yield
+    except (CUDARuntimeError, CUDADriverError) as error:
+        if error.status != OUT_OF_MEMORY:
+            raise
+        raise no_room(what, nbytes) from None
+
+
+class Buffer:
+    """Bytes on the GPU, all zero at first. A slice can be filled with one byte's value, or read.
+
+    The memory is the driver's own allocation, not a pool's, so that its address is its own for as
+    long as the buffer lives. OutOfMemory where there is no room.
+    """
+
+    def __init__(self, nbytes: int, stream: Stream) -> None:
+        self.nbytes = nbytes
+        with room("a buffer", nbytes):
+            self._memory = Memory(max(nbytes, 1))
+        self.address = int(self._memory.ptr)
+        self._stream = stream
+        self[:] = 0
+
+    def __setitem__(self, where: slice, byte: int) -> None:
+        start, stop, _ = where.indices(self.nbytes)
+        if stop > start:
+            runtime.memsetAsync(self.address + start, byte, stop - start, self._stream.ptr)
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """A copy of the bytes, uint8, once all work before is done."""
+        start, stop, _ = where.indices(self.nbytes)
+        data = np.empty(max(0, stop - start), np.uint8)
+        if data.size:
+            runtime.memcpyAsync(
+                data.ctypes.data, self.address + start, data.nbytes,
+                runtime.memcpyDeviceToHost, self._stream.ptr,
+            )  # fmt: skip
+        self._stream.synchronize()
+        return data
+
+
+class Ring:
+    """What each run leaves in an operand, on its way to the host: one pinned slot for each run that
+    may be under way, with an event that says when the copy has arrived. See `backends.Ring`."""
+
+    ahead = 1
+
+    def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
+        shape, strides, kind = numpy_form(meta)
+        self._source, self._nbytes, self._stream = address, span(meta), stream
+        self._begun = self._taken = 0  # copies
+        memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.ahead + 1)]
+        self._addresses = [memory.ptr for memory in memories]
+        self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
+        self._arrived = [Event(disable_timing=True) for _ in memories]
+
+    def put(self) -> None:
+        slot = self._begun % len(self._addresses)
+        runtime.memcpyAsync(
+            self._addresses[slot], self._source, self._nbytes,
+            runtime.memcpyDeviceToHost, self._stream.ptr,
+        )  # fmt: skip
+        self._arrived[slot].record(self._stream)
+        self._begun += 1
+
+    def take(self) -> np.ndarray:
+        slot = self._taken % len(self._addresses)
+        self._arrived[slot].synchronize()
+        self._taken += 1
+        return self._values[slot].copy()
+
+    def clear(self) -> None:
+        self._taken = self._begun
+
+
+class Stager:
+    """Sends host bytes to the GPU through pinned memory, so that copying into one half goes on
+    while the other is on its way, and small pieces are not waited for. Several threads copy what is
+    large: one alone is slower than the bus, the more so where pages of a file must be mapped."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._copiers = stream, ThreadPoolExecutor(_COPIERS)
+        self._halves: list[np.ndarray] = []
+        self._sent = [Event(disable_timing=True), Event(disable_timing=True)]
+        self._half = self._used = 0
+
+    def send(self, data: np.ndarray, address: int) -> None:
+        """Put uint8 ``data`` at ``address``, in order with all work on the stream."""
+        if not self._halves:
+            for _ in range(2):
+                memory = alloc_pinned_memory(_STAGE)
+                self._halves.append(np.frombuffer(memory, np.uint8, _STAGE))
+        at = 0
+        while at < data.nbytes:
+            if self._used == _STAGE:
+                self._swap()
+            count = min(data.nbytes - at, _STAGE - self._used)
+            stage = self._halves[self._half][self._used : self._used + count]
+            self._copy(stage, data[at : at + count])
+            runtime.memcpyAsync(
+                address + at, stage.ctypes.data, count,
+                runtime.memcpyHostToDevice, self._stream.ptr,
+            )  # fmt: skip
+            at, self._used = at + count, self._used + count
+
+    def _copy(self, stage: np.ndarray, data: np.ndarray) -> None:
+        share = data.nbytes // _COPIERS + 1
+        if share < _SHARE:
+            stage[:] = data
+            return
+        starts = range(0, data.nbytes, share)
+        for _ in self._copiers.map(
+            lambda at: np.copyto(stage[at : at + share], data[at : at + share]), starts
+        ):
+            pass
+
+    def _swap(self) -> None:
+        """Go on in the other half, once what was sent from it has arrived."""
+        self._sent[self._half].record(self._stream)
+        self._half, self._used = 1 - self._half, 0
+        self._sent[self._half].synchronize()

@@ -1,0 +1,172 @@
+"""CUDA C++ sources: found beside this file, compiled by NVRTC, kept on disk as machine code.
+
+    MODULE = module("elementwise")              # elementwise.cu, after common.cuh
+    Launch(MODULE["add"], grid, block, args)    # compiled when a device first builds it
+
+A module is one file with one set of macros, and compiles without a GPU or a driver. Sources include
+headers of this directory (.cuh) and none of the toolkit: it is quicker, and there is no path to
+look for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ....cache import CacheFile
+from ....debug import debug
+from ....errors import GraphllmError
+
+_FOLDER = Path(__file__).parents[1] / "kernels"
+_OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One .cu file with values for macros."""
+
+    file: str
+    defines: tuple[tuple[str, str], ...] = ()
+
+    def __getitem__(self, name: str) -> Function:
+        """The kernel ``name``, which the file declares as extern "C"."""
+        return Function(self, name)
+
+    @property
+    def text(self) -> str:
+        """The source, without the headers."""
+        macros = "".join(f"#define {name} {value}\n" for name, value in self.defines)
+        own = (_FOLDER / self.file).read_text("utf-8")
+        return f'{macros}#include "common.cuh"\n#line 1 "{self.file}"\n{own}'
+
+    def __str__(self) -> str:
+        return " ".join([self.file, *(f"{name}={value}" for name, value in self.defines)])
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel of a module."""
+
+    module: Module
+    name: str
+
+
+MODULES: dict[Module, None] = {}  # all that the kernels of this backend come from, in order
+
+
+def module(family: str, **defines: object) -> Module:
+    """The module of ``family``.cu with these macros; remembered in `MODULES`."""
+    made = Module(f"{family}.cu", tuple((name, str(value)) for name, value in defines.items()))
+    return MODULES.setdefault(made) or made
+
+
+def stamped(made: Module) -> Module:
+    """The module's build for timed runs: see common.cuh."""
+    return Module(made.file, (*made.defines, ("STAMPED_BUILD", "1")))
+
+
+@dataclass(frozen=True)
+class Image:
+    """Machine code (or PTX, for a device newer than the compiler) and the assembler's report."""
+
+    code: bytes
+    log: str
+
+
+def target(capability: tuple[int, int]) -> str:
+    """The compiler's name for a device, with all that this very device can do: ``sm_90a``."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    number = capability[0] * 10 + capability[1]
+    known = nvrtc.getSupportedArchs()
+    if number not in known:
+        return f"compute_{max(n for n in known if n <= number)}"
+    return f"sm_{number}a" if capability == (9, 0) else f"sm_{number}"
+
+
+@cache
+def _headers() -> dict[str, str]:
+    """All headers of this directory by name."""
+    return {path.name: path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.cuh"))}
+
+
+@cache
+def _compiler() -> str:
+    """NVRTC's version, once it is loaded; CuPy knows where to find the library."""
+    import cupy  # noqa: F401
+    from cupy_backends.cuda.libs import nvrtc
+
+    return ".".join(map(str, nvrtc.getVersion()))
+
+
+def compile_module(made: Module, arch: str) -> Image:
+    """Compile for ``arch``, past the disk. GraphllmError with the compiler's words."""
+    version = _compiler()
+    from cupy_backends.cuda.libs import nvrtc
+
+    headers = [(text.encode(), name.encode()) for name, text in _headers().items()]
+    program = nvrtc.createProgram(made.text, made.file, *zip(*headers))
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", *_OPTIONS))
+        read = nvrtc.getPTX if arch.startswith("compute") else nvrtc.getCUBIN
+        code = read(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program)
+        raise GraphllmError(f"NVRTC {version}: {made} for {arch}: {error}\n{log}") from None
+    log = nvrtc.getProgramLog(program)
+    nvrtc.destroyProgram(program)
+    return Image(code if isinstance(code, bytes) else code.encode("latin-1"), log)
+
+
+def image(made: Module, arch: str) -> bytes:
+    """The module's code for ``arch``: from the disk, or compiled and kept there."""
+    file, key = _place(made, arch)
+    return file.load(key) or fresh_image(made, arch)
+
+
+def fresh_image(made: Module, arch: str) -> bytes:
+    """The module's code for ``arch``, compiled now, in place of what the disk may hold."""
+    debug(1, f"compiling {made} for {arch}")
+    code = compile_module(made, arch).code
+    file, key = _place(made, arch)
+    file.save(key, code)
+    return code
+
+
+def compile_all(modules: Sequence[Module], arch: str) -> Iterator[bytes]:
+    """The `image` of each, in order; the compiler runs on all processors."""
+    with ThreadPoolExecutor(min(len(modules), os.cpu_count() or 1) or 1) as pool:
+        yield from pool.map(lambda made: image(made, arch), modules)
+
+
+def kept(made: Module, arch: str) -> bool:
+    """Whether the disk has the module's code."""
+    return _place(made, arch)[0].size() is not None
+
+
+def _place(made: Module, arch: str) -> tuple[CacheFile, bytes]:
+    """The file for the module's code, and its key: all that the code depends on."""
+    parts = [made.text, *_headers().values(), arch, *_OPTIONS, _compiler()]
+    key = "\0".join(parts).encode()
+    return CacheFile("cuda", f"{hashlib.sha256(b'2' + key).hexdigest()[:32]}.bin"), key
+
+
+def resources(log: str) -> Mapping[str, tuple[int, int]]:
+    """For each kernel in the assembler's report: (registers, bytes of local memory)."""
+    found: dict[str, tuple[int, int]] = {}
+    name, local = "", 0
+    for line in log.splitlines():
+        words = line.replace(",", "").split()
+        if "Compiling" in words and "entry" in words:
+            name = line.split("'")[1]
+        elif "Used" in words and "registers" in words:
+            found[name] = (int(words[words.index("registers") - 1]), local)
+        elif "stack" in words:
+            numbers = [int(w) for w in words if w.isdigit()]
+            local = sum(numbers)
+    return found

@@ -1,0 +1,201 @@
+"""From a GGUF file to a model: its configuration keys, read strictly, and its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ConfigError, ModelFileError
+from ..model.config_keys import Keys
+from ..model.rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
+from ..weights.names import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
+from .gguf import GGUF, StringArray
+
+if TYPE_CHECKING:
+    from ..model.config import DecoderConfig, Names
+    from ..model.spec import Family
+
+
+def gguf_names(config: DecoderConfig) -> list[WeightRule]:
+    """What GGUF calls the weights of a model whose modules are called as ``config`` says.
+
+    Source: gguf-py, `constants.py` and `tensor_mapping.py`.
+    """
+    n, up = config.names, config.names.gate_up if config.mlp.fused else config.names.up
+    layer = f"{n.model}.{n.layers}.{{i}}"
+    return [
+        WeightRule(f"{n.head}.{{*}}", "output.{*}"),
+        *_within(n.model, "", {
+            n.embed: "token_embd", n.embed_norm: "token_embd_norm", n.positions: "position_embd",
+            n.norm: "output_norm",
+        }),
+        *_within(layer, "blk.{i}.", {
+            n.before_attn: "attn_norm", n.after_attn: "post_attention_norm",
+            n.before_mlp: "ffn_norm", n.after_mlp: "post_ffw_norm",
+        }),
+        *_within(f"{layer}.{n.attn}", "blk.{i}.", {
+            n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
+            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_LATENT,
+        }),
+        WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
+        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
+        *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
+            n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
+        }),
+        *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
+    ]  # fmt: skip
+
+
+def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
+    """Of a mixture of experts. Files older than stacked experts have a tensor for each; some newer
+    ones have gate and up in one."""
+    yield WeightRule(f"{path}.{n.router}.e_score_correction_bias", "blk.{i}.exp_probs_b.bias")
+    yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
+    for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
+        expert = f"{path}.experts.{name}"
+        yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACKED)
+        yield from _within(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
+        yield from _within(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
+    gate, up = (f"{path}.experts.{name}.weight" for name in (n.gate, n.up))
+    both = "blk.{i}.ffn_gate_up_exps.weight"
+    yield WeightRule(gate, both, FIRST_HALF, also=((up, SECOND_HALF),))
+    # The converter leaves axes of one element out.
+    gate = f"{path}.{n.shared}_gate.weight"
+    yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACKED)
+
+
+_LATENT = {  # of latent attention: see `graphllm.model.mla`
+    "q_a_proj": "attn_q_a",
+    "q_a_layernorm": "attn_q_a_norm",
+    "q_b_proj": "attn_q_b",
+    "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "kv_a_layernorm": "attn_kv_a_norm",
+    "k_b_proj": "attn_k_b",
+    "v_b_proj": "attn_v_b",
+}
+
+
+def _within(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
+    """For modules under ``path``."""
+    for name, to in names.items():
+        if name:
+            yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{to}.{{*}}")
+
+
+# What GGUF calls Hugging Face's keys, after `<architecture>.`; a family's GGUF_KEYS come on top.
+GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "v_head_dim": "attention.value_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rotary_dim": "rope.dimension_count",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+LATENT_KEYS = {  # where there is latent attention
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_head_dim": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
+}
+_SCALING: dict[str, tuple[str, type]] = {  # of Hugging Face's rope_scaling, with their types
+    "rope_type": ("rope.scaling.type", str),
+    "factor": ("rope.scaling.factor", float),
+    "original_max_position_embeddings": ("rope.scaling.original_context_length", int),
+    "attention_factor": ("rope.scaling.attn_factor", float),
+    "yarn_log_multiplier": ("rope.scaling.yarn_log_multiplier", float),
+    "beta_fast": ("rope.scaling.yarn_beta_fast", float),
+    "beta_slow": ("rope.scaling.yarn_beta_slow", float),
+}
+_OLD_FACTOR = "rope.scale_linear"  # of files older than rope.scaling.factor
+# What says nothing about the computation; the layout is that of llama.cpp's converter in any case.
+_IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
+
+
+def gguf_keys(file: GGUF, family: Family) -> Keys:
+    """The file's configuration under Hugging Face's names. ConfigError."""
+    prefix = f"{file.architecture}."
+    found = {
+        key[len(prefix) :]: _plain(value)
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    usual = {name: s for name, s in GGUF_KEYS.items() if name not in family.gguf_keys}
+    names = {**family.gguf_keys, **usual}
+    called = {name: prefix + stored for name, stored in names.items()}
+    called |= {stored: prefix + stored for stored in found}
+    values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
+    scaling = _scaling(file, prefix)
+    if scaling:
+        values["rope_scaling"] = scaling
+        called["rope_scaling"] = prefix + "rope.scaling"
+        for stored in (_OLD_FACTOR, *(stored for stored, _ in _SCALING.values())):
+            found.pop(stored, None)
+    for name in _IGNORED:
+        found.pop(name, None)
+    values |= found
+    values["vocab_size"] = _vocab(file)
+    values["tie_word_embeddings"] = "output.weight" not in file.tensors
+    keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
+    if "v_head_dim" not in family.gguf_keys and keys.has("v_head_dim"):
+        width = keys.positive("v_head_dim")
+        if keys.positive("head_dim", width) != width:
+            raise ConfigError(f"{file.path}: key_length and value_length differ")
+    return keys
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it: of arrays lists, so that values compare as such."""
+    if isinstance(value, StringArray):
+        return value[:]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
+    """Hugging Face's rope_scaling of the file's keys, empty without any. As in llama.cpp
+    (`load_hparams`) a factor without a type is linear, and one of 0 is none."""
+    found: dict[str, Any] = {
+        name: file.value(prefix + stored, kind) for name, (stored, kind) in _SCALING.items()
+    }
+    if found["factor"] is None:
+        found["factor"] = file.value(prefix + _OLD_FACTOR, float)
+    found = {name: value for name, value in found.items() if value is not None}
+    if found:
+        found.setdefault("rope_type", "linear" if "factor" in found else "none")
+    if found.get("factor") == 0:
+        found["factor"] = 1.0
+    return found
+
+
+def _vocab(file: GGUF) -> int:
+    """The rows of the embedding, one for each token: else there were ids without a piece."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelFileError(f"{file.path}: missing tensor 'token_embd.weight'")
+    rows, tokens = embedding.shape[0], file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != rows:
+        raise ModelFileError(
+            f"{file.path}: 'token_embd.weight' has {rows} rows for {len(tokens)} tokens"
+        )
+    return rows

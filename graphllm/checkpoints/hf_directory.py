@@ -1,0 +1,132 @@
+"""Hugging Face directories: configuration, safetensors, tokenizer, as they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import ConfigError, ModelFileError, shown
+from ..model.config_keys import Keys
+from ..weights import NamedWeights, Weights
+from ..weights.mapped import TensorInfo
+from ..weights.names import UNUSED
+from ..weights.safetensors import Safetensors
+from ..weights.strict_json import json_object
+
+if TYPE_CHECKING:
+    from ..model.config import DecoderConfig
+    from ..model.spec import Family
+    from ..tokenizer import Tokenizer
+
+_MOST = 16 << 20  # bytes of a config.json
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+_QUANTISED = ("mxfp4",)  # the methods of quantization_config whose tensors are read
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. ModelFileError."""
+    try:
+        if path.stat().st_size > _MOST:
+            raise ModelFileError(f"{path}: more than {_MOST >> 20} MB of JSON")
+        return json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror}") from None
+
+
+class Directory:
+    """An open Hugging Face directory. Without ``data`` only headers are read.
+
+    ``file``: its one ``.safetensors`` file of another name, where that is what the user gave.
+    """
+
+    kind = "Hugging Face directory"
+
+    def __init__(self, path: Path, data: bool = True, file: Path | None = None) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise ModelFileError(f"{path}: is a directory without a config.json")
+        self.metadata = read_json(path / "config.json")
+        quantised = self.metadata.get("quantization_config")
+        if quantised is not None:
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            if method not in _QUANTISED:
+                text = f"weights quantised by {shown(method)} are not supported"
+                raise ConfigError(f"{path / 'config.json'}: {text}")
+        self.file = Safetensors(file or path, data)
+        self._data = data
+
+    @property
+    def architecture(self) -> str:
+        """``model_type``; ModelFileError without one."""
+        name = self.metadata.get("model_type")
+        if not isinstance(name, str) or not name:
+            raise ModelFileError(f"{self.path / 'config.json'}: model_type is missing, or no text")
+        return name
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.file.tensors
+
+    @property
+    def has_vocabulary(self) -> bool:
+        return any((self.path / name).is_file() for name in _TOKENIZERS)
+
+    def family(self) -> Family:
+        from .. import models
+
+        return models.of_type(self.architecture, self.path / "config.json")
+
+    def keys(self, family: Family) -> Keys:
+        return Keys(str(self.path / "config.json"), self.metadata, self.tensors, {})
+
+    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+        """ModelFileError where a head is stored that is said to be the embedding, and is not."""
+        rules, n = (*UNUSED, *family.hf_rules(config)), config.names
+        weights = NamedWeights(self.file, rules, strict=False)
+        head = f"{n.head}.weight"
+        if config.tied and head in weights.names():
+            embedding = f"{n.model}.{n.embed}.weight"
+            if self._data and not self._equal(weights, head, embedding):
+                raise ModelFileError(
+                    f"{self.path}: {shown(head)} is stored, and is not {shown(embedding)}, though "
+                    "tie_word_embeddings says so"
+                )
+            weights.drop(head)
+        return weights
+
+    def _equal(self, weights: Weights, a: str, b: str) -> bool:
+        """Whether two weights are the same bytes."""
+        if weights.meta(a) != weights.meta(b):
+            return False
+        left, right = weights.raw(a), weights.raw(b)
+        step = max(1, _MOST // max(1, left.shape[1]))
+        at = range(0, len(left), step)
+        return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in at)
+
+    def tokenizer(self) -> Tokenizer:
+        from ..tokenizer import from_directory
+
+        return from_directory(self.path, self.metadata)
+
+    def end_ids(self, vocab: int) -> frozenset[int]:
+        """The ids below ``vocab`` that end a generation, as the directory states them; its
+        tokenizer may know more. ModelFileError."""
+        from ..tokenizer.directory import Directory as Files
+
+        return Files(self.path, self.metadata).ends(vocab)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        from ..chat import directory_template
+
+        return directory_template(self.path)
+
+    def close(self) -> None:
+        self.file.close()

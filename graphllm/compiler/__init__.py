@@ -1,0 +1,1 @@
+"""From a lazy graph to a flat plan: placement, fusion, memory layout."""

@@ -1,0 +1,338 @@
+"""From a lazy graph to a flat plan: narrow, select, lower, fuse, lay out memory.
+
+plan = compile_plan(placement, bounds)  # for each bucket; chooses kernels, never backends
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ..backends import Backend, Kernel
+from ..errors import PlacementError
+from ..graph import rewrite
+from ..graph.op import get, role
+from ..graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var
+from . import fusion, memory
+from .placement import Choice, Placement, choose
+
+HOST = "host"  # the memory that every device can copy from and to
+LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
+
+# ------------------------------------------------------------------------------------------- lower
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel call of a plan. ``memory``: where it wants its sources."""
+
+    node: Tensor
+    kernel: Kernel
+    choice: Choice
+    memory: str
+
+    @property
+    def backend(self) -> Backend:
+        return self.choice.backend
+
+
+class _Lowering:
+    """Selects kernels, and inserts what they ask for: lowered sources, layouts, transfers.
+
+    Inserted nodes are interned, so that all users of one activation share one copy of it.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.intern = rewrite.Interner()
+        self.steps: dict[Tensor, Step] = {}
+        self.memory: dict[Tensor, str] = {}  # of a root; what is not written, by its first use
+
+    def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
+        """The lowered form of ``node``, whose sources are lowered already."""
+        if node.is_leaf or node.is_view:
+            return self.intern(node)
+        assert choice is not None
+        options, backend = self.placement.options, choice.backend
+        kernel = self._kernel(backend, node)
+        src = kernel.lower(node, options) if kernel.lower else node.src
+        src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
+        src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
+        node = self.intern(rewrite.substitute(node, src))
+        self._add(node, self._kernel(backend, node), choice)
+        return node
+
+    def _add(self, node: Tensor, kernel: Kernel, choice: Choice) -> None:
+        memory = self._wanted_in(node, choice.backend)
+        self.steps[node] = Step(node, kernel, choice, memory)
+        target = node.attrs["memory"] if _transfers(node) else memory
+        self.memory.setdefault(rewrite.root(node), target)
+
+    # -- what fusion asks
+    def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
+        """See `fusion.Steps`."""
+        steps = [self.steps[part] for part in parts]
+        backend = steps[0].backend
+        if any(step.backend is not backend for step in steps):
+            return False
+        kernel = backend.select(node, self.placement.options)
+        if not isinstance(kernel, Kernel):
+            return False
+        if not all(_reads(kernel, node, i, s.meta) for i, s in enumerate(node.src) if s):
+            return False
+        self._add(node, kernel, steps[0].choice)
+        return True
+
+    def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
+        """See `fusion.Steps`."""
+        return _reads(self.steps[user].kernel, user, index, meta)
+
+    def follow(self, moved: Mapping[Tensor, Tensor]) -> None:
+        """See `fusion.Steps`."""
+        self.steps = {
+            moved[old]: replace(step, node=moved[old])
+            for old, step in self.steps.items()
+            if old in moved
+        }
+        self.memory = {moved[old]: m for old, m in self.memory.items() if old in moved}
+
+    # -- pieces
+    def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
+        found = backend.select(node, self.placement.options)
+        if isinstance(found, Kernel):
+            return found
+        raise PlacementError(f"{node.scope}: {backend.name} cannot run {node.op}: {found}")
+
+    def _source(self, user: Tensor, i: int, new: Tensor | None, choice: Choice) -> Tensor | None:
+        """Source ``i`` of ``user``, made by its kernel's ``lower``, lowered in its turn."""
+        if new is None or new is user.src[i]:
+            return new
+        return self._insert(new, user, choice)
+
+    def _insert(self, new: Tensor, user: Tensor, choice: Choice) -> Tensor:
+        new.scopes, new.origin = user.scopes, user.origin
+        found = choice.backend.select(new, self.placement.options)
+        if not isinstance(found, Kernel):
+            choice = choose(new, self.placement.backends, self.placement.options)
+        return self.lower(new, Choice(choice.backend, choice.misses))
+
+    def _fit(
+        self, user: Tensor, kernel: Kernel, i: int, source: Tensor | None, choice: Choice
+    ) -> Tensor | None:
+        """``source`` as ``kernel`` can read it: in its memory, in its layout."""
+        if source is None:
+            return None
+        here, own = self._wanted_in(user, choice.backend), rewrite.root(source)
+        if own.op not in (WEIGHT, INPUT):
+            home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
+            there = self.memory.setdefault(own, home)
+            if there != here:
+                source = self._transfer(source, there, here, user)
+        if not _reads(kernel, user, i, source.meta):
+            source = self._insert(role(LAYOUT)(source), user, choice)
+        return source
+
+    def _wanted_in(self, node: Tensor, backend: Backend) -> str:
+        """The memory where ``node`` finds its sources on ``backend``: its own; the host's, if they
+        are copied to its own."""
+        own = self.placement.memory_of(backend)
+        return HOST if _transfers(node) and node.attrs["memory"] == own else own
+
+    def _transfer(self, source: Tensor, there: str, here: str, user: Tensor) -> Tensor:
+        """``source`` copied between memories, by the backend that knows the one beside the host."""
+        far = there if here == HOST else here
+        backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == far)
+        return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
+
+
+def _transfers(node: Tensor) -> bool:
+    """Whether the node copies between memories."""
+    return not node.is_leaf and not node.is_view and get(node.op).role == TRANSFER
+
+
+def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
+    """Whether ``kernel`` can read operand ``index`` of ``node`` as it lies in memory."""
+    return not kernel.needs_layout(get(node.op), index, meta)
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an intermediate lies: a memory's arena and the offset in it, in bytes."""
+
+    memory: str
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Copies:
+    """Copies from one memory to another in a run: how many, their bytes at most, and the ops that
+    read them, with counts."""
+
+    source: str
+    target: str
+    count: int = 0
+    nbytes: int = 0
+    users: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        users = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
+        what = f"{self.count}, of {self.nbytes:,} bytes in all{', for ' if users else ''}{users}"
+        return f"copies from {self.source} to {self.target}: {what}"
+
+
+@dataclass(eq=False)
+class Plan:
+    """A flat list of steps with places for all intermediates. `Executor.run` runs it."""
+
+    outputs: dict[str, Tensor]
+    steps: list[Step]
+    places: dict[Tensor, Place]  # of intermediates, by the node that owns the buffer
+    scratch: dict[int, Place]  # of workspaces, by index of the step
+    arena: dict[str, int]  # bytes of each memory's arena
+    memory: dict[Tensor, str]  # the memory of every buffer, by its root
+    placement: Placement = field(repr=False)
+    guard: int = 0
+
+    @cached_property
+    def vars(self) -> dict[str, Var]:
+        nodes = rewrite.toposort(self.outputs.values())
+        rows = (n.meta.rows for n in nodes)
+        return {v.name: v for v in rows if isinstance(v, Var)}
+
+    @cached_property
+    def leaves(self) -> dict[str, Tensor]:
+        return {n.name: n for n in rewrite.toposort(self.outputs.values()) if n.is_leaf}
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """The leaves that every run is fed."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.op == INPUT}
+
+    def segments(self) -> list[list[Step]]:
+        """Runs of consecutive steps on one backend."""
+        runs: list[list[Step]] = []
+        for step in self.steps:
+            if not runs or runs[-1][0].backend is not step.backend:
+                runs.append([])
+            runs[-1].append(step)
+        return runs
+
+    def misses(self) -> Counter[tuple[str, str, str]]:
+        """(op, backend, why) of the steps that the first backend passed over, with counts."""
+        return Counter(
+            (s.node.op, s.backend.name, s.choice.why) for s in self.steps if s.choice.misses
+        )
+
+    def check_strict(self) -> None:
+        """PlacementError for the first step that is not on the first usable backend."""
+        for step in self.steps:
+            if step.choice.misses:
+                raise PlacementError(
+                    f"{step.node.scope}: {step.node.op} would run on {step.backend.name} "
+                    f"({step.choice.why}), and strict placement forbids it"
+                )
+
+    def copies(self) -> list[Copies]:
+        """What goes from one memory to another in a run."""
+        found: dict[tuple[str, str], Copies] = {}
+        made: dict[Tensor, Copies] = {}  # by copying node
+        for step in self.steps:
+            node = step.node
+            for source in node.sources:
+                if source.base in made:
+                    made[source.base].users[node.op] += 1
+            if _transfers(node):
+                way = step.memory, self.memory[node]
+                copies = made[node] = found.setdefault(way, Copies(*way))
+                copies.count += 1
+                copies.nbytes += node.meta.bound().nbytes
+        return list(found.values())
+
+    def explain(self) -> str:
+        """Steps by op and backend, the reasons for every miss, copies, and memory, as text."""
+        counts = Counter((s.node.op, s.backend.name, s.kernel.name) for s in self.steps)
+        lines = [f"{len(self.steps)} steps in {len(self.segments())} segments"]
+        lines += [f"  {n:5d}  {op:<14} {b:<10} {k}" for (op, b, k), n in sorted(counts.items())]
+        lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
+        lines += [f"  {copies}" for copies in self.copies()]
+        lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
+        return "\n".join(lines)
+
+
+def compile_plan(
+    placement: Placement, bounds: Mapping[str, tuple[int, int]] | None = None, guard: int = 0
+) -> Plan:
+    """Kernels, inserted nodes and memory for one range of the Vars.
+
+    ``guard``: bytes of canary around every intermediate (nothing is shared then).
+    """
+    outputs, moved = rewrite.narrow(placement.outputs, bounds or {})
+    rewrite.show("within its bounds", outputs)
+    choices = {
+        moved[node]: placement.choices[node]
+        for node in rewrite.toposort(placement.outputs.values())
+        if node in placement.choices
+    }
+    lowering = _Lowering(placement)
+    lowered: dict[Tensor, Tensor] = {}
+    for node in rewrite.toposort(outputs.values()):
+        src = tuple(None if s is None else lowered[s] for s in node.src)
+        lowered[node] = lowering.lower(rewrite.substitute(node, src), choices.get(node))
+    outputs = {name: lowered[node] for name, node in outputs.items()}
+    rewrite.show("lowered to what kernels ask for", outputs)
+    outputs = fusion.fuse(outputs, placement.options.without, lowering)
+    # Transfers stand together, so that a device can run what lies between them as one piece.
+    order = rewrite.by_depth(outputs.values(), _transfers)
+    steps = [lowering.steps[n] for n in order if n in lowering.steps]
+    plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, placement, guard)
+    _lay_out(plan)
+    return plan
+
+
+def watched(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
+    """The same steps, with outputs more: nodes of the plan's graph, or views of them.
+
+    They keep their places to the end; what the executor knows of ``plan`` does not change.
+    """
+    outputs = {**plan.outputs, **values}
+    wider = replace(plan, outputs=outputs, places={}, scratch={}, arena={}, memory={**plan.memory})
+    _lay_out(wider)
+    return wider
+
+
+def _lay_out(plan: Plan) -> None:
+    """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
+    first: dict[Tensor, int] = {}
+    last: dict[Tensor, int] = {}
+    for index, step in enumerate(plan.steps):
+        first.setdefault(rewrite.root(step.node), index)
+        for node in (step.node, *step.node.sources):
+            last[rewrite.root(node)] = index
+    for node in plan.outputs.values():
+        own = rewrite.root(node)
+        last[own] = len(plan.steps)
+        plan.memory.setdefault(own, HOST)  # a leaf that is an output and nothing else
+    wanted: dict[str, list[tuple[dict[Any, Place], Any, memory.Interval]]] = {}
+    for index, step in enumerate(plan.steps):
+        key = step.node
+        where = plan.memory[rewrite.root(step.node)]
+        if rewrite.root(step.node) is step.node:
+            size = step.node.meta.bound().nbytes
+            interval = memory.Interval(first[key], last[key], size)
+            wanted.setdefault(where, []).append((plan.places, key, interval))
+        if step.kernel.scratch:
+            interval = memory.Interval(
+                index, index, step.kernel.scratch(step.node, plan.placement.options)
+            )
+            wanted.setdefault(where, []).append((plan.scratch, index, interval))
+    for where, requests in wanted.items():
+        offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)
+        for (table, key, interval), offset in zip(requests, offsets):
+            table[key] = Place(where, offset, interval.nbytes)

@@ -1,0 +1,169 @@
+"""Values from within a model: what its scopes return, and what is put in their place."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..compiler.placement import Tap, matches
+from ..compiler.plan import Plan
+from ..errors import RequestError
+from ..graph.tensor import Tensor, Var
+from .engine import Engine
+
+VALUE_BYTES = 256 << 20  # of values that one step hands out
+NEAREST = 3  # names that are told where one is unknown
+
+Patch = Callable[[np.ndarray], np.ndarray]
+
+
+class _Call:
+    """What a plan calls in the middle of a run: the function that is a scope's patch by then."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.function: Patch | None = None
+
+    def __call__(self, value: np.ndarray) -> np.ndarray:
+        assert self.function is not None
+        given = self.function(value.copy())
+        if _shown(given) != _shown(value):
+            raise RequestError(
+                f"the patch of {self.scope!r} gave {_shown(given)}, not {_shown(value)}"
+            )
+        return given
+
+
+def _shown(value: object) -> str:
+    """Dtype and shape of an array; of anything else what it is."""
+    if not isinstance(value, np.ndarray):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A plan that hands out the values ``wanted``, with the calls of those that are patched."""
+
+    wanted: tuple[str, ...]
+    calls: dict[str, _Call]
+    plan: Plan
+    rows: int  # tokens of one step at most
+
+    def fits(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> bool:
+        return self.wanted == tuple(wanted) and self.calls.keys() == patches.keys()
+
+
+class Tracer:
+    """Runs prompts for the values of scopes. It keeps the last plan, for more prompts like it.
+
+    ``values``: nodes of the engine's graph by name, instead of its scopes'.
+    """
+
+    def __init__(self, engine: Engine, values: Mapping[str, Tensor] | None = None) -> None:
+        self._engine = engine
+        self._values = engine.values if values is None else values
+        self._last: _Traced | None = None
+
+    def trace(
+        self,
+        tokens: list[int],
+        scopes: str | Iterable[str],
+        patch: Mapping[str, Patch] | None = None,
+    ) -> dict[str, np.ndarray]:
+        """See `LLM.trace`."""
+        known = self._values
+        patterns = (scopes,) if isinstance(scopes, str) else tuple(scopes)
+        if not patterns:
+            raise RequestError("scopes is empty: nothing is asked for")
+        matched = {scope for pattern in patterns for scope in matching(pattern, known)}
+        patches = _patches(patch or {}, known)
+        self._engine.begin(tokens)
+        traced = self._traced([scope for scope in known if scope in matched], patches)
+        try:
+            for scope, call in traced.calls.items():
+                call.function = patches[scope]
+            steps = self._steps(traced, tokens)
+        finally:
+            for call in traced.calls.values():
+                call.function = None  # it may hold on to much
+            self._engine.forget()  # keys and values may be patched ones
+        return {name: _joined([s.pop(name) for s in steps], known[name]) for name in traced.wanted}
+
+    def _steps(self, traced: _Traced, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """The values of the pieces of a prompt, each of which is appended to the cache."""
+        found = []
+        for at in range(0, len(tokens), traced.rows):
+            piece = tokens[at : at + traced.rows]
+            rows = np.arange(len(piece))
+            found.append(self._engine.append(traced.plan, piece, rows, traced.wanted))
+        return found
+
+    def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _Traced:
+        """The plan for these scopes, the last one if it is for the same."""
+        if self._last is None or not self._last.fits(wanted, patches):
+            engine = self._engine
+            self._last = None  # with its plan, before there is another
+            calls = {scope: _Call(scope) for scope in patches}
+            taps = [
+                Tap(scope, node, calls.get(scope))
+                for scope, node in self._values.items()
+                if scope in wanted or scope in calls
+            ]
+            rows = max(1, min(engine.limits.tokens, VALUE_BYTES // _row_bytes(taps)))
+            bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, rows)}
+            plan = engine.executor.tap(taps, bounds)
+            self._last = _Traced(tuple(wanted), calls, plan, rows)
+        return self._last
+
+
+def _row_bytes(taps: Iterable[Tap]) -> int:
+    """Bytes of all values, for one token."""
+    metas = [node.meta for node in dict.fromkeys(tap.node for tap in taps)]
+    return sum(meta.at({v.name: 1}).nbytes for meta in metas if isinstance(v := meta.rows, Var))
+
+
+def _joined(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
+    """A value of all steps: rows of tokens (T), or of tokens with logits (N: here all), follow each
+    other; of what else there may be, the last."""
+    rows = node.meta.rows
+    per_token = isinstance(rows, Var) and rows.name in ("T", "N")
+    return np.concatenate(parts) if per_token and len(parts) > 1 else parts[-1]
+
+
+# ----------------------------------------------------------------------------------------- scopes
+
+
+def matching(pattern: str, known: Iterable[str]) -> list[str]:
+    """The scopes that ``pattern`` is for. RequestError with the nearest names if there are none."""
+    found = [scope for scope in known if matches(scope, pattern)]
+    if not found:
+        names = ", ".join(nearest(pattern, known))
+        raise RequestError(f"no scope of the model matches {pattern!r}; nearest: {names}")
+    return found
+
+
+def nearest(pattern: str, known: Iterable[str]) -> list[str]:
+    """The scopes that ``pattern`` may mean; as patterns, if it is one."""
+    names = list(known)
+    if any(c in pattern for c in "*?["):
+        kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", scope) for scope in names)
+        parts = [kind.split(".") for kind in kinds]
+        ends = ["*." + ".".join(p[at:]) for p in parts for at in range(1, len(p)) if p[at] != "*"]
+        names = list(dict.fromkeys([*kinds, *ends]))
+    return difflib.get_close_matches(pattern, names, NEAREST, 0.0)
+
+
+def _patches(patch: Mapping[str, Patch], known: Iterable[str]) -> dict[str, Patch]:
+    """The function of each patched scope: that of the first pattern that is for it."""
+    found: dict[str, Patch] = {}
+    for pattern, function in patch.items():
+        if not callable(function):
+            raise RequestError(f"patch of {pattern!r} is {function!r}, not a function of an array")
+        for scope in matching(pattern, known):
+            found.setdefault(scope, function)
+    return found

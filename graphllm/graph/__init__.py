@@ -1,0 +1,1 @@
+"""The lazy graph: tensors, element types, scopes, op declarations, and rewriting."""

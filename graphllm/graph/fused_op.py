@@ -1,0 +1,132 @@
+"""What fused ops are made of: the declaration of one, its parts, its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..errors import GraphError
+from . import rewrite
+from .dtype import dtype
+from .op import Cost, Fusion, OpDef, Proposal, Sample, Users, get, register
+from .tensor import INPUT, VIEW, Env, Meta, Tensor
+
+_ALIGN = 64  # bytes: where a result begins in a row
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a fused node over stand-ins for its operands."""
+
+    leaves: tuple[Tensor | None, ...]
+    nodes: tuple[Tensor, ...]  # in order, views left out
+    results: tuple[Tensor, ...]
+    states: tuple[int | None, ...]  # for each result, the operand that it is
+    offsets: tuple[int, ...]  # for each result, bytes from the start of a row
+    row_nbytes: int
+
+    @property
+    def packed(self) -> bool:
+        """Whether several results share the node's buffer."""
+        return sum(s is None for s in self.states) > 1
+
+
+def parts(node: Tensor) -> Parts:
+    """What the fused ``node`` is made of."""
+    metas = tuple(None if s is None else s.meta for s in node.src)
+    return _parts(node.op, metas, tuple(sorted(node.attrs.items())))
+
+
+@lru_cache(maxsize=4096)
+def _parts(name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]) -> Parts:
+    fusion = get(name).fusion
+    assert fusion is not None
+    leaves = tuple(
+        None if m is None else Tensor(INPUT, (), {"name": f"{i}"}, m, (), "")
+        for i, m in enumerate(metas)
+    )
+    built = fusion.build(*leaves, **dict(attrs))
+    results: tuple[Tensor, ...] = built if isinstance(built, tuple) else (built,)
+    places = {leaf: i for i, leaf in enumerate(leaves) if leaf is not None}
+    states = tuple(places.get(rewrite.root(r)) for r in results)
+    offsets, at = [], 0
+    for result, state in zip(results, states):
+        offsets.append(at)
+        if state is None:
+            at += -(-result.meta.strides[0] // _ALIGN) * _ALIGN
+    nodes = tuple(n for n in rewrite.toposort(results) if not n.is_view and not n.is_leaf)
+    return Parts(leaves, nodes, results, states, tuple(offsets), at)
+
+
+def results(node: Tensor) -> tuple[Tensor, ...]:
+    """The results of a fused node, as views of its buffer and of the states that it writes."""
+    own = parts(node)
+    found = []
+    for result, state, offset in zip(own.results, own.states, own.offsets):
+        meta = result.meta
+        if state is not None:
+            target = node.src[state]
+            assert target is not None
+            attrs = {"shape": meta.shape, "strides": meta.strides, "offset": 0}
+            view = Tensor(VIEW, (target, node), attrs, target.meta, node.scopes, node.origin)
+        elif not own.packed:
+            view = node
+        else:
+            strides = (own.row_nbytes, *meta.strides[1:])
+            attrs = {
+                "shape": meta.shape, "strides": strides, "offset": offset, "dtype": meta.dtype
+            }  # fmt: skip
+            inside = Meta(meta.shape, meta.dtype, strides, node.meta.offset + offset)
+            view = Tensor(VIEW, (node,), attrs, inside, node.scopes, node.origin)
+        found.append(view)
+    return tuple(found)
+
+
+def fused(
+    name: str,
+    *,
+    anchor: str,
+    propose: Callable[[Tensor, Users], Proposal | None],
+    tol: Mapping[str, float],
+    samples: Sequence[Sample],
+    writes: Callable[[int], tuple[int, ...]] | None = None,
+    repeats: bool = False,
+) -> Callable[[Callable[..., Any]], OpDef]:
+    """Declare a fused op: the decorated function builds its parts; see `Fusion`."""
+
+    def infer(*metas: Meta | None, **attrs: Any) -> Meta:
+        own = _parts(name, metas, tuple(sorted(attrs.items())))
+        (first, *_) = (r.meta for r, s in zip(own.results, own.states) if s is None)
+        return Meta.of((first.rows, own.row_nbytes), dtype("i8")) if own.packed else first
+
+    def cost(out: Meta, *metas: Meta | None, env: Env, **attrs: Any) -> Cost:
+        return _joint_cost(_parts(name, metas, tuple(sorted(attrs.items()))), env)
+
+    def body(*operands: Any, **attrs: Any) -> Any:
+        raise GraphError(f"{name} has no body; its parts have")
+
+    def declare(build: Callable[..., Any]) -> OpDef:
+        return register(
+            name, build, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
+            reference=body, writes=writes, fusion=Fusion(build, anchor, propose, repeats),
+        )  # fmt: skip
+
+    return declare
+
+
+def _joint_cost(own: Parts, env: Env) -> Cost:
+    """The parts' costs, without the bytes that stay inside or that several parts read."""
+    nodes = set(own.nodes)
+    ends = set(map(rewrite.root, own.results))
+    total, seen = Cost(0, 0), set()
+    for part in own.nodes:
+        total += get(part.op).price(part, env)
+        inside = 0 if part in ends or get(part.op).writes else part.meta.at(env).nbytes
+        for source in part.sources:
+            if source.base in nodes or source.base in seen:
+                inside += source.meta.at(env).nbytes
+            seen.add(source.base)
+        total += Cost(0, -inside)
+    return total

@@ -1,0 +1,376 @@
+"""The lazy graph's node: shape, strides and dtype, and a recipe. Nothing here holds data.
+
+Shapes count elements; strides count bytes, as ggml's ``nb`` does. For a block-quantised dtype the
+last stride is the bytes of one block. Axis 0 may be a `Var`, whose value is known at each run only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ..errors import GraphError
+from .dtype import DType, dtype
+from .scopes import current_scope, note, origin_here, site
+from .scopes import scope as scope  # for model files
+
+VIEW = "view"
+INPUT, STATE, WEIGHT = LEAVES = ("input", "state", "weight")
+
+
+@dataclass(frozen=True)
+class Var:
+    """A dimension that varies from run to run, within ``lo..hi``. Equal by name and range."""
+
+    name: str
+    lo: int
+    hi: int
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+Dim = int | Var
+Env = Mapping[str, int]
+
+
+def live(dim: Dim, env: Env) -> int:
+    """The value of ``dim`` in this run."""
+    return env[dim.name] if isinstance(dim, Var) else dim
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Shape (elements), dtype, strides and offset (bytes) of a tensor, without its data."""
+
+    shape: tuple[Dim, ...]
+    dtype: DType
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[Dim, ...], kind: DType | str) -> Meta:
+        """A contiguous Meta. Only axis 0 may be a Var; the last axis must be whole blocks."""
+        if any(isinstance(d, Var) for d in shape[1:]):
+            raise GraphError(f"only axis 0 may vary, got shape {shape}")
+        if any(isinstance(d, int) and d < 0 for d in shape):
+            raise GraphError(f"negative dimension in shape {shape}")
+        kind = dtype(kind)
+        if not shape:
+            return cls((), kind, ())
+        strides = [kind.nbytes]
+        if len(shape) > 1:
+            strides.insert(0, kind.row_nbytes(shape[-1]))  # type: ignore[arg-type]
+            for d in reversed(shape[1:-1]):
+                strides.insert(0, strides[0] * d)  # type: ignore[operator]
+        elif kind.block > 1 and isinstance(shape[0], int):
+            kind.row_nbytes(shape[0])
+        return cls(tuple(shape), kind, tuple(strides))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def rows(self) -> Dim:
+        """The leading dimension (1 for a scalar)."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """All dimensions but the first; these never vary."""
+        return self.shape[1:]  # type: ignore[return-value]
+
+    @property
+    def inner_contiguous(self) -> bool:
+        """Whether each row (all axes but the first) is contiguous, whatever the row stride."""
+        return self._dense(1)
+
+    @property
+    def contiguous(self) -> bool:
+        return self._dense(0)
+
+    def _dense(self, first: int) -> bool:
+        dense = Meta.of(self.shape, self.dtype).strides
+        return all(
+            have == want or self.shape[axis] == 1
+            for axis, (have, want) in enumerate(zip(self.strides, dense))
+            if axis >= first
+        )
+
+    def at(self, env: Env) -> Meta:
+        """This Meta with its Var replaced by its live value."""
+        if not self.shape or not isinstance(self.shape[0], Var):
+            return self
+        return replace(self, shape=(live(self.shape[0], env), *self.inner))
+
+    def bound(self) -> Meta:
+        """This Meta at the upper bound of its Var."""
+        if not self.shape or not isinstance(self.shape[0], Var):
+            return self
+        return replace(self, shape=(self.shape[0].hi, *self.inner))
+
+    @property
+    def size(self) -> int:
+        """Elements; only without a Var (see `at` and `bound`)."""
+        if self.shape and isinstance(self.shape[0], Var):
+            raise GraphError(f"size of {self.shape} needs the value of {self.shape[0]}")
+        return prod(self.shape)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the span they are strided over); only without a Var."""
+        return self.size // self.dtype.block * self.dtype.nbytes
+
+    def __str__(self) -> str:
+        dims = ",".join(str(d) for d in self.shape)
+        return f"{self.dtype}[{dims}]"
+
+
+# ----------------------------------------------------------------------------------------- nodes
+
+
+class Tensor:
+    """One node: an op (or a leaf, or a view), its sources, its attributes, and the Meta they imply.
+
+    ``scopes`` are the weight paths of the sites that asked for it: one, or several once equal nodes
+    were merged. ``origin`` is the model file and line.
+
+    A node equals itself alone, so tables are keyed by nodes, never by their ids: a key holds its
+    node, and the id of a node that is gone may be another one's.
+    """
+
+    __slots__ = ("__weakref__", "attrs", "meta", "op", "origin", "scopes", "src")
+
+    def __init__(
+        self,
+        op: str,
+        src: tuple[Tensor | None, ...],
+        attrs: dict[str, Any],
+        meta: Meta,
+        scopes: tuple[str, ...] | None = None,
+        origin: str | None = None,
+    ) -> None:
+        self.op = op
+        self.src = src
+        self.attrs = attrs
+        self.meta = meta
+        self.scopes = (current_scope(),) if scopes is None else scopes
+        self.origin = origin_here() if origin is None else origin
+        if op not in LEAVES and isinstance(meta.rows, Var):
+            note(self)
+
+    # -- what it is
+    @property
+    def scope(self) -> str:
+        return self.scopes[0] if self.scopes else ""
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        return self.meta.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.meta.dtype
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in LEAVES
+
+    @property
+    def is_view(self) -> bool:
+        return self.op == VIEW
+
+    @property
+    def name(self) -> str:
+        """The name of a leaf: a feed, a state or a weight."""
+        return self.attrs["name"]
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The operands that are present."""
+        return tuple(s for s in self.src if s is not None)
+
+    @property
+    def base(self) -> Tensor:
+        """The node whose buffer this one looks at: itself, or what it is a view of."""
+        node = self
+        while node.is_view:
+            node = node.sources[0]
+        return node
+
+    def __repr__(self) -> str:
+        label = self.attrs["name"] if self.is_leaf else self.op
+        return f"<{label} {self.meta} {self.scope}>"
+
+    # -- views: they change Meta alone
+    def _refused(self, view: str, why: str) -> GraphError:
+        """The error of a view that cannot be."""
+        return GraphError(f"{site()}: {view}({self.meta}): {why}")
+
+    def _view(self, shape: tuple[Dim, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
+        meta = Meta(shape, self.dtype, strides, self.meta.offset + offset)
+        return Tensor(VIEW, (self,), {"shape": shape, "strides": strides, "offset": offset}, meta)
+
+    def reshape(self, *shape: Dim) -> Tensor:
+        """The same elements in another shape; axis 0 is kept when it varies.
+
+        A view where the strides allow it, a view of a contiguous copy where they do not.
+        """
+        try:
+            strides = _reshaped_strides(self.meta, shape)
+        except GraphError as error:
+            raise self._refused("reshape", str(error)) from None
+        if strides is not None:
+            return self._view(shape, strides)
+        from .op import role  # here: ops import this module
+
+        return role("layout")(self).reshape(*shape)
+
+    def heads(self, count: int) -> Tensor:
+        """[T, count * D] -> [T, count, D]."""
+        width = self.shape[-1]
+        if not isinstance(width, int) or width % count:
+            raise self._refused("heads", f"{width} columns do not split into {count} heads")
+        return self.reshape(*self.shape[:-1], count, width // count)
+
+    def flatten(self) -> Tensor:
+        """[T, A, B, ...] -> [T, A * B * ...]."""
+        return self.reshape(self.shape[0], prod(self.meta.inner))
+
+    def permute(self, *axes: int) -> Tensor:
+        """Axes in another order; a varying axis 0 stays where it is."""
+        if sorted(axes) != list(range(self.meta.ndim)):
+            raise self._refused("permute", f"{axes} are not its {self.meta.ndim} axes")
+        if isinstance(self.shape[0], Var) and axes[0] != 0:
+            raise self._refused("permute", "a varying axis 0 cannot move")
+        if self.dtype.block > 1 and axes[-1] != self.meta.ndim - 1:
+            raise self._refused("permute", "the last axis of blocks cannot move")
+        return self._view(
+            tuple(self.shape[a] for a in axes), tuple(self.meta.strides[a] for a in axes)
+        )
+
+    def slice(self, axis: int, start: int, stop: int) -> Tensor:
+        """Elements ``start:stop`` of one axis that does not vary."""
+        if not -self.meta.ndim <= axis < self.meta.ndim:
+            raise self._refused("slice", f"it has no axis {axis}")
+        axis %= self.meta.ndim
+        width = self.shape[axis]
+        if isinstance(width, Var):
+            raise self._refused("slice", "a varying axis cannot be sliced")
+        if not 0 <= start <= stop <= width:
+            raise self._refused("slice", f"{start}:{stop} is not within axis {axis} of {width}")
+        block = self.dtype.block if axis == self.meta.ndim - 1 else 1
+        if start % block or stop % block:
+            raise self._refused("slice", f"{start}:{stop} cuts a {self.dtype} block of {block}")
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
+        return self._view(shape, self.meta.strides, start // block * self.meta.strides[axis])
+
+    def expand(self, *shape: Dim) -> Tensor:
+        """Axes of one element repeated (stride 0), as NumPy's broadcast_to does."""
+        fits = len(shape) == self.meta.ndim
+        if not fits or any(h not in (w, 1) for h, w in zip(self.shape, shape)):
+            raise self._refused("expand", f"only axes of one element repeat, not to {shape}")
+        strides = []
+        for have, want, stride in zip(self.shape, shape, self.meta.strides):
+            strides.append(stride if have == want else 0)
+        return self._view(tuple(shape), tuple(strides))
+
+
+def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | None:
+    """Strides of ``shape`` over the same memory, None where that needs a copy."""
+    old, new = list(zip(meta.shape, meta.strides)), list(shape)
+    head: list[int] = []
+    if old and new and old[0][0] == new[0] and len(old) > 1 and len(new) > 1:
+        head, old, new = [old[0][1]], old[1:], new[1:]
+    sizes = [d for d, _ in old], new
+    if any(isinstance(d, Var) for side in sizes for d in side):
+        if [d for d, _ in old] != new:
+            raise GraphError(f"a varying axis 0 must stay, not become {shape}")
+        return tuple(head + [s for _, s in old])
+    if prod(sizes[0]) != prod(new):  # type: ignore[arg-type]
+        raise GraphError(f"its elements are not those of {shape}")
+    if meta.dtype.block > 1 and (not old or not new or old[-1][0] != new[-1]):
+        raise GraphError(f"blocks must keep their last axis, not become {shape}")
+    if 0 in new:
+        return Meta.of(shape, meta.dtype).strides
+    strides = _split_axes(_merge_axes(old, meta.dtype), new)  # type: ignore[arg-type]
+    return None if strides is None else tuple(head + strides)
+
+
+def _merge_axes(axes: list[tuple[int, int]], kind: DType) -> list[tuple[int, int]]:
+    """Neighbouring axes that are dense with respect to each other, joined; axes of one dropped."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if size == 1:
+            continue
+        if merged and kind.block == 1 and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged or [(1, kind.nbytes)]
+
+
+def _split_axes(axes: list[tuple[int, int]], shape: list[int]) -> list[int] | None:
+    """Strides of ``shape`` cut out of ``axes``; None when a new axis would span two of them."""
+    strides: list[int] = []
+    pending, axes = list(reversed(shape)), list(axes)
+    size, stride = axes.pop()
+    for want in pending:
+        if want == 1:
+            strides.append(stride)
+            continue
+        if size == 1:
+            if not axes:
+                return None
+            size, stride = axes.pop()
+        if size % want:
+            return None
+        strides.append(stride)
+        size, stride = size // want, stride * want
+    return strides[::-1]
+
+
+# ---------------------------------------------------------------------------------------- leaves
+
+
+def _leaf(kind: str, name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
+    return Tensor(kind, (), {"name": name}, Meta.of(shape, of))
+
+
+def feed(name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
+    """A value that the caller feeds before a run."""
+    return _leaf(INPUT, name, shape, of)
+
+
+def state(name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
+    """A value that lives from run to run (KV pools, the step's own ids and positions)."""
+    return _leaf(STATE, name, shape, of)
+
+
+def weight(name: str, shape: tuple[int, ...], of: DType | str) -> Tensor:
+    """A constant of the model, found by name in the weight source."""
+    return _leaf(WEIGHT, name, shape, of)
+
+
+def replica(node: Tensor) -> Tensor:
+    """Another node that is as this one."""
+    return Tensor(node.op, node.src, node.attrs, node.meta, node.scopes, node.origin)
+
+
+def substitute(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
+    """``node`` over other sources of the same kind. A view is recomputed over its new base."""
+    if src == node.src:
+        return node
+    meta = node.meta
+    if node.is_view:
+        base = src[0]
+        assert base is not None
+        kind = node.attrs.get("dtype", base.dtype)
+        meta = replace(meta, dtype=kind, offset=base.meta.offset + node.attrs["offset"])
+    return Tensor(node.op, src, node.attrs, meta, node.scopes, node.origin)
+
+
+Build = Callable[..., Tensor]

@@ -1,0 +1,148 @@
+"""Fused ops before and after attention. None spans it: attention is always a step's own kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...graph.dtype import F16, F32, I32
+from ...graph.fused_op import fused
+from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.tensor import Tensor
+from .linear import made_by
+
+_LAYOUTS = ("contiguous", "strided")
+
+
+def _rotated(node: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What a rope turns, and the weight of its norm if it is normed first."""
+    if not made_by(node, "rope"):
+        return None, None
+    assert node is not None
+    x = node.src[0]
+    if made_by(x, "rms_norm"):
+        return x.src  # type: ignore[union-attr,return-value]
+    return x, None
+
+
+def _propose_rope_write(node: Tensor, users: Users) -> Proposal | None:
+    q, k_pool, v_pool = node.src[:3]
+    if not (made_by(k_pool, "kv_write") and made_by(v_pool, "kv_write")):
+        return None
+    assert q is not None and k_pool is not None and v_pool is not None
+    turned = k_pool.src[1]
+    (queries, q_norm), (keys, k_norm) = _rotated(q), _rotated(turned)
+    if queries is None or keys is None:
+        return None
+    eps = 0.0
+    if q_norm is not None:
+        assert q.src[0] is not None
+        eps = q.src[0].attrs["eps"]
+    operands = (queries, keys, v_pool.src[1], q.src[1], k_pool.src[0], v_pool.src[0],
+                k_pool.src[2], q_norm, k_norm, q.src[2])  # fmt: skip
+    return operands, {**q.attrs, "eps": eps}
+
+
+def _slots(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    slot = rng.permutation(24)[: shape[0]]
+    slot[2::3] = -1
+    return slot
+
+
+def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
+    kv = max(1, heads // 2)
+    pool = Arg((24, kv, width), kind, leaf="state")
+    vectors = (Arg(("T", n, width), layout=layout) for n in (heads, kv, kv))
+    norms = (Arg((width,), leaf="weight"), Arg((width,), leaf="weight")) if norm else (None, None)
+    stretch = Arg(((dims or width) // 2,), leaf="weight", make=lambda g, s: g.uniform(1, 9, s))
+    args = (*vectors, Arg(("T",), I32), pool, pool, Arg(("T",), I32, make=_slots), *norms,
+            stretch if factors else None)  # fmt: skip
+    attrs = {"base": 1e4, "dims": dims, "style": style, "scale": 1.0, "eps": 1e-6 if norm else 0.0,
+             "magnitude": 1.25 if factors else 1.0}  # fmt: skip
+    return Sample(args, attrs, {"T": rows})
+
+
+@fused(
+    "rope_write",
+    anchor="attention",
+    propose=_propose_rope_write,
+    writes=lambda count: (4, 5),
+    tol={"f32": 1e-5, "f16": 1e-3},
+    samples=[
+        *grid(_rope_sample, rows=(0, 1, 7), heads=(1, 6), width=(64,), style=("half",), dims=(0,),
+              norm=(False, True), kind=(F32, F16), factors=(False,), layout=_LAYOUTS),
+        *grid(_rope_sample, rows=(0, 1, 7), heads=(3,), width=(80,), style=("half", "interleaved"),
+              dims=(0, 50), norm=(False, True), kind=(F16,), factors=(True,), layout=_LAYOUTS),
+    ],
+)  # fmt: skip
+def rope_write(
+    q, k, v, pos, k_pool, v_pool, slot, q_norm=None, k_norm=None, factors=None,
+    *, eps, base, dims, style, scale, magnitude,
+):  # fmt: skip
+    """Queries and keys normed, if they are, and turned; keys and values written to their pools.
+
+    q [T, H, D], k, v [T, Hkv, D] -> q [T, H, D], and the pools.
+    """
+    turn = {"base": base, "dims": dims, "style": style, "scale": scale, "magnitude": magnitude}
+    q = q if q_norm is None else get("rms_norm")(q, q_norm, eps=eps)
+    k = k if k_norm is None else get("rms_norm")(k, k_norm, eps=eps)
+    q, k = get("rope")(q, pos, factors, **turn), get("rope")(k, pos, factors, **turn)
+    write = get("kv_write")
+    return q, write(k_pool, k, slot), write(v_pool, v, slot)
+
+
+def _propose_attention_quantise(node: Tensor, users: Users) -> Proposal | None:
+    assert node.src[0] is not None
+    attended = node.src[0].base
+    if attended.op != "attention":
+        return None
+    return attended.src, {**attended.attrs, "dtype": node.attrs["dtype"]}
+
+
+def _attention_sample(rows, heads, width, dtype, window, extras=False, latent=0):
+    """``extras``: with sinks, slopes and a prefix; ``latent``: columns of the keys behind those
+    that are the values."""
+    past, kv = 70, max(1, heads // 3)
+    optional = (
+        Arg((heads,), leaf="weight"), Arg((heads,), leaf="weight"),
+        Arg(("S",), I32, make=lambda g, s: np.array([past + rows // 2])),
+    )  # fmt: skip
+    args = (
+        Arg(("T", heads, width + latent)), Arg((128, kv, width + latent), F16),
+        Arg((128, kv, width), F16, "leading" if latent else "contiguous"),
+        Arg(("Q",), I32, make=lambda g, s: np.array([0, rows])),
+        Arg(("S",), I32, make=lambda g, s: np.array([past + rows])),
+        Arg(("S", 8), I32, make=lambda g, s: g.permutation(8)[None]),
+        *(optional if extras else ()),
+    )  # fmt: skip
+    attrs = {"scale": width**-0.5, "block": 16, "causal": True, "window": window, "softcap": 0.0}
+    return Sample(args, {**attrs, "dtype": dtype}, {"T": rows, "S": 1, "Q": 2})
+
+
+@fused(
+    "attention_quantise",
+    anchor="quantise_act",
+    propose=_propose_attention_quantise,
+    tol={"f32": 1e-3},
+    samples=[
+        *grid(_attention_sample, rows=(0, 1, 7, 40), heads=(3, 6), width=(64,), dtype=("a8_32",),
+              window=(0, 9)),
+        *grid(_attention_sample, rows=(0, 1, 40), heads=(1, 4), width=(256,), dtype=("a8_256",),
+              window=(0,)),
+        *grid(_attention_sample, rows=(1, 5), heads=(6,), width=(128,), dtype=("a8_256",),
+              window=(0,)),
+        *grid(_attention_sample, rows=(1, 40), heads=(3,), width=(64,), dtype=("a8_32",),
+              window=(0, 50), extras=(True,)),
+        *grid(_attention_sample, rows=(1, 20), heads=(3,), width=(512,), dtype=("a8_256",),
+              window=(0,), latent=(64,)),
+    ],
+)  # fmt: skip
+def attention_quantise(
+    q, k, v, q_start, kv_len, table, sinks=None, slopes=None, prefix_len=None,
+    *, scale, block, causal, window, softcap, dtype,
+):  # fmt: skip
+    """Attention, its heads side by side and quantised: what the output linear reads."""
+    attended = get("attention")(
+        q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
+        scale=scale, block=block, causal=causal, window=window, softcap=softcap,
+    )  # fmt: skip
+    return get("quantise_act")(attended.flatten(), dtype=dtype)

@@ -1,0 +1,111 @@
+"""Fused ops around a mixture's router, and at its end; those around its products are in `fused`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...graph.fused_op import fused
+from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.tensor import Tensor
+from .linear import made_by
+
+_SCORES = ("softmax", "sigmoid")  # of all; else the chosen ones' softmax
+
+
+def _propose_route(node: Tensor, users: Users) -> Proposal | None:
+    scores, ids = node.src
+    assert scores is not None and ids is not None
+    if not made_by(ids, "top_k") or ids.src[0] is not scores:
+        return None
+    score, eps, factor = scores.op if scores.op in _SCORES else "chosen", None, 1.0
+    last = node
+    for name in ("softmax" if score == "chosen" else "sum_norm", "scale"):
+        (user, *others) = users(last) or (last,)
+        if others or user.op != name:
+            continue
+        last = user
+        eps, factor = user.attrs.get("eps", eps), user.attrs.get("factor", factor)
+    attrs = {**ids.attrs, "score": score, "eps": eps, "factor": factor}
+    return (scores if score == "chosen" else scores.src[0], ids.src[1]), attrs
+
+
+_CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (8, {"k": 2, "groups": 1, "kept": 1, "best": 1}),
+    (61, {"k": 61, "groups": 1, "kept": 1, "best": 1}),
+    (40, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
+    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
+)
+
+
+@fused(
+    "route",
+    anchor="pick",
+    propose=_propose_route,
+    tol={"f32": 2e-5},
+    samples=grid(
+        lambda rows, choice, bias, score, eps, factor, layout: Sample(
+            (
+                Arg(("T", choice[0]), layout=layout),
+                Arg((choice[0],), leaf="weight") if bias else None,
+            ),
+            {**choice[1], "score": score, "eps": eps, "factor": factor},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        choice=_CHOICES,
+        bias=(False, True),
+        score=(*_SCORES, "chosen"),
+        eps=(None, 1e-20),
+        factor=(1.0, 2.5),
+        layout=("contiguous", "strided"),
+    ),
+)
+def route(x, bias=None, *, score, k, groups, kept, best, eps, factor):
+    """The experts of each token, and the weights of their results, from the router's logits.
+    x [T, E], bias [E] and the choice as in `top_k` -> ids [T, k] i32, weights [T, k].
+
+    ``score``: what is chosen by, and what weights: softmax or sigmoid of x, or x, of which the
+    chosen ones' softmax weights. ``eps``: of `sum_norm`, None to leave it out.
+    """
+    scores = x if score == "chosen" else get(score)(x)
+    ids = get("top_k")(scores, bias, k=k, groups=groups, kept=kept, best=best)
+    weights = get("pick")(scores, ids)
+    if score == "chosen":
+        weights = get("softmax")(weights)
+    elif eps is not None:
+        weights = get("sum_norm")(weights, eps=eps)
+    return ids, weights if factor == 1.0 else get("scale")(weights, factor=factor)
+
+
+def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
+    r, made = node.src
+    if not made_by(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+        return None
+    return (*made.src, r), {}  # type: ignore[union-attr]
+
+
+@fused(
+    "combine_add",
+    anchor="add",
+    propose=_propose_combine_add,
+    tol={"f32": 1e-6},
+    samples=grid(
+        lambda rows, k, width, layout: Sample(
+            (
+                Arg(("T", k, width), layout=layout),
+                Arg(("T", k), make=lambda rng, shape: rng.random(shape) / shape[1]),
+                Arg(("T", width), layout=layout),
+            ),
+            {},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        k=(1, 2, 8),
+        width=(1, 63, 640),
+        layout=("contiguous", "strided"),
+    ),
+)
+def combine_add(y, weights, r):
+    """r and the weighted sum of each token's results: a mixture's end. y [T, k, N], weights [T, k],
+    r [T, N] -> [T, N]."""
+    return get("add")(r, get("combine")(y, weights))

@@ -1,0 +1,37 @@
+"""What lies where in a plan's arenas, and from which step to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..compiler.plan import Place, Plan
+from ..graph import rewrite
+from ..graph.tensor import Tensor
+
+
+def arenas(plan: Plan) -> list[dict[str, Any]]:
+    """For each memory its arena's size, and the buffers in it: name, offset, bytes, and the steps
+    between which each is alive."""
+    spans: dict[str, list[dict[str, Any]]] = {memory: [] for memory in plan.arena}
+    for name, place, first, last in _buffers(plan):
+        own = {"offset": place.offset, "nbytes": place.nbytes, "first": first, "last": last}
+        spans[place.memory].append({"name": name, **own})
+    return [
+        {"memory": memory, "nbytes": nbytes, "spans": spans[memory]}
+        for memory, nbytes in plan.arena.items()
+    ]
+
+
+def _buffers(plan: Plan) -> Iterator[tuple[str, Place, int, int]]:
+    """Name, place, first and last step of each intermediate and workspace."""
+    last: dict[Tensor, int] = {}
+    for index, step in enumerate(plan.steps):
+        last.update(dict.fromkeys(map(rewrite.root, (step.node, *step.node.sources)), index))
+    last.update(dict.fromkeys(map(rewrite.root, plan.outputs.values()), len(plan.steps) - 1))
+    for index, step in enumerate(plan.steps):
+        name = f"{step.node.op} {step.node.scope}".strip()
+        if step.node in plan.places:
+            yield name, plan.places[step.node], index, last[step.node]
+        if index in plan.scratch:
+            yield f"{name} (workspace)", plan.scratch[index], index, index

@@ -1,0 +1,1 @@
+"""Comparison of profiles or benches, with statistics that tell changes from noise."""

@@ -1,0 +1,1 @@
+"""Op-by-op comparison of two backends or two files."""

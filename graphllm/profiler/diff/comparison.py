@@ -1,0 +1,331 @@
+"""Two executors on one prompt, op by op: `graphllm.diff`, and what it finds.
+
+The first side's plan is what counts: fused, quantised and placed as it really runs. The second
+runs the same steps unfused, quantised activations included, twice: each from the first side's
+operands (the isolated deviation, held against the op's tolerance) and each from its own (the
+cumulative one).
+Of two files with one backend only the cumulative one has a meaning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import backends as registry
+from ...api import LLM, load
+from ...backends import Options
+from ...checkpoints.model_file import ModelFile, open_model
+from ...compiler.fusion import ALL
+from ...errors import RequestError
+from ...graph import rewrite
+from ...graph.fused_op import parts
+from ...graph.tensor import Tensor
+from ...ops import get
+from ...runtime.executor import Executor, Progress
+from ...terminal import safe
+from .deviation import Deviation, bounds, deviation, numbers, shapes, tolerance
+from .replay import (
+    Item,
+    Run,
+    grouped,
+    in_parts,
+    items,
+    result_name,
+    run_alone,
+    run_chain,
+    run_first,
+)
+
+PROMPT = "The capital of France is"
+Ranges = Mapping[str, tuple[int, int]]  # of Vars
+
+
+@dataclass(frozen=True)
+class DiffRow:
+    """One result of one step. ``tolerance`` is the op's, as a share of the largest value of a row;
+    ``isolated`` is None where two files are compared; ``diverged``: it is beyond the tolerance."""
+
+    step: int
+    op: str
+    parts: tuple[str, ...]  # the ops that a fused one stands for
+    scope: str
+    origin: str
+    backend: str
+    kernel: str
+    inputs: tuple[str, ...]
+    shape: str
+    tolerance: float
+    isolated: Deviation | None
+    cumulative: Deviation
+    diverged: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        own["isolated"] = self.isolated and self.isolated.as_dict()
+        return {**own, "cumulative": self.cumulative.as_dict()}
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Rows in the order in which the first side runs them. ``sides``: what was compared."""
+
+    sides: tuple[str, str]
+    ids: tuple[int, ...]
+    rows: tuple[DiffRow, ...]
+
+    @property
+    def first(self) -> DiffRow | None:
+        """The first divergence: where an op is further off than its tolerance. None: nowhere."""
+        return next((row for row in self.rows if row.diverged), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        first = self.first.as_dict() if self.first else None
+        rows = [row.as_dict() for row in self.rows]
+        return {"sides": self.sides, "ids": self.ids, "first": first, "rows": rows}
+
+    def table(self) -> str:
+        """A line for each result, and the first divergence in words."""
+        lines = [f"{self.sides[0]} against {self.sides[1]}, {len(self.ids)} tokens", *_table(self)]
+        return "\n".join(map(safe, [*lines, "", *self.verdict()]))
+
+    def verdict(self) -> list[str]:
+        """The first divergence in a few lines, or that there is none."""
+        row = self.first
+        if row is None:
+            return [f"no divergence: {len(self.rows)} results are within their ops' tolerance"]
+        found = row.isolated or row.cumulative
+        at = ",".join(map(str, found.worst))
+        made_of = f" ({', '.join(row.parts)})" if row.parts else ""
+        beyond = sum(row.diverged for row in self.rows)
+        return [
+            f"first divergence ({beyond} of {len(self.rows)} results diverge):",
+            f"  {row.scope}: {row.op}{made_of}",
+            f"  {row.backend} kernel {row.kernel}: {' '.join(row.inputs)} -> {row.shape}",
+            f"  worst at [{at}]: {found.got:.8g}, not {found.want:.8g}",
+            f"  {found.relative:.1e} of its row's largest, NMSE {found.nmse:.1e}; "
+            f"the op's tolerance is {row.tolerance:.0e}",
+        ]
+
+
+def _table(diff: Diff) -> Iterator[str]:
+    wide = [max(map(len, column)) for column in zip(*((r.scope, r.op) for r in diff.rows))]
+    yield (
+        f"{'scope':<{wide[0]}} {'op':<{wide[1]}} {'backend':<9} {'tol':>5} {'alone: max':>10} "
+        f"{'of row':>7} {'NMSE':>7} {'cosine':>8} {'chain: max':>10} {'NMSE':>7} {'cosine':>8}"
+    )
+    for row in diff.rows:
+        alone, chain = row.isolated, row.cumulative
+        share = f"{alone.relative:>7.0e}" if alone else f"{'-':>7}"
+        yield (
+            f"{row.scope:<{wide[0]}} {row.op:<{wide[1]}} {row.backend:<9} {row.tolerance:>5.0e} "
+            f"{_figures(alone, share)} {_figures(chain)}{' <-' * row.diverged}"
+        )
+
+
+def _figures(found: Deviation | None, between: str = "") -> str:
+    """The largest difference, NMSE and cosine, as columns; dashes where there is no run."""
+    if found is None:
+        return f"{'-':>10} {between} {'-':>7} {'-':>8}"
+    share = f"{between} " if between else ""
+    return f"{found.max:>10.2e} {share}{found.nmse:>7.0e} {found.cosine:>8.6f}"
+
+
+# --------------------------------------------------------------------------------------- the call
+
+
+def diff(
+    model: str | Path | ModelFile,
+    backends: Sequence[str] = ("cpu", "reference"),
+    *,
+    prompt: str = PROMPT,
+    ids: Sequence[int] | None = None,
+    against: str | Path | ModelFile | None = None,
+    fused: bool = False,
+    no_fuse: Sequence[str] = (),
+    progress: Progress | None = None,
+    **loading: Any,
+) -> Diff:
+    """Compare two executors on a prompt, op by op.
+
+    ``backends``: the one whose plan is looked at, and one that comes after it in the order (or the
+    same: fused steps against their parts, which is what ``fused`` asks of the first). ``ids``: the
+    prompt as tokens, at most one step's. ``against``: another file of the same architecture and
+    shapes; both run on the first backend, unfused. ``loading``: ``linear``, ``kv_type``,
+    ``threads``, ``place`` and so on, as in `graphllm.load`. RequestError for what cannot be
+    compared.
+    """
+    file = open_model(model) if isinstance(model, (str, Path)) else model
+    first, second = _names(backends, fused, against is not None)
+    tokens = _tokens(file, prompt, ids)
+
+    def opened(which: ModelFile, rules: Sequence[str]) -> LLM:
+        most = len(tokens) + 1
+        return load(which, device=first, context=most, no_fuse=rules, progress=progress, **loading)
+
+    if against is not None:
+        other = open_model(against) if isinstance(against, (str, Path)) else against
+        check_same_shape(file, other)
+        a, b = opened(file, (ALL,)), opened(other, (ALL,))
+        _check_same_config(a, b)
+        sides = f"{file.path} on {first}", f"{other.path}"
+        return Diff(sides, tuple(tokens), tuple(_two_files(a, b, tokens)))
+    llm = opened(file, no_fuse)
+    # Not quantised by its own kernels' wish: what the first side's plan quantises is enough.
+    options = Options("float", llm.executor.options.threads, (ALL,))
+    oracle = Oracle(llm, registry.behind(second), options, progress)
+    rows = tuple(_one_file(llm, oracle, tokens))
+    return Diff((first, f"{second}, unfused"), tuple(tokens), rows)
+
+
+def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
+    """The backends of both sides. RequestError, or PlacementError for an unknown one."""
+    wanted = 1 if files or fused else 2
+    if len(names) != 2 and len(names) != wanted:
+        raise RequestError(f"backends = {','.join(names)!r} must be two, as cpu,reference")
+    first, second = (names[0], names[0]) if fused or files else (names[0], names[1])
+    for name in (first, second):
+        usable, reason = registry.find(name).available()
+        if not usable:
+            raise RequestError(f"backends: {name} cannot be used: {reason}")
+    order = registry.names()
+    if order.index(second) < order.index(first):
+        raise RequestError(
+            f"backends = '{first},{second}' must be '{second},{first}': the second side runs the "
+            "first one's plan"
+        )
+    return first, second
+
+
+def _tokens(file: ModelFile, prompt: str, ids: Sequence[int] | None) -> list[int]:
+    if ids is None and not prompt:
+        raise RequestError("the prompt is empty")
+    found = list(ids) if ids is not None else file.tokenizer().encode(prompt, add_special=True)
+    if not found:
+        raise RequestError("the prompt has no tokens")
+    return found
+
+
+class Oracle:
+    """What the second side's executors are made of: over the first one's weights."""
+
+    def __init__(
+        self, llm: LLM, names: Sequence[str], options: Options, progress: Progress | None
+    ) -> None:
+        self.llm, self.names, self.options, self.progress = llm, names, options, progress
+
+    def executor(self) -> Executor:
+        weights = self.llm.decoder.weights
+        return Executor(weights, self.names, self.options, progress=self.progress)
+
+
+def _one_file(llm: LLM, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
+    ranges, run = _run(llm, tokens)
+    plan = llm.executor.compile({n: llm.engine.outputs[n] for n in llm.engine.computed}, ranges)
+    found = items(plan)
+    chained, chain = in_parts(found), oracle.executor()
+    for group in grouped(found, run.env):
+        have = run_first(llm.executor, plan, group, run)
+        alone = run_alone(oracle.executor(), group, run, have)
+        wanted = {name: chained[name] for item in group for name in item.names}
+        beside = run_chain(chain, wanted, run)
+        for item in group:
+            yield from _rows(item, run, have, alone, beside)
+
+
+def _run(llm: LLM, tokens: Sequence[int]) -> tuple[Ranges, Run]:
+    llm.check_ids(tokens)
+    ranges, feeds, env = llm.engine.whole(tokens)
+    return ranges, Run(feeds, env)
+
+
+def _rows(
+    item: Item,
+    run: Run,
+    have: Mapping[str, np.ndarray],
+    alone: Mapping[str, np.ndarray] | None,
+    beside: Mapping[str, np.ndarray],
+) -> Iterator[DiffRow]:
+    """A row for each result of a step; ``alone`` is None where there is no isolated run."""
+    node = item.step.node
+    tol = tolerance(item.step)
+    for name, result in zip(item.names, item.results):
+        meta = result.meta.at(run.env)
+        got = numbers(have[name], meta)
+        isolated = deviation(got, numbers(alone[name], meta)) if alone is not None else None
+        cumulative = deviation(got, numbers(beside[name], meta))
+        yield DiffRow(
+            item.index, node.op, _parts(node), node.scope, node.origin, item.step.backend.name,
+            item.step.kernel.name, tuple(shapes(node.src, run.env)), str(meta), tol,
+            isolated, cumulative, not bounds(item.step, meta.dtype).met(isolated or cumulative),
+        )  # fmt: skip
+
+
+def _parts(node: Tensor) -> tuple[str, ...]:
+    return tuple(part.op for part in parts(node).nodes) if get(node.op).fusion else ()
+
+
+# --------------------------------------------------------------------------------------- two files
+
+
+def check_same_shape(file: ModelFile, other: ModelFile) -> None:
+    """RequestError names what two files differ in: the architecture, or a tensor's shape."""
+    if file.architecture != other.architecture:
+        raise RequestError(
+            f"{other.path}: is {other.architecture}, and {file.path} is {file.architecture}"
+        )
+    for name in (*file.tensors, *other.tensors):
+        have = [f.tensors[name].shape if name in f.tensors else None for f in (other, file)]
+        if have[0] != have[1]:
+            a, b = ("missing" if shape is None else list(shape) for shape in have)
+            raise RequestError(f"{other.path}: tensor {name!r} is {a}, in {file.path} {b}")
+
+
+def _check_same_config(llm: LLM, other: LLM) -> None:
+    a, b = llm.decoder.cfg, other.decoder.cfg
+    for field in fields(a):
+        if getattr(a, field.name) != getattr(b, field.name):
+            raise RequestError(
+                f"{other.file.path}: its {field.name} is not that of {llm.file.path}"
+            )
+
+
+def _two_files(llm: LLM, other: LLM, tokens: Sequence[int]) -> Iterator[DiffRow]:
+    """Rows for the ops that both graphs have at one site."""
+    (ranges, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
+    mine, theirs = _sites(llm), _sites(other)
+    pairs = [(node, theirs[site]) for site, node in mine.items() if site in theirs]
+    plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, ranges)
+    steps = {step.node: step for step in plan.steps}
+    nodes = [plan.outputs[_name(i)] for i in range(len(pairs))]
+    found = [Item(i, steps[node], (node,)) for i, node in enumerate(nodes)]
+    for group in grouped(found, run.env):
+        both = [
+            run_chain(side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges)
+            for k, (side, r) in enumerate(((llm, run), (other, run_other)))
+        ]
+        for item in group:
+            yield from _rows(item, run, both[0], None, both[1])
+
+
+def _name(index: int) -> str:
+    return result_name(index, 0)
+
+
+def _sites(llm: LLM) -> dict[tuple[str, str, int], Tensor]:
+    """Every op of the graph by its scope, its name, and how many like it came before."""
+    outputs = {name: llm.engine.outputs[name] for name in llm.engine.computed}
+    found: dict[tuple[str, str, int], Tensor] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for node in rewrite.toposort(rewrite.merge(outputs).values()):
+        if not node.is_leaf and not node.is_view:
+            like = node.scope, node.op
+            site = node.scope, node.op, seen[like]
+            found[site] = node
+            seen[like] += 1
+    return found

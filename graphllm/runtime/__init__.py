@@ -1,0 +1,1 @@
+"""Running plans: the executor, the decode loop, GPU offload planning, buffer guards."""

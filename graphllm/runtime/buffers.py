@@ -1,0 +1,220 @@
+"""Buffers of leaves: inputs, states and weights, each kept as long as a graph has the leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+
+from ..backends import Device, Operand
+from ..backends.alignment import aligned
+from ..errors import GraphError, GraphllmError, OutOfMemory
+from ..graph.dtype import BF16, DType
+from ..graph.tensor import Meta, Tensor, replica
+from ..weights import Arrays, Weights
+from .buffer_guards import GUARD, surround
+from .devices import Devices
+
+Pack = Callable[[np.ndarray, Meta], np.ndarray]
+
+
+@dataclass
+class _Value:
+    """An input or a state in one memory, at the widest shape of the leaf."""
+
+    operand: Operand
+    written: bool = False
+
+
+class Buffers:
+    """Buffers of the leaves of an executor's graphs.
+
+    All graphs of an executor share one node for each leaf name, see `leaf`. Whatever is held for
+    the leaf is held under that node, weakly: it goes with the last graph or plan that has the leaf.
+    """
+
+    def __init__(self, devices: Devices, weights: Weights, guarded: bool) -> None:
+        self._devices, self._source, self._guarded = devices, weights, guarded
+        self._leaves: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._values: WeakKeyDictionary[Tensor, dict[str, _Value]] = WeakKeyDictionary()
+        self._weights: WeakKeyDictionary[Tensor, dict[tuple[Pack | None, str], Any]]
+        self._weights = WeakKeyDictionary()  # by form and memory
+        self.packed = 0  # weights prepared so far
+
+    def leaf(self, node: Tensor) -> Tensor:
+        """The node that stands for all leaves of this name. GraphError if their shapes differ."""
+        known = self._leaves.get(node.name)
+        if known is None:
+            known = self._leaves[node.name] = replica(node)
+        if known.meta != node.meta:
+            raise GraphError(f"leaf {node.name!r} is {node.meta}, elsewhere {known.meta}")
+        return known
+
+    # -- inputs and states
+    def place(self, name: str, memory: str) -> Operand:
+        """The buffer of an input or a state in ``memory``; zeros at first."""
+        leaf = self._leaves[name]
+        values = self._values.setdefault(leaf, {})
+        if memory not in values:
+            device, nbytes = self._devices.owner(memory), leaf.meta.bound().nbytes
+            offset = GUARD if self._guarded else 0
+            size = aligned(nbytes) + 2 * GUARD if self._guarded else max(nbytes, 1)
+            buffer = allocate(device, size, name)
+            if self._guarded:
+                surround(buffer, nbytes)
+            values[memory] = _Value(Operand(replace(leaf.meta, offset=offset), buffer))
+        return values[memory].operand
+
+    def write(self, name: str, data: Any) -> None:
+        """See `graphllm.runtime.executor.Executor.set_state`."""
+        values = self._values_of(name)
+        meta = self._leaves[name].meta
+        array = converted(f"{name!r}", data, meta.dtype)
+        rows = len(array) if array.ndim else 1
+        wanted = replace(meta, shape=(rows, *meta.inner)) if meta.shape else meta
+        if not fits(array, wanted) or rows > meta.bound().rows:  # type: ignore[operator]
+            raise GraphError(f"{name!r} is {meta}; data of shape {array.shape} does not fit")
+        for memory, value in values.items():
+            operand = replace(value.operand, meta=replace(wanted, offset=value.operand.meta.offset))
+            self._devices.owner(memory).copy_in(operand, array)
+            value.written = True
+
+    def read(self, name: str, rows: int | None = None) -> np.ndarray:
+        """See `graphllm.runtime.executor.Executor.get_state`."""
+        memory, value = next(iter(self._values_of(name).items()))
+        meta = value.operand.meta.bound()
+        shape = meta.shape if rows is None else (rows, *meta.inner)
+        operand = replace(value.operand, meta=replace(meta, shape=shape))
+        return self._devices.owner(memory).copy_out(operand)
+
+    def written(self, name: str) -> bool:
+        """Whether every buffer of the leaf has been written by the host."""
+        return all(value.written for value in self._values_of(name).values())
+
+    def _values_of(self, name: str) -> dict[str, _Value]:
+        values = self._values.get(self._leaves[name]) if name in self._leaves else None
+        if not values:
+            raise GraphError(f"no input or state {name!r} in any bound plan")
+        return values
+
+    def values(self) -> Iterator[tuple[str, str, Operand]]:
+        """Name, memory and buffer of every input and state."""
+        for leaf, values in list(self._values.items()):
+            for memory, value in values.items():
+                yield leaf.name, memory, value.operand
+
+    # -- weights
+    def weight(self, name: str, pack: Pack | None, device: Device) -> Any:
+        """The device's buffer of a weight, in the form that ``pack`` makes."""
+        leaf = self._leaves[name]
+        forms, key = self._weights.setdefault(leaf, {}), (pack, device.memory)
+        if key not in forms:
+            forms[key] = self._prepared(leaf, pack, device)
+            self.packed += 1
+        return forms[key]
+
+    def _prepared(self, leaf: Tensor, pack: Pack | None, device: Device) -> Any:
+        stored = self._source.meta(leaf.name)
+        if stored is None or (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
+            raise GraphError(f"weight {leaf.name!r} is {stored}, the graph wants {leaf.meta}")
+        raw = self._source.raw(leaf.name)
+        what = f"tensor {leaf.name!r}"
+        try:
+            with _room(device, what, raw.nbytes, "fewer layers there need less", "gpu_layers"):
+                made = device.prepare(pack, raw, leaf.meta)
+        except OutOfMemory:
+            raise
+        except GraphllmError as error:
+            raise type(error)(f"{what}: {error}") from None
+        if pack is not None:
+            self._source.release(leaf.name)
+        return made
+
+    def clear(self) -> None:
+        """Let go of everything, whoever still holds a graph or the weights' file."""
+        self._values.clear()
+        self._weights.clear()
+        self._source = Arrays({})
+
+    # -- sums
+    def held(self) -> Iterator[tuple[str, str, int]]:
+        """Memory, kind and bytes of every buffer."""
+        for forms in list(self._weights.values()):
+            yield from ((memory, "weights", made.nbytes) for (_, memory), made in forms.items())
+        for _, memory, operand in self.values():
+            yield memory, "inputs and state", operand.buffer.nbytes
+
+
+# --------------------------------------------------------------------------------- what is written
+
+
+def fits(array: np.ndarray, meta: Meta) -> bool:
+    """Whether the array has the shape of ``meta``, which has no Var; for a block format, its bytes
+    [rows, n]."""
+    if meta.dtype.numpy is not None:
+        return array.shape == meta.shape
+    return array.ndim > 0 and len(array) == meta.rows and array.nbytes == meta.nbytes
+
+
+def converted(what: str, data: Any, kind: DType) -> np.ndarray:
+    """``data`` as an array of this dtype, or of bytes for a block format.
+
+    Floats may be rounded. GraphError where a value would change otherwise: a float or a complex
+    number as an integer, an integer that the dtype does not have, a finite float that becomes
+    infinite.
+    """
+    try:
+        array = np.asarray(data)
+    except ValueError as error:
+        raise GraphError(f"{what} is not an array: {error}") from None
+    target = kind.numpy or np.dtype(np.uint8)
+    if array.dtype == target:
+        return array
+    if kind.numpy is None:
+        raise GraphError(f"{what} takes the bytes of {kind} blocks (uint8), not {array.dtype}")
+    given, wanted = _number(array.dtype), _number(target)
+    if not given or ((given, wanted) == ("float", "integer") and array.size):
+        raise GraphError(f"{what} takes {kind}, not {array.dtype}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = array.astype(target)
+        if given == "float":
+            lost = np.isinf(made) & np.isfinite(array)
+        else:
+            lost = (made.astype(array.dtype) != array) | ((made < 0) != (array < 0))
+    if lost.any():
+        raise GraphError(f"{what} takes {kind}, which cannot hold {array[lost].flat[0]}")
+    return made
+
+
+def _number(kind: np.dtype) -> str:
+    """``integer`` or ``float``; empty for what is neither."""
+    if kind.kind in "bui":
+        return "integer"
+    return "float" if kind.kind == "f" or kind == BF16.numpy else ""
+
+
+# -------------------------------------------------------------------------------------- allocation
+
+
+@contextmanager
+def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> Iterator[None]:
+    """OutOfMemory with these words where the device has no memory for ``nbytes``; ``argument``: the
+    one that would avoid it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        known = error.needed, error.free
+        raise OutOfMemory(what, device.memory, *known, hint, argument) from None
+    except MemoryError:
+        known = nbytes, device.free()
+        raise OutOfMemory(what, device.memory, *known, hint, argument) from None
+
+
+def allocate(device: Device, nbytes: int, what: str) -> Any:
+    """A buffer of the device. OutOfMemory names ``what`` it was for."""
+    with _room(device, what, nbytes, "a smaller context needs less", "context"):
+        return device.alloc(nbytes)
