@@ -14,12 +14,12 @@ import numpy as np
 from gpu_shared import Lines, Marks, Model
 
 import graphllm
-from graphllm.api.loading import decoder_for
 from graphllm.checkpoints.random import RandomFile
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.runtime.decode_loop import Repeat

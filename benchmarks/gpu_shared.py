@@ -10,11 +10,11 @@ from typing import Any
 
 from graphllm import backends
 from graphllm.api import LLM
-from graphllm.api.loading import decoder_for
 from graphllm.backends import Backend
 from graphllm.backends.probe_results import Measured
 from graphllm.checkpoints.random import RandomFile
 from graphllm.errors import GraphllmError, RequestError
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.runtime.decode_loop import Repeat
 

@@ -23,7 +23,6 @@ from gpu_shared import cuda
 
 from graphllm import ops
 from graphllm.api import LLM
-from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels import gemm, linear
 from graphllm.backends.cuda.runtime import cublaslt
@@ -31,6 +30,7 @@ from graphllm.checkpoints.random import RandomFile
 from graphllm.checkpoints.shapes import SHAPES
 from graphllm.graph.dtype import F16, F32
 from graphllm.graph.tensor import Var, feed, weight
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.record import Recorder, totals

@@ -17,6 +17,7 @@ from .errors import (
     PlacementError,
     RequestError,
 )
+from .version import __version__
 
 if TYPE_CHECKING:
     from .api import LLM, load
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .runtime.executor import Executor
     from .validation import validate
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Completion",
@@ -39,6 +39,7 @@ __all__ = [
     "PlacementError",
     "RequestError",
     "Sampling",
+    "__version__",
     "compare",
     "diff",
     "dry_run",
@@ -49,8 +50,8 @@ __all__ = [
 _HOME = {
     "load": "api",
     "LLM": "api",
-    "Completion": "generation.request",
-    "Sampling": "generation.request",
+    "Completion": "engine.request",
+    "Sampling": "engine.request",
     "Executor": "runtime.executor",
     "compare": "profiler.compare.comparison",
     "diff": "profiler.diff.comparison",

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from graphllm.checkpoints.gguf_config import LATENT_KEYS
 from graphllm.model.config_keys import Keys
 from graphllm.model.decoder import Decoder, DecoderConfig
+from graphllm.model.gguf_config import LATENT_KEYS
 from graphllm.model.mla import latent_config, latent_gguf_rules, latent_rules
 from graphllm.model.moe import mixture_config
 

@@ -17,11 +17,11 @@ import tiny_models as tiny
 from pseudo_terminal import without_progress
 
 import graphllm
-from graphllm.api.loading import decoder_for
 from graphllm.checkpoints.random import RandomFile
 from graphllm.checkpoints.shapes import SHAPES, TYPES, Shape
 from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
 from graphllm.errors import ModelFileError, RequestError
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test

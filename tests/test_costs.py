@@ -8,7 +8,6 @@ import pytest
 
 import graphllm
 from graphllm import ops
-from graphllm.api.loading import decoder_for, limits_from
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
 from graphllm.checkpoints.gguf import GGUF
@@ -17,6 +16,7 @@ from graphllm.checkpoints.random import RandomFile
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
 from graphllm.graph.tensor import Var, feed, state
+from graphllm.loading.load import decoder_for, limits_from
 from graphllm.ops.attention import _visible_pairs
 from graphllm.profiler import bench, prediction
 

@@ -17,7 +17,6 @@ from test_ops_generated import OPS
 
 from graphllm import ops
 from graphllm.api import LLM
-from graphllm.api.loading import decoder_for
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, LEAST
 from graphllm.backends.cuda.runtime import source
@@ -27,6 +26,7 @@ from graphllm.checkpoints.shapes import MIX, SHAPES, TYPES
 from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays

@@ -7,13 +7,13 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.api.loading import decoder_for
 from graphllm.backends import Options
 from graphllm.checkpoints.gguf import GGUF
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
+from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits
 from graphllm.runtime.executor import Executor
 

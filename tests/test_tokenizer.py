@@ -196,7 +196,8 @@ def test_unknown_kind_and_missing_file(tmp_path: Path) -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys; import graphllm.tokenizer, graphllm.checkpoints.gguf, graphllm.formats.quantization;"
+        "import sys; import graphllm.tokenizer, graphllm.checkpoints.gguf;"
+        "import graphllm.formats.quantization;"
         "heavy = ('numba', 'cupy', 'sentencepiece', 'tokenizers', 'torch');"
         "print([m for m in heavy if m in sys.modules])"
     )

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from graphllm import models
 from graphllm.cli import app
+from graphllm.cli.scaffold import write
 from graphllm.errors import ConfigError, ModelFileError, RequestError
-from graphllm.model.scaffold import write
 from graphllm.validation import Check, Report, Run, validate
 
 GEMMA3 = (
@@ -26,7 +26,10 @@ GEMMA3 = (
 GEMMA2 = "from graphllm.models.gemma2 import *\nfrom graphllm.models import gemma2 as base\n"
 LLAMA = "from graphllm.models.llama import *\nfrom graphllm.models import llama as base\n"
 QWEN2 = "from graphllm.models.qwen2 import *\nfrom graphllm.models import qwen2 as base\n"
-MORE = "from dataclasses import replace\nfrom graphllm import ops\nfrom graphllm.model.decoder import Rope\n"
+MORE = """from dataclasses import replace
+from graphllm import ops
+from graphllm.model.decoder import Rope
+"""
 
 OTHER_BASE = """
 def config(keys):

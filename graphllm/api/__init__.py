@@ -1,6 +1,7 @@
 """The Python API: `load` makes an `LLM`."""
 
 from .llm import LLM
-from .loading import load
+
+load = LLM.load
 
 __all__ = ["LLM", "load"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
@@ -20,33 +19,23 @@ from ..arguments import (
     refused,
     shown,
     texts,
-    whole_number,
 )
-from ..checkpoints.model_file import ModelFile
-from ..engine.engine import Engine, Seen
+from ..engine.engine import Seen
 from ..engine.request import Completion, Sampling
 from ..engine.stop_conditions import answer
 from ..engine.trace import Patch, Tracer
-from ..errors import ModelFileError, RequestError
-from ..model.decoder import Decoder
-from ..model.inputs import Limits
-from ..profiler.record import Recorder
-from ..runtime.executor import Executor, Progress
-from .placement_report import Placed
+from ..errors import RequestError
+from ..loading.model import LoadedModel
+from ..runtime.executor import Progress
+from ..runtime.recorder import Recorder
 from .prompts import Prompt, one_or_more, one_prompt
 
 if TYPE_CHECKING:
-    from ..chat import ChatTemplate, Conversation, Message
+    from ..chat import Conversation, Message
     from ..profiler.profile import Profile
-    from ..tokenizer import Tokenizer
-
-# Tokens that a tokenizer may have beyond the embedding's rows: Gemma 3's has one, for pictures.
-MORE_TOKENS = 16
-# What an LLM lets go of when it is closed.
-_HELD = {"file", "decoder", "executor", "engine", "tokenizer", "_template", "_tracer"}
 
 
-class LLM(Placed):
+class LLM(LoadedModel):
     """A model with its tokenizer, ready to run; made by `load`.
 
     Requests of several threads wait for each other, and each gets the answer that it gets alone. A
@@ -56,43 +45,9 @@ class LLM(Placed):
     `close` is a RequestError.
     """
 
-    def __init__(
-        self,
-        file: ModelFile,
-        decoder: Decoder,
-        executor_options: Mapping[str, Any],
-        limits: Limits,
-        chat_template: str | Path | None = None,
-        owns_file: bool = False,
-    ) -> None:
-        """``executor_options``: of the `Executor`. ``owns_file``: `close` closes the file, too."""
-        self._name = f"{file.architecture} {file.path}"
-        self.file, self.decoder = file, decoder
-        self._template_choice, self._owns_file = chat_template, owns_file
-        self._template: ChatTemplate | None = None
-        self.limits = self.decoder.limits(limits)
-        if file.has_vocabulary:  # a bad one is told now
-            tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
-            if tokens > rows + MORE_TOKENS:
-                raise ModelFileError(
-                    f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
-                )
-        self.executor = Executor(self.decoder.weights, **executor_options)
-        self.engine = Engine(self.decoder, self.executor, self.limits)
-        self.load_s = 0.0
+    _freed: ClassVar[set[str]] = LoadedModel._freed | {"_tracer"}
 
     # -- text
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The file's tokenizer. ModelFileError where it has none, or a bad one."""
-        return self.file.tokenizer()
-
-    def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids, with the begin-of-text token if the model wants one."""
-        if not isinstance(prompt, str):
-            raise refused("prompt", prompt, "a text")
-        return self.tokenizer.encode(prompt, add_special=True)
-
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of token ids; invalid UTF-8 becomes U+FFFD. RequestError for an id out of range.
 
@@ -181,39 +136,7 @@ class LLM(Placed):
         stated = getattr(self.file, "end_ids", None)
         return stated(self.decoder.cfg.vocab) if stated is not None else ()
 
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """RequestError names an id that the model does not have."""
-        vocab = self.decoder.cfg.vocab
-        for token in ids:
-            if whole_number(token) is None or not 0 <= token < vocab:
-                raise RequestError(f"token id {shown(token)} is not in 0..{vocab - 1}")
-
-    def _ids(self, prompt: Prompt, where: str) -> list[int]:
-        """The ids of one prompt, a text or ids. RequestError."""
-        found = one_prompt(prompt, where)
-        ids = self.encode(found) if isinstance(found, str) else found
-        self.check_ids(ids)
-        return ids
-
     # -- chat
-    @property
-    def template(self) -> ChatTemplate:
-        """The chat template: the one asked for at load, or the model's own. RequestError if none.
-
-        ModelFileError when it is no valid template.
-        """
-        if self._template is None:
-            from ..chat import find_template, template_tokens
-
-            own, tokens = self.file.chat_template, template_tokens(self.tokenizer)
-            self._template = find_template(self._template_choice, own, str(self.file.path), tokens)
-        return self._template
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the file brings a chat template."""
-        return bool(self.file.chat_template)
-
     def chat(
         self, messages: Sequence[Message], seen: Seen | None = None, **sampling: Any
     ) -> Completion:
@@ -264,6 +187,13 @@ class LLM(Placed):
             return self._answered(ids, wanted.seeded(), done, seen)
 
         return Conversation(self.template, self.tokenizer, answered, system, parse_special)
+
+    def _ids(self, prompt: Prompt, where: str) -> list[int]:
+        """The ids of one prompt, a text or ids. RequestError."""
+        found = one_prompt(prompt, where)
+        ids = self.encode(found) if isinstance(found, str) else found
+        self.check_ids(ids)
+        return ids
 
     # -- numbers
     def logits(self, prompt: Prompt, last: bool = False) -> np.ndarray:
@@ -325,51 +255,3 @@ class LLM(Placed):
         ids = self._ids(prompt, "llm.profile")
         with self.engine.lock.hold("llm.profile"):
             return measure.profile(self, ids, **own)
-
-    def notes(self) -> list[str]:
-        """What a user should know of the tokenizer and of where the model went, a line each."""
-        own = self.tokenizer.notes if self.file.has_vocabulary else ()
-        return [*own, *super().notes()]
-
-    # -- its end
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return "engine" not in vars(self)
-
-    def close(self) -> None:
-        """Free weights, cache and buffers now, after the request that runs. May be called again.
-
-        Streams that are left half way end in a RequestError when they are continued.
-        """
-        if self.closed:
-            return
-        with self.engine.lock.hold("llm.close"):
-            self.engine.close()
-            file = self.file
-            for name in _HELD & vars(self).keys():
-                delattr(self, name)
-            if self._owns_file:
-                file.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        if self.closed:
-            return f"<LLM {self._name}, closed>"
-        return f"<LLM {self._name}, context {self.limits.context}, on {self.device}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an LLM cannot be pickled or copied; load the model in each process")
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """What `close` has let go of is missing."""
-            if name in _HELD and self.closed:
-                raise RequestError("the model is closed")
-            raise AttributeError(f"'LLM' object has no attribute {name!r}")

@@ -24,7 +24,7 @@ def new(
 
     graphllm validate --tiny --model-def my_model.py
     """
-    from ..model.scaffold import write
+    from .scaffold import write
 
     path, replaced = write(name, like, force)
     show(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")

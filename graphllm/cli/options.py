@@ -30,7 +30,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from ..version import __version__
 
         show(f"graphllm {__version__}")
         raise typer.Exit

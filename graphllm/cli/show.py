@@ -101,10 +101,11 @@ def doctor(
 
     graphllm doctor --measure
     """
-    from .. import __version__, backends
+    from .. import backends
     from ..compiler.placement import CALL
     from ..env import cache_dir
     from ..ops import get, registry
+    from ..version import __version__
 
     show(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
     for name in backends.names():

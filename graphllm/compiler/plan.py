@@ -14,6 +14,8 @@ from typing import Any
 from ..backends import Backend, Kernel
 from ..errors import PlacementError
 from ..graph import rewrite
+from ..graph.dtype import DType
+from ..graph.fused_op import parts
 from ..graph.op import get, role
 from ..graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var
 from . import fusion, memory
@@ -37,6 +39,29 @@ class Step:
     @property
     def backend(self) -> Backend:
         return self.choice.backend
+
+    @property
+    def weight_formats(self) -> str:
+        """The formats of its weight matrices, joined by ``+``; empty if it has none."""
+        return "+".join(dict.fromkeys(kind.name for kind in self._matrices()))
+
+    @property
+    def integer(self) -> bool:
+        """Whether it multiplies quantised activations by quantised weights."""
+        others = (s for s in self.node.sources if s.base.op != WEIGHT)
+        return any(k.quantised for k in self._matrices()) and any(s.dtype.quantised for s in others)
+
+    def _matrices(self) -> list[DType]:
+        sources = self.node.sources
+        return [s.dtype for s in sources if s.base.op == WEIGHT and s.meta.ndim > 1]
+
+    @property
+    def results(self) -> list[Meta]:
+        """Metas of its results; of states that a fused op writes there is none."""
+        if not get(self.node.op).fusion:
+            return [self.node.meta]
+        own = parts(self.node)
+        return [r.meta for r, state in zip(own.results, own.states) if state is None]
 
 
 class _Lowering:

@@ -12,10 +12,10 @@ from ..errors import GraphError, RequestError
 from ..graph.rewrite import toposort
 from ..graph.scopes import noted
 from ..model.decoder import CacheSpec, Decoder, Limits
-from ..profiler.record import Recorder
 from ..runtime.decode_loop import Repeat
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import AUTO, Fit, fit
+from ..runtime.recorder import Recorder
 from .finite_check import not_finite
 from .kv_cache import BlockTable
 from .request import Sampling
@@ -72,7 +72,7 @@ class Engine:
         return self._plan([output], 1)
 
     def fit(self, gpu_layers: int | str) -> None:
-        """Settle what a device with a memory of its own takes: `graphllm.runtime.gpu_offload`. Before `prepare`."""
+        """Choose the layers of a device with a memory of its own. Call it before `prepare`."""
         self.asked = gpu_layers
         self.fitted = fit(self.executor, self.outputs, self.usual_plans, gpu_layers)
 

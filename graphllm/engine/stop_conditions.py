@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from ..profiler.record import Recorder
+from ..runtime.recorder import Recorder
 from ..tokenizer import Tokenizer
 from .engine import Engine, Seen
 from .request import Completion, Sampling

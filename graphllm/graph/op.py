@@ -11,8 +11,8 @@ decorated name becomes a builder: called with Tensors it returns a graph node.
     y = ops.scale(x, factor=2.0)        # a node
     REGISTRY["scale"].reference         # the NumPy body
 
-An op that does the work of several is declared with `parts.fused`: its function builds the parts,
-which is what a call gives; `graphllm.compiler.fusion` puts the op in their place where there is a kernel.
+A fused op is declared with `graphllm.graph.fused_op.fused`: its function builds the parts, which is
+what a call returns; `graphllm.compiler.fusion` replaces them by the op where there is a kernel.
 
 Every module of `graphllm.ops` is a family, imported with the package; a new op needs no other file.
 """
@@ -192,8 +192,8 @@ def op(
 ) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare an op: the decorated function is its NumPy body, positional operands first.
 
-    A body receives arrays of the live shape (`graphllm.formats.quantization.Blocks` for block-quantised operands)
-    and returns the result, or nothing when it ``writes`` operands in place.
+    A body receives arrays of the live shape (`Blocks` of `graphllm.formats.quantization` for
+    block-quantised operands) and returns the result; nothing if it ``writes`` operands.
     """
 
     def declare(body: Callable[..., Any]) -> OpDef:

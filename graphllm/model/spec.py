@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.gguf_config import gguf_names
 from ..errors import ModelFileError
 from ..weights.names import WeightRule
 from .config import DecoderConfig
+from .gguf_config import gguf_names
 
 if TYPE_CHECKING:
     from .config_keys import Keys

@@ -228,8 +228,8 @@ def quantise_act(x, *, dtype):
     """Activations in fewer bits: int8 in blocks along the last axis, or halves. x [T, ..., K] f32
     -> [T, ..., K] a8_32, a8_256, f16 or bf16.
 
-    Bit-exact on every backend; the formula of int8 is that of `graphllm.formats.quantization.quantise_act`. Halves
-    are rounded to nearest even; what is beyond the range of f16 becomes its largest number.
+    Bit-exact on every backend; int8 as in `graphllm.formats.quantization.quantise_act`. Halves are
+    rounded to nearest even; values beyond the range of f16 become its largest number.
     """
     kind = dtype_of(dtype)
     if kind.numpy is not None:

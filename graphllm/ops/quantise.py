@@ -62,8 +62,8 @@ _BY_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 def quantise(x, *, dtype):
     """A weight's floats as blocks of a weight format. x [T, K] f32, f16 or bf16 -> [T, K].
 
-    Bit-exact on every backend; the formulas are those of `graphllm.formats.gguf_blocks`. GraphllmError
-    where a value is infinite or NaN.
+    Bit-exact on every backend; the formulas are those of `graphllm.formats.gguf_blocks`. Raises
+    GraphllmError for infinity and NaN.
     """
     kind = dtype_of(dtype)
     made = np.empty((x.shape[0], kind.row_nbytes(x.shape[1])), np.uint8)

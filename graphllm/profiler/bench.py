@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..backends import find
 from ..checkpoints.shapes import FILE_TYPES
 from ..compiler.plan import HOST
@@ -25,15 +24,16 @@ from ..graph.rewrite import root
 from ..graph.tensor import Meta, Tensor
 from ..ops import get
 from ..system_info import Others
+from ..version import __version__
 from . import machine_load
 from .roofline import cpu_name
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
-    from ..api import LLM
     from ..checkpoints.model_file import ModelFile
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
+    from ..loading.model import LoadedModel
     from ..weights import Weights
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
@@ -127,7 +127,7 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def check(llm: LLM, test: Test) -> None:
+def check(llm: LoadedModel, test: Test) -> None:
     """RequestError if the context cannot hold the test."""
     have = llm.limits.context
     if test.context > have:
@@ -135,7 +135,7 @@ def check(llm: LLM, test: Test) -> None:
         raise RequestError(what, "context")
 
 
-def run(llm: LLM, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
+def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
     """Time a test ``repeat`` times, after a warm-up that is the test itself.
 
     ``seen`` is told how many runs are over. RequestError as `check`.
@@ -228,7 +228,7 @@ def own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
 # --------------------------------------------------------------------------------------- the model
 
 
-def describe(llm: LLM, threads: int) -> dict[str, Any]:
+def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
     """What was run, under llama-bench's names."""
     file, kind = llm.file, llm.limits.kv_dtype
     return {

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
 from ..compiler.plan import HOST
 from ..engine.request import Sampling
 from ..errors import RequestError
 from ..system_info import Others
+from ..version import __version__
 from . import roofline
 from .accounting import Pass
 from .bench import describe
@@ -21,14 +21,14 @@ from .profile import Phase, Profile, Roof
 from .record import Recorder, Run
 
 if TYPE_CHECKING:
-    from ..api import LLM
+    from ..loading.model import LoadedModel
 
 Show = Callable[[str, int, int], None]  # what, done, total
 Recorders = tuple[Recorder, Recorder]  # of the prompt, and of the tokens after it
 _Window = tuple[int, int]  # nanoseconds of the clock: begin, end
 
 
-def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) -> Profile:
+def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show: Show) -> Profile:
     """``repeat`` passes over the prompt ``ids`` and ``decode`` tokens after it, each plain and then
     timed, after one of each that does not count. RequestError where they do not fit."""
     if decode < 0 or repeat < 1:
@@ -60,7 +60,7 @@ def profile(llm: LLM, ids: Sequence[int], decode: int, repeat: int, show: Show) 
 
 
 def _once(
-    llm: LLM, ids: Sequence[int], decode: int, recorders: Recorders | None
+    llm: LoadedModel, ids: Sequence[int], decode: int, recorders: Recorders | None
 ) -> tuple[_Window, _Window]:
     """The wall windows of the prompt and of the tokens after it."""
     engine = llm.engine
@@ -76,7 +76,7 @@ def _once(
 
 
 def _phases(
-    llm: LLM, prompt: int, decode: int, plain: Sequence[tuple[_Window, _Window]],
+    llm: LoadedModel, prompt: int, decode: int, plain: Sequence[tuple[_Window, _Window]],
     timed: Sequence[tuple[_Window, _Window]], recorders: Recorders,
 ) -> tuple[Phase, ...]:  # fmt: skip
     found = []
@@ -96,7 +96,7 @@ def _phases(
     return tuple(found)
 
 
-def _threads(llm: LLM) -> int:
+def _threads(llm: LoadedModel) -> int:
     """Those of the CPU."""
     from ..backends.cpu.runtime.isa import threads_for
 
@@ -117,7 +117,7 @@ def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
     roofs[backend] = Roof(*known, kept.bytes_s(threads), *flops)
 
 
-def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
+def _about(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
     """The sections that say what was run, and on what."""
     executor = llm.executor
     told = describe(llm, _threads(llm))
@@ -149,7 +149,7 @@ def _about(llm: LLM, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
     }
 
 
-def _start(llm: LLM, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
+def _start(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
     """Seconds of what happens once."""
     walls = [(late[1] - early[0]) / 1e9 for early, late in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))

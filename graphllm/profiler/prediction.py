@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
-from ..api.loading import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
 from ..arguments import Optional, Whole, check
 from ..backends import Backend, Device, Options
 from ..checkpoints.model_file import ModelFile, open_model
@@ -22,6 +21,7 @@ from ..compiler.plan import HOST, Copies, Plan, Step
 from ..engine.engine import Engine
 from ..errors import PlacementError
 from ..graph.tensor import WEIGHT
+from ..loading.load import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
 from ..model.decoder import Decoder
 from ..ops import get
 from ..runtime.devices import Devices

@@ -18,8 +18,7 @@ from ..ops import get
 
 if TYPE_CHECKING:
     from ..compiler.plan import Plan, Step
-
-Pieces = Sequence[tuple[Segment, Sequence["Step"]]]  # of a plan, in order
+    from ..runtime.recorder import BoundSegments
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,7 @@ class Recorder:
         self._logs: dict[Segment, Log] = {}
         self._counts: Counter[Segment] = Counter()  # timed runs
 
-    def run(self, plan: Plan, pieces: Pieces, env: Mapping[str, int]) -> None:
+    def run(self, plan: Plan, pieces: BoundSegments, env: Mapping[str, int]) -> None:
         """Run ``pieces`` of ``plan``, timed, with these values of the Vars."""
         places, called = [], time.perf_counter_ns()
         for segment, _ in pieces:
@@ -160,9 +159,7 @@ def _row(
 ) -> Row:  # fmt: skip
     node, op = step.node, get(step.node.op)
     costs = [op.price(node, env) for env in envs]
-    weights = [s.dtype for s in node.sources if s.base.op == "weight" and s.meta.ndim > 1]
     own = parts(node) if op.fusion else None
-    results = [r.meta for r, s in zip(own.results, own.states) if s is None] if own else [node.meta]
     largest = max(envs, key=lambda env: env.get("T", 0))
     layer = re.search(r"\.(\d+)(\.|$)", node.scope)
     return Row(
@@ -173,15 +170,14 @@ def _row(
         scope=node.scope,
         layer=int(layer[1]) if layer else None,
         origin=node.origin,
-        shape=" ".join(str(meta.at(largest)) for meta in results),
+        shape=" ".join(str(meta.at(largest)) for meta in step.results),
         inputs=tuple(str(s.meta.at(largest)) for s in node.sources),
-        weight="+".join(dict.fromkeys(kind.name for kind in weights)),
+        weight=step.weight_formats,
         backend=step.backend.name,
         kernel=step.kernel.name,
         why=step.choice.why,
         copy=op.role == TRANSFER,
-        integer=any(k.quantised for k in weights)
-        and any(s.dtype.quantised for s in node.sources if s.base.op != "weight"),
+        integer=step.integer,
         times=times,
         overlap=overlap,
         bytes=sum(cost.bytes for cost in costs),

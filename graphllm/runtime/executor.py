@@ -20,13 +20,13 @@ from ..errors import GraphError
 from ..graph import rewrite
 from ..graph.op import get
 from ..graph.tensor import WEIGHT, Meta, Tensor, Var
-from ..profiler.debug_log import memory_lines, printer
-from ..profiler.record import Recorder
 from ..weights import Arrays, Weights
 from .buffer_guards import GUARD, POISON, check_arenas, check_surrounded
 from .buffers import Buffers, allocate, converted, fits
+from .debug_log import memory_lines, step_printer
 from .decode_loop import Output, Repeat
 from .devices import Devices, Progress
+from .recorder import Recorder
 
 Bounds = Mapping[str, tuple[int, int]]  # of Vars, by name
 
@@ -301,7 +301,7 @@ class Executor:
         if self.poison:
             for arena in program.arenas.values():
                 arena[:] = POISON
-        if (profile := profile or printer()) is not None:
+        if (profile := profile or step_printer()) is not None:
             profile.run(plan, program.segments, values)
         else:
             for segment, _ in program.segments:
@@ -339,7 +339,7 @@ class Executor:
             alone = partial(self._run, plan, program, profile=profile)
             return Repeat([lambda: alone({**values, **counts()})], output.reader(values))
         begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
-        if (profile := profile or printer()) is not None:
+        if (profile := profile or step_printer()) is not None:
             timed = partial(profile.run, plan, program.segments)
             begin = [lambda: timed({**values, **counts()})]
         ring = output.ring(values) if len(program.segments) == 1 else None

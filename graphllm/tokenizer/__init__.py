@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..checkpoints.gguf import GGUF
 from ..errors import ModelFileError, shown
+from ..weights.gguf import GgufFile
 from . import chatglm, pipeline
 from .bpe import BpeTokenizer
 from .decoding import TextStream
@@ -74,7 +74,7 @@ _KINDS: dict[str, type[Vocabulary]] = {
 }
 
 
-def from_gguf(file: GGUF) -> Tokenizer:
+def from_gguf(file: GgufFile) -> Tokenizer:
     """The tokenizer of an open GGUF file; ModelFileError for a bad vocabulary or unknown kind."""
     key = "tokenizer.ggml.model"
     kind = file.value(key, str)
@@ -118,5 +118,5 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a .gguf file or a Hugging Face directory. ModelFileError."""
     if Path(path).is_dir():
         return from_directory(Path(path))
-    with GGUF(path) as file:
+    with GgufFile(path) as file:
         return from_gguf(file)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ..checkpoints.gguf import StringArray
 from ..errors import shown
+from ..weights.gguf import StringArray
 from .patterns import DEFAULT, PRES, Pre, expand
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..checkpoints.gguf import StringArray
 from ..errors import ModelFileError, shown
+from ..weights.gguf import StringArray
 from ..weights.gguf_format import T, typed
 from .decoding import Decoding, looks_special, touches, without_surrogates
 

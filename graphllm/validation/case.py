@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..api import LLM, load
 from ..checkpoints.hf_directory import Directory
 from ..checkpoints.model_file import ModelFile
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
+from ..api import LLM
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
 from ..model.spec import Family
@@ -95,7 +95,7 @@ class Case:
     def load(self, **more: object) -> LLM:
         """The model with a float32 cache and activations that are not quantised."""
         options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new, **more}
-        return load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
+        return LLM.load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
 
     @property
     def built(self) -> LLM | None:

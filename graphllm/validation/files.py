@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..api.loading import decoder_for
 from ..errors import GraphError, GraphllmError, UnusedTensors
+from ..loading.load import decoder_for
 from ..model.config_keys import IGNORED
 from ..model.inputs import Limits
 from ..tokenizer.hard_texts import HARD_TEXTS

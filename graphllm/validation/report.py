@@ -68,7 +68,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it: ``schema``, ``version`` (which grows when a reader would have to change),
         ``model``, ``passed``, ``failed`` (the first check's name, or null) and ``runs``."""
-        from .. import __version__
+        from ..version import __version__
 
         failed = self.first[1].name if self.first else None
         runs = [

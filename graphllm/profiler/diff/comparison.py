@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ... import backends as registry
-from ...api import LLM, load
 from ...backends import Options
 from ...checkpoints.model_file import ModelFile, open_model
 from ...compiler.fusion import ALL
@@ -26,6 +25,7 @@ from ...errors import RequestError
 from ...graph import rewrite
 from ...graph.fused_op import parts
 from ...graph.tensor import Tensor
+from ...loading.model import LoadedModel
 from ...ops import get
 from ...runtime.executor import Executor, Progress
 from ...terminal import safe
@@ -164,9 +164,15 @@ def diff(
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
 
-    def opened(which: ModelFile, rules: Sequence[str]) -> LLM:
+    def opened(which: ModelFile, rules: Sequence[str]) -> LoadedModel:
         most = len(tokens) + 1
-        return load(which, device=first, context=most, no_fuse=rules, progress=progress, **loading)
+        own: dict[str, Any] = {
+            "device": first,
+            "context": most,
+            "no_fuse": rules,
+            "progress": progress,
+        }
+        return LoadedModel.load(which, **own, **loading)
 
     if against is not None:
         other = open_model(against) if isinstance(against, (str, Path)) else against
@@ -215,7 +221,7 @@ class Oracle:
     """What the second side's executors are made of: over the first one's weights."""
 
     def __init__(
-        self, llm: LLM, names: Sequence[str], options: Options, progress: Progress | None
+        self, llm: LoadedModel, names: Sequence[str], options: Options, progress: Progress | None
     ) -> None:
         self.llm, self.names, self.options, self.progress = llm, names, options, progress
 
@@ -224,7 +230,7 @@ class Oracle:
         return Executor(weights, self.names, self.options, progress=self.progress)
 
 
-def _one_file(llm: LLM, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
+def _one_file(llm: LoadedModel, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
     ranges, run = _run(llm, tokens)
     plan = llm.executor.compile({n: llm.engine.outputs[n] for n in llm.engine.computed}, ranges)
     found = items(plan)
@@ -238,7 +244,7 @@ def _one_file(llm: LLM, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffR
             yield from _rows(item, run, have, alone, beside)
 
 
-def _run(llm: LLM, tokens: Sequence[int]) -> tuple[Ranges, Run]:
+def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, Run]:
     llm.check_ids(tokens)
     ranges, feeds, env = llm.engine.whole(tokens)
     return ranges, Run(feeds, env)
@@ -286,7 +292,7 @@ def check_same_shape(file: ModelFile, other: ModelFile) -> None:
             raise RequestError(f"{other.path}: tensor {name!r} is {a}, in {file.path} {b}")
 
 
-def _check_same_config(llm: LLM, other: LLM) -> None:
+def _check_same_config(llm: LoadedModel, other: LoadedModel) -> None:
     a, b = llm.decoder.cfg, other.decoder.cfg
     for field in fields(a):
         if getattr(a, field.name) != getattr(b, field.name):
@@ -295,7 +301,7 @@ def _check_same_config(llm: LLM, other: LLM) -> None:
             )
 
 
-def _two_files(llm: LLM, other: LLM, tokens: Sequence[int]) -> Iterator[DiffRow]:
+def _two_files(llm: LoadedModel, other: LoadedModel, tokens: Sequence[int]) -> Iterator[DiffRow]:
     """Rows for the ops that both graphs have at one site."""
     (ranges, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
     mine, theirs = _sites(llm), _sites(other)
@@ -317,7 +323,7 @@ def _name(index: int) -> str:
     return result_name(index, 0)
 
 
-def _sites(llm: LLM) -> dict[tuple[str, str, int], Tensor]:
+def _sites(llm: LoadedModel) -> dict[tuple[str, str, int], Tensor]:
     """Every op of the graph by its scope, its name, and how many like it came before."""
     outputs = {name: llm.engine.outputs[name] for name in llm.engine.computed}
     found: dict[tuple[str, str, int], Tensor] = {}

@@ -7,9 +7,9 @@ of tokens in a tile, do the same float operations in the same order for each res
 depend on company.
 
 Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are where int8
-values, scales and sums of a row of activations begin (its layout: `graphllm.graph.dtype`); in tiles each
-token's row lies by so many bytes further on as the int64 at ``rows`` say. All arguments are int64;
-those that choose what is emitted are literals. What is emitted: `integer_ir.py`, `float_ir.py`.
+values, scales and sums of a row of activations begin (layout: `graphllm.graph.dtype`); in tiles the
+int64 at ``rows`` are the byte offsets of each token's row. All arguments are int64; those that
+choose what is emitted are literals. Emitters: `linear_integer`, `linear_float`.
 """
 
 from __future__ import annotations

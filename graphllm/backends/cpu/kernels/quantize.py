@@ -1,4 +1,4 @@
-"""Activations and weights quantised on the CPU, bit for bit as `graphllm.formats.quantization` does it."""
+"""Quantise activations and weights, bit for bit as `graphllm.formats.quantization` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of the fused ops around linears: `graphllm.ops.fused.linear` says what each of them does."""
+"""Kernels of the fused ops around linears, which `graphllm.ops.fused.linear` declares."""
 
 from __future__ import annotations
 

@@ -24,10 +24,10 @@ _REMARKS = {
     "another value than the usual one somewhere. model_type names the class of transformers to "
     "compare with; for an architecture of your own leave it out, and write a function "
     "oracle(config, weights, ids).",
-    "config": "What the decoder is made of (graphllm.model.config). Each key of config.json is read.",
-    "Model": "The graph. Decoder's methods (graphllm/decoder.py) are its parts: embed, layer, "
-    "attn, qkv, rope, attend, mlp, head. Override those that are new in your model, and leave out "
-    "the others.",
+    "config": "The decoder's parts (graphllm.model.config). Each key of config.json is read.",
+    "Model": "The graph. Decoder's methods (graphllm/model/decoder.py) are its parts: embed, "
+    "layer, attn, qkv, rope, attend, mlp, head. Override those that are new in "
+    "your model, and leave out the others.",
 }
 _MODEL = '''class Model(Decoder):
     def layer(self, x, i, batch):

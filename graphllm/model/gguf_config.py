@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
-from ..model.config_keys import Keys
-from ..model.rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
+from ..weights.gguf import GgufFile, StringArray
 from ..weights.names import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
-from .gguf import GGUF, StringArray
+from .config_keys import Keys
+from .rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 
 if TYPE_CHECKING:
-    from ..model.config import DecoderConfig, Names
-    from ..model.spec import Family
+    from .config import DecoderConfig, Names
+    from .spec import Family
 
 
 def gguf_names(config: DecoderConfig) -> list[WeightRule]:
@@ -133,7 +133,7 @@ _OLD_FACTOR = "rope.scale_linear"  # of files older than rope.scaling.factor
 _IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
-def gguf_keys(file: GGUF, family: Family) -> Keys:
+def gguf_keys(file: GgufFile, family: Family) -> Keys:
     """The file's configuration under Hugging Face's names. ConfigError."""
     prefix = f"{file.architecture}."
     found = {
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
+def _scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Hugging Face's rope_scaling of the file's keys, empty without any. As in llama.cpp
     (`load_hparams`) a factor without a type is linear, and one of 0 is none."""
     found: dict[str, Any] = {
@@ -188,7 +188,7 @@ def _scaling(file: GGUF, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _vocab(file: GGUF) -> int:
+def _vocab(file: GgufFile) -> int:
     """The rows of the embedding, one for each token: else there were ids without a piece."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:

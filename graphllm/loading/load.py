@@ -1,0 +1,97 @@
+"""Steps of loading a model: checked arguments, decoder, options, limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import backends as registry
+from ..arguments import (
+    OneOf,
+    Optional,
+    Rule,
+    Whole,
+    flag,
+    function,
+    path,
+    refused,
+    text,
+    text_by_text,
+    texts,
+)
+from ..backends import Options
+from ..checkpoints.model_file import ModelFile
+from ..compiler import fusion
+from ..graph.dtype import CACHED
+from ..model.decoder import Decoder
+from ..model.inputs import Limits
+from ..runtime.gpu_offload import checked
+
+DEFAULT_CONTEXT = 4096
+
+
+def _model(name: str, value: Any) -> Any:
+    """A path, a name, or an open model file."""
+    if all(hasattr(value, part) for part in ("family", "keys", "weights")):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return path(name, value)
+    raise refused(name, value, "a path, the name of a model or an open model file")
+
+
+# Of the arguments of `load`, and of what else takes the same.
+RULES: dict[str, Rule] = {
+    "model": _model,
+    "model_def": Optional(path),
+    "type": Optional(text),
+    "device": text,
+    "gpu_layers": checked,
+    "context": Whole(1),
+    "kv_type": Optional(OneOf(CACHED)),
+    "linear": OneOf(("auto", "integer", "float")),
+    "threads": Whole(0),
+    "place": Optional(text_by_text),
+    "strict": flag,
+    "no_fuse": texts,
+    "no_kernels": texts,
+    "chat_template": Optional(path),
+    "progress": Optional(function),
+}
+
+
+def decoder_for(
+    file: ModelFile, model_def: str | Path | None = None, kind: str | None = None,
+    backends: Sequence[str] | None = None, options: Options | None = None,
+) -> Decoder:  # fmt: skip
+    """The family's decoder over the file's weights, quantised to ``kind`` by one of the backends.
+
+    ModelFileError for an unknown family, ConfigError for a key that it does not know.
+    """
+    from .. import models
+
+    family = file.family() if model_def is None else models.own(model_def)
+    keys = file.keys(family)
+    config = family.config(keys)
+    keys.finish()
+    weights = file.weights(family, config)
+    if kind is not None:
+        from ..checkpoints.requantize import Quantised
+
+        router = f".{config.names.router}.weight"  # small, and what it decides is delicate
+        weights = Quantised(weights, kind, lambda name: name.endswith(router), backends, options)
+    return family.model(config, weights)
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """The `Options` of arguments that were checked. RequestError or GraphError names a rule or a
+    kernel that is not known."""
+    fusion.check_names(given["no_fuse"])
+    registry.check_switches(given["no_kernels"])
+    return Options(given["linear"], given["threads"], given["no_fuse"], given["no_kernels"])
+
+
+def limits_from(context: int, kv_type: str | None, device: str) -> Limits:
+    """What a graph is built for, of one sequence."""
+    return Limits(context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16"))
