@@ -19,7 +19,7 @@ from graphllm.model.decoder import (
     Names,
     Norm,
     Rope,
-)
+)  # fmt: skip
 from graphllm.models import chatglm2
 
 NAMES = Names(

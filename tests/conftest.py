@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import browser
@@ -14,6 +15,13 @@ import pytest
 # Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
 # threads wait for each other, the more so where others want the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Modules that tests share, also for the processes that tests start.
+TESTS = Path(__file__).parent
+_SHARED = [str(TESTS / name) for name in ("support", "fuzz", "cpu", "ops")]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*_SHARED, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 NEEDS = {
     "parity": ("torch", "transformers"),

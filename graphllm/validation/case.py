@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from ..api import LLM
 from ..checkpoints.hf_directory import Directory
 from ..checkpoints.model_file import ModelFile
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
-from ..api import LLM
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
 from ..model.spec import Family

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..api import LLM
 from ..graph.dtype import F32
 from ..graph.rewrite import toposort
 from ..graph.tensor import Tensor, Var
-from ..api import LLM
 from ..profiler.diff.deviation import Deviation, deviation
 from .record import Record
 

@@ -19,7 +19,7 @@ from llama_cpp import Llama
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 
 from make_spm import HARD  # noqa: E402
 from vocabulary_files import write_vocabulary  # noqa: E402

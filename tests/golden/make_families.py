@@ -16,7 +16,7 @@ import llama_cpp
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 import gguf_models as models  # noqa: E402
 import hf_models  # noqa: E402
 

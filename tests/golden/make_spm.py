@@ -17,7 +17,7 @@ import sentencepiece
 from llama_cpp import Llama
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "support"))
 
 from gguf_files import write_spm  # noqa: E402
 

@@ -22,8 +22,8 @@ from numba.extending import _Intrinsic
 
 from ....errors import GraphllmError
 
-_PACKAGE = __name__.rpartition(".")[0]
-_FOLDER = Path(__file__).resolve().parent
+_PACKAGE = __name__.rsplit(".", 2)[0]  # graphllm.backends.cpu
+_FOLDER = Path(__file__).resolve().parents[1]
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), np.dtype, np.ufunc, Type)
 # Modules whose code changes only with a version that the fingerprint holds.
 _STABLE = {*sys.stdlib_module_names, "numba", "llvmlite"} - {"__main__"}

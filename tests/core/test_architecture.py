@@ -1,0 +1,202 @@
+"""Rules of the house that a program can check: who may know whom, sizes, links, variables."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from graphllm import models, ops
+from graphllm.backends.order import ORDER
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted(
+    [
+        *(ROOT / "graphllm" / "graph").glob("*.py"),
+        *(ROOT / "graphllm" / "compiler").glob("*.py"),
+        *(ROOT / "graphllm" / "runtime").glob("*.py"),
+        ROOT / "graphllm" / "ops" / "__init__.py",
+        ROOT / "graphllm" / "backends" / "__init__.py",
+    ]
+)
+SOURCES = sorted([*(ROOT / "graphllm").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
+CORE_LINES, FILE_LINES, FUNCTION_LINES, LONG_FUNCTIONS = 2500, 400, 60, 40
+MODEL_LINES = 60
+
+# Identifiers that are an op's or a backend's name and something else, too: what the core means.
+OTHER_MEANINGS = {
+    "add": "set.add",
+    "linear": "Options.linear, which a user sets",
+    "reference": "OpDef.reference, the NumPy body",
+    "contiguous": "a layout",
+}
+TEXTS_TOO = {"contiguous"}  # these also in quotes
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def docstrings(tree: ast.AST) -> set[ast.AST]:
+    """The nodes that are texts standing alone."""
+    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+
+
+def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
+    """(identifier or text, line, whether it is a text) of all code but the docstrings."""
+    skipped = docstrings(tree)
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node not in skipped:
+                yield node.value, line, True
+        elif isinstance(node, ast.Name):
+            yield node.id, line, False
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, line, False
+        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
+            yield node.arg, line, False
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, line, False
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield alias.name.rpartition(".")[2], line, False
+
+
+@pytest.mark.parametrize("path", CORE, ids=shown)
+def test_the_core_names_no_op_no_model_and_no_backend(path):
+    """By an identifier, or in a text as a whole word."""
+    families = {n for f in models.families() for n in (*f.types, *f.gguf)}
+    known = set(ops.registry()) | families | set(ORDER) | {"cuda", "numba", "cupy"}
+    found = []
+    for word, line, is_text in words(parsed(path)):
+        parts = re.findall(r"\w+", word) if is_text else [word]
+        whole = {word} | {p for p in parts if p in families | set(ORDER)}
+        allowed = TEXTS_TOO if is_text else OTHER_MEANINGS.keys()
+        named = (whole & known) - allowed
+        found += [f"{shown(path)}:{line}: {w}" for w in sorted(named)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("path", CORE, ids=shown)
+def test_the_core_imports_no_accelerator(path):
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        else:
+            continue
+        assert not {n.split(".")[0] for n in names} & {"torch", "cupy", "numba", "llvmlite"}
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code on them: no blank ones, comments or docstrings."""
+    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    tree = parsed(path)
+    alone = docstrings(tree)
+    texts = {
+        line
+        for node in ast.walk(tree)
+        if node in alone and isinstance(node, ast.Constant)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines: set[int] = set()
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type not in (*skip, tokenize.ENDMARKER):
+                lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - texts)
+
+
+def test_the_core_is_small():
+    assert len(CORE) >= 7
+    assert sum(map(code_lines, CORE)) <= CORE_LINES
+
+
+# Files that may call `id`, each with the reason. An id names an object only while something holds
+# the object; afterwards it may name another one. Nodes, rows and plans are keys themselves.
+IDS: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_no_table_is_keyed_by_the_id_of_an_object(path):
+    used = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Name) and n.id == "id"]
+    lines = [n.lineno for n in used if isinstance(n.ctx, ast.Load)]
+    assert not lines or shown(path) in IDS, lines
+    assert lines or shown(path) not in IDS  # the reason is out of date
+
+
+MODELS = sorted((ROOT / "models").glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("path", MODELS, ids=shown)
+def test_a_model_file_is_small(path):
+    assert code_lines(path) <= MODEL_LINES
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, lines without the docstring) of every function, nested ones included."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = node.body[0] if ast.get_docstring(node) else None
+            first = (text.end_lineno or 0) - text.lineno + 1 if text else 0
+            yield f"{shown(path)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1 - first
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=shown)
+def test_files_and_functions_are_short(path):
+    text = path.read_text("utf-8").splitlines()
+    assert len(text) <= FILE_LINES
+    assert not [f for f in functions(path) if f[1] > FUNCTION_LINES]
+
+
+def test_importing_is_light():
+    """Nothing but the standard library, and little of it."""
+    code = "import sys; old = set(sys.modules); import graphllm; print(*set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heads = {name.split(".")[0] for name in done.stdout.split()}
+    assert "graphllm" in heads and heads - {"graphllm"} <= set(sys.stdlib_module_names)
+
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_links_resolve(page):
+    """Links to files, and paths of this repository that are named as code."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+    for named in re.findall(r"`((?:graphllm|models|tests|docs|benchmarks)/[\w/.]*)`", text):
+        assert (ROOT / named).exists(), named
+
+
+def test_every_variable_is_in_the_table():
+    used = set()
+    for folder in ("graphllm", "models", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= set(re.findall(r"GRAPHLLM_[A-Z_]+", path.read_text("utf-8")))
+    used.discard("GRAPHLLM_")  # this test's own pattern
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    assert used == set(re.findall(r"^\| `(GRAPHLLM_[A-Z_]+)` \|", page, re.MULTILINE))
+    assert len(used) <= 10
+
+
+if __name__ == "__main__":  # what is long, but allowed
+    print(f"core: {sum(map(code_lines, CORE))} lines of code")
+    for path in SOURCES:
+        for name, lines in functions(path):
+            if lines > LONG_FUNCTIONS:
+                print(f"{name}: {lines} lines")

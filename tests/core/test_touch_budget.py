@@ -1,0 +1,179 @@
+"""What a new op, model or backend touches: one file, or one directory. The examples are those of
+docs/architecture.md, which are run as they stand there."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_ops_generated as generated
+import tiny_models as tiny
+
+import graphllm
+from graphllm import backends, ops
+from graphllm.backends import reference
+from graphllm.graph import op
+from graphllm.graph.dtype import dtype
+from graphllm.graph.tensor import Var, feed, scope
+from graphllm.profiler.record import Recorder
+from graphllm.runtime.executor import Executor
+
+DOCS = Path(__file__).parents[2] / "docs"
+IDS = [1, 5, 300, 17, 9, 9, 250]
+
+
+def example(heading: str, language: str = "python") -> str:
+    """The first block of code in ``language`` under the heading of the page."""
+    page = (DOCS / "architecture.md").read_text("utf-8")
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
+    assert found, f"{heading}: no {language} example"
+    return found.group(1)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Ops declared in a test are forgotten after it."""
+    monkeypatch.setattr(op, "_REGISTRY", dict(ops.registry()))
+    reference._kernel.cache_clear()
+    yield
+    reference._kernel.cache_clear()
+
+
+def test_an_op_is_one_declaration(registry, tmp_path):
+    (tmp_path / "softsign.py").write_text(example("Add an op"))
+    runpy.run_path(str(tmp_path / "softsign.py"))
+    # it builds, runs, is profiled
+    data = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
+    with scope("mine"):
+        y = ops.softsign(feed("x", (Var("T", 1, 8), 4), "f32"))
+    executor, seen = Executor(backends=("reference",)), Recorder()
+    plan = executor.compile({"y": y})
+    np.testing.assert_array_equal(
+        executor.run(plan, {"x": data}, profile=seen)["y"], data / (1 + np.abs(data))
+    )
+    (row,) = seen.rows
+    assert (row.op, row.backend, row.scope) == ("softsign", "reference", "mine")
+    assert (row.flops, row.bytes) == (3 * 12, 2 * 4 * 12)
+    assert "softsign" in plan.explain()
+    # the generated tests and the table have it
+    assert not generated.run_all("softsign", ("reference",), graphllm.backends.Options())
+    generated.test_samples_cover_the_edges("softsign")
+    generated.test_price("softsign")
+    page = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
+    assert "\n| `softsign` " in page and "\n- `softsign`: x / (1 + |x|). " in page
+    # a backend without a kernel passes it on, with the reason
+    (choice,) = (s.choice for s in Executor().compile({"y": y}).steps)
+    assert choice.backend.name == "reference" and "no kernel for softsign" in choice.why
+
+
+def test_a_misuse_of_a_new_op_is_named(registry):
+    exec(example("Add an op"), {})
+    with pytest.raises(graphllm.GraphError, match=r"softsign\(i32\[3\]\): x is i32, not f32"):
+        ops.softsign(feed("x", (3,), "i32"))
+
+
+def _logits(path: Path, **options) -> np.ndarray:
+    return graphllm.load(path, device="reference", context=32, **options).logits(IDS)
+
+
+def test_a_model_is_one_file(tmp_path):
+    """Side by side is the same as one after another where attention or MLP gives nothing."""
+    (tmp_path / "parallel.py").write_text(example("Add a model"))
+    own = {"model_def": tmp_path / "parallel.py"}
+    weights = tiny.llama_weights(bias=True)
+    for silent in ("mlp.down_proj", "self_attn.o_proj"):
+        both = {k: 0 * v if silent in k else v for k, v in weights.items()}
+        for name in [n for n in both if "post_attention_layernorm" in n]:
+            both[name] = both[name.replace("post_attention", "input")]
+        one = {k: v for k, v in both.items() if "post_attention_layernorm" not in k}
+        have = _logits(tiny.write_llama(tmp_path / "one.gguf", one, "parallel"), **own)
+        want = _logits(tiny.write_llama(tmp_path / "two.gguf", both, "qwen2"))
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+        with pytest.raises(graphllm.ModelFileError, match=r"unexpected tensor .*post_attention"):
+            _logits(tiny.write_llama(tmp_path / "more.gguf", both, "parallel"), **own)
+
+
+def install(folder: Path, name: str, source: str, entry: str) -> None:
+    """What pip leaves of a package with one entry point: the package and its dist-info."""
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(source)
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[graphllm.backends]\n{entry}\n")
+
+
+def python(folder: Path, *words: str) -> str:
+    """Standard output of a Python that finds what is installed in ``folder``."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": path}, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_backend_is_one_directory(tmp_path):
+    config = configparser.ConfigParser()
+    config.read_string(example("Add a backend", "ini"))
+    entry = config["options.entry_points"]["graphllm.backends"].strip()
+    install(tmp_path, "abacus", example("Add a backend"), entry)
+    path = tiny.write_llama(tmp_path / "tiny.gguf", tiny.llama_weights())
+    code = f"""
+        import numpy as np, graphllm
+        from graphllm import backends
+        from graphllm.backends.order import ORDER
+        assert backends.names() == ["abacus", *ORDER], backends.names()
+        llm = graphllm.load({str(path)!r}, device="abacus", kv_type="f32")
+        assert llm.placement()["abacus"] == {{"silu": {tiny.LAYERS}}}, llm.placement()
+        assert any("abacus has no kernel for linear" in line for line in llm.misses())
+        want = graphllm.load({str(path)!r}, device="reference").logits({IDS})
+        np.testing.assert_allclose(llm.logits({IDS}), want, rtol=1e-5, atol=1e-5)
+        rows = llm.profile("hello", decode=2)["decode"].rows
+        assert all(r.ns > 0 for r in rows if r.backend == "abacus")
+        print(sum(r.backend == "abacus" for r in rows))
+        """
+    assert int(python(tmp_path, "-c", textwrap.dedent(code))) == tiny.LAYERS
+    doctor = python(tmp_path, "-m", "graphllm", "doctor").splitlines()
+    assert doctor[1] == "abacus     usable: NumPy, one op"
+
+
+def test_a_broken_backend_is_passed_over(tmp_path):
+    install(tmp_path, "broken", "import no_such_module", "broken = broken:BACKEND")
+    doctor = python(tmp_path, "-m", "graphllm", "doctor")
+    assert "broken     not usable: ModuleNotFoundError: No module named 'no_such_module'" in doctor
+    code = "import graphllm; print(graphllm.Executor().skipped)"
+    assert "no_such_module" in python(tmp_path, "-c", code)
+
+
+def test_the_table_of_ops_is_current():
+    made = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
+    assert (DOCS / "ops.md").read_text("utf-8") == made, "run python docs/make_ops_table.py"
+
+
+def test_the_table_asks_what_a_backend_does_with_each_format(monkeypatch):
+    """Not what is true of most: a kernel that is taken away is missed in its cells alone."""
+    made = runpy.run_path(str(DOCS / "make_ops_table.py"))
+    cpu, form = backends.find("cpu"), dtype("q4_0")
+    cells = {n: made["cell"](cpu, ops.get(n), form) for n in ("embedding", "linear", "linears")}
+    assert cells == {"embedding": "yes", "linear": "int8", "linears": "int8"}
+    assert made["cell"](cpu, ops.get("linear"), dtype("f16")) == "f32"
+    assert made["cell"](backends.find("cuda"), ops.get("linear"), form) == "int8 / f16"
+    assert made["cell"](backends.find("reference"), ops.get("linears"), form) == "parts"
+    floating = [k for k in cpu.kernels["linear"] if k.name == "linear_float"]
+    monkeypatch.setitem(cpu.kernels, "linear", floating)
+    assert made["cell"](cpu, ops.get("linear"), form) == "f32"
+    monkeypatch.setitem(cpu.kernels, "linear", [])
+    monkeypatch.setitem(cpu.kernels, "embedding", [])
+    assert made["cell"](cpu, ops.get("linear"), form) == "-"
+    assert made["cell"](cpu, ops.get("embedding"), form) == "-"

@@ -1,0 +1,188 @@
+"""The CPU kernels compiled for other processors: every op's samples, and the same bits in linear.
+
+Run as a script, with kernels for the processor that Numba's environment names, it prints that
+target, a digest of what each integer format computes, and whatever is wrong with any sample. The
+tests do that in processes of their own: code for another processor may stop a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cpu_probe_kernels
+from llvmlite import binding, ir
+from test_cpu_linear import BLOCKS, digests
+from test_ops_generated import KERNELS, run_all
+
+from graphllm.backends import Options
+from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize, weight_packing
+from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.kernels.quantize_weights import Encode
+from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
+from graphllm.backends.cpu.simd.emitter import Emit
+
+# What the processor must have, and how the target describes itself.
+TARGETS = {
+    "haswell": ("avx2", "haswell (avx2, f16c, 256-bit vectors)"),
+    "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
+    "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # nothing but the generic code
+}
+KEPT = 8  # folders of kernels: one for each target and version of the sources
+
+
+@pytest.fixture(scope="session")
+def kernels(request, tmp_path_factory):
+    """A cache for these kernels alone, kept from session to session where pytest keeps things."""
+    kept = getattr(request.config, "cache", None)
+    folder = Path(kept.mkdir("kernels")) if kept else tmp_path_factory.mktemp("kernels")
+    yield folder
+    versions = sorted(folder.glob("kernels/*"), key=lambda path: path.stat().st_mtime)
+    for old in versions[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def start(target: str, kernels: Path, *command: str | Path) -> subprocess.Popen[str]:
+    """Python, compiling for ``target``."""
+    env = {**os.environ, CPU_NAME: target, CPU_FEATURES: "", "GRAPHLLM_CACHE": str(kernels)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *command], env=env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> list[str]:
+    """The lines that it prints."""
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+    return out.splitlines()
+
+
+def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
+    return finish(start(target, kernels, *command))
+
+
+@pytest.fixture(scope="session")
+def targets(kernels):
+    """All targets at once, since compiling for them takes minutes."""
+    able = [name for name, (feature, _) in TARGETS.items() if getattr(isa(), feature)]
+    running = {name: start(name, kernels, Path(__file__)) for name in able}
+    yield running
+    for process in running.values():
+        process.kill()
+
+
+def need(feature: str) -> None:
+    if not getattr(isa(), feature):
+        pytest.skip(f"this processor has no {feature}")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_op_and_the_same_bits(target, targets):
+    feature, description = TARGETS[target]
+    need(feature)
+    said, *lines = finish(targets[target])
+    assert said == description
+    assert lines[: len(BLOCKS)] == digests(BLOCKS)
+    wrong = lines[len(BLOCKS) :]
+    assert not wrong, "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
+
+
+def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
+    """But linear, which converts by itself, does not need it."""
+    need("x86")
+    ask = "from graphllm.backends import find; print(*find('cpu').available())"
+    said = run("x86-64-v2", kernels, "-c", ask)
+    assert said == ["False x86-64-v2 does not convert float16 in hardware"]
+    tests = Path(__file__).parent
+    program = f"import sys; sys.path.insert(0, {str(tests)!r}); from test_cpu_linear import digests"
+    some = ("q8_0", "q5_1", "q4_k")
+    assert run("x86-64-v2", kernels, "-c", f"{program}; print(*digests({some}), sep='\\n')") == (
+        digests(some)
+    )
+
+
+# --------------------------------------------------------------------------------------- AArch64
+
+ARM = ISA("generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True, width=16)
+
+
+def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | str) -> str:
+    """What ``emit(Emit, *literals, *values)`` becomes on a 64-bit Arm processor."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    triple = "aarch64-unknown-linux-gnu"
+    module = ir.Module(name)
+    module.triple = triple
+    word = ir.IntType(64)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * values), name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    emit(Emit(builder, ARM), *literals, *function.args)
+    builder.ret_void()
+    machine = binding.Target.from_triple(triple).create_target_machine(opt=2)
+    return machine.emit_assembly(binding.parse_assembly(str(module)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_microkernels_compile_for_arm(name):
+    """To Arm's own vector instructions, with no call of a function that may not be there."""
+    form = FORMATS[name]
+    floating = [
+        assembly("unpack_float", linear_float.unpack, 3, form.code),
+        assembly("move_block", weight_packing._move_block, 3, name),
+    ]
+    if form.block == 1:
+        floating.append(assembly("fused_float", linear_float.fused, 4, form.code))
+    else:
+        for code in (
+            assembly("unpack", linear_integer.unpack, 3, form.code),
+            assembly("fused", linear_integer.fused, 6, form.code),
+            assembly("tile", linear_integer.tile, 8, form.code, 1, 4),
+        ):
+            assert ".16b" in code or ".4s" in code
+            floating.append(code)
+    assert not [line for code in floating for line in calls(code)]
+
+
+def test_the_rest_compiles_for_arm():
+    codes = [assembly("tile_float", linear_float.tile, 7, 1, 4)]
+    codes += [assembly("quantise", quantize._quantise, 4, block) for block in (32, 256)]
+    assert "fmla" in codes[0]
+    assert not [line for code in codes for line in calls(code)]
+
+
+@pytest.mark.parametrize("name", quantize._ENCODE)
+def test_quantisers_compile_for_arm(name):
+    def encode(e, x, y):
+        e = Encode(e.b, ARM)
+        quantize._ENCODE[name](e, [e.load_f32(x, 64 * i) for i in range(16)], y)
+
+    code = assembly("encode", encode, 2)
+    assert ".4s" in code and not calls(code)
+
+
+def calls(code: str) -> list[str]:
+    return re.findall(r"^\s+blr?\s.*$", code, re.MULTILINE)
+
+
+def main() -> None:
+    print(isa())
+    print("\n".join(digests(BLOCKS)))
+    for name in KERNELS:
+        for line in run_all(name, ("cpu",), Options()):
+            print(f"{name}: {line}")
+    for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
+        print(f"linear, float: {line}")
+    for line in test_cpu_probe_kernels.wrong():
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Mixtures of experts on the GPU: every format, few tokens and many, ids in order and out of it,
+replayed graphs, and whole small models."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import mismatch
+from cuda_cases import ORDER, need_gpu, normal, run_bounded
+from random_models import MIXTURES, WIDE, decoder, engine
+from test_fusion import nmse
+from test_ops_generated import report
+
+from graphllm import ops
+from graphllm.backends import Options
+from graphllm.engine.request import Sampling
+from graphllm.formats import quantization
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.graph.dtype import I32, dtype
+from graphllm.graph.tensor import Var, feed, weight
+from graphllm.ops import Arg, Sample
+from graphllm.runtime.executor import Executor
+from graphllm.weights import Arrays
+
+pytestmark = pytest.mark.cuda
+TOKENS = (1, 3, 40, 300)
+# Many tokens are multiplied in half precision: bf16 has 8 bits, f16 11.
+HALF = {"bf16": 2e-2, "f32": 0.0}
+PROMPT = [int(i) for i in np.random.default_rng(5).integers(3, 120, 60)]
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    need_gpu()
+
+
+def random_ids(count: int):
+    return lambda rng, shape: rng.integers(0, count, shape)
+
+
+def last_only(count: int):
+    """One expert for all: the last, behind which nothing may be read."""
+    return lambda rng, shape: np.full(shape, count - 1)
+
+
+def exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers that both kinds of halves hold."""
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def sample(tokens, shape, kind, x="f32", k=2, each=False, bias=False, ids=random_ids, make=None):
+    args = (
+        Arg(("T", k, shape[2]) if each else ("T", shape[2]), dtype(x), make=make),
+        Arg(shape, dtype(kind), leaf="weight", make=normal),
+        Arg(("T", k), I32, make=ids(shape[0])),
+        Arg(shape[:2], leaf="weight") if bias else None,
+    )
+    return Sample(args, {}, {"T": tokens})
+
+
+def several(kind: str, **more) -> list[Sample]:
+    """More rows than blocks take at a time, and rows of whole and of odd counts of pieces."""
+    depths = (256, 768) if dtype(kind).block == 256 else (96, 352)
+    return [
+        sample(t, (5, rows, depth), kind, each=each, **more)
+        for t in TOKENS
+        for rows, depth, each in zip((33, 200), depths, (False, True))
+    ]
+
+
+def wrong_ones(name: str, samples: list[Sample], options=None, least: float = 0.0) -> str:
+    found = run_bounded(name, samples, options, least)
+    return report(found) if found else ""
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_counts_of_tokens(kind):
+    assert not wrong_ones("expert_linear", several(kind, bias=True), least=HALF.get(kind, 4e-3))
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_one_expert_for_all(kind):
+    own = several(kind, ids=last_only)
+    assert not wrong_ones("expert_linear", own, least=HALF.get(kind, 4e-3))
+
+
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_float_activations(kind):
+    few = [s for s in several(kind, bias=True) if s.env["T"] <= 3]
+    assert not wrong_ones("expert_linear", few, Options(linear="float"))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_quantised_activations(kind):
+    """Exact but for the order of the sum, at any count of tokens."""
+    x = "a8_32" if dtype(kind).block == 32 else "a8_256"
+    assert not wrong_ones("expert_linear", several(kind, x=x, bias=True))
+
+
+@pytest.mark.parametrize("experts, k", [(1, 1), (3, 2), (130, 8), (600, 3)])
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_halves_lose_nothing_but_by_the_order_of_the_sum(kind, experts, k):
+    """Activations that are halves already; small groups and large ones, and most of them empty."""
+    shapes = [(experts, 40, depth) for depth in (63, 72, 200)]  # ragged, and in whole vectors
+    own = [sample(t, shape, kind, k=k, make=exact) for shape in shapes for t in (9, 300)]
+    assert not wrong_ones("expert_linear", own)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_k"])
+def test_heads_with_matrices_of_their_own(kind):
+    depths = (256,) if dtype(kind).block == 256 else (96, 352)
+    samples = [
+        Sample(
+            (Arg(("T", 3, depth)), Arg((3, 150, depth), dtype(kind), leaf="weight", make=normal)),
+            {}, {"T": t},
+        )
+        for depth in depths for t in (1, 2, 40, 300)
+    ]  # fmt: skip
+    assert not wrong_ones("head_linear", samples, least=HALF.get(kind, 4e-3))
+
+
+def expert_plan(kind: str, shape: tuple[int, int, int], k: int, most: int, least: int = 0):
+    """An executor with a plan of expert_linear for at most so many tokens, and the values that its
+    weights stand for."""
+    args = sample(0, shape, kind).args
+    w = normal(np.random.default_rng(1), shape).astype(args[1].dtype.numpy)
+    t = Var("T", least, most)
+    x, ids = feed("x", (t, shape[2]), "f32"), feed("ids", (t, k), "i32")
+    executor = Executor(Arrays({"w": w}), ORDER, poison=True)
+    plan = executor.compile({"y": ops.expert_linear(x, weight("w", shape, kind), ids)})
+    assert plan.steps[-1].backend.name == "cuda"
+    return executor, plan, w.astype(np.float32)
+
+
+@pytest.mark.parametrize("depth", [64, 63])
+@pytest.mark.parametrize("tokens", [2, 100])
+def test_unknown_ids_give_nan_and_read_nothing(tokens, depth):
+    executor, plan, w = expert_plan("f16", (5, 37, depth), 3, tokens)
+    rng = np.random.default_rng(tokens)
+    x, ids = exact(rng, (tokens, depth)), rng.integers(0, 5, (tokens, 3)).astype(np.int32)
+    bad = rng.random(ids.shape) < 0.4
+    ids[bad] = rng.choice([-1, 5, -(2**31), 2**31 - 1], bad.sum())
+    want = np.einsum("tk,tjnk->tjn", x, w[np.where(bad, 0, ids)])
+    want[bad] = np.nan
+    assert bad.any() and not bad.all()
+    got = executor.run(plan, {"x": x, "ids": ids})["y"]
+    assert not mismatch(got, want, 1e-5)
+
+
+def test_results_do_not_depend_on_company():
+    """Bit for bit, among many: tokens in another order, and fewer of them."""
+    executor, plan, _ = expert_plan("f16", (7, 150, 200), 2, 300)
+    rng = np.random.default_rng(0)
+    x, ids = exact(rng, (300, 200)), rng.integers(0, 7, (300, 2)).astype(np.int32)
+    want = executor.run(plan, {"x": x, "ids": ids})["y"]
+    for order in (rng.permutation(300), np.arange(17)):
+        got = executor.run(plan, {"x": x[order], "ids": ids[order]})["y"]
+        assert np.array_equal(got, want[order])
+
+
+@pytest.mark.parametrize("most", [1, 4, 40])
+def test_replayed_graphs_follow_the_ids(most):
+    """Few tokens and groups of many, as a CUDA graph from the second run on."""
+    executor, plan, w = expert_plan("f16", (6, 70, 72), 2, most, least=1)
+    rng = np.random.default_rng(most)
+    for count in (most, 1, most, max(1, most - 1)):
+        x, ids = exact(rng, (count, 72)), rng.integers(0, 6, (count, 2)).astype(np.int32)
+        got = executor.run(plan, {"x": x, "ids": ids})["y"]
+        assert not mismatch(got, np.einsum("tk,tjnk->tjn", x, w[ids]), 1e-5)
+    ((segment, _),) = executor._programs[plan].segments
+    assert segment.replays and segment.pieces == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_gated_units_of_experts(kind, bias):
+    """One step does both products and what stands between them, and gives what the next one wants;
+    few pairs, groups of a few, and large ones."""
+    rng, form = np.random.default_rng(3), dtype(kind)
+    depth, inner = (512, 256) if form.block == 256 else (96, 160)
+    shapes = {"gate": (5, inner, depth), "up": (5, inner, depth), "down": (5, depth, inner)}
+    held = {}
+    for name, shape in shapes.items():
+        w = normal(rng, shape).astype(np.float32)
+        plain = form.numpy is not None
+        raw = None if plain else quantization.quantise(w.reshape(-1, shape[2]), form)
+        held[name] = w.astype(form.numpy) if plain else Blocks(
+            raw.reshape(*shape[:2], -1), form, shape[2]
+        )  # fmt: skip
+        held[f"{name}.bias"] = normal(rng, shape[:2]).astype(np.float32)
+    x, ids = (
+        feed("x", (Var("T", 0, 1000), depth), "f32"),
+        feed("ids", (Var("T", 0, 1000), 2), "i32"),
+    )
+
+    def product(x, name):
+        more = [weight(f"{name}.bias", shapes[name][:2], "f32")] if bias else []
+        return ops.expert_linear(x, weight(name, shapes[name], kind), ids, *more)
+
+    y = product(ops.mul(ops.silu(product(x, "gate")), product(x, "up")), "down")
+    options = Options(), Options(without=("expert_gated",))
+    joined, apart = (Executor(Arrays(held), ("cuda",), each, poison=True) for each in options)
+    for tokens in TOKENS:
+        plans = [e.compile({"y": y}, {"T": (0, tokens)}) for e in (joined, apart)]
+        assert "expert_gated" in {step.node.op for step in plans[0].steps}
+        for count in (tokens, tokens // 2):
+            feeds = {"x": exact(rng, (count, depth)),
+                     "ids": rng.integers(0, 5, (count, 2)).astype(np.int32)}  # fmt: skip
+            got, want = (e.run(p, feeds)["y"] for e, p in zip((joined, apart), plans))
+            assert got.shape == want.shape and (not count or nmse(got, want) < 1e-5), tokens
+
+
+# ----------------------------------------------------------------------------------------- routing
+
+
+@pytest.mark.parametrize("columns, attrs", [
+    (128, {"k": 8}), (512, {"k": 10}),
+    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
+    (160, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
+])  # fmt: skip
+def test_choices(columns, attrs):
+    """Of few distinct values, so that most are ties."""
+
+    def few_values(rng, shape):
+        return rng.integers(-3, 3, shape) / 4
+
+    samples = [
+        Sample((Arg(("T", columns), make=few_values), Arg((columns,), leaf="weight")),
+               {"groups": 1, "kept": 1, "best": 1, **attrs}, {"T": t})
+        for t in TOKENS
+    ]  # fmt: skip
+    assert not wrong_ones("top_k", samples)
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+
+def pair(name: str, kind: str = "f32", **changes):
+    """Engines of one small model on the GPU alone and on the reference."""
+    model = decoder(name, 0, kind, **changes)
+    return engine(model, ("cuda",)), engine(model, ("reference",))
+
+
+def prompt_logits(made) -> np.ndarray:
+    return np.concatenate(list(made.logits(PROMPT)))
+
+
+def margins(gpu, reference, count: int = 40) -> np.ndarray:
+    """How far below the largest the reference sees what the GPU draws, token by token."""
+    drawn = gpu.generate(PROMPT, Sampling(temperature=0.0), ())
+    ids = [next(drawn) for _ in range(count)]
+    seen = np.concatenate(list(reference.logits(PROMPT + ids)))[len(PROMPT) - 1 : -1]
+    return seen.max(axis=-1) - seen[np.arange(count), ids]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_small_mixtures_agree_with_the_reference(name):
+    """In float32: a prompt, and tokens one by one."""
+    gpu, reference = pair(name)
+    assert nmse(prompt_logits(gpu), prompt_logits(reference)) < 1e-8
+    for _ in range(2):  # the second time from graphs, and with the prompt in the cache
+        assert margins(gpu, reference).max() < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_k", "mxfp4"])
+def test_mixtures_in_other_formats(kind):
+    """A rounding may have a token choose another expert: most tokens do not."""
+    gpu, reference = pair("mixtral", kind, **WIDE)
+    each = [nmse(a, b) for a, b in zip(prompt_logits(gpu), prompt_logits(reference))]
+    assert np.median(each) < (1e-3 if kind in ("f16", "bf16") else 5e-3)
+    assert np.median(margins(gpu, reference)) < 0.1
+
+
+def test_a_token_of_a_mixture_is_one_replay():
+    gpu, reference = pair("mixtral", "q4_k", **WIDE)
+    margins(gpu, reference, 8)
+    plan = gpu.decode_plan()
+    assert {s.backend.name for s in plan.steps} == {"cuda"}
+    ((segment, _),) = gpu.executor._programs[plan].segments
+    assert segment.pieces == 1 and segment.replays

@@ -1,0 +1,189 @@
+"""What the CUDA backend chooses and keeps, on a GPU that is only on paper: nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import groups
+from random_models import FAMILIES, MIXTURES, WIDE, decoder, engine
+from test_cuda_compile import needs_tensor_cores
+from test_fusion import NOT_ON_CPU, named
+from test_ops_generated import OPS
+
+from graphllm import ops
+from graphllm.api import LLM
+from graphllm.backends import Kernel, Options
+from graphllm.backends.cuda import BACKEND, LEAST
+from graphllm.backends.cuda.runtime import source
+from graphllm.backends.cuda.runtime.device import CudaDevice, Launch, Site
+from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.shapes import MIX, SHAPES, TYPES
+from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.graph.dtype import CACHED, dtype
+from graphllm.graph.tensor import Var, feed, weight
+from graphllm.loading.load import decoder_for
+from graphllm.model.decoder import Limits
+from graphllm.runtime.executor import Executor
+from graphllm.weights import Arrays
+
+KNOWN = set(source.MODULES)  # that test_cuda_compile.py compiles
+ALL = "llama-1b"  # the shape that is tried with all formats
+
+
+class Paper(CudaDevice):
+    """A GPU of some capability; ``modules`` are those that launches come from."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.memory, self.modules = "paper", set()
+        self.gpu = SimpleNamespace(capability=capability, processors=72)
+
+    def alloc(self, nbytes):
+        return SimpleNamespace(address=1 << 40, nbytes=nbytes)
+
+    def prepare(self, pack, raw, meta):
+        return self.alloc(0)
+
+    def constant(self, table):
+        return 1 << 40
+
+    def live(self, header, var):
+        return 1 << 40
+
+    def build(self, steps, header):
+        for step in steps:
+            made = step.kernel.build(Site(step, header, self))
+            parts = made if isinstance(made, list) else [made]
+            self.modules |= {part.function.module for part in parts if isinstance(part, Launch)}
+
+
+@pytest.fixture
+def paper(monkeypatch):
+    """What makes the backend usable, with a GPU of this capability."""
+
+    def made(capability: tuple[int, int]) -> Paper:
+        device = Paper(capability)
+        monkeypatch.setattr(BACKEND, "probe", lambda: (True, "on paper"))
+        monkeypatch.setattr(BACKEND, "open_device", lambda options: device)
+        return device
+
+    return made
+
+
+@pytest.mark.parametrize("capability", [LEAST, (8, 0)])
+def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
+    device = paper(capability)
+    for name in OPS:
+        for group in groups(ops.get(name)):
+            assert group.cases  # makes the weights
+            executor = Executor(Arrays(group.weights), ("cuda", "reference"))
+            for few in (False, True):
+                bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
+                executor.bind(executor.compile({"y": group.node}, bounds))
+    assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
+
+
+class Empty(RandomFile):
+    """Nothing but zeros, which take no room."""
+
+    def raw(self, name):
+        info = self.info(name)
+        shape = (math.prod(info.shape[:-1]), info.dtype.row_nbytes(info.shape[-1]))
+        return np.broadcast_to(np.zeros(1, np.uint8), shape)
+
+
+@pytest.mark.parametrize("capability, shape", [(LEAST, ALL), *(((9, 0), name) for name in SHAPES)])
+def test_known_models_ask_for_known_modules_only(shape, capability, paper):
+    """Plans of one token, of some and of many; of one shape for all formats of weights."""
+    device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
+    kinds = TYPES if shape == ALL else (MIX, "f16")
+    for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in CACHED)]:
+        file = Empty(cut, kind)
+        llm = LLM(file, decoder_for(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
+        for tokens in (1, 2, 4, 7, 16, 512):
+            llm.executor.bind(llm.engine._plan(["ids.penalised"], tokens))
+    unknown = {str(made) for made in device.modules - KNOWN}
+    assert device.modules and not unknown
+    assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_run_wholly_on_the_gpu(name, paper):
+    """Every step of plans of one token, of some and of many; by known modules."""
+    device = paper((9, 0))
+    for variant in range(len(FAMILIES[name].tiny)):
+        made = engine(decoder(name, variant, "f16"), ("cuda", "reference"), 512)
+        for tokens in (1, 2, 7, 40, 512):
+            plan = made._plan(["ids.penalised"], tokens)
+            missed = {s.node.op for s in plan.steps if s.backend.name != "cuda"}
+            assert not missed, (name, variant, tokens)
+            made.executor.bind(plan)
+    assert not {str(made) for made in device.modules - KNOWN}
+
+
+@pytest.mark.parametrize("name", sorted(NOT_ON_CPU))
+def test_every_rule_finds_its_own_parts(name, paper):
+    """Of those that only this backend has; one is left in parts where its kernel says no."""
+    paper((9, 0))
+    found = 0
+    for group in groups(ops.get(name)):
+        assert group.cases  # makes the weights
+        outputs = named(group.op(*group.node.src, **group.node.attrs))
+        fits = isinstance(BACKEND.select(group.node, Options()), Kernel)
+        for without, wanted in (((), fits), ((name,), False)):
+            options = Options(without=without)
+            plan = Executor(Arrays(group.weights), ("cuda",), options).compile(outputs)
+            assert (name in [s.node.op for s in plan.steps]) == wanted, group.samples[0].label
+        found += fits
+    assert found
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_few_steps(name, paper):
+    """For a token: the choice in one, products in two, the sum in one with what it is added to
+    (another sum, where there are shared experts without a gate)."""
+    paper((9, 0))
+    for variant in range(len(FAMILIES[name].tiny)):
+        model = decoder(name, variant, "f16", hidden_size=64)
+        made = engine(model, ("cuda",))
+        layers = sum(layer.mixture for layer in model.cfg.layers)
+        had = Counter(step.node.op for step in made._plan(["logits"], 1).steps)
+        assert had["route"] == had["expert_linear"] == layers
+        assert had["expert_gated"] + had["expert_clamped"] == layers
+        mixture = model.cfg.mixture
+        apart = mixture.shared and not mixture.shared_gate
+        assert had["combine_add"] == (0 if apart else layers)
+        assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
+
+
+@pytest.mark.parametrize("capability", [LEAST, (8, 0), (9, 0)])
+@pytest.mark.parametrize("kind", WEIGHT_FORMATS)
+def test_experts_of_every_format_have_known_modules(kind, capability, paper):
+    """Few tokens are multiplied one by one, many in groups where there are tensor cores."""
+    device = paper(capability)
+    made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), 512)
+    for tokens in (1, 6, 40, 512):
+        before, device.modules = device.modules, set()
+        made.executor.bind(made._plan(["logits"], tokens))
+        own = {part.file for part in device.modules if part.file.startswith("experts_")}
+        grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
+        assert own == {"experts_many.cu" if grouped else "experts_few.cu"}
+        device.modules |= before
+    assert not {str(made) for made in device.modules - KNOWN}
+
+
+@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_a_table_that_is_the_head_too_is_kept_once(name, tokens, paper):
+    paper((9, 0))
+    kind, t = dtype(name), Var("T", 1, tokens)
+    w, stored = weight("w", (4, 256), kind), np.zeros((4, kind.row_nbytes(256)), np.uint8)
+    stored = Blocks(stored, kind, 256) if name in FORMATS else stored.view(kind.numpy)
+    y = ops.linear(ops.embedding(feed("ids", (t,), "i32"), w), w)
+    executor = Executor(Arrays({"w": stored}), ("cuda",))
+    executor.bind(executor.compile({"y": y}))
+    assert executor.buffers.packed == 1

@@ -1,0 +1,135 @@
+"""What runs on the GPU while the host goes on: steps ahead of their ids, copies both ways."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from cuda_cases import need_gpu
+from test_kv_cache import CONTEXT, GREEDY, IDS, drawn, engine, windowed
+
+from graphllm.backends import Options
+from graphllm.backends.cuda import BACKEND
+from graphllm.graph.tensor import Meta
+from graphllm.profiler.record import Recorder
+
+SLACK = 200_000  # nanoseconds by which two clocks may differ
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    need_gpu()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return windowed(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def ahead(path):
+    return engine(path, backends=("cuda",))
+
+
+@pytest.fixture
+def plain(path, monkeypatch):
+    """Waits for every step."""
+    held = engine(path, backends=("cuda",))
+    held.prepare()
+    monkeypatch.setattr(held.executor.devices["cuda"], "ring", lambda operand: None)
+    return held
+
+
+def test_a_step_is_begun_before_the_last_one_is_read(ahead):
+    drawn(ahead, IDS[:20], 4)
+    env = {"T": 1, "S": 1, "Q": 2, "N": 1}
+    assert ahead.executor.repeat(ahead.decode_plan(), {}, env, "ids").ahead == 1
+
+
+@pytest.mark.parametrize("length", [1, 16, 40, 119, 120])
+def test_the_same_tokens_up_to_the_end_of_the_context(ahead, plain, length):
+    have, want = (list(e.generate(IDS[:length], GREEDY, ())) for e in (ahead, plain))
+    assert have == want and len(have) == CONTEXT - length + 1
+
+
+def test_requests_in_any_order_after_steps_too_many(ahead, plain):
+    rng = np.random.default_rng(8)
+    for _ in range(25):
+        common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
+        prompt = [*IDS[:common], *(int(i) for i in rng.integers(3, 90, new))]
+        count = int(rng.integers(1, CONTEXT + 1 - len(prompt)))
+        assert drawn(ahead, prompt, count) == drawn(plain, prompt, count)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, (32 << 20) - 1, (100 << 20) + 77])
+def test_what_is_sent_arrives(nbytes):
+    device = BACKEND.open_device(Options())
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    buffers = [device.prepare(None, data, Meta.of((nbytes,), "i8")) for _ in range(2)]
+    for buffer in buffers:
+        np.testing.assert_array_equal(buffer[:nbytes], data)
+
+
+# ------------------------------------------------------------------------------------------- times
+
+
+def noted(held, count: int) -> tuple[list[int], list]:
+    """Ids that are drawn while steps are timed, and the runs."""
+    held.forget()
+    times = Recorder(), Recorder()
+    ids = list(itertools.islice(held.generate(IDS[:20], GREEDY, (), profile=times), count))
+    return ids, times[1].runs
+
+
+def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
+    want = drawn(plain, IDS[:20], 40)
+    for _ in range(3):
+        ids, runs = noted(ahead, 40)
+        assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
+    ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
+    assert segment._timed._sequence.captured and segment._timed._sequence.pieces == 1
+
+
+def test_times_are_in_order_on_the_clock_of_the_host(ahead):
+    noted(ahead, 5)
+    begun = time.perf_counter_ns()
+    _, runs = noted(ahead, 60)
+    over, last = time.perf_counter_ns(), begun
+    for run in runs:
+        ((ends,), (starts,)) = run.ends, run.starts
+        assert (np.diff(ends) >= 0).all() and (starts <= ends[1:]).all()
+        assert last - SLACK <= ends[0] and ends[-1] <= over + SLACK
+        assert (np.diff(ends) > 0).mean() > 0.9  # all but steps that end with the one before
+        last = int(ends[-1])
+
+
+def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
+    from graphllm.backends.cuda.runtime.launch import Timed
+
+    monkeypatch.setattr(Timed, "PLACES", 3)
+    ids, runs = noted(ahead, 17)
+    assert len(ids) == 17 and len(runs) >= 16
+    ends = [int(run.ends[0][-1]) for run in runs]
+    assert ends == sorted(ends)
+
+
+def test_steps_of_a_library_have_times(ahead):
+    """Prompts are not one graph, and are multiplied by cuBLAS."""
+    held, times = ahead, (Recorder(), Recorder())
+    for _ in range(2):
+        held.forget()
+        next(held.generate(IDS[:100], GREEDY, (), profile=times))
+    assert times[0].runs
+    assert all(run.times.sum() > 0 and (run.times >= 0).all() for run in times[0].runs)
+
+
+def test_runs_without_times_have_nothing_of_them(ahead):
+    drawn(ahead, IDS[:20], 4)
+    ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
+    assert segment._timed is None
+    work = [w for part in segment._work for w in part]
+    assert not any("STAMPED_BUILD" in str(w.function.module) for w in work)

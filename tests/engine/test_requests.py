@@ -1,0 +1,263 @@
+"""Requests on one model: of several threads at once, interrupted, left half way, from callbacks.
+
+Every answer is compared with the one that the request gets alone. `request_campaign.py` makes
+thousands of such requests; a few hundred of them are here.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+
+import chatglm_models
+import numpy as np
+import pytest
+import request_campaign
+import test_chatglm
+import test_kv_cache
+import tiny_models as tiny
+
+import graphllm
+from graphllm.engine import request_lock
+from graphllm.engine.request import Sampling
+from graphllm.engine.request_lock import Claim, RequestLock
+from graphllm.errors import RequestError
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+DRAWN = {"temperature": 0.9, "seed": 4, "repeat_penalty": 1.3, "min_tokens": 12}
+SEVERAL = 160
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = tiny.write_tiny(tmp_path_factory.mktemp("requests") / "tiny.gguf", "llama")
+    return graphllm.load(path, device="cpu", threads=2, **request_campaign.CHAT)
+
+
+def in_thread(work) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(*threads) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a request waits for ever"
+
+
+# ---------------------------------------------------------------------------------------- all kinds
+
+
+def test_threads_get_the_answers_that_each_gets_alone(llm):
+    made, wrong = request_campaign.run(llm, SEVERAL)
+    assert not wrong, wrong[:5]
+    assert sum(made.values()) == SEVERAL and len(made) > 10
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("between", ["generate", "logits", "trace", "profile", "forget"])
+def test_a_stream_goes_on_after_any_other_request(llm, sampling, between):
+    want = llm.generate("hello there", max_tokens=40, **sampling).text
+    others = {
+        "generate": lambda: llm.generate("hello", max_tokens=3),
+        "logits": lambda: llm.logits("hello"),
+        "trace": lambda: llm.trace("hello", "lm_head"),
+        "profile": lambda: llm.profile("hello", decode=2, repeat=1),
+        "forget": llm.engine.forget,
+    }
+    stream = llm.stream("hello there", max_tokens=40, **sampling)
+    text = next(stream)
+    others[between]()
+    text += next(stream) + next(stream)
+    others[between]()
+    assert text + "".join(stream) == want
+
+
+def test_two_streams_side_by_side_in_one_thread(llm):
+    asks = [("hello", DRAWN), ("what is", GREEDY), ("hello there", DRAWN)]
+    want = [llm.generate(text, max_tokens=30, **s).text for text, s in asks]
+    streams = [llm.stream(text, max_tokens=30, **s) for text, s in asks]
+    pieces = zip(*itertools.zip_longest(*streams, fillvalue=""))
+    assert ["".join(each) for each in pieces] == want
+
+
+def interrupted(engine, prompt, sampling, every: int) -> list[int]:
+    """All ids of a generation, of which another one takes the cache again and again."""
+    found, other = [], [5, 6, 7, *prompt[:3]]
+    for token in engine.generate(prompt, sampling, (2,)):
+        found.append(token)
+        if len(found) % every == 0:
+            next(engine.generate(other, sampling, ()))
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 7])
+@pytest.mark.parametrize("ask", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_windows_up_to_the_end_of_the_context(tmp_path_factory, ask, every):
+    """Layers with a window, which lose blocks, and steps shorter than what is computed again."""
+    folder = tmp_path_factory.mktemp("windows")
+    engine, sampling = test_kv_cache.engine(test_kv_cache.windowed(folder)), Sampling(**ask)
+    prompt = test_kv_cache.IDS[:37]
+    want = list(engine.generate(prompt, sampling, (2,)))
+    assert len(want) == test_kv_cache.CONTEXT - 37 + 1
+    assert interrupted(engine, prompt, sampling, every) == want
+
+
+def test_a_prefix_whose_tokens_see_one_another(tmp_path):
+    """Ids that are sampled do not move the prefix, though they may be those that end one."""
+    chatglm_models.write(tmp_path, test_chatglm.CONFIG)
+    engine = graphllm.load(tmp_path, device="reference", kv_type="f32").engine
+    sampling = Sampling(temperature=3.0, seed=2, top_k=0, top_p=1.0)
+    prompt = test_chatglm.some(12, 11)
+    want = [token for token, _ in zip(engine.generate(prompt, sampling, (2,)), range(40))]
+    have, found = engine.generate(prompt, sampling, (2,)), []
+    for index in range(40):
+        found.append(next(have))
+        if index % 5 == 4:
+            next(engine.generate(test_chatglm.some(9, 5), sampling, ()))
+    assert found == want
+
+
+# ------------------------------------------------------------------------------------------ waiting
+
+
+def test_a_stream_that_is_read_is_not_interrupted(llm):
+    """Another thread's request waits until it is over, and computes its tokens once."""
+    stream = llm.stream("hello", max_tokens=60, **GREEDY)
+    next(stream)
+    order = []
+    other = in_thread(lambda: order.append(llm.generate("what is", max_tokens=4, **GREEDY)))
+    turn = llm.engine._turn
+    for _ in stream:
+        time.sleep(0.002)
+    order.append("stream")
+    joined(other)
+    assert order[0] == "stream" and llm.engine._turn == turn + 1
+    assert order[1].timings.queue_s > 0.05 and order[1].timings.ttft_s > order[1].timings.queue_s
+    assert order[1].timings.prefill_s < order[1].timings.queue_s
+
+
+@pytest.mark.parametrize("end", ["left", "closed", "collected", "raised"])
+def test_a_stream_that_nobody_continues_holds_nobody_up(llm, end):
+    stream = llm.stream("hello", max_tokens=60, **GREEDY)
+    next(stream)
+    if end == "closed":
+        stream.close()
+    elif end == "collected":
+        held = [stream]
+        held.append(held)
+        del stream, held
+        gc.collect()
+    elif end == "raised":
+        with pytest.raises(ZeroDivisionError):
+            stream.throw(ZeroDivisionError)
+    start = time.monotonic()
+    joined(in_thread(lambda: llm.generate("what is", max_tokens=4)))
+    if end != "left":
+        assert llm.engine.lock._owner.waited_s == 0
+    else:
+        assert time.monotonic() - start >= request_lock.IDLE_S / 2
+
+
+def test_requests_are_served_in_order():
+    lock, order = RequestLock(), []
+    first = Claim("first")
+    lock.take(first)
+
+    def serve(index: int) -> None:
+        with lock.hold(f"request {index}"):
+            order.append(index)
+
+    threads = []
+    for index in range(5):
+        threads.append(in_thread(lambda index=index: serve(index)))
+        while len(lock._waiting) <= index:
+            time.sleep(0.001)
+    lock.finish(first)
+    joined(*threads)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_wait_that_is_interrupted_holds_nobody_up():
+    """As by Ctrl-C; the request behind it gets its turn."""
+    lock, first = RequestLock(), Claim("first")
+    lock.take(first)
+    second, served = Claim("second"), []
+
+    def waiting() -> None:
+        class Interrupted:
+            def get(self, timeout):
+                raise KeyboardInterrupt
+
+            def put(self, item):
+                pass
+
+        second.bell = Interrupted()
+        try:
+            lock.take(second)
+        except KeyboardInterrupt:
+            lock.finish(second)
+
+    def behind() -> None:
+        with lock.hold("third"):
+            served.append(3)
+
+    joined(in_thread(waiting))
+    thread = in_thread(behind)
+    time.sleep(0.02)
+    lock.finish(first)
+    joined(thread)
+    assert served == [3]
+
+
+def test_a_failed_request_gives_the_model_up(llm):
+    with pytest.raises(RequestError, match="context holds 128"):
+        llm.generate(list(range(3, 203)))
+
+    def fail(done, total):
+        raise LookupError("my own")
+
+    with pytest.raises(LookupError, match="my own"):
+        llm.generate("hello", fail)
+    start = time.monotonic()
+    joined(in_thread(lambda: llm.generate("hello", max_tokens=1)))
+    assert llm.engine.lock._owner.waited_s == 0 and time.monotonic() - start < 30
+
+
+# ---------------------------------------------------------------------------------------- callbacks
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate("x"),
+        lambda llm: next(llm.stream("x")),
+        lambda llm: llm.logits([3, 4]),
+        lambda llm: llm.trace("x", "lm_head"),
+        lambda llm: llm.profile("x", decode=1, repeat=1),
+        lambda llm: next(llm.conversation().ask("x")),
+        lambda llm: llm.close(),
+    ],
+    ids=["generate", "stream", "logits", "trace", "profile", "conversation", "close"],
+)
+def test_a_callback_cannot_begin_a_request(llm, call):
+    """From `seen`, a patch and a profile's progress: one error, and the answer stays as it is."""
+    want, said = llm.generate("hello there", max_tokens=8, **DRAWN), []
+    values = llm.trace("hello", "lm_head")["lm_head"]
+
+    def back(*seen):
+        with pytest.raises(RequestError, match="callback cannot begin another request") as caught:
+            call(llm)
+        said.append(str(caught.value))
+        return seen[0]
+
+    have = llm.generate("hello there", back, max_tokens=8, **DRAWN)
+    assert (have.ids, have.text) == (want.ids, want.text) and said[0].startswith("a generation of")
+    patched = llm.trace("hello", "lm_head", {"model.layers.0.mlp": back})["lm_head"]
+    np.testing.assert_array_equal(patched, values)
+    assert said[-1].startswith("llm.trace of")
+    llm.profile("hello", decode=1, repeat=1, show=back)
+    assert said[-1].startswith("llm.profile of") and not any("\n" in line for line in said)

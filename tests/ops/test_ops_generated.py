@@ -1,0 +1,143 @@
+"""Every op and sample, from the declarations: through the executor, on the reference and on cpu.
+
+Arenas are NaN before each run and every buffer has canaries on both sides; rows beyond the live
+ones must stay as they were.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import SPARE, Case, Group, groups, mismatch
+
+from graphllm import backends, ops
+from graphllm.backends import Kernel, Options
+from graphllm.compiler.placement import CALL
+from graphllm.graph.tensor import Meta
+from graphllm.runtime.executor import Executor
+from graphllm.weights import Arrays
+
+OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
+KERNELS = [n for n in OPS if ops.get(n).role != CALL]  # what the reference alone has is not one
+REFUSALS = Path(__file__).parents[1] / "golden" / "cpu_refusals.txt"
+SENTINEL = 77
+
+
+@cache
+def grouped(name: str) -> list[Group]:
+    return groups(ops.get(name))
+
+
+def run_all(
+    name: str, order: tuple[str, ...], options: Options, cap: float = np.inf, floor: float = 0.0
+) -> list[str]:
+    """Run the op's samples; what is wrong, a line each. ``cap``, ``floor``: the loosest and the
+    tightest tolerance."""
+    for group in grouped(name):
+        assert group.cases  # makes the weights too
+    weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
+    executor = Executor(Arrays(weights), order, options, poison=True)
+    wrong = []
+    for group in grouped(name):
+        plan = executor.compile({"y": group.node})
+        for case in group.cases:
+            executor.bind(plan)
+            tolerance = max(floor, min(case.tolerance, cap))
+            problem = run_one(executor, plan, group, case, tolerance)
+            if problem:
+                wrong.append(f"{case.sample.label}: {problem}")
+    return wrong
+
+
+def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float) -> str:
+    """Words about what is wrong with one run, empty when nothing is."""
+    leaves = {leaf.name: leaf.meta.bound() for leaf in plan.leaves.values() if leaf.op == "state"}
+    for name, meta in leaves.items():  # rows beyond the live ones keep this
+        executor.set_state(name, sentinels(meta))
+    want, states = case.expected()
+    meta = group.node.meta.at(case.sample.env)
+    if meta.dtype.numpy is not None and (meta.shape, meta.dtype.numpy) != (want.shape, want.dtype):
+        return f"the rule says {meta}, the body gives {want.dtype}{list(want.shape)}"
+    blocks = {n for n, meta in leaves.items() if meta.dtype.numpy is None}  # no feed has those
+    for name in blocks:
+        executor.set_state(name, case.feeds[name])
+    feeds = {name: data for name, data in case.feeds.items() if name not in blocks}
+    got = executor.run(plan, feeds, case.sample.env)["y"]
+    problem = mismatch(got, want, tolerance)
+    if problem:
+        return problem
+    for name, want in states.items():
+        got = executor.get_state(name)
+        own = got[: len(want), ..., : want.shape[-1]] if want.ndim > 1 else got[: len(want)]
+        problem = mismatch(own, want, tolerance)  # a leading operand is the first columns
+        if problem:
+            return f"state {name}: {problem}"
+        if (got[len(want) :] != SENTINEL).any():
+            return f"state {name}: rows beyond the live ones were written"
+    return ""
+
+
+def sentinels(meta: Meta) -> np.ndarray:
+    """As many of them as there is room for; of a block format, bytes."""
+    if meta.dtype.numpy is not None:
+        return np.full(meta.shape, SENTINEL, meta.dtype.numpy)
+    return np.full((meta.rows, meta.dtype.row_nbytes(prod(meta.inner))), SENTINEL, np.uint8)
+
+
+def report(wrong: list[str]) -> str:
+    return "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_reference(name):
+    wrong = run_all(name, ("reference",), Options())
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cpu(name):
+    wrong = run_all(name, ("cpu", "reference"), Options())
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("linear, cap", [("float", 2e-5), ("integer", np.inf)])
+def test_cpu_linear_options(linear, cap):
+    """Without quantised activations a block format leaves only the order of the sum to choose."""
+    wrong = run_all("linear", ("cpu", "reference"), Options(linear=linear), cap)
+    assert not wrong, report(wrong)
+
+
+def test_cpu_refusals():
+    """What cpu does not run, of all contiguous samples, is exactly what the committed list says."""
+    cpu = backends.find("cpu")
+    refused = set()
+    for name in OPS:
+        for group in grouped(name):
+            choice = cpu.select(group.node, Options()) if group.contiguous else None
+            if choice is not None and not isinstance(choice, Kernel):
+                refused.add(f"{name}: {choice}")
+    lines = (line.strip() for line in REFUSALS.read_text().splitlines())
+    assert refused == {line for line in lines if line and not line.startswith("#")}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_price(name):
+    """Costs are numbers, and nothing moves where there is nothing."""
+    for group in grouped(name):
+        for case in group.cases:
+            cost = ops.get(name).price(group.node, case.sample.env)
+            assert cost.flops >= 0 and np.isfinite(cost.flops), case.sample.label
+            assert cost.bytes >= 0 and np.isfinite(cost.bytes), case.sample.label
+            if not any(case.sample.env.values()):
+                assert cost.flops == 0, case.sample.label
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_samples_cover_the_edges(name):
+    """Every op is tried on no rows, on one, on several, and with rows to spare."""
+    least = {min(s.env.values()) for s in ops.get(name).samples}
+    assert {0, 1} <= least and max(least) > 1 and SPARE > 0
