@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from graphllm import ops
 from graphllm.errors import RequestError
 from graphllm.graph.tensor import Tensor
+from graphllm.model.config import Attention, DecoderConfig, Layer, Mlp, Names, Norm, Rope
 from graphllm.model.config_keys import Keys, even_heads
-from graphllm.model.decoder import (
-    Attention,
-    Batch,
-    Decoder,
-    DecoderConfig,
-    Layer,
-    Mlp,
-    Names,
-    Norm,
-    Rope,
-)  # fmt: skip
+from graphllm.model.decoder import Batch, Decoder
 from graphllm.models import chatglm2
 
 NAMES = Names(
