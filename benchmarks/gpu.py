@@ -113,7 +113,14 @@ def _turned(x: Tensor, i: int) -> tuple[Tensor, ...]:
     pos, slot = (feed(name, x.shape[:1], "i32") for name in ("pos", "slot"))
     q, k = x.heads(32), x.slice(1, 0, WIDTH // 4).heads(8)
     pools = [state(f"{n}{i}", (512, 8, WIDTH // 32), "f16") for n in "kv"]
-    turn = {"eps": 0.0, "base": 1e4, "dims": 0, "style": "half", "scale": 1.0, "magnitude": 1.0}
+    turn = {
+        "eps": 0.0,
+        "base": 1e4,
+        "dims": 0,
+        "style": "half",
+        "scale": 1.0,
+        "attention_factor": 1.0,
+    }
     return results(ops.get("rope_write").node(q, k, k, pos, *pools, slot, **turn))
 
 

@@ -29,7 +29,7 @@ class Rope:
     style: str = "half"  # pairs (i, i + dims/2), or "interleaved": pairs (2i, 2i + 1)
     scale: float = 1.0
     factors: tuple[float, ...] | str = ()  # divide each frequency: numbers, or a weight's name
-    magnitude: float = 1.0  # cosine and sine are times this
+    attention_factor: float = 1.0  # cosine and sine are times this
     original: int = 0
     long: Rope | None = None
     dynamic: float = 0.0

@@ -275,7 +275,7 @@ class Decoder(Module):
             factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)
         return ops.rope(
             x, pos, factors, base=rope.base, dims=rope.dims, style=rope.style, scale=rope.scale,
-            magnitude=rope.magnitude,
+            attention_factor=rope.attention_factor,
         )  # fmt: skip
 
     def attend(

@@ -153,7 +153,7 @@ def _dims(keys: Keys, s: _Scaling, head_dim: int, usual: float | None) -> int:
 
 def _default(s: _Scaling, rope: Rope) -> Rope:
     s.ignore(*s.values)  # a factor of an unscaled rope says nothing
-    return _with(rope, magnitude=_stored_magnitude(s))
+    return _with(rope, attention_factor=_gguf_attention_factor(s))
 
 
 def _linear(s: _Scaling, rope: Rope) -> Rope:
@@ -161,10 +161,10 @@ def _linear(s: _Scaling, rope: Rope) -> Rope:
     if s.keys.gguf:  # as llama.cpp has it, which reads yarn's keys and uses them for yarn alone
         s.ignore("beta_fast", "beta_slow", "yarn_log_multiplier")
     factor = s.above("factor", 0)
-    return _with(rope, scale=1.0 / factor, magnitude=_stored_magnitude(s))
+    return _with(rope, scale=1.0 / factor, attention_factor=_gguf_attention_factor(s))
 
 
-def _stored_magnitude(s: _Scaling) -> float:
+def _gguf_attention_factor(s: _Scaling) -> float:
     """What llama.cpp multiplies rotated rows by, whatever the type of the scaling."""
     return s.above("attention_factor", 0, 1.0) if s.keys.gguf else 1.0
 
@@ -233,12 +233,14 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
     stretched = np.clip((np.arange(rope.dims // 2) - low) / (high - low), 0, 1)
     plain = _frequencies(rope)
     return _with(
-        rope, plain * (stretched / factor + 1 - stretched), magnitude=_yarn_magnitude(s, factor),
+        rope,
+        plain * (stretched / factor + 1 - stretched),
+        attention_factor=_yarn_attention_factor(s, factor),
         reach=_reach(original, factor),
-    )  # fmt: skip
+    )
 
 
-def _yarn_magnitude(s: _Scaling, factor: float) -> float:
+def _yarn_attention_factor(s: _Scaling, factor: float) -> float:
     if s.keys.gguf:  # llama.cpp multiplies the two; with a multiplier, see `score_factor`
         usual = 1.0 if "yarn_log_multiplier" in s else _mscale(factor)
         s.ignore("yarn_log_multiplier")
@@ -267,7 +269,7 @@ def _longrope(s: _Scaling, rope: Rope) -> Rope:
     length = s.keys("max_position_embeddings", int, int(original))
     factor = s("factor", length / original)
     usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    rope = _with(rope, magnitude=s("attention_factor", 1.0 if s.keys.gguf else usual))
+    rope = _with(rope, attention_factor=s("attention_factor", 1.0 if s.keys.gguf else usual))
     if s.keys.gguf:
         short, long = (_with(rope, factors=name) for name in (SHORT_FACTORS, LONG_FACTORS))
     else:

@@ -10,7 +10,7 @@ from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 # ------------------------------------------------------------------------------------------ rotary
 
 
-def _infer(x, pos, factors=None, *, base, dims, style, scale, magnitude):
+def _infer(x, pos, factors=None, *, base, dims, style, scale, attention_factor):
     expect("x", x, 3, "f32")
     expect("pos", pos, 1, "i32")
     width = dims or x.shape[-1]
@@ -19,7 +19,7 @@ def _infer(x, pos, factors=None, *, base, dims, style, scale, magnitude):
     require(0 < width <= x.shape[-1], f"dims {width} is not within heads of {x.shape[-1]}")
     require(style in ("half", "interleaved"), f"style is {style!r}, not 'half' or 'interleaved'")
     require(base > 0, f"base is {base}, not above zero")
-    require(magnitude > 0, f"magnitude is {magnitude}, not above zero")
+    require(attention_factor > 0, f"attention_factor is {attention_factor}, not above zero")
     if factors is not None:
         expect("factors", factors, 1, "f32")
         require(factors.shape[0] == width // 2, f"{factors.shape[0]} factors, not {width // 2}")
@@ -44,7 +44,7 @@ def _stretch(rng, shape):
 
 def _sample(
     rows, heads, width, dims=0, style="half", layout="contiguous", factors=False, base=1e4, scale=1,
-    magnitude=1.0,
+    attention_factor=1.0,
 ):  # fmt: skip
     pairs = (dims or width) // 2
     args = (
@@ -52,7 +52,13 @@ def _sample(
         Arg(("T",), I32, make=_positions),
         Arg((pairs,), leaf="weight", make=_stretch) if factors else None,
     )
-    attrs = {"base": base, "dims": dims, "style": style, "scale": scale, "magnitude": magnitude}
+    attrs = {
+        "base": base,
+        "dims": dims,
+        "style": style,
+        "scale": scale,
+        "attention_factor": attention_factor,
+    }
     return Sample(args, attrs, {"T": rows})
 
 
@@ -104,11 +110,11 @@ def inverse_frequencies(dims, base, scale=1.0):
             width=(64,),
             dims=(0, 50),
             style=_STYLES,
-            magnitude=(1.2079441541679836,),
+            attention_factor=(1.2079441541679836,),
         ),
     ],
 )
-def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0, magnitude=1.0):
+def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0, attention_factor=1.0):
     """Rotate pairs of each head by an angle that grows with the position.
 
     x [T, H, D], pos [T] i32, factors [dims / 2] f32 -> [T, H, D].
@@ -116,9 +122,9 @@ def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0, magnitu
 
     angle(i) = pos * scale * base^(-2i / dims) / factors[i] in radians, computed in float32 in the
     order (((base^..) * scale) / factors) * pos; its cosine and sine are rounded to float32 and then
-    multiplied with ``magnitude`` (YaRN: Peng et al. 2023, section 3.4). Pairs: style "half" (i, i +
-    dims/2), as GPT-NeoX; "interleaved" (2i, 2i + 1), as the paper. The first ``dims`` of D rotate
-    (0: all); the rest is copied.
+    multiplied with ``attention_factor`` (YaRN: Peng et al. 2023, section 3.4). Pairs: style "half"
+    (i, i + dims/2), as GPT-NeoX; "interleaved" (2i, 2i + 1), as the paper. The first ``dims`` of D
+    rotate (0: all); the rest is copied.
     """
     width = dims or x.shape[-1]
     inverse = inverse_frequencies(width, base, scale)
@@ -126,7 +132,7 @@ def rope(x, pos, factors=None, *, base, dims=0, style="half", scale=1.0, magnitu
         inverse = inverse / factors
     angle = (pos.astype(np.float32)[:, None] * inverse).astype(np.float64)
     turns = (f(angle).astype(np.float32)[:, None] for f in (np.cos, np.sin))  # [T, 1, dims/2]
-    cos, sin = (turn * np.float32(magnitude) for turn in turns)
+    cos, sin = (turn * np.float32(attention_factor) for turn in turns)
     half = width // 2
     first = np.s_[..., :half] if style == "half" else np.s_[..., 0:width:2]
     second = np.s_[..., half:width] if style == "half" else np.s_[..., 1:width:2]

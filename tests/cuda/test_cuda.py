@@ -117,7 +117,14 @@ def test_heads_turned_and_written(width, style, kind):
     pools = (state(n, (slots, kv, width), kind) for n in ("kp", "vp"))
     weights = {n: rng.standard_normal(width).astype(np.float32) for n in ("qn", "kn")}
     norms = (weight(n, (width,), "f32") for n in weights)
-    turn = {"base": 1e4, "dims": 0, "style": style, "scale": 1.0, "magnitude": 1.25, "eps": 1e-6}
+    turn = {
+        "base": 1e4,
+        "dims": 0,
+        "style": style,
+        "scale": 1.0,
+        "attention_factor": 1.25,
+        "eps": 1e-6,
+    }
     node = ops.get("rope_write").node(q, k, v, pos, *pools, slot, *norms, **turn)
     cases = {}
     for count in (1, 5, 400):

@@ -82,7 +82,7 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "keys, scale, magnitude",
+    "keys, scale, attention_factor",
     [
         ({"factor": 4.0}, 0.25, 1.0),  # llama.cpp: linear, unless another type is stated
         ({"factor": 4}, 0.25, 1.0),
@@ -94,10 +94,10 @@ def test_a_value_of_the_wrong_type_is_an_error_of_one_line(tmp_path, key):
         ({"attn_factor": 0.5, "original_context_length": 64}, 1.0, 0.5),
     ],
 )
-def test_rope_scaling_as_in_llama_cpp(tmp_path, keys, scale, magnitude):
+def test_rope_scaling_as_in_llama_cpp(tmp_path, keys, scale, attention_factor):
     path = tiny(tmp_path / "m.gguf", **{SCALING + name: value for name, value in keys.items()})
     for layer in config(path).layers:
-        assert (layer.rope.scale, layer.rope.magnitude) == (scale, magnitude)
+        assert (layer.rope.scale, layer.rope.attention_factor) == (scale, attention_factor)
 
 
 def test_the_old_key_of_a_linear_factor(tmp_path):

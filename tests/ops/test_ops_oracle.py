@@ -131,7 +131,7 @@ BAD = {
     "rope: too many dims": lambda: ops.rope(HEADS, POS, base=1e4, dims=18),
     "rope: style": lambda: ops.rope(HEADS, POS, base=1e4, style="neox"),
     "rope: factors": lambda: ops.rope(HEADS, POS, wide("f", 16), base=1e4),
-    "rope: magnitude": lambda: ops.rope(HEADS, POS, base=1e4, magnitude=0.0),
+    "rope: attention_factor": lambda: ops.rope(HEADS, POS, base=1e4, attention_factor=0.0),
     "positions_2d: part": lambda: ops.positions_2d(POS, STARTS, LENGTHS, part=2),
     "positions_2d: floats": lambda: ops.positions_2d(X, STARTS, LENGTHS, part=0),
     "sinusoids: one frequency": lambda: ops.sinusoids(POS, width=3),

@@ -95,7 +95,7 @@ def rms_norm(x, w, eps):
     return result
 
 
-def rope(x, pos, factors, base, dims, style, scale, magnitude):
+def rope(x, pos, factors, base, dims, style, scale, attention_factor):
     """Each pair as a complex number times m e^(i angle); the angle itself is float32's."""
     dims = dims or x.shape[-1]
     result = x.astype(np.float64)
@@ -106,7 +106,7 @@ def rope(x, pos, factors, base, dims, style, scale, magnitude):
         angle = float(F32(pos[t]) * frequency)
         a, b = (i, i + dims // 2) if style == "half" else (2 * i, 2 * i + 1)
         for h in range(x.shape[1]):
-            turn = complex(math.cos(angle), math.sin(angle)) * float(F32(magnitude))
+            turn = complex(math.cos(angle), math.sin(angle)) * float(F32(attention_factor))
             z = complex(x[t, h, a], x[t, h, b]) * turn
             result[t, h, a], result[t, h, b] = z.real, z.imag
     return result

@@ -57,7 +57,7 @@ def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
     args = (*vectors, Arg(("T",), I32), pool, pool, Arg(("T",), I32, make=_slots), *norms,
             stretch if factors else None)  # fmt: skip
     attrs = {"base": 1e4, "dims": dims, "style": style, "scale": 1.0, "eps": 1e-6 if norm else 0.0,
-             "magnitude": 1.25 if factors else 1.0}  # fmt: skip
+             "attention_factor": 1.25 if factors else 1.0}  # fmt: skip
     return Sample(args, attrs, {"T": rows})
 
 
@@ -76,13 +76,19 @@ def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
 )  # fmt: skip
 def rope_write(
     q, k, v, pos, k_pool, v_pool, slot, q_norm=None, k_norm=None, factors=None,
-    *, eps, base, dims, style, scale, magnitude,
+    *, eps, base, dims, style, scale, attention_factor,
 ):  # fmt: skip
     """Queries and keys normed, if they are, and turned; keys and values written to their pools.
 
     q [T, H, D], k, v [T, Hkv, D] -> q [T, H, D], and the pools.
     """
-    turn = {"base": base, "dims": dims, "style": style, "scale": scale, "magnitude": magnitude}
+    turn = {
+        "base": base,
+        "dims": dims,
+        "style": style,
+        "scale": scale,
+        "attention_factor": attention_factor,
+    }
     q = q if q_norm is None else get("rms_norm")(q, q_norm, eps=eps)
     k = k if k_norm is None else get("rms_norm")(k, k_norm, eps=eps)
     q, k = get("rope")(q, pos, factors, **turn), get("rope")(k, pos, factors, **turn)

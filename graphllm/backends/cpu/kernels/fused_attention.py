@@ -25,12 +25,12 @@ def _turn(p, thread, threads):
     """Heads of q and k normed, if they are, and turned: q's to their place, k's to a workspace."""
     w = args(p, 20)
     q, q_stride, k, k_stride, pos, inverse, q_norm, k_norm, eps = w[:9]
-    out, keys, rows_at, heads, kv_heads, width, half, step, magnitude, own, own_size = w[9:]
+    out, keys, rows_at, heads, kv_heads, width, half, step, attention_factor, own, own_size = w[9:]
     first, last = share(load_i64(rows_at), thread, threads)
     c = own + thread * own_size
     s, room = c + 4 * half, c + 8 * half
     for t in range(first, last):
-        angles(i32s(pos)[t], inverse, half, as_f32(magnitude), c, s)
+        angles(i32s(pos)[t], inverse, half, as_f32(attention_factor), c, s)
         for head in range(heads + kv_heads):
             if head < heads:
                 x, weight = q + t * q_stride + 4 * head * width, q_norm
@@ -69,7 +69,13 @@ def rope_write(site: Site) -> list[Launch]:
     words = [q.address, q.row_stride, k.address, k.row_stride, site.pos.address, frequencies(site)]
     words += [site.address("q_norm"), site.address("k_norm")]
     words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
-    words += [rotated(site.node) // 2, step, f32_bits(site.attrs["magnitude"]), site.scratch, own]
+    words += [
+        rotated(site.node) // 2,
+        step,
+        f32_bits(site.attrs["attention_factor"]),
+        site.scratch,
+        own,
+    ]
     # Rows are shared out alike: each thread stores the keys that it turned.
     return [
         Launch(_turn, words),

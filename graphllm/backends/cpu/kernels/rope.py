@@ -19,13 +19,15 @@ from .elementwise import share
 
 
 @helper
-def angles(position, inverse, half, magnitude, c, s):
-    """Cosines and sines of a position, ``half`` of each, times the magnitude, to addresses ``c``
-    and ``s``."""
+def angles(position, inverse, half, attention_factor, c, s):
+    """Write ``half`` cosines and sines of a position to the float32 arrays at ``c`` and ``s``.
+
+    All are multiplied with ``attention_factor``.
+    """
     frequency, cosines, sines = f32s(inverse), f32s(c), f32s(s)
     for i in range(half):
         cosine, sine = cos_sin(float64(float32(position) * frequency[i]))
-        cosines[i], sines[i] = cosine * magnitude, sine * magnitude
+        cosines[i], sines[i] = cosine * attention_factor, sine * attention_factor
 
 
 @helper
@@ -43,11 +45,13 @@ def turn(x, y, width, half, step, c, s):
 
 @kernel
 def _rope(p, thread, threads):
-    x, stride, pos, inverse, y, rows_at, heads, width, half, step, magnitude, scratch = args(p, 12)
+    x, stride, pos, inverse, y, rows_at, heads, width, half, step, attention_factor, scratch = args(
+        p, 12
+    )
     first, last = share(load_i64(rows_at), thread, threads)
     c, s = scratch + thread * half * 8, scratch + (thread * 2 + 1) * half * 4
     for row in range(first, last):
-        angles(i32s(pos)[row], inverse, half, as_f32(magnitude), c, s)
+        angles(i32s(pos)[row], inverse, half, as_f32(attention_factor), c, s)
         for head in range(heads):
             at = 4 * head * width
             turn(x + row * stride + at, y + 4 * row * heads * width + at, width, half, step, c, s)
@@ -78,7 +82,7 @@ def rope(site: Site) -> Launch:
     step = 1 if site.attrs["style"] == "half" else 2
     words = [x.address, x.row_stride, site.pos.address, frequencies(site), site.out.address]
     words += [site.live(x.meta.rows), heads, width, dims // 2, step]
-    return Launch(_rope, [*words, f32_bits(site.attrs["magnitude"]), site.scratch])
+    return Launch(_rope, [*words, f32_bits(site.attrs["attention_factor"]), site.scratch])
 
 
 @kernel

@@ -64,11 +64,11 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
 // Heads of 64 P elements. A warp does one after the other; lane l turns the pairs 32 j + l.
 template <int P> struct Turning {
     static constexpr int WIDE = 64 * P;
-    float inverse[P], s[P], c[P], magnitude;
+    float inverse[P], s[P], c[P], attention_factor;
     int interleaved;
 
     __device__ __forceinline__ Turning(const Turn& turn)
-        : magnitude(turn.magnitude), interleaved(turn.interleaved) {
+        : attention_factor(turn.attention_factor), interleaved(turn.interleaved) {
         int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int j = 0; j < P; j++) {
@@ -81,7 +81,7 @@ template <int P> struct Turning {
 #pragma unroll
         for (int j = 0; j < P; j++) {
             angle_of(pos, inverse[j], s[j], c[j]);
-            s[j] *= magnitude, c[j] *= magnitude;
+            s[j] *= attention_factor, c[j] *= attention_factor;
         }
     }
 

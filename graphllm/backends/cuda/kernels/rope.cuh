@@ -6,7 +6,7 @@ struct Turn {
     const float* inverse;  // radians a position, for each pair
     const float* factors;  // that they are divided by, or null
     int half, interleaved;
-    float magnitude;  // that cosine and sine are multiplied with
+    float attention_factor;  // that cosine and sine are multiplied with
     int unused;
 };
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ float turned(const Turn& t, i64 token, const float* x
     if (t.factors) inverse = __fdiv_rn(inverse, t.factors[pair]);
     float s, c;
     angle_of(t.pos[token], inverse, s, c);
-    s *= t.magnitude, c *= t.magnitude;
+    s *= t.attention_factor, c *= t.attention_factor;
     float other = x[t.interleaved ? i ^ 1 : second ? i - t.half : i + t.half];
     return second ? other * s + x[i] * c : x[i] * c - other * s;
 }

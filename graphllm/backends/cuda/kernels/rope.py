@@ -22,7 +22,7 @@ def turn(site: Site, head: int) -> bytes:
     inverse = site.keep(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
     interleaved = attrs["style"] == "interleaved"
     addresses = site.need("pos").address, inverse, site.address("factors")
-    return struct.pack("<QQQiifi", *addresses, dims // 2, interleaved, attrs["magnitude"], 0)
+    return struct.pack("<QQQiifi", *addresses, dims // 2, interleaved, attrs["attention_factor"], 0)
 
 
 @BACKEND.kernel("rope", layout={"x": ROWS}, dtypes={"x": "f32"})
