@@ -248,10 +248,10 @@ class LLM(LoadedModel):
         """What reading ``prompt`` (a text or token ids) and ``decode`` tokens after it cost, step
         by step: ``repeat`` timed passes, in turns with passes that are not timed. No other request
         runs meanwhile. RequestError."""
-        from ..profiler import measure
+        from ..profiler import capture
 
         rules: dict[str, Rule] = {"decode": Whole(), "repeat": Whole(1), "show": function}
         own = check(rules, {"decode": decode, "repeat": repeat, "show": show})
         ids = self._ids(prompt, "llm.profile")
         with self.engine.lock.hold("llm.profile"):
-            return measure.profile(self, ids, **own)
+            return capture.profile(self, ids, **own)

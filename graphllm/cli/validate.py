@@ -100,7 +100,7 @@ def validate(
 
 def _writer(path: Path) -> Callable[[Report], str]:
     """What makes the file's text. RequestError for an unknown kind."""
-    from ..validation.page import page
+    from ..validation.html_page import page
 
     check_writable(path)
     if path.suffix == ".html":

@@ -29,7 +29,7 @@ from ..runtime.executor import Executor
 from ..runtime.gpu_offload import leaf_buffers
 from . import roofline
 from .bench import Test, model_type, own_bytes
-from .kernel_rates import FLOAT, operations
+from .kernel_probes import FLOAT, operations
 from .roofline import Ceiling
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ..compiler.plan import Plan
 from . import machine_load
 from .accounting import Closing, Pass, close
 from .arena_map import arenas
-from .files import SCHEMA, VERSION
 from .record import KEYS, Row, Run, plans_of, rows_of
 from .report import table
+from .schema import SCHEMA, VERSION
 from .speed import Speed, speed
 
 

@@ -22,7 +22,7 @@ from ..backends.probe_results import ROOFS, THREADS
 from ..cache import CacheFile
 from ..errors import RequestError
 from ..system_info import Others, free_bytes
-from . import kernel_rates
+from . import kernel_probes
 from .machine_load import OTHERS
 
 FRESH = timedelta(days=1)
@@ -157,7 +157,7 @@ def _table(c: Ceiling) -> Iterator[str]:
 def _notes(c: Ceiling) -> Iterator[str]:
     for what, parts in (
         ("of memory's rate, linears of one token reach", c.shares),
-        (f"of arithmetic's, linears of {kernel_rates.TOKENS}", c.many),
+        (f"of arithmetic's, linears of {kernel_probes.TOKENS}", c.many),
     ):
         if parts:
             yield f"{what}: " + ", ".join(f"{n} {part:.0%}" for n, part in parts.items())
@@ -220,7 +220,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
     )  # fmt: skip
     by_threads = own.counted == THREADS
     counts = sorted(own.memory["read"]) if by_threads else [0]
-    more = kernel_rates.measure(backend, found.bytes_s, counts, size, show)
+    more = kernel_probes.measure(backend, found.bytes_s, counts, size, show)
     found = replace(
         found, flops=more.flops, steps=more.steps, shares=more.shares, many=more.many,
         spreads={**own.spreads, **more.spreads}, others=others.share() if by_threads else None,

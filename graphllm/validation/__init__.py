@@ -4,6 +4,6 @@ transformers, check by check."""
 from __future__ import annotations
 
 from .report import Check, Report, Run
-from .run import validate
+from .runner import validate
 
 __all__ = ["Check", "Report", "Run", "validate"]

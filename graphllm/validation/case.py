@@ -18,7 +18,7 @@ from ..model.config_keys import Keys
 from ..model.spec import Family
 from ..runtime.executor import Progress
 from ..weights import Weights
-from .record import Oracle, Record, Wanted
+from .oracle_record import Oracle, Record, Wanted
 
 TEXT = (
     "The lighthouse keeper counted 217 steps every evening, lit the lamp, and wrote the hour in a "

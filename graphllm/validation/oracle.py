@@ -24,7 +24,7 @@ from ..errors import ModelFileError
 from ..formats.quantization import Blocks
 from ..model.spec import run_file
 from ..weights import Weights
-from .record import Record, Wanted
+from .oracle_record import Record, Wanted
 from .torch_module import ModuleOracle, is_module
 
 Function = Callable[[dict[str, Any], dict[str, np.ndarray], list[int]], Any]

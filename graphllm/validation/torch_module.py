@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from ..errors import ModelFileError
-from .record import Attended, Record, Wanted
+from .oracle_record import Attended, Record, Wanted
 
 _EAGER = "eager_attention_forward"  # what modelling files of transformers call theirs
 _SMALL = 50_000_000  # weights of a model whose matrices are not worth several threads

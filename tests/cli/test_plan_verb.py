@@ -20,7 +20,7 @@ from graphllm.backends.order import ORDER
 from graphllm.checkpoints.gguf import GGUF
 from graphllm.checkpoints.random import RandomFile
 from graphllm.errors import ModelFileError, PlacementError, RequestError
-from graphllm.profiler import bench, kernel_rates, prediction, roofline
+from graphllm.profiler import bench, kernel_probes, prediction, roofline
 from graphllm.profiler.bench import Test
 from graphllm.profiler.roofline import Ceiling
 
@@ -183,7 +183,7 @@ def test_a_gpu_that_is_here(tiny):
     assert found.token.ops == llm.placement()
     assert not [note for note in found.notes if "not usable" in note]
     assert "free there" in found.notes[0]
-    own = kernel_rates.measure(GPU, lambda n: 1e12, [0], 64 << 20, lambda what, done, total: None)
+    own = kernel_probes.measure(GPU, lambda n: 1e12, [0], 64 << 20, lambda what, done, total: None)
     assert own.flops["float"][0] > 1e13 and 0 < own.steps[0] < 1e-4
 
 
@@ -226,7 +226,7 @@ def test_operations_of_fused_steps_by_kind(tiny):
     kinds: dict[str, set[str]] = {}
     env = prediction.env_of(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps:
-        found = list(kernel_rates.operations(step.node, env))
+        found = list(kernel_probes.operations(step.node, env))
         cost = ops.get(step.node.op).price(step.node, env)
         assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
         kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, _ in found)

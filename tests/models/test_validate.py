@@ -480,7 +480,7 @@ def test_what_it_refuses(words, message):
 
 
 def test_without_transformers_a_line_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("graphllm.validation.hf.find_spec", lambda name: None)
+    monkeypatch.setattr("graphllm.validation.hf_oracle.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"torch is not installed: pip install 'graphllm\[par"):
         validate("llama", tiny=True)
 

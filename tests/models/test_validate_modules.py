@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from graphllm.errors import RequestError
-from graphllm.validation import hf, validate
+from graphllm.validation import validate
 
 pytestmark = pytest.mark.parity
 
@@ -233,7 +233,7 @@ def test_a_directory_with_code_of_its_own(folder, monkeypatch):
     assert found.first is None and found.runs[0].verdict.endswith("; --oracle FILE gives one")
     layers = next(c for c in found.runs[0].checks if c.name == "layers")
     assert hint in layers.summary
-    monkeypatch.setattr(hf, "known", lambda kind: True)
+    monkeypatch.setattr(hf_oracle, "known", lambda kind: True)
     with pytest.raises(
         RequestError, match=r"transformers cannot load .* an --oracle FILE may import"
     ):

@@ -22,7 +22,7 @@ from graphllm.profiler.compare.comparison import WALL, Comparison, compare
 from graphllm.profiler.compare.samples import load
 from graphllm.profiler.compare.statistics import changes, common, holm, quantile, tail
 from graphllm.profiler.compare.step_matching import label, match
-from graphllm.profiler.files import read_profile
+from graphllm.profiler.schema import read_profile
 
 SLOWED = {"gated q5_0": 1.2}
 

@@ -19,7 +19,7 @@ from graphllm.cache import CacheFile
 from graphllm.cli import show
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
-from graphllm.profiler import kernel_rates, roofline
+from graphllm.profiler import kernel_probes, roofline
 from graphllm.profiler.roofline import Ceiling
 
 SMALL = 4 << 20
@@ -34,8 +34,8 @@ def cache(tmp_path, monkeypatch):
     """A cache directory of its own, and a small buffer to go over."""
     monkeypatch.setattr(roofline, "_FILE", CacheFile("ceilings.json", root=tmp_path / "cache"))
     monkeypatch.setattr(roofline, "room", lambda: SMALL)
-    monkeypatch.setattr(kernel_rates, "WIDTH", 256)
-    monkeypatch.setattr(kernel_rates, "SECONDS", 0.0)
+    monkeypatch.setattr(kernel_probes, "WIDTH", 256)
+    monkeypatch.setattr(kernel_probes, "SECONDS", 0.0)
     monkeypatch.setattr(roofline_probes, "SECONDS", 0.0)
     return tmp_path / "cache"
 
@@ -50,14 +50,14 @@ def test_measured_and_kept(cache):
     assert roofline.kept("cpu") is None
     found = roofline.measure("cpu", nobody)
     assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
-    assert set(found.flops) == set(kernel_rates.KINDS) and set(found.peaks) == set(
+    assert set(found.flops) == set(kernel_probes.KINDS) and set(found.peaks) == set(
         probe_kernels.chains()
     )
     tables = [found.rates, found.caches, found.flops, found.peaks]
     for by_count in [row for table in tables for row in table.values()]:
         assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e7
     assert set(found.steps) == set(counts(usable_cores()))
-    assert set(found.shares) == set(found.many) == set(kernel_rates.FORMATS)
+    assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
     assert 0 < max(found.shares.values()) <= 1 and min(found.many.values()) > 0
     assert set(found.spreads) == {kind for table in tables for kind in table}
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
@@ -99,7 +99,7 @@ def test_roofs_are_peaks_whatever_kernels_reach():
 
 def test_a_profile_is_held_against_roofs(cache):
     """Not against the rates of kernels, which predictions are made of."""
-    from graphllm.profiler.measure import _add_roof
+    from graphllm.profiler.capture import _add_roof
 
     roofline._keep(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
     roofs = {}

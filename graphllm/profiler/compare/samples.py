@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import machine_load
-from ..files import read_times
+from ..schema import read_times
 from ..speed import Speed, speed
 from .statistics import FIRST_STEPS, step_floor, wall_floor
 from .step_matching import Row

@@ -1,7 +1,7 @@
 """Compare the CPU's multiply-add peaks with its clock and with the fastest kernels.
 
-    python benchmarks/peaks_cpu.py --rounds 20
-    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= python benchmarks/peaks_cpu.py
+    python benchmarks/roofline_cpu.py --rounds 20
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES= python benchmarks/roofline_cpu.py
 
 For one thread: the clock, measured by dependent multiplications; each peak in operations and in
 products of two vectors per cycle; the rate of a linear of each weight format as a share of its
@@ -27,7 +27,7 @@ from graphllm.backends.cpu.runtime.isa import isa
 from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
 from graphllm.backends.cpu.runtime.roofline_probes import _OPERATIONS, _program
 from graphllm.graph.dtype import dtype
-from graphllm.profiler import kernel_rates
+from graphllm.profiler import kernel_probes
 
 TURNS, CYCLES = 50_000, 16  # of the clock's loop, and of one turn
 ABOVE = 1.02  # of a peak: noise
@@ -57,7 +57,7 @@ def ran(run: Callable[[Log | None], None]) -> float:
 
 def linear(name: str, tokens: int) -> float:
     """Operations a second of a linear of ``tokens``."""
-    step = kernel_rates._linear("cpu", 1, dtype(name), kernel_rates.WIDTH, tokens)
+    step = kernel_probes._linear("cpu", 1, dtype(name), kernel_probes.WIDTH, tokens)
     assert step is not None, name
     return step.flops / min(step.seconds)
 
@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
-    kernel_rates.WIDTH, kernel_rates.SECONDS = asked.width, 0.0
+    kernel_probes.WIDTH, kernel_probes.SECONDS = asked.width, 0.0
     area = allocate(probe_kernels.OPERANDS * 64)
     area.view(np.float32)[:] = 1.0
     chains = probe_kernels.chains()

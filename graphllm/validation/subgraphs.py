@@ -12,7 +12,7 @@ from ..graph.dtype import F32
 from ..graph.rewrite import toposort
 from ..graph.tensor import Tensor, Var
 from ..profiler.diff.deviation import Deviation, deviation
-from .record import Record
+from .oracle_record import Record
 
 EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last cut
 

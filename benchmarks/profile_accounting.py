@@ -1,7 +1,7 @@
 """Does a profile add up, what does taking it cost, and do the GPU's own records agree with it?
 
-    python benchmarks/profile_closes.py demo -t 2
-    python benchmarks/profile_closes.py --random mistral-7b --type f16 --prompt-tokens 512 --cupti
+    python benchmarks/profile_accounting.py demo -t 2
+    python benchmarks/profile_accounting.py --random mistral-7b --type f16 --cupti
 
 Of each phase: the share of the wall time that has a name, what is left, what noting times costs.
 With --cupti (package cupti-python), the time of each kind of op in timed replays beside that of

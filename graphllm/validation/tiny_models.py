@@ -22,10 +22,10 @@ from ..model.spec import Family
 from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
 from ..weights.mapped import TensorInfo
-from . import hf
+from . import hf_oracle
 from .case import Subject
 from .oracle import Function, FunctionOracle
-from .record import Oracle
+from .oracle_record import Oracle
 
 _LAYERS = 512  # more than a small model has
 
@@ -43,8 +43,8 @@ def tiny_models(
         config = {**family.tiny[0], **variant}
         kind = config.pop("model_type", family.name)
         if function is None:
-            hf.require()
-            if hf.known(kind):
+            hf_oracle.require()
+            if hf_oracle.known(kind):
                 yield from _of_transformers(family, kind, config)
                 continue
         file = Invented(family, {"model_type": kind, **config})
@@ -59,17 +59,17 @@ def _of_transformers(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf.quiet():
+    with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf_oracle.quiet():
         try:
             made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
-            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **hf.PLAIN)
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **hf_oracle.PLAIN)
         except Exception as error:  # transformers checks what it is given in many ways
             text = " ".join(str(error).split())
             raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
         model.save_pretrained(folder)
         source = f"{family.name}.py: TINY"
-        yield Subject(Path(folder), family, source), hf.TransformersOracle(model.eval())
+        yield Subject(Path(folder), family, source), hf_oracle.TransformersOracle(model.eval())
 
 
 def _randomise(model: Any) -> None:

@@ -9,25 +9,33 @@ from ..checkpoints.model_file import ModelFile, model_path
 from ..errors import GraphllmError, RequestError
 from ..model.spec import Family
 from ..runtime.executor import Progress
-from . import files, hf, outputs
+from . import file_checks, hf_oracle, output_checks
 from .case import Case, Subject
-from .layers import hidden_states
+from .layer_check import hidden_states
 from .oracle import Function, FunctionOracle, function_of
-from .record import Oracle
+from .oracle_record import Oracle
 from .report import FAILED, SKIPPED, Check, Report, Run
-from .tiny import tiny_models
+from .tiny_models import tiny_models
 
-ALONE: tuple[tuple[str, Callable[[Case], Check]], ...] = (
-    ("steps", outputs.steps), ("fusion", outputs.fusion), ("backends", outputs.backends),
-)  # fmt: skip
-COMPARED: tuple[tuple[str, Callable[[Case], Check]], ...] = (
-    ("layers", hidden_states), ("logits", outputs.logits), ("greedy", outputs.greedy),
-    ("perplexity", outputs.perplexity),
-)  # fmt: skip
-FILES: tuple[tuple[str, Callable[[Case], Check]], ...] = (
-    ("tokenizer", files.tokenizer), ("config", files.config), ("weights", files.weights),
-)  # fmt: skip
-CHECKS = (*FILES, *COMPARED, *ALONE)
+CheckFunction = Callable[[Case], Check]
+
+SELF_CHECKS: tuple[tuple[str, CheckFunction], ...] = (
+    ("steps", output_checks.steps),
+    ("fusion", output_checks.fusion),
+    ("backends", output_checks.backends),
+)
+ORACLE_CHECKS: tuple[tuple[str, CheckFunction], ...] = (
+    ("layers", hidden_states),
+    ("logits", output_checks.logits),
+    ("greedy", output_checks.greedy),
+    ("perplexity", output_checks.perplexity),
+)
+FILE_CHECKS: tuple[tuple[str, CheckFunction], ...] = (
+    ("tokenizer", file_checks.tokenizer),
+    ("config", file_checks.config),
+    ("weights", file_checks.weights),
+)
+CHECKS = (*FILE_CHECKS, *ORACLE_CHECKS, *SELF_CHECKS)
 
 
 def validate(
@@ -104,11 +112,11 @@ def _oracle(file: Subject, family: Family, function: Function | None) -> Oracle 
     if function is not None:
         weights = file.weights(family, family.config(file.keys(family)))
         return FunctionOracle(function, file.metadata, weights)
-    hf.require()
-    if not hf.known(file.architecture):
+    hf_oracle.require()
+    if not hf_oracle.known(file.architecture):
         return None
     try:
-        return hf.TransformersOracle.load(file.path)
+        return hf_oracle.TransformersOracle.load(file.path)
     except RequestError as error:
         raise RequestError(f"{error}{_own_code(file)}") from None
 
@@ -140,7 +148,7 @@ def _checks(case: Case) -> Iterator[Check]:
     broken = ""
     for done, (name, check) in enumerate(CHECKS):
         case.progress("checks", done, len(CHECKS))
-        if (name, check) in COMPARED and case.oracle is None:
+        if (name, check) in ORACLE_CHECKS and case.oracle is None:
             text = f"there is nothing independent to compare with{_own_code(case.file)}"
             yield Check(name, SKIPPED, text)
             continue

@@ -1,6 +1,6 @@
 """Weights quantised while they are loaded (`--type`): M weights a second by format and threads.
 
-    python benchmarks/quantise_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--against CHECKOUT]
+    python benchmarks/quantize_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--against CHECKOUT]
 
 A matrix of random bf16 numbers, 2,048 columns wide, in memory. Each row is a process of its own on
 so many cores, which converts the matrix once to compile and touch everything, and then some times;

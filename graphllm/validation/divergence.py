@@ -19,8 +19,8 @@ from ..graph.scopes import shown_line
 from ..graph.tensor import Tensor
 from ..ops import get
 from .case import Case
-from .record import Attended, Record
-from .regions import Region, Swap, comparable, entry, nearest, scalars, within
+from .oracle_record import Attended, Record
+from .subgraphs import Region, Swap, comparable, entry, nearest, scalars, within
 
 _NAMED = 6  # so many ops are named in a line
 _QUIET = ("Dropout", "Identity", "ModuleList", "RotaryEmbedding")  # modules that compute nothing
@@ -89,7 +89,7 @@ def inside(case: Case, region: Region, limit: float) -> Parting:
 
 def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
     """The values of ``nodes``, from the oracle's value before the region."""
-    from .regions import regions
+    from .subgraphs import regions
 
     named = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
     swaps = {}

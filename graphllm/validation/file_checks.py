@@ -52,7 +52,7 @@ def _transformers_tokenizer(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
 
-        from .hf import quiet
+        from .hf_oracle import quiet
 
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)

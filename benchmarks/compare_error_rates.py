@@ -1,7 +1,7 @@
 """How often `graphllm compare` is wrong on this machine, and whether it sees a slowed kernel.
 
-    python benchmarks/compare_noise.py demo --comparisons 20 -r 5 --with "-n 64 -t 2"
-    python benchmarks/compare_noise.py demo --comparisons 5 -r 5 --with "-t 2" --slow gated
+    python benchmarks/compare_error_rates.py demo --comparisons 20 -r 5 --with "-n 64 -t 2"
+    python benchmarks/compare_error_rates.py demo --comparisons 5 -r 5 --with "-t 2" --slow gated
 
 Every run is a process that profiles the model. A comparison is ``-r`` pairs of runs in turns, as
 `graphllm compare --against` makes them; besides, the runs of each pair are compared as one file

@@ -13,9 +13,9 @@ import numpy as np
 from ..engine.trace import Tracer
 from ..errors import ModelFileError
 from .case import Case
-from .inside import inside
-from .regions import LOGITS, Region, Swap, nearest, regions
+from .divergence import inside
 from .report import FAILED, PASSED, Check
+from .subgraphs import LOGITS, Region, Swap, nearest, regions
 
 # Mean square error as a share of the mean square: float32 reaches 1e-13 to 1e-11 a layer, halves,
 # as the CUDA kernels multiply them, 1e-6 to 1e-5.
