@@ -18,7 +18,7 @@ import numpy as np
 from gpu_shared import ORDER, share
 
 from graphllm import ops
-from graphllm.checkpoints.random import random_bytes
+from graphllm.checkpoints.random_weights import random_bytes
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Tensor, Var, feed, weight

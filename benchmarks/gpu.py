@@ -28,7 +28,7 @@ from gpu_shared import Lines, Model, ModelPart, Part, cuda, rates, share
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.checkpoints.shapes import SHAPES, TYPES
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES
 from graphllm.debug import debug
 from graphllm.errors import GraphllmError
 from graphllm.graph.fused_op import results

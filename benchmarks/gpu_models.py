@@ -14,7 +14,7 @@ import numpy as np
 from gpu_shared import Lines, Marks, Model
 
 import graphllm
-from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling

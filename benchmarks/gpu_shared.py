@@ -12,7 +12,7 @@ from graphllm import backends
 from graphllm.api import LLM
 from graphllm.backends import Backend
 from graphllm.backends.probe_results import Measured
-from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.errors import GraphllmError, RequestError
 from graphllm.loading.load import decoder_for
 from graphllm.model.decoder import Limits

@@ -26,8 +26,8 @@ from graphllm.api import LLM
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels import gemm, linear
 from graphllm.backends.cuda.runtime import cublaslt
-from graphllm.checkpoints.random import RandomFile
-from graphllm.checkpoints.shapes import SHAPES
+from graphllm.checkpoints.model_shapes import SHAPES
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.graph.dtype import F16, F32
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import decoder_for

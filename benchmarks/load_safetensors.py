@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.checkpoints.random import random_bytes
-from graphllm.checkpoints.shapes import SHAPES, Shape
+from graphllm.checkpoints.model_shapes import SHAPES, Shape
+from graphllm.checkpoints.random_weights import random_bytes
 from graphllm.graph.dtype import BF16
 from graphllm.weights.safetensors import Safetensors
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from graphllm.checkpoints.random import RandomFile
-from graphllm.checkpoints.shapes import SHAPES, TYPES
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES
+from graphllm.checkpoints.random_weights import RandomFile
 
 
 def add_keys(writer: gguf.GGUFWriter, file: RandomFile) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 import graphllm
 from graphllm import LLM
-from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
 from graphllm.profiler.bench import fillers

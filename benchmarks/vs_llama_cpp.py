@@ -23,7 +23,7 @@ import llama_cpp
 
 import graphllm
 from graphllm.api import LLM
-from graphllm.checkpoints.model_file import model_path
+from graphllm.checkpoints.checkpoint import model_path
 from graphllm.cli.bench import Grid, numbers
 from graphllm.profiler.bench import Test, fillers, once
 

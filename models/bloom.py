@@ -2,7 +2,7 @@
 
 from graphllm.model.config_keys import Keys, even_heads
 from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.names import rooted
+from graphllm.weights.weight_rules import rooted
 
 NAMES = Names(
     model="transformer", embed="word_embeddings", embed_norm="word_embeddings_layernorm",

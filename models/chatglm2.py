@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, shared_heads
 from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
-from graphllm.weights.names import WeightRule
+from graphllm.weights.weight_rules import WeightRule
 
 NAMES = Names(
     model="transformer", embed="embedding.word_embeddings", layers="encoder.layers",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config, windows
 from graphllm.model.decoder import SANDWICH, Decoder, DecoderConfig
-from graphllm.weights.names import GEMMA_NORMS
+from graphllm.weights.weight_rules import GEMMA_NORMS
 
 GGUF = ("gemma2",)
 HF = GEMMA_NORMS

@@ -5,7 +5,7 @@ from dataclasses import replace
 from graphllm.model.config_keys import Keys, base_config, windows
 from graphllm.model.decoder import SANDWICH, Decoder, DecoderConfig, Layer
 from graphllm.model.rope import FULL, rope_config
-from graphllm.weights.names import GEMMA_NORMS
+from graphllm.weights.weight_rules import GEMMA_NORMS
 
 GGUF = ("gemma3",)
 GGUF_KEYS = {

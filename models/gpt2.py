@@ -3,7 +3,7 @@
 from graphllm.model.config import ACTIVATIONS
 from graphllm.model.config_keys import Keys, even_heads
 from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.names import TRANSPOSED, WeightRule, rooted
+from graphllm.weights.weight_rules import TRANSPOSED, WeightRule, rooted
 
 NAMES = Names(
     model="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig, Names, Norm
-from graphllm.weights.names import WeightRule
+from graphllm.weights.weight_rules import WeightRule
 
 NAMES = Names(
     model="gpt_neox", embed="embed_in", norm="final_layer_norm",

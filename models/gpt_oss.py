@@ -6,7 +6,7 @@ from dataclasses import replace
 from graphllm.model.config_keys import Keys, base_config, windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.model.moe import mixture_config
-from graphllm.weights.names import TRANSPOSED, Change, Mxfp4, View, WeightRule
+from graphllm.weights.weight_rules import TRANSPOSED, Change, Mxfp4, View, WeightRule
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 _GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up take turns

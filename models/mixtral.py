@@ -6,7 +6,7 @@ from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.model.moe import mixture_config
 from graphllm.weights import WeightRule
-from graphllm.weights.names import EXPERTS, STACKED
+from graphllm.weights.weight_rules import EXPERTS, STACKED
 
 _OLD, _NEW = "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
 HF = (

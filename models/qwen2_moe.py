@@ -5,7 +5,7 @@ from dataclasses import replace
 from graphllm.model.config_keys import Keys, base_config, windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.model.moe import mixture_config, sparse_layers
-from graphllm.weights.names import EXPERTS
+from graphllm.weights.weight_rules import EXPERTS
 
 HF = EXPERTS
 GGUF = ("qwen2moe",)

@@ -7,7 +7,7 @@ from graphllm.graph.tensor import Tensor, scope
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.weights import WeightRule
-from graphllm.weights.names import STACKED
+from graphllm.weights.weight_rules import STACKED
 
 GGUF = ("stablelm",)
 HF = tuple(

@@ -3,7 +3,7 @@
 from graphllm.model.config import ACTIVATIONS
 from graphllm.model.config_keys import Keys, even_heads
 from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.names import WeightRule
+from graphllm.weights.weight_rules import WeightRule
 
 NAMES = Names(
     norm="layer_norm", before_attn="self_attn_layer_norm", out="out_proj",

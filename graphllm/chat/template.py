@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import GraphllmError, ModelFileError, RequestError
 from ..tokenizer import Tokenizer
-from ..tokenizer.files import read_json, read_text
+from ..tokenizer.untrusted_files import read_json, read_text
 from .builtin import TEMPLATES
 from .messages import Message, normalize_messages, plain
 from .process import PROCESS, Exceeded

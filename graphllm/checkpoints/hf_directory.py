@@ -12,10 +12,10 @@ import numpy as np
 from ..errors import ConfigError, ModelFileError, shown
 from ..model.config_keys import Keys
 from ..weights import NamedWeights, Weights
-from ..weights.mapped import TensorInfo
-from ..weights.names import UNUSED
+from ..weights.mapped_file import TensorInfo
 from ..weights.safetensors import Safetensors
 from ..weights.strict_json import json_object
+from ..weights.weight_rules import UNUSED
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
@@ -118,7 +118,7 @@ class Directory:
     def end_ids(self, vocab: int) -> frozenset[int]:
         """The ids below ``vocab`` that end a generation, as the directory states them; its
         tokenizer may know more. ModelFileError."""
-        from ..tokenizer.directory import Directory as Files
+        from ..tokenizer.tokenizer_config import Directory as Files
 
         return Files(self.path, self.metadata).ends(vocab)
 

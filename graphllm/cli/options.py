@@ -17,7 +17,7 @@ from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..checkpoints.model_file import ModelFile
+    from ..checkpoints.checkpoint import ModelFile
     from ..engine.request import Sampling
 
 app = typer.Typer(
@@ -222,9 +222,9 @@ class Source:
     def open(self, placing: Placing, data: bool = True) -> ModelFile:
         """The file, with its tensors' ``data`` or without, or random weights, which are made in the
         type that ``placing`` asks for, and so not converted to it. RequestError."""
-        from ..checkpoints.model_file import open_model
-        from ..checkpoints.random import RandomFile
-        from ..checkpoints.shapes import MIX
+        from ..checkpoints.checkpoint import open_model
+        from ..checkpoints.model_shapes import MIX
+        from ..checkpoints.random_weights import RandomFile
 
         if self.model is not None and self.random is None:
             return open_model(self.model, data)

@@ -21,7 +21,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
     graphllm inspect model.gguf --json
     """
-    from ..checkpoints.model_file import open_model
+    from ..checkpoints.checkpoint import open_model
 
     file = open_model(model)
     tensors = list(file.tensors.values())
@@ -72,7 +72,7 @@ def tokenize(
 
     graphllm tokenize demo "Hello, world" --ids
     """
-    from ..checkpoints.model_file import open_model
+    from ..checkpoints.checkpoint import open_model
 
     own = open_model(model).tokenizer()
     text = read_text(None) if text == "-" else text

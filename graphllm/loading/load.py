@@ -22,11 +22,11 @@ from ..arguments import (
     texts,
 )
 from ..backends import Options
-from ..checkpoints.model_file import ModelFile
+from ..checkpoints.checkpoint import ModelFile
 from ..compiler import fusion
 from ..graph.dtype import CACHED
+from ..model.batch import Limits
 from ..model.decoder import Decoder
-from ..model.inputs import Limits
 from ..runtime.gpu_offload import checked
 
 DEFAULT_CONTEXT = 4096
@@ -77,7 +77,7 @@ def decoder_for(
     keys.finish()
     weights = file.weights(family, config)
     if kind is not None:
-        from ..checkpoints.requantize import Quantised
+        from ..checkpoints.quantize_on_load import Quantised
 
         router = f".{config.names.router}.weight"  # small, and what it decides is delicate
         weights = Quantised(weights, kind, lambda name: name.endswith(router), backends, options)

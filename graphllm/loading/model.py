@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from .. import backends as registry
 from ..arguments import check, refused, shown, whole_number
-from ..checkpoints.model_file import ModelFile, open_model
+from ..checkpoints.checkpoint import ModelFile, open_model
 from ..engine.engine import Engine
 from ..errors import ModelFileError, PlacementError, RequestError
+from ..model.batch import Limits
 from ..model.decoder import Decoder
-from ..model.inputs import Limits
 from ..runtime.executor import Executor, Progress
 from ..runtime.gpu_offload import AUTO, Fit
 from .load import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
@@ -111,7 +111,7 @@ class LoadedModel:
 
         Args:
             model: a GGUF file, a Hugging Face directory, ``demo``, ``org/name`` of the Hugging Face
-                hub, or an open model file such as `graphllm.checkpoints.random.RandomFile`.
+                hub, or an open model file such as `graphllm.checkpoints.random_weights.RandomFile`.
             model_def: a model file of your own, used instead of one of `graphllm.models`.
             type: weight format, such as ``q8_0``, to which float matrices are quantised on load.
             device: ``auto`` (the first backend that can run each op) or the name of a backend; ops

@@ -13,6 +13,7 @@ from ..errors import RequestError, UnusedTensors
 from ..graph.dtype import dtype
 from ..graph.tensor import Tensor, scope, state
 from ..weights import Weights
+from .batch import Batch, CacheSpec, Limits
 from .config import (
     SANDWICH,
     Attention,
@@ -25,7 +26,6 @@ from .config import (
     Norm,
     Rope,
 )
-from .inputs import Batch, CacheSpec, Limits
 from .mla import latent_attention
 from .moe import mixture
 from .nn import Module, activation

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from ..weights.gguf import GgufFile, StringArray
-from ..weights.names import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
+from ..weights.weight_rules import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
 from .config_keys import Keys
 from .rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from .. import ops
 from ..graph.tensor import Tensor
-from ..weights.names import EXPERTS, Rows, View, WeightRule
+from ..weights.weight_rules import EXPERTS, Rows, View, WeightRule
+from .batch import Batch
 from .config import Attention, DecoderConfig, Latent
 from .config_keys import Keys, base_config
-from .inputs import Batch
 from .rope import score_factor
 
 if TYPE_CHECKING:

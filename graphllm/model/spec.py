@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError
-from ..weights.names import WeightRule
+from ..weights.weight_rules import WeightRule
 from .config import DecoderConfig
 from .gguf_config import gguf_names
 

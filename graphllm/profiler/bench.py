@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ..backends import find
-from ..checkpoints.shapes import FILE_TYPES
+from ..checkpoints.model_shapes import FILE_TYPES
 from ..compiler.plan import HOST
 from ..engine.request import Sampling
 from ..errors import RequestError
@@ -30,7 +30,7 @@ from .roofline import cpu_name
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
-    from ..checkpoints.model_file import ModelFile
+    from ..checkpoints.checkpoint import ModelFile
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
     from ..loading.model import LoadedModel

@@ -18,7 +18,7 @@ import numpy as np
 from .. import ops
 from ..backends import Options
 from ..backends.probe_results import Table, spread
-from ..checkpoints.random import random_bytes
+from ..checkpoints.random_weights import random_bytes
 from ..formats.quantization import Blocks
 from ..graph.dtype import F16, F32, I32, Q8_0, DType, dtype
 from ..graph.fused_op import parts

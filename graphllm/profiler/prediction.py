@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import backends as registry
 from ..arguments import Optional, Whole, check
 from ..backends import Backend, Device, Options
-from ..checkpoints.model_file import ModelFile, open_model
+from ..checkpoints.checkpoint import ModelFile, open_model
 from ..compiler.plan import HOST, Copies, Plan, Step
 from ..engine.engine import Engine
 from ..errors import PlacementError

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from ..errors import ModelFileError, shown
 from ..weights.gguf import GgufFile
-from . import chatglm, pipeline
+from . import chatglm, tokenizer_json
 from .bpe import BpeTokenizer
 from .decoding import TextStream
-from .directory import Directory
-from .spm import SpmTokenizer
-from .spm_model import ModelTokenizer, from_pieces
+from .sentencepiece import SpmTokenizer
+from .sentencepiece_model import ModelTokenizer, from_pieces
+from .tokenizer_config import Directory
 from .vocabulary import Vocabulary
 
 __all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_pieces", "load"]
@@ -94,7 +94,7 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
     present = {path.name for path in directory.folder.glob("*.*")}
     is_glm = directory.config.get("model_type") == "chatglm"
     if "tokenizer.json" in present:
-        return pipeline.from_json(directory)
+        return tokenizer_json.from_json(directory)
     if "ice_text.model" in present:
         return chatglm.ChatGlmTokenizer(directory.folder / "ice_text.model", directory)
     for name in ("tokenizer.model", "spiece.model"):
@@ -107,7 +107,7 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
             "otherwise; a tokenizer.json is needed"
         )
     if {"vocab.json", "merges.txt"} <= present:
-        return pipeline.from_merges(directory)
+        return tokenizer_json.from_merges(directory)
     raise ModelFileError(
         f"{directory.folder}: no tokenizer: neither tokenizer.json nor tokenizer.model, nor "
         "vocab.json with merges.txt"

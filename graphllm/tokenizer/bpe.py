@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import shown
 from ..weights.gguf import StringArray
-from .patterns import DEFAULT, PRES, Pre, expand
+from .pre_tokenizers import DEFAULT, PRES, Pre, expand
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
 
 if TYPE_CHECKING:

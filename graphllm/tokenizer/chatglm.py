@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ModelFileError, shown
-from .directory import LARGEST_ID, Directory
-from .spm_model import ModelTokenizer
+from .sentencepiece_model import ModelTokenizer
+from .tokenizer_config import LARGEST_ID, Directory
 from .vocabulary import Specials
 
 _IMAGES = 20_000  # ids before the pieces' in the first release, whose settings do not say

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ..api import LLM
+from ..checkpoints.checkpoint import ModelFile
 from ..checkpoints.hf_directory import Directory
-from ..checkpoints.model_file import ModelFile
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
 from ..model.config import DecoderConfig

@@ -7,9 +7,9 @@ from typing import Any
 
 from ..errors import GraphError, GraphllmError, UnusedTensors
 from ..loading.load import decoder_for
+from ..model.batch import Limits
 from ..model.config_keys import IGNORED
-from ..model.inputs import Limits
-from ..tokenizer.hard_texts import HARD_TEXTS
+from ..tokenizer.edge_cases import HARD_TEXTS
 from .case import TEXT, Case, Subject
 from .report import FAILED, PASSED, SKIPPED, Check
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checkpoints.model_file import ModelFile, model_path
+from ..checkpoints.checkpoint import ModelFile, model_path
 from ..errors import GraphllmError, RequestError
 from ..model.spec import Family
 from ..runtime.executor import Progress

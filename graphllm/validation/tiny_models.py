@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoints.model_file import ModelFile
+from ..checkpoints.checkpoint import ModelFile
 from ..errors import ConfigError, ModelFileError
 from ..graph.dtype import F32
 from ..graph.scopes import current_scope
 from ..graph.tensor import Meta, Tensor
+from ..model.batch import Limits
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
-from ..model.inputs import Limits
 from ..model.spec import Family
 from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
-from ..weights.mapped import TensorInfo
+from ..weights.mapped_file import TensorInfo
 from . import hf_oracle
 from .case import Subject
 from .oracle import Function, FunctionOracle

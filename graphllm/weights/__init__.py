@@ -11,7 +11,7 @@ from ..errors import ModelFileError, shown
 from ..formats.quantization import Blocks
 from ..graph.dtype import F32
 from ..graph.tensor import Meta
-from .names import NamedWeights, WeightRule, plain_dtype
+from .weight_rules import NamedWeights, WeightRule, plain_dtype
 
 __all__ = ["Arrays", "ModelWeights", "NamedWeights", "WeightRule", "Weights"]
 

@@ -24,7 +24,7 @@ from .gguf_format import (
     read_tensors,
     typed,
 )
-from .mapped import MappedFile, TensorFiles, TensorInfo
+from .mapped_file import MappedFile, TensorFiles, TensorInfo
 
 __all__ = ["GgufFile", "StringArray", "TensorInfo"]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import ModelFileError, shown
 from ..graph.dtype import DTYPES, DType
-from .mapped import TensorInfo
+from .mapped_file import TensorInfo
 
 # ggml_type -> name, for the formats that graphllm has a dtype for.
 _FORMATS: dict[int, str] = {

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..graph.dtype import F32
-from .mapped import NO_PICKLES, MappedFile, TensorFiles, TensorInfo
+from .mapped_file import NO_PICKLES, MappedFile, TensorFiles, TensorInfo
 
 _MAGIC = 0x616B3432  # "ak42", of versions 1 and 2; version 0 begins with the first size
 _PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how PyTorch's files begin, which end in .bin, too

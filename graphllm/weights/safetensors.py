@@ -11,7 +11,7 @@ import re
 from pathlib import Path, PurePosixPath
 
 from ..errors import ModelFileError, shown
-from .mapped import NO_PICKLES, MappedFile, TensorFiles
+from .mapped_file import NO_PICKLES, MappedFile, TensorFiles
 from .safetensors_format import MAX_HEADER, READABLE, read_header
 from .strict_json import json_object
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ModelFileError, shown
 from ..graph.dtype import BF16, F16, F32, I8, I32, I64, DType
-from .mapped import TensorInfo
+from .mapped_file import TensorInfo
 from .strict_json import json_object
 
 # Not weights themselves, but what weights may be stored in: packed nibbles, flags.

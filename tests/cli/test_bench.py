@@ -17,8 +17,8 @@ import tiny_models as tiny
 from pseudo_terminal import without_progress
 
 import graphllm
-from graphllm.checkpoints.random import RandomFile
-from graphllm.checkpoints.shapes import SHAPES, TYPES, Shape
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES, Shape
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.loading.load import decoder_for

@@ -18,7 +18,7 @@ import graphllm
 from graphllm import backends, ops
 from graphllm.backends.order import ORDER
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.errors import ModelFileError, PlacementError, RequestError
 from graphllm.profiler import bench, kernel_probes, prediction, roofline
 from graphllm.profiler.bench import Test

@@ -15,8 +15,8 @@ import graphllm
 from graphllm import tokenizer
 from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.random import RandomFile
-from graphllm.checkpoints.shapes import Shape
+from graphllm.checkpoints.model_shapes import Shape
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.engine.request import Sampling
 from graphllm.errors import ModelFileError, OutOfMemory
 

@@ -21,8 +21,8 @@ from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, LEAST
 from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.device import CudaDevice, Launch, Site
-from graphllm.checkpoints.random import RandomFile
-from graphllm.checkpoints.shapes import MIX, SHAPES, TYPES
+from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from graphllm.backends.probe_results import Measured
-from graphllm.checkpoints.shapes import SHAPES, Shape
+from graphllm.checkpoints.model_shapes import SHAPES, Shape
 from graphllm.profiler.bench import Test
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

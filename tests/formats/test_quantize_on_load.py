@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.checkpoints import requantize
-from graphllm.checkpoints.requantize import KINDS, Quantised
+from graphllm.checkpoints import quantize_on_load
+from graphllm.checkpoints.quantize_on_load import KINDS, Quantised
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.formats.quantization import FORMATS, Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES
@@ -59,7 +59,7 @@ MANY = (
     ("kind", "stored"), [(k, s) for k in KINDS for s in STORED if k in MANY or s == "bf16"]
 )
 def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, tile: int) -> None:
-    monkeypatch.setattr(requantize, "_TILE", tile)
+    monkeypatch.setattr(quantize_on_load, "_TILE", tile)
     x = values(7, 512).astype(STORED[stored])
     source = Arrays({"x": x})
     found = Quantised(source, kind)
@@ -214,7 +214,7 @@ def test_every_format_can_be_asked_for() -> None:
 )
 @pytest.mark.parametrize("tile", [1, 1000, 1 << 18])
 def test_values_that_the_format_cannot_hold(monkeypatch, kind, value, words, tile) -> None:
-    monkeypatch.setattr(requantize, "_TILE", tile)
+    monkeypatch.setattr(quantize_on_load, "_TILE", tile)
     x = values(40, 256)
     x[37, 5] = value
     with pytest.raises(ModelFileError, match=f"tensor 'x': row 37 has a value that is {words}"):

@@ -34,7 +34,7 @@ from graphllm.checkpoints.gguf import GGUF
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError, ModelFileError, NumericError
 from graphllm.formats.gguf_blocks import SCALES
-from graphllm.weights.mapped import TensorInfo
+from graphllm.weights.mapped_file import TensorInfo
 from graphllm.weights.safetensors import Safetensors
 
 IDS = [5, 77, 3, 19, 64, 8, 101, 42]

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent / "support"))
 from make_spm import HARD  # noqa: E402
 from vocabulary_files import write_vocabulary  # noqa: E402
 
-from graphllm.tokenizer.patterns import PRES  # noqa: E402
+from graphllm.tokenizer.pre_tokenizers import PRES  # noqa: E402
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 

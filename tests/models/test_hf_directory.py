@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from test_llama2c import write_model
 
 import graphllm
-from graphllm.checkpoints.model_file import open_model
+from graphllm.checkpoints.checkpoint import open_model
 from graphllm.errors import ConfigError, ModelFileError
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from graphllm.checkpoints import hub
-from graphllm.checkpoints.model_file import model_path
+from graphllm.checkpoints.checkpoint import model_path
 from graphllm.errors import ModelFileError
 
 

@@ -19,8 +19,8 @@ from graphllm.errors import ConfigError, ModelFileError, RequestError
 from graphllm.formats.quantization import dequantise, quantise
 from graphllm.graph.dtype import F32, MXFP4, Q8_0
 from graphllm.graph.tensor import Meta
-from graphllm.weights.names import Mxfp4, Rows, View
 from graphllm.weights.safetensors_format import U8
+from graphllm.weights.weight_rules import Mxfp4, Rows, View
 
 pytestmark = pytest.mark.parity
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 120, 12)]

@@ -10,9 +10,9 @@ import graphllm
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
+from graphllm.checkpoints.checkpoint import model_path
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.model_file import model_path
-from graphllm.checkpoints.random import RandomFile
+from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
 from graphllm.graph.tensor import Var, feed, state

@@ -24,8 +24,8 @@ from tokenizers import (
     trainers,
 )
 
-from graphllm.tokenizer.hard_texts import HARD_TEXTS
-from graphllm.tokenizer.model_proto import _varint, read_model
+from graphllm.tokenizer.edge_cases import HARD_TEXTS
+from graphllm.tokenizer.sentencepiece_proto import _varint, read_model
 
 ROOT = Path(__file__).parents[2]
 WORDS = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -13,9 +13,9 @@ from graphllm.formats import quantization
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import current_scope
+from graphllm.model.batch import Limits
 from graphllm.model.config_keys import Keys
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.inputs import Limits
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 

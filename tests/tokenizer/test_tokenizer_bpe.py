@@ -16,7 +16,7 @@ from vocabulary_files import write_vocabulary
 from graphllm import tokenizer
 from graphllm.errors import ModelFileError
 from graphllm.tokenizer import Tokenizer
-from graphllm.tokenizer.patterns import CLASSES, PRES
+from graphllm.tokenizer.pre_tokenizers import CLASSES, PRES
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden/bpe.json").read_text())
 KINDS: dict[str, Any] = GOLDEN["kinds"]

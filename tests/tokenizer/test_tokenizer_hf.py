@@ -24,9 +24,9 @@ from graphllm import tokenizer
 from graphllm.chat import directory_template
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.tokenizer import Tokenizer
-from graphllm.tokenizer.directory import Directory
-from graphllm.tokenizer.files import stderr_held
-from graphllm.tokenizer.hard_texts import HARD_TEXTS
+from graphllm.tokenizer.edge_cases import HARD_TEXTS
+from graphllm.tokenizer.tokenizer_config import Directory
+from graphllm.tokenizer.untrusted_files import stderr_held
 
 CHATS = (
     "<s>[INST] hi [/INST] hello</s><s>[INST] again [/INST]",

@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from graphllm import tokenizer
 from graphllm.errors import ModelFileError
 from graphllm.tokenizer import Tokenizer
-from graphllm.tokenizer.hard_texts import HARD_TEXTS
+from graphllm.tokenizer.edge_cases import HARD_TEXTS
 
 TEXTS = [
     text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import backends as registry
 from ...backends import Options
-from ...checkpoints.model_file import ModelFile, open_model
+from ...checkpoints.checkpoint import ModelFile, open_model
 from ...compiler.fusion import ALL
 from ...errors import RequestError
 from ...graph import rewrite

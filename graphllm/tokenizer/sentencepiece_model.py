@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelFileError, shown
-from .classes import prefix_scheme
-from .directory import AddedToken, Directory
-from .model_proto import ModelProto, read_model
-from .spm import SpmTokenizer, model_proto
+from .hf_classes import prefix_scheme
+from .sentencepiece import SpmTokenizer, model_proto
+from .sentencepiece_proto import ModelProto, read_model
+from .tokenizer_config import AddedToken, Directory
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, ends_among
 
 

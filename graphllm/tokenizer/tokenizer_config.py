@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError, shown
-from .files import read_json
+from .untrusted_files import read_json
 
 NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",

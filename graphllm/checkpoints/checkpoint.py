@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ModelFileError
 from ..weights import Weights
-from ..weights.mapped import TensorInfo
+from ..weights.mapped_file import TensorInfo
 from .demo import demo_path
 
 if TYPE_CHECKING:

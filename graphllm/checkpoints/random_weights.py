@@ -9,9 +9,9 @@ import numpy as np
 
 from ..formats.quantization import quantise
 from ..graph.dtype import DType
-from ..weights.mapped import TensorInfo
+from ..weights.mapped_file import TensorInfo
 from .gguf import GGUF
-from .shapes import Shape, metadata, shape_named, tensors
+from .model_shapes import Shape, metadata, shape_named, tensors
 
 _SPREAD = 0.02  # standard deviation of a weight, as models are made
 # Blocks that are drawn, by their length; the rest repeats them. They are primes, so that every row

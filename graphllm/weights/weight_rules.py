@@ -14,7 +14,7 @@ from ..errors import ModelFileError, shown
 from ..formats.quantization import dequantise
 from ..graph.dtype import DTYPES, F32, MXFP4, DType
 from ..graph.tensor import Meta
-from .mapped import TensorInfo
+from .mapped_file import TensorInfo
 
 
 class TensorFile(Protocol):

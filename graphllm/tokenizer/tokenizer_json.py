@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError, RequestError, shown
-from .classes import CLASSES, TokenizerClass
-from .decoders import read_decoder
 from .decoding import Decoding, looks_special, touches, without_surrogates
-from .directory import LARGEST_ID, AddedToken, Directory
-from .files import blamed, read_json, read_text, stderr_held
+from .hf_classes import CLASSES, TokenizerClass
+from .tokenizer_config import LARGEST_ID, AddedToken, Directory
+from .tokenizer_json_decoder import read_decoder
+from .untrusted_files import blamed, read_json, read_text, stderr_held
 from .vocabulary import ends_among
 
 if TYPE_CHECKING:

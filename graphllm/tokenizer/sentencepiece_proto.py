@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelFileError
-from .files import read_bytes
+from .untrusted_files import read_bytes
 from .vocabulary import NORMAL
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # of a ModelProto

@@ -17,7 +17,7 @@ from ..formats.quantization import WEIGHT_FORMATS, Blocks
 from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..weights import Weights
-from .shapes import STAND_INS
+from .model_shapes import STAND_INS
 
 KINDS = WEIGHT_FORMATS  # what weights can be converted to: every format has a quantiser
 _PLAIN = ("f32", "f16", "bf16")  # what they can be converted from

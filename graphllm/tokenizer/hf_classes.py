@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .directory import AddedToken, Directory
+from .tokenizer_config import AddedToken, Directory
 from .vocabulary import SPACE
 
 if TYPE_CHECKING:
