@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from graphllm.errors import RequestError
-from graphllm.validation import validate
+from graphllm.validation import hf_oracle, validate
 
 pytestmark = pytest.mark.parity
 
