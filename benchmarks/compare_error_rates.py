@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from graphllm.backends import find
-from graphllm.backends.cpu.runtime.device import Launch, Site
+from graphllm.backends.cpu.runtime.device import KernelContext, Launch
 from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
 from graphllm.backends.cpu.runtime.step_interpreter import clock_ns, pause
 from graphllm.cli import main as graphllm
@@ -55,11 +55,11 @@ def slow_down(op: str, share: float) -> None:
     """Let the CPU's kernels for ``op`` take ``share`` longer."""
 
     def slowed(build):
-        def slower(site: Site) -> list[Launch]:
-            made = build(site)
+        def slower(ctx: KernelContext) -> list[Launch]:
+            made = build(ctx)
             first, *rest = [made] if isinstance(made, Launch) else made
-            notes = site.keep(np.zeros(LINE * site.threads, np.int64))
-            thousandths = site.keep(np.array([round(1000 * share)], np.int64))
+            notes = ctx.keep(np.zeros(LINE * ctx.threads, np.int64))
+            thousandths = ctx.keep(np.array([round(1000 * share)], np.int64))
             last = Launch(linger, [notes, thousandths], joined=True)
             return [Launch(begin, [notes]), replace(first, joined=True), *rest, last]
 

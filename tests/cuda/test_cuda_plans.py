@@ -20,7 +20,7 @@ from graphllm.api import LLM
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, LEAST
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.device import CudaDevice, Launch, Site
+from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext, Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
@@ -56,7 +56,7 @@ class Paper(CudaDevice):
 
     def build(self, steps, header):
         for step in steps:
-            made = step.kernel.build(Site(step, header, self))
+            made = step.kernel.build(KernelContext(step, header, self))
             parts = made if isinstance(made, list) else [made]
             self.modules |= {part.function.module for part in parts if isinstance(part, Launch)}
 

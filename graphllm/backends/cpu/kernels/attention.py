@@ -17,7 +17,7 @@ from numba import float32, int64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import threads_for
 from ..runtime.jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
 from .attention_tile import (  # fmt: skip
@@ -150,25 +150,25 @@ LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # of a token, of a slot
 
 
 @BACKEND.kernel("attention", layout=LAYOUT, scratch=scratch)
-def attention(site: Site) -> list[Launch]:
-    return launches(site, site.out.address, site.scratch)
+def attention(ctx: KernelContext) -> list[Launch]:
+    return launches(ctx, ctx.out.address, ctx.scratch)
 
 
-def launches(site: Site, result: int, room: int) -> list[Launch]:
-    """Attention over the site's operands: the result [T, H, D] f32 goes to address ``result``, and
+def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
+    """Attention over the step's operands: the result [T, H, D] f32 goes to address ``result``, and
     ``room`` is that of the workspace."""
-    heads, depth, kv_heads, width = _sizes(site.node)
-    attrs, own = site.attrs, own_nbytes(depth, width)
-    q, k, v, table = site.q, site.k, site.v, site.table
+    heads, depth, kv_heads, width = _sizes(ctx.node)
+    attrs, own = ctx.attrs, own_nbytes(depth, width)
+    q, k, v, table = ctx.q, ctx.k, ctx.v, ctx.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
-    words += [site.q_start.address, site.kv_len.address, table.address, table.meta.shape[1]]
-    words += [site.address(name) for name in ("sinks", "slopes", "prefix_len")]
-    words += [result, site.live(q.meta.rows), site.live(site.kv_len.meta.rows)]
+    words += [ctx.q_start.address, ctx.kv_len.address, table.address, table.meta.shape[1]]
+    words += [ctx.address(name) for name in ("sinks", "slopes", "prefix_len")]
+    words += [result, ctx.live(q.meta.rows), ctx.live(ctx.kv_len.meta.rows)]
     words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
     words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
     words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
-    words += [room + site.threads * own, _split_tokens(heads, kv_heads)]
-    words.append(_pieces(site.node))
+    words += [room + ctx.threads * own, _split_tokens(heads, kv_heads)]
+    words.append(_pieces(ctx.node))
     attend = _attend(k.dtype.name, v.dtype.name, _height(heads // kv_heads))
     return [Launch(attend, words), Launch(_join, words)]

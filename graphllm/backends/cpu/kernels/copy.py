@@ -8,7 +8,7 @@ from typing import Any
 from numba import float32
 
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import (  # fmt: skip
     Kernel,
     args,
@@ -102,38 +102,38 @@ _CAST = {
 }
 
 
-def _launch(site: Site, made: Kernel) -> Launch:
-    meta = site.x.meta
+def _launch(ctx: KernelContext, made: Kernel) -> Launch:
+    meta = ctx.x.meta
     missing = AXES - max(meta.ndim, 1)
     strides = [*(meta.strides or (0,)), *[0] * missing]
     inner = [*meta.inner, *[1] * missing]
     if missing:  # the axis that is walked comes last
         strides = [strides[0], *strides[AXES - missing :], *strides[1 : AXES - missing]]
         inner = [*inner[AXES - 1 - missing :], *inner[: AXES - 1 - missing]]
-    rows = site.live(meta.rows)
-    words = [site.x.address, *strides, site.out.address, rows, *inner, meta.dtype.nbytes]
+    rows = ctx.live(meta.rows)
+    words = [ctx.x.address, *strides, ctx.out.address, rows, *inner, meta.dtype.nbytes]
     return Launch(made, words)
 
 
 @BACKEND.kernel("contiguous", layout={"x": "any"})
-def contiguous(site: Site) -> Launch:
-    return _launch(site, _COPY[site.x.dtype.nbytes])
+def contiguous(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _COPY[ctx.x.dtype.nbytes])
 
 
 @BACKEND.kernel("cast", layout={"x": "any"})
-def cast(site: Site) -> Launch:
-    if site.x.dtype == site.out.dtype:
-        return contiguous(site)
-    return _launch(site, _CAST[site.x.dtype.name, site.out.dtype.name])
+def cast(ctx: KernelContext) -> Launch:
+    if ctx.x.dtype == ctx.out.dtype:
+        return contiguous(ctx)
+    return _launch(ctx, _CAST[ctx.x.dtype.name, ctx.out.dtype.name])
 
 
 _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
 
 
 @BACKEND.kernel("copy", dtypes={"x": _PLAIN})
-def copy(site: Site) -> Launch:
+def copy(ctx: KernelContext) -> Launch:
     """Between devices that share the host's memory."""
-    return contiguous(site)
+    return contiguous(ctx)
 
 
 _BYTES = 8192  # of a row, moved at a time
@@ -157,12 +157,12 @@ def _gather(p, thread, threads):
 
 
 @BACKEND.kernel("gather_rows", layout={"x": "rows"})
-def gather_rows(site: Site) -> Launch:
-    x, rows = site.x, site.rows
+def gather_rows(ctx: KernelContext) -> Launch:
+    x, rows = ctx.x, ctx.rows
     width = prod(x.meta.inner) * x.dtype.nbytes
-    total, count = site.live(x.meta.rows), site.live(rows.meta.rows)
+    total, count = ctx.live(x.meta.rows), ctx.live(rows.meta.rows)
     return Launch(
-        _gather, [x.address, x.row_stride, total, rows.address, count, site.out.address, width]
+        _gather, [x.address, x.row_stride, total, rows.address, count, ctx.out.address, width]
     )
 
 
@@ -182,9 +182,9 @@ def _concat(p, thread, threads):
 
 
 @BACKEND.kernel("concat", layout={"a": "rows", "b": "rows"})
-def concat(site: Site) -> Launch:
-    a, b = site.a, site.b
+def concat(ctx: KernelContext) -> Launch:
+    a, b = ctx.a, ctx.b
     *lines, width = a.meta.inner
-    words = [a.address, a.row_stride, b.address, b.row_stride, site.out.address]
-    words += [site.live(a.meta.rows), prod(lines), width, b.meta.inner[-1]]
+    words = [a.address, a.row_stride, b.address, b.row_stride, ctx.out.address]
+    words += [ctx.live(a.meta.rows), prod(lines), width, b.meta.inner[-1]]
     return Launch(_concat, words)

@@ -19,9 +19,9 @@ from ....graph.dtype import F32
 from ....graph.tensor import Tensor
 from ....ops import OpDef, get
 from ... import Options
-from ...site import one_row, paired
+from ...kernel_context import one_row, paired
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, f32_args, f32_bits, f32s, helper, inlined, kernel, load_i64
 from ..runtime.kernel_key import code_key
 from ..simd.math import exp32, gelu_erf32, gelu_tanh32, silu32, tanh32
@@ -101,36 +101,36 @@ def activation(name: str, kind: str) -> Any:
 _ROWS: dict[str, Any] = {"layout": {"x": "rows"}, "dtypes": {"x": "f32"}}
 
 
-def _launch(site: Site, made: Kernel, *parameters: float) -> Launch:
-    x = site.inputs[0]
+def _launch(ctx: KernelContext, made: Kernel, *parameters: float) -> Launch:
+    x = ctx.inputs[0]
     assert x is not None
-    words = [x.address, x.row_stride, site.out.address, site.live(x.meta.rows), prod(x.meta.inner)]
+    words = [x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), prod(x.meta.inner)]
     return Launch(made, words + [f32_bits(value) for value in parameters])
 
 
 @BACKEND.kernel("scale", **_ROWS)
-def scale(site: Site) -> Launch:
-    return _launch(site, _SCALE, site.attrs["factor"])
+def scale(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _SCALE, ctx.attrs["factor"])
 
 
 @BACKEND.kernel("softcap", **_ROWS)
-def softcap(site: Site) -> Launch:
-    return _launch(site, _SOFTCAP, site.attrs["cap"])
+def softcap(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _SOFTCAP, ctx.attrs["cap"])
 
 
 @BACKEND.kernel("sigmoid", **_ROWS)
-def sigmoid(site: Site) -> Launch:
-    return _launch(site, _SIGMOID, 0.0)
+def sigmoid(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _SIGMOID, 0.0)
 
 
 @BACKEND.kernel("silu", **_ROWS)
-def silu(site: Site) -> Launch:
-    return _launch(site, _SILU, 0.0)
+def silu(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _SILU, 0.0)
 
 
 @BACKEND.kernel("gelu", **_ROWS)
-def gelu(site: Site) -> Launch:
-    return _launch(site, _GELU[site.attrs["kind"]], 0.0)
+def gelu(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _GELU[ctx.attrs["kind"]], 0.0)
 
 
 # ------------------------------------------------------------------------------------ two operands
@@ -192,43 +192,45 @@ _PAIR: dict[str, Any] = {
 }
 
 
-def _launch_pair(site: Site, made: Kernel, a: Spot, b: Spot, *parameters: float) -> Launch:
+def _launch_pair(
+    ctx: KernelContext, made: Kernel, a: OperandRef, b: OperandRef, *parameters: float
+) -> Launch:
     width, inner, stride = a.width, 1, b.row_stride
     if b.meta.shape != a.meta.shape:  # one row of b for all
         width = a.meta.inner[-1]
         inner, stride = a.width // max(width, 1), 0
-    words = [a.address, a.row_stride, b.address, stride, site.out.address]
-    words += [site.live(a.meta.rows), inner, width]
+    words = [a.address, a.row_stride, b.address, stride, ctx.out.address]
+    words += [ctx.live(a.meta.rows), inner, width]
     return Launch(made, words + [f32_bits(value) for value in parameters])
 
 
-def _launch_sum(site: Site, made: Kernel, with_one: Kernel) -> Launch:
+def _launch_sum(ctx: KernelContext, made: Kernel, with_one: Kernel) -> Launch:
     """A sum or a product: by ``with_one`` where b is one element for all."""
-    a, b = site.a, site.b
+    a, b = ctx.a, ctx.b
     if b.meta.shape in (a.meta.shape, a.meta.inner[-1:]):
-        return _launch_pair(site, made, a, b, 0.0, 0.0)
-    words = [a.address, a.row_stride, b.address, 0, site.out.address]
-    return Launch(with_one, [*words, site.live(a.meta.rows), 1, a.width, 0, 0])
+        return _launch_pair(ctx, made, a, b, 0.0, 0.0)
+    words = [a.address, a.row_stride, b.address, 0, ctx.out.address]
+    return Launch(with_one, [*words, ctx.live(a.meta.rows), 1, a.width, 0, 0])
 
 
 @BACKEND.kernel("add", **_PAIR)
 @BACKEND.kernel("add", name="add_row", **_ROW)
-def add(site: Site) -> Launch:
-    return _launch_sum(site, *_ADD)
+def add(ctx: KernelContext) -> Launch:
+    return _launch_sum(ctx, *_ADD)
 
 
 @BACKEND.kernel("mul", **_PAIR)
 @BACKEND.kernel("mul", name="mul_row", **_ROW)
-def mul(site: Site) -> Launch:
-    return _launch_sum(site, *_MUL)
+def mul(ctx: KernelContext) -> Launch:
+    return _launch_sum(ctx, *_MUL)
 
 
 @BACKEND.kernel(
     "clamped_glu", dtypes={"gate": "f32", "up": "f32"}, layout={"gate": "rows", "up": "rows"}
 )
-def clamped_glu(site: Site) -> Launch:
-    alpha, limit = site.attrs["alpha"], site.attrs["limit"]
-    return _launch_pair(site, _CLAMPED_GLU, site.gate, site.up, alpha, limit)
+def clamped_glu(ctx: KernelContext) -> Launch:
+    alpha, limit = ctx.attrs["alpha"], ctx.attrs["limit"]
+    return _launch_pair(ctx, _CLAMPED_GLU, ctx.gate, ctx.up, alpha, limit)
 
 
 # ------------------------------------------------------------------------------- ops from elsewhere
@@ -263,12 +265,12 @@ def elementwise(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         made = make(f"{op} {code_key(function)}", inlined(function), len(attributes))
         made.name = made.label = where
 
-        def build(site: Site) -> Launch:
-            values = [float(site.attrs[name]) for name in attributes]
-            a, *others = (spot for spot in site.inputs if spot is not None)
+        def build(ctx: KernelContext) -> Launch:
+            values = [float(ctx.attrs[name]) for name in attributes]
+            a, *others = (ref for ref in ctx.inputs if ref is not None)
             if not others:
-                return _launch(site, made, *values)
-            return _launch_pair(site, made, a, others[0], *values)
+                return _launch(ctx, made, *values)
+            return _launch_pair(ctx, made, a, others[0], *values)
 
         for kind, (layout, fits) in kinds.items():
             names = get(op).params

@@ -12,7 +12,7 @@ from numba import float32, int32
 
 from ....formats.gguf_blocks import IQ4_VALUES, MXFP4_VALUES
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import (  # fmt: skip
     Kernel,
     args,
@@ -265,8 +265,8 @@ _FORMATS = {
 
 
 @BACKEND.kernel("embedding", dtypes={"w": tuple(_FORMATS)}, layout={"w": "rows"})
-def embedding(site: Site) -> Launch:
-    ids, w = site.ids, site.w
+def embedding(ctx: KernelContext) -> Launch:
+    ids, w = ctx.ids, ctx.w
     total, width = w.meta.shape
-    words = [ids.address, site.live(ids.meta.rows), w.address, w.row_stride, total]
-    return Launch(_FORMATS[w.dtype.name], [*words, site.out.address, width])
+    words = [ids.address, ctx.live(ids.meta.rows), w.address, w.row_stride, total]
+    return Launch(_FORMATS[w.dtype.name], [*words, ctx.out.address, width])

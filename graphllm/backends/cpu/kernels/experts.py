@@ -18,9 +18,9 @@ from ....backends.alignment import aligned
 from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
-from ...site import address
+from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import threads_for
 from ..runtime.jit import (  # fmt: skip
     Kernel,
@@ -128,11 +128,11 @@ def _keys_nbytes(node: Tensor, options: Options) -> int:
 
 
 @BACKEND.kernel("top_k", layout={"x": ROWS}, scratch=_keys_nbytes)
-def top_k(site: Site) -> Launch:
-    x, attrs = site.x, site.attrs
-    words = [x.address, x.row_stride, site.address("bias"), site.out.address]
-    words += [site.live(x.meta.rows), x.width, attrs["k"], attrs["groups"], attrs["kept"]]
-    return Launch(_top_k, [*words, attrs["best"], site.scratch])
+def top_k(ctx: KernelContext) -> Launch:
+    x, attrs = ctx.x, ctx.attrs
+    words = [x.address, x.row_stride, ctx.address("bias"), ctx.out.address]
+    words += [ctx.live(x.meta.rows), x.width, attrs["k"], attrs["groups"], attrs["kept"]]
+    return Launch(_top_k, [*words, attrs["best"], ctx.scratch])
 
 
 @kernel
@@ -148,10 +148,10 @@ def _pick(p, thread, threads):
 
 
 @BACKEND.kernel("pick", layout={"x": ROWS})
-def pick(site: Site) -> Launch:
-    x, ids = site.x, site.ids
-    words = [x.address, x.row_stride, x.width, ids.address, ids.width, site.out.address]
-    return Launch(_pick, [*words, site.live(x.meta.rows)])
+def pick(ctx: KernelContext) -> Launch:
+    x, ids = ctx.x, ctx.ids
+    words = [x.address, x.row_stride, x.width, ids.address, ids.width, ctx.out.address]
+    return Launch(_pick, [*words, ctx.live(x.meta.rows)])
 
 
 @kernel
@@ -169,10 +169,10 @@ def _sum_norm(p, thread, threads):
 
 
 @BACKEND.kernel("sum_norm", layout={"x": ROWS})
-def sum_norm(site: Site) -> Launch:
-    x = site.x
-    words = [x.address, x.row_stride, site.out.address, site.live(x.meta.rows), x.width]
-    return Launch(_sum_norm, [*words, f32_bits(site.attrs["eps"])])
+def sum_norm(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    words = [x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width]
+    return Launch(_sum_norm, [*words, f32_bits(ctx.attrs["eps"])])
 
 
 @kernel
@@ -193,10 +193,10 @@ def _combine(p, thread, threads):
 
 
 @BACKEND.kernel("combine", layout={"y": ROWS})
-def combine(site: Site) -> Launch:
-    y = site.y
-    words = [y.address, y.row_stride, site.weights.address, y.meta.inner[0], site.out.address]
-    return Launch(_combine, [*words, site.live(y.meta.rows), y.meta.inner[1]])
+def combine(ctx: KernelContext) -> Launch:
+    y = ctx.y
+    words = [y.address, y.row_stride, ctx.weights.address, y.meta.inner[0], ctx.out.address]
+    return Launch(_combine, [*words, ctx.live(y.meta.rows), y.meta.inner[1]])
 
 
 # ---------------------------------------------------------------------------------------- products
@@ -317,34 +317,36 @@ def _scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * _sorting_nbytes(node)
 
 
-def _launch(site: Site, ids: Spot | None, each: int, line: int, per: int, own: int) -> Launch:
+def _launch(
+    ctx: KernelContext, ids: OperandRef | None, each: int, line: int, per: int, own: int
+) -> Launch:
     """``each``: results of a token; ``line``: bytes between its rows; ``own``: see `_kernel`."""
-    x, w = site.x, site.w
+    x, w = ctx.x, ctx.w
     matrices, n, k = w.meta.shape
     floating = x.dtype == F32
     wide, many = linear.shape(floating)
     words = [
         x.address, x.row_stride, line, w.address, packed_bytes(Meta.of((n, k), w.dtype)),
-        site.address("bias") if ids is not None else 0, site.out.address,
-        site.live(x.meta.rows), each, n, k, -(-per // wide) * wide,
-        address(ids), matrices, site.scratch if own else 0, own,
+        ctx.address("bias") if ids is not None else 0, ctx.out.address,
+        ctx.live(x.meta.rows), each, n, k, -(-per // wide) * wide,
+        address(ids), matrices, ctx.scratch if own else 0, own,
     ]  # fmt: skip
     return Launch(_kernel(w.dtype.name, floating, wide, many), words)
 
 
 @BACKEND.kernel("expert_linear", name="experts_float", scratch=_scratch, **linear.FLOAT)
 @BACKEND.kernel("expert_linear", name="experts_integer", scratch=_scratch, **linear.INTEGER)
-def expert_linear(site: Site) -> Launch:
-    x, ids = site.x.meta, site.ids
+def expert_linear(ctx: KernelContext) -> Launch:
+    x, ids = ctx.x.meta, ctx.ids
     each = ids.meta.inner[0]
     line = x.strides[1] if x.ndim == 3 else 0
-    per = linear.ticket(site.w.meta, each, site.threads)
-    return _launch(site, ids, each, line, per, _sorting_nbytes(site.node))
+    per = linear.ticket(ctx.w.meta, each, ctx.threads)
+    return _launch(ctx, ids, each, line, per, _sorting_nbytes(ctx.node))
 
 
 @BACKEND.kernel("head_linear", name="heads_float", **linear.FLOAT)
 @BACKEND.kernel("head_linear", name="heads_integer", **linear.INTEGER)
-def head_linear(site: Site) -> Launch:
-    heads = site.w.meta.shape[0]
-    per = linear.ticket(site.w.meta, heads, site.threads)
-    return _launch(site, None, heads, site.x.meta.strides[1], per, 0)
+def head_linear(ctx: KernelContext) -> Launch:
+    heads = ctx.w.meta.shape[0]
+    per = linear.ticket(ctx.w.meta, heads, ctx.threads)
+    return _launch(ctx, None, heads, ctx.x.meta.strides[1], per, 0)

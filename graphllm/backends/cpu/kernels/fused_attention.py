@@ -7,9 +7,9 @@ from math import prod
 from ....backends.alignment import aligned
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
-from ...site import constant_factors
+from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import threads_for
 from ..runtime.jit import args, as_f32, f32_bits, i32s, kernel, load_i64
 from . import attention
@@ -61,26 +61,26 @@ def _turn_scratch(node: Tensor, options: Options) -> int:
     scratch=_turn_scratch,
     when=constant_factors,
 )
-def rope_write(site: Site) -> list[Launch]:
-    q, k, v, own = site.q, site.k, site.v, _own_nbytes(site.node)
+def rope_write(ctx: KernelContext) -> list[Launch]:
+    q, k, v, own = ctx.q, ctx.k, ctx.v, _own_nbytes(ctx.node)
     (heads, width), (kv_heads, _) = q.meta.inner, k.meta.inner
-    step = 1 if site.attrs["style"] == "half" else 2
-    keys, rows = site.scratch + site.threads * own, site.live(q.meta.rows)
-    words = [q.address, q.row_stride, k.address, k.row_stride, site.pos.address, frequencies(site)]
-    words += [site.address("q_norm"), site.address("k_norm")]
-    words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
+    step = 1 if ctx.attrs["style"] == "half" else 2
+    keys, rows = ctx.scratch + ctx.threads * own, ctx.live(q.meta.rows)
+    words = [q.address, q.row_stride, k.address, k.row_stride, ctx.pos.address, frequencies(ctx)]
+    words += [ctx.address("q_norm"), ctx.address("k_norm")]
+    words += [f32_bits(ctx.attrs["eps"]), ctx.out.address, keys, rows, heads, kv_heads, width]
     words += [
-        rotated(site.node) // 2,
+        rotated(ctx.node) // 2,
         step,
-        f32_bits(site.attrs["attention_factor"]),
-        site.scratch,
+        f32_bits(ctx.attrs["attention_factor"]),
+        ctx.scratch,
         own,
     ]
     # Rows are shared out alike: each thread stores the keys that it turned.
     return [
         Launch(_turn, words),
-        store(site.k_pool, keys, 4 * kv_heads * width, site.slot, rows, joined=True),
-        store(site.v_pool, v.address, v.row_stride, site.slot, rows, joined=True),
+        store(ctx.k_pool, keys, 4 * kv_heads * width, ctx.slot, rows, joined=True),
+        store(ctx.v_pool, v.address, v.row_stride, ctx.slot, rows, joined=True),
     ]
 
 
@@ -94,9 +94,9 @@ def _attended_nbytes(node: Tensor) -> int:
 
 
 @BACKEND.kernel("attention_quantise", layout=attention.LAYOUT, scratch=_quantised_scratch)
-def attention_quantise(site: Site) -> list[Launch]:
-    rows, width = site.out.meta.rows, site.out.meta.inner[0]
-    attended, own = site.scratch, site.scratch + _attended_nbytes(site.node)
-    parts = attention.launches(site, attended, own)
-    words = [attended, 4 * width, site.out.address, site.out.row_stride, site.live(rows), 1, width]
-    return [*parts, Launch(quantise_kernel(site.out.dtype.block), words)]
+def attention_quantise(ctx: KernelContext) -> list[Launch]:
+    rows, width = ctx.out.meta.rows, ctx.out.meta.inner[0]
+    attended, own = ctx.scratch, ctx.scratch + _attended_nbytes(ctx.node)
+    parts = attention.launches(ctx, attended, own)
+    words = [attended, 4 * width, ctx.out.address, ctx.out.row_stride, ctx.live(rows), 1, width]
+    return [*parts, Launch(quantise_kernel(ctx.out.dtype.block), words)]

@@ -13,7 +13,7 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
 from . import linear
 from .elementwise import activation, share
@@ -104,19 +104,19 @@ def _norms(p, thread, threads):
 
 
 def _norms_launch(
-    site: Site, added: bool, weight2: int, eps2: float, total: Target, targets: list[Target]
+    ctx: KernelContext, added: bool, weight2: int, eps2: float, total: Target, targets: list[Target]
 ) -> Launch:
     words: list[int] = []
     if added:
-        words += [site.h.address, site.h.row_stride, site.w.address]
+        words += [ctx.h.address, ctx.h.row_stride, ctx.w.address]
     else:
         words += [0, 0, 0]
-    words += [site.x.address, site.x.row_stride, *total[:2], f32_bits(site.attrs["eps"])]
+    words += [ctx.x.address, ctx.x.row_stride, *total[:2], f32_bits(ctx.attrs["eps"])]
     words += [weight2, f32_bits(eps2)]
     for target in [*targets, _NOWHERE, _NOWHERE][:2]:
         words += target
-    meta = site.x.meta
-    return Launch(_norms, [*words, site.live(meta.rows), meta.shape[1]])
+    meta = ctx.x.meta
+    return Launch(_norms, [*words, ctx.live(meta.rows), meta.shape[1]])
 
 
 def _one_or_two(node: Tensor, options: Options) -> str | None:
@@ -131,24 +131,24 @@ _FLOATS: dict[str, Any] = {
 
 
 @BACKEND.kernel("norm_add_norm", when=_one_or_two, **_FLOATS)
-def norm_add_norm(site: Site) -> Launch:
-    total, *targets = _targets(site)
-    return _norms_launch(site, True, site.w2.address, site.attrs["eps2"], total, targets)
+def norm_add_norm(ctx: KernelContext) -> Launch:
+    total, *targets = _targets(ctx)
+    return _norms_launch(ctx, True, ctx.w2.address, ctx.attrs["eps2"], total, targets)
 
 
 @BACKEND.kernel("norm_add", **_FLOATS)
-def norm_add(site: Site) -> Launch:
-    return _norms_launch(site, True, 0, 0.0, _targets(site)[0], [])
+def norm_add(ctx: KernelContext) -> Launch:
+    return _norms_launch(ctx, True, 0, 0.0, _targets(ctx)[0], [])
 
 
 @BACKEND.kernel("norm_quantise", when=_one_or_two, **_FLOATS)
-def norm_quantise(site: Site) -> Launch:
-    return _norms_launch(site, False, site.w.address, site.attrs["eps"], _NOWHERE, _targets(site))
+def norm_quantise(ctx: KernelContext) -> Launch:
+    return _norms_launch(ctx, False, ctx.w.address, ctx.attrs["eps"], _NOWHERE, _targets(ctx))
 
 
-def _targets(site: Site) -> list[Target]:
+def _targets(ctx: KernelContext) -> list[Target]:
     """Where the op's own results go."""
-    return [(spot.address, spot.row_stride, _block_of(spot.meta)) for spot in site.results]
+    return [(ref.address, ref.row_stride, _block_of(ref.meta)) for ref in ctx.results]
 
 
 # ----------------------------------------------------------------------------------------- linears
@@ -167,13 +167,13 @@ def _all_matched(node: Tensor, options: Options) -> str | None:
 
 
 @BACKEND.kernel("linears", when=_all_matched, **linear.RULES)
-def linears(site: Site) -> list[Launch]:
+def linears(ctx: KernelContext) -> list[Launch]:
     """One after the other without a meeting in between."""
     found = []
-    for i, out in enumerate(site.results):
-        x, w, bias = site.inputs[3 * i : 3 * i + 3]
+    for i, out in enumerate(ctx.results):
+        x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
         assert x is not None and w is not None
-        found.append(linear.launch(site, x, w, bias, out, joined=i > 0))
+        found.append(linear.launch(ctx, x, w, bias, out, joined=i > 0))
     return found
 
 
@@ -184,8 +184,8 @@ def linears(site: Site) -> list[Launch]:
     layout={"x": ROWS, "r": ROWS},
     pack={"w": pack},
 )
-def linear_add(site: Site) -> Launch:
-    return linear.launch(site, site.x, site.w, site.op("bias"), site.out, site.r)
+def linear_add(ctx: KernelContext) -> Launch:
+    return linear.launch(ctx, ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)
 
 
 # --------------------------------------------------------------------------------------------- glu
@@ -219,18 +219,18 @@ def _glu(act: str, kind: str) -> Kernel:
 
 
 @BACKEND.kernel("glu", when=_one_or_two, **_FLOATS)
-def glu(site: Site) -> Launch:
-    return _glu_launch(site, site.gate, site.up)
+def glu(ctx: KernelContext) -> Launch:
+    return _glu_launch(ctx, ctx.gate, ctx.up)
 
 
-def _glu_launch(site: Site, gate: Spot, up: Spot) -> Launch:
+def _glu_launch(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
     *between, width = gate.meta.inner
     words = [gate.address, gate.row_stride, up.address, up.row_stride]
-    words += [site.live(gate.meta.rows), prod(between), width]
-    lines = [spot.dtype.row_nbytes(width) for spot in site.results]
-    for target, line in list(zip([*_targets(site), _NOWHERE], [*lines, 0]))[:2]:
+    words += [ctx.live(gate.meta.rows), prod(between), width]
+    lines = [ref.dtype.row_nbytes(width) for ref in ctx.results]
+    for target, line in list(zip([*_targets(ctx), _NOWHERE], [*lines, 0]))[:2]:
         words += [*target, line]
-    return Launch(_glu(site.attrs["act"], site.attrs["kind"]), words)
+    return Launch(_glu(ctx.attrs["act"], ctx.attrs["kind"]), words)
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -250,14 +250,14 @@ def _half(node: Tensor) -> Meta:
     scratch=lambda node, options: 2 * aligned(_half(node).bound().nbytes),
     **linear.RULES,
 )
-def gated(site: Site) -> list[Launch]:
+def gated(ctx: KernelContext) -> list[Launch]:
     """Both linears without a meeting between, then their product."""
-    meta = _half(site.node)
+    meta = _half(ctx.node)
     found, halves = [], []
     for i in range(2):
-        x, w, bias = site.inputs[3 * i : 3 * i + 3]
+        x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
         assert x is not None and w is not None
-        half = Spot(site.scratch + i * aligned(meta.bound().nbytes), meta, site.out.operand)
+        half = OperandRef(ctx.scratch + i * aligned(meta.bound().nbytes), meta, ctx.out.operand)
         halves.append(half)
-        found.append(linear.launch(site, x, w, bias, half, joined=i > 0))
-    return [*found, _glu_launch(site, *halves)]
+        found.append(linear.launch(ctx, x, w, bias, half, joined=i > 0))
+    return [*found, _glu_launch(ctx, *halves)]

@@ -11,7 +11,7 @@ from numba import int64
 
 from ....graph.dtype import DTYPES
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emit, Value
 from .attention_vectors import micro
@@ -97,7 +97,9 @@ def _store(kind: str) -> Kernel:
     return store
 
 
-def store(pool: Spot, x: int, stride: int, slot: Spot, rows: int, joined: bool = False) -> Launch:
+def store(
+    pool: OperandRef, x: int, stride: int, slot: OperandRef, rows: int, joined: bool = False
+) -> Launch:
     """Rows at address ``x`` to their slots; ``rows``: the address of their live count.
 
     Every thread stores what `share` gives it of the rows.
@@ -108,6 +110,6 @@ def store(pool: Spot, x: int, stride: int, slot: Spot, rows: int, joined: bool =
 
 
 @BACKEND.kernel("kv_write", layout={"x": "rows"})
-def kv_write(site: Site) -> Launch:
-    x = site.x
-    return store(site.pool, x.address, x.row_stride, site.slot, site.live(x.meta.rows))
+def kv_write(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    return store(ctx.pool, x.address, x.row_stride, ctx.slot, ctx.live(x.meta.rows))

@@ -13,9 +13,9 @@ from .... import ops
 from ....graph.dtype import F32, DType
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
-from ...site import address
+from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import isa
 from ..runtime.jit import Kernel, args, f32s, helper, i64s, kernel, load_i64, next_chunk
 from ..simd.emitter import VECTOR
@@ -229,17 +229,17 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
 
 
 def launch(
-    site: Site, x: Spot, w: Spot, bias: Spot | None, out: Spot, added: Spot | None = None,
-    joined: bool = False,
+    ctx: KernelContext, x: OperandRef, w: OperandRef, bias: OperandRef | None, out: OperandRef,
+    added: OperandRef | None = None, joined: bool = False,
 ) -> Launch:  # fmt: skip
     """out = added + x w^T + bias: one linear, or one of several of a fused step."""
     n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
-    per = ticket(w.meta, 1, site.threads)
+    per = ticket(w.meta, 1, ctx.threads)
     words = [
         x.address, x.row_stride, w.address, address(bias), out.address,
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
-        site.live(x.meta.rows), n, k, per,
+        ctx.live(x.meta.rows), n, k, per,
     ]  # fmt: skip
     floating = x.dtype == F32
     return Launch(_kernel(w.dtype.name, floating, *shape(floating)), words, joined)
@@ -287,6 +287,6 @@ INTEGER: dict[str, Any] = {
 
 @BACKEND.kernel("linear", name="linear_float", **FLOAT)
 @BACKEND.kernel("linear", name="linear_integer", **INTEGER)
-def linear(site: Site) -> Launch:
+def linear(ctx: KernelContext) -> Launch:
     """Integer, which is asked first, or float."""
-    return launch(site, site.x, site.w, site.op("bias"), site.out)
+    return launch(ctx, ctx.x, ctx.w, ctx.op("bias"), ctx.out)

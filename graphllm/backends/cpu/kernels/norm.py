@@ -7,7 +7,7 @@ from math import prod, sqrt
 from numba import float32
 
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import args, as_f32, f32_bits, f32s, kernel, load_i64
 from ..simd.math import exp32
 from .elementwise import share
@@ -70,27 +70,27 @@ def _softmax(p, thread, threads):
             target[i] /= total
 
 
-def _lines(site: Site) -> list[int]:
+def _lines(ctx: KernelContext) -> list[int]:
     """Where rows are, how many in each index of axis 0, and how wide."""
-    x = site.x.meta
+    x = ctx.x.meta
     width = x.shape[-1]
-    return [site.live(x.rows), prod(x.inner) // max(width, 1), width]
+    return [ctx.live(x.rows), prod(x.inner) // max(width, 1), width]
 
 
 @BACKEND.kernel("rms_norm", dtypes={"x": "f32", "w": "f32"}, layout={"x": "rows"})
-def rms_norm(site: Site) -> Launch:
-    words = [site.x.address, site.x.row_stride, site.w.address, site.out.address]
-    return Launch(_rms_norm, [*words, *_lines(site), f32_bits(site.attrs["eps"])])
+def rms_norm(ctx: KernelContext) -> Launch:
+    words = [ctx.x.address, ctx.x.row_stride, ctx.w.address, ctx.out.address]
+    return Launch(_rms_norm, [*words, *_lines(ctx), f32_bits(ctx.attrs["eps"])])
 
 
 @BACKEND.kernel("layer_norm", dtypes={"x": "f32", "w": "f32", "b": "f32"}, layout={"x": "rows"})
-def layer_norm(site: Site) -> Launch:
-    words = [site.x.address, site.x.row_stride, site.w.address, site.address("b")]
-    eps = f32_bits(site.attrs["eps"])
-    return Launch(_layer_norm, [*words, site.out.address, *_lines(site), eps])
+def layer_norm(ctx: KernelContext) -> Launch:
+    words = [ctx.x.address, ctx.x.row_stride, ctx.w.address, ctx.address("b")]
+    eps = f32_bits(ctx.attrs["eps"])
+    return Launch(_layer_norm, [*words, ctx.out.address, *_lines(ctx), eps])
 
 
 @BACKEND.kernel("softmax", dtypes={"x": "f32"}, layout={"x": "rows"})
-def softmax(site: Site) -> Launch:
-    words = [site.x.address, site.x.row_stride, site.out.address]
-    return Launch(_softmax, [*words, *_lines(site)])
+def softmax(ctx: KernelContext) -> Launch:
+    words = [ctx.x.address, ctx.x.row_stride, ctx.out.address]
+    return Launch(_softmax, [*words, *_lines(ctx)])

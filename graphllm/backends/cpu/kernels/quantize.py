@@ -14,7 +14,7 @@ from ....graph.dtype import DTYPES
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import Kernel, args, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
@@ -105,13 +105,13 @@ def _to_int8(node: Tensor, options: Options) -> str | None:
 
 
 @BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_to_int8)
-def quantise_act(site: Site) -> Launch:
-    x, out = site.x, site.out
+def quantise_act(ctx: KernelContext) -> Launch:
+    x, out = ctx.x, ctx.out
     words = [
-        x.address, x.row_stride, out.address, out.row_stride, site.live(x.meta.rows),
+        x.address, x.row_stride, out.address, out.row_stride, ctx.live(x.meta.rows),
         prod(x.meta.inner[:-1]), x.meta.inner[-1],
     ]  # fmt: skip
-    return Launch(quantise_kernel(DTYPES[site.attrs["dtype"]].block), words)
+    return Launch(quantise_kernel(DTYPES[ctx.attrs["dtype"]].block), words)
 
 
 # ---------------------------------------------------------------------------------------- weights
@@ -172,8 +172,8 @@ def _to_blocks(source: str, target: str) -> Kernel:
 
 
 @BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS})
-def quantise(site: Site) -> Launch:
-    x, out = site.x, site.out
+def quantise(ctx: KernelContext) -> Launch:
+    x, out = ctx.x, ctx.out
     words = [x.address, x.row_stride, out.address, out.row_stride]
-    words += [site.live(x.meta.rows), x.meta.inner[0]]
+    words += [ctx.live(x.meta.rows), x.meta.inner[0]]
     return Launch(_to_blocks(x.dtype.name, out.dtype.name), words)

@@ -9,9 +9,9 @@ from numba import float32, float64
 from ....graph.tensor import Tensor
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import Options
-from ...site import constant_factors
+from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import threads_for
 from ..runtime.jit import args, as_f32, f32_bits, f32s, helper, i32s, kernel, load_i64
 from ..simd.math import cos_sin
@@ -66,23 +66,23 @@ def _scratch(node: Tensor, options: Options) -> int:
     return threads_for(options) * rotated(node) * 4
 
 
-def frequencies(site: Site) -> int:
+def frequencies(ctx: KernelContext) -> int:
     """The address of the radians a position of each pair."""
-    attrs = site.attrs
-    inverse = inverse_frequencies(rotated(site.node), attrs["base"], attrs["scale"])
-    if site.factors is not None:  # a weight, so it can be read now
-        inverse = inverse / site.factors.array()
-    return site.keep(inverse)
+    attrs = ctx.attrs
+    inverse = inverse_frequencies(rotated(ctx.node), attrs["base"], attrs["scale"])
+    if ctx.factors is not None:  # a weight, so it can be read now
+        inverse = inverse / ctx.factors.array()
+    return ctx.keep(inverse)
 
 
 @BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=constant_factors)
-def rope(site: Site) -> Launch:
-    x, dims = site.x, rotated(site.node)
+def rope(ctx: KernelContext) -> Launch:
+    x, dims = ctx.x, rotated(ctx.node)
     heads, width = x.meta.inner
-    step = 1 if site.attrs["style"] == "half" else 2
-    words = [x.address, x.row_stride, site.pos.address, frequencies(site), site.out.address]
-    words += [site.live(x.meta.rows), heads, width, dims // 2, step]
-    return Launch(_rope, [*words, f32_bits(site.attrs["attention_factor"]), site.scratch])
+    step = 1 if ctx.attrs["style"] == "half" else 2
+    words = [x.address, x.row_stride, ctx.pos.address, frequencies(ctx), ctx.out.address]
+    words += [ctx.live(x.meta.rows), heads, width, dims // 2, step]
+    return Launch(_rope, [*words, f32_bits(ctx.attrs["attention_factor"]), ctx.scratch])
 
 
 @kernel
@@ -98,10 +98,10 @@ def _positions_2d(p, thread, threads):
 
 
 @BACKEND.kernel("positions_2d")
-def positions_2d(site: Site) -> Launch:
-    words = [site.need(name).address for name in ("pos", "q_start", "prefix_len")]
-    words += [site.out.address, site.live(site.pos.meta.rows)]
-    return Launch(_positions_2d, [*words, site.live(site.prefix_len.meta.rows), site.attrs["part"]])
+def positions_2d(ctx: KernelContext) -> Launch:
+    words = [ctx.need(name).address for name in ("pos", "q_start", "prefix_len")]
+    words += [ctx.out.address, ctx.live(ctx.pos.meta.rows)]
+    return Launch(_positions_2d, [*words, ctx.live(ctx.prefix_len.meta.rows), ctx.attrs["part"]])
 
 
 @kernel
@@ -116,8 +116,8 @@ def _sinusoids(p, thread, threads):
 
 
 @BACKEND.kernel("sinusoids")
-def sinusoids(site: Site) -> Launch:
-    width = site.attrs["width"]
-    words = [site.pos.address, site.keep(sinusoid_frequencies(width)), site.out.address]
-    words += [site.live(site.pos.meta.rows), width, site.attrs["offset"]]
+def sinusoids(ctx: KernelContext) -> Launch:
+    width = ctx.attrs["width"]
+    words = [ctx.pos.address, ctx.keep(sinusoid_frequencies(width)), ctx.out.address]
+    words += [ctx.live(ctx.pos.meta.rows), width, ctx.attrs["offset"]]
     return Launch(_sinusoids, words)

@@ -15,7 +15,7 @@ from numba import float32, float64, int32, int64, uint32, uint64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import threads_for
 from ..runtime.jit import (
     args,
@@ -363,36 +363,36 @@ def _sample_scratch(node: Tensor, options: Options) -> int:
     return _tops_nbytes(node) + threads_for(options) * _each_nbytes(width)
 
 
-def _words(site: Site, name: str) -> list[int]:
-    spot = site.need(name)
-    (width,) = spot.meta.inner
-    rows = site.live(spot.meta.rows)
-    return [spot.address, spot.row_stride, rows, width, site.scratch, _count(width)]
+def _words(ctx: KernelContext, name: str) -> list[int]:
+    ref = ctx.need(name)
+    (width,) = ref.meta.inner
+    rows = ctx.live(ref.meta.rows)
+    return [ref.address, ref.row_stride, rows, width, ctx.scratch, _count(width)]
 
 
 @BACKEND.kernel("argmax", layout={"x": "rows"}, scratch=lambda node, options: _tops_nbytes(node))
-def argmax(site: Site) -> list[Launch]:
-    words = _words(site, "x")
-    return [Launch(_blocks_nan_last, words), Launch(_argmax, [*words, site.out.address])]
+def argmax(ctx: KernelContext) -> list[Launch]:
+    words = _words(ctx, "x")
+    return [Launch(_blocks_nan_last, words), Launch(_argmax, [*words, ctx.out.address])]
 
 
 @BACKEND.kernel("sample", layout={"logits": "rows"}, scratch=_sample_scratch)
-def sample(site: Site) -> list[Launch]:
-    words = _words(site, "logits")
-    own = site.scratch + _tops_nbytes(site.node)
-    draw = [*words, site.out.address, own, _each_nbytes(words[3])]
+def sample(ctx: KernelContext) -> list[Launch]:
+    words = _words(ctx, "logits")
+    own = ctx.scratch + _tops_nbytes(ctx.node)
+    draw = [*words, ctx.out.address, own, _each_nbytes(words[3])]
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "count"):
-        draw.append(site.need(name).address)
+        draw.append(ctx.need(name).address)
     return [Launch(_blocks_nan_first, words), Launch(_sample, draw)]
 
 
 @BACKEND.kernel("penalise", layout={"logits": "rows"})
-def penalise(site: Site) -> Launch:
-    logits, history = site.need("logits"), site.need("history")
+def penalise(ctx: KernelContext) -> Launch:
+    logits, history = ctx.need("logits"), ctx.need("history")
     (width,) = logits.meta.inner
-    words = [logits.address, logits.row_stride, site.live(logits.meta.rows), width]
-    words += [site.out.address, history.address, *history.meta.inner]
-    words += [site.need("stop").address, int(site.stop.meta.shape[0])]
+    words = [logits.address, logits.row_stride, ctx.live(logits.meta.rows), width]
+    words += [ctx.out.address, history.address, *history.meta.inner]
+    words += [ctx.need("stop").address, int(ctx.stop.meta.shape[0])]
     for name in ("count", "repeat", "presence", "frequency", "min_tokens"):
-        words.append(site.need(name).address)
+        words.append(ctx.need(name).address)
     return Launch(_penalise, words)

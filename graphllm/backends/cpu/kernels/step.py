@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import args, i32s, kernel, load_i64
 
 _FIXED = 13  # words before those of the groups: slot, table and its width each
@@ -34,11 +34,11 @@ def _advance(p, thread, threads):
 
 
 @BACKEND.kernel("advance")
-def advance(site: Site) -> Launch:
+def advance(ctx: KernelContext) -> Launch:
     names = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
-    words = [site.need(name).address for name in names]
-    words += [site.live(site.kv_len.meta.rows), *site.history.meta.inner]
-    words += [int(site.stop.meta.shape[0]), site.attrs["block"], len(site.rest) // 2]
-    for slot, table in zip(site.rest[::2], site.rest[1::2]):
+    words = [ctx.need(name).address for name in names]
+    words += [ctx.live(ctx.kv_len.meta.rows), *ctx.history.meta.inner]
+    words += [int(ctx.stop.meta.shape[0]), ctx.attrs["block"], len(ctx.rest) // 2]
+    for slot, table in zip(ctx.rest[::2], ctx.rest[1::2]):
         words += [slot.address, table.address, *table.meta.inner]
     return Launch(_advance, words)

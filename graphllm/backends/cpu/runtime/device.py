@@ -10,7 +10,7 @@ import numpy as np
 from ....formats.quantization import check_scales
 from ....graph.tensor import Dim, Meta, Var
 from ....system_info import free_bytes
-from ... import Bound, Header, Log, Operand, Options, site
+from ... import Bound, Header, Log, Operand, Options, kernel_context
 from ..kernels.weight_packing import allocate
 from .barriers import meetings, short
 from .isa import threads_for
@@ -33,16 +33,16 @@ class Launch:
     joined: bool = False
 
 
-class Spot(site.Spot):
-    """See `graphllm.backends.site`."""
+class OperandRef(kernel_context.OperandRef):
+    """See `graphllm.backends.kernel_context`."""
 
     def array(self) -> np.ndarray:
         """The values now, for an operand whose shape has no Var (a small weight, say)."""
         return _array(self.operand)
 
 
-class Site(site.Site[Spot]):
-    """One step as a kernel builder receives it; see `graphllm.backends.site`.
+class KernelContext(kernel_context.KernelContext[OperandRef]):
+    """One step as a kernel builder receives it; see `graphllm.backends.kernel_context`.
 
     A builder returns a `Launch`, or several that run one after the other.
     """
@@ -52,9 +52,9 @@ class Site(site.Site[Spot]):
         self.threads = threads
         self.kept: list[np.ndarray] = []
 
-    def spot(self, operand: Operand) -> Spot:
+    def ref(self, operand: Operand) -> OperandRef:
         start = int(operand.buffer.ctypes.data)
-        return Spot(start + operand.meta.offset, operand.meta, operand)
+        return OperandRef(start + operand.meta.offset, operand.meta, operand)
 
     def live(self, dim: Dim) -> int:
         """The address of an int64 that holds the dimension's value in each run."""
@@ -173,9 +173,9 @@ class CpuDevice:
 
     def build(self, steps: Sequence[Bound], header: Header) -> Program:
         """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
-        sites = [Site(step, header, self.threads) for step in steps]
+        contexts = [KernelContext(step, header, self.threads) for step in steps]
         launches = []
-        for step, place in zip(steps, sites):
+        for step, place in zip(steps, contexts):
             made = step.kernel.build(place)
             launches.append([made] if isinstance(made, Launch) else list(made))
         pending = {k: None for k in _kernels(launches) if not k.compiled}
@@ -187,13 +187,13 @@ class CpuDevice:
                 each.compile()
         if total:
             self.progress("compiling kernels", total, total)
-        keep = (list(steps), sites, header)
+        keep = (list(steps), contexts, header)
         return Program(self.threads, launches, meetings(steps), keep, short(steps))
 
 
 def _array(operand: Operand) -> np.ndarray:
     """The operand, whose shape has no Var, as an array; a block format as uint8 rows."""
-    shape, strides, kind = site.numpy_form(operand.meta)
+    shape, strides, kind = kernel_context.numpy_form(operand.meta)
     if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
         return np.empty(shape, kind)
     return np.ndarray(shape, kind, operand.buffer.data, operand.meta.offset, strides)

@@ -13,7 +13,7 @@ from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import Module, module
 from .quantize import HALVES, quantise, target, unit
 
@@ -42,7 +42,7 @@ def _context(node: Tensor) -> int:
 
 
 def _most(node: Tensor) -> int:
-    return Site.most(node.sources[0].meta.rows)
+    return KernelContext.most(node.sources[0].meta.rows)
 
 
 def _kind(node: Tensor) -> str:
@@ -67,11 +67,11 @@ def _in_pieces(node: Tensor) -> bool:
     return depth in _WIDTHS and width in _WIDTHS and _usual(node)
 
 
-def _in_tiles(site: Site) -> bool:
-    _, _, depth, width = _sizes(site.node)
-    cores = site.device.gpu.capability >= (8, 0)
-    shaped = depth == width and depth in _DEPTHS and _kind(site.node) in ("f16", "q8_0")
-    return bool(cores and shaped and _usual(site.node) and _most(site.node) >= _TILED)
+def _in_tiles(ctx: KernelContext) -> bool:
+    _, _, depth, width = _sizes(ctx.node)
+    cores = ctx.device.gpu.capability >= (8, 0)
+    shaped = depth == width and depth in _DEPTHS and _kind(ctx.node) in ("f16", "q8_0")
+    return bool(cores and shaped and _usual(ctx.node) and _most(ctx.node) >= _TILED)
 
 
 def _biased(node: Tensor) -> bool:
@@ -104,18 +104,18 @@ def _parts(node: Tensor) -> int:
 # ------------------------------------------------------------------------------------- launches
 
 
-def _argument(site: Site, out: int, parts: int, splits: int) -> bytes:
+def _argument(ctx: KernelContext, out: int, parts: int, splits: int) -> bytes:
     """The struct Attention of attention.cuh."""
-    heads, kv_heads, *_ = _sizes(site.node)
-    q, k, v, attrs = site.q, site.k, site.v, site.attrs
+    heads, kv_heads, *_ = _sizes(ctx.node)
+    q, k, v, attrs = ctx.q, ctx.k, ctx.v, ctx.attrs
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
-    words += [site.q_start.address, site.kv_len.address, site.table.address]
-    words += [site.table.meta.bound().shape[1]]
-    words += [site.address(name) for name in ("sinks", "slopes", "prefix_len")]
-    words += [site.live(q.meta.rows), site.live(site.kv_len.meta.rows), out, parts]
+    words += [ctx.q_start.address, ctx.kv_len.address, ctx.table.address]
+    words += [ctx.table.meta.bound().shape[1]]
+    words += [ctx.address(name) for name in ("sinks", "slopes", "prefix_len")]
+    words += [ctx.live(q.meta.rows), ctx.live(ctx.kv_len.meta.rows), out, parts]
     block = attrs["block"]
     words += [heads, kv_heads, block, block.bit_length() - 1, int(attrs["causal"])]
-    words += [attrs["window"], splits, site.settled("q_start", "kv_len", "table")]
+    words += [attrs["window"], splits, ctx.settled("q_start", "kv_len", "table")]
     return struct.pack("<25q2f", *words, attrs["scale"], attrs["softcap"])
 
 
@@ -132,30 +132,30 @@ def _plain_module(k: str, v: str) -> Module:
     return module("attention_plain", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
 
 
-def _tiles(site: Site, out: int, kind: int = 0) -> Launch:
+def _tiles(ctx: KernelContext, out: int, kind: int = 0) -> Launch:
     """``kind``: 0: float32 results, else as in `HALVES`."""
-    heads, _, depth, _ = _sizes(site.node)
-    count = ceil(_most(site.node), _QUERIES) + site.most(site.kv_len.meta.rows)
+    heads, _, depth, _ = _sizes(ctx.node)
+    count = ceil(_most(ctx.node), _QUERIES) + ctx.most(ctx.kv_len.meta.rows)
     shared = 2 * (_QUERIES + 2 * _KEYS) * (depth + 8)
-    kernel = _tiles_module(_kind(site.node), depth, _biased(site.node))["attend"]
-    args = (_argument(site, out, 0, 1), kind)
+    kernel = _tiles_module(_kind(ctx.node), depth, _biased(ctx.node))["attend"]
+    args = (_argument(ctx, out, 0, 1), kind)
     return Launch(kernel, (count, heads), (128,), args, shared)
 
 
-def _plain(site: Site, out: int) -> Launch:
-    heads, _, depth, width = _sizes(site.node)
-    kernel = _plain_module(site.k.dtype.name, site.v.dtype.name)["attend"]
-    args = (_argument(site, out, 0, 1), depth, width)
-    return Launch(kernel, (heads, _most(site.node)), (128,), args, 4 * width)
+def _plain(ctx: KernelContext, out: int) -> Launch:
+    heads, _, depth, width = _sizes(ctx.node)
+    kernel = _plain_module(ctx.k.dtype.name, ctx.v.dtype.name)["attend"]
+    args = (_argument(ctx, out, 0, 1), depth, width)
+    return Launch(kernel, (heads, _most(ctx.node)), (128,), args, 4 * width)
 
 
-def _pieces(site: Site, out: int, room: int, result: Spot) -> list[Launch]:
+def _pieces(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[Launch]:
     """``result``: where merged pieces go, quantised if it is; one piece goes to ``out``."""
-    node = site.node
+    node = ctx.node
     heads, kv_heads, depth, width = _sizes(node)
     together, count, tokens = _together(node), _splits(node), _most(node)
     made = _pieces_module(_kind(node), depth, width, together, _biased(node))
-    arg = _argument(site, out, room, count)
+    arg = _argument(ctx, out, room, count)
     grid = (kv_heads * ceil(heads // kv_heads, together), tokens, count)
     launches = [Launch(made["attend"], grid, (128,), (arg,))]
     if count > 1:
@@ -172,12 +172,12 @@ _LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # of a token, of a slot
 
 
 @BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _parts(node))
-def attention(site: Site) -> list[Launch]:
-    if _in_tiles(site):
-        return [_tiles(site, site.out.address)]
-    if _in_pieces(site.node):
-        return _pieces(site, site.out.address, site.scratch, site.out)
-    return [_plain(site, site.out.address)]
+def attention(ctx: KernelContext) -> list[Launch]:
+    if _in_tiles(ctx):
+        return [_tiles(ctx, ctx.out.address)]
+    if _in_pieces(ctx.node):
+        return _pieces(ctx, ctx.out.address, ctx.scratch, ctx.out)
+    return [_plain(ctx, ctx.out.address)]
 
 
 def _floats(node: Tensor) -> int:
@@ -190,21 +190,21 @@ def _floats(node: Tensor) -> int:
     "attention_quantise", layout=_LAYOUT,
     scratch=lambda node, options: _floats(node) + _parts(node),
 )  # fmt: skip
-def attention_quantise(site: Site) -> list[Launch]:
-    heads, _, _, width = _sizes(site.node)
-    floats, room = site.scratch, site.scratch + _floats(site.node)
-    halves = HALVES.get(site.out.dtype.name, 0)
-    if halves and _in_tiles(site):
-        return [_tiles(site, site.out.address, halves)]
-    if not _in_tiles(site) and _in_pieces(site.node) and _splits(site.node) > 1:
-        return _pieces(site, floats, room, site.out)
-    if _in_tiles(site):
-        made = [_tiles(site, floats)]
-    elif _in_pieces(site.node):
-        made = _pieces(site, floats, room, site.out)
+def attention_quantise(ctx: KernelContext) -> list[Launch]:
+    heads, _, _, width = _sizes(ctx.node)
+    floats, room = ctx.scratch, ctx.scratch + _floats(ctx.node)
+    halves = HALVES.get(ctx.out.dtype.name, 0)
+    if halves and _in_tiles(ctx):
+        return [_tiles(ctx, ctx.out.address, halves)]
+    if not _in_tiles(ctx) and _in_pieces(ctx.node) and _splits(ctx.node) > 1:
+        return _pieces(ctx, floats, room, ctx.out)
+    if _in_tiles(ctx):
+        made = [_tiles(ctx, floats)]
+    elif _in_pieces(ctx.node):
+        made = _pieces(ctx, floats, room, ctx.out)
     else:
-        made = [_plain(site, floats)]
-    return [*made, quantise(site, floats, 4 * heads * width, site.out)]
+        made = [_plain(ctx, floats)]
+    return [*made, quantise(ctx, floats, 4 * heads * width, ctx.out)]
 
 
 def _all_instances() -> None:

@@ -8,7 +8,7 @@ from math import prod
 from ....graph.tensor import Tensor
 from ... import ANY, ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Call, Launch, Site, ceil
+from ..runtime.device import Call, KernelContext, Launch, ceil
 from ..runtime.source import module
 from .elementwise import rows_grid
 
@@ -19,44 +19,44 @@ _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
 
 
 @BACKEND.kernel("contiguous", layout={"x": ANY}, dtypes={"x": _PLAIN})
-def contiguous(site: Site) -> Launch:
-    meta = site.x.meta
+def contiguous(ctx: KernelContext) -> Launch:
+    meta = ctx.x.meta
     dims, strides = [*meta.inner], [*meta.strides[1:]]
     missing = 3 - len(dims)
     dims, strides = [1] * missing + dims, [0] * missing + strides
-    shape = struct.pack("<4q4i", site.x.row_stride, *strides, *dims, site.x.width)
-    args = (site.x.address, shape, site.out.address, site.live(meta.rows))
+    shape = struct.pack("<4q4i", ctx.x.row_stride, *strides, *dims, ctx.x.width)
+    args = (ctx.x.address, shape, ctx.out.address, ctx.live(meta.rows))
     kernel = _MODULE[f"contiguous_{meta.dtype.nbytes}"]
-    return Launch(kernel, rows_grid(site, site.x, _THREADS), (_THREADS,), args)
+    return Launch(kernel, rows_grid(ctx, ctx.x, _THREADS), (_THREADS,), args)
 
 
 @BACKEND.kernel("cast", layout={"x": ROWS}, dtypes={"x": _FLOATS})
-def cast(site: Site) -> Launch:
-    x, out = site.x, site.out
+def cast(ctx: KernelContext) -> Launch:
+    x, out = ctx.x, ctx.out
     rows, width, stride = x.meta.rows, x.width, x.row_stride
     if x.meta.contiguous and isinstance(rows, int):  # a vector's elements are its rows
         rows, width, stride = 1, rows * width, 0
     kinds = _FLOATS.index(x.dtype.name), _FLOATS.index(out.dtype.name)
-    args = (x.address, stride, out.address, site.live(rows), width, *kinds)
-    grid = (site.most(rows), ceil(width, _THREADS))
+    args = (x.address, stride, out.address, ctx.live(rows), width, *kinds)
+    grid = (ctx.most(rows), ceil(width, _THREADS))
     return Launch(_MODULE["cast"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("gather_rows", layout={"x": ROWS}, dtypes={"x": _PLAIN})
-def gather_rows(site: Site) -> Launch:
-    x, rows = site.x, site.rows.meta.rows
-    args = (x.address, x.row_stride, site.rows.address, site.out.address, site.live(rows), x.width)
+def gather_rows(ctx: KernelContext) -> Launch:
+    x, rows = ctx.x, ctx.rows.meta.rows
+    args = (x.address, x.row_stride, ctx.rows.address, ctx.out.address, ctx.live(rows), x.width)
     kernel = _MODULE[f"gather_{x.dtype.nbytes}"]
-    return Launch(kernel, (site.most(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
+    return Launch(kernel, (ctx.most(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
 
 
 @BACKEND.kernel("concat", layout={"a": ROWS, "b": ROWS}, dtypes={"a": "f32", "b": "f32"})
-def concat(site: Site) -> Launch:
-    a, b = site.a, site.b
+def concat(ctx: KernelContext) -> Launch:
+    a, b = ctx.a, ctx.b
     *lines, width = a.meta.inner
-    args = (a.address, a.row_stride, b.address, b.row_stride, site.out.address,
-            site.live(a.meta.rows), prod(lines), width, b.meta.inner[-1])  # fmt: skip
-    return Launch(_MODULE["concat"], rows_grid(site, site.out, _THREADS), (_THREADS,), args)
+    args = (a.address, a.row_stride, b.address, b.row_stride, ctx.out.address,
+            ctx.live(a.meta.rows), prod(lines), width, b.meta.inner[-1])  # fmt: skip
+    return Launch(_MODULE["concat"], rows_grid(ctx, ctx.out, _THREADS), (_THREADS,), args)
 
 
 def _beside_the_host(node: Tensor, options: Options) -> str | None:
@@ -66,15 +66,15 @@ def _beside_the_host(node: Tensor, options: Options) -> str | None:
 
 
 @BACKEND.kernel("copy", when=_beside_the_host)
-def copy(site: Site) -> Call:
+def copy(ctx: KernelContext) -> Call:
     """Between the host's memory and this GPU's: as many rows as there are in the run."""
-    source, target, rows = site.x, site.out, site.x.meta.rows
+    source, target, rows = ctx.x, ctx.out, ctx.x.meta.rows
     row = source.dtype.row_nbytes(source.width)
-    to_host = site.attrs["memory"] == "host"
-    site.live(rows)  # so that the header has it
+    to_host = ctx.attrs["memory"] == "host"
+    ctx.live(rows)  # so that the header has it
 
     def run() -> None:
-        count = site.now(rows)
-        site.device.transfer(source.address, target.address, count * row, to_host)
+        count = ctx.now(rows)
+        ctx.device.transfer(source.address, target.address, count * row, to_host)
 
     return Call(run)

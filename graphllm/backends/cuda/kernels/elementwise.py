@@ -7,9 +7,9 @@ from math import prod
 from typing import Any
 
 from ... import CONTIGUOUS, ROWS
-from ...site import one_row, paired
+from ...kernel_context import one_row, paired
 from .. import BACKEND
-from ..runtime.device import Arg, Launch, Site, Spot, ceil
+from ..runtime.device import Arg, KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 
 _MODULE = module("elementwise")
@@ -20,49 +20,49 @@ _MUCH = 1 << 18  # elements from which on a thread does four of them
 ACTIVATIONS = {("silu", ""): 0, ("gelu", "tanh"): 1, ("gelu", "erf"): 2}
 
 
-def rows_grid(site: Site, x: Spot, columns: int) -> tuple[int, int]:
+def rows_grid(ctx: KernelContext, x: OperandRef, columns: int) -> tuple[int, int]:
     """A block for each row and each so many columns of ``x``."""
-    return site.most(x.meta.rows), ceil(x.width, columns)
+    return ctx.most(x.meta.rows), ceil(x.width, columns)
 
 
-def _launch(site: Site, x: Spot, name: str, args: Sequence[Arg]) -> Launch:
-    each = 4 if site.most(x.meta.rows) * x.width >= _MUCH else 1
-    grid = rows_grid(site, x, _THREADS * each)
+def _launch(ctx: KernelContext, x: OperandRef, name: str, args: Sequence[Arg]) -> Launch:
+    each = 4 if ctx.most(x.meta.rows) * x.width >= _MUCH else 1
+    grid = rows_grid(ctx, x, _THREADS * each)
     return Launch(_MODULE[f"{name}_{each}"], grid, (_THREADS,), args)
 
 
-def _unary(site: Site, name: str, parameter: float = 0.0) -> Launch:
-    x, rows = site.x, site.live(site.x.meta.rows)
-    args = (x.address, x.row_stride, site.out.address, rows, x.width, float(parameter))
-    return _launch(site, x, name, args)
+def _unary(ctx: KernelContext, name: str, parameter: float = 0.0) -> Launch:
+    x, rows = ctx.x, ctx.live(ctx.x.meta.rows)
+    args = (x.address, x.row_stride, ctx.out.address, rows, x.width, float(parameter))
+    return _launch(ctx, x, name, args)
 
 
 _ROWS: dict[str, Any] = {"layout": {"x": ROWS}, "dtypes": {"x": "f32"}}
 
 
 @BACKEND.kernel("scale", **_ROWS)
-def scale(site: Site) -> Launch:
-    return _unary(site, "scale", site.attrs["factor"])
+def scale(ctx: KernelContext) -> Launch:
+    return _unary(ctx, "scale", ctx.attrs["factor"])
 
 
 @BACKEND.kernel("softcap", **_ROWS)
-def softcap(site: Site) -> Launch:
-    return _unary(site, "softcap", site.attrs["cap"])
+def softcap(ctx: KernelContext) -> Launch:
+    return _unary(ctx, "softcap", ctx.attrs["cap"])
 
 
 @BACKEND.kernel("silu", **_ROWS)
-def silu(site: Site) -> Launch:
-    return _unary(site, "silu")
+def silu(ctx: KernelContext) -> Launch:
+    return _unary(ctx, "silu")
 
 
 @BACKEND.kernel("sigmoid", **_ROWS)
-def sigmoid(site: Site) -> Launch:
-    return _unary(site, "sigmoid")
+def sigmoid(ctx: KernelContext) -> Launch:
+    return _unary(ctx, "sigmoid")
 
 
 @BACKEND.kernel("gelu", **_ROWS)
-def gelu(site: Site) -> Launch:
-    return _unary(site, f"gelu_{site.attrs['kind']}")
+def gelu(ctx: KernelContext) -> Launch:
+    return _unary(ctx, f"gelu_{ctx.attrs['kind']}")
 
 
 # ------------------------------------------------------------------------------------ two operands
@@ -73,39 +73,39 @@ _ROW: dict[str, Any] = {"layout": {"a": ROWS, "b": CONTIGUOUS}, "dtypes": _FLOAT
 _PAIR: dict[str, Any] = {"layout": {"a": ROWS, "b": ROWS}, "dtypes": _FLOATS, "when": paired}
 
 
-def _binary(site: Site, name: str, stride: int, inner: int) -> Launch:
-    a, b = site.a, site.b
-    args = (a.address, a.row_stride, b.address, stride, site.out.address, site.live(a.meta.rows),
+def _binary(ctx: KernelContext, name: str, stride: int, inner: int) -> Launch:
+    a, b = ctx.a, ctx.b
+    args = (a.address, a.row_stride, b.address, stride, ctx.out.address, ctx.live(a.meta.rows),
             a.width, inner)  # fmt: skip
-    return _launch(site, a, name, args)
+    return _launch(ctx, a, name, args)
 
 
 @BACKEND.kernel("add", **_PAIR)
-def add(site: Site) -> Launch:
-    return _binary(site, "add", site.b.row_stride, 0)
+def add(ctx: KernelContext) -> Launch:
+    return _binary(ctx, "add", ctx.b.row_stride, 0)
 
 
 @BACKEND.kernel("add", **_ROW)
-def add_row(site: Site) -> Launch:
-    return _binary(site, "add", 0, prod(site.b.meta.shape))
+def add_row(ctx: KernelContext) -> Launch:
+    return _binary(ctx, "add", 0, prod(ctx.b.meta.shape))
 
 
 @BACKEND.kernel("mul", **_PAIR)
-def mul(site: Site) -> Launch:
-    return _binary(site, "mul", site.b.row_stride, 0)
+def mul(ctx: KernelContext) -> Launch:
+    return _binary(ctx, "mul", ctx.b.row_stride, 0)
 
 
 @BACKEND.kernel("mul", **_ROW)
-def mul_row(site: Site) -> Launch:
-    return _binary(site, "mul", 0, prod(site.b.meta.shape))
+def mul_row(ctx: KernelContext) -> Launch:
+    return _binary(ctx, "mul", 0, prod(ctx.b.meta.shape))
 
 
 @BACKEND.kernel(
     "clamped_glu", layout={"gate": ROWS, "up": ROWS}, dtypes={"gate": "f32", "up": "f32"}
 )
-def clamped_glu(site: Site) -> Launch:
-    gate, up = site.gate, site.up
-    args = (gate.address, gate.row_stride, up.address, up.row_stride, site.out.address,
-            site.live(gate.meta.rows), gate.width, float(site.attrs["alpha"]),
-            float(site.attrs["limit"]))  # fmt: skip
-    return _launch(site, gate, "clamped_glu", args)
+def clamped_glu(ctx: KernelContext) -> Launch:
+    gate, up = ctx.gate, ctx.up
+    args = (gate.address, gate.row_stride, up.address, up.row_stride, ctx.out.address,
+            ctx.live(gate.meta.rows), gate.width, float(ctx.attrs["alpha"]),
+            float(ctx.attrs["limit"]))  # fmt: skip
+    return _launch(ctx, gate, "clamped_glu", args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from .. import BACKEND
-from ..runtime.device import Launch, Site, ceil
+from ..runtime.device import KernelContext, Launch, ceil
 from ..runtime.source import module
 from .gemm import PLAIN
 from .weight_packing import PACK, PLANES, planes
@@ -16,11 +16,11 @@ _THREADS = 128
 
 @BACKEND.kernel("embedding", name="embedding_plain", dtypes={"w": PLAIN})
 @BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": tuple(PLANES)}, pack={"w": PACK})
-def embedding(site: Site) -> Launch:
+def embedding(ctx: KernelContext) -> Launch:
     """Blocks lie as linears want them: of a table that is a linear's weight, too, there is one."""
-    w, ids = site.w, site.ids
+    w, ids = ctx.w, ctx.ids
     count, width = w.meta.shape
     table = struct.pack("<4Q", *planes(w.address, w.meta))
-    args = (ids.address, table, count, site.out.address, site.live(ids.meta.rows), width)
-    grid = (site.most(ids.meta.rows), ceil(width, _THREADS))
+    args = (ids.address, table, count, ctx.out.address, ctx.live(ids.meta.rows), width)
+    grid = (ctx.most(ids.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE[f"embedding_{w.dtype.name}"], grid, (_THREADS,), args)

@@ -18,9 +18,9 @@ from ....backends.alignment import aligned
 from ....graph.dtype import BF16, F32, I32, DType, dtype
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
-from ...site import address
+from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import Function, Module, module
 from .gemm import PLAIN, wide
 from .gemv_shapes import few_shape, next_one
@@ -43,48 +43,48 @@ _GROUP = 16  # bytes of the struct Group of experts.cuh
 
 
 @BACKEND.kernel("top_k", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
-def top_k(site: Site) -> Launch:
-    x, a = site.x, site.attrs
-    args = (x.address, x.row_stride, site.address("bias"), site.out.address,
-            site.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"], a["best"])  # fmt: skip
+def top_k(ctx: KernelContext) -> Launch:
+    x, a = ctx.x, ctx.attrs
+    args = (x.address, x.row_stride, ctx.address("bias"), ctx.out.address,
+            ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"], a["best"])  # fmt: skip
     warps = min(8, a["groups"])
     shared = 4 * (x.width + a["groups"])
-    return Launch(_MODULE["top_k"], (site.most(x.meta.rows),), (32 * warps,), args, shared)
+    return Launch(_MODULE["top_k"], (ctx.most(x.meta.rows),), (32 * warps,), args, shared)
 
 
 @BACKEND.kernel("pick", layout={"x": ROWS}, dtypes={"x": "f32"})
-def pick(site: Site) -> Launch:
-    x, ids = site.x, site.ids
-    args = (x.address, x.row_stride, ids.address, site.out.address, site.live(x.meta.rows),
+def pick(ctx: KernelContext) -> Launch:
+    x, ids = ctx.x, ctx.ids
+    args = (x.address, x.row_stride, ids.address, ctx.out.address, ctx.live(x.meta.rows),
             x.width, ids.width)  # fmt: skip
-    grid = (ceil(site.most(x.meta.rows) * ids.width, _THREADS),)
+    grid = (ceil(ctx.most(x.meta.rows) * ids.width, _THREADS),)
     return Launch(_MODULE["pick"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("sum_norm", layout={"x": ROWS}, dtypes={"x": "f32"})
-def sum_norm(site: Site) -> Launch:
-    x = site.x
-    args = (x.address, x.row_stride, site.out.address, site.live(x.meta.rows), x.width,
-            float(site.attrs["eps"]))  # fmt: skip
-    return Launch(_MODULE["sum_norm"], (ceil(site.most(x.meta.rows), 4),), (128,), args)
+def sum_norm(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width,
+            float(ctx.attrs["eps"]))  # fmt: skip
+    return Launch(_MODULE["sum_norm"], (ceil(ctx.most(x.meta.rows), 4),), (128,), args)
 
 
 @BACKEND.kernel(
     "combine", layout={"y": ROWS, "weights": ROWS}, dtypes={"y": "f32", "weights": "f32"}
 )
-def combine(site: Site) -> Launch:
-    return combined(site, None)
+def combine(ctx: KernelContext) -> Launch:
+    return combined(ctx, None)
 
 
-def combined(site: Site, r: Spot | None) -> Launch:
+def combined(ctx: KernelContext, r: OperandRef | None) -> Launch:
     """The op combine's result, and ``r``."""
-    y, weights = site.y, site.weights
+    y, weights = ctx.y, ctx.weights
     each, width = y.meta.inner
     args = (
         y.address, y.row_stride, weights.address, weights.row_stride, address(r),
-        r.row_stride if r else 0, site.out.address, site.live(y.meta.rows), each, width,
+        r.row_stride if r else 0, ctx.out.address, ctx.live(y.meta.rows), each, width,
     )  # fmt: skip
-    grid = (site.most(y.meta.rows), ceil(width, _THREADS))
+    grid = (ctx.most(y.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE["combine"], grid, (_THREADS,), args)
 
 
@@ -99,7 +99,7 @@ def _each(node: Tensor) -> int:
 
 def _pairs(node: Tensor) -> int:
     """Of a step, at most."""
-    return Site.most(node.meta.rows) * _each(node)
+    return KernelContext.most(node.meta.rows) * _each(node)
 
 
 def _matrices(node: Tensor) -> int:
@@ -181,26 +181,28 @@ class Gate:
     """What makes of two products a gated unit: the other one's weight and bias, the dtype of the
     result, float32 or halves, and the activation as experts.cuh has it."""
 
-    w: Spot
-    bias: Spot | None
+    w: OperandRef
+    bias: OperandRef | None
     form: DType
     act: int
     alpha: float = 0.0
     limit: float = 0.0
 
 
-def _argument(site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None) -> bytes:
+def _argument(
+    ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int, gate: Gate | None
+) -> bytes:
     """The struct Experts of experts.cuh; ``y``: the address of the result."""
-    x, w = site.x, site.w
+    x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
     up = planes(gate.w.address, gate.w.meta) if gate else (0, 0, 0, 0)
     words = [x.address, *_lines(x.meta), *planes(w.address, w.meta), *up, address(bias)]
     words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
-    words.append(site.live(x.meta.rows))
-    numbers = [_each(site.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
+    words.append(ctx.live(x.meta.rows))
+    numbers = [_each(ctx.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
     numbers += [HALVES.get(gate.form.name, 0), gate.act] if gate else [0, 0]
     more = (gate.alpha, gate.limit) if gate else (0.0, 0.0)
-    return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(site.node))
+    return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(ctx.node))
 
 
 def _early(node: Tensor) -> bool:
@@ -215,16 +217,16 @@ def _early(node: Tensor) -> bool:
     return False
 
 
-def _whole(x: Spot, by: int) -> bool:
+def _whole(x: OperandRef, by: int) -> bool:
     """Whether all rows begin at multiples of ``by`` bytes."""
-    lone = Site.most(x.meta.rows) <= 1
+    lone = KernelContext.most(x.meta.rows) <= 1
     return all(at % by == 0 for at in (x.address, *_lines(x.meta)[int(lone) :]))
 
 
-def _one_by_one(site: Site, arg: bytes, gated: bool) -> Launch:
+def _one_by_one(ctx: KernelContext, arg: bytes, gated: bool) -> Launch:
     """Each pair goes along its matrix for itself."""
-    x, name, pairs = site.x, site.w.dtype.name, _pairs(site.node)
-    _, n, depth = site.w.meta.shape
+    x, name, pairs = ctx.x, ctx.w.dtype.name, _pairs(ctx.node)
+    _, n, depth = ctx.w.meta.shape
     halves = HALVES.get(x.dtype.name, 0)
     if name in PLAIN and (depth % ITEM[name] or not _whole(x, 16)):
         return Launch(_ragged_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
@@ -236,27 +238,27 @@ def _one_by_one(site: Site, arg: bytes, gated: bool) -> Launch:
     return Launch(kernel, (pairs, ceil(n, WARPS * rows)), (32 * WARPS,), (arg,))
 
 
-def _together(site: Site, arg: bytes, ids: Spot | None, gated: bool) -> list[Launch]:
+def _together(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool) -> list[Launch]:
     """Pairs of one matrix are multiplied together."""
-    node, size, live = site.node, _size(site.node), site.live(site.x.meta.rows)
-    matrices, n, _ = site.w.meta.shape
-    order = site.scratch + aligned(_GROUP * _groups(node))
-    grouped = _grouped(site.w.dtype, size) and site.device.gpu.capability == (9, 0)
-    kernel = _many_module(site.w.dtype, size, gated, grouped)["multiply_groups"]
+    node, size, live = ctx.node, _size(ctx.node), ctx.live(ctx.x.meta.rows)
+    matrices, n, _ = ctx.w.meta.shape
+    order = ctx.scratch + aligned(_GROUP * _groups(node))
+    grouped = _grouped(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
+    kernel = _many_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
     work = []
     if ids is not None:
         count = _groups(node)
         warps = min(32, _COUNTERS // (matrices + 1) - 1)
-        args = (ids.address, ids.row_stride, live, _each(node), matrices, size, site.scratch, count,
+        args = (ids.address, ids.row_stride, live, _each(node), matrices, size, ctx.scratch, count,
                 order)  # fmt: skip
         shared = 4 * (warps + 1) * (matrices + 1)
         work = [Launch(_MODULE["group"], (1,), (32 * warps,), args, shared)]
-        places = (arg, site.scratch, order)
+        places = (arg, ctx.scratch, order)
     else:
-        count = matrices * ceil(site.most(site.x.meta.rows), size)
+        count = matrices * ceil(ctx.most(ctx.x.meta.rows), size)
         places = (arg, 0, 0)
     grid = (count, ceil(n, _SIDE // (1 + gated)))
-    plain = site.w.dtype.name in PLAIN
+    plain = ctx.w.dtype.name in PLAIN
     threads = (32 * _many_warps(size, grouped),)
     return [*work, Launch(kernel, grid, threads, places, _shared(size, plain, grouped))]
 
@@ -268,24 +270,28 @@ def _shared(size: int, plain: bool, groups: bool) -> int:
     return 2 * (_PIECE + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
 
 
-def _fits_groups(site: Site) -> bool:
+def _fits_groups(ctx: KernelContext) -> bool:
     """Whether experts_many.cu can multiply these halves."""
-    x, w = site.x, site.w
+    x, w = ctx.x, ctx.w
     whole = int(w.meta.shape[2]) % 8 == 0 and _whole(x, 16)
-    return tensor_cores(site) and whole and 2 * (_matrices(site.node) + 1) <= _COUNTERS
+    return tensor_cores(ctx) and whole and 2 * (_matrices(ctx.node) + 1) <= _COUNTERS
 
 
 # ------------------------------------------------------------------------------------ registration
 
 
 def products(
-    site: Site, ids: Spot | None, bias: Spot | None, y: int, gate: Gate | None = None
+    ctx: KernelContext,
+    ids: OperandRef | None,
+    bias: OperandRef | None,
+    y: int,
+    gate: Gate | None = None,
 ) -> list[Launch]:
-    """Of each pair with its matrix ``site.w``, or a gated unit of it, to the address ``y``."""
-    arg = _argument(site, ids, bias, y, gate)
-    if site.x.dtype.name in HALVES and _fits_groups(site):
-        return _together(site, arg, ids, gate is not None)
-    return [_one_by_one(site, arg, gate is not None)]
+    """Of each pair with its matrix ``ctx.w``, or a gated unit of it, to the address ``y``."""
+    arg = _argument(ctx, ids, bias, y, gate)
+    if ctx.x.dtype.name in HALVES and _fits_groups(ctx):
+        return _together(ctx, arg, ids, gate is not None)
+    return [_one_by_one(ctx, arg, gate is not None)]
 
 
 def unmatched(node: Tensor, options: Options) -> str | None:
@@ -317,14 +323,14 @@ _BLOCKS: dict[str, Any] = {"pack": {"w": PACK}, **_RULES}
     "expert_linear", name="experts_blocks", dtypes={"w": tuple(PLANES), "bias": "f32"},
     scratch=order_nbytes, **_BLOCKS,
 )  # fmt: skip
-def expert_linear(site: Site) -> list[Launch]:
-    return products(site, site.ids, site.op("bias"), site.out.address)
+def expert_linear(ctx: KernelContext) -> list[Launch]:
+    return products(ctx, ctx.ids, ctx.op("bias"), ctx.out.address)
 
 
 @BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
 @BACKEND.kernel("head_linear", name="heads_blocks", dtypes={"w": tuple(PLANES)}, **_BLOCKS)
-def head_linear(site: Site) -> list[Launch]:
-    return products(site, None, None, site.out.address)
+def head_linear(ctx: KernelContext) -> list[Launch]:
+    return products(ctx, None, None, ctx.out.address)
 
 
 def _all_instances() -> None:

@@ -10,7 +10,7 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.source import module
 from .elementwise import ACTIVATIONS
 from .experts import Gate, combined, order_nbytes, products, unmatched
@@ -19,23 +19,23 @@ from .gemm import PLAIN
 from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
-Build = Callable[[Site], list[Launch]]
+Build = Callable[[KernelContext], list[Launch]]
 _CLAMPED = -1  # as experts.cuh has it
 _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # as `Score` of experts.cu counts them
 
 
 @BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
-def route(site: Site) -> Launch:
-    x, a, (ids, weights) = site.x, site.attrs, site.results
+def route(ctx: KernelContext) -> Launch:
+    x, a, (ids, weights) = ctx.x, ctx.attrs, ctx.results
     normalised = a["eps"] is not None
     args = (
-        x.address, x.row_stride, site.address("bias"), ids.address, weights.address, ids.row_stride,
-        weights.row_stride, site.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"],
+        x.address, x.row_stride, ctx.address("bias"), ids.address, weights.address, ids.row_stride,
+        weights.row_stride, ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"],
         a["best"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]),
     )  # fmt: skip
     shared = 4 * (2 * x.width + a["groups"] + a["k"])
     threads = (32 * min(8, a["groups"]),)
-    return Launch(module("experts")["route"], (site.most(x.meta.rows),), threads, args, shared)
+    return Launch(module("experts")["route"], (ctx.most(x.meta.rows),), threads, args, shared)
 
 
 def _made(node: Tensor) -> Meta:
@@ -80,30 +80,30 @@ def _gated(op: str) -> Callable[[Build], Build]:
     return register
 
 
-def _unit(site: Site, *act: Any) -> list[Launch]:
+def _unit(ctx: KernelContext, *act: Any) -> list[Launch]:
     """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
-    forms, made = site.results, _made(site.node)
-    gate = Gate(site.w2, site.op("bias2"), made.dtype, *act)
+    forms, made = ctx.results, _made(ctx.node)
+    gate = Gate(ctx.w2, ctx.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:
-        return products(site, site.ids, site.op("bias"), forms[0].address, gate)
-    y = site.scratch + aligned(order_nbytes(site.node, Options()))
-    work = products(site, site.ids, site.op("bias"), y, gate)
-    return [*work, *(quantise(site, y, int(made.strides[0]), form) for form in forms)]
+        return products(ctx, ctx.ids, ctx.op("bias"), forms[0].address, gate)
+    y = ctx.scratch + aligned(order_nbytes(ctx.node, Options()))
+    work = products(ctx, ctx.ids, ctx.op("bias"), y, gate)
+    return [*work, *(quantise(ctx, y, int(made.strides[0]), form) for form in forms)]
 
 
 @_gated("expert_gated")
-def expert_gated(site: Site) -> list[Launch]:
-    return _unit(site, ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])
+def expert_gated(ctx: KernelContext) -> list[Launch]:
+    return _unit(ctx, ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])
 
 
 @_gated("expert_clamped")
-def expert_clamped(site: Site) -> list[Launch]:
-    return _unit(site, _CLAMPED, float(site.attrs["alpha"]), float(site.attrs["limit"]))
+def expert_clamped(ctx: KernelContext) -> list[Launch]:
+    return _unit(ctx, _CLAMPED, float(ctx.attrs["alpha"]), float(ctx.attrs["limit"]))
 
 
 @BACKEND.kernel(
     "combine_add", layout=dict.fromkeys(("y", "weights", "r"), ROWS),
     dtypes=dict.fromkeys(("y", "weights", "r"), "f32"),
 )  # fmt: skip
-def combine_add(site: Site) -> Launch:
-    return combined(site, site.r)
+def combine_add(ctx: KernelContext) -> Launch:
+    return combined(ctx, ctx.r)

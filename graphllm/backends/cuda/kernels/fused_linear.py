@@ -11,7 +11,7 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Site, Spot, Work
+from ..runtime.device import KernelContext, OperandRef, Work
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, room_for
@@ -19,7 +19,7 @@ from .linear import SOME, few_rows, fits_some, fused_pair, launches, some, unmat
 from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
-Builder = Callable[[Site], list[Work]]
+Builder = Callable[[KernelContext], list[Work]]
 
 
 def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
@@ -44,8 +44,8 @@ def _all_matched(node: Tensor, options: Options) -> str | None:
     return next(filter(None, (unmatched(*pair) for pair in _pairs(node))), None)
 
 
-def _job(site: Site, index: int, out: Spot) -> Job:
-    x, w, bias = site.inputs[3 * index : 3 * index + 3]
+def _job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
+    x, w, bias = ctx.inputs[3 * index : 3 * index + 3]
     assert x is not None and w is not None
     return Job(x, w, bias, out)
 
@@ -54,9 +54,9 @@ def _job(site: Site, index: int, out: Spot) -> Job:
     "linears", when=_all_matched, layout={"x": ROWS},
     scratch=lambda node, options: room_for(*_pairs(node)),
 )  # fmt: skip
-def linears(site: Site) -> list[Work]:
-    jobs = [_job(site, i, out) for i, out in enumerate(site.results)]
-    return launches(site, jobs, site.scratch)
+def linears(ctx: KernelContext) -> list[Work]:
+    jobs = [_job(ctx, i, out) for i, out in enumerate(ctx.results)]
+    return launches(ctx, jobs, ctx.scratch)
 
 
 @_kernels(
@@ -64,9 +64,9 @@ def linears(site: Site) -> list[Work]:
     layout={"x": ROWS, "r": ROWS},
     scratch=lambda node, options: room_for((node.src[0], node.src[1])),
 )  # fmt: skip
-def linear_add(site: Site) -> list[Work]:
-    job = Job(site.x, site.w, site.op("bias"), site.out, site.r)
-    return launches(site, [job], site.scratch)
+def linear_add(ctx: KernelContext) -> list[Work]:
+    job = Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)
+    return launches(ctx, [job], ctx.scratch)
 
 
 def _half(node: Tensor) -> Meta:
@@ -78,7 +78,7 @@ def _half(node: Tensor) -> Meta:
     bias = node.src[2] is not None or node.src[5] is not None
     narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
     made = Meta.of((rows, columns), F32)
-    fits = made.inner[0] % 8 == 0 and Site.most(rows) > SOME
+    fits = made.inner[0] % 8 == 0 and KernelContext.most(rows) > SOME
     return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
@@ -91,28 +91,28 @@ def _gated_scratch(node: Tensor, options: Options) -> int:
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
-def gated(site: Site) -> list[Work]:
+def gated(ctx: KernelContext) -> list[Work]:
     """In one kernel for one token, or some in halves; else both linears, then their product."""
-    x, forms, meta = site.x, site.results, _half(site.node)
-    act = ACTIVATIONS[site.attrs["act"], site.attrs["kind"]]
+    x, forms, meta = ctx.x, ctx.results, _half(ctx.node)
+    act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
-    pair = [Spot(site.scratch + i * size, meta, site.out.operand) for i in range(2)]
-    jobs = [_job(site, i, half) for i, half in enumerate(pair)]
+    pair = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
+    jobs = [_job(ctx, i, half) for i, half in enumerate(pair)]
     narrow = any(form.dtype.name in HALVES for form in forms)
-    if site.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
-        if not site.attrs["dtypes"]:
-            return [few_rows(site, [_job(site, 0, site.out), jobs[1]], act)]
+    if ctx.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
+        if not ctx.attrs["dtypes"]:
+            return [few_rows(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]
-        return [few_rows(site, jobs, act),
-                *(quantise(site, made.address, 4 * width, form) for form in forms)]  # fmt: skip
-    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(site, jobs, forms):
-        return [some(site, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+        return [few_rows(ctx, jobs, act),
+                *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip
+    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(ctx, jobs, forms):
+        return [some(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
-    return [*launches(site, jobs, site.scratch + 2 * size), finish(site, *pair)]
+    return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
 
 
-def _alike(site: Site, jobs: list[Job], forms: list[Spot]) -> bool:
+def _alike(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:
     """Whether one kernel can go along both matrices at a time, for some tokens."""
     gate, up = jobs
     same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
-    return same and len(forms) == 1 and fits_some(site, gate)
+    return same and len(forms) == 1 and fits_some(ctx, gate)

@@ -9,7 +9,7 @@ from typing import Any
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Arg, Launch, Site, Spot, ceil
+from ..runtime.device import Arg, KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 from .elementwise import ACTIVATIONS
 from .norm import held
@@ -43,61 +43,61 @@ def _rules(*rows: str, **more: Any) -> dict[str, Any]:
     return {"layout": dict.fromkeys(rows, ROWS), "dtypes": _FLOATS, **more}
 
 
-def _launch(name: str, site: Site, width: int, args: Sequence[Arg]) -> Launch:
+def _launch(name: str, ctx: KernelContext, width: int, args: Sequence[Arg]) -> Launch:
     """A block for each row, which its threads hold in registers."""
     each, threads = held(width)
-    return Launch(_MODULE[f"{name}_{each}"], (site.most(site.out.meta.rows),), (threads,), args)
+    return Launch(_MODULE[f"{name}_{each}"], (ctx.most(ctx.out.meta.rows),), (threads,), args)
 
 
 @BACKEND.kernel("norm_add", **_rules("h", "x", when=_fits))
-def norm_add(site: Site) -> Launch:
-    h, x, rows, width = site.h, site.x, site.h.meta.rows, site.h.width
-    args = (h.address, h.row_stride, site.w.address, x.address, x.row_stride, site.out.address,
-            site.out.row_stride, site.live(rows), width, float(site.attrs["eps"]))  # fmt: skip
-    return _launch("norm_add", site, width, args)
+def norm_add(ctx: KernelContext) -> Launch:
+    h, x, rows, width = ctx.h, ctx.x, ctx.h.meta.rows, ctx.h.width
+    args = (h.address, h.row_stride, ctx.w.address, x.address, x.row_stride, ctx.out.address,
+            ctx.out.row_stride, ctx.live(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
+    return _launch("norm_add", ctx, width, args)
 
 
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
-def norm_quantise(site: Site) -> Launch:
-    x, rows, width, forms = site.x, site.x.meta.rows, site.x.width, site.results
-    args = (x.address, x.row_stride, site.w.address, targets(forms), site.live(rows), width,
-            float(site.attrs["eps"]))  # fmt: skip
-    return _launch("norm_quantise", site, width, args)
+def norm_quantise(ctx: KernelContext) -> Launch:
+    x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
+    args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live(rows), width,
+            float(ctx.attrs["eps"]))  # fmt: skip
+    return _launch("norm_quantise", ctx, width, args)
 
 
 @BACKEND.kernel("norm_add_norm", **_rules("h", "x", when=_norms))
-def norm_add_norm(site: Site) -> Launch:
-    h, x, rows, width = site.h, site.x, site.h.meta.rows, site.h.width
-    total, *forms = site.results
+def norm_add_norm(ctx: KernelContext) -> Launch:
+    h, x, rows, width = ctx.h, ctx.x, ctx.h.meta.rows, ctx.h.width
+    total, *forms = ctx.results
     args = (
-        h.address, h.row_stride, site.w.address, x.address, x.row_stride, site.w2.address,
-        total.address, total.row_stride, targets(forms), site.live(rows), width,
-        float(site.attrs["eps"]), float(site.attrs["eps2"]),
+        h.address, h.row_stride, ctx.w.address, x.address, x.row_stride, ctx.w2.address,
+        total.address, total.row_stride, targets(forms), ctx.live(rows), width,
+        float(ctx.attrs["eps"]), float(ctx.attrs["eps2"]),
     )  # fmt: skip
-    return _launch("norm_add_norm", site, width, args)
+    return _launch("norm_add_norm", ctx, width, args)
 
 
 @BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most))
-def glu(site: Site) -> Launch:
-    return gated_unit(site, site.gate, site.up)
+def glu(ctx: KernelContext) -> Launch:
+    return gated_unit(ctx, ctx.gate, ctx.up)
 
 
-def gated_unit(site: Site, gate: Spot, up: Spot) -> Launch:
-    """act(gate) * up to the site's results."""
-    forms = site.results
+def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
+    """act(gate) * up to the step's results."""
+    forms = ctx.results
     rows, (*lines, width) = gate.meta.rows, gate.meta.inner
     size, count = unit(forms), prod(lines)
     args = (gate.address, gate.row_stride, up.address, up.row_stride, targets(forms),
-            site.live(rows), count, width,
-            ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
-    grid = (site.most(rows) * count, ceil(width, 32 * size * _WARPS))
+            ctx.live(rows), count, width,
+            ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip
+    grid = (ctx.most(rows) * count, ceil(width, 32 * size * _WARPS))
     return Launch(_MODULE[f"glu_{size}"], grid, (32 * _WARPS,), args)
 
 
-def gated_halves(site: Site, gate: Spot, up: Spot) -> Launch:
+def gated_halves(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
     """The same for halves of one kind, dense, to halves: a thread does eight columns."""
-    rows, width, (out,) = gate.meta.rows, gate.width, site.results
-    args = (gate.address, up.address, out.address, out.row_stride, site.live(rows), width,
-            ACTIVATIONS[site.attrs["act"], site.attrs["kind"]])  # fmt: skip
-    grid = (site.most(rows), ceil(width, 8 * _HALVES_THREADS))
+    rows, width, (out,) = gate.meta.rows, gate.width, ctx.results
+    args = (gate.address, up.address, out.address, out.row_stride, ctx.live(rows), width,
+            ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip
+    grid = (ctx.most(rows), ceil(width, 8 * _HALVES_THREADS))
     return Launch(_MODULE[f"glu_{gate.dtype.name}"], grid, (_HALVES_THREADS,), args)

@@ -14,7 +14,7 @@ from ....backends.alignment import aligned
 from ....graph.dtype import F16, F32, DType
 from ....graph.tensor import Tensor
 from ..runtime import cublaslt
-from ..runtime.device import Call, Launch, Site, Spot, Work, ceil
+from ..runtime.device import Call, KernelContext, Launch, OperandRef, Work, ceil
 from ..runtime.source import module
 from .weight_packing import planes
 
@@ -27,11 +27,11 @@ _FAR = 1 << 38  # bytes between two matrices of one product, at most
 class Job:
     """out = added + x w^T + bias."""
 
-    x: Spot
-    w: Spot
-    bias: Spot | None
-    out: Spot
-    added: Spot | None = None
+    x: OperandRef
+    w: OperandRef
+    bias: OperandRef | None
+    out: OperandRef
+    added: OperandRef | None = None
 
     @property
     def rows(self) -> int:
@@ -59,7 +59,7 @@ def items_of(kind: DType) -> int:
 # ---------------------------------------------------------------------------------------- products
 
 
-def many(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
+def many(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
     """Linears of one activation, which is of the kind that each weight is multiplied as."""
     work: list[Work] = []
     ready: list[cublaslt.Product] = []
@@ -70,15 +70,15 @@ def many(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
             continue
         size = _expanded(job.rows, job.depth)
         if at + size > room + _TILE:
-            work += _multiply(site, job.x, ready)
+            work += _multiply(ctx, job.x, ready)
             ready, at = [], room
         if size > _TILE:
-            work += _in_tiles(site, job, room)
+            work += _in_tiles(ctx, job, room)
             continue
         work.append(_expand(job, 0, job.rows, at))
         ready.append(_product(job, at))
         at += size
-    return work + _multiply(site, jobs[0].x, ready)
+    return work + _multiply(ctx, jobs[0].x, ready)
 
 
 def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Product:
@@ -93,7 +93,9 @@ def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Produ
     )  # fmt: skip
 
 
-def _multiply(site: Site, x: Spot, products: Sequence[cublaslt.Product]) -> list[Work]:
+def _multiply(
+    ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Product]
+) -> list[Work]:
     """The products in order, two of one shape together."""
     work: list[Work] = []
     left = list(products)
@@ -102,14 +104,14 @@ def _multiply(site: Site, x: Spot, products: Sequence[cublaslt.Product]) -> list
         both = _both(p, left[0]) if left else None
         if both:
             left.pop(0)
-        work.append(_call(site, x, both or p))
+        work.append(_call(ctx, x, both or p))
     return work
 
 
-def _call(site: Site, x: Spot, p: cublaslt.Product) -> Call:
+def _call(ctx: KernelContext, x: OperandRef, p: cublaslt.Product) -> Call:
     rows = x.meta.rows
-    site.live(rows)  # so that its value is known in each run
-    return Call(lambda: cublaslt.product(site.device, p, site.now(rows)))
+    ctx.live(rows)  # so that its value is known in each run
+    return Call(lambda: cublaslt.product(ctx.device, p, ctx.now(rows)))
 
 
 def _both(a: cublaslt.Product, b: cublaslt.Product) -> cublaslt.Product | None:
@@ -137,14 +139,14 @@ def _expand(job: Job, first: int, count: int, to: int) -> Launch:
     return Launch(kernel, (ceil(count * items, 128),), (128,), args)
 
 
-def _in_tiles(site: Site, job: Job, room: int) -> list[Work]:
+def _in_tiles(ctx: KernelContext, job: Job, room: int) -> list[Work]:
     """A matrix that is too large to be expanded at once."""
     work: list[Work] = []
     rows = max(1, _TILE // (2 * job.depth))
     for first in range(0, job.rows, rows):
         count = min(rows, job.rows - first)
         work.append(_expand(job, first, count, room))
-        work.append(_call(site, job.x, _product(job, room, first, count)))
+        work.append(_call(ctx, job.x, _product(job, room, first, count)))
     return work
 
 

@@ -8,7 +8,7 @@ from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 from .elementwise import rows_grid
 from .rope import turn
@@ -20,20 +20,20 @@ _BLOCKS = 2048  # that a GPU of 132 processors has room for at a time
 _WHOLE = (64, 128, 256)  # widths of heads that they are for
 
 
-def _pool(pool: Spot, slot: Spot) -> bytes:
+def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
     """The struct Pool of kv.cuh."""
     kind = CACHED.index(pool.dtype.name)
     return struct.pack("<QqQii", pool.address, pool.row_stride, slot.address, kind, 0)
 
 
 @BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
-def kv_write(site: Site) -> Launch:
-    x = site.x
-    args = (_pool(site.pool, site.slot), x.address, x.row_stride, site.live(x.meta.rows), x.width)
-    return Launch(_MODULE["kv_write"], rows_grid(site, x, _THREADS), (_THREADS,), args)
+def kv_write(ctx: KernelContext) -> Launch:
+    x = ctx.x
+    args = (_pool(ctx.pool, ctx.slot), x.address, x.row_stride, ctx.live(x.meta.rows), x.width)
+    return Launch(_MODULE["kv_write"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
-def _heads(x: Spot, norm: int) -> bytes:
+def _heads(x: OperandRef, norm: int) -> bytes:
     """The struct Heads of kv.cu."""
     return struct.pack("<QqQii", x.address, x.row_stride, norm, x.meta.inner[0], 0)
 
@@ -43,9 +43,9 @@ def _one_width(node: Tensor, options: Options) -> str | None:
     return None if len(widths) == 1 else f"heads are of {len(widths)} widths"
 
 
-def _turned_whole(site: Site) -> bool:
+def _turned_whole(ctx: KernelContext) -> bool:
     """Whether the heads are such as the kernels for whole heads turn."""
-    width, attrs = site.q.meta.inner[-1], site.attrs
+    width, attrs = ctx.q.meta.inner[-1], ctx.attrs
     return attrs["dims"] in (0, width) and width in _WHOLE
 
 
@@ -55,21 +55,21 @@ def _turned_whole(site: Site) -> bool:
     dtypes={"k_pool": CACHED, "v_pool": CACHED},
     when=_one_width,
 )
-def rope_write(site: Site) -> Launch:
-    q, k, width, attrs = site.q, site.k, site.q.meta.inner[-1], site.attrs
-    heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], site.most(q.meta.rows)
-    eps, live = float(attrs["eps"]), site.live(q.meta.rows)
+def rope_write(ctx: KernelContext) -> Launch:
+    q, k, width, attrs = ctx.q, ctx.k, ctx.q.meta.inner[-1], ctx.attrs
+    heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], ctx.most(q.meta.rows)
+    eps, live = float(attrs["eps"]), ctx.live(q.meta.rows)
     args = (
-        _heads(q, site.address("q_norm")), _heads(k, site.address("k_norm")),
-        _heads(site.v, 0),
-        site.out.address, _pool(site.k_pool, site.slot), _pool(site.v_pool, site.slot), live,
+        _heads(q, ctx.address("q_norm")), _heads(k, ctx.address("k_norm")),
+        _heads(ctx.v, 0),
+        ctx.out.address, _pool(ctx.k_pool, ctx.slot), _pool(ctx.v_pool, ctx.slot), live,
     )  # fmt: skip
-    if _turned_whole(site):
+    if _turned_whole(ctx):
         # Many tokens: a warp turns many heads by the angles that it has found once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
-        more = (eps, site.settled("slot", "pos"), turn(site, width))
+        more = (eps, ctx.settled("slot", "pos"), turn(ctx, width))
         return Launch(kernel, (rows, blocks), (32 * _WARPS,), (*args, *more))
     threads = min(256, 32 * ceil(width, 32))
-    last = (width, eps, turn(site, width))
+    last = (width, eps, turn(ctx, width))
     return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)

@@ -17,7 +17,7 @@ from ....graph.dtype import BF16, F16, F32, DType, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, Work, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, Work, ceil
 from ..runtime.source import Function, module
 from . import gemv_shapes
 from .gemm import PLAIN, Job, expand_module, many, room_for, wide
@@ -82,19 +82,19 @@ def _matrices(jobs: Sequence[Job]) -> bytes:
     return packed.ljust(80 * TOGETHER, b"\0")
 
 
-def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
+def few_rows(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     """Up to three linears of one activation and format; or of a `fused_pair`, ``act`` of the first
     times the second, to where the first goes."""
     gated = act >= 0
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
-    name, most = w.dtype.name, site.most(x.meta.rows)
+    name, most = w.dtype.name, ctx.most(x.meta.rows)
     args: list[int | float | bytes] = [
-        x.address, x.row_stride, site.live(x.meta.rows), k, _matrices(jobs)
+        x.address, x.row_stride, ctx.live(x.meta.rows), k, _matrices(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
     if name in PLAIN and (k % ITEM[name] or unaligned):
         return _launch(_ragged_kernel(name), jobs, 1, WARPS, most, args)
-    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and tensor_cores(site):
+    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and tensor_cores(ctx):
         grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
         return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
     sizes = _sizes(name, x.dtype != F32)
@@ -103,7 +103,7 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
     items = k // ITEM.get(name, 32)
-    shared = _shared_by(groups, items, shape.depth, site) if shape.split else 1
+    shared = _shared_by(groups, items, shape.depth, ctx) if shape.split else 1
     kernel = _few_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
     grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
@@ -111,25 +111,25 @@ def few_rows(site: Site, jobs: Sequence[Job], act: int = -1) -> Launch:
     return Launch(kernel, grid, (32 * shape.warps,), args, staged)
 
 
-def _shared_by(groups: int, items: int, depth: int, site: Site) -> int:
+def _shared_by(groups: int, items: int, depth: int, ctx: KernelContext) -> int:
     """Warps that share the depth of some rows, of which there are so many groups: as many as keep
     every processor busy."""
-    wanted = _BUSY * site.device.gpu.processors
+    wanted = _BUSY * ctx.device.gpu.processors
     return next((n for n in _SHARED if groups * n >= wanted or items < 64 * depth * n), _SHARED[-1])
 
 
-def fits_some(site: Site, job: Job) -> bool:
+def fits_some(ctx: KernelContext, job: Job) -> bool:
     """Whether linear_some.cu can multiply these halves."""
     x = job.x
     aligned = job.depth % _STEP == 0 and x.address % 16 == 0 and x.row_stride % 16 == 0
-    fits = site.most(x.meta.rows) <= SOME and job.w.dtype == x.dtype and job.rows >= min(_SIDES)
-    return fits and aligned and tensor_cores(site)
+    fits = ctx.most(x.meta.rows) <= SOME and job.w.dtype == x.dtype and job.rows >= min(_SIDES)
+    return fits and aligned and tensor_cores(ctx)
 
 
-def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
+def some(ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
     """Up to three linears of one activation in halves; or of two ``gated`` ones, ``act`` of the
     first times the second, to where the first goes."""
-    x, processors = jobs[0].x, site.device.gpu.processors
+    x, processors = jobs[0].x, ctx.device.gpu.processors
 
     def blocks(side: int) -> int:
         rows = [2 * jobs[0].rows] if gated else [job.rows for job in jobs]
@@ -139,9 +139,9 @@ def some(site: Site, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> 
     sides = (s for s, n in _SIDES.items() if s <= least and blocks(s) >= n * processors)
     side = next(sides)
     kind = HALVES.get(jobs[0].out.dtype.name, 0)
-    args = (x.address, x.row_stride, site.live(x.meta.rows), jobs[0].depth, _matrices(jobs), act,
+    args = (x.address, x.row_stride, ctx.live(x.meta.rows), jobs[0].depth, _matrices(jobs), act,
             kind)  # fmt: skip
-    grid = (blocks(side), ceil(site.most(x.meta.rows), SOME))
+    grid = (blocks(side), ceil(ctx.most(x.meta.rows), SOME))
     return Launch(_some_kernel(x.dtype, side, gated), grid, (256,), args)
 
 
@@ -153,35 +153,35 @@ def _launch(
     return Launch(kernel, (ceil(groups, warps), y), (32 * WARPS,), args)
 
 
-def tensor_cores(site: Site) -> bool:
+def tensor_cores(ctx: KernelContext) -> bool:
     """Whether there are those of capability 8.0, with bf16 and 16 deep."""
-    return bool(site.device.gpu.capability >= (8, 0))
+    return bool(ctx.device.gpu.capability >= (8, 0))
 
 
 # ------------------------------------------------------------------------------------ registration
 
 
-def few(x: Tensor | Spot, w: Tensor | Spot) -> bool:
+def few(x: Tensor | OperandRef, w: Tensor | OperandRef) -> bool:
     """Whether a step has so few rows that own kernels multiply them as float32 or int8."""
-    return Site.most(x.meta.rows) <= (SOME if w.dtype.quantised else FEW)
+    return KernelContext.most(x.meta.rows) <= (SOME if w.dtype.quantised else FEW)
 
 
-def launches(site: Site, jobs: Sequence[Job], room: int) -> list[Work]:
+def launches(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
     """Several linears: those of one activation and format together."""
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in jobs:
         if job.x.dtype.name in HALVES:
-            kind = "some" if fits_some(site, job) else "many"
+            kind = "some" if fits_some(ctx, job) else "many"
         else:
             kind = job.w.dtype.name if job.x.dtype.quantised or few(job.x, job.w) else "many"
         groups.setdefault((job.x.address, kind), []).append(job)
     work: list[Work] = []
     for (_, kind), own in groups.items():
         if kind == "many":
-            work += many(site, own, room)
+            work += many(ctx, own, room)
             continue
         launch = some if kind == "some" else few_rows
-        work += [launch(site, own[i : i + TOGETHER]) for i in range(0, len(own), TOGETHER)]
+        work += [launch(ctx, own[i : i + TOGETHER]) for i in range(0, len(own), TOGETHER)]
     return work
 
 
@@ -254,8 +254,8 @@ _RULES: dict[str, Any] = {
 @BACKEND.kernel(
     "linear", name="linear_blocks", dtypes={"w": tuple(PLANES)}, pack={"w": PACK}, **_RULES
 )
-def linear(site: Site) -> list[Work]:
-    return launches(site, [Job(site.x, site.w, site.op("bias"), site.out)], site.scratch)
+def linear(ctx: KernelContext) -> list[Work]:
+    return launches(ctx, [Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out)], ctx.scratch)
 
 
 def _all_instances() -> None:

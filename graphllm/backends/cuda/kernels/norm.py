@@ -8,7 +8,7 @@ from typing import Any
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site, ceil
+from ..runtime.device import KernelContext, Launch, ceil
 from ..runtime.source import module
 
 _MODULE = module("norm")
@@ -31,15 +31,15 @@ def held(width: int) -> tuple[int, int]:
 
 
 def _launch(
-    site: Site, name: str, weights: tuple[str, ...], *extra: float, block: int = 0
+    ctx: KernelContext, name: str, weights: tuple[str, ...], *extra: float, block: int = 0
 ) -> Launch:
-    x = site.x
+    x = ctx.x
     *parts, width = x.meta.inner
     lines = prod(parts)
-    args = (x.address, x.row_stride, *map(site.address, weights), site.out.address,
-            site.live(x.meta.rows), lines, width, *extra)  # fmt: skip
+    args = (x.address, x.row_stride, *map(ctx.address, weights), ctx.out.address,
+            ctx.live(x.meta.rows), lines, width, *extra)  # fmt: skip
     block = block or threads(width)
-    return Launch(_MODULE[name], (site.most(x.meta.rows) * lines,), (block,), args)
+    return Launch(_MODULE[name], (ctx.most(x.meta.rows) * lines,), (block,), args)
 
 
 def _with_rows(node: Tensor, options: Options) -> str | None:
@@ -54,16 +54,16 @@ _RULES: dict[str, Any] = {
 
 
 @BACKEND.kernel("rms_norm", **_RULES)
-def rms_norm(site: Site) -> Launch:
-    each, block = held(site.x.meta.inner[-1])
-    return _launch(site, f"rms_norm_{each}", ("w",), float(site.attrs["eps"]), block=block)
+def rms_norm(ctx: KernelContext) -> Launch:
+    each, block = held(ctx.x.meta.inner[-1])
+    return _launch(ctx, f"rms_norm_{each}", ("w",), float(ctx.attrs["eps"]), block=block)
 
 
 @BACKEND.kernel("layer_norm", **_RULES)
-def layer_norm(site: Site) -> Launch:
-    return _launch(site, "layer_norm", ("w", "b"), float(site.attrs["eps"]))
+def layer_norm(ctx: KernelContext) -> Launch:
+    return _launch(ctx, "layer_norm", ("w", "b"), float(ctx.attrs["eps"]))
 
 
 @BACKEND.kernel("softmax", **_RULES)
-def softmax(site: Site) -> Launch:
-    return _launch(site, "softmax", ())
+def softmax(ctx: KernelContext) -> Launch:
+    return _launch(ctx, "softmax", ())

@@ -8,7 +8,7 @@ from math import prod
 
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 
 _MODULE = module("quantise")
@@ -16,10 +16,10 @@ _WARPS = 4  # of a block of threads; each does one block of activations
 HALVES = {"f16": 1, "bf16": 2}  # what quantise.cuh calls them
 
 
-def quantise(site: Site, x: int, stride: int, out: Spot) -> Launch:
+def quantise(ctx: KernelContext, x: int, stride: int, out: OperandRef) -> Launch:
     """Float rows at address ``x``, ``stride`` bytes apart, to ``out``, whose dtype says how."""
-    kind, rows = HALVES.get(out.dtype.name, 0), site.most(out.meta.rows)
-    args: list[int] = [x, stride, out.address, out.row_stride, site.live(out.meta.rows)]
+    kind, rows = HALVES.get(out.dtype.name, 0), ctx.most(out.meta.rows)
+    args: list[int] = [x, stride, out.address, out.row_stride, ctx.live(out.meta.rows)]
     if kind:
         grid = (rows, ceil(out.width, 256 * _WARPS))
         return Launch(_MODULE["narrow"], grid, (32 * _WARPS,), [*args, out.width, kind])
@@ -31,23 +31,23 @@ def quantise(site: Site, x: int, stride: int, out: Spot) -> Launch:
 
 
 @BACKEND.kernel("quantise_act", layout={"x": ROWS}, dtypes={"x": "f32"})
-def quantise_act(site: Site) -> Launch:
-    return quantise(site, site.x.address, site.x.row_stride, site.out)
+def quantise_act(ctx: KernelContext) -> Launch:
+    return quantise(ctx, ctx.x.address, ctx.x.row_stride, ctx.out)
 
 
-def target(spot: Spot) -> bytes:
+def target(ref: OperandRef) -> bytes:
     """The struct Target of quantise.cuh."""
-    block = spot.dtype.block if spot.dtype.quantised else HALVES.get(spot.dtype.name, 0)
-    line = spot.dtype.row_nbytes(spot.meta.inner[-1])
-    return struct.pack("<Qqii", spot.address, spot.row_stride, block, line)
+    block = ref.dtype.block if ref.dtype.quantised else HALVES.get(ref.dtype.name, 0)
+    line = ref.dtype.row_nbytes(ref.meta.inner[-1])
+    return struct.pack("<Qqii", ref.address, ref.row_stride, block, line)
 
 
-def targets(spots: Sequence[Spot]) -> bytes:
+def targets(refs: Sequence[OperandRef]) -> bytes:
     """The struct Targets of quantise.cuh for at most two results."""
-    assert len(spots) <= 2, spots
-    return b"".join(map(target, spots)).ljust(48, b"\0") + struct.pack("<ii", len(spots), 0)
+    assert len(refs) <= 2, refs
+    return b"".join(map(target, refs)).ljust(48, b"\0") + struct.pack("<ii", len(refs), 0)
 
 
-def unit(spots: Sequence[Spot]) -> int:
+def unit(refs: Sequence[OperandRef]) -> int:
     """The N of quantise.cuh: a warp emits 32 N elements at a time."""
-    return 8 if any(s.dtype.name in ("a8_256", *HALVES) for s in spots) else 1
+    return 8 if any(s.dtype.name in ("a8_256", *HALVES) for s in refs) else 1

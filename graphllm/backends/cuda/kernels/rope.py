@@ -7,7 +7,7 @@ import struct
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import Launch, Site, ceil
+from ..runtime.device import KernelContext, Launch, ceil
 from ..runtime.source import module
 from .elementwise import rows_grid
 
@@ -15,37 +15,37 @@ _MODULE = module("rope")
 _THREADS = 128
 
 
-def turn(site: Site, head: int) -> bytes:
+def turn(ctx: KernelContext, head: int) -> bytes:
     """The struct Turn of rope.cuh for heads of ``head`` elements."""
-    attrs = site.attrs
+    attrs = ctx.attrs
     dims = attrs["dims"] or head
-    inverse = site.keep(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
+    inverse = ctx.keep(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
     interleaved = attrs["style"] == "interleaved"
-    addresses = site.need("pos").address, inverse, site.address("factors")
+    addresses = ctx.need("pos").address, inverse, ctx.address("factors")
     return struct.pack("<QQQiifi", *addresses, dims // 2, interleaved, attrs["attention_factor"], 0)
 
 
 @BACKEND.kernel("rope", layout={"x": ROWS}, dtypes={"x": "f32"})
-def rope(site: Site) -> Launch:
-    x, head = site.x, site.x.meta.inner[-1]
-    args = (x.address, x.row_stride, site.out.address, site.live(x.meta.rows), x.width, head,
-            turn(site, head))  # fmt: skip
-    return Launch(_MODULE["rope"], rows_grid(site, x, _THREADS), (_THREADS,), args)
+def rope(ctx: KernelContext) -> Launch:
+    x, head = ctx.x, ctx.x.meta.inner[-1]
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width, head,
+            turn(ctx, head))  # fmt: skip
+    return Launch(_MODULE["rope"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
 @BACKEND.kernel("positions_2d")
-def positions_2d(site: Site) -> Launch:
-    rows, sequences = site.pos.meta.rows, site.prefix_len.meta.rows
-    addresses = [site.address(name) for name in ("pos", "q_start", "prefix_len")]
-    args = (*addresses, site.out.address, site.live(rows), site.live(sequences), site.attrs["part"])
-    grid = (ceil(site.most(rows), _THREADS),)
+def positions_2d(ctx: KernelContext) -> Launch:
+    rows, sequences = ctx.pos.meta.rows, ctx.prefix_len.meta.rows
+    addresses = [ctx.address(name) for name in ("pos", "q_start", "prefix_len")]
+    args = (*addresses, ctx.out.address, ctx.live(rows), ctx.live(sequences), ctx.attrs["part"])
+    grid = (ceil(ctx.most(rows), _THREADS),)
     return Launch(_MODULE["positions_2d"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("sinusoids")
-def sinusoids(site: Site) -> Launch:
-    width, rows = site.out.width, site.pos.meta.rows
-    frequencies = site.keep(sinusoid_frequencies(width))
-    args = (site.pos.address, frequencies, site.out.address, site.live(rows), width,
-            site.attrs["offset"])  # fmt: skip
-    return Launch(_MODULE["sinusoids"], rows_grid(site, site.out, _THREADS), (_THREADS,), args)
+def sinusoids(ctx: KernelContext) -> Launch:
+    width, rows = ctx.out.width, ctx.pos.meta.rows
+    frequencies = ctx.keep(sinusoid_frequencies(width))
+    args = (ctx.pos.address, frequencies, ctx.out.address, ctx.live(rows), width,
+            ctx.attrs["offset"])  # fmt: skip
+    return Launch(_MODULE["sinusoids"], rows_grid(ctx, ctx.out, _THREADS), (_THREADS,), args)

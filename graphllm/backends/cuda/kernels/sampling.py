@@ -8,7 +8,7 @@ from ....backends.alignment import aligned
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot, ceil
+from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 
 _MODULE, _PENALTIES = module("sampling"), module("penalties")
@@ -22,21 +22,21 @@ _COLUMNS = 256  # threads of a block of `penalise`; each copies four logits
 
 def _peaks(node: Tensor) -> int:
     """Bytes of the largest keys of all slices."""
-    return aligned(4 * _THREADS * Site.most(node.meta.rows))
+    return aligned(4 * _THREADS * KernelContext.most(node.meta.rows))
 
 
 def _wide(node: Tensor) -> int:
     """Bytes that the blocks of wide rows share."""
-    return _WIDE * Site.most(node.meta.rows)
+    return _WIDE * KernelContext.most(node.meta.rows)
 
 
-def _chosen(site: Site, x: Spot, settings: bytes, pieces: int = 0) -> list[Launch]:
+def _chosen(ctx: KernelContext, x: OperandRef, settings: bytes, pieces: int = 0) -> list[Launch]:
     """The kernels that find an id for each row; ``pieces`` of wide rows, if there may be such."""
-    rows, slice_ = site.most(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
+    rows, slice_ = ctx.most(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
     blocks = ceil(ceil(x.width, slice_), _WARPS)
-    wide = site.scratch + _peaks(site.node) if pieces else 0
-    row = (x.address, x.row_stride, x.width, settings, site.live(x.meta.rows), site.scratch, wide)
-    drawing, out = (rows, max(1, pieces)), (*row, site.out.address)
+    wide = ctx.scratch + _peaks(ctx.node) if pieces else 0
+    row = (x.address, x.row_stride, x.width, settings, ctx.live(x.meta.rows), ctx.scratch, wide)
+    drawing, out = (rows, max(1, pieces)), (*row, ctx.out.address)
     made = [
         Launch(_MODULE["peaks"], (rows, blocks), (32 * _WARPS,), row),
         Launch(_MODULE["pick"], drawing, (_THREADS,), out),
@@ -45,26 +45,26 @@ def _chosen(site: Site, x: Spot, settings: bytes, pieces: int = 0) -> list[Launc
 
 
 @BACKEND.kernel("argmax", layout={"x": ROWS}, scratch=lambda node, options: _peaks(node))
-def argmax(site: Site) -> list[Launch]:
-    return _chosen(site, site.x, bytes(8 * len(_SETTINGS)))
+def argmax(ctx: KernelContext) -> list[Launch]:
+    return _chosen(ctx, ctx.x, bytes(8 * len(_SETTINGS)))
 
 
 @BACKEND.kernel(
     "sample", layout={"logits": ROWS}, scratch=lambda node, options: _peaks(node) + _wide(node)
 )
-def sample(site: Site) -> list[Launch]:
-    settings, width = struct.pack("<6Q", *map(site.address, _SETTINGS)), site.logits.width
+def sample(ctx: KernelContext) -> list[Launch]:
+    settings, width = struct.pack("<6Q", *map(ctx.address, _SETTINGS)), ctx.logits.width
     piece = _PIECE * ceil(width, _PIECE * _THREADS)
-    return _chosen(site, site.logits, settings, ceil(width, piece))
+    return _chosen(ctx, ctx.logits, settings, ceil(width, piece))
 
 
 @BACKEND.kernel("penalise", layout={"logits": ROWS})
-def penalise(site: Site) -> Launch:
-    x = site.logits
+def penalise(ctx: KernelContext) -> Launch:
+    x = ctx.logits
     names = ("history", "count", "stop", "repeat", "presence", "frequency", "min_tokens")
     penalties = struct.pack(
-        "<7Q2i", *map(site.address, names), site.history.meta.inner[0], site.stop.meta.shape[0]
+        "<7Q2i", *map(ctx.address, names), ctx.history.meta.inner[0], ctx.stop.meta.shape[0]
     )
-    args = (x.address, x.row_stride, site.out.address, site.live(x.meta.rows), x.width, penalties)
-    grid = (site.most(x.meta.rows), ceil(x.width, 4 * _COLUMNS))
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width, penalties)
+    grid = (ctx.most(x.meta.rows), ceil(x.width, 4 * _COLUMNS))
     return Launch(_PENALTIES["penalise"], grid, (_COLUMNS,), args)

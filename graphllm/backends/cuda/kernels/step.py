@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 from .. import BACKEND
-from ..runtime.device import Launch, Site, ceil
+from ..runtime.device import KernelContext, Launch, ceil
 from ..runtime.source import module
 
 _MODULE = module("step")
@@ -16,14 +16,14 @@ _OPERANDS = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "histor
 
 
 @BACKEND.kernel("advance")
-def advance(site: Site) -> Launch:
-    slots, tables = site.rest[::2], site.rest[1::2]
-    rows = site.kv_len.meta.rows
+def advance(ctx: KernelContext) -> Launch:
+    slots, tables = ctx.rest[::2], ctx.rest[1::2]
+    rows = ctx.kv_len.meta.rows
     state = struct.pack(
-        "<8Q4i", *map(site.address, _OPERANDS), site.stop.meta.shape[0],
-        site.history.meta.inner[0], site.attrs["block"], len(slots),
+        "<8Q4i", *map(ctx.address, _OPERANDS), ctx.stop.meta.shape[0],
+        ctx.history.meta.inner[0], ctx.attrs["block"], len(slots),
     )  # fmt: skip
     groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables)]
-    kept = site.keep(np.array(groups, np.int64)) if groups else 0
-    grid = (ceil(site.most(rows), _THREADS),)
-    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, site.live(rows)))
+    kept = ctx.keep(np.array(groups, np.int64)) if groups else 0
+    grid = (ceil(ctx.most(rows), _THREADS),)
+    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, ctx.live(rows)))

@@ -17,8 +17,8 @@ from ....debug import debug
 from ....formats.quantization import check_scales
 from ....graph.tensor import Dim, Meta, Var
 from ....ops import get
-from ... import Bound, Header, Operand, Options, site
-from ...site import Spot
+from ... import Bound, Header, Operand, Options, kernel_context
+from ...kernel_context import OperandRef
 from .source import Function, compile_all
 
 GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
@@ -50,7 +50,7 @@ class Call:
     """Work that the host puts on the device's stream itself: a library call, a copy.
 
     ``run`` is called in each run, outside of CUDA graphs; it may look at the live values
-    (`Site.now`).
+    (`KernelContext.now`).
     """
 
     run: Callable[[], None]
@@ -64,8 +64,8 @@ def ceil(count: int, by: int) -> int:
     return -(-count // by)
 
 
-class Site(site.Site[Spot]):
-    """One step as a kernel builder receives it; see `graphllm.backends.site`.
+class KernelContext(kernel_context.KernelContext[OperandRef]):
+    """One step as a kernel builder receives it; see `graphllm.backends.kernel_context`.
 
     A builder returns a `Launch` or a `Call`, or a list of them that run one after the other.
     """
@@ -74,11 +74,11 @@ class Site(site.Site[Spot]):
         super().__init__(bound, header)
         self.device = device
 
-    def spot(self, operand: Operand) -> Spot:
+    def ref(self, operand: Operand) -> OperandRef:
         """Host operands (of transfers) are NumPy arrays, the others `memory.Buffer`."""
         buffer = operand.buffer
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
-        return Spot(int(start) + operand.meta.offset, operand.meta, operand)
+        return OperandRef(int(start) + operand.meta.offset, operand.meta, operand)
 
     def live(self, dim: Dim) -> int:
         """The device address of an int64 that holds the dimension's value in each run."""
@@ -163,11 +163,11 @@ class CudaDevice:
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; for a block format its bytes, [rows, n]."""
         self.gpu.use()
-        shape, strides, kind = site.numpy_form(operand.meta)
+        shape, strides, kind = kernel_context.numpy_form(operand.meta)
         if 0 in shape:
             return np.empty(shape, kind)
         start = operand.meta.offset
-        raw = operand.buffer[start : start + site.span(operand.meta)]
+        raw = operand.buffer[start : start + kernel_context.span(operand.meta)]
         return np.array(np.ndarray(shape, kind, raw.data, 0, strides), order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
@@ -231,16 +231,16 @@ class CudaDevice:
         from .launch import Segment
 
         self.gpu.use()
-        sites = [Site(step, header, self) for step in steps]
+        contexts = [KernelContext(step, header, self) for step in steps]
         work = []
-        for step, place in zip(steps, sites):
+        for step, place in zip(steps, contexts):
             made = step.kernel.build(place)
             work.append([made] if isinstance(made, (Launch, Call)) else list(made))
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
         return Segment(
-            self.gpu, work, lambda: self._header, small, self._load, (list(steps), sites)
+            self.gpu, work, lambda: self._header, small, self._load, (list(steps), contexts)
         )
 
     def _load(self, functions: Sequence[Function]) -> None:

@@ -13,7 +13,7 @@ from cupy_backends.cuda.api.driver import CUDADriverError
 
 from ....errors import OutOfMemory
 from ....graph.tensor import Meta
-from ...site import numpy_form, span
+from ...kernel_context import numpy_form, span
 
 _STAGE = 32 << 20  # bytes of each of the two pinned halves
 _COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one

@@ -1,7 +1,7 @@
-"""What kernel builders of every backend here are given: operands in place; rules that they share.
+"""Arguments of kernel builders: operands with addresses, and selection rules that backends share.
 
-A backend's device derives its own `Spot` and `Site` from these: what an address is, and where live
-values and constants lie, is its own business.
+The device of a backend derives its own `OperandRef` and `KernelContext` from these classes, and
+defines what an address is and where live values and constants are stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import Bound, Header, Operand, Options
 
 
 @dataclass(frozen=True)
-class Spot:
+class OperandRef:
     """An operand as a kernel sees it: where its first element lies, and how the others follow."""
 
     address: int
@@ -42,11 +42,11 @@ class Spot:
         return prod(self.meta.inner)
 
 
-S = TypeVar("S", bound=Spot)
+S = TypeVar("S", bound=OperandRef)
 
 
-class Site(Generic[S]):
-    """One step as a kernel builder receives it; operands by name: ``site.x`` or ``site.op("x")``.
+class KernelContext(Generic[S]):
+    """One step as a kernel builder receives it; operands by name: ``ctx.x`` or ``ctx.op("x")``.
 
     ``inputs``: all operands in order, None where one was left out; ``rest``: those of a variadic op
     beyond the named ones. ``scratch``: the address of the step's workspace, 0 without one.
@@ -55,17 +55,17 @@ class Site(Generic[S]):
     def __init__(self, bound: Bound, header: Header) -> None:
         op = get(bound.node.op)
         count = len(op.params)
-        self.inputs = [None if o is None else self.spot(o) for o in bound.inputs]
-        spots = self.inputs + [None] * (count - len(self.inputs))
-        self._operands = dict(zip(op.params, spots))
+        self.inputs = [None if o is None else self.ref(o) for o in bound.inputs]
+        refs = self.inputs + [None] * (count - len(self.inputs))
+        self._operands = dict(zip(op.params, refs))
         self._header = header
-        self.rest = [spot for spot in spots[count:] if spot is not None]
-        self.out = self.spot(bound.out)
+        self.rest = [ref for ref in refs[count:] if ref is not None]
+        self.out = self.ref(bound.out)
         self.attrs = bound.attrs
         self.node = bound.node
-        self.scratch = self.spot(bound.scratch).address if bound.scratch is not None else 0
+        self.scratch = self.ref(bound.scratch).address if bound.scratch is not None else 0
 
-    def spot(self, operand: Operand) -> S:
+    def ref(self, operand: Operand) -> S:
         """The operand with its address on this device."""
         raise NotImplementedError
 
@@ -75,9 +75,9 @@ class Site(Generic[S]):
 
     def need(self, name: str) -> S:
         """The operand called ``name``, which cannot have been left out."""
-        spot = self._operands[name]
-        assert spot is not None, name
-        return spot
+        ref = self._operands[name]
+        assert ref is not None, name
+        return ref
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -95,12 +95,12 @@ class Site(Generic[S]):
         views = [v for v in results(self.node) if v.base is self.node]
         base, start = self.out.operand, self.node.meta.offset
         metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
-        return [self.spot(Operand(meta, base.buffer)) for meta in metas]
+        return [self.ref(Operand(meta, base.buffer)) for meta in metas]
 
 
-def address(spot: Spot | None) -> int:
+def address(ref: OperandRef | None) -> int:
     """Where an operand lies, 0 for none."""
-    return spot.address if spot is not None else 0
+    return ref.address if ref is not None else 0
 
 
 def numpy_form(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
