@@ -19,7 +19,7 @@ from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.runtime.decode_loop import Repeat
@@ -170,7 +170,7 @@ class Batch:
 
     def __init__(self, model: Model, sequences: int, context: int) -> None:
         file = RandomFile(*model)
-        decoder = decoder_for(file)
+        decoder = build_decoder(file)
         self.limits = Limits(tokens=512, sequences=sequences, context=context)
         self.vocab, self.names = decoder.cfg.vocab, [c.name for c in decoder.caches]
         if any(c.window for c in decoder.caches):

@@ -14,7 +14,7 @@ from graphllm.backends import Backend
 from graphllm.backends.probe_results import Measured
 from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.errors import GraphllmError, RequestError
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.runtime.decode_loop import Repeat
 
@@ -58,7 +58,7 @@ def loaded(model: Model, context: int) -> LLM:
     gc.collect()  # the one before: its cycles hold GPU memory
     file = RandomFile(*model)
     limits = Limits(context=context)
-    return LLM(file, decoder_for(file), {"backends": ORDER}, limits)
+    return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
 
 
 def picked(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:

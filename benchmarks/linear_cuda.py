@@ -30,7 +30,7 @@ from graphllm.checkpoints.model_shapes import SHAPES
 from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.graph.dtype import F16, F32
 from graphllm.graph.tensor import Var, feed, weight
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.record import Recorder, totals
@@ -108,12 +108,12 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
     count, tokens, kind, depth = 4, given.tokens, given.type, given.depth
     file = RandomFile(replace(SHAPES["mistral-7b"], layers=count), kind)
     limits = Limits(context=depth + tokens + 64)
-    llm = LLM(file, decoder_for(file), {"backends": ("cuda", "reference")}, limits)
+    llm = LLM(file, build_decoder(file), {"backends": ("cuda", "reference")}, limits)
     test = bench.Test(tokens, 0, depth)
     result = bench.run(llm, test, ROUNDS, lambda done: None)
     ids, rows = bench.fillers(depth + tokens, llm.decoder.cfg.vocab), []
     for _ in range(5):
-        llm.engine.reuse([*ids[:depth], -1])
+        llm.engine.reuse_cache([*ids[:depth], -1])
         recorder = Recorder()
         next(llm.engine.generate(ids, bench._GREEDY, [], None, (recorder, recorder)))
         rows = [r for r in recorder.rows if ".layers." in r.scope]

@@ -24,7 +24,7 @@ import llama_cpp
 import graphllm
 from graphllm.api import LLM
 from graphllm.checkpoints.checkpoint import model_path
-from graphllm.cli.bench import Grid, numbers
+from graphllm.cli.bench import BenchGrid, parse_numbers
 from graphllm.profiler.bench import Test, fillers, once
 
 
@@ -129,11 +129,11 @@ def main() -> None:
     if a.hold:
         hold(a.hold, a.model, int(a.t), a.context, a.flash_attn)
         return
-    path, tests = model_path(a.model), Grid(a.p, a.n, a.d).tests()
+    path, tests = model_path(a.model), BenchGrid(a.p, a.n, a.d).tests()
     context = max([a.context, *(test.context for test in tests)])
     print("| model | test | threads | graphllm t/s | llama.cpp t/s | ratio |")
     print("|---|---|---:|---:|---:|---:|", flush=True)
-    for threads in numbers("-t", a.t):
+    for threads in parse_numbers("-t", a.t):
         if a.rss:
             print(memory_row(a, path.stem, threads), flush=True)
         llm = graphllm.load(path, threads=threads, context=context)

@@ -20,15 +20,15 @@ from ..arguments import (
     shown,
     texts,
 )
-from ..engine.engine import Seen
+from ..engine.engine import PrefillCallback
 from ..engine.request import Completion, Sampling
-from ..engine.stop_conditions import answer
+from ..engine.stop_conditions import stream_text
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
-from ..loading.model import LoadedModel
+from ..loading.loaded_model import LoadedModel
 from ..runtime.executor import Progress
 from ..runtime.recorder import Recorder
-from .prompts import Prompt, one_or_more, one_prompt
+from .prompts import Prompt, parse_prompt, parse_prompts
 
 if TYPE_CHECKING:
     from ..chat import Conversation, Message
@@ -53,83 +53,98 @@ class LLM(LoadedModel):
 
         ``skip_special`` leaves out control tokens.
         """
-        known = one_or_more(ids, "llm.decode") or []
+        known = parse_prompts(ids, "llm.decode") or []
         if not isinstance(known, list):
             raise refused("ids", ids, "token ids")
         own = check({"skip_special": flag}, {"skip_special": skip_special})
         self.check_ids(known)
         return self.tokenizer.decode(known, **own)
 
-    def stream(self, prompt: Prompt, seen: Seen | None = None, **sampling: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
+    ) -> Iterator[str]:
         """The continuation of ``prompt``, a text or token ids, piece by piece; keywords as in
         `Sampling`. RequestError where one is bad, or the model has no tokenizer."""
-        wanted = Sampling.of("llm.stream", sampling)
+        wanted = Sampling.from_arguments("llm.stream", sampling)
         _ = self.tokenizer  # without one there is nothing to yield
-        one = one_prompt(prompt, "llm.stream")
-        return self._answered(one, wanted.seeded(), Completion(), seen)
+        one = parse_prompt(prompt, "llm.stream")
+        return self._stream_completion(one, wanted.with_seed(), Completion(), seen)
 
     @overload
-    def generate(self, prompt: Prompt, seen: Seen | None = None, **sampling: Any) -> Completion: ...
+    def generate(
+        self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
+    ) -> Completion: ...
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], seen: Seen | None = None, **sampling: Any
+        self, prompt: Sequence[Prompt], seen: PrefillCallback | None = None, **sampling: Any
     ) -> list[Completion]: ...
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], seen: Seen | None = None, **sampling: Any
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        seen: PrefillCallback | None = None,
+        **sampling: Any,
     ) -> Completion | list[Completion]:
         """The continuation of ``prompt``, a text or token ids; keywords as in `Sampling`.
 
         Of several prompts: a list of their continuations, made one after another. Without a
         tokenizer prompts are ids, and completions have no text. RequestError names a bad argument.
         """
-        wanted = Sampling.of("llm.generate", sampling)
-        found = one_or_more(prompt, "llm.generate")
+        wanted = Sampling.from_arguments("llm.generate", sampling)
+        found = parse_prompts(prompt, "llm.generate")
         if not isinstance(found, tuple):
-            return self._whole(found, wanted, seen)
-        return [self._whole(one, wanted, seen) for one in found]
+            return self._complete(found, wanted, seen)
+        return [self._complete(one, wanted, seen) for one in found]
 
-    def _whole(self, prompt: str | list[int], wanted: Sampling, seen: Seen | None) -> Completion:
-        done = Completion()
-        for _ in self._answered(prompt, wanted.seeded(), done, seen, whole=True):
+    def _complete(
+        self, prompt: str | list[int], wanted: Sampling, seen: PrefillCallback | None
+    ) -> Completion:
+        completion = Completion()
+        for _ in self._stream_completion(
+            prompt, wanted.with_seed(), completion, seen, exclusive=True
+        ):
             pass
-        return done
+        return completion
 
     def complete(
         self,
         prompt: str | Sequence[int],
         sampling: Sampling,
-        done: Completion,
-        seen: Seen | None = None,
+        completion: Completion,
+        seen: PrefillCallback | None = None,
         profile: tuple[Recorder, Recorder] | None = None,
-        ends: Collection[int] | None = None,
-        whole: bool = False,
+        eos_ids: Collection[int] | None = None,
+        exclusive: bool = False,
     ) -> Iterator[str]:
-        """Pieces of text; ``done`` is filled in on the way and is whole when the last is out.
+        """Yield pieces of text; ``completion`` is filled in meanwhile.
 
-        ``prompt``: a text, or token ids. ``ends``: the ids that end the answer, the model's end
-        tokens by default. ``whole``: no other request runs before this one is over, however slowly
-        pieces are taken.
+        ``prompt``: a text, or token ids. ``eos_ids``: the ids that end the answer, the model's end
+        tokens by default. ``exclusive``: no other request runs until this one is over, however
+        slowly pieces are taken.
         """
-        return self._answered(prompt, sampling.checked(), done, seen, profile, ends, whole)
+        return self._stream_completion(
+            prompt, sampling.normalize(), completion, seen, profile, eos_ids, exclusive
+        )
 
-    def _answered(
-        self, prompt: str | Sequence[int], sampling: Sampling, done: Completion, seen: Seen | None,
-        profile: tuple[Recorder, Recorder] | None = None, ends: Collection[int] | None = None,
-        whole: bool = False,
+    def _stream_completion(
+        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
+        seen: PrefillCallback | None, profile: tuple[Recorder, Recorder] | None = None,
+        eos_ids: Collection[int] | None = None, exclusive: bool = False,
     ) -> Iterator[str]:  # fmt: skip
         """`complete`, of a request that is checked and has its seed."""
         check({"seen": Optional(function)}, {"seen": seen})
-        done.seed = sampling.seed or 0
-        done.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.check_ids([*done.prompt_ids, *sampling.stop_ids])
-        done.timings.load_s = self.load_s
+        completion.seed = sampling.seed or 0
+        completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.check_ids([*completion.prompt_ids, *sampling.stop_ids])
+        completion.timings.load_s = self.load_s
         tokenizer = self.tokenizer if self.file.has_vocabulary else None
         if sampling.stop and tokenizer is None:
             raise RequestError(f"stop = {shown(sampling.stop)} needs a tokenizer; stop_ids do not")
-        ends = self._ends() if ends is None else ends
-        yield from answer(self.engine, tokenizer, sampling, done, ends, seen, profile, whole)
+        eos_ids = self._eos_ids() if eos_ids is None else eos_ids
+        yield from stream_text(
+            self.engine, tokenizer, sampling, completion, eos_ids, seen, profile, exclusive
+        )
 
-    def _ends(self) -> Collection[int]:
+    def _eos_ids(self) -> Collection[int]:
         """The ids that end an answer of this model, as far as its file tells."""
         if self.file.has_vocabulary:
             return self.tokenizer.eog_ids
@@ -138,7 +153,7 @@ class LLM(LoadedModel):
 
     # -- chat
     def chat(
-        self, messages: Sequence[Message], seen: Seen | None = None, **sampling: Any
+        self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any
     ) -> Completion:
         """The answer to ``messages``; keywords as in `Sampling`.
 
@@ -146,15 +161,17 @@ class LLM(LoadedModel):
         (``{"type": "text", "text": ...}``); special tokens in them are text (see `encode_chat`).
         What they have in common with the last request is not computed again.
         """
-        wanted = Sampling.of("llm.chat", sampling)
-        return self._whole(self.encode_chat(messages), wanted, seen)
+        wanted = Sampling.from_arguments("llm.chat", sampling)
+        return self._complete(self.encode_chat(messages), wanted, seen)
 
     def chat_stream(
-        self, messages: Sequence[Message], seen: Seen | None = None, **sampling: Any
+        self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any
     ) -> Iterator[str]:
         """As `chat`, piece by piece."""
-        wanted = Sampling.of("llm.chat_stream", sampling)
-        return self._answered(self.encode_chat(messages), wanted.seeded(), Completion(), seen)
+        wanted = Sampling.from_arguments("llm.chat_stream", sampling)
+        return self._stream_completion(
+            self.encode_chat(messages), wanted.with_seed(), Completion(), seen
+        )
 
     def encode_chat(
         self, messages: Sequence[Message], parse_special: bool = False, **variables: Any
@@ -166,11 +183,11 @@ class LLM(LoadedModel):
 
         own = check({"parse_special": flag}, {"parse_special": parse_special})
         plain = normalize_messages(messages, "llm.chat")
-        return encode_chat(self.tokenizer, self.template.prompt(plain, **variables), **own)
+        return encode_chat(self.tokenizer, self.template.render_prompt(plain, **variables), **own)
 
     def conversation(
-        self, system: str | None = None, seen: Seen | None = None, parse_special: bool = False,
-        **sampling: Any,
+        self, system: str | None = None, seen: PrefillCallback | None = None,
+        parse_special: bool = False, **sampling: Any,
     ) -> Conversation:  # fmt: skip
         """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
 
@@ -181,16 +198,16 @@ class LLM(LoadedModel):
         check({"parse_special": flag}, {"parse_special": parse_special})
         if not isinstance(system, (str, type(None))):
             raise refused("system", system, "a text")
-        wanted = Sampling.of("llm.conversation", sampling)
+        wanted = Sampling.from_arguments("llm.conversation", sampling)
 
-        def answered(ids: list[int], done: Completion) -> Iterator[str]:
-            return self._answered(ids, wanted.seeded(), done, seen)
+        def answered(ids: list[int], completion: Completion) -> Iterator[str]:
+            return self._stream_completion(ids, wanted.with_seed(), completion, seen)
 
         return Conversation(self.template, self.tokenizer, answered, system, parse_special)
 
     def _ids(self, prompt: Prompt, where: str) -> list[int]:
         """The ids of one prompt, a text or ids. RequestError."""
-        found = one_prompt(prompt, where)
+        found = parse_prompt(prompt, where)
         ids = self.encode(found) if isinstance(found, str) else found
         self.check_ids(ids)
         return ids
@@ -209,7 +226,7 @@ class LLM(LoadedModel):
 
     def scopes(self) -> list[str]:
         """The scopes whose values `trace` can give, in the order in which a run makes them."""
-        return list(self.engine.values)
+        return list(self.engine.scope_values)
 
     def trace(
         self,

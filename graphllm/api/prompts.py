@@ -11,9 +11,9 @@ from ..errors import RequestError
 Prompt = str | Sequence[int]
 
 
-def one_prompt(value: Any, where: str) -> str | list[int]:
+def parse_prompt(value: Any, where: str) -> str | list[int]:
     """One prompt of the function ``where``: its text, or its ids. RequestError."""
-    found = one_or_more(value, where)
+    found = parse_prompts(value, where)
     if not found:
         raise RequestError("the prompt is empty")
     if isinstance(found, tuple):
@@ -21,7 +21,7 @@ def one_prompt(value: Any, where: str) -> str | list[int]:
     return found
 
 
-def one_or_more(value: Any, where: str) -> str | list[int] | tuple[str | list[int], ...]:
+def parse_prompts(value: Any, where: str) -> str | list[int] | tuple[str | list[int], ...]:
     """One prompt, or a tuple of prompts if ``value`` is an iterable of them. RequestError."""
     if isinstance(value, str):
         return str(value)

@@ -1,10 +1,10 @@
 """Chats: templates that turn messages into a prompt, and conversations that remember."""
 
-from .builtin import TEMPLATES
+from .builtin_templates import TEMPLATES
 from .conversation import Conversation
 from .messages import Message, normalize_messages
-from .process import PROCESS
-from .prompt import Prompt, encode_chat
+from .rendered_chat import RenderedChat, encode_chat
+from .renderer_process import PROCESS
 from .template import ChatTemplate, directory_template, find_template, template_tokens
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "ChatTemplate",
     "Conversation",
     "Message",
-    "Prompt",
+    "RenderedChat",
     "directory_template",
     "encode_chat",
     "find_template",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.request import Completion
 from ..tokenizer import Tokenizer
-from .prompt import Prompt, encode_chat
+from .rendered_chat import RenderedChat, encode_chat
 from .template import ChatTemplate
 
 Answer = Callable[[list[int], Completion], Iterator[str]]  # to the ids; fills in the completion
@@ -18,7 +18,7 @@ class Conversation:
 
     An answer's text need not be encoded to the tokens that the model drew; with those the next
     turn's prompt begins as the cache does, wherever the template leaves the answer as it was.
-    ``answer`` makes the text that follows some ids. ``parse_special``: see `Prompt.encode`.
+    ``answer`` makes the text that follows some ids. ``parse_special``: see `RenderedChat.encode`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Conversation:
         """
         done = Completion() if done is None else done
         turn = {"role": "user", "content": text}
-        prompt = self.template.prompt([*self.messages, turn])
+        prompt = self.template.render_prompt([*self.messages, turn])
         said = False
         try:
             for piece in self._answer(self._encode(prompt), done):
@@ -60,7 +60,7 @@ class Conversation:
                 self.messages += [turn, {"role": "assistant", "content": done.text}]
                 self._remember(prompt, done)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: RenderedChat) -> list[int]:
         """The prompt's ids, beginning with those of the last turn where its text does."""
         if self._text and prompt.text.startswith(self._text):
             rest = prompt.after(len(self._text)).encode(self.tokenizer, self._parse_special)
@@ -69,7 +69,7 @@ class Conversation:
                 return self._ids + rest
         return encode_chat(self.tokenizer, prompt, self._parse_special)
 
-    def _remember(self, prompt: Prompt, done: Completion) -> None:
+    def _remember(self, prompt: RenderedChat, done: Completion) -> None:
         """Keep the tokens of prompt and answer, if the answer's are the whole of its text."""
         shown = self.tokenizer.decode(done.ids, skip_special=False, continuation=True)
         exact = shown == done.text

@@ -10,7 +10,7 @@ from ..errors import RequestError
 from ..tokenizer.decoding import without_surrogates
 
 Message = Mapping[str, Any]
-MOST_DEPTH = 100  # of lists and mappings in one another
+MAX_DEPTH = 100  # of lists and mappings in one another
 _LARGEST = 1 << 10_000  # an integer that Python still writes out
 
 
@@ -32,7 +32,7 @@ def normalize_messages(messages: Iterable[Message], where: str = "a chat") -> li
     return found
 
 
-def plain(value: Any, where: str, depth: int = 0) -> Any:
+def to_plain_data(value: Any, where: str, depth: int = 0) -> Any:
     """A copy of ``value`` made of JSON's types. RequestError names the part that has another."""
     if value is None or isinstance(value, bool):
         return value
@@ -46,18 +46,18 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         if not math.isfinite(value):
             raise RequestError(f"{where} is {value}, which JSON cannot express")
         return float(value)
-    if depth == MOST_DEPTH:
-        raise RequestError(f"{where[:100]}: more than {MOST_DEPTH} lists in one another")
+    if depth == MAX_DEPTH:
+        raise RequestError(f"{where[:100]}: more than {MAX_DEPTH} lists in one another")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise RequestError(f"{where} has the key {key!r:.100}, which is not a text")
         return {
-            plain(key, where): plain(item, f"{where}: {key}", depth + 1)
+            to_plain_data(key, where): to_plain_data(item, f"{where}: {key}", depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return [to_plain_data(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise RequestError(f"{where} is {_kind(value)}, which JSON cannot express")
 
 
@@ -66,7 +66,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise RequestError(f"{where} is {_kind(message)}, not a mapping")
     if not isinstance(message.get("role"), str):
         raise RequestError(f"{where} has no role")
-    result: dict[str, Any] = plain(message, where)
+    result: dict[str, Any] = to_plain_data(message, where)
     content = result.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):

@@ -9,13 +9,13 @@ from typing import Any
 from ..errors import GraphllmError, ModelFileError, RequestError
 from ..tokenizer import Tokenizer
 from ..tokenizer.untrusted_files import read_json, read_text
-from .builtin import TEMPLATES
-from .messages import Message, normalize_messages, plain
-from .process import PROCESS, Exceeded
-from .prompt import Prompt
+from .builtin_templates import TEMPLATES
+from .messages import Message, normalize_messages, to_plain_data
+from .rendered_chat import RenderedChat
+from .renderer_process import PROCESS, LimitExceeded
 
 _LARGEST = 1 << 18  # characters of a template
-_LARGEST_FILE = 4 * _LARGEST
+_MAX_FILE_BYTES = 4 * _LARGEST
 
 
 class ChatTemplate:
@@ -35,10 +35,10 @@ class ChatTemplate:
         self._request(ModelFileError, {})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The text of `prompt`."""
-        return self.prompt(messages, **variables).text
+        """The text of `render_prompt`."""
+        return self.render_prompt(messages, **variables).text
 
-    def prompt(self, messages: Sequence[Message], **variables: Any) -> Prompt:
+    def render_prompt(self, messages: Sequence[Message], **variables: Any) -> RenderedChat:
         """The chat as text, up to where the answer begins.
 
         ``messages``: see `normalize_messages`. ``variables`` are passed on;
@@ -48,17 +48,17 @@ class ChatTemplate:
         values = {
             "messages": normalize_messages(messages),
             "tokens": self.tokens,
-            "variables": {name: plain(value, name) for name, value in variables.items()},
+            "variables": {name: to_plain_data(value, name) for name, value in variables.items()},
         }
         header, text = self._request(RequestError, values)
-        return Prompt(text, tuple([(start, end) for start, end in header["content"]]))
+        return RenderedChat(text, tuple([(start, end) for start, end in header["content"]]))
 
     def _request(
         self, kind: type[GraphllmError], values: Mapping[str, Any]
     ) -> tuple[dict[str, Any], str]:
         try:
             header, text = PROCESS.request({"source": self.source, **values})
-        except Exceeded as error:
+        except LimitExceeded as error:
             raise kind(f"{self.name}: {error}") from None
         if "error" in header:
             raise kind(f"{self.name}: {header['error']}")
@@ -82,7 +82,7 @@ def directory_template(folder: Path) -> str | None:
     """
     own = folder / "chat_template.jinja"
     if own.exists():
-        return read_text(own, _LARGEST_FILE)
+        return read_text(own, _MAX_FILE_BYTES)
     settings = folder / "tokenizer_config.json"
     listed = read_json(settings).get("chat_template")
     if isinstance(listed, list):
@@ -95,7 +95,7 @@ def directory_template(folder: Path) -> str | None:
         return listed
     more = sorted(folder.glob("additional_chat_templates/*.jinja"))
     chosen = [path for path in more if path.stem == "default"] or more
-    return read_text(chosen[0], _LARGEST_FILE) if len(chosen) == 1 else None
+    return read_text(chosen[0], _MAX_FILE_BYTES) if len(chosen) == 1 else None
 
 
 def find_template(

@@ -97,21 +97,21 @@ def _end(text: str, code: int) -> NoReturn:
 def _fail(error: Exception) -> NoReturn:
     """Print an error, and exit."""
     from ..debug import debug_level
-    from .failure import interrupted, message, usage
+    from .error_messages import error_message, is_interrupt, usage_message
     from .output import StdoutError, discard_output, note, note_traceback
 
-    if interrupted(error):
+    if is_interrupt(error):
         _end("interrupted", 128 + signal.SIGINT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(error, StdoutError):
         discard_output()
     code = getattr(error, "exit_code", None)  # of typer's exceptions
     if hasattr(error, "format_message"):
-        if line := usage(error):
+        if line := usage_message(error):
             note(f"error: {line}")
     elif code is None:
         if debug_level():
             note_traceback()
         else:
-            note(f"error: {message(error)}")
+            note(f"error: {error_message(error)}")
     sys.exit(1 if code is None else code)

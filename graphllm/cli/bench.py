@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GraphllmError, RequestError
-from .options import Placing, Source, verb
+from .options import ModelSource, PlacementOptions, verb
 from .output import note, show
 from .progress import progress_line
 
@@ -33,7 +33,7 @@ _LIST = "LIST"
 
 
 @dataclass
-class Grid:
+class BenchGrid:
     """What is measured: every combination of the lists."""
 
     prompts: Annotated[
@@ -59,8 +59,10 @@ class Grid:
         """Prompts before generation, at each depth. RequestError for a bad list, or no test."""
         from ..profiler.bench import Test
 
-        lists = [numbers(flag, text) for flag, text in (("-p", self.prompts), ("-n", self.gens))]
-        depths = numbers("-d", self.depths)
+        lists = [
+            parse_numbers(flag, text) for flag, text in (("-p", self.prompts), ("-n", self.gens))
+        ]
+        depths = parse_numbers("-d", self.depths)
         if self.repeat < 1:
             raise RequestError(f"-r {self.repeat} must be at least 1")
         found = [
@@ -77,10 +79,10 @@ class Grid:
     def setups(self) -> list[tuple[str | None, int]]:
         """(type of the cache, threads): each is loaded for itself."""
         kinds = [kind.strip() or None for kind in self.kv_types.split(",")]
-        return list(itertools.product(kinds, numbers("-t", self.threads)))
+        return list(itertools.product(kinds, parse_numbers("-t", self.threads)))
 
 
-def numbers(flag: str, text: str) -> list[int]:
+def parse_numbers(flag: str, text: str) -> list[int]:
     """The values of a list: ``512``, ``1,2,4``, ``1-8``, ``8-64+8``, ``1-64*2``. RequestError."""
     values: list[int] = []
     for part in text.split(","):
@@ -104,9 +106,9 @@ def numbers(flag: str, text: str) -> list[int]:
 
 @verb
 def bench(
-    placing: Placing,
-    grid: Grid,
-    source: Source,
+    placing: PlacementOptions,
+    grid: BenchGrid,
+    source: ModelSource,
     ceiling: Annotated[
         bool, typer.Option("--ceiling/--no-ceiling", help="Compare with what memory gives at best.")
     ] = True,
@@ -175,7 +177,7 @@ def _rows(
     count = threads_for(Options(threads=threads))
     for test in tests:
         bench.check(llm, test)
-    threads_matter = not llm.fit  # they do not to a device with a memory of its own
+    threads_matter = not llm.gpu_offload  # they do not to a device with a memory of its own
     roof = best.bytes_s(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
         with progress_line(test.name) as progress:

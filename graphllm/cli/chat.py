@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import GraphllmError, RequestError
-from .hints import hinted
-from .options import Answering, Loading, Model, System, Template, verb
-from .output import note, say
+from .error_flags import with_flag
+from .options import ChatSamplingOptions, LoadOptions, Model, System, Template, verb
+from .output import note, write_text
 
 if TYPE_CHECKING:
     from ..chat import Conversation
@@ -34,8 +34,8 @@ QUOTES = '"""'
 @verb
 def chat(
     model: Model,
-    drawing: Answering,
-    loading: Loading,
+    drawing: ChatSamplingOptions,
+    loading: LoadOptions,
     chat_template: Template = None,
     system: System = None,
     parse_special: Annotated[
@@ -65,13 +65,13 @@ def chat(
     if drawing.seed is None:
         del settings["seed"]
     conversation = llm.conversation(system, parse_special=parse_special, **settings)
-    talk = Talk(conversation, sys.stdin.isatty())
+    talk = ChatLoop(conversation, sys.stdin.isatty())
     for line in llm.misses():
         note(f"note: {line}")
     talk.run()
 
 
-class Talk:
+class ChatLoop:
     """Reads messages and commands, and prints answers. ``terminal``: whether anybody types."""
 
     def __init__(self, conversation: Conversation, terminal: bool) -> None:
@@ -104,7 +104,7 @@ class Talk:
             except GraphllmError as error:
                 if not self._terminal:
                     raise
-                note(f"error: {hinted(error)}")
+                note(f"error: {with_flag(error)}")
 
     def read(self) -> str | None:
         """A message: a line, lines that go on with a backslash, or a block; None at the end."""
@@ -158,14 +158,14 @@ class Talk:
         try:
             with closing(self._conversation.ask(text, done)) as pieces:
                 for piece in pieces:
-                    say(piece)
+                    write_text(piece)
         except KeyboardInterrupt:
             if not self._terminal:
                 raise
-            say("\n")
+            write_text("\n")
             note("[stopped]")
             return
-        say("\n")
+        write_text("\n")
         if self._terminal:
             _tell(done)
 

@@ -23,7 +23,7 @@ _A = "A file, or several with commas, of `profile -o` or `bench -o json`. With -
 
 
 @dataclass
-class Turns:
+class InterleavedOptions:
     """Runs that are made now."""
 
     against: Annotated[
@@ -60,7 +60,7 @@ class Turns:
 
 
 @dataclass
-class Report:
+class ReportOptions:
     """What is asked of the numbers."""
 
     by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op"
@@ -78,16 +78,16 @@ class Report:
     def asked(self) -> dict[str, Any]:
         """As `graphllm.compare` takes it. RequestError."""
         found = {"by": self.by, "force": self.force}
-        found["min_effect"] = share("--min-effect", self.min_effect)
+        found["min_effect"] = parse_percentage("--min-effect", self.min_effect)
         if self.fail_above is not None:
-            found["fail_above"] = share("--fail-above", self.fail_above)
+            found["fail_above"] = parse_percentage("--fail-above", self.fail_above)
         return found
 
 
 @verb
 def compare(
-    turns: Turns,
-    report: Report,
+    turns: InterleavedOptions,
+    report: ReportOptions,
     first: Annotated[str | None, typer.Argument(metavar="A", help=_A, show_default=False)] = None,
     second: Annotated[
         str | None, typer.Argument(metavar="B", help="As many files.", show_default=False)
@@ -132,7 +132,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def share(flag: str, text: str) -> float:
+def parse_percentage(flag: str, text: str) -> float:
     """0.05 of ``5%`` or ``5``. RequestError names the flag."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?) ?%?", text.strip(), re.ASCII)
     if match is None:

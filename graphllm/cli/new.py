@@ -24,8 +24,8 @@ def new(
 
     graphllm validate --tiny --model-def my_model.py
     """
-    from .scaffold import write
+    from .scaffold import write_model_file
 
-    path, replaced = write(name, like, force)
+    path, replaced = write_model_file(name, like, force)
     show(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
     show(f"try it: graphllm validate --tiny --model-def {path}")

@@ -93,7 +93,7 @@ System = Annotated[str | None, typer.Option("--system", help="System message.")]
 
 
 @dataclass
-class Placing:
+class PlacementOptions:
     """Where a model's ops run, and how."""
 
     device: Annotated[
@@ -168,7 +168,7 @@ class Placing:
 
 
 @dataclass
-class Loading(Placing):
+class LoadOptions(PlacementOptions):
     """How to load a model."""
 
     context: Annotated[
@@ -191,7 +191,7 @@ class Loading(Placing):
         return own
 
     def load(self, model: str | ModelFile, **more: Any) -> LLM:
-        """As `Placing.load`, with a note where the model's own context is shorter than asked."""
+        """Load as `PlacementOptions.load`; note that the model's context is shorter than -c."""
         loaded = super().load(model, **more)
         for line in self.notes(loaded.limits.context):
             note(f"note: {line}")
@@ -205,7 +205,7 @@ class Loading(Placing):
 
 
 @dataclass
-class Source:
+class ModelSource:
     """A model file, or a shape without one."""
 
     model: Annotated[
@@ -219,7 +219,7 @@ class Source:
         ),
     ] = None
 
-    def open(self, placing: Placing, data: bool = True) -> ModelFile:
+    def open(self, placing: PlacementOptions, data: bool = True) -> ModelFile:
         """The file, with its tensors' ``data`` or without, or random weights, which are made in the
         type that ``placing`` asks for, and so not converted to it. RequestError."""
         from ..checkpoints.checkpoint import open_model
@@ -235,7 +235,7 @@ class Source:
 
 
 @dataclass
-class Drawing:
+class SamplingOptions:
     """How tokens are drawn, and when to end; the fields are those of `Sampling`."""
 
     max_tokens: Annotated[
@@ -303,12 +303,12 @@ class Drawing:
 
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own["stop"], own["stop_ids"] = tuple(self.stop or ()), tuple(self.stop_ids or ())
-        return Sampling(**own).checked()
+        return Sampling(**own).normalize()
 
 
 @dataclass
-class Answering(Drawing):
-    """As `Drawing`, for answers, which end by themselves."""
+class ChatSamplingOptions(SamplingOptions):
+    """As `SamplingOptions`, for answers, which end by themselves."""
 
     max_tokens: Annotated[
         int,

@@ -115,7 +115,7 @@ def show_json(value: Any, ascii: bool = True) -> None:
     print(text, flush=True)
 
 
-def say(text: str) -> None:
+def write_text(text: str) -> None:
     """Write a piece of an answer, or of a prompt, to standard output at once."""
     sys.stdout.write(safe_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

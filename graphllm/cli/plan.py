@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import AsJson, Loading, Source, verb
+from .options import AsJson, LoadOptions, ModelSource, verb
 from .output import note, show, show_json
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @verb
 def plan(
-    loading: Loading,
-    source: Source,
+    loading: LoadOptions,
+    source: ModelSource,
     free: Annotated[
         float | None,
         typer.Option(

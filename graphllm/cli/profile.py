@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import Loading, Source, verb
+from .options import LoadOptions, ModelSource, verb
 from .output import check_writable, show_table, write_file
 from .progress import progress_line
 
@@ -23,8 +23,8 @@ _PROMPT = "The capital of France is"
 
 @verb
 def profile(
-    source: Source,
-    loading: Loading,
+    source: ModelSource,
+    loading: LoadOptions,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", help=f"The text to continue; {_PROMPT!r}.")
     ] = None,
@@ -79,7 +79,12 @@ def profile(
 
 
 def _taken(
-    source: Source, loading: Loading, prompt: str, prompt_tokens: int, decode: int, repeat: int
+    source: ModelSource,
+    loading: LoadOptions,
+    prompt: str,
+    prompt_tokens: int,
+    decode: int,
+    repeat: int,
 ) -> Profile:
     from ..profiler.bench import fillers
 

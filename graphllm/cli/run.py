@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
-from .options import AsJson, Drawing, Loading, Model, System, Template, read_text, verb
-from .output import note, say, show_json
+from .options import AsJson, LoadOptions, Model, SamplingOptions, System, Template, read_text, verb
+from .output import note, show_json, write_text
 from .progress import progress_line
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ PromptFile = Annotated[Path | None, typer.Option("-f", "--file", help="File with
 @verb
 def run(
     model: Model,
-    drawing: Drawing,
-    loading: Loading,
+    drawing: SamplingOptions,
+    loading: LoadOptions,
     prompt: Prompts = None,
     file: PromptFile = None,
     chat: Annotated[
@@ -121,17 +121,17 @@ def _one(
 
     done = Completion()
     if not as_json:
-        say(shown)
+        write_text(shown)
     with progress_line("prefill") as progress:
         pieces = llm.complete(prompt, sampling, done, partial(progress, "prefill"))
         first = next(pieces, "")
     for piece in itertools.chain([first], pieces):
         if not as_json:
-            say(piece)
+            write_text(piece)
     if as_json:
         show_json({**done.as_dict(), **_where(llm)}, ascii=False)
         return
-    say("\n")
+    write_text("\n")
     _tell(llm, done, seed)
 
 
@@ -142,7 +142,7 @@ def _where(llm: LLM) -> dict[str, Any]:
         "device": llm.device,
         "placement": {backend: sum(counts.values()) for backend, counts in ops.items()},
         "ops": ops,
-        "gpu_layers": llm.fit.as_dict() if llm.fit else None,
+        "gpu_layers": llm.gpu_offload.as_dict() if llm.gpu_offload else None,
         "fallbacks": llm.misses(),
     }
 

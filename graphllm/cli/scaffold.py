@@ -36,7 +36,9 @@ _MODEL = '''class Model(Decoder):
 '''
 
 
-def write(name: str, like: str, force: bool = False, folder: Path = Path()) -> tuple[Path, bool]:
+def write_model_file(
+    name: str, like: str, force: bool = False, folder: Path = Path()
+) -> tuple[Path, bool]:
     """Write ``NAME.py`` and say whether there was one, which is overwritten with ``force`` only.
 
     RequestError for a name that is none, a family that is unknown, a file that is there.
@@ -56,13 +58,13 @@ def write(name: str, like: str, force: bool = False, folder: Path = Path()) -> t
     if there and not force:
         raise RequestError(f"{path}: is there already; --force overwrites it")
     try:
-        path.write_text(text(name, like), "utf-8")
+        path.write_text(model_file_text(name, like), "utf-8")
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     return path, there
 
 
-def text(name: str, like: str) -> str:
+def model_file_text(name: str, like: str) -> str:
     """The file's text."""
     module = importlib.import_module(f"{models.__name__}.{like}")
     code = Path(str(module.__file__)).read_text("utf-8")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Subject:
+class ValidationOptions:
     """What is validated, and who knows better."""
 
     model: Annotated[
@@ -57,7 +57,7 @@ class Subject:
 
 @verb
 def validate(
-    subject: Subject,
+    subject: ValidationOptions,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the figures of each check.")
     ] = False,

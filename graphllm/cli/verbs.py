@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from . import bench, chat, compare, diff, new, plan, profile, run, show, validate
+from . import (
+    bench,
+    chat,
+    compare,
+    diff,
+    doctor,
+    inspect,
+    new,
+    plan,
+    profile,
+    run,
+    tokenize,
+    validate,
+)
 from .options import app
 
 __all__ = [
-    "app", "bench", "chat", "compare", "diff", "new", "plan", "profile", "run", "show", "validate",
+    "app", "bench", "chat", "compare", "diff", "doctor", "inspect", "new", "plan", "profile", "run",
+    "tokenize", "validate",
 ]  # fmt: skip

@@ -16,15 +16,15 @@ from ..runtime.decode_loop import Repeat
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import AUTO, Fit, fit
 from ..runtime.recorder import Recorder
-from .finite_check import not_finite
+from .finite_check import non_finite_error
 from .kv_cache import BlockTable
 from .request import Sampling
 from .request_lock import RequestLock
 
-NEVER = 2**31 - 1  # more tokens than any sequence has
-LOGITS_BYTES = 64 << 20  # of logits that one step may produce
+INT32_MAX = 2**31 - 1  # more tokens than any sequence has
+MAX_LOGITS_BYTES = 64 << 20  # of logits that one step may produce
 
-Seen = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
+PrefillCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
 
 class Engine:
@@ -41,21 +41,23 @@ class Engine:
         with noted() as values:
             self.outputs = decoder.build(limits)
         used = set(toposort(self.outputs.values()))
-        self.values = {scope: node for scope, node in values.items() if node in used}
+        self.scope_values = {scope: node for scope, node in values.items() if node in used}
         executor.adopt(self.outputs)
-        self.asked: int | str = AUTO  # of `fit`
-        self.fitted: Fit | None = None  # its answer
+        self.requested_gpu_layers: int | str = AUTO  # of `fit`
+        self.gpu_offload: Fit | None = None  # its answer
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
-        self._prefix_of = decoder.prefix
+        self._bidirectional_prefix = decoder.prefix
         self._prefix = 0  # how many tokens see one another, of those cached and those to come
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the pools
         self.lock = RequestLock()  # whoever serves several threads takes it for each step
-        self._turn = 0  # counts requests: the cache belongs to the last one
+        self._request_number = 0  # counts requests: the cache belongs to the last one
         self._steps: Repeat | None = None  # the decode steps of the last request
-        self._begun = 0  # tokens in the cache when the last step that was begun is over
-        self.prefilled = 0  # tokens of the last prompt that were computed, not found in the cache
+        self._launched_length = 0  # tokens in the cache when the last step that was begun is over
+        self.prefill_tokens = (
+            0  # tokens of the last prompt that were computed, not found in the cache
+        )
 
     def _table(self, group: CacheSpec) -> BlockTable:
         kept = self.limits.kept(group.window)
@@ -71,17 +73,17 @@ class Engine:
         """The plan of one token: sample, and advance the step's state."""
         return self._plan([output], 1)
 
-    def fit(self, gpu_layers: int | str) -> None:
+    def offload_layers(self, gpu_layers: int | str) -> None:
         """Choose the layers of a device with a memory of its own. Call it before `prepare`."""
-        self.asked = gpu_layers
-        self.fitted = fit(self.executor, self.outputs, self.usual_plans, gpu_layers)
+        self.requested_gpu_layers = gpu_layers
+        self.gpu_offload = fit(self.executor, self.outputs, self.generation_plans, gpu_layers)
 
     def prepare(self) -> None:
         """Bind the plans that every generation needs: pack weights, compile kernels."""
-        for plan in self.usual_plans():
+        for plan in self.generation_plans():
             self.executor.bind(plan)
 
-    def usual_plans(self) -> list[Plan]:
+    def generation_plans(self) -> list[Plan]:
         """Of a prompt, and of one token."""
         return [self._plan(["ids"], self.limits.tokens), self.decode_plan()]
 
@@ -91,7 +93,7 @@ class Engine:
         with suppress(GraphError):  # where nothing is bound, nothing runs
             self.executor.get_state("ids")  # waits for a step that was begun ahead
         self._steps = None
-        del self._prefix_of  # the decoder's, and so its file's
+        del self._bidirectional_prefix  # the decoder's, and so its file's
         self.executor.close()
 
     # -- steps
@@ -134,7 +136,7 @@ class Engine:
             "presence": sampling.presence_penalty,
             "frequency": sampling.frequency_penalty,
         }
-        least = NEVER if sampling.ignore_eos else sampling.min_tokens
+        least = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
         ints = {"top_k": sampling.top_k, "min_tokens": least, "count": count, "done": 0}
         return {
             **{name: np.array([value], np.float32) for name, value in floats.items()},
@@ -152,7 +154,7 @@ class Engine:
         ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
         return ring
 
-    def reuse(self, tokens: Sequence[int], prefix: int | None = None) -> int:
+    def reuse_cache(self, tokens: Sequence[int], prefix: int | None = None) -> int:
         """Forget what the cache holds beyond the tokens with which ``tokens`` begins, too.
 
         Returns how many these are; at least the last token is always left to compute. It is 0
@@ -161,7 +163,7 @@ class Engine:
         the same. RequestError: `Decoder.prefix`.
         """
         common = 0
-        prefix = self._prefix_of(tokens) if prefix is None else prefix
+        prefix = self._bidirectional_prefix(tokens) if prefix is None else prefix
         for a, b in zip(self._cached, tokens[:-1]):
             if a != b:
                 break
@@ -174,23 +176,23 @@ class Engine:
             self._clear(prefix)
             return 0
         del self._cached[common:]
-        self._begin_turn()
+        self._begin_request()
         return common
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Begin anew: the next prompt is computed from its first token."""
         self._clear(0)
 
     def _clear(self, prefix: int) -> None:
-        """`forget`, for a prompt whose first ``prefix`` tokens see one another."""
+        """As `clear_cache`, for a prompt whose first ``prefix`` tokens see one another."""
         for table in self._tables.values():
             table.release()
         self._cached.clear()
         self._prefix = prefix
-        self._begin_turn()
+        self._begin_request()
 
-    def _begin_turn(self) -> None:
-        self._turn += 1
+    def _begin_request(self) -> None:
+        self._request_number += 1
         self._steps = None
 
     def generate(
@@ -198,7 +200,7 @@ class Engine:
         tokens: Sequence[int],
         sampling: Sampling,
         stops: Sequence[int],
-        seen: Seen | None = None,
+        seen: PrefillCallback | None = None,
         profile: tuple[Recorder, Recorder] | None = None,
     ) -> Iterator[int]:
         """Ids one by one, the first after the prompt ``tokens``, until the context is full.
@@ -218,82 +220,83 @@ class Engine:
                 "context",
             )
         prefill, decode = profile or (None, None)
-        drawn = "ids.penalised" if sampling.penalises else "ids"
-        prefix, known = self._prefix_of(tokens), list(tokens)
+        output = "ids.penalised" if sampling.changes_logits else "ids"
+        prefix, known = self._bidirectional_prefix(tokens), list(tokens)
         while len(known) <= self.limits.context:
-            sampled = self._sampling_feeds(known, sampling, stops, len(known) - len(tokens))
-            first = self._prefill(known, prefix, drawn, sampled, seen, prefill)
-            seen, turn = None, self._turn
-            for token in self._decode(drawn, first, decode):
+            feeds = self._sampling_feeds(known, sampling, stops, len(known) - len(tokens))
+            first = self._prefill(known, prefix, output, feeds, seen, prefill)
+            seen, request_number = None, self._request_number
+            for token in self._decode(output, first, decode):
                 known.append(token)
                 yield token
-                if self._turn != turn:
+                if self._request_number != request_number:
                     break
             else:
                 return
 
     def _prefill(
-        self, tokens: Sequence[int], prefix: int, drawn: str, sampled: Mapping[str, np.ndarray],
-        seen: Seen | None, profile: Recorder | None,
+        self, tokens: Sequence[int], prefix: int, output: str,
+        sampling_feeds: Mapping[str, np.ndarray], seen: PrefillCallback | None,
+        profile: Recorder | None,
     ) -> int:  # fmt: skip
         """Compute what the cache does not hold of ``tokens``; the id sampled after them."""
-        at = self.reuse(tokens, prefix)
-        self.prefilled = len(tokens) - at
+        at = self.reuse_cache(tokens, prefix)
+        self.prefill_tokens = len(tokens) - at
         while at < len(tokens):
             chunk = tokens[at : at + self.limits.tokens]
             at += len(chunk)
             feeds = self._feeds(chunk, np.array([len(chunk) - 1]))
-            wanted = [drawn] if at == len(tokens) else self._pools
+            wanted = [output] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
             env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
-            out = self.executor.run(plan, {**feeds, **sampled}, env, profile, (drawn,))
+            out = self.executor.run(plan, {**feeds, **sampling_feeds}, env, profile, (output,))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
-        return self._sampled(out[drawn])
+        return self._check_sampled(out[output])
 
-    def _decode(self, drawn: str, token: int, profile: Recorder | None) -> Iterator[int]:
+    def _decode(self, output: str, token: int, profile: Recorder | None) -> Iterator[int]:
         """``token``, and those after it, for a prefill that has advanced the step's state already.
 
         A generator left half way keeps no buffer alive: what a step needs is the engine's.
         """
-        self._begun = len(self._cached)
+        self._launched_length = len(self._cached)
         following: int | None = token
         while following is not None:
             yield following
-            following = self._step(drawn, following, profile)
+            following = self._step(output, following, profile)
 
-    def _step(self, drawn: str, token: int, profile: Recorder | None) -> int | None:
+    def _step(self, output: str, token: int, profile: Recorder | None) -> int | None:
         """The id after ``token``, the last one that was sampled; None where the context is full.
 
         Where the device can, the next step is begun before the id of this one is read. Whoever
         ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
         """
-        steps = self._steps = self._steps or self._repeat(drawn, profile)
-        while steps.waiting <= steps.ahead and self._begun < self.limits.context:
-            self._begun += 1
-            self._grow(self._begun)
+        steps = self._steps = self._steps or self._repeat(output, profile)
+        while steps.waiting <= steps.ahead and self._launched_length < self.limits.context:
+            self._launched_length += 1
+            self._grow(self._launched_length)
             steps.launch()
         if not steps.waiting:
             return None
         ids = steps.take()
         self._cached.append(token)
-        return self._sampled(ids)
+        return self._check_sampled(ids)
 
-    def _sampled(self, ids: np.ndarray) -> int:
+    def _check_sampled(self, ids: np.ndarray) -> int:
         """The id sampled after the cached tokens. NumericError where there was none to choose."""
         token = int(ids[0])
         if token < 0:
-            raise not_finite(self, list(self._cached))
+            raise non_finite_error(self, list(self._cached))
         return token
 
-    def _repeat(self, drawn: str, profile: Recorder | None) -> Repeat:
+    def _repeat(self, output: str, profile: Recorder | None) -> Repeat:
         """Steps of one token, timed with ``profile``."""
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-        plan = self.decode_plan(drawn)
+        plan = self.decode_plan(output)
         return self.executor.repeat(
-            plan, feeds, env, drawn, profile, lambda: {"kv_sum": self._begun}
+            plan, feeds, env, output, profile, lambda: {"kv_sum": self._launched_length}
         )
 
     def _grow(self, length: int) -> None:
@@ -311,7 +314,7 @@ class Engine:
             raise RequestError(
                 f"{len(tokens)} tokens do not fit a context of {self.limits.context}", "context"
             )
-        self._clear(self._prefix_of(tokens))
+        self._clear(self._bidirectional_prefix(tokens))
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
@@ -327,14 +330,14 @@ class Engine:
     @property
     def _logits_rows(self) -> int:
         """How many rows of logits one step may produce."""
-        return max(1, min(self.limits.tokens, LOGITS_BYTES // (4 * self._vocab)))
+        return max(1, min(self.limits.tokens, MAX_LOGITS_BYTES // (4 * self._vocab)))
 
     @property
-    def computed(self) -> list[str]:
+    def logits_outputs(self) -> list[str]:
         """Names of the outputs that a step without sampling has: the logits and the pools."""
         return ["logits", *self._pools]
 
-    def whole(
+    def single_step(
         self, tokens: Sequence[int]
     ) -> tuple[dict[str, tuple[int, int]], dict[str, np.ndarray], dict[str, int]]:
         """One step that reads all of ``tokens`` from an empty cache, with every token's logits:
@@ -342,7 +345,7 @@ class Engine:
         most = min(self.limits.tokens, self._logits_rows)
         if not tokens or len(tokens) > most:
             raise RequestError(f"{len(tokens)} tokens are not between 1 and {most}, one step's")
-        self._clear(self._prefix_of(tokens))
+        self._clear(self._bidirectional_prefix(tokens))
         count = len(tokens)
         bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
         env = {"T": count, "S": 1, "Q": 2, "N": count, "kv_sum": _kv_sum(0, count)}
@@ -357,7 +360,7 @@ class Engine:
         rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
         most = 1 if last else self._logits_rows
         wide = last or len(tokens) > most
-        plan = self._plan(self.computed, self.limits.tokens if wide else most, most)
+        plan = self._plan(self.logits_outputs, self.limits.tokens if wide else most, most)
         parts = [rows[at : at + most] for at in range(0, len(rows), most)]
         logits = [self._run(plan, tokens, part, ("logits",))["logits"] for part in parts]
         self._cached += tokens

@@ -16,12 +16,12 @@ from ..graph.tensor import STATE, Tensor, Var
 if TYPE_CHECKING:
     from .engine import Engine
 
-CHECKED_BYTES = 64 << 20  # of values that one checked step hands out
+MAX_STEP_BYTES = 64 << 20  # of values that one checked step hands out
 _FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
-class Fault:
+class NonFiniteValue:
     """The first value that is not finite: the op that computed it, its backend, the position of the
     token (None: of no single one), and the value."""
 
@@ -37,14 +37,14 @@ class Fault:
         return f"{self.scope} ({self.op} on {self.backend}) gives {value}{where}"
 
 
-def not_finite(engine: Engine, tokens: Sequence[int]) -> NumericError:
+def non_finite_error(engine: Engine, tokens: Sequence[int]) -> NumericError:
     """The error for ``tokens`` whose last logits hold NaN or +inf, or nothing but -inf.
 
     The tokens are computed once more, op by op. The cache is forgotten, since it may hold NaN.
     """
     text = f"the logits of position {len(tokens) - 1} are not finite"
     try:
-        fault = first_fault(engine, tokens)
+        fault = find_non_finite(engine, tokens)
         if fault is None:
             why = "a checked run of unfused ops finds only finite values up to the logits"
         else:
@@ -52,20 +52,20 @@ def not_finite(engine: Engine, tokens: Sequence[int]) -> NumericError:
     except OutOfMemory as error:
         why = f"a checked run needs more memory: {error}"
     finally:
-        engine.forget()
+        engine.clear_cache()
     return NumericError(f"{text}; {why}")
 
 
-def first_fault(engine: Engine, tokens: Sequence[int]) -> Fault | None:
+def find_non_finite(engine: Engine, tokens: Sequence[int]) -> NonFiniteValue | None:
     """The first op between ``tokens`` and the logits of the last one whose result is not finite;
     None if there is none.
 
-    Ops are searched from coarse to fine, so that values of at most `CHECKED_BYTES` are handed out
+    Ops are searched from coarse to fine, so that values of at most `MAX_STEP_BYTES` are handed out
     by a step: a run over some of the nodes gives the first one that is not finite, and the next run
     looks at what lies between that node and those known to be finite.
     """
     target, finite = engine.outputs["logits"], list[Tensor]()
-    found: Fault | None = None
+    found: NonFiniteValue | None = None
     while True:
         order = toposort([target], stop=finite)
         nodes = [node for node in order if _checkable(node)]
@@ -84,10 +84,10 @@ def _checkable(node: Tensor) -> bool:
 
 
 def _spread(nodes: list[Tensor], rows: int) -> list[Tensor]:
-    """The last of ``nodes`` and as many before it, evenly spaced, as `CHECKED_BYTES` allow; two at
+    """The last of ``nodes`` and as many before it, evenly spaced, as `MAX_STEP_BYTES` allow; two at
     least, so that every run narrows the search."""
     nbytes = sum(node.meta.at(dict.fromkeys(_vars(node), rows)).nbytes for node in nodes)
-    step = min(-(-nbytes // CHECKED_BYTES), max(1, len(nodes) // 2))
+    step = min(-(-nbytes // MAX_STEP_BYTES), max(1, len(nodes) // 2))
     return nodes[::-1][::step][::-1]
 
 
@@ -97,7 +97,7 @@ def _vars(node: Tensor) -> list[str]:
 
 def _run(
     engine: Engine, tokens: Sequence[int], nodes: list[Tensor], rows: int
-) -> tuple[int, Fault | None]:
+) -> tuple[int, NonFiniteValue | None]:
     """Compute ``tokens`` from an empty cache: index of the first of ``nodes`` that is not finite in
     the first step that has one, and the fault. ``rows``: tokens of a step."""
     taps = [Tap(str(index), node) for index, node in enumerate(nodes)]
@@ -119,5 +119,5 @@ def _run(
             position = at + int(bad[0][0]) if per_token else None
             first = float(value[tuple(bad[0])])
             backend = next(ran, engine.executor.backends[0].name)
-            return index, Fault(node.op, node.scope, backend, position, first)
+            return index, NonFiniteValue(node.op, node.scope, backend, position, first)
     return -1, None

@@ -79,14 +79,14 @@ class Sampling:
     stop_ids: Sequence[int] = ()
 
     @property
-    def penalises(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether logits are changed before anything is drawn from them."""
         neutral = (1.0, 0.0, 0.0)
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
         return self.ignore_eos or self.min_tokens > 0 or penalties != neutral
 
     @classmethod
-    def of(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:
+    def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:
         """The request that keyword arguments of the function ``where`` make; `ALIASES` are taken.
 
         ``sampling``: a `Sampling` that the others change. RequestError names an argument that is
@@ -106,11 +106,11 @@ class Sampling:
             raise refused("sampling", base, "a graphllm.Sampling")
         return cls(**check(_RULES, vars(base) | found))
 
-    def checked(self) -> Sampling:
+    def normalize(self) -> Sampling:
         """This request with plain values, and its seed drawn. RequestError names a bad value."""
-        return Sampling(**check(_RULES, vars(self))).seeded()
+        return Sampling(**check(_RULES, vars(self))).with_seed()
 
-    def seeded(self) -> Sampling:
+    def with_seed(self) -> Sampling:
         """This request with its seed drawn, if it has none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 

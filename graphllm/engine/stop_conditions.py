@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 from ..runtime.recorder import Recorder
 from ..tokenizer import Tokenizer
-from .engine import Engine, Seen
+from .engine import Engine, PrefillCallback
 from .request import Completion, Sampling
 from .request_lock import Claim
 
 
-class StopText:
+class StopStringMatcher:
     """Lets text through until one of the stop texts is complete, in whatever pieces it comes.
 
     The stop text that is complete first ends the text; among those that end there, the longest.
@@ -49,79 +49,83 @@ class StopText:
         return held
 
 
-def answer(
+def stream_text(
     engine: Engine,
     tokenizer: Tokenizer | None,
     sampling: Sampling,
-    done: Completion,
-    ends: Collection[int],
-    seen: Seen | None = None,
+    completion: Completion,
+    eos_ids: Collection[int],
+    seen: PrefillCallback | None = None,
     profile: tuple[Recorder, Recorder] | None = None,
-    whole: bool = False,
+    exclusive: bool = False,
 ) -> Iterator[str]:
-    """Pieces of the text that follows ``done.prompt_ids``; ``done`` is whole after the last.
+    """Yield pieces of the text that follows ``completion.prompt_ids``, and fill in ``completion``.
 
-    ``ends``: the tokens that end an answer of this model. Without a tokenizer there is no text,
-    only ``done.ids``. The engine is owned for each step, see `RequestLock`; with ``whole`` from the
-    first step to the last, for a caller that takes all pieces at once.
+    ``eos_ids``: the tokens that end an answer of this model. Without a tokenizer there is no text,
+    only ``completion.ids``. The engine is owned for each step, see `RequestLock`; with ``exclusive``
+    from the first step to the last, for a caller that takes all pieces at once.
     """
     pieces = tokenizer.stream(continuation=True) if tokenizer else None
-    texts, clock, claim = StopText(sampling.stop), _Clock(done), Claim("a generation")
+    texts, clock, claim = (
+        StopStringMatcher(sampling.stop),
+        _Timer(completion),
+        Claim("a generation"),
+    )
     full = f"the context of {engine.limits.context} tokens is full: the answer is cut off"
-    ids = engine.generate(done.prompt_ids, sampling, sorted(ends), seen, profile)
-    done.finish_reason = "length"
+    ids = engine.generate(completion.prompt_ids, sampling, sorted(eos_ids), seen, profile)
+    completion.finish_reason = "length"
     try:
-        while len(done.ids) < sampling.max_tokens:
-            engine.lock.take(claim)
-            token, prefilled = next(ids, None), engine.prefilled
-            if not whole:
+        while len(completion.ids) < sampling.max_tokens:
+            engine.lock.acquire(claim)
+            token, prefilled = next(ids, None), engine.prefill_tokens
+            if not exclusive:
                 engine.lock.pause(claim)
             if token is None:
-                done.notes.append(full)
+                completion.notes.append(full)
                 break
             clock.token(prefilled, claim.waited_s)
-            enough = len(done.ids) >= sampling.min_tokens
-            if token in ends or (enough and token in sampling.stop_ids):
-                done.finish_reason = "stop"
+            enough = len(completion.ids) >= sampling.min_tokens
+            if token in eos_ids or (enough and token in sampling.stop_ids):
+                completion.finish_reason = "stop"
                 break
-            done.ids.append(token)
+            completion.ids.append(token)
             text = pieces.push(token) if pieces else ""
-            if len(done.ids) >= sampling.min_tokens:
+            if len(completion.ids) >= sampling.min_tokens:
                 text = texts.push(text)
-            if texts.hit or len(done.ids) == sampling.max_tokens:
-                engine.lock.finish(claim)  # before the caller takes his time over the last piece
-            done.text += text
+            if texts.hit or len(completion.ids) == sampling.max_tokens:
+                engine.lock.release(claim)  # before the caller takes his time over the last piece
+            completion.text += text
             if text:
                 yield text
             if texts.hit:
-                done.finish_reason = "stop"
+                completion.finish_reason = "stop"
                 return
     finally:
-        engine.lock.finish(claim)
+        engine.lock.release(claim)
     rest = texts.push(pieces.finish() if pieces else "")
     if texts.hit:
-        done.finish_reason = "stop"
+        completion.finish_reason = "stop"
     rest += texts.finish()
-    done.text += rest
+    completion.text += rest
     if rest:
         yield rest
 
 
-class _Clock:
+class _Timer:
     """Keeps a completion's timings."""
 
-    def __init__(self, done: Completion) -> None:
-        self._done, self._start = done, time.perf_counter()
+    def __init__(self, completion: Completion) -> None:
+        self._completion, self._start = completion, time.perf_counter()
 
     def token(self, prefilled: int, waited: float) -> None:
         """A token has come; the first ends the prefill, of so many tokens. ``waited``: seconds so
         far, for other requests on the model."""
-        done, timings = self._done, self._done.timings
+        completion, timings = self._completion, self._completion.timings
         seconds = time.perf_counter() - self._start
         timings.queue_s = waited
-        if not done.ids:
-            done.cached_tokens = len(done.prompt_ids) - prefilled
+        if not completion.ids:
+            completion.cached_tokens = len(completion.prompt_ids) - prefilled
             timings.prefill_tokens = prefilled
             timings.ttft_s, timings.prefill_s = seconds, seconds - waited
         timings.decode_s = seconds - waited - timings.prefill_s
-        timings.decode_tokens = len(done.ids)
+        timings.decode_tokens = len(completion.ids)

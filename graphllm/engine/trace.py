@@ -15,13 +15,13 @@ from ..errors import RequestError
 from ..graph.tensor import Tensor, Var
 from .engine import Engine
 
-VALUE_BYTES = 256 << 20  # of values that one step hands out
-NEAREST = 3  # names that are told where one is unknown
+MAX_STEP_BYTES = 256 << 20  # of values that one step hands out
+SUGGESTIONS = 3  # names that are told where one is unknown
 
 Patch = Callable[[np.ndarray], np.ndarray]
 
 
-class _Call:
+class _PatchCall:
     """What a plan calls in the middle of a run: the function that is a scope's patch by then."""
 
     def __init__(self, scope: str) -> None:
@@ -31,14 +31,14 @@ class _Call:
     def __call__(self, value: np.ndarray) -> np.ndarray:
         assert self.function is not None
         given = self.function(value.copy())
-        if _shown(given) != _shown(value):
+        if _describe(given) != _describe(value):
             raise RequestError(
-                f"the patch of {self.scope!r} gave {_shown(given)}, not {_shown(value)}"
+                f"the patch of {self.scope!r} gave {_describe(given)}, not {_describe(value)}"
             )
         return given
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     """Dtype and shape of an array; of anything else what it is."""
     if not isinstance(value, np.ndarray):
         return f"a {type(value).__name__}"
@@ -46,11 +46,11 @@ def _shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracePlan:
     """A plan that hands out the values ``wanted``, with the calls of those that are patched."""
 
     wanted: tuple[str, ...]
-    calls: dict[str, _Call]
+    calls: dict[str, _PatchCall]
     plan: Plan
     rows: int  # tokens of one step at most
 
@@ -66,8 +66,8 @@ class Tracer:
 
     def __init__(self, engine: Engine, values: Mapping[str, Tensor] | None = None) -> None:
         self._engine = engine
-        self._values = engine.values if values is None else values
-        self._last: _Traced | None = None
+        self._values = engine.scope_values if values is None else values
+        self._last: _TracePlan | None = None
 
     def trace(
         self,
@@ -80,8 +80,8 @@ class Tracer:
         patterns = (scopes,) if isinstance(scopes, str) else tuple(scopes)
         if not patterns:
             raise RequestError("scopes is empty: nothing is asked for")
-        matched = {scope for pattern in patterns for scope in matching(pattern, known)}
-        patches = _patches(patch or {}, known)
+        matched = {scope for pattern in patterns for scope in matching_scopes(pattern, known)}
+        patches = _resolve_patches(patch or {}, known)
         self._engine.begin(tokens)
         traced = self._traced([scope for scope in known if scope in matched], patches)
         try:
@@ -91,10 +91,12 @@ class Tracer:
         finally:
             for call in traced.calls.values():
                 call.function = None  # it may hold on to much
-            self._engine.forget()  # keys and values may be patched ones
-        return {name: _joined([s.pop(name) for s in steps], known[name]) for name in traced.wanted}
+            self._engine.clear_cache()  # keys and values may be patched ones
+        return {
+            name: _join_steps([s.pop(name) for s in steps], known[name]) for name in traced.wanted
+        }
 
-    def _steps(self, traced: _Traced, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    def _steps(self, traced: _TracePlan, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """The values of the pieces of a prompt, each of which is appended to the cache."""
         found = []
         for at in range(0, len(tokens), traced.rows):
@@ -103,21 +105,21 @@ class Tracer:
             found.append(self._engine.append(traced.plan, piece, rows, traced.wanted))
         return found
 
-    def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _Traced:
+    def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _TracePlan:
         """The plan for these scopes, the last one if it is for the same."""
         if self._last is None or not self._last.fits(wanted, patches):
             engine = self._engine
             self._last = None  # with its plan, before there is another
-            calls = {scope: _Call(scope) for scope in patches}
+            calls = {scope: _PatchCall(scope) for scope in patches}
             taps = [
                 Tap(scope, node, calls.get(scope))
                 for scope, node in self._values.items()
                 if scope in wanted or scope in calls
             ]
-            rows = max(1, min(engine.limits.tokens, VALUE_BYTES // _row_bytes(taps)))
+            rows = max(1, min(engine.limits.tokens, MAX_STEP_BYTES // _row_bytes(taps)))
             bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, rows)}
             plan = engine.executor.tap(taps, bounds)
-            self._last = _Traced(tuple(wanted), calls, plan, rows)
+            self._last = _TracePlan(tuple(wanted), calls, plan, rows)
         return self._last
 
 
@@ -127,7 +129,7 @@ def _row_bytes(taps: Iterable[Tap]) -> int:
     return sum(meta.at({v.name: 1}).nbytes for meta in metas if isinstance(v := meta.rows, Var))
 
 
-def _joined(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
+def _join_steps(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
     """A value of all steps: rows of tokens (T), or of tokens with logits (N: here all), follow each
     other; of what else there may be, the last."""
     rows = node.meta.rows
@@ -138,16 +140,16 @@ def _joined(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
 # ----------------------------------------------------------------------------------------- scopes
 
 
-def matching(pattern: str, known: Iterable[str]) -> list[str]:
+def matching_scopes(pattern: str, known: Iterable[str]) -> list[str]:
     """The scopes that ``pattern`` is for. RequestError with the nearest names if there are none."""
     found = [scope for scope in known if matches(scope, pattern)]
     if not found:
-        names = ", ".join(nearest(pattern, known))
+        names = ", ".join(nearest_scopes(pattern, known))
         raise RequestError(f"no scope of the model matches {pattern!r}; nearest: {names}")
     return found
 
 
-def nearest(pattern: str, known: Iterable[str]) -> list[str]:
+def nearest_scopes(pattern: str, known: Iterable[str]) -> list[str]:
     """The scopes that ``pattern`` may mean; as patterns, if it is one."""
     names = list(known)
     if any(c in pattern for c in "*?["):
@@ -155,15 +157,15 @@ def nearest(pattern: str, known: Iterable[str]) -> list[str]:
         parts = [kind.split(".") for kind in kinds]
         ends = ["*." + ".".join(p[at:]) for p in parts for at in range(1, len(p)) if p[at] != "*"]
         names = list(dict.fromkeys([*kinds, *ends]))
-    return difflib.get_close_matches(pattern, names, NEAREST, 0.0)
+    return difflib.get_close_matches(pattern, names, SUGGESTIONS, 0.0)
 
 
-def _patches(patch: Mapping[str, Patch], known: Iterable[str]) -> dict[str, Patch]:
+def _resolve_patches(patch: Mapping[str, Patch], known: Iterable[str]) -> dict[str, Patch]:
     """The function of each patched scope: that of the first pattern that is for it."""
     found: dict[str, Patch] = {}
     for pattern, function in patch.items():
         if not callable(function):
             raise RequestError(f"patch of {pattern!r} is {function!r}, not a function of an array")
-        for scope in matching(pattern, known):
+        for scope in matching_scopes(pattern, known):
             found.setdefault(scope, function)
     return found

@@ -61,7 +61,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def decoder_for(
+def build_decoder(
     file: ModelFile, model_def: str | Path | None = None, kind: str | None = None,
     backends: Sequence[str] | None = None, options: Options | None = None,
 ) -> Decoder:  # fmt: skip
@@ -84,7 +84,7 @@ def decoder_for(
     return family.model(config, weights)
 
 
-def options_from(given: Mapping[str, Any]) -> Options:
+def backend_options(given: Mapping[str, Any]) -> Options:
     """The `Options` of arguments that were checked. RequestError or GraphError names a rule or a
     kernel that is not known."""
     fusion.check_names(given["no_fuse"])
@@ -92,6 +92,6 @@ def options_from(given: Mapping[str, Any]) -> Options:
     return Options(given["linear"], given["threads"], given["no_fuse"], given["no_kernels"])
 
 
-def limits_from(context: int, kv_type: str | None, device: str) -> Limits:
+def graph_limits(context: int, kv_type: str | None, device: str) -> Limits:
     """What a graph is built for, of one sequence."""
     return Limits(context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16"))

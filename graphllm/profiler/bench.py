@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import ModelFile
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
-    from ..loading.model import LoadedModel
+    from ..loading.loaded_model import LoadedModel
     from ..weights import Weights
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
@@ -168,7 +168,7 @@ def once(engine: Engine, test: Test, tokens: list[int]) -> int:
 
 def _rewind(engine: Engine, tokens: list[int]) -> None:
     """Leave ``tokens``, and no others, in the cache; computed only where they are not there."""
-    if engine.reuse([*tokens, _NOBODY]) < len(tokens):
+    if engine.reuse_cache([*tokens, _NOBODY]) < len(tokens):
         next(engine.generate(tokens, _GREEDY, []))
 
 
@@ -179,7 +179,7 @@ def _read(engine: Engine, test: Test, tokens: list[int]) -> int:
     start = time.perf_counter_ns()
     next(engine.generate(prompt, _GREEDY, []))
     took = time.perf_counter_ns() - start
-    if engine.prefilled != test.prompt:
+    if engine.prefill_tokens != test.prompt:
         raise RequestError(f"{test.name}: the cache does not keep {test.depth} tokens")
     return took
 
@@ -242,7 +242,7 @@ def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
         "n_batch": llm.limits.tokens,
         "n_ubatch": llm.limits.tokens,
         "n_threads": threads,
-        "n_gpu_layers": llm.fit.layers + llm.fit.output if llm.fit else 0,
+        "n_gpu_layers": llm.gpu_offload.layers + llm.gpu_offload.output if llm.gpu_offload else 0,
         "type_k": kind,
         "type_v": kind,
     }

@@ -21,7 +21,7 @@ from .profile import Phase, Profile, Roof
 from .record import Recorder, Run
 
 if TYPE_CHECKING:
-    from ..loading.model import LoadedModel
+    from ..loading.loaded_model import LoadedModel
 
 Show = Callable[[str, int, int], None]  # what, done, total
 Recorders = tuple[Recorder, Recorder]  # of the prompt, and of the tokens after it
@@ -64,10 +64,10 @@ def _once(
 ) -> tuple[_Window, _Window]:
     """The wall windows of the prompt and of the tokens after it."""
     engine = llm.engine
-    engine.forget()
+    engine.clear_cache()
     llm.executor.get_state("ids")  # waits for a step that was begun ahead
     start = time.perf_counter_ns()
-    drawn = engine.generate(ids, Sampling(seed=0).checked(), (), profile=recorders)
+    drawn = engine.generate(ids, Sampling(seed=0).normalize(), (), profile=recorders)
     next(drawn)
     middle = time.perf_counter_ns()
     for _ in range(decode):

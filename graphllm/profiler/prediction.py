@@ -21,7 +21,7 @@ from ..compiler.plan import HOST, Copies, Plan, Step
 from ..engine.engine import Engine
 from ..errors import PlacementError
 from ..graph.tensor import WEIGHT
-from ..loading.load import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
+from ..loading.load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
 from ..model.decoder import Decoder
 from ..ops import get
 from ..runtime.devices import Devices
@@ -273,7 +273,7 @@ def env_of(tokens: int, cached: int) -> dict[str, int]:
 
 def of_test(engine: Engine, test: Test, threads: int) -> float | None:
     """Seconds of a test of `bench`, predicted; None where something for that was not measured."""
-    prompt, token = plans = engine.usual_plans()
+    prompt, token = plans = engine.generation_plans()
     roofs = Roofs.of(plans, threads)
     if test.gen:
         own = roofs.seconds(token, env_of(1, test.middle - 1))
@@ -312,26 +312,26 @@ def dry_run(
     """
     own = check(RULES | {"free": Optional(Whole())}, dict(locals()))
     file = open_model(model, data=False) if isinstance(model, (str, os.PathLike)) else model
-    decoder = decoder_for(file, model_def, type)
-    limits = decoder.limits(limits_from(own["context"], kv_type, device))
+    decoder = build_decoder(file, model_def, type)
+    limits = decoder.limits(graph_limits(own["context"], kv_type, device))
     pinned = {"pins": own["place"], "strict": own["strict"]}
-    planner = _Planner(decoder.weights, device, options_from(own), own["free"], **pinned)
+    planner = _Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
     engine = Engine(decoder, planner, limits)
-    engine.fit(own["gpu_layers"])
+    engine.offload_layers(own["gpu_layers"])
     return _facts(file, decoder, engine, planner)
 
 
 def _facts(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.runtime.isa import threads_for
 
-    prefill, token = plans = engine.usual_plans()
+    prefill, token = plans = engine.generation_plans()
     roofs = Roofs.of(plans, threads_for(planner.options))
     most = engine.limits.tokens
     kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}
     notes = [f"{name} is not usable here: {why}" for name, why in planner.skipped.items()
              if registry.find(name).wanted() or planner.backends[0].name == name]  # fmt: skip
-    if engine.fitted:
-        notes.append(str(engine.fitted))
+    if engine.gpu_offload:
+        notes.append(str(engine.gpu_offload))
     return DryRun(
         model=str(file.path),
         model_type=model_type(file, decoder.weights),

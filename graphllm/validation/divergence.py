@@ -106,7 +106,7 @@ def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
 def _modules(case: Case, nodes: Sequence[Tensor], record: Record) -> list[Spot]:
     """What modules of the same path read and return."""
     found = []
-    for path, node in case.llm.engine.values.items():
+    for path, node in case.llm.engine.scope_values.items():
         if path in record.read:
             read = entry(nodes, path)
             if read is not None:
@@ -255,6 +255,6 @@ def _not_run(path: str, record: Record, case: Case) -> list[str]:
         for name, kind in record.modules.items()
         if (within(name, path) or name.rpartition(".")[0] == parent)
         and not kind.endswith(_QUIET)
-        and name not in case.llm.engine.values
+        and name not in case.llm.engine.scope_values
     ]
     return [f"modules of the oracle alone: {', '.join(names)}"] if names else []

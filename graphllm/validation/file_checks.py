@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GraphError, GraphllmError, UnusedTensors
-from ..loading.load import decoder_for
+from ..loading.load import build_decoder
 from ..model.batch import Limits
 from ..model.config_keys import IGNORED
 from ..tokenizer.edge_cases import HARD_TEXTS
@@ -107,6 +107,6 @@ def weights(case: Case) -> Check:
 
 def _needed(case: Case) -> int:
     """How many weights the model uses, once it is built. ModelFileError."""
-    decoder = decoder_for(case.file)
+    decoder = build_decoder(case.file)
     decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
     return len(set(decoder.used) & set(decoder.weights.names()))

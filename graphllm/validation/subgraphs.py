@@ -31,15 +31,15 @@ class Region:
 
 def regions(llm: LLM, layers: Sequence[str], record: Record) -> list[Region]:
     """In the order of a run; a layer of which the oracle has nothing is one with the next."""
-    outputs = {name: llm.engine.outputs[name] for name in llm.engine.computed}
+    outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     order = toposort(outputs.values())
     cuts: list[tuple[str, Tensor, np.ndarray]] = []
     first = entry(order, layers[0])
     if first is not None and layers[0] in record.read:
         cuts.append((EMBEDDING, first, record.read[layers[0]]))
     for path in layers:
-        if path in llm.engine.values and path in record.returned:
-            cuts.append((path, llm.engine.values[path], record.returned[path]))
+        if path in llm.engine.scope_values and path in record.returned:
+            cuts.append((path, llm.engine.scope_values[path], record.returned[path]))
     cuts.append((LOGITS, outputs["logits"], record.logits))
     found, seen, before = [], set[Tensor](), ""
     for name, node, want in cuts:

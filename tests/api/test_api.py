@@ -107,7 +107,7 @@ def test_a_bad_value_is_named_with_the_reason(llm, name, value, message):
         if hasattr(value, "gi_frame"):
             return  # it is exhausted
         with pytest.raises(RequestError):
-            Sampling(**{name: value}).checked()
+            Sampling(**{name: value}).normalize()
 
 
 GOOD = [
@@ -123,7 +123,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("name", "value", "plain"), GOOD)
 def test_numpy_scalars_and_iterables_are_taken(name, value, plain):
-    found = getattr(Sampling.of("test", {name: value}), name)
+    found = getattr(Sampling.from_arguments("test", {name: value}), name)
     assert found == plain and type(found) is type(plain)
     if isinstance(found, tuple):
         assert all(type(a) is type(b) for a, b in zip(found, plain))
@@ -417,7 +417,7 @@ def test_after_the_end_every_use_is_one_error(path):
         lambda: llm.trace([3], "lm_head"), lambda: llm.profile([3]), lambda: llm.encode("x"),
         lambda: llm.decode([3]), lambda: llm.conversation(), lambda: next(talk.ask("x")),
         lambda: next(stream), lambda: next(answer), lambda: llm.placement(), lambda: llm.notes(),
-        lambda: llm.misses(), lambda: llm.fit, lambda: llm.device, lambda: llm.scopes(),
+        lambda: llm.misses(), lambda: llm.gpu_offload, lambda: llm.device, lambda: llm.scopes(),
         lambda: llm.template, lambda: llm.has_template, lambda: llm.tokenizer, lambda: llm.engine,
         lambda: llm.check_ids([3]), lambda: llm.encode_chat(MESSAGES),
     ]  # fmt: skip

@@ -276,7 +276,7 @@ def test_a_model_without_a_template_says_so(llm):
 
 def test_the_second_turn_computes_its_new_tokens_only(llm):
     """Also where the answer's text would be encoded otherwise; and the answers stay the same."""
-    llm.engine.forget()
+    llm.engine.clear_cache()
     talk = llm.conversation(**GREEDY)
     first, second = Completion(), Completion()
     said = "".join(talk.ask("hello there", first))
@@ -289,7 +289,7 @@ def test_the_second_turn_computes_its_new_tokens_only(llm):
     assert second.timings.prefill_tokens == new
     assert second.cached_tokens == len(before) - 1
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
-    llm.engine.forget()
+    llm.engine.clear_cache()
     fresh = Completion()
     for _ in llm.complete(second.prompt_ids, Sampling(**GREEDY), fresh):
         pass
@@ -297,10 +297,12 @@ def test_the_second_turn_computes_its_new_tokens_only(llm):
 
 
 def test_the_profile_shows_what_a_turn_computes(llm):
-    llm.engine.forget()
+    llm.engine.clear_cache()
     talk = llm.conversation(**GREEDY)
     "".join(talk.ask("hello there"))
-    rendered = talk.template.prompt([*talk.messages, {"role": "user", "content": "and more"}])
+    rendered = talk.template.render_prompt(
+        [*talk.messages, {"role": "user", "content": "and more"}]
+    )
     phases, done = (Recorder(), Recorder()), Completion()
     for _ in llm.complete(talk._encode(rendered), Sampling(**GREEDY), done, profile=phases):
         pass
@@ -310,7 +312,7 @@ def test_the_profile_shows_what_a_turn_computes(llm):
 
 
 def test_successive_chats_share_their_beginning(llm):
-    llm.engine.forget()
+    llm.engine.clear_cache()
     llm.chat(MESSAGES[:2], **GREEDY)
     done = llm.chat(MESSAGES, **GREEDY)
     assert done.cached_tokens >= len(llm.encode_chat(MESSAGES[:1])) - 8

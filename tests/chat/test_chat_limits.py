@@ -14,7 +14,7 @@ import hostile_templates as hostile
 import pytest
 
 from graphllm.chat import PROCESS, TEMPLATES, ChatTemplate
-from graphllm.chat.process import RenderingProcess
+from graphllm.chat.renderer_process import RenderingProcess
 from graphllm.errors import ModelFileError, RequestError
 
 SAY = [{"role": "user", "content": "hello"}]

@@ -19,9 +19,9 @@ from pseudo_terminal import without_progress
 import graphllm
 from graphllm.checkpoints.model_shapes import SHAPES, TYPES, Shape
 from graphllm.checkpoints.random_weights import RandomFile
-from graphllm.cli.bench import Grid, as_csv, as_json, as_table, numbers
+from graphllm.cli.bench import BenchGrid, as_csv, as_json, as_table, parse_numbers
 from graphllm.errors import ModelFileError, RequestError
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test
@@ -73,26 +73,26 @@ def said(done: subprocess.CompletedProcess) -> str:
     ],
 )
 def test_lists(text, values):
-    assert numbers("-p", text) == values
+    assert parse_numbers("-p", text) == values
 
 
 @pytest.mark.parametrize("text", ["", "a", "-3", "1,", "4-1", "0-8*2", "1-8*1", "1-8+0", "1-9999"])
 def test_bad_lists_name_the_flag(text):
     with pytest.raises(RequestError, match="-p "):
-        numbers("-p", text)
+        parse_numbers("-p", text)
 
 
 def test_every_combination_once():
-    grid = Grid(prompts="8,0", gens="4,2", depths="0,16", threads="1,2", kv_types="f16,f32")
+    grid = BenchGrid(prompts="8,0", gens="4,2", depths="0,16", threads="1,2", kv_types="f16,f32")
     assert [t.name for t in grid.tests()] == [
         "pp8", "tg4", "tg2", "pp8 @ d16", "tg4 @ d16", "tg2 @ d16"
     ]  # fmt: skip
     assert grid.setups() == [("f16", 1), ("f16", 2), ("f32", 1), ("f32", 2)]
-    assert Grid().setups() == [(None, 0)]
+    assert BenchGrid().setups() == [(None, 0)]
     with pytest.raises(RequestError, match="nothing to measure"):
-        Grid(prompts="0", gens="0").tests()
+        BenchGrid(prompts="0", gens="0").tests()
     with pytest.raises(RequestError, match="-r 0"):
-        Grid(repeat=0).tests()
+        BenchGrid(repeat=0).tests()
 
 
 # ------------------------------------------------------------------------------------------ timing
@@ -274,14 +274,14 @@ PUBLISHED = {
 def test_shapes_have_the_published_count_of_parameters():
     assert set(PUBLISHED) == set(SHAPES)
     for name, billions in PUBLISHED.items():
-        found = bench.parameters(decoder_for(RandomFile(name, "q4_k_m")).weights) / 1e9
+        found = bench.parameters(build_decoder(RandomFile(name, "q4_k_m")).weights) / 1e9
         assert found == pytest.approx(billions, abs=6e-4), name
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_builds(name):
     """Every key and every tensor is one that the family knows."""
-    decoder = decoder_for(RandomFile(name, "q4_k_m"))
+    decoder = build_decoder(RandomFile(name, "q4_k_m"))
     assert decoder.build(Limits())["logits"].shape[1] == SHAPES[name].vocab
 
 

@@ -125,7 +125,7 @@ def test_as_a_run_has_it(tiny):
     assert host.total == host.weights + host.kv + host.state + host.arena
     plan = llm.engine.decode_plan()
     assert found.token.nbytes == bench.step_bytes(plan, found.token.cached + 1)
-    chunk = llm.engine.usual_plans()[0]
+    chunk = llm.engine.generation_plans()[0]
     assert found.prefill.flops == bench.step_flops(chunk, 0, found.prefill.tokens)
 
 
@@ -225,7 +225,7 @@ def test_operations_of_fused_steps_by_kind(tiny):
     """Their parts', each at the rate of its kind: none is lost."""
     kinds: dict[str, set[str]] = {}
     env = prediction.env_of(16, 0)
-    for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps:
+    for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps:
         found = list(kernel_probes.operations(step.node, env))
         cost = ops.get(step.node.op).price(step.node, env)
         assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
@@ -238,7 +238,8 @@ def test_operations_of_fused_steps_by_kind(tiny):
 def test_no_rate_no_seconds(tiny):
     """What a kind lacks float linears give; where those are not known either, nothing is said."""
     (step, *_) = (
-        step for step in graphllm.load(tiny, device=CPU, threads=1).engine.usual_plans()[0].steps
+        step
+        for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps
         if step.node.op == "attention"
     )  # fmt: skip
     env, flops = prediction.env_of(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}

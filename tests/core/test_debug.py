@@ -67,7 +67,7 @@ def test_two_a_line_for_every_step(tiny, capsys, monkeypatch):
     lines = said(capsys, monkeypatch, 2, tiny)
     steps = [match for match in map(STEP.match, lines) if match]
     llm = graphllm.load(tiny, device="cpu", threads=2, context=64)
-    prompt, token = (plan.steps for plan in llm.engine.usual_plans())
+    prompt, token = (plan.steps for plan in llm.engine.generation_plans())
     runs = [match for match in steps if match[5] == "sample"]
     assert [match[7] for match in runs][:2] == ["3", "1"] and len(runs) >= 5
     assert len(steps) == len(prompt) + (len(runs) - 1) * len(token)

@@ -131,14 +131,14 @@ def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: 
     for room in range(whole.needed, gpu_offload.MARGIN, -8192):
         monkeypatch.setattr(FarDevice, "room", room)
         llm = graphllm.load(tiny, device="far", kv_type="f32")
-        assert llm.fit.needed <= room or not llm.fit.output
-        assert llm.fit.needed_by_all == whole.needed
-        seen.append((llm.fit.layers, llm.fit.output))
+        assert llm.gpu_offload.needed <= room or not llm.gpu_offload.output
+        assert llm.gpu_offload.needed_by_all == whole.needed
+        seen.append((llm.gpu_offload.layers, llm.gpu_offload.output))
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {(3, True), (2, True), (1, True), (0, True), (0, False)}
     assert answers(llm) == plain
-    assert str(llm.fit).startswith("0 of 3 layers on far, the first 3 on reference: ")
-    assert str(llm.fit).endswith(", all would need 0.54 GB")
+    assert str(llm.gpu_offload).startswith("0 of 3 layers on far, the first 3 on reference: ")
+    assert str(llm.gpu_offload).endswith(", all would need 0.54 GB")
 
 
 def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # noqa: F811
@@ -151,7 +151,10 @@ def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # no
     )
     monkeypatch.setattr(FarDevice, "room", whole.needed - 1)
     llm = graphllm.load(tied, device="far", kv_type="f32")
-    assert (llm.fit.layers, llm.fit.output) == (2, True) and llm.fit.needed < whole.needed
+    assert (llm.gpu_offload.layers, llm.gpu_offload.output) == (
+        2,
+        True,
+    ) and llm.gpu_offload.needed < whole.needed
     assert len(placed) == 2  # the whole, and what fits
 
 
@@ -162,7 +165,7 @@ def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
     assert where["model.embed_tokens"] == where["model.layers.0"] == "reference"
     assert where["model.layers.1"] == "reference" and where["model.layers.2"] == "far"
     assert where["lm_head"] == where["model.norm"] == where[""] == "far"
-    assert str(llm.fit).startswith(
+    assert str(llm.gpu_offload).startswith(
         "1 of 3 layers and the output on far, the first 2 on reference: "
     )
     why = [line for line in llm.misses() if line.startswith("attention")]
@@ -173,7 +176,7 @@ def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
 
 def test_a_pin_comes_before_what_fits(far, tiny):  # noqa: F811
     llm = graphllm.load(tiny, device="far", gpu_layers=3, place={"model.layers.0.mlp.*": "far"})
-    assert llm.fit.first == 1 and llm.fit.layers == 3  # a part of the first, too
+    assert llm.gpu_offload.first == 1 and llm.gpu_offload.layers == 3  # a part of the first, too
     own = [s for s in llm.engine.decode_plan().steps if s.node.scope.startswith("model.layers.0.")]
     assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"far"}
     assert "reference" in {s.backend.name for s in own}
@@ -182,7 +185,7 @@ def test_a_pin_comes_before_what_fits(far, tiny):  # noqa: F811
 def test_layers_that_a_user_pins_are_counted(far, tiny):  # noqa: F811
     llm = graphllm.load(tiny, device="far", place={"model.layers.[01].*": "reference"})
     says = "1 of 3 layers and the output on far, the others pinned: 0.54 GB of 1099.51 GB free "
-    assert str(llm.fit) == says + "there"
+    assert str(llm.gpu_offload) == says + "there"
 
 
 @pytest.mark.parametrize("asked", ["some", "-1", -1, "1.5", ""])
@@ -193,7 +196,7 @@ def test_a_bad_count_of_layers(tiny, asked):
 
 def test_layers_without_a_device_of_their_own(tiny):
     llm = graphllm.load(tiny, device="reference", gpu_layers=2)
-    assert llm.fit is None
+    assert llm.gpu_offload is None
     assert llm.notes() == ["gpu_layers = 2 has no effect: reference works in the host's memory"]
 
 

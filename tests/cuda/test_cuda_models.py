@@ -234,7 +234,7 @@ def test_no_room_for_the_cache():
     assert memory == "cuda:0" and needed > free > 0
     assert re.match(r"no memory for full\S+: [\d.]+ GB are needed in cuda:0, [\d.]+ GB are", said)
     llm = graphllm.load(RandomFile(shape, "f16"), device="cuda", context=256)
-    assert llm.fit.layers == 2 and llm.logits(IDS).shape == (len(IDS), 384)
+    assert llm.gpu_offload.layers == 2 and llm.logits(IDS).shape == (len(IDS), 384)
 
 
 def test_an_endless_scale_stops_the_load(files, tmp_path):

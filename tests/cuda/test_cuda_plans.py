@@ -26,7 +26,7 @@ from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -103,7 +103,7 @@ def test_known_models_ask_for_known_modules_only(shape, capability, paper):
     kinds = TYPES if shape == ALL else (MIX, "f16")
     for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in CACHED)]:
         file = Empty(cut, kind)
-        llm = LLM(file, decoder_for(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
+        llm = LLM(file, build_decoder(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
         for tokens in (1, 2, 4, 7, 16, 512):
             llm.executor.bind(llm.engine._plan(["ids.penalised"], tokens))
     unknown = {str(made) for made in device.modules - KNOWN}

@@ -12,7 +12,7 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm.engine.request import Completion, Sampling
-from graphllm.engine.stop_conditions import StopText
+from graphllm.engine.stop_conditions import StopStringMatcher
 from graphllm.errors import RequestError
 from graphllm.profiler.record import Recorder
 
@@ -68,10 +68,10 @@ def test_neutral_penalties_change_nothing(llm):
     """The plan with penalties, asked for none, draws what the plan without them draws."""
     ask = {"max_tokens": 20, "temperature": 0.9, "seed": 5}
     plain = Completion()
-    for _ in llm.complete(PROMPT, Sampling(**ask), plain, ends=()):
+    for _ in llm.complete(PROMPT, Sampling(**ask), plain, eos_ids=()):
         pass
     least = Completion()
-    for _ in llm.complete(PROMPT, Sampling(**ask, min_tokens=1), least, ends=()):
+    for _ in llm.complete(PROMPT, Sampling(**ask, min_tokens=1), least, eos_ids=()):
         pass
     assert plain.ids == least.ids
 
@@ -130,7 +130,7 @@ def test_the_context_ends_an_answer(llm):
 
 def shown(stops, pieces):
     """What a reader sees of the pieces, and whether a stop text ended them."""
-    texts, out = StopText(stops), ""
+    texts, out = StopStringMatcher(stops), ""
     for piece in pieces:
         out += texts.push(piece)
         if texts.hit:
@@ -161,7 +161,7 @@ def test_stop_texts_at_every_border(stops, text, want):
 
 
 def test_nothing_is_shown_that_may_be_a_stop_text():
-    texts = StopText(["<end>"])
+    texts = StopStringMatcher(["<end>"])
     assert [texts.push(c) for c in "a<e<en"] == ["a", "", "", "<e", "", ""]
     assert texts.finish() == "<en"
 
@@ -226,22 +226,22 @@ def test_several_prompts_one_after_another(llm):
 def test_only_what_is_new_is_computed_and_counted(llm):
     """The timings and the profile's rows both tell how many tokens were computed."""
     ids = llm.encode(PROMPT)
-    llm.engine.forget()
+    llm.engine.clear_cache()
     ask = Sampling(max_tokens=2, temperature=0.0)
     first, again = Completion(), Completion()
-    for _ in llm.complete(ids, ask, first, ends=()):
+    for _ in llm.complete(ids, ask, first, eos_ids=()):
         pass
     assert first.timings.prefill_tokens == len(ids) and first.cached_tokens == 0
     phases = Recorder(), Recorder()
     longer = [*ids, 7, 8, 9]
-    for _ in llm.complete(longer, ask, again, profile=phases, ends=()):
+    for _ in llm.complete(longer, ask, again, profile=phases, eos_ids=()):
         pass
     assert again.timings.prefill_tokens == 3 and again.cached_tokens == len(ids)
     shapes = {row.shape for row in phases[0].rows if row.scope.endswith("gate_proj")}
     assert shapes == {f"f32[3,{tiny.HIDDEN}]"}
-    llm.engine.forget()
+    llm.engine.clear_cache()
     fresh = Completion()
-    for _ in llm.complete(longer, ask, fresh, ends=()):
+    for _ in llm.complete(longer, ask, fresh, eos_ids=()):
         pass
     assert fresh.ids == again.ids
 

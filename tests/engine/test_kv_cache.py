@@ -13,7 +13,7 @@ from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
-from graphllm.loading.load import decoder_for
+from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.runtime.executor import Executor
 
@@ -49,7 +49,7 @@ def path(tmp_path_factory):
 
 def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
     """Steps of 16 tokens, blocks of 8: a window of 20 keeps 6 of the 15 blocks of the context."""
-    decoder = decoder_for(GGUF(path), path.parent / "windowed.py")
+    decoder = build_decoder(GGUF(path), path.parent / "windowed.py")
     executor = Executor(decoder.weights, backends, Options(threads=threads), strict=True)
     wanted = {"tokens": 16, "context": CONTEXT, "block": 8, "kv_dtype": "f32", **limits}
     return Engine(decoder, executor, Limits(**wanted))
@@ -57,7 +57,7 @@ def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
 
 def logits(engine, ids=IDS, size=16):
     """float32 [T, vocab], the prompt cut in pieces of ``size``."""
-    engine.forget()
+    engine.clear_cache()
     parts = [engine.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
     return np.concatenate(parts)
 
@@ -213,7 +213,7 @@ def test_q8_0_on_the_demo():
     assert len(ids) == 700
     have = kept.logits(ids)[-64:]
     assert nmse(have, exact.logits(ids)[-64:]) < 2e-3
-    kept.engine.forget()
+    kept.engine.clear_cache()
     for at in range(0, len(ids), 64):
         last = kept.engine.step_logits(ids[at : at + 64])
     np.testing.assert_array_equal(last, have[-len(last) :])
@@ -228,16 +228,16 @@ def test_the_demo_rolls_back():
 
     def answer(prompt):
         found = llm.engine.generate(prompt, ask, ())
-        return [next(found) for _ in range(8)], llm.engine.prefilled
+        return [next(found) for _ in range(8)], llm.engine.prefill_tokens
 
     assert len(ids) > 1200
     answer(ids[:1700])
     near, far = [*ids[:1000], 7], [*ids[:100], 7]
     assert [answer(p)[1] for p in (near, far)] == [1, len(far)]
     got = [answer(ids[:1100])[0] and answer(p)[0] for p in (near, far)]
-    llm.engine.forget()
+    llm.engine.clear_cache()
     fresh = []
     for p in (near, far):
-        llm.engine.forget()
+        llm.engine.clear_cache()
         fresh.append(answer(p)[0])
     assert got == fresh

@@ -66,7 +66,7 @@ def test_a_stream_goes_on_after_any_other_request(llm, sampling, between):
         "logits": lambda: llm.logits("hello"),
         "trace": lambda: llm.trace("hello", "lm_head"),
         "profile": lambda: llm.profile("hello", decode=2, repeat=1),
-        "forget": llm.engine.forget,
+        "forget": llm.engine.clear_cache,
     }
     stream = llm.stream("hello there", max_tokens=40, **sampling)
     text = next(stream)
@@ -130,12 +130,12 @@ def test_a_stream_that_is_read_is_not_interrupted(llm):
     next(stream)
     order = []
     other = in_thread(lambda: order.append(llm.generate("what is", max_tokens=4, **GREEDY)))
-    turn = llm.engine._turn
+    turn = llm.engine._request_number
     for _ in stream:
         time.sleep(0.002)
     order.append("stream")
     joined(other)
-    assert order[0] == "stream" and llm.engine._turn == turn + 1
+    assert order[0] == "stream" and llm.engine._request_number == turn + 1
     assert order[1].timings.queue_s > 0.05 and order[1].timings.ttft_s > order[1].timings.queue_s
     assert order[1].timings.prefill_s < order[1].timings.queue_s
 
@@ -159,13 +159,13 @@ def test_a_stream_that_nobody_continues_holds_nobody_up(llm, end):
     if end != "left":
         assert llm.engine.lock._owner.waited_s == 0
     else:
-        assert time.monotonic() - start >= request_lock.IDLE_S / 2
+        assert time.monotonic() - start >= request_lock.IDLE_TIMEOUT_S / 2
 
 
 def test_requests_are_served_in_order():
     lock, order = RequestLock(), []
     first = Claim("first")
-    lock.take(first)
+    lock.acquire(first)
 
     def serve(index: int) -> None:
         with lock.hold(f"request {index}"):
@@ -176,7 +176,7 @@ def test_requests_are_served_in_order():
         threads.append(in_thread(lambda index=index: serve(index)))
         while len(lock._waiting) <= index:
             time.sleep(0.001)
-    lock.finish(first)
+    lock.release(first)
     joined(*threads)
     assert order == [0, 1, 2, 3, 4]
 
@@ -184,7 +184,7 @@ def test_requests_are_served_in_order():
 def test_a_wait_that_is_interrupted_holds_nobody_up():
     """As by Ctrl-C; the request behind it gets its turn."""
     lock, first = RequestLock(), Claim("first")
-    lock.take(first)
+    lock.acquire(first)
     second, served = Claim("second"), []
 
     def waiting() -> None:
@@ -197,9 +197,9 @@ def test_a_wait_that_is_interrupted_holds_nobody_up():
 
         second.bell = Interrupted()
         try:
-            lock.take(second)
+            lock.acquire(second)
         except KeyboardInterrupt:
-            lock.finish(second)
+            lock.release(second)
 
     def behind() -> None:
         with lock.hold("third"):
@@ -208,7 +208,7 @@ def test_a_wait_that_is_interrupted_holds_nobody_up():
     joined(in_thread(waiting))
     thread = in_thread(behind)
     time.sleep(0.02)
-    lock.finish(first)
+    lock.release(first)
     joined(thread)
     assert served == [3]
 

@@ -69,7 +69,7 @@ def test_the_demo_and_another_model_at_once(files):
     text = "The quick brown fox jumps over the lazy dog. " * 20
 
     def from_the_start() -> list[int]:
-        demo.engine.forget()
+        demo.engine.clear_cache()
         return _tokens(demo, text, 8)
 
     works = [from_the_start, lambda: _tokens(other, "hello", 100)]

@@ -23,7 +23,7 @@ from graphllm import ops
 from graphllm.compiler.placement import Tap
 from graphllm.compiler.plan import HOST
 from graphllm.engine import trace as tracing
-from graphllm.engine.trace import Tracer, nearest
+from graphllm.engine.trace import Tracer, nearest_scopes
 from graphllm.errors import GraphError, RequestError
 from graphllm.graph.scopes import noted
 from graphllm.graph.tensor import Var, feed, scope, weight
@@ -179,8 +179,8 @@ def test_long_prompts_are_read_in_pieces(windowed, monkeypatch):
     )
     assert {len(value) for value in whole.values()} == {len(test_kv_cache.IDS)}
     tracer = Tracer(test_kv_cache.engine(windowed))
-    for most, rows in ((tracing.VALUE_BYTES, 16), (100_000, 5), (1, 1)):
-        monkeypatch.setattr(tracing, "VALUE_BYTES", most)
+    for most, rows in ((tracing.MAX_STEP_BYTES, 16), (100_000, 5), (1, 1)):
+        monkeypatch.setattr(tracing, "MAX_STEP_BYTES", most)
         tracer._last = None
         have = tracer.trace(test_kv_cache.IDS, "*")
         assert tracer._last.rows == rows
@@ -417,7 +417,7 @@ def test_an_unknown_scope_lists_the_nearest(llama, asked, names):
     for call in ((["*.mlp", asked],), ("*.mlp", {asked: np.zeros_like})):
         with pytest.raises(RequestError, match=wanted):
             llama.trace(IDS, *call)
-    assert len(nearest(asked, llama.scopes())) == 3
+    assert len(nearest_scopes(asked, llama.scopes())) == 3
 
 
 @pytest.mark.parametrize(

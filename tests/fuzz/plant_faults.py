@@ -119,7 +119,7 @@ def outcome(path: Path, device: str = "auto") -> tuple[str, Any]:
         llm = graphllm.load(path, device=device, kv_type="f32", context=64)
     except ModelFileError as error:
         return "load", error
-    sampling = Sampling(temperature=0, ignore_eos=True).checked()
+    sampling = Sampling(temperature=0, ignore_eos=True).normalize()
     try:
         for _ in itertools.islice(llm.engine.generate(IDS, sampling, [2]), TOKENS):
             pass

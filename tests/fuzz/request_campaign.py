@@ -60,7 +60,7 @@ class Campaign:
         ]  # fmt: skip
 
     def _alone(self, request):
-        self.llm.engine.forget()
+        self.llm.engine.clear_cache()
         return request()
 
     def _talk(self) -> list[str]:

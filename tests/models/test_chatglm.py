@@ -22,7 +22,7 @@ from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 
 MASK, SOP, GMASK = 0, 1, 2  # of TINY
-GREEDY = Sampling(temperature=0.0).checked()
+GREEDY = Sampling(temperature=0.0).normalize()
 STEPS = 8
 # (tokens of the prompt, of these before sop: 0 where there is none)
 PROMPTS = ((1, 0), (7, 0), (7, 6), (40, 39), (40, 12), (3, 1))
@@ -117,7 +117,7 @@ def test_a_long_prompt_is_one_step(folder: Path) -> None:
 def test_more_tokens_in_one_step_than_rows_of_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "LOGITS_BYTES", 4 * 131 * 7)  # seven rows
+    monkeypatch.setattr(engines, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
     llm, ids = load(folder), some(40, 25)
     assert [len(piece) for piece in llm.engine.logits(ids)] == [25, 7, 7, 1]
     assert distance(llm.logits(ids), want(ids)) <= 1e-4
@@ -147,12 +147,12 @@ def test_the_cache_serves_the_same_beginning(
     llm = load(folder)
     fresh = llm.logits(after)
     drawn(llm, before, 1)
-    assert llm.engine.reuse(after) == kept
+    assert llm.engine.reuse_cache(after) == kept
     assert np.array_equal(llm.engine.step_logits(after[kept:]), fresh[kept:])
     drawn(llm, before, 3)
     first = drawn(llm, after, 5)
-    assert llm.engine.prefilled == len(after) - kept
-    llm.engine.forget()
+    assert llm.engine.prefill_tokens == len(after) - kept
+    llm.engine.clear_cache()
     assert drawn(llm, after, 5) == first
 
 
@@ -192,7 +192,7 @@ def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.Monkey
     llm.engine.begin(ids)
     with pytest.raises(RequestError, match=message):
         llm.engine.step_logits(ids[:24])
-    monkeypatch.setattr(traces, "VALUE_BYTES", 4 * 72 * 20)
+    monkeypatch.setattr(traces, "MAX_STEP_BYTES", 4 * 72 * 20)
     with pytest.raises(RequestError, match=message):
         llm.trace(ids, "*.layers.1")
 

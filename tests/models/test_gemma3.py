@@ -99,7 +99,7 @@ def test_chunks_and_company_change_no_bit(cpu, prompts):
     ids = prompts[0][:24]
     whole = cpu.logits(ids)
     for size in (1, 7):
-        cpu.engine.forget()
+        cpu.engine.clear_cache()
         parts = [cpu.engine.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
 
@@ -121,10 +121,10 @@ def test_a_prompt_longer_than_the_window_and_a_chunk(cpu, reference):
 def test_a_second_prompt_reuses_the_common_prefix(cpu, prompts):
     """Only what is new is computed, and the tokens are those of a fresh start."""
     ids = prompts[0][:40]
-    cpu.engine.forget()
+    cpu.engine.clear_cache()
     fresh = cpu.generate(TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)
     again = cpu.generate(TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)
-    assert again.ids == fresh.ids and cpu.engine.reuse(ids) == len(ids) - 1
+    assert again.ids == fresh.ids and cpu.engine.reuse_cache(ids) == len(ids) - 1
 
 
 def test_sampling_is_reproducible_and_bounded(cpu):

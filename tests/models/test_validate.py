@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from graphllm import models
 from graphllm.cli import app
-from graphllm.cli.scaffold import write
+from graphllm.cli.scaffold import write_model_file
 from graphllm.errors import ConfigError, ModelFileError, RequestError
 from graphllm.validation import Check, Report, Run, validate
 
@@ -508,7 +508,7 @@ def test_a_wrong_tokenizer_is_named_and_the_rest_is_checked(directory, tmp_path)
 
 @pytest.mark.parametrize("like", [f.name for f in models.families()])
 def test_a_starter_of_each_family_is_that_family(like, tmp_path):
-    path, there = write("mine", like, folder=tmp_path)
+    path, there = write_model_file("mine", like, folder=tmp_path)
     own, family = models.own(path), hf_models.FAMILIES[like]
     assert not there and own.model.__name__ == "Model"
     kinds = {variant.get("model_type") for variant in own.tiny}
@@ -521,7 +521,7 @@ def test_a_starter_of_each_family_is_that_family(like, tmp_path):
 
 @pytest.mark.parity
 def test_a_starter_validates_at_once(tmp_path):
-    path, _ = write("mine", "glm4", folder=tmp_path)
+    path, _ = write_model_file("mine", "glm4", folder=tmp_path)
     found = validate(path, tiny=True, device="reference")
     assert found.first is None and {run.verdict for run in found.runs} == {"passed"}
     assert "Glm4ForCausalLM" in found.runs[0].oracle

@@ -16,7 +16,7 @@ from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
 from graphllm.graph.tensor import Var, feed, state
-from graphllm.loading.load import decoder_for, limits_from
+from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.ops.attention import _visible_pairs
 from graphllm.profiler import bench, prediction
 
@@ -26,11 +26,11 @@ EXPERT = "_exps."  # in the names of experts' tensors
 
 def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engine:
     """Plans of a file, of which no data is read, for a device that need not be here."""
-    decoder = decoder_for(file)
-    limits = limits_from(4096, kv_type, device).within(decoder.cfg.context)
+    decoder = build_decoder(file)
+    limits = graph_limits(4096, kv_type, device).within(decoder.cfg.context)
     planner = prediction._Planner(decoder.weights, device, Options(**options), None)
     engine = Engine(decoder, planner, limits)
-    engine.fit("all")
+    engine.offload_layers("all")
     return engine
 
 
@@ -94,7 +94,7 @@ def check(file: GGUF, engine: Engine, element: float) -> None:
         assert found == pytest.approx(bytes_of(file, length, element), rel=0.02)
         found = bench.step_flops(token, length - 1, 1)
         assert found == pytest.approx(flops_of(file, length - 1, 1), rel=0.02)
-    prompt = engine.usual_plans()[0]
+    prompt = engine.generation_plans()[0]
     for start, count in ((0, 300), (300, 512)):
         found = bench.step_flops(prompt, start, count)
         assert found == pytest.approx(flops_of(file, start, count), rel=0.02)

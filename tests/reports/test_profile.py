@@ -249,7 +249,7 @@ def test_a_program_without_times_has_no_place_for_them(path):
 def test_two_recorders_of_one_plan_do_not_mix(llm):
     recorders = [Recorder(), Recorder()]
     for count, recorder in ((2, recorders[0]), (3, recorders[1]), (1, recorders[0])):
-        llm.engine.forget()
+        llm.engine.clear_cache()
         drawn = llm.engine.generate([3, 4, 5], Sampling(seed=0), (), profile=(
             Recorder(), recorder))  # fmt: skip
         for _ in range(count + 1):

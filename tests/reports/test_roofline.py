@@ -16,7 +16,7 @@ from graphllm.backends.cpu.runtime.roofline_probes import KINDS, counts
 from graphllm.backends.cuda.runtime import roofline_probes as cuda_ceiling
 from graphllm.backends.probe_results import Measured
 from graphllm.cache import CacheFile
-from graphllm.cli import show
+from graphllm.cli import doctor
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
 from graphllm.profiler import kernel_probes, roofline
@@ -178,9 +178,9 @@ def test_memory_that_is_not_there(monkeypatch):
 
 
 def test_doctor_shows_it(cache, capsys):
-    show.doctor(measure=False)
+    doctor.doctor(measure=False)
     assert "memory: not measured (graphllm doctor --measure)" in capsys.readouterr().out
-    show.doctor(measure=True)
+    doctor.doctor(measure=True)
     kept = roofline.kept("cpu")
     for measure in (None, False):
         out = capsys.readouterr().out if measure is None else shown(capsys)
@@ -245,7 +245,7 @@ def test_what_others_take_of_the_machine(monkeypatch):
 
 
 def shown(capsys) -> str:
-    show.doctor(measure=False)
+    doctor.doctor(measure=False)
     return capsys.readouterr().out
 
 

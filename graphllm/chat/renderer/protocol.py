@@ -7,7 +7,7 @@ the text that came from the caller, or ``error``, and ``last`` when the process 
 """
 
 LENGTH_BYTES = 8  # little-endian
-CPU_S = 1.0  # of a request
-MEMORY_BYTES = 64 << 20  # beyond those of the process with the request in it
-MOST_BYTES = 16 << 20  # of a rendered chat
+MAX_CPU_S = 1.0  # of a request
+MAX_MEMORY_BYTES = 64 << 20  # beyond those of the process with the request in it
+MAX_TEXT_BYTES = 16 << 20  # of a rendered chat
 OUT_OF_MEMORY = 80  # exit status

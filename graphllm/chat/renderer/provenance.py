@@ -108,14 +108,14 @@ def concat(values: Iterable[Any]) -> str:
     return Tracked("".join(texts), "".join([_shadow_of(text) for text in texts]))
 
 
-def spans(text: str) -> list[list[int]]:
+def caller_spans(text: str) -> list[list[int]]:
     """Where characters of the caller's are, as [start, end) pairs. White space between two of them
     belongs to the span."""
     runs = _RUN.finditer(_shadow_of(text))
     return [[found.start(), found.start() + len(found[0].rstrip())] for found in runs]
 
 
-def aligned(
+def call_aligned(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """What ``function`` makes, with the origins that its result for the shadows shows."""
@@ -130,7 +130,9 @@ def aligned(
     return _paired(result, shadow)
 
 
-def whole(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_opaque(
+    function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """What ``function`` makes, as the caller's if any argument holds text of the caller's."""
     args = list(args)
     result = function(*args, **kwargs)
@@ -158,8 +160,8 @@ def call_method(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str
         result = function(text, *args, **kwargs)
         return type(result)(_cut(text, result, len(separator) if "split" in name else 0))
     if name in _ALIGNED:
-        return aligned(function, (text, *args), kwargs)
-    return whole(function, (text, *args), kwargs)
+        return call_aligned(function, (text, *args), kwargs)
+    return call_opaque(function, (text, *args), kwargs)
 
 
 def _cut(text: str, pieces: Iterable[str], gap: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 from markupsafe import Markup
 
-from .provenance import METHODS, Tracked, aligned, call_method, concat, text_of, whole
+from .provenance import METHODS, Tracked, call_aligned, call_method, call_opaque, concat, text_of
 
 # Filters that return their argument or what it holds, or that apply filters: no text is made here.
 _SELECTING = frozenset(
@@ -29,7 +29,7 @@ _SELECTING = frozenset(
      "map", "max", "min", "random", "reject", "rejectattr", "select", "selectattr", "slice", "sort",
      "sum", "unique")
 )  # fmt: skip
-# Filters whose results show the origin of each character: see `provenance.aligned`.
+# Filters whose results show the origin of each character: see `provenance.call_aligned`.
 _ALIGNED = frozenset(("capitalize", "center", "indent", "string", "title", "truncate"))
 
 
@@ -85,7 +85,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update(
             namespace=_Namespace,
             raise_exception=_raise_exception,
-            strftime_now=lambda pattern: whole(datetime.now().strftime, (pattern,), {}),
+            strftime_now=lambda pattern: call_opaque(datetime.now().strftime, (pattern,), {}),
         )
         self.filters["tojson"] = _tojson
         for name, function in self.filters.items():
@@ -105,7 +105,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         function = super().wrap_str_format(value)
         if function is None or type(value.__self__) is Tracked:
             return function  # a format of the caller's makes a text of the caller's
-        return lambda *args, **kwargs: aligned(function, args, kwargs)
+        return lambda *args, **kwargs: call_aligned(function, args, kwargs)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
@@ -122,14 +122,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         function = functools.partial(super().call_binop, context, operator)
         is_aligned = operator == "*" or type(left) is not Tracked
         return (
-            aligned(function, (left, right)) if is_aligned else whole(function, (left, right), {})
+            call_aligned(function, (left, right))
+            if is_aligned
+            else call_opaque(function, (left, right), {})
         )
 
 
 def _keeping_origin(function: Callable[..., Any], is_aligned: bool) -> Callable[..., Any]:
     """The filter; a text that it makes has an origin."""
     leading = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or context
-    keeping = aligned if is_aligned else whole
+    keeping = call_aligned if is_aligned else call_opaque
 
     @functools.wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
-from .protocol import CPU_S, LENGTH_BYTES, MEMORY_BYTES, MOST_BYTES, OUT_OF_MEMORY
-from .provenance import concat, spans, track
+from .protocol import LENGTH_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, MAX_TEXT_BYTES, OUT_OF_MEMORY
+from .provenance import caller_spans, concat, track
 from .sandbox import TemplateEnvironment
 
-MOST_TEMPLATES = 8  # that are kept compiled
-MOST_ERROR = 1000  # characters of an error's text
+MAX_TEMPLATES = 8  # that are kept compiled
+MAX_ERROR_CHARS = 1000  # characters of an error's text
 
 # Roles that a template may build control tokens of, as in '<|' + message.role + '|>'.
 ROLES = frozenset(
@@ -58,10 +58,10 @@ class Renderer:
             raise
         except Exception as error:  # whatever a template's expressions may raise
             return {"error": _line(error)}, b""
-        origin = spans(text)
+        origin = caller_spans(text)
         data = _SURROGATE.sub("\ufffd", text).encode()
-        if len(data) > MOST_BYTES:
-            return {"error": f"it makes more than {MOST_BYTES} bytes of text"}, b""
+        if len(data) > MAX_TEXT_BYTES:
+            return {"error": f"it makes more than {MAX_TEXT_BYTES} bytes of text"}, b""
         return {"content": origin}, data
 
     def warm_up(self) -> None:
@@ -75,7 +75,7 @@ class Renderer:
 
     def _compiled(self, source: str) -> Template:
         if source not in self._templates:
-            if len(self._templates) == MOST_TEMPLATES:
+            if len(self._templates) == MAX_TEMPLATES:
                 self._templates.clear()
                 self._forms.clear()
             self._templates[source] = self._environment.from_string(source)
@@ -89,7 +89,7 @@ class Renderer:
             {**track(message), "role": message["role"]}
             if message["role"] in ROLES
             else track(message)
-            for message in with_form(request["messages"], self._forms[source])
+            for message in to_content_form(request["messages"], self._forms[source])
         ]
         return _text(template, messages, {**tokens, **track(request["variables"])})
 
@@ -117,7 +117,7 @@ def _content_form(template: Template, tokens: dict[str, str]) -> str:
     return "any" if as_text and as_parts == as_text else "text"
 
 
-def with_form(messages: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
+def to_content_form(messages: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
     """The messages with their contents in the form that the template reads."""
     changed = []
     for message in messages:
@@ -134,10 +134,10 @@ def _line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, (TemplateError, SyntaxError)):
         text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= MOST_ERROR else f"{text[:MOST_ERROR]}..."
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
 
 
-class Limits:
+class ResourceLimits:
     """Of a request; entered when it is in memory."""
 
     def __init__(self) -> None:
@@ -151,10 +151,10 @@ class Limits:
         return int(os.pread(self._pages, 100, 0).split()[0]) * resource.getpagesize()
 
     def __enter__(self) -> None:
-        limit, most = self._used() + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit, most = self._used() + MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
     def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -162,9 +162,9 @@ class Limits:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     @property
-    def grown(self) -> bool:
+    def exceeded_growth(self) -> bool:
         """Whether earlier requests left so much behind that a new process is better."""
-        return self._used() > self._start + MEMORY_BYTES
+        return self._used() > self._start + MAX_MEMORY_BYTES
 
 
 def _read(size: int) -> bytes:
@@ -195,7 +195,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     renderer = Renderer()
     renderer.warm_up()
-    limits = Limits()
+    limits = ResourceLimits()
     gc.freeze()
     _write({"ready": True})
     while True:
@@ -204,7 +204,7 @@ def main() -> NoReturn:
         try:
             with limits:
                 header, text = renderer.answer(request)
-                header["last"] = limits.grown
+                header["last"] = limits.exceeded_growth
                 _write(header, text)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)

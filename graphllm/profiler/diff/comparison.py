@@ -25,7 +25,7 @@ from ...errors import RequestError
 from ...graph import rewrite
 from ...graph.fused_op import parts
 from ...graph.tensor import Tensor
-from ...loading.model import LoadedModel
+from ...loading.loaded_model import LoadedModel
 from ...ops import get
 from ...runtime.executor import Executor, Progress
 from ...terminal import safe
@@ -232,7 +232,9 @@ class Oracle:
 
 def _one_file(llm: LoadedModel, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
     ranges, run = _run(llm, tokens)
-    plan = llm.executor.compile({n: llm.engine.outputs[n] for n in llm.engine.computed}, ranges)
+    plan = llm.executor.compile(
+        {n: llm.engine.outputs[n] for n in llm.engine.logits_outputs}, ranges
+    )
     found = items(plan)
     chained, chain = in_parts(found), oracle.executor()
     for group in grouped(found, run.env):
@@ -246,7 +248,7 @@ def _one_file(llm: LoadedModel, oracle: Oracle, tokens: Sequence[int]) -> Iterat
 
 def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, Run]:
     llm.check_ids(tokens)
-    ranges, feeds, env = llm.engine.whole(tokens)
+    ranges, feeds, env = llm.engine.single_step(tokens)
     return ranges, Run(feeds, env)
 
 
@@ -325,7 +327,7 @@ def _name(index: int) -> str:
 
 def _sites(llm: LoadedModel) -> dict[tuple[str, str, int], Tensor]:
     """Every op of the graph by its scope, its name, and how many like it came before."""
-    outputs = {name: llm.engine.outputs[name] for name in llm.engine.computed}
+    outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     found: dict[tuple[str, str, int], Tensor] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for node in rewrite.toposort(rewrite.merge(outputs).values()):

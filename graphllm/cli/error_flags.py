@@ -8,7 +8,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from typer.models import OptionInfo
 
 from ..errors import GraphllmError
-from .options import Drawing, Loading
+from .options import LoadOptions, SamplingOptions
 
 # Arguments that are an option of one verb, or have another name there.
 _OTHERS = {
@@ -19,7 +19,7 @@ _OTHERS = {
 }
 
 
-def hinted(error: GraphllmError) -> str:
+def with_flag(error: GraphllmError) -> str:
     """The error's text, and in brackets the flag for what it is about, if there is one."""
     flag = _flags().get(error.argument or "")
     return f"{error} ({flag})" if flag else str(error)
@@ -28,7 +28,7 @@ def hinted(error: GraphllmError) -> str:
 def _flags() -> dict[str, str]:
     """The first flag of each argument that the groups of options have."""
     found = dict(_OTHERS)
-    for group in (Loading, Drawing):
+    for group in (LoadOptions, SamplingOptions):
         hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
             kind = hints[each.name]

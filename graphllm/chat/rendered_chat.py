@@ -8,16 +8,16 @@ from ..tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RenderedChat:
     """A rendered chat. ``content``: spans [start, end) of ``text`` that came from the caller."""
 
     text: str
     content: tuple[tuple[int, int], ...] = ()
 
-    def after(self, start: int) -> Prompt:
+    def after(self, start: int) -> RenderedChat:
         """What follows the first ``start`` characters."""
         moved = [(max(0, a - start), b - start) for a, b in self.content if b > start]
-        return Prompt(self.text[start:], tuple(moved))
+        return RenderedChat(self.text[start:], tuple(moved))
 
     def encode(self, tokenizer: Tokenizer, parse_special: bool = False) -> list[int]:
         """The ids. The text of a special token that came from the caller, or of which a part did,
@@ -26,7 +26,9 @@ class Prompt:
         return tokenizer.encode(self.text, parse_special=True, literal=literal)
 
 
-def encode_chat(tokenizer: Tokenizer, prompt: Prompt, parse_special: bool = False) -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer, prompt: RenderedChat, parse_special: bool = False
+) -> list[int]:
     """Ids of a rendered chat, with one begin token first.
 
     Some templates write the begin token themselves, some leave it to the tokenizer.

@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequestError
-from .renderer.protocol import CPU_S, LENGTH_BYTES, MEMORY_BYTES, OUT_OF_MEMORY
+from .renderer.protocol import LENGTH_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, OUT_OF_MEMORY
 
-PATIENCE_S = 10.0  # for an answer; longer than the limit, since other processes may have the cores
-START_S = 60.0
+REPLY_TIMEOUT_S = (
+    10.0  # for an answer; longer than the limit, since other processes may have the cores
+)
+START_TIMEOUT_S = 60.0
 _BOOT = "import sys; sys.path += sys.argv[1:]; from renderer.worker import main; main()"
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # of the environment
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-class Exceeded(Exception):
+class LimitExceeded(Exception):
     """A template needs more than its limits allow; the text says which."""
 
 
@@ -52,15 +54,15 @@ class RenderingProcess:
             self._start(next(_interpreters()))
 
     def request(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The header and the text that the process answers. Exceeded, RequestError."""
+        """The header and the text that the process answers. LimitExceeded, RequestError."""
         data = json.dumps(values).encode()
         with self._lock:
             try:
                 self._connect()
                 self._send(len(data).to_bytes(LENGTH_BYTES, "little") + data)
-                header, text = self._receive(PATIENCE_S)
+                header, text = self._receive(REPLY_TIMEOUT_S)
             except (OSError, EOFError) as error:
-                raise Exceeded(self._end(error)) from None
+                raise LimitExceeded(self._end(error)) from None
             except BaseException:  # as an interrupt: what is answered later belongs to nobody
                 self.close()
                 raise
@@ -97,7 +99,7 @@ class RenderingProcess:
         for executable in _interpreters():
             try:
                 self._start(executable)
-                header, _ = self._receive(START_S)
+                header, _ = self._receive(START_TIMEOUT_S)
                 self._ready = bool(header["ready"])
                 return
             except (OSError, EOFError, ValueError, KeyError) as error:
@@ -127,7 +129,7 @@ class RenderingProcess:
     # -- messages
     def _send(self, data: bytes) -> None:
         assert self._socket is not None
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(REPLY_TIMEOUT_S)
         self._socket.sendall(data, _NO_SIGNAL)
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], str]:
@@ -158,11 +160,11 @@ class RenderingProcess:
                 status = self._process.wait(1)
         self.close()
         if status is None:
-            return f"it takes more than {PATIENCE_S:.0f} s"
+            return f"it takes more than {REPLY_TIMEOUT_S:.0f} s"
         if status == -signal.SIGPROF:
-            return f"it takes more than {CPU_S:.0f} s"
+            return f"it takes more than {MAX_CPU_S:.0f} s"
         if status == OUT_OF_MEMORY:
-            return f"it needs more than {MEMORY_BYTES >> 20} MB of memory"
+            return f"it needs more than {MAX_MEMORY_BYTES >> 20} MB of memory"
         by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return f"it ended the process that renders it ({by})"
 

@@ -102,16 +102,16 @@ def test_the_search_from_coarse_to_fine_finds_the_same_op(tmp_path, monkeypatch)
     weight = "model.layers.1.self_attn.o_proj.weight"
     llm = graphllm.load(planted(tmp_path / "m.gguf", weight, np.nan), context=64)
     ids = list(itertools.islice(itertools.cycle([5, 17, 23]), 20))
-    at_once = finite_check.first_fault(llm.engine, ids)
-    assert at_once == finite_check.Fault("linear", weight[:-7], "cpu", 0, at_once.value)
+    at_once = finite_check.find_non_finite(llm.engine, ids)
+    assert at_once == finite_check.NonFiniteValue("linear", weight[:-7], "cpu", 0, at_once.value)
     for nbytes in (1, 20_000, 100_000):
-        monkeypatch.setattr(finite_check, "CHECKED_BYTES", nbytes)
-        assert str(finite_check.first_fault(llm.engine, ids)) == str(at_once)
+        monkeypatch.setattr(finite_check, "MAX_STEP_BYTES", nbytes)
+        assert str(finite_check.find_non_finite(llm.engine, ids)) == str(at_once)
 
 
 def test_a_sound_model_has_no_fault(tmp_path):
     path = tiny_models.write_llama(tmp_path / "m.gguf", tiny_models.llama_weights())
-    assert finite_check.first_fault(graphllm.load(path).engine, [5, 17, 23]) is None
+    assert finite_check.find_non_finite(graphllm.load(path).engine, [5, 17, 23]) is None
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -18,14 +18,14 @@ from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor, Progress
 from ..runtime.gpu_offload import AUTO, Fit
-from .load import DEFAULT_CONTEXT, RULES, decoder_for, limits_from, options_from
+from .load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
 
 if TYPE_CHECKING:
     from ..chat import ChatTemplate
     from ..tokenizer import Tokenizer
 
 # Tokens that a tokenizer may have beyond the embedding's rows: Gemma 3's has one, for pictures.
-MORE_TOKENS = 16
+MAX_EXTRA_TOKENS = 16
 
 
 M = TypeVar("M", bound="LoadedModel")
@@ -59,7 +59,7 @@ class LoadedModel:
         self.limits = self.decoder.limits(limits)
         if file.has_vocabulary:  # a bad one is told now
             tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
-            if tokens > rows + MORE_TOKENS:
+            if tokens > rows + MAX_EXTRA_TOKENS:
                 raise ModelFileError(
                     f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
                 )
@@ -136,7 +136,7 @@ class LoadedModel:
         """
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
-        options = options_from(own)
+        options = backend_options(own)
         usable, reason = (True, "") if device == "auto" else registry.find(device).available()
         if not usable:
             raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
@@ -149,10 +149,10 @@ class LoadedModel:
             "strict": own["strict"],
             "progress": progress,
         }
-        decoder = decoder_for(file, model_def, type, order, options)
-        limits = limits_from(own["context"], kv_type, device)
+        decoder = build_decoder(file, model_def, type, order, options)
+        limits = graph_limits(own["context"], kv_type, device)
         llm = cls(file, decoder, executor, limits, chat_template, owns_file=file is not model)
-        llm.engine.fit(own["gpu_layers"])
+        llm.engine.offload_layers(own["gpu_layers"])
         llm.engine.prepare()
         llm.load_s = time.perf_counter() - start
         return llm
@@ -160,7 +160,7 @@ class LoadedModel:
     # -- chat template
     @property
     def template(self) -> ChatTemplate:
-        """The chat template: the one asked for at load, or the model's own. RequestError if none.
+        """The chat template that `load` was given, or the model's own. RequestError if none.
 
         ModelFileError when it is no valid template.
         """
@@ -201,23 +201,23 @@ class LoadedModel:
         return lines + [f"a token needs {copies}" for copies in plan.copies()]
 
     @property
-    def fit(self) -> Fit | None:
+    def gpu_offload(self) -> Fit | None:
         """How many layers went to a device with a memory of its own; None without one."""
-        return self.engine.fitted
+        return self.engine.gpu_offload
 
     def notes(self) -> list[str]:
         """Notes for the user on the tokenizer and on placement, a line each."""
-        skipped, asked = self.executor.skipped.items(), self.engine.asked
+        skipped, requested = self.executor.skipped.items(), self.engine.requested_gpu_layers
         lines = list(self.tokenizer.notes) if self.file.has_vocabulary else []
         lines += [
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
         ]
         lines += getattr(self.decoder.weights.source, "notes", list)()  # of quantised ones
-        if self.fit:
-            return [*lines, str(self.fit)]
-        if asked != AUTO:
+        if self.gpu_offload:
+            return [*lines, str(self.gpu_offload)]
+        if requested != AUTO:
             why = f"{self.device} works in the host's memory"
-            lines.append(f"gpu_layers = {asked} has no effect: {why}")
+            lines.append(f"gpu_layers = {requested} has no effect: {why}")
         return lines
 
     # -- its end

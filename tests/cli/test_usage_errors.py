@@ -178,17 +178,17 @@ def test_the_version(folder):
 
 
 def test_an_error_names_the_flag_of_its_argument():
-    from graphllm.cli.hints import hinted
+    from graphllm.cli.error_flags import with_flag
     from graphllm.errors import RequestError
 
     error = RequestError("context = 0 must be at least 1")
-    assert hinted(error) == "context = 0 must be at least 1"
+    assert with_flag(error) == "context = 0 must be at least 1"
     for argument, flag in (
         ("context", "-c"), ("threads", "-t"), ("temperature", "--temp"), ("stop_ids", "--stop-id"),
         ("no_kernels", "--no-kernel"), ("gpu_layers", "-ngl"),
     ):  # fmt: skip
         error.argument = argument
-        assert hinted(error) == f"context = 0 must be at least 1 ({flag})"
+        assert with_flag(error) == f"context = 0 must be at least 1 ({flag})"
 
 
 # -------------------------------------------------------------------------------- standard streams

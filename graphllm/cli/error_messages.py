@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..errors import GraphllmError
 
 
-def message(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """What went wrong, as one line after ``error: ``."""
     if isinstance(error, GraphllmError):
-        from .hints import hinted
+        from .error_flags import with_flag
 
-        return hinted(error)
+        return with_flag(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return _unexpected(error)
@@ -29,7 +29,7 @@ def _unexpected(error: Exception) -> str:
     return f"{shown_line(where)}: {what}"
 
 
-def usage(error: Exception) -> str:
+def usage_message(error: Exception) -> str:
     """Wrong usage, as typer states it, in one line that names the help to read. It is empty where
     typer has printed that help: there was no verb."""
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -40,7 +40,7 @@ def usage(error: Exception) -> str:
     return f"{text} ({path} --help)"
 
 
-def interrupted(error: BaseException) -> bool:
+def is_interrupt(error: BaseException) -> bool:
     """Whether it was Ctrl-C, or another error that a library made of that."""
     found: BaseException | None = error
     while found is not None:

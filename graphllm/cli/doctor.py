@@ -1,0 +1,62 @@
+"""The verb ``doctor``: list usable backends and measure this machine's roofline ceilings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from .options import verb
+from .output import show
+from .progress import progress_line
+
+
+@verb
+def doctor(
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure the bandwidth of memory and caches and the peak arithmetic (30 seconds).",
+        ),
+    ] = False,
+) -> None:
+    """List the usable backends, why others are not, and this machine's measured ceilings.
+
+    graphllm doctor
+
+    graphllm doctor --measure
+    """
+    from .. import backends
+    from ..compiler.placement import CALL
+    from ..env import cache_dir
+    from ..ops import get, registry
+    from ..version import __version__
+
+    show(f"graphllm {__version__}, Python {sys.version.split()[0]}, cache {cache_dir()}")
+    for name in backends.names():
+        backend = backends.find(name)
+        ok, reason = backend.available()
+        show(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
+        if ok and backend.kernels:
+            names = [op for op in registry() if get(op).role != CALL]  # which is no kernel's
+            without = sorted(op for op in names if op not in backend.kernels)
+            have = len(names) - len(without)
+            show(f"{'':<10} kernels for {have} of {len(names)} ops")
+            for op in without:
+                show(f"{'':<10} {op}: {name} has no kernel for it; the next backend runs it")
+        if ok and backend.measure is not None:
+            for line in _ceiling(name, measure):
+                show(f"{'':<10} {line}")
+
+
+def _ceiling(backend: str, measure: bool) -> list[str]:
+    """What the backend reaches at best, measured now or before, as lines."""
+    from ..profiler import roofline
+
+    if not measure:
+        found = roofline.kept(backend)
+        return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
+    with progress_line("measuring") as progress:
+        return roofline.measure(backend, progress).lines()

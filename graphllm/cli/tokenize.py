@@ -1,0 +1,40 @@
+"""The verb ``tokenize``: print the tokens of a text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import Model, read_text, verb
+from .output import show, show_json
+
+
+@verb
+def tokenize(
+    model: Model,
+    text: Annotated[
+        str, typer.Argument(help="Text; - reads it from standard input.", show_default=False)
+    ],
+    ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, as a JSON list.")] = False,
+    special: Annotated[
+        bool,
+        typer.Option("--special", help="Encode special tokens written out in the text as such."),
+    ] = False,
+    bare: Annotated[bool, typer.Option("--no-bos", help="Add no BOS and EOS token.")] = False,
+) -> None:
+    """Show the tokens of a text, one per line: its id and its text.
+
+    graphllm tokenize demo "Hello, world" --ids
+    """
+    from ..checkpoints.checkpoint import open_model
+
+    own = open_model(model).tokenizer()
+    text = read_text(None) if text == "-" else text
+    found = own.encode(text, add_special=not bare, parse_special=special)
+    if ids:
+        show_json(found)
+        return
+    for token in found:
+        shown = own.piece(token).decode("utf-8", "backslashreplace")
+        show(f"{token:>7} {shown!r}")
