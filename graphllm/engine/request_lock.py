@@ -1,4 +1,4 @@
-"""The lock of a model: one request at a time computes with it, the others wait in order."""
+"""Fair lock of one model: one request computes at a time, the others wait in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from threading import RLock, get_ident
 
 from ..errors import RequestError
 
-# A stream that is not continued for so long gives the model up to a waiting request.
+# A stream that its caller does not continue for this long loses the model to a waiting request.
 IDLE_TIMEOUT_S = 0.2
 
 
 class Claim:
-    """One request's claim to the model: ``what`` it is, for errors; see `RequestLock`.
+    """One request's claim to the model; see `RequestLock`.
 
-    ``running``: a step of it runs now, in ``thread``. ``paused_at``: when its last step ended, by
-    `time.monotonic`. ``released``: it takes no more steps. ``waited_s``: seconds that it
-    waited for other requests.
+    Attributes:
+        what: the kind of request, for error messages.
+        running: whether a step of the request is running, in the thread `thread`.
+        paused_at: end of the last step, on the clock of `time.monotonic`.
+        released: whether the request takes no more steps.
+        waited_s: seconds spent waiting for other requests.
+        wakeups: receives an item when the waiting thread must check again.
     """
 
     __slots__ = ("paused_at", "released", "running", "thread", "waited_s", "wakeups", "what")
@@ -30,36 +34,37 @@ class Claim:
         self.what = what
         self.running = self.released = False
         self.paused_at, self.waited_s, self.thread = 0.0, 0.0, 0
-        self.wakeups: SimpleQueue[None] = SimpleQueue()  # rung when it is worth looking again
+        self.wakeups: SimpleQueue[None] = SimpleQueue()
 
 
 class RequestLock:
-    """Gives a model to one request at a time.
+    """Lock that one request owns from its first step to its last.
 
-    A request owns the model from its first step until it is over, so that the requests of several
-    threads wait for each other, in the order in which they came. An owner between two steps loses
-    the model to a waiting request in two cases: when it stays idle for `IDLE_TIMEOUT_S` (an
-    abandoned stream), or at once when the waiting request comes from the thread that ran its last
-    step (which cannot continue it meanwhile). It can claim the model again: `Engine.generate` then computes its
-    tokens anew. A request that comes from a thread in the middle of a step, so from a callback, is
-    refused, since it would wait for itself.
+    Requests of several threads wait for each other in order of arrival. Between two of its steps an
+    owner loses the model to a waiting request in two cases: after it was idle for `IDLE_TIMEOUT_S`
+    (an abandoned stream), or at once if the waiting request comes from the thread that ran the
+    owner's last step, since that thread cannot continue the owner while it waits. The former owner
+    can claim the model again; `Engine.generate` then computes its tokens again. A request from
+    within a step of the same thread (from a callback) would wait for itself and is refused.
 
-    `pause` and `release` take no lock, since the garbage collector may call them, at any point of
-    any thread, when it closes an abandoned stream.
+    `pause` and `release` acquire no mutex, because the garbage collector may call them at any point
+    of any thread when it closes an abandoned stream.
     """
 
     def __init__(self) -> None:
-        self._mutex = RLock()  # held for moments, never while a step runs
+        self._mutex = RLock()  # held briefly, never while a step runs
         self._owner: Claim | None = None
         self._waiting: deque[Claim] = deque()
         self.closed = False
 
     def acquire(self, claim: Claim) -> None:
-        """Own the model and begin a step, after the requests that came before; nothing if the
-        claim's step runs already.
+        """Wait for the model and begin a step; return at once if a step of the claim is running.
 
-        RequestError from within a step of the same thread, and where the model is closed. Whatever
-        this raises, the caller must `release` the claim.
+        The caller must `release` the claim even if this method raises.
+
+        Raises:
+            RequestError: the call comes from within a step of the same thread, or the model is
+                closed.
         """
         if claim.running:
             return
@@ -67,13 +72,12 @@ class RequestLock:
         with self._mutex:
             self._check_allowed(me)
             owner = self._owner
-            if owner is claim or (
-                self._first_waiting() is None and self._seconds_until_free(me) <= 0
-            ):
+            free = self._first_waiting() is None and self._seconds_until_free(me) <= 0
+            if owner is claim or free:
                 self._grant(claim, me)
                 return
             if owner is not None and owner.thread == me:
-                owner.paused_at = -math.inf  # its thread waits here, and does not continue it
+                owner.paused_at = -math.inf  # its thread waits here and cannot continue it
                 self._wake_first()
             self._waiting.append(claim)
         start = time.monotonic()
@@ -85,18 +89,18 @@ class RequestLock:
             claim.waited_s += time.monotonic() - start
 
     def pause(self, claim: Claim) -> None:
-        """End a step. The claim stays the owner while nobody else takes the model."""
+        """End a step. The claim keeps the model until another request takes it."""
         claim.paused_at = time.monotonic()
         claim.running = False
 
     def release(self, claim: Claim) -> None:
-        """Give the model up, if the claim has it. May be called more than once."""
+        """Give up the model if the claim owns it. May be called more than once."""
         claim.released, claim.running = True, False
         self._wake_first()
 
     @contextmanager
     def hold(self, what: str) -> Iterator[None]:
-        """Own the model for a block that is one request. RequestError as `acquire`."""
+        """Own the model for the duration of a ``with`` block. RequestError: see `acquire`."""
         claim = Claim(what)
         try:
             self.acquire(claim)
@@ -105,7 +109,7 @@ class RequestLock:
             self.release(claim)
 
     def close(self) -> None:
-        """Refuse all requests from now on, those that wait included."""
+        """Refuse all further requests, the waiting ones included."""
         self.closed = True
         for claim in self._waiting.copy():
             claim.wakeups.put(None)
@@ -121,18 +125,18 @@ class RequestLock:
             )
 
     def _seconds_until_free(self, me: int) -> float:
-        """Seconds until the model can be taken from its owner, as things stand."""
+        """Return the seconds until the model can be taken from its owner, as of now."""
         owner = self._owner
         if owner is None or owner.released:
             return 0.0
         if owner.running:
-            return IDLE_TIMEOUT_S  # then it is time to look again
+            return IDLE_TIMEOUT_S  # check again after that
         if owner.thread == me:
             return 0.0
         return owner.paused_at + IDLE_TIMEOUT_S - time.monotonic()
 
     def _try_grant(self, claim: Claim, me: int) -> float:
-        """Grant the model to a waiting claim if it can have it now; else seconds to wait."""
+        """Grant the model to a waiting claim if it is free; else return the seconds to wait."""
         with self._mutex:
             self._check_allowed(me)
             if self._first_waiting() is not claim:
@@ -144,7 +148,7 @@ class RequestLock:
             return seconds
 
     def _first_waiting(self) -> Claim | None:
-        """The first of those that wait and are not over (interrupted while they waited)."""
+        """Return the first waiting claim, dropping those released by an interrupt meanwhile."""
         while self._waiting and self._waiting[0].released:
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
@@ -153,7 +157,7 @@ class RequestLock:
         self._owner, claim.thread, claim.running = claim, me, True
 
     def _wake_first(self) -> None:
-        """Have the first of those that wait look again."""
+        """Let the first waiting claim check whether the model is free."""
         for claim in self._waiting.copy():
             if not claim.released:
                 claim.wakeups.put(None)

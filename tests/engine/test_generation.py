@@ -133,7 +133,7 @@ def shown(stops, pieces):
     texts, out = StopStringMatcher(stops), ""
     for piece in pieces:
         out += texts.push(piece)
-        if texts.hit:
+        if texts.matched:
             return out, True
     return out + texts.finish(), False
 
