@@ -23,8 +23,8 @@ from graphllm.backends import Bound, Header, Operand, Options, find
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.device import CpuDevice
-from graphllm.backends.cpu.runtime.isa import isa, threads_for
-from graphllm.backends.cpu.runtime.roofline_probes import Run, reader
+from graphllm.backends.cpu.runtime.isa import isa, thread_count
+from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
 from graphllm.formats.quantization import quantise
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
@@ -53,7 +53,7 @@ class Bench:
 
     def __init__(self, kind: DType, shape: Shape, options: Options, total: int) -> None:
         self.kind, self.shape, self.options = kind, shape, options
-        self.device, self.threads = CpuDevice(options), threads_for(options)
+        self.device, self.threads = CpuDevice(options), thread_count(options)
         experts, n, k = shape.experts, shape.n, shape.k
         one = quantise(np.random.default_rng(0).standard_normal((n, k)).astype(np.float32), kind)
         raw = np.tile(one, (experts, 1))
@@ -139,7 +139,7 @@ class Bench:
             name: self.program(name, 1, steps, self.shape.each)
             for name in ("expert_linear", "linear")
         }
-        read = reader(area, self.threads)
+        read = read_probe(area, self.threads)
         turns = Turns(read=read, **{name: run for name, (run, _) in runs.items()})
         found = turns.seconds(rounds)
         times = [found[name][:, first:].sum(axis=1) for name, (_, first) in runs.items()]
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     opts = parser.parse_args()
     options = Options(threads=opts.threads)
-    print(f"{isa()}, {threads_for(options)} threads")
+    print(f"{isa()}, {thread_count(options)} threads")
     print("decode of one token, GB/s (share of the ceiling); prefill, GOP/s")
     heads = "experts", "linear", "ceiling", "of linear's", f"T={opts.tokens}", "linear", "of it"
     print(f"{'shape':16} {'format':6} " + " ".join(f"{h:>11}" for h in heads))

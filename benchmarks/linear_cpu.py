@@ -22,11 +22,11 @@ from graphllm import ops
 from graphllm.backends import Bound, Header, Log, Operand, Options, find
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
-from graphllm.backends.cpu.runtime.device import CpuDevice, Launch, Program
-from graphllm.backends.cpu.runtime.isa import isa, threads_for
+from graphllm.backends.cpu.runtime.device import CompiledProgram, CpuDevice, Launch
+from graphllm.backends.cpu.runtime.isa import isa, thread_count
 from graphllm.backends.cpu.runtime.jit import args, kernel
-from graphllm.backends.cpu.runtime.roofline_probes import Run, reader
-from graphllm.backends.cpu.runtime.step_interpreter import MEET
+from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
+from graphllm.backends.cpu.runtime.step_interpreter import BARRIER
 from graphllm.backends.cpu.simd.emitter import F32S, VECTOR, Emit
 from graphllm.formats.quantization import quantise
 from graphllm.graph.dtype import DType, dtype
@@ -47,7 +47,7 @@ def _calculate(typingctx, integer, at):
         with e.loop(_TURNS):
             for total in sums:
                 old = e.get(total)
-                e.set(total, e.dot([(u, s)], 15, old) if fixed else e.madd(x, y, old))
+                e.set(total, e.dot_bytes([(u, s)], 15, old) if fixed else e.madd(x, y, old))
         for i, total in enumerate(sums):
             e.store(e.get(total), values[1], VECTOR * (2 + i))
         return context.get_dummy_value()
@@ -101,7 +101,7 @@ class Bench:
             packed = self.device.prepare(chosen.pack["w"], raw, leaf.meta)
             self.weights.append((leaf, packed))
         self.nbytes = count * leaf.meta.nbytes
-        self.threads = threads_for(options)
+        self.threads = thread_count(options)
 
     def _select(self, node: Tensor):
         chosen = find("cpu").select(node, self.options)
@@ -138,7 +138,7 @@ class Bench:
         area = allocate(self.nbytes)
         area[:] = 1
         run, first = self.program(1)
-        turns = Turns(read=reader(area, self.threads), linear=run)
+        turns = Turns(read=read_probe(area, self.threads), linear=run)
         found = turns.seconds(rounds)
         # The threads do not wait for each other between products: only their sum is a time.
         rate = self.nbytes / np.median(found["linear"][:, first:].sum(axis=1))
@@ -151,7 +151,7 @@ class Bench:
         fixed = first > 0
         room = allocate(self.threads * (2 + _CHAINS) * VECTOR)
         launch = Launch(integers if fixed else floats, [room.ctypes.data])
-        peak = Program(self.threads, [[launch]], [MEET], room).run
+        peak = CompiledProgram(self.threads, [[launch]], [BARRIER], room).run
         found = Turns(peak=peak, linear=run).seconds(rounds)
         most = self.threads * _CHAINS * _TURNS * (128 if fixed else 32)
         seconds = found["linear"][:, first:]

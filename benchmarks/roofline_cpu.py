@@ -68,10 +68,10 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
-    kernel_probes.WIDTH, kernel_probes.SECONDS = asked.width, 0.0
-    area = allocate(probe_kernels.OPERANDS * 64)
+    kernel_rates.WIDTH, kernel_rates.SECONDS = asked.width, 0.0
+    area = allocate(probe_kernels.FACTOR_VECTORS * 64)
     area.view(np.float32)[:] = 1.0
-    chains = probe_kernels.chains()
+    chains = probe_kernels.multiply_add_loops()
     tries: dict[str, Callable[[], float]] = {}
     if isa().x86:
         run = _program(squares, 1, area, TURNS)

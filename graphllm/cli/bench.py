@@ -170,11 +170,11 @@ def _rows(
 ) -> Iterator[Row]:
     """One row for each test on a model that is loaded for them, under llama-bench's names."""
     from ..backends import Options
-    from ..backends.cpu.runtime.isa import threads_for
+    from ..backends.cpu.runtime.isa import thread_count
     from ..profiler import bench, prediction
 
     llm = load(context=max(test.context for test in tests))
-    count = threads_for(Options(threads=threads))
+    count = thread_count(Options(threads=threads))
     for test in tests:
         bench.check(llm, test)
     threads_matter = not llm.gpu_offload  # they do not to a device with a memory of its own

@@ -98,9 +98,9 @@ def _phases(
 
 def _threads(llm: LoadedModel) -> int:
     """Those of the CPU."""
-    from ..backends.cpu.runtime.isa import threads_for
+    from ..backends.cpu.runtime.isa import thread_count
 
-    return threads_for(llm.executor.options)
+    return thread_count(llm.executor.options)
 
 
 def _inside(runs: Sequence[Run], span: _Window) -> list[Run]:

@@ -23,7 +23,7 @@ import pytest
 
 from graphllm import cache
 from graphllm.backends.cpu.kernels.elementwise import _SCALE, _SIGMOID, _SILU
-from graphllm.backends.cpu.runtime.jit import HIDDEN, Kernel, _codegen
+from graphllm.backends.cpu.runtime.jit import HEADER_WORDS, Kernel, _codegen
 from graphllm.cache import CacheFile
 from graphllm.errors import ModelFileError
 
@@ -240,8 +240,10 @@ def computed(address: int) -> bytes:
     x = np.linspace(-9, 9, 96, dtype=np.float32)
     y, rows = np.zeros_like(x), np.ones(1, np.int64)
     words = [x.ctypes.data, x.nbytes, y.ctypes.data, rows.ctypes.data, x.size, 0x40000000]
-    block = np.array([0] * HIDDEN + words, np.int64)
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)(block.ctypes.data + 8 * HIDDEN, 0, 1)
+    block = np.array([0] * HEADER_WORDS + words, np.int64)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(address)(
+        block.ctypes.data + 8 * HEADER_WORDS, 0, 1
+    )
     return y.tobytes()
 
 

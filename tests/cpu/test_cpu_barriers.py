@@ -7,8 +7,8 @@ import pytest
 
 from graphllm import ops
 from graphllm.backends import Bound, Operand
-from graphllm.backends.cpu.runtime.barriers import meetings
-from graphllm.backends.cpu.runtime.step_interpreter import ALONE, MEET
+from graphllm.backends.cpu.runtime.barriers import barrier_flags
+from graphllm.backends.cpu.runtime.step_interpreter import BARRIER, ONE_THREAD
 from graphllm.graph.tensor import Meta, Tensor, Var, feed
 
 T = Var("T", 1, 1)
@@ -31,18 +31,18 @@ def step(out: int, *sources: int, width: int = BIG) -> Bound:
 @pytest.mark.parametrize(
     ("steps", "want"),
     [
-        ([step(1, 0), step(2, 0)], [0, MEET]),  # both read 0
-        ([step(1, 0), step(2, 1)], [MEET, MEET]),  # read after write
-        ([step(1, 0), step(0, 2)], [MEET, MEET]),  # write after read
-        ([step(1, 0), step(1, 2)], [MEET, MEET]),  # write after write
-        ([step(1, 0), step(2, 0), step(3, 1)], [0, MEET, MEET]),  # not only the last one counts
-        ([step(1, 0, width=SMALL), step(2, 1, width=SMALL)], [ALONE, ALONE | MEET]),
-        ([step(1, 0, width=SMALL), step(2, 1)], [ALONE | MEET, MEET]),
+        ([step(1, 0), step(2, 0)], [0, BARRIER]),  # both read 0
+        ([step(1, 0), step(2, 1)], [BARRIER, BARRIER]),  # read after write
+        ([step(1, 0), step(0, 2)], [BARRIER, BARRIER]),  # write after read
+        ([step(1, 0), step(1, 2)], [BARRIER, BARRIER]),  # write after write
+        ([step(1, 0), step(2, 0), step(3, 1)], [0, BARRIER, BARRIER]),  # not only the last
+        ([step(1, 0, width=SMALL), step(2, 1, width=SMALL)], [ONE_THREAD, ONE_THREAD | BARRIER]),
+        ([step(1, 0, width=SMALL), step(2, 1)], [ONE_THREAD | BARRIER, BARRIER]),
         ([step(1, 0), step(2, 3, width=SMALL), step(4, 2, width=SMALL)],
-         [0, ALONE, ALONE | MEET]),
-        ([step(1, 0), step(2, 3, width=SMALL), step(4, 5, 2)], [0, ALONE | MEET, MEET]),
+         [0, ONE_THREAD, ONE_THREAD | BARRIER]),
+        ([step(1, 0), step(2, 3, width=SMALL), step(4, 5, 2)], [0, ONE_THREAD | BARRIER, BARRIER]),
         ([], []),
     ],
 )  # fmt: skip
 def test_threads_meet_where_they_must_and_nowhere_else(steps, want):
-    assert meetings(steps) == want
+    assert barrier_flags(steps) == want

@@ -16,11 +16,11 @@ from graphllm.backends.cpu.kernels import linear_float, linear_integer
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
-from graphllm.backends.cpu.runtime.device import Launch, Program
+from graphllm.backends.cpu.runtime.device import CompiledProgram, Launch
 from graphllm.backends.cpu.runtime.isa import ISA, isa
 from graphllm.backends.cpu.runtime.jit import Kernel
 from graphllm.backends.cpu.runtime.roofline_probes import Run
-from graphllm.backends.cpu.runtime.step_interpreter import MEET
+from graphllm.backends.cpu.runtime.step_interpreter import BARRIER
 from graphllm.backends.cpu.simd.emitter import Emit
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
@@ -44,7 +44,7 @@ def kept(kernel: Kernel, threads: int, keep: np.ndarray, *words: int) -> list[in
     """What each thread kept of a launch."""
     sink = np.full(threads, -1, np.int64)
     launch = Launch(kernel, [*words, sink.ctypes.data])
-    Program(threads, [[launch]], [MEET], keep).run(None)
+    CompiledProgram(threads, [[launch]], [BARRIER], keep).run(None)
     return [int(number) for number in sink]
 
 
@@ -56,8 +56,10 @@ def form_of(kind: str) -> type:
 
 def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
     """`multiply_add` in NumPy, with numbers that it rounds nowhere."""
-    chain, form = probe_kernels.chains()[kind], form_of(kind)
-    vectors = operands.reshape(probe_kernels.OPERANDS, 64).view(form)  # [OPERANDS, elements]
+    chain, form = probe_kernels.multiply_add_loops()[kind], form_of(kind)
+    vectors = operands.reshape(probe_kernels.FACTOR_VECTORS, 64).view(
+        form
+    )  # [FACTOR_VECTORS, elements]
     wide = np.int64 if kind == "int8" else form
     lanes = 16 if kind == "int8" else vectors.shape[1]
     found = []
@@ -65,7 +67,7 @@ def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
         at = i % chain.sets * chain.owns
         total = vectors[i].view(np.int32 if kind == "int8" else form).astype(wide)
         for turn in range(turns):
-            first = turn % probe_kernels.TURNING
+            first = turn % probe_kernels.FACTOR_PERIOD
             own = vectors[at : at + chain.owns].astype(wide).sum(axis=0)
             factors = vectors[first : first + chain.factors].astype(wide).sum(axis=0)
             total = total + (own * factors).reshape(lanes, -1).sum(axis=1)
@@ -76,7 +78,7 @@ def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
 def operands(kind: str) -> np.ndarray:
     """Small whole numbers, as bytes."""
     form = form_of(kind)
-    made = allocate(64 * probe_kernels.OPERANDS)
+    made = allocate(64 * probe_kernels.FACTOR_VECTORS)
     some = np.random.default_rng(1).integers(0, 4, len(made) // np.dtype(form).itemsize)
     made[:] = some.astype(form).view(np.uint8)
     return made
@@ -85,7 +87,7 @@ def operands(kind: str) -> np.ndarray:
 def wrong() -> list[str]:
     """The kinds of arithmetic whose sums are not what they should be; for test_cpu_isa.py, too."""
     found = []
-    for kind, chain in probe_kernels.chains().items():
+    for kind, chain in probe_kernels.multiply_add_loops().items():
         kernel, work = probe_kernels.multiply_add(kind)
         data = operands(kind)
         sums = kept(kernel, 2, data, data.ctypes.data, TURNS)
@@ -98,7 +100,7 @@ def wrong() -> list[str]:
 
 
 def test_arithmetic():
-    assert wrong() == [] and {"f32", "int8"} <= set(probe_kernels.chains())
+    assert wrong() == [] and {"f32", "int8"} <= set(probe_kernels.multiply_add_loops())
     assert set(probe_kernels.how()) == {"f32", "f16", "int8"}
 
 
@@ -188,10 +190,16 @@ def test_all_of_memory_is_read(threads):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_thread_reads_all_of_a_cache(threads):
     """From a place of its own on: what it keeps is of both parts."""
-    data, times = area(8 * probe_kernels.TURN), 5
+    data, times = area(8 * probe_kernels.ITERATION_BYTES), 5
     sums = kept(probe_kernels.cached, threads, data, data.ctypes.data, data.nbytes, times)
     for thread, found in enumerate(sums):
-        first = data.nbytes // threads * thread // probe_kernels.TURN * probe_kernels.TURN
+        first = (
+            data.nbytes
+            // threads
+            * thread
+            // probe_kernels.ITERATION_BYTES
+            * probe_kernels.ITERATION_BYTES
+        )
         parts = data[first:], data[:first]
         assert found == times * sum(folded(p.reshape(-1, 64)) for p in parts if p.size)
 

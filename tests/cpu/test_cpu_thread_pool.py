@@ -20,14 +20,14 @@ from graphllm.backends import Options
 from graphllm.backends.cpu.kernels import experts, fused_attention, sampling
 from graphllm.backends.cpu.runtime import isa, kernel_cache
 from graphllm.backends.cpu.runtime.device import CpuDevice
-from graphllm.backends.cpu.runtime.isa import MAX_THREADS, quota, threads_for, usable_cores
+from graphllm.backends.cpu.runtime.isa import MAX_THREADS, cgroup_cores, thread_count, usable_cores
 from graphllm.backends.cpu.runtime.jit import args, i64s, kernel, next_chunk, set_status
-from graphllm.backends.cpu.runtime.step_interpreter import MEET, lead
-from graphllm.backends.cpu.runtime.thread_pool import TEAM, Team
+from graphllm.backends.cpu.runtime.step_interpreter import BARRIER, run_with_caller
+from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL, ThreadPool
 from graphllm.errors import GraphllmError
 
 PACKAGE = Path(graphllm.__file__).parent
-LATE, TICKETS = 99, 64
+LATE, COUNTERS = 99, 64
 
 
 @kernel
@@ -55,12 +55,12 @@ def _fail(p, thread, threads):
 class _Script:
     """``steps`` times one kernel, as a program."""
 
-    def __init__(self, threads: int, body, steps: int, *words: int, short=False, crew=TEAM):
+    def __init__(self, threads: int, body, steps: int, *words: int, short=False, crew=THREAD_POOL):
         self.crew, self.threads, self.short = crew, threads, short
         self.tickets = np.zeros((steps, 8), np.int64)
         self.blocks = [np.array([t.ctypes.data, crew.control, *words]) for t in self.tickets]
         address = body.address if body else 0
-        entries = [(address, b.ctypes.data + 16, i, MEET) for i, b in enumerate(self.blocks, 1)]
+        entries = [(address, b.ctypes.data + 16, i, BARRIER) for i, b in enumerate(self.blocks, 1)]
         self.entries = np.array(entries, np.int64)
         self.words = np.array([self.entries.ctypes.data, steps, 0, self.tickets.ctypes.data, steps])
 
@@ -71,8 +71,8 @@ class _Script:
 
 def _counting(threads: int, steps: int, **options) -> tuple[_Script, np.ndarray, np.ndarray]:
     """A program that checks itself, the steps of each thread, the turns of each ticket."""
-    counts, marks = np.zeros(8 * threads, np.int64), np.zeros(TICKETS, np.int64)
-    words = (counts.ctypes.data, marks.ctypes.data, TICKETS)
+    counts, marks = np.zeros(8 * threads, np.int64), np.zeros(COUNTERS, np.int64)
+    words = (counts.ctypes.data, marks.ctypes.data, COUNTERS)
     return _Script(threads, _meet, steps, *words, **options), counts[::8], marks
 
 
@@ -104,7 +104,7 @@ def test_a_kernel_reports_by_status_and_the_team_lives_on():
 
 
 def test_a_team_can_be_stopped_and_used_again():
-    crew = Team()
+    crew = ThreadPool()
     for short in (True, False, True):
         _Script(2, None, 10, short=short, crew=crew).run()
         crew.stop()
@@ -113,7 +113,7 @@ def test_a_team_can_be_stopped_and_used_again():
 
 def test_a_team_grows_to_the_most_threads_and_no_further():
     """Whatever comes after one another: programs of fewer threads use the first of them."""
-    crew = Team()
+    crew = ThreadPool()
     for threads, size in ((2, 2), (1, 2), (4, 4), (3, 4), (2, 4)):
         for short in (False, True):
             script, counts, marks = _counting(threads, 50, short=short, crew=crew)
@@ -210,11 +210,11 @@ INSIDE = "/docker/abc @/sys/cpu rw - cgroup cgroup rw,cpu"  # a container's view
     ],
 )  # fmt: skip
 def test_the_smallest_quota_on_the_path_counts(tmp_path, groups, mounts, limits, want):
-    assert quota(_fake(tmp_path, groups, mounts, limits)) == want
+    assert cgroup_cores(_fake(tmp_path, groups, mounts, limits)) == want
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path):
-    assert quota(tmp_path / "nothing") == inf
+    assert cgroup_cores(tmp_path / "nothing") == inf
 
 
 @pytest.mark.parametrize(("allowed", "cores"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
@@ -233,7 +233,7 @@ def test_more_threads_than_cores_is_one_line_of_warning():
     done = _python(ask, PYTHONPATH=str(PACKAGE.parent))
     assert done.stdout.split() == ["1"] * 4
     assert done.stderr == "graphllm: 9 threads wanted, 1 used: there are no more cores\n"
-    assert threads_for(Options(threads=10 * MAX_THREADS)) <= MAX_THREADS
+    assert thread_count(Options(threads=10 * MAX_THREADS)) <= MAX_THREADS
 
 
 # -------------------------------------------------------------------------------- other processes
@@ -261,16 +261,16 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         f"""
         import os, signal, threading, time
         import numpy as np
-        from graphllm.backends.cpu.runtime.thread_pool import TEAM
+        from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL
         from endless import endless
         steps = 1 if {busy} else 2_000_000
         tickets = np.zeros(8, np.int64)
-        block = np.array([tickets.ctypes.data, TEAM.control], np.int64)
-        entry = (endless.address if {busy} else 0, block.ctypes.data + 16, -1, {MEET})
+        block = np.array([tickets.ctypes.data, THREAD_POOL.control], np.int64)
+        entry = (endless.address if {busy} else 0, block.ctypes.data + 16, -1, {BARRIER})
         entries = np.array([entry] * steps, np.int64)
         words = np.array([entries.ctypes.data, steps, 0, tickets.ctypes.data, 1])
         nothing = np.zeros(5, np.int64)
-        TEAM.run(nothing.ctypes.data, 2)  # threads are up
+        THREAD_POOL.run(nothing.ctypes.data, 2)  # threads are up
         sent = []
         def interrupt():
             sent.append(time.monotonic())
@@ -278,11 +278,11 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         threading.Timer(0.2, interrupt).start()
         try:
             while True:
-                TEAM.run(words.ctypes.data, 2)
+                THREAD_POOL.run(words.ctypes.data, 2)
         except KeyboardInterrupt:
             print(time.monotonic() - sent[0])
-        TEAM.run(nothing.ctypes.data, 2)
-        TEAM.run(nothing.ctypes.data, 2, True)
+        THREAD_POOL.run(nothing.ctypes.data, 2)
+        THREAD_POOL.run(nothing.ctypes.data, 2, True)
         """,
         PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}",
     )
@@ -336,7 +336,9 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
     assert run() == ["True", "0.25"]
 
 
-@pytest.mark.parametrize("made", [fused_attention._turn, sampling._sample, experts._top_k, lead])
+@pytest.mark.parametrize(
+    "made", [fused_attention._rope_write, sampling._sample, experts._top_k, run_with_caller]
+)
 def test_a_kernel_calls_no_function_that_another_may_stand_for(made):
     """So it rounds alike in the process that compiles it and in those that load it."""
     assert made.address

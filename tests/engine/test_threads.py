@@ -16,7 +16,7 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
-from graphllm.backends.cpu.runtime.thread_pool import TEAM
+from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL
 
 ROUNDS = 4
 
@@ -79,11 +79,11 @@ def test_the_demo_and_another_model_at_once(files):
 
 def test_many_models_share_one_team(files):
     """As many threads as the widest of them wants, however many models there are."""
-    most = max(os.cpu_count() or 1, TEAM.size)  # tests before this one may have had more
+    most = max(os.cpu_count() or 1, THREAD_POOL.size)  # tests before this one may have had more
     for threads in (1, 2, 0, 1):
         _tokens(graphllm.load(files[0], device="cpu", threads=threads), "hello", 3)
     names = [t.name for t in threading.enumerate() if t.name.startswith("graphllm-cpu")]
-    assert len(names) == len(set(names)) == TEAM.size <= most
+    assert len(names) == len(set(names)) == THREAD_POOL.size <= most
 
 
 def _cpu_seconds(process: int) -> float:

@@ -237,13 +237,13 @@ def test_a_program_without_times_has_no_place_for_them(path):
     llm = graphllm.load(path, device="cpu", context=128)
     plan = llm.engine.decode_plan()
     ((segment, _),) = llm.executor._programs[plan].segments
-    from graphllm.backends.cpu.runtime.step_interpreter import TIMES
+    from graphllm.backends.cpu.runtime.step_interpreter import TIMESTAMPS
 
-    assert segment._words[TIMES] == 0
+    assert segment._words[TIMESTAMPS] == 0
     log = Log()
     llm.profile([3, 4, 5], 2, 1)
     segment.run(log)
-    assert len(log.runs) == 1 and segment._words[TIMES] == 0
+    assert len(log.runs) == 1 and segment._words[TIMESTAMPS] == 0
 
 
 def test_two_recorders_of_one_plan_do_not_mix(llm):

@@ -12,7 +12,7 @@ import pytest
 from graphllm import system_info
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
 from graphllm.backends.cpu.runtime.isa import usable_cores
-from graphllm.backends.cpu.runtime.roofline_probes import KINDS, counts
+from graphllm.backends.cpu.runtime.roofline_probes import MEMORY_PROBES, thread_counts
 from graphllm.backends.cuda.runtime import roofline_probes as cuda_ceiling
 from graphllm.backends.probe_results import Measured
 from graphllm.cache import CacheFile
@@ -49,15 +49,17 @@ def made(**changes) -> Ceiling:
 def test_measured_and_kept(cache):
     assert roofline.kept("cpu") is None
     found = roofline.measure("cpu", nobody)
-    assert set(found.rates) == set(KINDS) and found.nbytes == SMALL
-    assert set(found.flops) == set(kernel_probes.KINDS) and set(found.peaks) == set(
-        probe_kernels.chains()
+    assert set(found.rates) == set(MEMORY_PROBES) and found.nbytes == SMALL
+    assert set(found.flops) == set(kernel_rates.KINDS) and set(found.peaks) == set(
+        probe_kernels.multiply_add_loops()
     )
     tables = [found.rates, found.caches, found.flops, found.peaks]
     for by_count in [row for table in tables for row in table.values()]:
-        assert list(by_count) == list(counts(usable_cores())) and min(by_count.values()) > 1e7
-    assert set(found.steps) == set(counts(usable_cores()))
-    assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
+        assert (
+            list(by_count) == list(thread_counts(usable_cores())) and min(by_count.values()) > 1e7
+        )
+    assert set(found.steps) == set(thread_counts(usable_cores()))
+    assert set(found.shares) == set(found.many) == set(kernel_rates.FORMATS)
     assert 0 < max(found.shares.values()) <= 1 and min(found.many.values()) > 0
     assert set(found.spreads) == {kind for table in tables for kind in table}
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
@@ -67,8 +69,14 @@ def test_measured_and_kept(cache):
 
 
 def test_counts_of_threads():
-    assert list(counts(1)) == [1] and list(counts(4)) == [1, 2, 3, 4]
-    assert list(counts(16)) == [1, 2, 4, 8, 16] and list(counts(12)) == [1, 2, 4, 8, 12]
+    assert list(thread_counts(1)) == [1] and list(thread_counts(4)) == [1, 2, 3, 4]
+    assert list(thread_counts(16)) == [1, 2, 4, 8, 16] and list(thread_counts(12)) == [
+        1,
+        2,
+        4,
+        8,
+        12,
+    ]
 
 
 def test_the_best_is_over_as_many_threads_or_fewer():

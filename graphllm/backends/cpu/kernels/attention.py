@@ -1,8 +1,8 @@
 """Attention over the paged cache.
 
 A tile is up to ROWS rows: the query heads that share a kv head, of as many neighbouring tokens as
-fit. It goes through the keys in pieces that begin at multiples of PIECE, whoever asks: each piece
-has a softmax of its own, and the pieces are merged in order. So the result for a token does not
+fit. It goes through the keys in pieces that begin at multiples of SPLIT_KEYS, whoever asks: each
+piece has a softmax of its own, and the pieces are merged in order. So the result for a token does not
 depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles to go
 round: then each piece is an item of its own, whose part waits in scratch until a second kernel
 merges the parts, with the same arithmetic.
@@ -17,38 +17,38 @@ from numba import float32, int64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import threads_for
+from ..runtime.device import Launch, Site
+from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
 from .attention_tile import (  # fmt: skip
     HEADS,
     KV_HEADS,
+    MAX_SPLIT_TOKENS,
     NEVER,
-    OWN,
-    OWN_SIZE,
+    NEW_FACTOR,
+    OLD_FACTOR,
+    PADDED_WIDTH,
+    ROW_MAX,
+    ROW_SUM,
     ROWS,
-    SPLIT_TOKENS,
-    SUM,
+    SCRATCH,
+    SCRATCH_BYTES,
     TOKENS,
-    TOP,
-    WIDE,
     WORDS,
-    A,
-    B,
-    end_row,
-    locate,
+    count_tiles,
+    finish_row,
+    locate_tile,
+    make_tile,
     merge,
-    own_nbytes,
     padded,
-    part_at,
-    shape,
-    tile_of,
-    tiles,
-    totals_at,
-    visible,
+    partial_address,
+    shape_of_tile,
+    thread_scratch_bytes,
+    totals_address,
+    visible_keys,
 )
-from .attention_vectors import HEIGHTS, PIECE, merge_rows
-from .elementwise import share
+from .attention_vectors import BLOCK_ROWS, SPLIT_KEYS, merge_rows
+from .elementwise import thread_range
 
 _SPLIT = 16  # tiles of one token below which pieces are items
 _ENOUGH = 4  # items a thread
@@ -56,16 +56,16 @@ _ENOUGH = 4  # items a thread
 
 @cache
 def _attend(k: str, v: str, height: int) -> Kernel:
-    tile = tile_of(k, v, height)
+    tile = make_tile(k, v, height)
 
     @kernel(key=(k, v, height))
     def attend(p, thread, threads):
         w = args(p, WORDS)
-        own = w[OWN] + thread * w[OWN_SIZE]
-        _, subs, per = shape(p)
+        own = w[SCRATCH] + thread * w[SCRATCH_BYTES]
+        _, subs, per = shape_of_tile(p)
         groups, enough = w[KV_HEADS] * subs, _ENOUGH * threads
-        count, most = tiles(p, per)
-        if load_i64(w[TOKENS]) <= w[SPLIT_TOKENS]:
+        count, most = count_tiles(p, per)
+        if load_i64(w[TOKENS]) <= w[MAX_SPLIT_TOKENS]:
             # All heads of a piece, one after another, read its memory in order: if there is enough
             # to share out.
             inner = groups if count * most >= enough else int64(1)
@@ -78,7 +78,7 @@ def _attend(k: str, v: str, height: int) -> Kernel:
         else:
             while per > 1 and count * groups < enough:
                 per = (per + 1) // 2
-                count, most = tiles(p, per)
+                count, most = count_tiles(p, per)
             item = next_chunk(p)
             while item < count * groups:
                 # The last tiles of a prompt see the most keys: they come first.
@@ -89,39 +89,44 @@ def _attend(k: str, v: str, height: int) -> Kernel:
 
 
 @kernel
-def _join(p, thread, threads):
+def _merge_splits(p, thread, threads):
     """Merge the parts of each token and head, if the step had so few that pieces were items."""
     w = args(p, WORDS)
     tokens = load_i64(w[TOKENS])
-    if tokens > w[SPLIT_TOKENS]:
+    if tokens > w[MAX_SPLIT_TOKENS]:
         return
-    own = w[OWN] + thread * w[OWN_SIZE]
-    wide, total = w[WIDE], totals_at(p, own)
-    tops, sums, a, b = f32s(own + TOP), f32s(own + SUM), f32s(own + A), f32s(own + B)
-    first, last = share(tokens * w[HEADS], thread, threads)
+    own = w[SCRATCH] + thread * w[SCRATCH_BYTES]
+    wide, total = w[PADDED_WIDTH], totals_address(p, own)
+    tops, sums, a, b = (
+        f32s(own + ROW_MAX),
+        f32s(own + ROW_SUM),
+        f32s(own + OLD_FACTOR),
+        f32s(own + NEW_FACTOR),
+    )
+    first, last = thread_range(tokens * w[HEADS], thread, threads)
     for line in range(first, last):
-        s, token, _ = locate(p, line // w[HEADS], int64(1))
+        s, token, _ = locate_tile(p, line // w[HEADS], int64(1))
         if s < 0:
             continue
-        low, high, _ = visible(p, s, token)
+        low, high, _ = visible_keys(p, s, token)
         for i in range(wide):
             f32s(total)[i] = float32(0)
         tops[0], sums[0] = NEVER, float32(0)
-        for piece in range(low // PIECE, (high + PIECE - 1) // PIECE):
-            part = part_at(p, token, line % w[HEADS], piece)
+        for piece in range(low // SPLIT_KEYS, (high + SPLIT_KEYS - 1) // SPLIT_KEYS):
+            part = partial_address(p, token, line % w[HEADS], piece)
             ends = f32s(part)
             merged = merge(tops[0], sums[0], ends[wide], ends[wide + 1])
             tops[0], sums[0], a[0], b[0] = merged
-            merge_rows((total, part, wide // 16, own + A, own + B))
-        end_row(p, own, 0, token, line % w[HEADS], -1)
+            merge_rows((total, part, wide // 16, own + OLD_FACTOR, own + NEW_FACTOR))
+        finish_row(p, own, 0, token, line % w[HEADS], -1)
 
 
 # ---------------------------------------------------------------------------------------- builders
 
 
-def _height(shared: int) -> int:
+def _block_rows(shared: int) -> int:
     """Rows that a tile's block has: those that leave the fewest empty, and then the most."""
-    return min(HEIGHTS, key=lambda height: (-shared % height, -height))
+    return min(BLOCK_ROWS, key=lambda height: (-shared % height, -height))
 
 
 def _split_tokens(heads: int, kv_heads: int) -> int:
@@ -129,8 +134,8 @@ def _split_tokens(heads: int, kv_heads: int) -> int:
     return max(1, _SPLIT // (kv_heads * -(-heads // kv_heads // ROWS)))
 
 
-def _pieces(node: Tensor) -> int:
-    return -(-int(node.src[5].meta.shape[1]) * node.attrs["block"] // PIECE)  # type: ignore[union-attr,arg-type]
+def _max_splits(node: Tensor) -> int:
+    return -(-int(node.src[5].meta.shape[1]) * node.attrs["block"] // SPLIT_KEYS)  # type: ignore[union-attr,arg-type]
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
@@ -142,8 +147,8 @@ def _sizes(node: Tensor) -> tuple[int, int, int, int]:
 def scratch(node: Tensor, options: Options) -> int:
     """Bytes of workspace: every thread's memory, and the parts that wait to be merged."""
     heads, depth, kv_heads, width = _sizes(node)
-    parts = _split_tokens(heads, kv_heads) * heads * _pieces(node) * (padded(width) + 16) * 4
-    return threads_for(options) * own_nbytes(depth, width) + parts
+    parts = _split_tokens(heads, kv_heads) * heads * _max_splits(node) * (padded(width) + 16) * 4
+    return thread_count(options) * thread_scratch_bytes(depth, width) + parts
 
 
 LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # of a token, of a slot
@@ -157,9 +162,9 @@ def attention(ctx: KernelContext) -> list[Launch]:
 def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
     """Attention over the step's operands: the result [T, H, D] f32 goes to address ``result``, and
     ``room`` is that of the workspace."""
-    heads, depth, kv_heads, width = _sizes(ctx.node)
-    attrs, own = ctx.attrs, own_nbytes(depth, width)
-    q, k, v, table = ctx.q, ctx.k, ctx.v, ctx.table
+    heads, depth, kv_heads, width = _sizes(site.node)
+    attrs, own = site.attrs, thread_scratch_bytes(depth, width)
+    q, k, v, table = site.q, site.k, site.v, site.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
     words += [ctx.q_start.address, ctx.kv_len.address, table.address, table.meta.shape[1]]
@@ -168,7 +173,7 @@ def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
     words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
     words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
     words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
-    words += [room + ctx.threads * own, _split_tokens(heads, kv_heads)]
-    words.append(_pieces(ctx.node))
-    attend = _attend(k.dtype.name, v.dtype.name, _height(heads // kv_heads))
-    return [Launch(attend, words), Launch(_join, words)]
+    words += [room + site.threads * own, _split_tokens(heads, kv_heads)]
+    words.append(_max_splits(site.node))
+    attend = _attend(k.dtype.name, v.dtype.name, _block_rows(heads // kv_heads))
+    return [Launch(attend, words), Launch(_merge_splits, words)]

@@ -12,8 +12,8 @@ from numba import float32, int64
 from ..runtime.jit import args, as_f32, exact_helper, f32_bits, f32s, helper, i32s, i64s, load_i64
 from ..simd.math import exp32, tanh32
 from . import attention_vectors as vector
-from .attention_vectors import AHEAD, PAD, PIECE, READERS, S_ROW, TILE_KEYS
-from .softmax_vectors import soften
+from .attention_vectors import PAD, PREFETCH_KEYS, READERS, S_ROW, SPLIT_KEYS, TILE_KEYS
+from .softmax_vectors import softmax_row
 
 NEVER, _ONE = float32(float("-inf")), f32_bits(1.0)
 ROWS = 72  # of a tile at most: whole blocks of every height
@@ -21,32 +21,35 @@ _UNPACK = 3  # blocks of rows from which keys and values are unpacked once for a
 
 # A thread's own memory: lists of addresses, numbers of each row, then scores, queries, totals, and
 # a piece's keys or values unpacked.
-_KEYS, _VALUES = 0, 8 * (PIECE + AHEAD + TILE_KEYS)
+_KEYS, _VALUES = 0, 8 * (SPLIT_KEYS + PREFETCH_KEYS + TILE_KEYS)
 _LOW, _HIGH, _AT = (2 * _VALUES + 8 * ROWS * i for i in range(3))
-TOP, SUM, A, B, _NEW_TOP, _NEW_SUM = (_AT + 8 * ROWS + 4 * ROWS * i for i in range(6))
-_SCORES = (_NEW_SUM + 4 * ROWS + 63) // 64 * 64
+ROW_MAX, ROW_SUM, OLD_FACTOR, NEW_FACTOR, _SPLIT_MAX, _SPLIT_SUM = (
+    _AT + 8 * ROWS + 4 * ROWS * i for i in range(6)
+)
+_SCORES = (_SPLIT_SUM + 4 * ROWS + 63) // 64 * 64
 _QUERIES = _SCORES + ROWS * S_ROW
 
 # Words of the argument block: addresses, strides in bytes, sizes. TOKENS and SEQUENCES are the
-# addresses of live values. DEEP and WIDE: DEPTH and WIDTH padded.
+# addresses of live values. PADDED_DEPTH and PADDED_WIDTH: DEPTH and WIDTH padded.
 (
     Q, Q_ROW, K, K_ROW, V, V_ROW, K_HEAD, V_HEAD, Q_START, KV_LEN, TABLE, TABLE_WIDTH, SINKS,
-    SLOPES, PREFIX_LEN, OUT, TOKENS, SEQUENCES, HEADS, KV_HEADS, DEPTH, WIDTH, DEEP, WIDE, SCALE,
-    SOFTCAP, BLOCK, CAUSAL, WINDOW, OWN, OWN_SIZE, PARTS, SPLIT_TOKENS, PIECES,
+    SLOPES, PREFIX_LEN, OUT, TOKENS, SEQUENCES, HEADS, KV_HEADS, DEPTH, WIDTH, PADDED_DEPTH,
+    PADDED_WIDTH, SCALE,
+    SOFTCAP, BLOCK, CAUSAL, WINDOW, SCRATCH, SCRATCH_BYTES, PARTIALS, MAX_SPLIT_TOKENS, SPLITS,
 ) = range(34)  # fmt: skip
 WORDS = 34
 
 
 @helper
-def totals_at(p, own):
+def totals_address(p, own):
     """Where the rows' totals lie."""
-    return own + _QUERIES + ROWS * args(p, WORDS)[DEEP] * 4
+    return own + _QUERIES + ROWS * args(p, WORDS)[PADDED_DEPTH] * 4
 
 
 @helper
-def _unpacked(p, own):
+def _unpacked_address(p, own):
     """Where a piece's keys or values are unpacked."""
-    return totals_at(p, own) + ROWS * args(p, WORDS)[WIDE] * 4
+    return totals_address(p, own) + ROWS * args(p, WORDS)[PADDED_WIDTH] * 4
 
 
 @exact_helper
@@ -60,7 +63,7 @@ def merge(top, total, new_top, new_total):
 
 
 @exact_helper
-def _finish(top, total, sink, has_sink):
+def _output_scale(top, total, sink, has_sink):
     """What the merged values are multiplied with in the end."""
     if has_sink:
         best = max(top, sink)
@@ -70,12 +73,12 @@ def _finish(top, total, sink, has_sink):
 
 
 @helper
-def _piece_addresses(p, own, s, g, first, last):
+def _split_addresses(p, own, s, g, first, last):
     """Where the keys and values first..last of sequence s lie, in their places of the piece."""
     w = args(p, WORDS)
     k, v, row_k, row_v, block = w[K], w[V], w[K_ROW], w[V_ROW], w[BLOCK]
     table = i32s(w[TABLE] + s * w[TABLE_WIDTH] * 4)
-    start = first // PIECE * PIECE
+    start = first // SPLIT_KEYS * SPLIT_KEYS
     keys, rows = i64s(own + _KEYS), i64s(own + _VALUES)
     head_k, head_v = w[K_HEAD] * g, w[V_HEAD] * g
     j = first
@@ -91,67 +94,67 @@ def _piece_addresses(p, own, s, g, first, last):
         keys[i] = keys[low]
     for i in range(high, high + TILE_KEYS):  # also read where a group of keys is not full
         keys[i] = keys[low]
-    for i in range(AHEAD):  # these are only asked for: after the keys come the values
+    for i in range(PREFETCH_KEYS):  # these are only asked for: after the keys come the values
         keys[high + TILE_KEYS + i] = rows[min(low + i, high - 1)]
         rows[high + i] = rows[low]
 
 
 @helper
-def _bend(p, own, row, head, start):
+def _transform_scores(p, own, row, head, start):
     """One row's scores of a piece, scaled, capped and sloped. The loops have the same length for
     every row, so that an element meets the same code wherever a tile begins."""
     w = args(p, WORDS)
     scale, cap = as_f32(w[SCALE]), as_f32(w[SOFTCAP])
     s = f32s(own + _SCORES + row * S_ROW)
-    for i in range(PIECE):
+    for i in range(SPLIT_KEYS):
         s[i] = s[i] * scale
     if cap > float32(0):
-        for i in range(PIECE):
+        for i in range(SPLIT_KEYS):
             s[i] = cap * tanh32(s[i] / cap)
     if w[SLOPES] != 0:
         slope, shift = f32s(w[SLOPES])[head], start - i64s(own + _AT)[row]
-        for i in range(PIECE):
+        for i in range(SPLIT_KEYS):
             s[i] = s[i] + slope * float32(i + shift)
 
 
 @helper
-def _weigh(p, own, rows, head, heads, start, first, last):
+def _softmax_scores(p, own, rows, head, heads, start, first, last):
     """Make the scores first..last of a piece weights, and merge each row's softmax with that of
     earlier pieces."""
     w = args(p, WORDS)
     bent = w[SOFTCAP] != 0 or w[SLOPES] != 0
     scale = _ONE if bent else w[SCALE]
     lows, highs = i64s(own + _LOW), i64s(own + _HIGH)
-    tops, sums = f32s(own + TOP), f32s(own + SUM)
-    old, new = f32s(own + A), f32s(own + B)
+    tops, sums = f32s(own + ROW_MAX), f32s(own + ROW_SUM)
+    old, new = f32s(own + OLD_FACTOR), f32s(own + NEW_FACTOR)
     for row in range(rows):
         if bent:
-            _bend(p, own, row, head + row % heads, start)
+            _transform_scores(p, own, row, head + row % heads, start)
         low = min(max(lows[row] - start, first), last)
         high = min(max(highs[row] - start, low), last)
-        soften((
+        softmax_row((
             own + _SCORES + row * S_ROW, first // 16, (last + 15) // 16 - first // 16, low, high,
-            scale, own + _NEW_TOP + 4 * row, own + _NEW_SUM + 4 * row,
+            scale, own + _SPLIT_MAX + 4 * row, own + _SPLIT_SUM + 4 * row,
         ))  # fmt: skip
-        top, total = f32s(own + _NEW_TOP)[row], f32s(own + _NEW_SUM)[row]
+        top, total = f32s(own + _SPLIT_MAX)[row], f32s(own + _SPLIT_SUM)[row]
         tops[row], sums[row], old[row], new[row] = merge(tops[row], sums[row], top, total)
 
 
 @helper
-def tiles(p, per):
+def count_tiles(p, per):
     """Tiles of all sequences, ``per`` tokens each, and the most pieces that a sequence sees."""
     w = args(p, WORDS)
     start, lengths = i32s(w[Q_START]), i32s(w[KV_LEN])
     count, most = int64(0), int64(0)
     for s in range(load_i64(w[SEQUENCES])):
         count += (start[s + 1] - start[s] + per - 1) // per
-        low, _, _ = visible(p, s, int64(start[s]))
-        most = max(most, (lengths[s] + PIECE - 1) // PIECE - low // PIECE)
+        low, _, _ = visible_keys(p, s, int64(start[s]))
+        most = max(most, (lengths[s] + SPLIT_KEYS - 1) // SPLIT_KEYS - low // SPLIT_KEYS)
     return count, most
 
 
 @helper
-def locate(p, tile, per):
+def locate_tile(p, tile, per):
     """The sequence of a tile, its first token and one after its last; (-1, 0, 0) if none has it."""
     w = args(p, WORDS)
     start = i32s(w[Q_START])
@@ -165,7 +168,7 @@ def locate(p, tile, per):
 
 
 @helper
-def visible(p, s, token):
+def visible_keys(p, s, token):
     """The keys that a token of sequence s sees: (first, one after the last, its own position)."""
     w = args(p, WORDS)
     length = int64(i32s(w[KV_LEN])[s])
@@ -185,7 +188,7 @@ def _range(p, own, s, first, last, heads):
     lows, highs, at = i64s(own + _LOW), i64s(own + _HIGH), i64s(own + _AT)
     low, high, row = int64(2**62), int64(0), int64(0)
     for token in range(first, last):
-        a, b, position = visible(p, s, token)
+        a, b, position = visible_keys(p, s, token)
         low, high = min(low, a), max(high, b)
         for _ in range(heads):
             lows[row], highs[row], at[row] = a, b, position
@@ -194,10 +197,10 @@ def _range(p, own, s, first, last, heads):
 
 
 @helper
-def _begin(p, own, first, last, head, heads, padded):
+def _load_queries(p, own, first, last, head, heads, padded):
     """Fill a tile's queries, zeros up to ``padded`` rows, and begin its totals."""
     w = args(p, WORDS)
-    depth, deep = w[DEPTH], w[DEEP]
+    depth, deep = w[DEPTH], w[PADDED_DEPTH]
     row = int64(0)
     for token in range(first, last):
         for h in range(head, head + heads):
@@ -210,52 +213,54 @@ def _begin(p, own, first, last, head, heads, padded):
             row += 1
     for i in range(row * deep, padded * deep):
         f32s(own + _QUERIES)[i] = float32(0)
-    totals = f32s(totals_at(p, own))
-    for i in range(padded * w[WIDE]):
+    totals = f32s(totals_address(p, own))
+    for i in range(padded * w[PADDED_WIDTH]):
         totals[i] = float32(0)
     for i in range(padded):
-        f32s(own + TOP)[i], f32s(own + SUM)[i] = NEVER, float32(0)
-        f32s(own + A)[i], f32s(own + B)[i] = float32(1), float32(0)
+        f32s(own + ROW_MAX)[i], f32s(own + ROW_SUM)[i] = NEVER, float32(0)
+        f32s(own + OLD_FACTOR)[i], f32s(own + NEW_FACTOR)[i] = float32(1), float32(0)
 
 
 @helper
-def end_row(p, own, row, token, head, piece):
-    """Write a row: its result, or the part of one piece for `_join` (piece >= 0)."""
+def finish_row(p, own, row, token, head, piece):
+    """Write a row: its result, or the part of one piece for `_merge_splits` (piece >= 0)."""
     w = args(p, WORDS)
-    width, wide = w[WIDTH], w[WIDE]
-    source = f32s(totals_at(p, own) + row * wide * 4)
-    top, total = f32s(own + TOP)[row], f32s(own + SUM)[row]
+    width, wide = w[WIDTH], w[PADDED_WIDTH]
+    source = f32s(totals_address(p, own) + row * wide * 4)
+    top, total = f32s(own + ROW_MAX)[row], f32s(own + ROW_SUM)[row]
     if piece >= 0:
-        part = f32s(part_at(p, token, head, piece))
+        part = f32s(partial_address(p, token, head, piece))
         for i in range(wide):
             part[i] = source[i]
         part[wide], part[wide + 1] = top, total
     else:
         sink = f32s(w[SINKS])[head] if w[SINKS] != 0 else float32(0)
-        factor = _finish(top, total, sink, w[SINKS] != 0)
+        factor = _output_scale(top, total, sink, w[SINKS] != 0)
         out = f32s(w[OUT] + (token * w[HEADS] + head) * width * 4)
         for i in range(width):
             out[i] = source[i] * factor
 
 
 @helper
-def part_at(p, token, head, piece):
+def partial_address(p, token, head, piece):
     """Where the part of one piece waits: totals, largest, sum."""
     w = args(p, WORDS)
-    return w[PARTS] + ((token * w[HEADS] + head) * w[PIECES] + piece) * (w[WIDE] + 16) * 4
+    return (
+        w[PARTIALS] + ((token * w[HEADS] + head) * w[SPLITS] + piece) * (w[PADDED_WIDTH] + 16) * 4
+    )
 
 
 @helper
-def shape(p):
+def shape_of_tile(p):
     """Heads that share a kv head, groups of at most ROWS of them, most tokens in a tile."""
     w = args(p, WORDS)
     shared = w[HEADS] // w[KV_HEADS]
     return shared, (shared + ROWS - 1) // ROWS, max(int64(1), ROWS // shared)
 
 
-def _piece(k: str, v: str, height: int) -> Any:
+def _split_loops(k: str, v: str, height: int) -> Any:
     """Helpers for keys a..b of a piece: one for their scores, one for their values."""
-    scores, many_scores = vector.scores[k, height], vector.many_scores[k, height]
+    scores, unpacked_scores = vector.scores[k, height], vector.many_scores[k, height]
     values, plain_values = vector.values[v, height], vector.values["f32", height]
     unpack, packed_k, packed_v = vector.unpack[v], k != "f32", v != "f32"
     unit_k, unit_v, unit = (READERS[kind].unit for kind in (k, v, "f32"))
@@ -263,63 +268,83 @@ def _piece(k: str, v: str, height: int) -> Any:
     @helper
     def score(p, own, blocks, a, b):
         w = args(p, WORDS)
-        q, q_row, skip = own + _QUERIES, w[DEEP] * 4, a // TILE_KEYS * TILE_KEYS
+        q, q_row, skip = own + _QUERIES, w[PADDED_DEPTH] * 4, a // TILE_KEYS * TILE_KEYS
         groups, keys = (b - skip + TILE_KEYS - 1) // TILE_KEYS, own + _KEYS + skip * 8
         there, whole, rest = own + _SCORES + skip * 4, w[DEPTH] // unit_k, w[DEPTH] % unit_k
         if packed_k and blocks >= _UNPACK:
-            room = _unpacked(p, own)
-            many_scores((q, q_row, blocks, keys, groups, whole, rest, there, room))
+            room = _unpacked_address(p, own)
+            unpacked_scores((q, q_row, blocks, keys, groups, whole, rest, there, room))
         else:
             scores((q, q_row, blocks, keys, groups, whole, rest, there))
 
     @helper
-    def mix(p, own, blocks, a, b):
+    def accumulate(p, own, blocks, a, b):
         w = args(p, WORDS)
-        s, rows, total, t_row = own + _SCORES, own + _VALUES, totals_at(p, own), w[WIDE] * 4
+        s, rows, total, t_row = (
+            own + _SCORES,
+            own + _VALUES,
+            totals_address(p, own),
+            w[PADDED_WIDTH] * 4,
+        )
         whole, rest = w[WIDTH] // unit_v, w[WIDTH] % unit_v
         if packed_v and blocks >= _UNPACK:
-            unpack((rows, a, b, whole, rest, _unpacked(p, own), t_row))
+            unpack((rows, a, b, whole, rest, _unpacked_address(p, own), t_row))
             for i in range(b - a):
-                i64s(rows)[a + i] = _unpacked(p, own) + i * t_row
+                i64s(rows)[a + i] = _unpacked_address(p, own) + i * t_row
             plain_values((
-                s, blocks, rows, a, b, w[WIDE] // unit, int64(0), total, t_row, own + A, own + B
+                s, blocks, rows, a, b, w[PADDED_WIDTH] // unit, int64(0), total, t_row,
+                own + OLD_FACTOR, own + NEW_FACTOR,
             ))  # fmt: skip
         else:
-            values((s, blocks, rows, a, b, whole, rest, total, t_row, own + A, own + B))
+            values(
+                (
+                    s,
+                    blocks,
+                    rows,
+                    a,
+                    b,
+                    whole,
+                    rest,
+                    total,
+                    t_row,
+                    own + OLD_FACTOR,
+                    own + NEW_FACTOR,
+                )
+            )
 
-    return score, mix
+    return score, accumulate
 
 
-def tile_of(k: str, v: str, height: int) -> Any:
-    score, mix = _piece(k, v, height)
+def make_tile(k: str, v: str, height: int) -> Any:
+    score, accumulate = _split_loops(k, v, height)
 
     @helper
     def tile(p, own, unit, per, only):
         """One tile, ``per`` tokens, and all pieces; or the one that is ``only`` after the first."""
         w = args(p, WORDS)
-        shared, subs, _ = shape(p)
-        s, first, last = locate(p, unit // (w[KV_HEADS] * subs), per)
+        shared, subs, _ = shape_of_tile(p)
+        s, first, last = locate_tile(p, unit // (w[KV_HEADS] * subs), per)
         g, sub = unit % (w[KV_HEADS] * subs) // subs, unit % subs
         head, heads = g * shared + sub * ROWS, min(shared - sub * ROWS, int64(ROWS))
         rows = (last - first) * heads
         blocks = (rows + height - 1) // height
         low, high = _range(p, own, s, first, last, heads)
-        at, end = low // PIECE, (high + PIECE - 1) // PIECE
+        at, end = low // SPLIT_KEYS, (high + SPLIT_KEYS - 1) // SPLIT_KEYS
         if only >= 0:
             at, end = at + only, min(end, at + only + 1)
             if at >= end:
                 return
-        _begin(p, own, first, last, head, heads, blocks * height)
+        _load_queries(p, own, first, last, head, heads, blocks * height)
         for piece in range(at, end):
-            start = piece * PIECE
-            a, b = max(low - start, int64(0)), min(high - start, int64(PIECE))
-            _piece_addresses(p, own, s, g, start + a, start + b)
+            start = piece * SPLIT_KEYS
+            a, b = max(low - start, int64(0)), min(high - start, int64(SPLIT_KEYS))
+            _split_addresses(p, own, s, g, start + a, start + b)
             score(p, own, blocks, a, b)
-            _weigh(p, own, rows, head, heads, start, a, b)
-            mix(p, own, blocks, a, b)
+            _softmax_scores(p, own, rows, head, heads, start, a, b)
+            accumulate(p, own, blocks, a, b)
         for row in range(rows):
             into = at if only >= 0 else int64(-1)
-            end_row(p, own, row, first + row // heads, head + row % heads, into)
+            finish_row(p, own, row, first + row // heads, head + row % heads, into)
 
     return tile
 
@@ -331,7 +356,7 @@ def padded(width: int) -> int:
     return -(-width // PAD) * PAD
 
 
-def own_nbytes(depth: int, width: int) -> int:
+def thread_scratch_bytes(depth: int, width: int) -> int:
     """A thread's memory: see the offsets above."""
     rows = ROWS * 4 * (padded(depth) + padded(width))
-    return -(-(_QUERIES + rows + PIECE * 4 * max(padded(depth), padded(width))) // 64) * 64
+    return -(-(_QUERIES + rows + SPLIT_KEYS * 4 * max(padded(depth), padded(width))) // 64) * 64

@@ -1,7 +1,7 @@
 """The vector code of attention, over 16-lane vectors; see attention.py for what it is part of.
 
-A tile of rows (queries of heads that share a kv head) meets up to PIECE keys. In every result the
-order of operations is fixed by the depth alone: a score sums its products lane by lane along the
+A tile of rows (queries of heads that share a kv head) meets up to SPLIT_KEYS keys. In every result
+the order of operations is fixed by the depth alone: a score sums its products lane by lane along the
 row and then folds the lanes by halves; an output adds the values key by key. The tile's size, which
 is the target's choice, changes nothing, nor does it whether keys and values become float32 in
 registers or were unpacked before: that is exact.
@@ -22,17 +22,17 @@ from ....graph.dtype import DTYPES
 from ..runtime.isa import isa
 from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emit, Value
 
-PIECE = 256  # keys, at multiples of it: the unit of the online softmax
-S_ROW = PIECE * 4  # bytes of a row of scores
+SPLIT_KEYS = 256  # keys, at multiples of it: the unit of the online softmax
+S_ROW = SPLIT_KEYS * 4  # bytes of a row of scores
 PAD = 32  # rows of queries, totals and unpacked keys are whole multiples of so many elements
 # Rows, keys and column vectors that fit the registers together.
-HEIGHTS, TILE_KEYS, TILE_COLUMNS = ((4, 6), 4, 4) if isa().width == 64 else ((2,), 2, 2)
-AHEAD = 24  # keys that are asked for before they are needed; a list is that much longer
+BLOCK_ROWS, TILE_KEYS, TILE_COLUMNS = ((4, 6), 4, 4) if isa().width == 64 else ((2,), 2, 2)
+PREFETCH_KEYS = 24  # keys that are asked for before they are needed; a list is that much longer
 
 _LINE = 64
 
 
-def micro(emit: Callable[..., Value | None], count: int, result: Any = types.none) -> Any:
+def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any = types.none) -> Any:
     """An intrinsic of a tuple of ``count`` int64: ``emit(e, *operands)`` writes its code."""
 
     @intrinsic
@@ -55,7 +55,7 @@ def _whole_f32(e: Emit, address: Value) -> list[Value]:
 
 
 def _whole_f16(e: Emit, address: Value) -> list[Value]:
-    return [e.halves(address, 2 * LANES * i) for i in range(2)]
+    return [e.load_f16(address, 2 * LANES * i) for i in range(2)]
 
 
 def _whole_q8_0(e: Emit, address: Value) -> list[Value]:
@@ -69,7 +69,7 @@ def _whole_q8_0(e: Emit, address: Value) -> list[Value]:
 
 
 @dataclass(frozen=True)
-class Reader:
+class ElementReader:
     """How a pool's elements become float32: ``unit`` of them at a time, from ``nbytes`` bytes.
 
     ``element``: of a plain format, which may end in less than a unit; None for blocks.
@@ -98,9 +98,9 @@ class Reader:
 
 
 READERS = {
-    "f32": Reader(LANES, 4 * LANES, _whole_f32, F32),
-    "f16": Reader(2 * LANES, 4 * LANES, _whole_f16, F16),
-    "q8_0": Reader(DTYPES["q8_0"].block, DTYPES["q8_0"].nbytes, _whole_q8_0),
+    "f32": ElementReader(LANES, 4 * LANES, _whole_f32, F32),
+    "f16": ElementReader(2 * LANES, 4 * LANES, _whole_f16, F16),
+    "q8_0": ElementReader(DTYPES["q8_0"].block, DTYPES["q8_0"].nbytes, _whole_q8_0),
 }
 
 
@@ -136,12 +136,12 @@ def _positive(e: Emit, value: Value) -> Value:
 # ------------------------------------------------------------------------------------------- unpack
 
 
-def _unpack(reader: Reader) -> Callable[..., None]:
+def _unpack(reader: ElementReader) -> Callable[..., None]:
     def emit(e, keys, first, last, whole, rest, target, t_row):
         """Rows first..last of a list as float32 rows at ``target``; zeros to the end of a unit."""
         with e.loop(e.b.sub(last, first)) as loop:
             at = e.at(keys, e.times(e.b.add(first, loop.index), 8))
-            row, ahead = e.load(at, I64), e.load(at, I64, 8 * AHEAD)
+            row, ahead = e.load(at, I64), e.load(at, I64, 8 * PREFETCH_KEYS)
             out = e.at(target, e.b.mul(loop.index, t_row))
             _unpack_row(e, reader, row, ahead, whole, rest, out)
 
@@ -149,7 +149,7 @@ def _unpack(reader: Reader) -> Callable[..., None]:
 
 
 def _unpack_row(
-    e: Emit, reader: Reader, row: Value, ahead: Value, whole: Value, rest: Value, out: Value
+    e: Emit, reader: ElementReader, row: Value, ahead: Value, whole: Value, rest: Value, out: Value
 ) -> None:
     with e.loop(whole) as step:
         offset = e.times(step.index, reader.nbytes)
@@ -171,18 +171,18 @@ def _store_all(e: Emit, vectors: list[Value], address: Value) -> None:
 # ------------------------------------------------------------------------------------------- scores
 
 
-def _scores(reader: Reader, height: int) -> Callable[..., None]:
+def _scores(reader: ElementReader, height: int) -> Callable[..., None]:
     def emit(e, q, q_row, blocks, keys, groups, whole, rest, s):
         """s[row][key] = q[row] . key: blocks of ``height`` rows, groups of TILE_KEYS keys."""
         with e.loop(groups) as group:
             row_of, ahead = _group(e, keys, group.index)
-            tile = _Tile(e, reader, height, row_of, ahead, whole, rest)
+            tile = _ScoreTile(e, reader, height, row_of, ahead, whole, rest)
             tile.emit(q, q_row, blocks, e.at(s, e.times(group.index, TILE_KEYS * 4)))
 
     return emit
 
 
-def _many_scores(reader: Reader, height: int) -> Callable[..., None]:
+def _unpacked_scores(reader: ElementReader, height: int) -> Callable[..., None]:
     def emit(e, q, q_row, blocks, keys, groups, whole, rest, s, room):
         """As `_scores`, with each group of keys unpacked once, to ``room``, for all rows."""
         unpacked = [e.at(room, e.times(q_row, i)) for i in range(TILE_KEYS)]
@@ -191,7 +191,7 @@ def _many_scores(reader: Reader, height: int) -> Callable[..., None]:
             row_of, ahead = _group(e, keys, group.index)
             for i, out in enumerate(unpacked):
                 _unpack_row(e, reader, row_of[i], ahead[i], whole, rest, out)
-            tile = _Tile(e, READERS["f32"], height, unpacked, [], steps, e.count(0))
+            tile = _ScoreTile(e, READERS["f32"], height, unpacked, [], steps, e.count(0))
             tile.emit(q, q_row, blocks, e.at(s, e.times(group.index, TILE_KEYS * 4)))
 
     return emit
@@ -201,14 +201,14 @@ def _group(e: Emit, keys: Value, index: Value) -> tuple[list[Value], list[Value]
     """The rows of a group of keys, and those to ask for meanwhile."""
     at = e.at(keys, e.times(index, 8 * TILE_KEYS))
     row_of = [e.load(at, I64, 8 * i) for i in range(TILE_KEYS)]
-    return row_of, [e.load(at, I64, 8 * (AHEAD + i)) for i in range(TILE_KEYS)]
+    return row_of, [e.load(at, I64, 8 * (PREFETCH_KEYS + i)) for i in range(TILE_KEYS)]
 
 
-class _Tile:
+class _ScoreTile:
     """A group of keys, and what meets it."""
 
     def __init__(
-        self, e: Emit, reader: Reader, height: int, keys: list[Value], ahead: list[Value],
+        self, e: Emit, reader: ElementReader, height: int, keys: list[Value], ahead: list[Value],
         whole: Value, rest: Value,
     ) -> None:  # fmt: skip
         self.e, self.reader, self.height, self.keys, self.ahead = e, reader, height, keys, ahead
@@ -262,7 +262,7 @@ def _store_scores(e: Emit, sums: list[Value], target: Value) -> None:
 # ------------------------------------------------------------------------------------------- values
 
 
-def _values(reader: Reader, height: int) -> Callable[..., None]:
+def _values(reader: ElementReader, height: int) -> Callable[..., None]:
     strip = max(1, TILE_COLUMNS // reader.vectors)  # units
 
     def emit(e, s, blocks, values, first, last, whole, rest, total, t_row, a, b):
@@ -270,7 +270,7 @@ def _values(reader: Reader, height: int) -> Callable[..., None]:
         value, for ``whole`` units of columns and ``rest`` more elements."""
         wide = e.b.udiv(whole, e.count(strip))
         done = e.times(wide, strip)
-        span = _Span(e, reader, height, s, values, first, last, total, t_row, a, b)
+        span = _ColumnStrip(e, reader, height, s, values, first, last, total, t_row, a, b)
         with e.loop(blocks) as block:
             with e.loop(wide) as column:
                 span.emit(block.index, e.times(column.index, strip), strip, None)
@@ -283,10 +283,10 @@ def _values(reader: Reader, height: int) -> Callable[..., None]:
     return emit
 
 
-class _Span:
+class _ColumnStrip:
     """Some columns of a block of rows, through all keys of a piece."""
 
-    def __init__(self, e: Emit, reader: Reader, height: int, *operands: Value) -> None:
+    def __init__(self, e: Emit, reader: ElementReader, height: int, *operands: Value) -> None:
         self.e, self.reader, self.height = e, reader, height
         self.s, self.values, self.first, self.last = operands[:4]
         self.total, self.t_row, self.a, self.b = operands[4:]
@@ -300,7 +300,10 @@ class _Span:
         offset = e.times(start, reader.nbytes)
         with e.loop(e.b.sub(self.last, self.first)) as key:
             at = e.at(keys, e.times(key.index, 8))
-            row, ahead = e.at(e.load(at, I64), offset), e.at(e.load(at, I64, 8 * AHEAD), offset)
+            row, ahead = (
+                e.at(e.load(at, I64), offset),
+                e.at(e.load(at, I64, 8 * PREFETCH_KEYS), offset),
+            )
             for line in range(0, units * reader.nbytes, _LINE):
                 e.prefetch(ahead, line)
             if rest is None:
@@ -309,7 +312,7 @@ class _Span:
                 units_of = [reader.some(e, row, rest)]
             loaded = [vector for unit in units_of for vector in unit]
             for r in range(self.height):
-                weight = e.all_f32(e.at(weights, e.times(key.index, 4)), r * S_ROW)
+                weight = e.broadcast_f32(e.at(weights, e.times(key.index, 4)), r * S_ROW)
                 for c, value in enumerate(loaded):
                     place = sums[r * count + c]
                     e.set(place, e.madd(weight, value, e.get(place)))
@@ -319,7 +322,7 @@ class _Span:
         e = self.e
         for r in range(self.height):
             row = e.b.add(e.times(block, self.height), e.count(r))
-            a, b = (e.all_f32(e.at(x, e.times(row, 4))) for x in (self.a, self.b))
+            a, b = (e.broadcast_f32(e.at(x, e.times(row, 4))) for x in (self.a, self.b))
             target = e.at(self.total, e.b.mul(row, self.t_row), start)
             for c in range(count):
                 _blend(e, e.at(target, c * LANES * 4), sums[r * count + c], a, b)
@@ -331,15 +334,15 @@ def _blend(e: Emit, target: Value, new: Value, a: Value, b: Value) -> None:
 
 def _merge_rows(e, total, part, vectors, a, b):
     """total = total * a + part * b, a and b addresses of one float32 each: as in `_values`."""
-    a, b = e.all_f32(a), e.all_f32(b)
+    a, b = e.broadcast_f32(a), e.broadcast_f32(b)
     with e.loop(vectors) as loop:
         at = e.times(loop.index, LANES * 4)
         _blend(e, e.at(total, at), e.load(e.at(part, at), F32S), a, b)
 
 
-_TILES = [(kind, height) for kind in READERS for height in HEIGHTS]
-scores = {(k, h): micro(_scores(READERS[k], h), 8) for k, h in _TILES}
-many_scores = {(k, h): micro(_many_scores(READERS[k], h), 9) for k, h in _TILES}
-values = {(k, h): micro(_values(READERS[k], h), 11) for k, h in _TILES}
-unpack = {k: micro(_unpack(READERS[k]), 7) for k in READERS}
-merge_rows = micro(_merge_rows, 5)
+_TILES = [(kind, height) for kind in READERS for height in BLOCK_ROWS]
+scores = {(k, h): tuple_intrinsic(_scores(READERS[k], h), 8) for k, h in _TILES}
+unpacked_scores = {(k, h): tuple_intrinsic(_unpacked_scores(READERS[k], h), 9) for k, h in _TILES}
+values = {(k, h): tuple_intrinsic(_values(READERS[k], h), 11) for k, h in _TILES}
+unpack = {k: tuple_intrinsic(_unpack(READERS[k]), 7) for k in READERS}
+merge_rows = tuple_intrinsic(_merge_rows, 5)

@@ -53,11 +53,11 @@ class Block32(Format):
     def factors(self, e: Emit, at: Value) -> list[Value]:
         """d, and m where there is one, f32x16."""
         count = 2 if self.least else 1
-        return [e.halves(at, self.nbytes - HALVES * (count - i)) for i in range(count)]
+        return [e.load_f16(at, self.nbytes - HALVES * (count - i)) for i in range(count)]
 
     def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
         """``total`` plus the sum of q times activations in each lane."""
-        return e.dot(list(zip(words, x)), self.largest, total)
+        return e.dot_bytes(list(zip(words, x)), self.largest, total)
 
     def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
         (d, *m), offset = self.factors(e, at), self.offset(e)
@@ -129,7 +129,7 @@ class BlockK(Format):
     ) -> Value:
         """``total`` plus, in each lane, q times activations times a scale: `Emit.scale_form`.
         Not for VNNI."""
-        return e.dot_scaled(pairs, self.largest, scale, total)
+        return e.dot_bytes_scaled(pairs, self.largest, scale, total)
 
 
 def halves_of(e: Emit, nibbles: list[Value]) -> list[Value]:
@@ -165,4 +165,4 @@ class Codes:
     def words(self, e: Emit, nibbles: list[Value]) -> list[Value]:
         """`halves_of`, looked up."""
         table = [(v + self.zero(e)) & 0xFF for v in self.values]
-        return [e.look_up(half, table) for half in halves_of(e, nibbles)]
+        return [e.lookup_bytes(half, table) for half in halves_of(e, nibbles)]

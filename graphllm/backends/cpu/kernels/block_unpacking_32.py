@@ -21,7 +21,7 @@ class Q8(Block32):
     def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
         if e.isa.vnni:
             return super().dot(e, words, x, total)
-        return e.dot_signed(list(zip(words, x)), total)
+        return e.dot_signed_bytes(list(zip(words, x)), total)
 
 
 class Nibbles(Block32):
@@ -52,7 +52,7 @@ class Coded(Block32):
 
     def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
         if self.codes.signed(e):
-            return e.dot_signed(list(zip(words, x)), total)
+            return e.dot_signed_bytes(list(zip(words, x)), total)
         return super().dot(e, words, x, total)
 
 
@@ -60,4 +60,4 @@ class Mx(Coded):
     """The scale is a power of two, a byte."""
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
-        return [e.powers(at, self.nbytes - LANES)]
+        return [e.load_e8m0_half(at, self.nbytes - LANES)]

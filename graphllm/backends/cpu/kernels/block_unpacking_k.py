@@ -67,7 +67,7 @@ class Q4K(BlockK):
         return _pairs(e, self.fours(e, at)[1])
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
-        return [e.halves(at), e.halves(at, HALVES)]
+        return [e.load_f16(at), e.load_f16(at, HALVES)]
 
     def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         least = e.mul(e.to_f32(offset), factors[1])
@@ -111,7 +111,7 @@ class Q2K(Q4K):
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
         first = self._SCALES + 4 * VECTOR
-        return [e.halves(at, first), e.halves(at, first + HALVES)]
+        return [e.load_f16(at, first), e.load_f16(at, first + HALVES)]
 
 
 # -------------------------------------------------------------------------------- without minima
@@ -154,7 +154,7 @@ class Q6K(BlockK):
         return _pairs(e, self.fours(e, at))
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
-        return [e.halves(at, self.nbytes - HALVES)]
+        return [e.load_f16(at, self.nbytes - HALVES)]
 
     def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         if offset is not None:
@@ -226,16 +226,16 @@ class IQ4XS(BlockK):
 
     def offsets(self, e: Emit, at: Value) -> list[Value]:
         scales = self.scales(e, at)
-        return [e.pair(scales[k], scales[k + 2]) for k in (0, 1, 4, 5)]
+        return [e.pack_i16(scales[k], scales[k + 2]) for k in (0, 1, 4, 5)]
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
-        return [e.halves(at)]
+        return [e.load_f16(at)]
 
     def dot(
         self, e: Emit, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
     ) -> Value:
         if self.codes.signed(e):
-            return e.dot_signed_scaled(pairs, scale, total)
+            return e.dot_signed_bytes_scaled(pairs, scale, total)
         return super().dot(e, pairs, scale, total)
 
     def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:

@@ -28,7 +28,7 @@ from ..runtime.jit import (  # fmt: skip
     u32s,
 )
 from ..runtime.thread_pool import STATUS_ID
-from .elementwise import COLUMNS, share
+from .elementwise import CHUNK_COLUMNS, thread_range
 
 AXES = 4
 
@@ -67,14 +67,14 @@ def _mover(name: str, source: Any, target: Any, wide: int, convert: Any) -> Kern
     @kernel(key=(name,))
     def move(p, thread, threads):
         x, s0, s1, s2, s3, y, rows_at, n1, n2, n3, size = args(p, 11)
-        pieces = (n3 + COLUMNS - 1) // COLUMNS
-        first, last = share(load_i64(rows_at) * n1 * n2 * pieces, thread, threads)
+        pieces = (n3 + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
+        first, last = thread_range(load_i64(rows_at) * n1 * n2 * pieces, thread, threads)
         for item in range(first, last):
-            line, column = item // pieces, item % pieces * COLUMNS
+            line, column = item // pieces, item % pieces * CHUNK_COLUMNS
             outer, c = line // n2, line % n2
             start = x + outer // n1 * s0 + outer % n1 * s1 + c * s2 + column * s3
             out = target(y + (line * n3 + column) * wide)
-            count = min(COLUMNS, n3 - column)
+            count = min(CHUNK_COLUMNS, n3 - column)
             if s3 == size:
                 dense = source(start)
                 for i in range(count):
@@ -144,7 +144,7 @@ def _gather(p, thread, threads):
     x, stride, total_at, rows, count_at, y, width = args(p, 7)
     index, total = i32s(rows), load_i64(total_at)
     pieces = (width + _BYTES - 1) // _BYTES
-    first, last = share(load_i64(count_at) * pieces, thread, threads)
+    first, last = thread_range(load_i64(count_at) * pieces, thread, threads)
     for item in range(first, last):
         line, column = item // pieces, item % pieces * _BYTES
         row = index[line]
@@ -169,7 +169,7 @@ def gather_rows(ctx: KernelContext) -> Launch:
 @kernel
 def _concat(p, thread, threads):
     a, a_stride, b, b_stride, y, rows_at, lines, a_width, b_width = args(p, 9)
-    first, last = share(load_i64(rows_at) * lines, thread, threads)
+    first, last = thread_range(load_i64(rows_at) * lines, thread, threads)
     for item in range(first, last):
         row, line = item // lines, item % lines
         left = f32s(a + row * a_stride + 4 * line * a_width)

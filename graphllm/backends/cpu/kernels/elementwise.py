@@ -26,11 +26,11 @@ from ..runtime.jit import Kernel, args, f32_args, f32_bits, f32s, helper, inline
 from ..runtime.kernel_key import code_key
 from ..simd.math import exp32, gelu_erf32, gelu_tanh32, silu32, tanh32
 
-COLUMNS = 2048  # of a piece
+CHUNK_COLUMNS = 2048  # of a piece
 
 
 @helper
-def share(total, thread, threads):
+def thread_range(total, thread, threads):
     """This thread's part of ``total`` pieces: (first, one after the last)."""
     return total * thread // threads, total * (thread + 1) // threads
 
@@ -72,13 +72,13 @@ def _unary(name: str, function: Any, parameters: int = 1) -> Kernel:
     def unary(p, thread, threads):
         x, stride, y, rows_at, width = args(p, 5)
         values = f32_args(p, 5, parameters)
-        pieces = (width + COLUMNS - 1) // COLUMNS
-        first, last = share(load_i64(rows_at) * pieces, thread, threads)
+        pieces = (width + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
+        first, last = thread_range(load_i64(rows_at) * pieces, thread, threads)
         for item in range(first, last):
-            row, column = item // pieces, item % pieces * COLUMNS
+            row, column = item // pieces, item % pieces * CHUNK_COLUMNS
             source = f32s(x + row * stride + column * 4)
             target = f32s(y + (row * width + column) * 4)
-            for i in range(min(COLUMNS, width - column)):
+            for i in range(min(CHUNK_COLUMNS, width - column)):
                 target[i] = function(source[i], *values)
 
     return unary
@@ -91,7 +91,7 @@ _SILU = _unary("silu", _silu)
 _GELU = {"tanh": _unary("gelu_tanh", _gelu_tanh), "erf": _unary("gelu_erf", _gelu_erf)}
 
 
-def activation(name: str, kind: str) -> Any:
+def activation_function(name: str, kind: str) -> Any:
     """silu, or gelu of one ``kind``, as an inlined function of a value and an unused one."""
     return {("silu", ""): _silu, ("gelu", "tanh"): _gelu_tanh, ("gelu", "erf"): _gelu_erf}[
         name, kind
@@ -161,15 +161,15 @@ def _binary(name: str, function: Any, parameters: int = 2, one: bool = False) ->
     def binary(p, thread, threads):
         a, a_stride, b, b_stride, y, rows_at, inner, width = args(p, 8)
         values = f32_args(p, 8, parameters)
-        pieces = (width + COLUMNS - 1) // COLUMNS
-        first, last = share(load_i64(rows_at) * inner * pieces, thread, threads)
+        pieces = (width + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
+        first, last = thread_range(load_i64(rows_at) * inner * pieces, thread, threads)
         for item in range(first, last):
-            line, column = item // pieces, item % pieces * COLUMNS
+            line, column = item // pieces, item % pieces * CHUNK_COLUMNS
             row, part = line // inner, line % inner
             left = f32s(a + row * a_stride + (part * width + column) * 4)
             right = f32s(b + row * b_stride + (0 if one else column * 4))
             target = f32s(y + (line * width + column) * 4)
-            for i in range(min(COLUMNS, width - column)):
+            for i in range(min(CHUNK_COLUMNS, width - column)):
                 target[i] = function(left[i], right[0 if one else i], *values)
 
     return binary

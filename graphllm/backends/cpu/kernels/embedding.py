@@ -29,7 +29,7 @@ from ..runtime.jit import (  # fmt: skip
     u16s,
 )
 from ..runtime.thread_pool import STATUS_ID
-from .elementwise import share
+from .elementwise import thread_range
 
 _PIECE = 256  # elements, a whole number of blocks of every format
 _IQ4, _MXFP4 = np.array(IQ4_VALUES, np.float32), np.array(MXFP4_VALUES, np.float32)
@@ -231,7 +231,7 @@ def _table(name: str, decode: Any, block: int, size: int) -> Kernel:
         ids, count_at, w, stride, total, y, width = args(p, 7)
         index = i32s(ids)
         pieces = (width + _PIECE - 1) // _PIECE
-        first, last = share(load_i64(count_at) * pieces, thread, threads)
+        first, last = thread_range(load_i64(count_at) * pieces, thread, threads)
         for item in range(first, last):
             line, column = item // pieces, item % pieces * _PIECE
             row = index[line]

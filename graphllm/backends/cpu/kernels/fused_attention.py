@@ -9,28 +9,28 @@ from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import threads_for
+from ..runtime.device import Launch, Site
+from ..runtime.isa import thread_count
 from ..runtime.jit import args, as_f32, f32_bits, i32s, kernel, load_i64
 from . import attention
-from .elementwise import share
-from .fused_linear import norm_factor, normed
+from .elementwise import thread_range
+from .fused_linear import normalize, rms_norm_factor
 from .kv_cache import store
 from .quantize import quantise_kernel
-from .rope import angles, frequencies, rotated, turn
+from .rope import cos_sin_table, inverse_frequencies_address, rotary_dims, rotate_head
 
 
 @kernel
-def _turn(p, thread, threads):
+def _rope_write(p, thread, threads):
     """Heads of q and k normed, if they are, and turned: q's to their place, k's to a workspace."""
     w = args(p, 20)
     q, q_stride, k, k_stride, pos, inverse, q_norm, k_norm, eps = w[:9]
-    out, keys, rows_at, heads, kv_heads, width, half, step, attention_factor, own, own_size = w[9:]
-    first, last = share(load_i64(rows_at), thread, threads)
+    out, keys, rows_at, heads, kv_heads, width, half, step, magnitude, own, own_size = w[9:]
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     c = own + thread * own_size
     s, room = c + 4 * half, c + 8 * half
     for t in range(first, last):
-        angles(i32s(pos)[t], inverse, half, as_f32(attention_factor), c, s)
+        cos_sin_table(i32s(pos)[t], inverse, half, as_f32(magnitude), c, s)
         for head in range(heads + kv_heads):
             if head < heads:
                 x, weight = q + t * q_stride + 4 * head * width, q_norm
@@ -39,48 +39,55 @@ def _turn(p, thread, threads):
                 x, weight = k + t * k_stride + 4 * (head - heads) * width, k_norm
                 y = keys + 4 * (t * kv_heads + head - heads) * width
             if weight != 0:
-                normed(x, weight, norm_factor(x, width, as_f32(eps)), 0, width, room)
+                normalize(x, weight, rms_norm_factor(x, width, as_f32(eps)), 0, width, room)
                 x = room
-            turn(x, y, width, half, step, c, s)
+            rotate_head(x, y, width, half, step, c, s)
 
 
 def _own_nbytes(node: Tensor) -> int:
     """A thread's memory: cosines and sines, and a normed head."""
-    return 4 * rotated(node) + 4 * prod(node.src[0].meta.inner[1:])  # type: ignore[union-attr]
+    return 4 * rotary_dims(node) + 4 * prod(node.src[0].meta.inner[1:])  # type: ignore[union-attr]
 
 
-def _turn_scratch(node: Tensor, options: Options) -> int:
+def _rope_write_scratch(node: Tensor, options: Options) -> int:
     """Every thread's memory, and the turned keys."""
     keys = node.src[1].meta.bound()  # type: ignore[union-attr]
-    return threads_for(options) * _own_nbytes(node) + 4 * prod(keys.shape)
+    return thread_count(options) * _own_nbytes(node) + 4 * prod(keys.shape)
 
 
 @BACKEND.kernel(
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
-    scratch=_turn_scratch,
+    scratch=_rope_write_scratch,
     when=constant_factors,
 )
 def rope_write(ctx: KernelContext) -> list[Launch]:
     q, k, v, own = ctx.q, ctx.k, ctx.v, _own_nbytes(ctx.node)
     (heads, width), (kv_heads, _) = q.meta.inner, k.meta.inner
-    step = 1 if ctx.attrs["style"] == "half" else 2
-    keys, rows = ctx.scratch + ctx.threads * own, ctx.live(q.meta.rows)
-    words = [q.address, q.row_stride, k.address, k.row_stride, ctx.pos.address, frequencies(ctx)]
-    words += [ctx.address("q_norm"), ctx.address("k_norm")]
-    words += [f32_bits(ctx.attrs["eps"]), ctx.out.address, keys, rows, heads, kv_heads, width]
+    step = 1 if site.attrs["style"] == "half" else 2
+    keys, rows = site.scratch + site.threads * own, site.live(q.meta.rows)
+    words = [
+        q.address,
+        q.row_stride,
+        k.address,
+        k.row_stride,
+        site.pos.address,
+        inverse_frequencies_address(site),
+    ]
+    words += [site.address("q_norm"), site.address("k_norm")]
+    words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
     words += [
-        rotated(ctx.node) // 2,
+        rotary_dims(site.node) // 2,
         step,
-        f32_bits(ctx.attrs["attention_factor"]),
-        ctx.scratch,
+        f32_bits(site.attrs["magnitude"]),
+        site.scratch,
         own,
     ]
     # Rows are shared out alike: each thread stores the keys that it turned.
     return [
-        Launch(_turn, words),
-        store(ctx.k_pool, keys, 4 * kv_heads * width, ctx.slot, rows, joined=True),
-        store(ctx.v_pool, v.address, v.row_stride, ctx.slot, rows, joined=True),
+        Launch(_rope_write, words),
+        store(site.k_pool, keys, 4 * kv_heads * width, site.slot, rows, overlaps_previous=True),
+        store(site.v_pool, v.address, v.row_stride, site.slot, rows, overlaps_previous=True),
     ]
 
 

@@ -16,7 +16,7 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
 from . import linear
-from .elementwise import activation, share
+from .elementwise import activation_function, thread_range
 from .linear_microkernels import workspace
 from .packed_formats import FORMATS
 from .quantize import quantise_block
@@ -38,7 +38,7 @@ def _block_of(meta: Meta) -> int:
 
 
 @helper
-def _put(values, y, block, column, count, width):
+def _write_row(values, y, block, column, count, width):
     """``count`` values of a row of ``width``, from ``column`` on, as the row at y wants them."""
     if block == 0:
         source, target = f32s(values), f32s(y + 4 * column)
@@ -59,7 +59,7 @@ def _put(values, y, block, column, count, width):
 
 
 @helper
-def norm_factor(row, width, eps):
+def rms_norm_factor(row, width, eps):
     """What a root-mean-square norm multiplies a row with."""
     values, total = f32s(row), float32(0)
     for i in range(width):
@@ -68,7 +68,7 @@ def norm_factor(row, width, eps):
 
 
 @helper
-def normed(row, w, factor, column, count, room):
+def normalize(row, w, factor, column, count, room):
     """``count`` elements of a row from ``column`` on, normed, to ``room``."""
     values, weight, target = f32s(row + 4 * column), f32s(w + 4 * column), f32s(room)
     for i in range(count):
@@ -83,24 +83,24 @@ def _norms(p, thread, threads):
     weight2, eps2, y, y_stride, block, y2, y2_stride, block2 = w[8:16]
     rows_at, width = w[16], w[17]
     room = workspace(_ROOM)
-    first, last = share(load_i64(rows_at), thread, threads)
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     for t in range(first, last):
         row = x + t * x_stride
         if h != 0:
             old, new, target = f32s(row), f32s(h + t * h_stride), f32s(total + t * total_stride)
-            factor, scale = norm_factor(h + t * h_stride, width, as_f32(eps)), f32s(weight)
+            factor, scale = rms_norm_factor(h + t * h_stride, width, as_f32(eps)), f32s(weight)
             for i in range(width):
                 target[i] = old[i] + new[i] * factor * scale[i]
             row = total + t * total_stride
         if y == 0:
             continue
-        factor = norm_factor(row, width, as_f32(eps2))
+        factor = rms_norm_factor(row, width, as_f32(eps2))
         for column in range(0, width, _BLOCK):
             count = min(_BLOCK, width - column)
-            normed(row, weight2, factor, column, count, room)
-            _put(room, y + t * y_stride, block, column, count, width)
+            normalize(row, weight2, factor, column, count, room)
+            _write_row(room, y + t * y_stride, block, column, count, width)
             if y2 != 0:
-                _put(room, y2 + t * y2_stride, block2, column, count, width)
+                _write_row(room, y2 + t * y2_stride, block2, column, count, width)
 
 
 def _norms_launch(
@@ -157,7 +157,7 @@ def _targets(ctx: KernelContext) -> list[Target]:
 def _unmatched(x: Tensor | None, w: Tensor | None) -> str | None:
     """Why the weight does not meet these activations."""
     assert x is not None and w is not None
-    fits = w.dtype.name in FORMATS and x.dtype.name in ("f32", linear.activation(w.dtype))
+    fits = w.dtype.name in FORMATS and x.dtype.name in ("f32", linear.activation_format(w.dtype))
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
@@ -173,7 +173,7 @@ def linears(ctx: KernelContext) -> list[Launch]:
     for i, out in enumerate(ctx.results):
         x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
         assert x is not None and w is not None
-        found.append(linear.launch(ctx, x, w, bias, out, joined=i > 0))
+        found.append(linear.launch(site, x, w, bias, out, overlaps_previous=i > 0))
     return found
 
 
@@ -193,7 +193,7 @@ def linear_add(ctx: KernelContext) -> Launch:
 
 @cache
 def _glu(act: str, kind: str) -> Kernel:
-    activate = activation(act, kind)
+    activate = activation_function(act, kind)
 
     @kernel(key=("glu", act, kind))
     def glu(p, thread, threads):
@@ -203,7 +203,7 @@ def _glu(act: str, kind: str) -> Kernel:
         room = workspace(_ROOM)
         target = f32s(room)
         pieces = (width + _BLOCK - 1) // _BLOCK
-        first, last = share(load_i64(rows_at) * inner * pieces, thread, threads)
+        first, last = thread_range(load_i64(rows_at) * inner * pieces, thread, threads)
         for item in range(first, last):
             line, column = item // pieces, item % pieces * _BLOCK
             t, j, count = line // inner, line % inner, min(_BLOCK, width - column)
@@ -211,9 +211,9 @@ def _glu(act: str, kind: str) -> Kernel:
             a, b = f32s(gate + t * gate_stride + at), f32s(up + t * up_stride + at)
             for i in range(count):
                 target[i] = activate(a[i], float32(0)) * b[i]
-            _put(room, y + t * y_stride + j * y_line, block, column, count, width)
+            _write_row(room, y + t * y_stride + j * y_line, block, column, count, width)
             if y2 != 0:
-                _put(room, y2 + t * y2_stride + j * y2_line, block2, column, count, width)
+                _write_row(room, y2 + t * y2_stride + j * y2_line, block2, column, count, width)
 
     return glu
 
@@ -259,5 +259,5 @@ def gated(ctx: KernelContext) -> list[Launch]:
         assert x is not None and w is not None
         half = OperandRef(ctx.scratch + i * aligned(meta.bound().nbytes), meta, ctx.out.operand)
         halves.append(half)
-        found.append(linear.launch(ctx, x, w, bias, half, joined=i > 0))
-    return [*found, _glu_launch(ctx, *halves)]
+        found.append(linear.launch(site, x, w, bias, half, overlaps_previous=i > 0))
+    return [*found, _glu_launch(site, *halves)]

@@ -14,22 +14,22 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emit, Value
-from .attention_vectors import micro
-from .elementwise import share
+from .attention_vectors import tuple_intrinsic
+from .elementwise import thread_range
 
 _Q8 = DTYPES["q8_0"]
-_TINY, _ENDLESS = 0x0D800000, 0x7F800000  # bits of 2**-100 and of infinity
+_TINY_BITS, _INF_BITS = 0x0D800000, 0x7F800000  # bits of 2**-100 and of infinity
 
 
-def _move_f32(e: Emit, source: Value, target: Value) -> None:
+def _to_f32(e: Emit, source: Value, target: Value) -> None:
     e.store(e.load_f32(source), target)
 
 
-def _move_f16(e: Emit, source: Value, target: Value) -> None:
+def _to_f16(e: Emit, source: Value, target: Value) -> None:
     e.store(e.b.fptrunc(e.load_f32(source), ir.VectorType(F16, LANES)), target)
 
 
-def _move_q8_0(e: Emit, source: Value, target: Value) -> None:
+def _to_q8_0(e: Emit, source: Value, target: Value) -> None:
     """A block, bit for bit as the op's body: d = amax / 127, q = x / d with halves away from zero.
 
     A block with NaN or infinity gets the scale NaN; one that is all but zero becomes zero.
@@ -38,11 +38,11 @@ def _move_q8_0(e: Emit, source: Value, target: Value) -> None:
     values = [e.load_f32(source, 4 * LANES * i) for i in range(half)]
     sizes = [e.mask(b.bitcast(x, I32S), 0x7FFFFFFF) for x in values]
     largest = e.reduce("umax", b.select(b.icmp_unsigned(">", *sizes), *sizes))
-    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _ENDLESS))
-    live = b.and_(finite, b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY)))
+    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
+    live = b.and_(finite, b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY_BITS)))
     one = ir.Constant(F32, 1.0)
-    d = e.ratio(b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0))
-    inverse = e.splat(e.ratio(one, d))
+    d = e.divide_positive(b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0))
+    inverse = e.splat(e.divide_positive(one, d))
     scale = b.select(finite, ir.Constant(F32, 0.0), ir.Constant(F32, float("nan")))
     e.store(b.fptrunc(b.select(live, d, scale), F16), target)
     keep = e.splat(b.sext(live, I32))
@@ -53,21 +53,25 @@ def _move_q8_0(e: Emit, source: Value, target: Value) -> None:
         e.store(b.trunc(nearest, ir.VectorType(I8, LANES)), target, 2 + LANES * i)
 
 
-_MOVES = {  # elements at a time, their bytes, and the code
-    "f32": (LANES, 4 * LANES, _move_f32),
-    "f16": (LANES, 2 * LANES, _move_f16),
-    "q8_0": (_Q8.block, _Q8.nbytes, _move_q8_0),
+_CONVERSIONS = {  # elements at a time, their bytes, and the code
+    "f32": (LANES, 4 * LANES, _to_f32),
+    "f16": (LANES, 2 * LANES, _to_f16),
+    "q8_0": (_Q8.block, _Q8.nbytes, _to_q8_0),
 }
 
 
 @cache
-def mover(kind: str) -> Any:
+def row_converter(kind: str) -> Any:
     """A helper ``move(target, source, width)``: float32 at an address as elements of ``kind``."""
-    unit, nbytes, code = _MOVES[kind]
-    whole, half, rest = micro(lambda e, *at: code(e, *at), 2), kind == "f16", unit == LANES
+    unit, nbytes, code = _CONVERSIONS[kind]
+    whole, half, rest = (
+        tuple_intrinsic(lambda e, *at: code(e, *at), 2),
+        kind == "f16",
+        unit == LANES,
+    )
 
     @helper
-    def move(target, source, width):
+    def convert(target, source, width):
         units = width // unit
         for i in range(units):
             whole((source + 4 * unit * i, target + nbytes * i))
@@ -78,35 +82,35 @@ def mover(kind: str) -> Any:
                 else:
                     f32s(target)[i] = f32s(source)[i]
 
-    return move
+    return convert
 
 
 @cache
 def _store(kind: str) -> Kernel:
-    move = mover(kind)
+    convert = row_converter(kind)
 
     @kernel(key=(kind,))
     def store(p, thread, threads):
         pool, row_nbytes, x, stride, slots, rows_at, width = args(p, 7)
-        first, last = share(load_i64(rows_at), thread, threads)
+        first, last = thread_range(load_i64(rows_at), thread, threads)
         for row in range(first, last):
             slot = int64(i32s(slots)[row])
             if slot >= 0:
-                move(pool + slot * row_nbytes, x + row * stride, width)
+                convert(pool + slot * row_nbytes, x + row * stride, width)
 
     return store
 
 
 def store(
-    pool: OperandRef, x: int, stride: int, slot: OperandRef, rows: int, joined: bool = False
+    pool: Spot, x: int, stride: int, slot: Spot, rows: int, overlaps_previous: bool = False
 ) -> Launch:
     """Rows at address ``x`` to their slots; ``rows``: the address of their live count.
 
-    Every thread stores what `share` gives it of the rows.
+    Every thread stores what `thread_range` gives it of the rows.
     """
     width = prod(pool.meta.inner)
     words = [pool.address, pool.row_stride, x, stride, slot.address, rows, width]
-    return Launch(_store(pool.dtype.name), words, joined)
+    return Launch(_store(pool.dtype.name), words, overlaps_previous)
 
 
 @BACKEND.kernel("kv_write", layout={"x": "rows"})

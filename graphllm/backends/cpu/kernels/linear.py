@@ -33,13 +33,13 @@ from .linear_microkernels import (
 from .packed_formats import FORMATS
 from .weight_packing import pack, packed_bytes
 
-GROUP = 16  # rows
-TOKENS = 128  # whose results are kept in the first-level cache at a time; whole tiles
+GROUP_ROWS = 16  # rows
+PASS_TOKENS = 128  # whose results are kept in the first-level cache at a time; whole tiles
 # A thread takes so many bytes of weights at a time, or fewer, so that each comes back a few times.
-_TICKET_BYTES, _TICKETS = 128 << 10, 8
+_CHUNK_BYTES, _CHUNKS_PER_THREAD = 128 << 10, 8
 
 
-def shape(floating: bool) -> tuple[int, int]:
+def tile_shape(floating: bool) -> tuple[int, int]:
     """(Groups, tokens) of a tile: as many accumulators as registers, less what else needs some.
 
     Groups share each activation that is read, tokens each weight.
@@ -50,22 +50,22 @@ def shape(floating: bool) -> tuple[int, int]:
 
 
 @helper
-def share(tokens, many):
-    """Tokens to take at a time: in equal parts of at most `TOKENS`, in whole tiles of ``many``."""
-    parts = max(tokens + TOKENS - 1, TOKENS) // TOKENS
+def tokens_per_pass(tokens, many):
+    """Tokens per pass: equal parts of at most `PASS_TOKENS`, in whole tiles of ``many``."""
+    parts = max(tokens + PASS_TOKENS - 1, PASS_TOKENS) // PASS_TOKENS
     each = (tokens + parts - 1) // parts
     return (each + many - 1) // many * many
 
 
 @helper
-def clear(c, count):
+def zero_results(c, count):
     results = f32s(c)
-    for i in range(count * GROUP):
+    for i in range(count * GROUP_ROWS):
         results[i] = 0
 
 
 @helper
-def _finish(c, width, count, y, stride, bias, added, added_stride, first, n):
+def _write_results(c, width, count, y, stride, bias, added, added_stride, first, n):
     """Write ``count`` tokens' results for ``width`` rows, of which those from ``n`` on are not
     wanted; with the bias, and with a row of its own added for each token, unless their address is
     0."""
@@ -80,17 +80,17 @@ def _finish(c, width, count, y, stride, bias, added, added_stride, first, n):
 
 
 @helper
-def never(w, g, x, k, c):
+def no_gemv(w, g, x, k, c):
     """Where one token is multiplied as several are."""
 
 
-def _each_tile(wide, many, make):
+def _token_tiles(wide, many, make):
     """A helper that goes over ``count`` tokens by ``many``, and by half as many at the end.
 
     ``make(tokens)`` makes ``tile(left, panel, step, size, x, rows, columns before, columns, c)``;
     ``wide``: groups in a tile, whose panels are ``step`` bytes apart; ``rows``: see `microkernels`.
     """
-    few, each = many // 2, wide * 4 * GROUP
+    few, each = many // 2, wide * 4 * GROUP_ROWS
     large, small = make(many), make(few)
 
     @helper
@@ -121,15 +121,15 @@ def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
 
         return run
 
-    tiles = _each_tile(wide, many, make)
+    tiles = _token_tiles(wide, many, make)
 
     @helper
-    def one(w, g, x, k, c):
+    def gemv(w, g, x, k, c):
         blocks = k // block
         fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
 
     @helper
-    def several(w, g, last, x, rows, k, panel, c, count):
+    def gemm(w, g, last, x, rows, k, panel, c, count):
         for b in range(0, k // block, per_chunk):
             size = min(per_chunk, k // block - b)
             for i in range(wide):
@@ -137,7 +137,7 @@ def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
                 unpack(code, source, panel + i * PANEL, size)
             tiles(panel, PANEL, size, x, rows, b * block, k, c, count)
 
-    return one, several, wide * PANEL
+    return gemv, gemm, wide * PANEL
 
 
 def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
@@ -154,15 +154,15 @@ def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
 
         return run
 
-    tiles = _each_tile(wide, many, make)
+    tiles = _token_tiles(wide, many, make)
 
     @helper
-    def one(w, g, x, k, c):
+    def gemv(w, g, x, k, c):
         for at in range(0, k, chunk):
             fused_float(code, w + (g * k + at) * nbytes, min(chunk, k - at), x + 4 * at, c)
 
     @helper
-    def several(w, g, last, x, rows, k, panel, c, count):
+    def gemm(w, g, last, x, rows, k, panel, c, count):
         for at in range(0, k, chunk):
             size = min(chunk, k - at)
             for i in range(wide):
@@ -170,12 +170,12 @@ def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
                 unpack_float(code, source, panel + i * each, size // block)
             tiles(panel, each, size, x, rows, at, k, c, count)
 
-    return one if block == 1 else never, several, wide * each
+    return gemv if block == 1 else no_gemv, gemm, wide * each
 
 
-def loops(name: str, floating: bool, wide: int, many: int) -> tuple[Any, Any, int]:
-    """What multiplies rows with a matrix of this format: helpers for one token (or `never`) and for
-    several, and the bytes of panels that those need. ``wide``, ``many``: groups and tokens of a
+def make_loops(name: str, floating: bool, wide: int, many: int) -> tuple[Any, Any, int]:
+    """What multiplies rows with a matrix of this format: helpers for one token (or `no_gemv`) and
+    for several, and the bytes of panels that those need. ``wide``, ``many``: groups and tokens of a
     tile.
 
     ``one(w, g, x, k, c)`` and ``several(w, g, last, x, rows, k, panel, c, count)`` add to results
@@ -187,39 +187,43 @@ def loops(name: str, floating: bool, wide: int, many: int) -> tuple[Any, Any, in
 @cache
 def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
     """The kernel for a format; see `loops`."""
-    one, several, panels = loops(name, floating, wide, many)
-    fusable, width = one is not never, wide * GROUP
-    results = TOKENS * 4 * width
-    room = panels + results + 8 * TOKENS
+    gemv, gemm, panels = make_loops(name, floating, wide, many)
+    has_gemv, width = gemv is not no_gemv, wide * GROUP_ROWS
+    results = PASS_TOKENS * 4 * width
+    room = panels + results + 8 * PASS_TOKENS
 
     @kernel(key=(name, floating, wide, many))
     def linear(p, thread, threads):
         x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
-        tokens, groups, panel = load_i64(live), (n + GROUP - 1) // GROUP, workspace(room)
-        c, step, alone = panel + panels, share(tokens, many), fusable and tokens == 1
+        tokens, groups, panel = load_i64(live), (n + GROUP_ROWS - 1) // GROUP_ROWS, workspace(room)
+        c, step, single = panel + panels, tokens_per_pass(tokens, many), has_gemv and tokens == 1
         rows = c + results
-        if not alone:
+        if not single:
             per = (per + wide - 1) // wide * wide
             for t in range(step):
                 i64s(rows)[t] = t * stride
         group = next_chunk(p) * per
         while tokens > 0 and group < groups:
             last = min(group + per, groups)
-            if alone:
+            if single:
                 for g in range(group, last):
-                    clear(c, 1)
-                    one(w, g, x, k, c)
-                    _finish(c, GROUP, 1, y, y_stride, bias, added, added_stride, g * GROUP, n)
+                    zero_results(c, 1)
+                    gemv(w, g, x, k, c)
+                    _write_results(
+                        c, GROUP_ROWS, 1, y, y_stride, bias, added, added_stride, g * GROUP_ROWS, n
+                    )
             else:
                 for g in range(group, last, wide):
                     for t in range(0, tokens, step):
                         count, row, to = min(step, tokens - t), x + t * stride, y + t * y_stride
                         before = added + t * added_stride if added != 0 else 0
-                        clear(c, wide * count)
+                        zero_results(c, wide * count)
                         # Of the last groups some may be multiplied twice, and are not written.
-                        several(w, g, last, row, rows, k, panel, c, count)
-                        at, end = g * GROUP, min(n, last * GROUP)
-                        _finish(c, width, count, to, y_stride, bias, before, added_stride, at, end)
+                        gemm(w, g, last, row, rows, k, panel, c, count)
+                        at, end = g * GROUP_ROWS, min(n, last * GROUP_ROWS)
+                        _write_results(
+                            c, width, count, to, y_stride, bias, before, added_stride, at, end
+                        )
             group = next_chunk(p) * per
 
     return linear
@@ -229,32 +233,32 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
 
 
 def launch(
-    ctx: KernelContext, x: OperandRef, w: OperandRef, bias: OperandRef | None, out: OperandRef,
-    added: OperandRef | None = None, joined: bool = False,
+    site: Site, x: Spot, w: Spot, bias: Spot | None, out: Spot, added: Spot | None = None,
+    overlaps_previous: bool = False,
 ) -> Launch:  # fmt: skip
     """out = added + x w^T + bias: one linear, or one of several of a fused step."""
     n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
-    per = ticket(w.meta, 1, ctx.threads)
+    per = groups_per_chunk(w.meta, 1, site.threads)
     words = [
         x.address, x.row_stride, w.address, address(bias), out.address,
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
         ctx.live(x.meta.rows), n, k, per,
     ]  # fmt: skip
     floating = x.dtype == F32
-    return Launch(_kernel(w.dtype.name, floating, *shape(floating)), words, joined)
+    return Launch(_kernel(w.dtype.name, floating, *tile_shape(floating)), words, overlaps_previous)
 
 
-def ticket(w: Meta, matrices: int, threads: int) -> int:
+def groups_per_chunk(w: Meta, matrices: int, threads: int) -> int:
     """Groups that a thread takes at a time where so many [N, K] of w [..., N, K] are read."""
     rows = w.shape[-2]
     assert isinstance(rows, int)
-    groups = max(1, -(-rows // GROUP))
+    groups = max(1, -(-rows // GROUP_ROWS))
     nbytes = max(1, packed_bytes(Meta.of(w.shape[-2:], w.dtype)) // groups)
-    return max(1, min(matrices * groups // (_TICKETS * threads), _TICKET_BYTES // nbytes))
+    return max(1, min(matrices * groups // (_CHUNKS_PER_THREAD * threads), _CHUNK_BYTES // nbytes))
 
 
-def activation(w: DType) -> str:
+def activation_format(w: DType) -> str:
     """The quantised activations that the weight's format is multiplied with."""
     return "a8_32" if w.block == 32 else "a8_256"
 
@@ -264,13 +268,13 @@ def _integer_when(node: Tensor, options: Options) -> str | None:
     assert x is not None and w is not None
     if x.dtype == F32:
         return "linear is float" if options.linear == "float" else None
-    return None if x.dtype.name == activation(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
+    return None if x.dtype.name == activation_format(w.dtype) else f"x is {x.dtype}, w {w.dtype}"
 
 
 def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     if x is not None and w is not None and x.dtype == F32:
-        x = ops.quantise_act(x, dtype=activation(w.dtype))
+        x = ops.quantise_act(x, dtype=activation_format(w.dtype))
     return (x, w, *rest)
 
 

@@ -30,7 +30,7 @@ def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
     """`prefetch_stream` from block ``i`` of ``nbytes``, where a cache line begins with it."""
     if i * nbytes % VECTOR == 0:
         for line in range(0, nbytes, VECTOR):
-            e.prefetch_stream(at, i * nbytes + line)
+            e.prefetch_ahead(at, i * nbytes + line)
 
 
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
@@ -60,7 +60,7 @@ def tile(
         for k in range(count):
             each = [e.load(at, F32S, VECTOR * k) for at in weights]
             for value, totals in zip(values, accs):
-                one = e.all_f32(value, 4 * k)
+                one = e.broadcast_f32(value, 4 * k)
                 for weight, total in zip(each, totals):
                     e.set(total, e.madd(weight, one, e.get(total)))
 
@@ -78,7 +78,7 @@ def fused(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Value) -> N
         for k in range(count):
             _prefetch(e, source, f.nbytes, k)
             ((_, weight),) = f.values(e, e.at(source, k * f.nbytes))
-            e.set(acc, e.madd(weight, e.all_f32(row, 4 * k), e.get(acc)))
+            e.set(acc, e.madd(weight, e.broadcast_f32(row, 4 * k), e.get(acc)))
 
     _steps(e, f, columns, body)
     e.store(e.add(e.load(c, F32S), e.get(acc)), c)

@@ -34,9 +34,9 @@ def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
     f = BY_CODE[code]
     if isinstance(f, BlockK):
-        with e.streaming():
+        with e.prefetching():
             return _unpack_k(e, f, w, panel)
-    with e.loop(blocks) as loop, e.streaming():
+    with e.loop(blocks) as loop, e.prefetching():
         source = e.at(w, e.times(loop.index, f.nbytes))
         target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
         for j, word in enumerate([*f.words(e, source), *f.factors(e, source)]):
@@ -53,7 +53,7 @@ def _unpack_k(e: Emit, f: BlockK, w: Value, panel: Value) -> None:
 
 def _rest_k(e: Emit, f: BlockK, w: Value) -> tuple[list[Value], ...]:
     """A super-block's scales, as they are multiplied, lifts, offsets and factors."""
-    scales = [e.scale_form(scale, f.narrow(e)) for scale in f.scales(e, w)]
+    scales = [e.prepare_scale(scale, f.narrow(e)) for scale in f.scales(e, w)]
     lifts = f.lifts(e, w) if f.lifted(e) else []
     offsets = f.offsets(e, w) if f.offset(e) else []
     return scales, lifts, offsets, f.factors(e, w)
@@ -76,7 +76,7 @@ def fused(
 ) -> None:
     f = BY_CODE[code]
     acc = e.variable(e.load(c, F32S))
-    room = e.room(_SUMS)
+    room = e.stack_buffer(_SUMS)
     sums = 4 if f.block == 32 else 32  # bytes of sums a block
     with e.loop(blocks) as loop:
         i = loop.index
@@ -98,8 +98,8 @@ def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: li
     for j in range(count):
         words = [e.load(panel, offset=VECTOR * j) for panel in panels]
         for row, found in zip(rows, dots):
-            x = e.all_i32(row, 4 * j)
-            found[:] = [e.dot([(word, x)], 255, old) for word, old in zip(words, found)]
+            x = e.broadcast_i32(row, 4 * j)
+            found[:] = [e.dot_bytes([(word, x)], 255, old) for word, old in zip(words, found)]
     return dots
 
 
@@ -118,7 +118,7 @@ def _add_32(
 ) -> Value:
     """acc + dot * (scale * the activations' scale), and then + m * (sum of activations * their
     scale) where there is an m."""
-    acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.all_f32(d))))
+    acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.broadcast_f32(d))))
     if not f.least:
         return acc
     total = e.mul(e.b.sitofp(e.load(s, I32), F32), e.load(d, F32))
@@ -126,9 +126,9 @@ def _add_32(
 
 
 def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
-    with e.streaming():
+    with e.prefetching():
         words, factors = f.words(e, block), f.factors(e, block)
-    dot = f.dot(e, words, [e.all_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
+    dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
     return _add_32(e, f, acc, dot, factors, d, s)
 
 
@@ -148,7 +148,7 @@ def _tile_32(
             dots = _grid(e, at, 8, xs, begin)
         else:
             words = [[e.load(panel, offset=VECTOR * j) for j in range(8)] for panel in at]
-            values = [[e.all_i32(x, 4 * j) for j in range(8)] for x in xs]
+            values = [[e.broadcast_i32(x, 4 * j) for j in range(8)] for x in xs]
             dots = [[f.dot(e, w, x, b) for w in words] for x, b in zip(values, begin)]
         each = range(8, 9 + f.least)
         factors = [[e.load(panel, F32S, VECTOR * j) for j in each] for panel in at]
@@ -166,16 +166,16 @@ def _sums_k(e: Emit, f: BlockK, s: Value, room: Value) -> None:
     """Prepare a token's sums over 16 activations each, int16 at ``s``, in `_SUMS` bytes of room."""
     sums = e.b.sext(e.load(s, I16S), I32S)
     if f.sub == 32:
-        sums = e.b.add(e.pick(sums, range(0, 16, 2)), e.pick(sums, range(1, 16, 2)))
-        low, high = (e.pick(sums, which) for which in _AS_PAIRS)
-        e.store(e.pair(low, high), room, VECTOR)
+        sums = e.b.add(e.select_lanes(sums, range(0, 16, 2)), e.select_lanes(sums, range(1, 16, 2)))
+        low, high = (e.select_lanes(sums, which) for which in _AS_PAIRS)
+        e.store(e.pack_i16(low, high), room, VECTOR)
     if f.centre(e):
         e.store(e.b.mul(sums, e.i32(-f.centre(e))), room)
 
 
 def _begin_k(e: Emit, f: BlockK, room: Value) -> Value:
     """Where the dot of the sub-block begins whose place in ``room`` is given."""
-    return e.all_i32(room) if f.centre(e) else e.i32(0)
+    return e.broadcast_i32(room) if f.centre(e) else e.i32(0)
 
 
 def _moved(
@@ -184,7 +184,7 @@ def _moved(
     """``total`` plus `BlockK.offsets` or lifts times the sums that go with them."""
     at = s if len(pairs) == 8 else e.at(room, VECTOR)
     for j, pair in enumerate(pairs):
-        total = e.dot_pairs(pair, e.all_i32(at, 4 * j), total)
+        total = e.dot_i16(pair, e.broadcast_i32(at, 4 * j), total)
     return total
 
 
@@ -194,18 +194,18 @@ def _fused_k(
     """acc + a super-block's share."""
     _sums_k(e, f, s, room)
     total = None
-    with e.streaming():
+    with e.prefetching():
         scales, lifts, offsets, factors = _rest_k(e, f, block)
         for k, words in f.parts(e, block):
-            pairs = [(word, e.all_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
+            pairs = [(word, e.broadcast_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
             if e.isa.vnni:
-                dot = e.dot(pairs, f.largest, _begin_k(e, f, e.at(room, 4 * k)))
-                total = e.plus_scaled(dot, scales[k], total, f.narrow(e))
+                dot = e.dot_bytes(pairs, f.largest, _begin_k(e, f, e.at(room, 4 * k)))
+                total = e.add_scaled(dot, scales[k], total, f.narrow(e))
             else:
                 total = f.dot(e, pairs, scales[k], total)
     total = _moved(e, lifts, s, room, total)
     share = f.join(e, total, _moved(e, offsets, s, room), factors)
-    return e.add(acc, e.mul(share, e.all_f32(d)))
+    return e.add(acc, e.mul(share, e.broadcast_f32(d)))
 
 
 def _tile_k(
@@ -213,7 +213,7 @@ def _tile_k(
     c: Value,
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
-    room = e.room(_SUMS * len(rows))
+    room = e.stack_buffer(_SUMS * len(rows))
     rooms = [e.at(room, _SUMS * t) for t in range(len(rows))]
     for row, place in zip(rows, rooms):
         _sums_k(e, f, e.at(s, row), place)
@@ -228,7 +228,7 @@ def _tile_k(
             begin = [_begin_k(e, f, e.at(place, four)) for place in rooms]
             for total, dots in zip(totals, _grid(e, at, per, xs, begin)):
                 for one, dot, scale in zip(total, dots, scales):
-                    e.set(one, e.plus_scaled(dot, scale, e.get(one), f.narrow(e)))
+                    e.set(one, e.add_scaled(dot, scale, e.get(one), f.narrow(e)))
         else:
             _scaled(e, f, at, per, xs, scales, totals)
     for g, panel in enumerate(panels):
@@ -246,7 +246,7 @@ def _scaled(
     for g, panel in enumerate(panels):
         words = [e.load(panel, offset=VECTOR * j) for j in range(count)]
         for total, x in zip(totals, xs):
-            pairs = [(word, e.all_i32(x, 4 * j)) for j, word in enumerate(words)]
+            pairs = [(word, e.broadcast_i32(x, 4 * j)) for j, word in enumerate(words)]
             e.set(total[g], f.dot(e, pairs, scales[g], e.get(total[g])))
 
 
@@ -263,7 +263,7 @@ def _add_k(
     factors = [e.load(at, F32S, VECTOR * j) for j in range(1 + f.minima)]
     total = _moved(e, lifts, s, room, total)
     share = f.join(e, total, _moved(e, offsets, s, room), factors)
-    e.store(e.add(e.load(c, F32S), e.mul(share, e.all_f32(d))), c)
+    e.store(e.add(e.load(c, F32S), e.mul(share, e.broadcast_f32(d))), c)
 
 
 __all__ = ["CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]

@@ -84,6 +84,6 @@ def workspace(typingctx, nbytes):
         raise RequireLiteralValue("a workspace has a literal size")
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        return Emit(builder).room(nbytes.literal_value)
+        return Emit(builder).stack_buffer(nbytes.literal_value)
 
     return types.int64(nbytes), generate

@@ -10,14 +10,14 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import args, as_f32, f32_bits, f32s, kernel, load_i64
 from ..simd.math import exp32
-from .elementwise import share
+from .elementwise import thread_range
 
 
 @kernel
 def _rms_norm(p, thread, threads):
     x, stride, w, y, rows_at, inner, width, eps = args(p, 8)
     weight = f32s(w)
-    first, last = share(load_i64(rows_at) * inner, thread, threads)
+    first, last = thread_range(load_i64(rows_at) * inner, thread, threads)
     for line in range(first, last):
         source = f32s(x + line // inner * stride + line % inner * width * 4)
         target = f32s(y + line * width * 4)
@@ -33,7 +33,7 @@ def _rms_norm(p, thread, threads):
 def _layer_norm(p, thread, threads):
     x, stride, w, b, y, rows_at, inner, width, eps = args(p, 9)
     weight, bias = f32s(w), f32s(b)
-    first, last = share(load_i64(rows_at) * inner, thread, threads)
+    first, last = thread_range(load_i64(rows_at) * inner, thread, threads)
     for line in range(first, last):
         source = f32s(x + line // inner * stride + line % inner * width * 4)
         target = f32s(y + line * width * 4)
@@ -55,7 +55,7 @@ def _layer_norm(p, thread, threads):
 @kernel
 def _softmax(p, thread, threads):
     x, stride, y, rows_at, inner, width = args(p, 6)
-    first, last = share(load_i64(rows_at) * inner, thread, threads)
+    first, last = thread_range(load_i64(rows_at) * inner, thread, threads)
     for line in range(first, last):
         source = f32s(x + line // inner * stride + line % inner * width * 4)
         target = f32s(y + line * width * 4)

@@ -41,8 +41,8 @@ FORMATS: dict[str, Any] = {
     f.name: f
     for f in (
         Plain("f32", 0, 1, 64, "load_f32"),
-        Plain("f16", 1, 1, 32, "halves"),
-        Plain("bf16", 2, 1, 32, "brains"),
+        Plain("f16", 1, 1, 32, "load_f16"),
+        Plain("bf16", 2, 1, 32, "load_bf16"),
         Q8("q8_0", 3, 32, 16 * 34, 255),
         Nibbles("q5_0", 4, 32, 16 * 22, 31),
         Q4K("q4_k", 5, 256, 16 * 144, 32, 15),

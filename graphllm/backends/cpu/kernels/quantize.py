@@ -22,20 +22,21 @@ from .quantize_weights import ENCODE_32, ROUND, ROUND_BITS, Encode
 from .quantize_weights_k import ENCODE_K
 
 _PIECE = 4096  # columns that a thread takes at a time
-_TINY, _ENDLESS, _NAN = 0x0D800000, 0x7F800000, 0x7FC00000  # bits of 2**-100, infinity, NaN
+_TINY_BITS = 0x0D800000  # of 2**-100
+_INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 
 
 def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
     """(127 / amax, d, whether the block has values) from the bits of amax, an int32."""
     b = e.b
-    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _ENDLESS))
-    some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY))
+    finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
+    some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY_BITS))
     live = b.and_(finite, some)
     one = ir.Constant(F32, 1.0)
     amax, most = b.select(live, b.bitcast(largest, F32), one), ir.Constant(F32, 127.0)
-    d = b.bitcast(e.ratio(amax, most), I32)
-    d = b.select(live, d, b.select(finite, ir.Constant(I32, 0), ir.Constant(I32, _NAN)))
-    return e.ratio(most, amax), d, live
+    d = b.bitcast(e.divide_positive(amax, most), I32)
+    d = b.select(live, d, b.select(finite, ir.Constant(I32, 0), ir.Constant(I32, _NAN_BITS)))
+    return e.divide_positive(most, amax), d, live
 
 
 def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
@@ -119,7 +120,7 @@ def quantise_act(ctx: KernelContext) -> Launch:
 _ENCODE = {**ENCODE_32, **ENCODE_K}
 _RUN = 256  # elements that are encoded together: a block, or eight of 32
 _PART = 1 << 15  # elements that a thread takes at a time, a multiple of all runs
-_LOADS = {"f32": Encode.load_f32, "f16": Encode.halves, "bf16": Encode.brains}
+_LOADS = {"f32": Encode.load_f32, "f16": Encode.load_f16, "bf16": Encode.load_bf16}
 
 
 @intrinsic(prefer_literal=True)

@@ -53,12 +53,12 @@ class Encode(Emit):
 
     def over(self, x: Value, divisor: float) -> Value:
         """x / divisor, correctly rounded, with its sign even where it is zero."""
-        whole = self.ratio(self.magnitude(x), self.f32(abs(divisor)))
+        whole = self.divide_positive(self.magnitude(x), self.f32(abs(divisor)))
         return self.signed(whole, x, self.f32(divisor))
 
     def inverse(self, x: Value) -> Value:
         """1 / x; 0 where that is not a finite number."""
-        found = self.bits_of(self.ratio(self.f32(1.0), self.magnitude(x)))
+        found = self.bits_of(self.divide_positive(self.f32(1.0), self.magnitude(x)))
         finite = self.b.icmp_signed("<", found, self.i32(_ENDLESS))
         found = self.b.select(finite, found, self.i32(0))
         return self.signed(self.b.bitcast(found, F32S), x)
@@ -251,7 +251,7 @@ def _mxfp4(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     for i, block in enumerate(_blocks(vectors)):
         e.store(e.b.trunc(e.b.extract_element(code, ir.Constant(I32, i)), I8), at, 17 * i)
         one = e.lane(e.b.bitcast(d, F32S), i)
-        low, high = (_e2m1(e, x, e.ratio(e.magnitude(x), one)) for x in block)
+        low, high = (_e2m1(e, x, e.divide_positive(e.magnitude(x), one)) for x in block)
         e.store_nibbles(low, high, at, 17 * i + 1)
     return e.endless(vectors)
 

@@ -78,7 +78,7 @@ def _joined(e: Encode, parts: Iterable[Value], shifts: Iterable[int]) -> Value:
 
 def _tail(e: Encode, x: Value, first: int) -> Value:
     """Lanes ``first`` and on, in front; what follows means nothing."""
-    return e.pick(x, range(first, LANES))
+    return e.select_lanes(x, range(first, LANES))
 
 
 def _store_bit_pairs(e: Encode, q: Sequence[Value], at: Value, offset: int) -> None:
@@ -170,7 +170,7 @@ def _iq4_xs(e: Encode, vectors: Sequence[Value], at: Value) -> Value:
     e.store_half(fitted.d, 0, at, 0)
     e.store_half(e.b.trunc(both, I16S), 0, at, 2)
     low = e.mask(six, 15)
-    even, odd = e.pick(low, range(0, 8, 2)), e.pick(low, range(1, 8, 2))
+    even, odd = e.select_lanes(low, range(0, 8, 2)), e.select_lanes(low, range(1, 8, 2))
     e.store_bytes(e.b.or_(even, e.shl(odd, 4)), at, 4, 4)
     inverse, q = e.inverse(fitted.step), []
     for i, x in enumerate(vectors):

@@ -11,19 +11,17 @@ from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import Options
 from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import threads_for
+from ..runtime.device import Launch, Site
+from ..runtime.isa import thread_count
 from ..runtime.jit import args, as_f32, f32_bits, f32s, helper, i32s, kernel, load_i64
 from ..simd.math import cos_sin
-from .elementwise import share
+from .elementwise import thread_range
 
 
 @helper
-def angles(position, inverse, half, attention_factor, c, s):
-    """Write ``half`` cosines and sines of a position to the float32 arrays at ``c`` and ``s``.
-
-    All are multiplied with ``attention_factor``.
-    """
+def cos_sin_table(position, inverse, half, magnitude, c, s):
+    """Cosines and sines of a position, ``half`` of each, times the magnitude, to addresses ``c``
+    and ``s``."""
     frequency, cosines, sines = f32s(inverse), f32s(c), f32s(s)
     for i in range(half):
         cosine, sine = cos_sin(float64(float32(position) * frequency[i]))
@@ -31,7 +29,7 @@ def angles(position, inverse, half, attention_factor, c, s):
 
 
 @helper
-def turn(x, y, width, half, step, c, s):
+def rotate_head(x, y, width, half, step, c, s):
     """One head at ``x`` turned to ``y``; ``step``: 1 where a pair is half a head apart, else 2."""
     source, target, cosines, sines = f32s(x), f32s(y), f32s(c), f32s(s)
     second = half if step == 1 else 1  # from a pair's first element to its second
@@ -45,50 +43,56 @@ def turn(x, y, width, half, step, c, s):
 
 @kernel
 def _rope(p, thread, threads):
-    x, stride, pos, inverse, y, rows_at, heads, width, half, step, attention_factor, scratch = args(
-        p, 12
-    )
-    first, last = share(load_i64(rows_at), thread, threads)
+    x, stride, pos, inverse, y, rows_at, heads, width, half, step, magnitude, scratch = args(p, 12)
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     c, s = scratch + thread * half * 8, scratch + (thread * 2 + 1) * half * 4
     for row in range(first, last):
-        angles(i32s(pos)[row], inverse, half, as_f32(attention_factor), c, s)
+        cos_sin_table(i32s(pos)[row], inverse, half, as_f32(magnitude), c, s)
         for head in range(heads):
             at = 4 * head * width
-            turn(x + row * stride + at, y + 4 * row * heads * width + at, width, half, step, c, s)
+            rotate_head(
+                x + row * stride + at, y + 4 * row * heads * width + at, width, half, step, c, s
+            )
 
 
-def rotated(node: Any) -> int:
+def rotary_dims(node: Any) -> int:
     """How many elements of a head turn."""
     return node.attrs["dims"] or node.src[0].shape[-1]
 
 
 def _scratch(node: Tensor, options: Options) -> int:
-    return threads_for(options) * rotated(node) * 4
+    return thread_count(options) * rotary_dims(node) * 4
 
 
-def frequencies(ctx: KernelContext) -> int:
+def inverse_frequencies_address(site: Site) -> int:
     """The address of the radians a position of each pair."""
-    attrs = ctx.attrs
-    inverse = inverse_frequencies(rotated(ctx.node), attrs["base"], attrs["scale"])
-    if ctx.factors is not None:  # a weight, so it can be read now
-        inverse = inverse / ctx.factors.array()
-    return ctx.keep(inverse)
+    attrs = site.attrs
+    inverse = inverse_frequencies(rotary_dims(site.node), attrs["base"], attrs["scale"])
+    if site.factors is not None:  # a weight, so it can be read now
+        inverse = inverse / site.factors.array()
+    return site.keep(inverse)
 
 
 @BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=constant_factors)
-def rope(ctx: KernelContext) -> Launch:
-    x, dims = ctx.x, rotated(ctx.node)
+def rope(site: Site) -> Launch:
+    x, dims = site.x, rotary_dims(site.node)
     heads, width = x.meta.inner
-    step = 1 if ctx.attrs["style"] == "half" else 2
-    words = [x.address, x.row_stride, ctx.pos.address, frequencies(ctx), ctx.out.address]
-    words += [ctx.live(x.meta.rows), heads, width, dims // 2, step]
-    return Launch(_rope, [*words, f32_bits(ctx.attrs["attention_factor"]), ctx.scratch])
+    step = 1 if site.attrs["style"] == "half" else 2
+    words = [
+        x.address,
+        x.row_stride,
+        site.pos.address,
+        inverse_frequencies_address(site),
+        site.out.address,
+    ]
+    words += [site.live(x.meta.rows), heads, width, dims // 2, step]
+    return Launch(_rope, [*words, f32_bits(site.attrs["magnitude"]), site.scratch])
 
 
 @kernel
 def _positions_2d(p, thread, threads):
     pos, q_start, prefix_len, y, rows_at, sequences_at, part = args(p, 7)
-    first, last = share(load_i64(rows_at), thread, threads)
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     source, target = i32s(pos), i32s(y)
     for s in range(load_i64(sequences_at)):
         most = i32s(prefix_len)[s] - 1  # in the prompt
@@ -107,10 +111,10 @@ def positions_2d(ctx: KernelContext) -> Launch:
 @kernel
 def _sinusoids(p, thread, threads):
     pos, frequency, y, rows_at, width, offset = args(p, 6)
-    first, last = share(load_i64(rows_at), thread, threads)
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     for row in range(first, last):
         at, half = y + 4 * row * width, width // 2
-        angles(i32s(pos)[row] + offset, frequency, half, float32(1), at + 4 * half, at)
+        cos_sin_table(i32s(pos)[row] + offset, frequency, half, float32(1), at + 4 * half, at)
         if width % 2 != 0:
             f32s(at)[width - 1] = float32(0)
 

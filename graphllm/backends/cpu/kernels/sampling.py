@@ -15,8 +15,8 @@ from numba import float32, float64, int32, int64, uint32, uint64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
-from ..runtime.isa import threads_for
+from ..runtime.device import Launch, Site
+from ..runtime.isa import thread_count
 from ..runtime.jit import (
     args,
     f32s,
@@ -30,7 +30,7 @@ from ..runtime.jit import (
     next_chunk,
 )
 from ..simd.math import exp64
-from .elementwise import share
+from .elementwise import thread_range
 
 BLOCK = 64
 _LEAST, _MOST = int32(-(2**31)), int32(2**31 - 1)
@@ -48,10 +48,10 @@ def sort_key(bits, nan):
 
 
 @helper
-def _blocks(p, thread, threads, nan):
+def _block_maxima(p, thread, threads, nan):
     """The largest key of each block of each row."""
     x, stride, rows_at, width, tops, count = args(p, 6)
-    first, last = share(load_i64(rows_at) * count, thread, threads)
+    first, last = thread_range(load_i64(rows_at) * count, thread, threads)
     out = i32s(tops)
     for item in range(first, last):
         row, start = item // count, item % count * BLOCK
@@ -64,16 +64,16 @@ def _blocks(p, thread, threads, nan):
 
 @kernel
 def _blocks_nan_last(p, thread, threads):
-    _blocks(p, thread, threads, _LEAST)
+    _block_maxima(p, thread, threads, _LEAST)
 
 
 @kernel
 def _blocks_nan_first(p, thread, threads):
-    _blocks(p, thread, threads, _MOST)
+    _block_maxima(p, thread, threads, _MOST)
 
 
 @helper
-def highest(keys, count):
+def largest_key(keys, count):
     top = _LEAST
     for i in range(count):
         top = max(top, keys[i])
@@ -81,7 +81,7 @@ def highest(keys, count):
 
 
 @helper
-def _first(bits, width, tops, count, top, nan):
+def _first_index(bits, width, tops, count, top, nan):
     """The lowest index of those whose key is ``top``, the largest of a row."""
     for b in range(count):
         if tops[b] == top:
@@ -94,11 +94,11 @@ def _first(bits, width, tops, count, top, nan):
 @kernel
 def _argmax(p, thread, threads):
     x, stride, rows_at, width, tops, count, y = args(p, 7)
-    first, last = share(load_i64(rows_at), thread, threads)
+    first, last = thread_range(load_i64(rows_at), thread, threads)
     for row in range(first, last):
         mine = i32s(tops + row * count * 4)
-        top = highest(mine, count)
-        i32s(y)[row] = _first(i32s(x + row * stride), width, mine, count, top, _LEAST)
+        top = largest_key(mine, count)
+        i32s(y)[row] = _first_index(i32s(x + row * stride), width, mine, count, top, _LEAST)
 
 
 # ------------------------------------------------------------------------------------------- draws
@@ -119,7 +119,7 @@ def _philox(seed, counter):
 
 
 @helper
-def _kth(keys, count, k):
+def _kth_largest(keys, count, k):
     """The k-th largest of ``count`` keys: the largest value that k of them reach."""
     low, high = int64(_LEAST), int64(2**31 - 1)
     while low < high:
@@ -137,7 +137,7 @@ def _kth(keys, count, k):
 @helper
 def _top_k(bits, width, tops, blocks, k, ids, keys):
     """Indices and keys of the k largest, in index order; their count."""
-    least = _kth(tops, blocks, k) if k <= blocks else _LEAST
+    least = _kth_largest(tops, blocks, k) if k <= blocks else _LEAST
     count = 0
     for b in range(blocks):
         if tops[b] >= least:
@@ -146,7 +146,7 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
                 if key >= least:
                     ids[count], keys[count] = i, key
                     count += 1
-    least = _kth(keys, count, k)
+    least = _kth_largest(keys, count, k)
     level = k  # how many of those equal to the k-th may stay
     for i in range(count):
         level -= 1 if keys[i] > least else 0
@@ -161,7 +161,7 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
 
 
 @helper
-def _weigh(logits, ids, keys, count, peak, temperature, weights):
+def _softmax_weights(logits, ids, keys, count, peak, temperature, weights):
     """exp((logit - max) / temperature) of each survivor."""
     for i in range(count):
         gap = (float64(logits[ids[i]]) - peak) / temperature
@@ -169,7 +169,7 @@ def _weigh(logits, ids, keys, count, peak, temperature, weights):
 
 
 @helper
-def _order(order, keys, count):
+def _sort_descending(order, keys, count):
     """Positions of the survivors, largest first, in the low halves of ``order``. Shell's sort."""
     for i in range(count):
         order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
@@ -189,7 +189,7 @@ def _order(order, keys, count):
 @helper
 def _cut_sorted(keys, weights, count, top_p, order):
     """The last survivor that top_p keeps, as (key, position)."""
-    _order(order, keys, count)
+    _sort_descending(order, keys, count)
     total = 0.0
     for i in range(count):
         total += weights[order[i] & 0xFFFFFFFF]
@@ -250,7 +250,7 @@ def _filter(keys, ids, weights, count, top_p, min_p, order):
 
 
 @helper
-def _pick(weights, ids, count, number):
+def _choose(weights, ids, count, number):
     """The survivor at ``number`` of the way through the summed weights."""
     total = 0.0
     for i in range(count):
@@ -275,12 +275,12 @@ def _sample(p, thread, threads):
     while row < rows:
         logits, bits = f32s(x + row * stride), i32s(x + row * stride)
         mine = i32s(tops + row * blocks * 4)
-        top = highest(mine, blocks)
+        top = largest_key(mine, blocks)
         if top >= _INF or top == _MINUS_INF:  # NaN, +inf or nothing but -inf
             i32s(y)[row] = -1
             row = next_chunk(p)
             continue
-        best = _first(bits, width, mine, blocks, top, _MOST)
+        best = _first_index(bits, width, mine, blocks, top, _MOST)
         if not f32s(temperatures)[row] > 0:
             i32s(y)[row] = best
             row = next_chunk(p)
@@ -294,11 +294,11 @@ def _sample(p, thread, threads):
                 ids[i], keys[i] = i, sort_key(bits[i], _MOST)
         least = float64(f32s(mins)[row])
         if top_p < 1 or least > 0:
-            _weigh(logits, ids, keys, count, peak, 1.0, weights)
+            _softmax_weights(logits, ids, keys, count, peak, 1.0, weights)
             count = _filter(keys, ids, weights, count, top_p, least, order)
-        _weigh(logits, ids, keys, count, peak, float64(f32s(temperatures)[row]), weights)
+        _softmax_weights(logits, ids, keys, count, peak, float64(f32s(temperatures)[row]), weights)
         number = float64(_philox(i64s(seeds)[row], i32s(counts)[row]) >> uint64(8)) * 2.0**-24
-        i32s(y)[row] = _pick(weights, ids, count, number)
+        i32s(y)[row] = _choose(weights, ids, count, number)
         row = next_chunk(p)
 
 
@@ -306,7 +306,7 @@ def _sample(p, thread, threads):
 
 
 @helper
-def _times(ids, first, count):
+def _occurrences(ids, first, count):
     """How often ``ids[first]`` stands from there on; 0 where it has come before."""
     token, times = ids[first], 0
     for i in range(first):
@@ -321,7 +321,8 @@ def _times(ids, first, count):
 def _penalise(p, thread, threads):
     x, stride, rows_at, width, y, history, ring, stop, stops = args(p, 9)
     counts, repeats, presences, frequencies, least = args(p + 72, 5)
-    first, last = share(width, thread, threads)  # of the columns: no thread waits for another
+    # Threads share out the columns, so that none waits for another.
+    first, last = thread_range(width, thread, threads)
     for row in range(load_i64(rows_at)):
         source, target = f32s(x + row * stride), f32s(y + row * width * 4)
         for i in range(first, last):
@@ -329,7 +330,7 @@ def _penalise(p, thread, threads):
         past, repeat = i32s(history + row * ring * 4), f32s(repeats)[row]
         for i in range(ring):
             if first <= past[i] < last:
-                times = _times(past, i, ring)
+                times = _occurrences(past, i, ring)
                 if times > 0:
                     value = target[past[i]]
                     value = value / repeat if value > float32(0) else value * repeat
@@ -360,7 +361,7 @@ def _each_nbytes(width: int) -> int:
 
 def _sample_scratch(node: Tensor, options: Options) -> int:
     width = int(node.sources[0].shape[1])  # type: ignore[arg-type]
-    return _tops_nbytes(node) + threads_for(options) * _each_nbytes(width)
+    return _tops_nbytes(node) + thread_count(options) * _each_nbytes(width)
 
 
 def _words(ctx: KernelContext, name: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..simd.emitter import F32, F32S, I32, I32S, LANES, Emit, Value
-from .attention_vectors import fold, micro, shuffle
+from .attention_vectors import fold, shuffle, tuple_intrinsic
 
 _LEAST = -87.0  # below it e^x is taken as zero: it would not be a normal number
 _LOG2E = 1.4426950408889634
@@ -48,7 +48,7 @@ def _first(e: Emit, x: Value) -> Value:
     return e.b.extract_element(x, ir.Constant(I32, 0))
 
 
-def _soften(
+def _softmax_row(
     e: Emit, row: Value, first: Value, count: Value, low: Value, high: Value, scale: Value,
     top: Value, total: Value,
 ) -> None:  # fmt: skip
@@ -85,4 +85,4 @@ def _soften(
     e.store(_first(e, e.b.select(broken, finite, largest)), top)
 
 
-soften = micro(_soften, 8)
+softmax_row = tuple_intrinsic(_softmax_row, 8)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ....graph.tensor import Var
 from ....ops import Cost, get
 from ... import Bound, Operand
-from .step_interpreter import ALONE, MEET
+from .step_interpreter import BARRIER, ONE_THREAD
 
 # What one thread does in about two microseconds: bytes within its caches, and operations.
 _BYTES, _FLOPS = 64 << 10, 128 << 10
@@ -42,19 +42,19 @@ class _Touched:
         )
 
 
-def meetings(steps: Sequence[Bound]) -> list[int]:
-    """The flags of each step's last entry: ALONE, MEET. The team always meets after the last."""
+def barrier_flags(steps: Sequence[Bound]) -> list[int]:
+    """Flags (ONE_THREAD, BARRIER) of the last entry of each step; the last step ends with BARRIER."""
     flags: list[int] = []
     pending: list[_Touched] = []  # steps since the last meeting
     for step in steps:
         now = _touched(step)
         if any(before.conflicts(now) for before in pending):
-            flags[-1] |= MEET
+            flags[-1] |= BARRIER
             pending = []
         pending.append(now)
-        flags.append(ALONE if now.alone else 0)
+        flags.append(ONE_THREAD if now.alone else 0)
     if flags:
-        flags[-1] |= MEET
+        flags[-1] |= BARRIER
     return flags
 
 
@@ -75,7 +75,7 @@ def _small(step: Bound) -> bool:
     return price.bytes <= _BYTES and price.flops <= _FLOPS
 
 
-def short(steps: Sequence[Bound]) -> bool:
+def is_short(steps: Sequence[Bound]) -> bool:
     """Whether the steps together are over too soon for anybody to wish to interrupt them."""
     prices = [_price(step) for step in steps]
     return (

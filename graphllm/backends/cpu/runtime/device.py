@@ -12,11 +12,11 @@ from ....graph.tensor import Dim, Meta, Var
 from ....system_info import free_bytes
 from ... import Bound, Header, Log, Operand, Options, kernel_context
 from ..kernels.weight_packing import allocate
-from .barriers import meetings, short
-from .isa import threads_for
-from .jit import HIDDEN, Kernel
-from .step_interpreter import ALONE, ENTRY, MEET, TICKET, TIMES
-from .thread_pool import TEAM
+from .barriers import barrier_flags, is_short
+from .isa import thread_count
+from .jit import HEADER_WORDS, Kernel
+from .step_interpreter import BARRIER, COUNTER_WORDS, ENTRY_WORDS, ONE_THREAD, TIMESTAMPS
+from .thread_pool import THREAD_POOL
 
 _ALIGN = 64
 
@@ -30,7 +30,7 @@ class Launch:
 
     kernel: Kernel
     words: Sequence[int]
-    joined: bool = False
+    overlaps_previous: bool = False
 
 
 class OperandRef(kernel_context.OperandRef):
@@ -68,7 +68,7 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
         return int(table.ctypes.data)
 
 
-class Program:
+class CompiledProgram:
     """Steps ready for the team: entries and argument blocks that stay where they are.
 
     ``launches`` and ``flags`` (see meetings.py): one for each step. ``keep``: what the argument
@@ -87,22 +87,22 @@ class Program:
         self._keep = (keep, _kernels(launches))
         self._blocks: list[np.ndarray] = []
         count = len(self._keep[1])
-        self._tickets = np.zeros((count, TICKET), np.int64)
+        self._tickets = np.zeros((count, COUNTER_WORDS), np.int64)
         entries: list[tuple[int, int, int, int]] = []
         for index, (parts, flag) in enumerate(zip(launches, flags), 1):
             for launch in parts:
                 tickets = int(self._tickets[len(self._blocks)].ctypes.data)
-                block = np.array([tickets, TEAM.control, *launch.words], np.int64)
+                block = np.array([tickets, THREAD_POOL.control, *launch.words], np.int64)
                 self._blocks.append(block)
-                address = int(block.ctypes.data) + 8 * HIDDEN
-                if launch.joined:
-                    entries[-1] = (*entries[-1][:3], flag & ALONE)
+                address = int(block.ctypes.data) + 8 * HEADER_WORDS
+                if launch.overlaps_previous:
+                    entries[-1] = (*entries[-1][:3], flag & ONE_THREAD)
                 # Parts of a step wait for each other, unless one thread runs them all.
-                between = flag & ALONE or MEET
+                between = flag & ONE_THREAD or BARRIER
                 entries.append((launch.kernel.address, address, -1, between))
             address, words = entries.pop()[:2] if parts else (0, 0)
             entries.append((address, words, index, flag))
-        self._entries = np.array(entries, np.int64).reshape(-1, ENTRY)
+        self._entries = np.array(entries, np.int64).reshape(-1, ENTRY_WORDS)
         self._size = len(flags)
         where = int(self._entries.ctypes.data), int(self._tickets.ctypes.data)
         self._words = np.array([where[0], len(entries), 0, where[1], count], np.int64)
@@ -111,14 +111,14 @@ class Program:
     def run(self, log: Log | None) -> None:
         """See `graphllm.backends.Segment`. Without a log the program has no place for times."""
         if log is None:
-            TEAM.run(self._address, self._threads, self._short)
+            THREAD_POOL.run(self._address, self._threads, self._short)
             return
         times = np.zeros(self._size + 1, np.int64)
-        self._words[TIMES] = int(times.ctypes.data)
+        self._words[TIMESTAMPS] = int(times.ctypes.data)
         try:
-            TEAM.run(self._address, self._threads, self._short)
+            THREAD_POOL.run(self._address, self._threads, self._short)
         finally:
-            self._words[TIMES] = 0
+            self._words[TIMESTAMPS] = 0
         log.runs.append((times, times[:-1]))
 
 
@@ -132,7 +132,7 @@ class CpuDevice:
     memory = "host"
 
     def __init__(self, options: Options) -> None:
-        self.threads = threads_for(options)
+        self.threads = thread_count(options)
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
     def alloc(self, nbytes: int) -> np.ndarray:
@@ -171,7 +171,7 @@ class CpuDevice:
         aligned[:] = packed
         return aligned
 
-    def build(self, steps: Sequence[Bound], header: Header) -> Program:
+    def build(self, steps: Sequence[Bound], header: Header) -> CompiledProgram:
         """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
         contexts = [KernelContext(step, header, self.threads) for step in steps]
         launches = []
@@ -187,8 +187,8 @@ class CpuDevice:
                 each.compile()
         if total:
             self.progress("compiling kernels", total, total)
-        keep = (list(steps), contexts, header)
-        return Program(self.threads, launches, meetings(steps), keep, short(steps))
+        keep = (list(steps), sites, header)
+        return CompiledProgram(self.threads, launches, barrier_flags(steps), keep, is_short(steps))
 
 
 def _array(operand: Operand) -> np.ndarray:

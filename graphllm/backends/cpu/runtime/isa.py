@@ -92,7 +92,7 @@ def isa() -> ISA:
 # ------------------------------------------------------------------------------------------- cores
 
 
-def _limit(folder: Path) -> float:
+def _group_cores(folder: Path) -> float:
     """Cores that one control group allows, infinity where it does not limit them."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()[:2]
@@ -105,7 +105,7 @@ def _limit(folder: Path) -> float:
     return int(limit) / max(1, int(period)) if limited else inf
 
 
-def _groups(process: Path) -> Iterator[Path]:
+def _control_groups(process: Path) -> Iterator[Path]:
     """The folders of the process's control groups that may limit it, those around them included.
 
     ``process``: /proc/self. A container may see its groups mounted as if they were the root.
@@ -126,10 +126,10 @@ def _groups(process: Path) -> Iterator[Path]:
         yield from (f for f in (group, *group.parents) if f.is_relative_to(point))
 
 
-def quota(process: Path = Path("/proc/self")) -> float:
+def cgroup_cores(process: Path = Path("/proc/self")) -> float:
     """Cores that the process's control groups allow, infinity where they do not limit it."""
     try:
-        return min(map(_limit, _groups(process)), default=inf)
+        return min(map(_group_cores, _control_groups(process)), default=inf)
     except (OSError, ValueError):  # no Linux
         return inf
 
@@ -145,22 +145,24 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on this system
         cores = os.cpu_count() or 1
-    return max(1, ceil(min(cores, quota())))
+    return max(1, ceil(min(cores, cgroup_cores())))
 
 
 MAX_THREADS = 256
 
 
-def threads_for(options: Options) -> int:
+def thread_count(options: Options) -> int:
     """The size of the thread team that these options ask for: at most one thread a core.
 
     Threads that share cores are held up by each other at every meeting and compute nothing sooner.
     """
-    return min(_capped(options.threads) if options.threads > 0 else usable_cores(), MAX_THREADS)
+    return min(
+        _at_most_cores(options.threads) if options.threads > 0 else usable_cores(), MAX_THREADS
+    )
 
 
 @cache
-def _capped(threads: int) -> int:
+def _at_most_cores(threads: int) -> int:
     """As many of the threads asked for as there are cores; a line of warning if that is fewer."""
     cores = usable_cores()
     if threads > cores:

@@ -50,8 +50,8 @@ from .kernel_key import code_key
 # Words of the control block that kernels know; team.py knows the others. A cache line each.
 ABORT, STATUS = 0, 8
 # Hidden words before an argument block: the control block, and the launch's ticket counter.
-CONTROL_AT, TICKET_AT, HIDDEN = -1, -2, 2
-STOPPED = 1 << 40  # the ticket that nobody has work for
+CONTROL_WORD, COUNTER_WORD, HEADER_WORDS = -1, -2, 2
+NO_CHUNK = 1 << 40  # the ticket that nobody has work for
 
 # --------------------------------------------------------------------------------------- compiling
 
@@ -71,7 +71,7 @@ _PLAIN = (int, str, bool, float, type(None))
 _PROCESS, _made = secrets.token_hex(6), itertools.count()
 
 
-def distinct(function: Any) -> Any:
+def with_unique_name(function: Any) -> Any:
     """Give a function a name that no other has, in this process or in another.
 
     Numba makes symbols of a function's name and a count of the functions seen so far. Siblings from
@@ -87,20 +87,20 @@ _HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
 
 def helper(function: Callable[..., Any]) -> Any:
     """Decorator for a function that kernels call. It is compiled into each of them."""
-    return njit(**_HELPER)(distinct(function))
+    return njit(**_HELPER)(with_unique_name(function))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
-    return njit(**_HELPER, forceinline=True)(distinct(function))
+    return njit(**_HELPER, forceinline=True)(with_unique_name(function))
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
-    return njit(boundscheck=False, error_model="numpy")(distinct(function))
+    return njit(boundscheck=False, error_model="numpy")(with_unique_name(function))
 
 
-class _Whole(JITCodeLibrary):
+class _SelfContainedLibrary(JITCodeLibrary):
     """A kernel's machine code, with the functions that it calls as its own.
 
     Numba has them found by their names in the process: those that were compiled first, for another
@@ -117,7 +117,7 @@ class _Whole(JITCodeLibrary):
 
 def _pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
     """Numba's compiler, at work on a library of ours."""
-    library = _Whole(target.codegen(), name)
+    library = _SelfContainedLibrary(target.codegen(), name)
     library.enable_object_caching()
     return Compiler(typing, target, library, *rest)
 
@@ -133,7 +133,7 @@ class Kernel:
         own = _closure(function) if key is None else key
         self.label = f"{self.name}[{', '.join(map(str, own))}]" if own else self.name
         self._cache = DiskCache(repr((self.name, own, code_key(function, closure=False))))
-        self.function = distinct(function)
+        self.function = with_unique_name(function)
 
     @property
     def compiled(self) -> bool:
@@ -171,8 +171,8 @@ class Kernel:
     def _done(self, how: str, start: float, code: Callable[[], bytes]) -> None:
         self.seconds = time.perf_counter() - start
         debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
-        if perf_map.wanted():
-            perf_map.add(self.label, self._library, code())
+        if perf_map.enabled():
+            perf_map.add_symbols(self.label, self._library, code())
 
     def _compile(self) -> tuple[Any, str]:
         pipeline: Any = partial(_pipeline, self.name)
@@ -273,13 +273,13 @@ def next_chunk(typingctx, p):
     """The next ticket, int64 from 0; a huge one once the run is being stopped."""
 
     def generate(context, builder, sig, values):
-        control = builder.load(_word(builder, values[0], CONTROL_AT))
-        counter = builder.load(_word(builder, values[0], TICKET_AT))
+        control = builder.load(_word(builder, values[0], CONTROL_WORD))
+        counter = builder.load(_word(builder, values[0], COUNTER_WORD))
         abort = builder.load_atomic(_word(builder, control, ABORT), "monotonic", 8)
         one = ir.Constant(I64, 1)
         ticket = builder.atomic_rmw("add", _word(builder, counter, 0), one, "monotonic")
         go = builder.icmp_signed("==", abort, ir.Constant(I64, 0))
-        return builder.select(go, ticket, ir.Constant(I64, STOPPED))
+        return builder.select(go, ticket, ir.Constant(I64, NO_CHUNK))
 
     return int64(int64), generate
 
@@ -289,7 +289,7 @@ def set_status(typingctx, p, code):
     """Report that this run went wrong: the first code other than 0 is kept and raised later."""
 
     def generate(context, builder, sig, values):
-        control = builder.load(_word(builder, values[0], CONTROL_AT))
+        control = builder.load(_word(builder, values[0], CONTROL_WORD))
         zero = ir.Constant(I64, 0)
         builder.cmpxchg(_word(builder, control, STATUS), zero, values[1], "monotonic", "monotonic")
         return context.get_dummy_value()

@@ -28,12 +28,12 @@ class _Function(NamedTuple):
     nbytes: int
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """Whether the environment asks for the map."""
     return os.environ.get("GRAPHLLM_PERF_MAP", "") not in ("", "0")
 
 
-def add(name: str, library: Any, code: bytes) -> None:
+def add_symbols(name: str, library: Any, code: bytes) -> None:
     """Add the functions of a kernel's library, all under the kernel's ``name``. ``code``: the
     library's object file.
 

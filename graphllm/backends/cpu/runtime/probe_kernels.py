@@ -17,11 +17,11 @@ from ..simd.vectors import vector
 from .isa import ISA, isa
 from .jit import Kernel, args, i64s, kernel, next_chunk
 
-TURN = 4 * VECTOR  # bytes that a turn of a loop over memory moves
+ITERATION_BYTES = 4 * VECTOR  # bytes that a turn of a loop over memory moves
 _CHUNK = 256 << 10  # bytes that a thread takes at a time
-_AHEAD = 1024  # bytes between a load and what is asked for
-TURNING = 16  # turns after which the factors of multiply-adds are the same again
-OPERANDS = 2 * TURNING  # vectors that factors are taken from, in the first level of cache
+_PREFETCH_BYTES = 1024  # bytes between a load and what is asked for
+FACTOR_PERIOD = 16  # turns after which the factors of multiply-adds are the same again
+FACTOR_VECTORS = 2 * FACTOR_PERIOD  # vectors that factors are taken from; they fit the L1 cache
 _ONE = 0x3F800000  # the float32 1.0, which is written
 _HALVES = vector(F16, VECTOR // 2)
 _LEAST = min(form.largest for form in FORMATS.values() if form.block > 1)  # of largest numbers
@@ -40,16 +40,16 @@ def _mover(reads: bool, writes: bool, ahead: int) -> Any:
     def move(typingctx, source, target, nbytes):
         def generate(context, builder, sig, values):
             e = Emit(builder)
-            sums = [e.variable(e.i32(0)) for _ in range(TURN // VECTOR)]
-            with e.loop(e.b.sdiv(values[2], e.count(TURN))) as loop:
-                at, to = (e.at(base, e.times(loop.index, TURN)) for base in values[:2])
+            sums = [e.variable(e.i32(0)) for _ in range(ITERATION_BYTES // VECTOR)]
+            with e.loop(e.b.sdiv(values[2], e.count(ITERATION_BYTES))) as loop:
+                at, to = (e.at(base, e.times(loop.index, ITERATION_BYTES)) for base in values[:2])
                 for i, total in enumerate(sums):
                     value = _read(e, at, i * VECTOR, ahead) if reads else e.i32(_ONE)
                     if writes:
-                        e.store_past(value, to, i * VECTOR)
+                        e.store_nontemporal(value, to, i * VECTOR)
                     else:
                         e.set(total, e.b.xor(e.get(total), value))
-            return _folded(e, [e.get(total) for total in sums])
+            return _xor_lanes(e, [e.get(total) for total in sums])
 
         return types.int64(*[types.int64] * 3), generate
 
@@ -62,7 +62,7 @@ def _read(e: Emit, at: Value, offset: int, ahead: int) -> Value:
     return e.load(at, offset=offset)
 
 
-def _folded(e: Emit, vectors: list[Value]) -> Value:
+def _xor_lanes(e: Emit, vectors: list[Value]) -> Value:
     """All bits of some vectors in an int64, so that none is left out."""
     found = e.b.bitcast(vectors[0], I32S)
     for each in vectors[1:]:
@@ -70,11 +70,11 @@ def _folded(e: Emit, vectors: list[Value]) -> Value:
     return e.b.zext(e.reduce("add", found), I64)
 
 
-def over_memory(reads: bool, writes: bool) -> Kernel:
+def memory_kernel(reads: bool, writes: bool) -> Kernel:
     """Arguments: source, target, bytes, and an int64 for each thread that keeps what was read."""
-    move = _mover(reads, writes, _AHEAD)
+    move = _mover(reads, writes, _PREFETCH_BYTES)
 
-    @kernel(key=("over memory", reads, writes, _AHEAD, TURN))
+    @kernel(key=("over memory", reads, writes, _PREFETCH_BYTES, ITERATION_BYTES))
     def run(p, thread, threads):
         source, target, nbytes, sink = args(p, 4)
         chunk, total = next_chunk(p), 0
@@ -87,29 +87,30 @@ def over_memory(reads: bool, writes: bool) -> Kernel:
     return run
 
 
-_again = _mover(True, False, 0)
+_read_cached = _mover(True, False, 0)
 
 
-@kernel(key=("cached", TURN))
-def cached(p, thread, threads):
+@kernel(key=("read_cached", ITERATION_BYTES))
+def read_cached(p, thread, threads):
     """All of a piece of memory, by every thread, so many times; each begins at another place."""
     start, nbytes, times, sink = args(p, 4)
-    first = nbytes // threads * thread // TURN * TURN
+    first = nbytes // threads * thread // ITERATION_BYTES * ITERATION_BYTES
     total = 0
     for _ in range(times):
-        total += _again(start + first, start, nbytes - first)
-        total += _again(start, start, first)
+        total += _read_cached(start + first, start, nbytes - first)
+        total += _read_cached(start, start, first)
     i64s(sink)[thread] = total
 
 
-read, write, copy = over_memory(True, False), over_memory(False, True), over_memory(True, True)
+read, write = memory_kernel(True, False), memory_kernel(False, True)
+copy = memory_kernel(True, True)
 
 
 # ------------------------------------------------------------------------------------ in registers
 
 
 @dataclass(frozen=True)
-class Chain:
+class MultiplyAddLoop:
     """How the target multiplies and adds at its highest rate.
 
     A turn of the loop adds products to ``sums`` independent vectors: to each those of ``owns``
@@ -138,12 +139,12 @@ class Chain:
         return 1 if self.fused else self.sums
 
     @property
-    def per_turn(self) -> int:
+    def operations_per_iteration(self) -> int:
         """Operations of a turn."""
         return self.operations * self.sums * self.owns * self.factors
 
 
-def chains(target: ISA | None = None) -> dict[str, Chain]:
+def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
     """The multiply-adds of the target by kind: ``f32``, ``int8``, and ``f16`` where it has them."""
     target = target or isa()
     fused = target.avx2 or not target.x86
@@ -151,24 +152,26 @@ def chains(target: ISA | None = None) -> dict[str, Chain]:
     # register of 32 on AVX-512, two of 16 on AVX2, four of 16 on other x86, four of 32 on Arm.
     sums = 12 if target.avx512 else 5 if fused else 2
     name = "fused" if fused else "a product and a sum"
-    found = {"f32": Chain(F32S, 2 * 16, name, sums, fused=fused)}
+    found = {"f32": MultiplyAddLoop(F32S, 2 * 16, name, sums, fused=fused)}
     if target.fp16:
-        found["f16"] = Chain(_HALVES, 2 * 32, "fused, which no kernel here uses", sums)
+        found["f16"] = MultiplyAddLoop(_HALVES, 2 * 32, "fused, which no kernel here uses", sums)
     if target.vnni:
-        found["int8"] = Chain(I32S, 2 * 64, "vpdpbusd", sums)
+        found["int8"] = MultiplyAddLoop(I32S, 2 * 64, "vpdpbusd", sums)
     elif target.avx2:
         # Products of small numbers are added in int16 first: up to 43 of q2_k's, which are least.
         each = "vpmaddubsw and vpaddw; vpmaddwd and vpaddd after 42 of them"
-        found["int8"] = Chain(I32S, 2 * 64, each, 2 if target.avx512 else 1, 3, 14, fused=False)
+        found["int8"] = MultiplyAddLoop(
+            I32S, 2 * 64, each, 2 if target.avx512 else 1, 3, 14, fused=False
+        )
     else:  # bytes are extended to int16
-        found["int8"] = Chain(I32S, 2 * 32, "products of int16", 2, fused=False)
+        found["int8"] = MultiplyAddLoop(I32S, 2 * 32, "products of int16", 2, fused=False)
     return found
 
 
-def how() -> dict[str, str]:
+def instruction_names() -> dict[str, str]:
     """By kind, the instructions that multiply and add here, or why there are none."""
     none = {"f16": "not on this processor: kernels widen to float32"}
-    return none | {kind: chain.how for kind, chain in chains().items()}
+    return none | {kind: chain.how for kind, chain in multiply_add_loops().items()}
 
 
 def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Value]) -> Value:
@@ -176,38 +179,42 @@ def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Val
     if kind == "f32":
         return e.madd(owns[0], factors[0], total)
     if kind == "f16":
-        return e.madd_halves(owns[0], factors[0], total)
+        return e.madd_f16(owns[0], factors[0], total)
     if e.isa.avx2:
-        return e.dot([(own, factor) for factor in factors for own in owns], _LEAST, total)
-    return e.dot_pairs(owns[0], factors[0], total)
+        return e.dot_bytes([(own, factor) for factor in factors for own in owns], _LEAST, total)
+    return e.dot_i16(owns[0], factors[0], total)
 
 
-def emit_multiply(e: Emit, kind: str, operands: Value, turns: Value) -> Value:
-    """The loop over ``turns``, with `OPERANDS` vectors at ``operands``; an int64 that depends on
-    all sums. Sum i starts as vector i."""
-    chain = chains(e.isa)[kind]
+def emit_multiply_add(e: Emit, kind: str, operands: Value, turns: Value) -> Value:
+    """Emit the loop over ``turns`` with `FACTOR_VECTORS` vectors at ``operands``.
+
+    Sum i starts as vector i. Returns an int64 that depends on all sums.
+    """
+    chain = multiply_add_loops(e.isa)[kind]
     first = [e.load(operands, chain.form, i * VECTOR) for i in range(max(8, chain.sums))]
     totals = [e.variable(first[i]) for i in range(chain.sums)]
     with e.loop(turns) as loop:
         # Other factors in each turn: what stays the same would be computed before the loop.
-        which = e.b.and_(loop.index, e.count(TURNING - 1))
+        which = e.b.and_(loop.index, e.count(FACTOR_PERIOD - 1))
         at = e.at(operands, e.times(which, VECTOR))
         factors = [e.load(at, chain.form, i * VECTOR) for i in range(chain.factors)]
         for i, total in enumerate(totals):
             begin = i % chain.sets * chain.owns
             owns = first[begin : begin + chain.owns]
             e.set(total, _plus(e, kind, e.get(total), owns, factors))
-    return _folded(e, [e.get(total) for total in totals])
+    return _xor_lanes(e, [e.get(total) for total in totals])
 
 
 def multiply_add(kind: str) -> tuple[Kernel, int]:
-    """A kernel, and its operations in a turn. Arguments: `OPERANDS` vectors, turns, and an int64
-    for each thread."""
+    """Return a kernel and its operations per iteration.
+
+    Arguments: `FACTOR_VECTORS` vectors, iterations, and an int64 for each thread.
+    """
 
     @intrinsic
     def multiply(typingctx, operands, turns):
         def generate(context, builder, sig, values):
-            return emit_multiply(Emit(builder), kind, *values)
+            return emit_multiply_add(Emit(builder), kind, *values)
 
         return types.int64(types.int64, types.int64), generate
 
@@ -216,4 +223,4 @@ def multiply_add(kind: str) -> tuple[Kernel, int]:
         operands, turns, sink = args(p, 3)
         i64s(sink)[thread] = multiply(operands, turns)
 
-    return run, chains()[kind].per_turn
+    return run, multiply_add_loops()[kind].operations_per_iteration

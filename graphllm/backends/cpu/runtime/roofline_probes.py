@@ -21,10 +21,10 @@ from ...probe_results import Measured
 from .. import BACKEND
 from ..kernels.weight_packing import allocate
 from . import probe_kernels
-from .device import CpuDevice, Launch, Program
+from .device import CompiledProgram, CpuDevice, Launch
 from .isa import usable_cores
 from .jit import Kernel
-from .step_interpreter import MEET
+from .step_interpreter import BARRIER
 
 ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
 _WIDTH = 4096  # of the matrix
@@ -37,7 +37,7 @@ Run = Callable[[Log | None], None]
 
 
 @dataclass(frozen=True)
-class Try:
+class Probe:
     """``make`` gives what does ``work`` (bytes or operations) once, for a `Measured`'s table."""
 
     table: str
@@ -50,26 +50,26 @@ def _program(kernel: Kernel, threads: int, area: np.ndarray, *words: int) -> Run
     """One launch of a kernel whose last argument is an int64 for each thread."""
     sink = np.zeros(threads, np.int64)
     launch = Launch(kernel, [*words, sink.ctypes.data])
-    return Program(threads, [[launch]], [MEET], (area, sink)).run
+    return CompiledProgram(threads, [[launch]], [BARRIER], (area, sink)).run
 
 
-def reader(area: np.ndarray, threads: int) -> Run:
+def read_probe(area: np.ndarray, threads: int) -> Run:
     """A program that reads ``area``, whole turns of it."""
     return _program(probe_kernels.read, threads, area, area.ctypes.data, 0, area.nbytes)
 
 
-def writer(area: np.ndarray, threads: int) -> Run:
+def write_probe(area: np.ndarray, threads: int) -> Run:
     """A program that fills ``area`` with the float32 1.0, past the caches."""
     return _program(probe_kernels.write, threads, area, 0, area.ctypes.data, area.nbytes)
 
 
-def copier(area: np.ndarray, threads: int) -> Run:
+def copy_probe(area: np.ndarray, threads: int) -> Run:
     """A program that copies the first half of ``area`` to the second, past the caches."""
     start, half = area.ctypes.data, area.nbytes // 2
     return _program(probe_kernels.copy, threads, area, start, start + half, half)
 
 
-def product(area: np.ndarray, threads: int) -> Run:
+def matvec_probe(area: np.ndarray, threads: int) -> Run:
     """A program that multiplies one row of activations with ``area`` as float32 weights."""
     options = Options("float", threads)
     device, rows = CpuDevice(options), area.nbytes // (4 * _WIDTH)
@@ -84,15 +84,15 @@ def product(area: np.ndarray, threads: int) -> Run:
     return device.build([Bound(node, chosen, inputs, Operand(node.meta, places[1]))], Header()).run
 
 
-KINDS: dict[str, Callable[[np.ndarray, int], Run]] = {
-    "read": reader,
-    "float matrix-vector": product,
-    "write": writer,
-    "copy": copier,
+MEMORY_PROBES: dict[str, Callable[[np.ndarray, int], Run]] = {
+    "read": read_probe,
+    "float matrix-vector": matvec_probe,
+    "write": write_probe,
+    "copy": copy_probe,
 }
 
 
-def caches(folder: Path = _CACHES) -> dict[str, int]:
+def cache_sizes(folder: Path = _CACHES) -> dict[str, int]:
     """Sizes in bytes of the caches of data by name, ``L2 2 MB``; none where Linux does not say."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
@@ -105,29 +105,29 @@ def caches(folder: Path = _CACHES) -> dict[str, int]:
     return found
 
 
-def counts(cores: int) -> Iterator[int]:
+def thread_counts(cores: int) -> Iterator[int]:
     """Counts of threads to try: all of a few, else powers of two, and all cores."""
     yield from range(1, cores + 1) if cores <= 8 else [2**i for i in range(cores.bit_length())]
     if cores > 8 and cores & (cores - 1):
         yield cores
 
 
-def _tries(area: np.ndarray, threads: int) -> Iterator[Try]:
+def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
     """What so many threads do: go over memory and half of each cache, multiply and add."""
-    for kind, make in KINDS.items():
-        yield Try("memory", kind, area.nbytes, partial(make, area, threads))
+    for kind, make in MEMORY_PROBES.items():
+        yield Probe("memory", kind, area.nbytes, partial(make, area, threads))
     start = area.ctypes.data
-    for name, size in caches().items():
-        nbytes = size // 2 // probe_kernels.TURN * probe_kernels.TURN
+    for name, size in cache_sizes().items():
+        nbytes = size // 2 // probe_kernels.ITERATION_BYTES * probe_kernels.ITERATION_BYTES
         if nbytes <= area.nbytes // 4:  # else the buffer would not tell it from memory
             times = max(1, _LEAST // nbytes)
-            make = partial(_program, probe_kernels.cached, threads, area, start, nbytes, times)
-            yield Try("caches", name, nbytes * times * threads, make)
-    for kind in probe_kernels.chains():
+            make = partial(_program, probe_kernels.read_cached, threads, area, start, nbytes, times)
+            yield Probe("caches", name, nbytes * times * threads, make)
+    for kind in probe_kernels.multiply_add_loops():
         kernel, operations = probe_kernels.multiply_add(kind)
         turns = _OPERATIONS // operations
         make = partial(_program, kernel, threads, area, start, turns)
-        yield Try("peaks", kind, operations * turns * threads, make)
+        yield Probe("peaks", kind, operations * turns * threads, make)
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
@@ -136,9 +136,9 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
     ``show`` is told how far it is: what, done, total.
     """
     area = allocate(max(1, nbytes // _UNIT) * _UNIT)
-    writer(area, usable_cores())(None)  # as weights, and so that it is there
-    tries = [(n, each) for n in counts(usable_cores()) for each in _tries(area, n)]
-    found = Measured(how=probe_kernels.how())
+    write_probe(area, usable_cores())(None)  # as weights, and so that it is there
+    tries = [(n, each) for n in thread_counts(usable_cores()) for each in _probes(area, n)]
+    found = Measured(how=probe_kernels.instruction_names())
     for done, (threads, each) in enumerate(tries):
         show("measuring memory, caches and arithmetic", done, len(tries))
         seconds = _seconds(each.make())

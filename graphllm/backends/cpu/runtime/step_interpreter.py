@@ -3,8 +3,8 @@
 A program is five words: address and count of its entries, address of the time stamps (0: none),
 address and count of the launches' ticket counters, on a cache line each. An entry is four words:
 kernel address (0: nothing to call), argument block, which time stamp follows it (-1: none), and
-flags. Every thread walks the entries; one marked ALONE is run by the first thread only, and all
-meet after an entry marked MEET, as the last must be. All words below live in one control block.
+flags. Every thread goes through the entries; one marked ONE_THREAD is run by the first thread only,
+and all meet after an entry marked BARRIER, as the last must be. All words below live in one control block.
 
 Each run is a generation. Members 0 to n - 1 of the team run it; or, in a program that is over
 soon, the thread that asked for it is the first and members 1 to n - 1 are called.
@@ -23,24 +23,24 @@ from numba.extending import intrinsic
 from .jit import ABORT, I64, STATUS, _word, helper, kernel
 
 # Words of a program, and flags of an entry.
-ENTRIES, STEPS, TIMES, TICKETS, LAUNCHES = range(5)
-ALONE, MEET = 1, 2
-PROGRAM_WORDS, ENTRY, TICKET = 5, 4, 8  # sizes, in words
+ENTRIES, ENTRY_COUNT, TIMESTAMPS, COUNTERS, COUNTER_COUNT = range(5)
+ONE_THREAD, BARRIER = 1, 2
+PROGRAM_WORDS, ENTRY_WORDS, COUNTER_WORDS = 5, 4, 8  # sizes, in words
 
 # Words of the control block, after ABORT and STATUS (see jit.py).
 ARRIVED, PHASE, SLEEPERS, QUIT = 16, 24, 32, 40
-LEFT = 48  # members that are done with this generation
-GENERATION, PROGRAM, TEAM, CALLED = 56, 57, 58, 59  # its number; what, threads, members of them
-MEET_NS, REST_NS = 72, 73  # how long to spin at a meeting, at most, and between programs
+FINISHED = 48  # members that are done with this generation
+GENERATION, PROGRAM, THREADS, PARTICIPANTS = 56, 57, 58, 59
+BARRIER_SPIN_NS, IDLE_SPIN_NS = 72, 73  # longest spin at a barrier, and between programs
 TIMEOUT = 80  # a timespec
-MEMBERS, MEMBER = 88, 16  # the words of each member begin there, and are so many:
-CALL = 0  # the generation that it is called to
-ASLEEP, PATIENCE = 8, 9  # whether it sleeps; how long it spins at a meeting, in nanoseconds
+WORKERS, WORKER_WORDS = 88, 16  # the words of each member begin there, and are so many:
+RUN_GENERATION = 0  # the generation that it is called to
+ASLEEP, SPIN_LIMIT = 8, 9  # whether it sleeps; how long it spins at a meeting, in nanoseconds
 
 
-def words(members: int) -> int:
+def control_words(members: int) -> int:
     """The size of a control block for so many members."""
-    return MEMBERS + MEMBER * members
+    return WORKERS + WORKER_WORDS * members
 
 
 LINUX = sys.platform == "linux"
@@ -127,7 +127,7 @@ def clock_ns(typingctx):
 
 
 @intrinsic
-def give_way(typingctx):
+def yield_core(typingctx):
     """Let another thread have the core, if one waits for it."""
 
     def generate(context, builder, sig, values):
@@ -233,7 +233,7 @@ def spin(control, word, old, patience, yielding):
                 return True
             pause()
         if yielding:
-            give_way()
+            yield_core()
     return False
 
 
@@ -253,10 +253,10 @@ def wait_phase(control, thread, phase):
     Who spins in vain may keep off the core just the one it waits for, and is less patient the next
     time; on a machine with nothing else to do hardly anyone sleeps.
     """
-    own = control + 8 * (MEMBERS + MEMBER * thread + PATIENCE)
+    own = control + 8 * (WORKERS + WORKER_WORDS * thread + SPIN_LIMIT)
     patience = load(own)
     if spin(control, PHASE, phase, patience, False):
-        store(own, min(2 * patience, load(control + 8 * MEET_NS)))
+        store(own, min(2 * patience, load(control + 8 * BARRIER_SPIN_NS)))
     else:
         sleep(control, PHASE, phase, SLEEPERS)
         store(own, max(patience // 2, _LEAST_NS))
@@ -286,23 +286,23 @@ def barrier(control, thread, threads, stamp):
 
 
 @helper
-def walk(control, thread, threads):
+def run_program(control, thread, threads):
     """Run the program that the control block names."""
     program = load(control + 8 * PROGRAM)
-    entries, steps = load(program + 8 * ENTRIES), load(program + 8 * STEPS)
-    times = load(program + 8 * TIMES)
+    entries, steps = load(program + 8 * ENTRIES), load(program + 8 * ENTRY_COUNT)
+    times = load(program + 8 * TIMESTAMPS)
     if times != 0 and barrier(control, thread, threads, times):  # time begins when all are up
         return
     for i in range(steps):
-        entry = entries + 8 * ENTRY * i
+        entry = entries + 8 * ENTRY_WORDS * i
         address, block, flags = load(entry), load(entry + 8), load(entry + 24)
         stamp = times + 8 * load(entry + 16) if times != 0 and load(entry + 16) >= 0 else 0
         if address != 0:
-            if flags & ALONE == 0:
+            if flags & ONE_THREAD == 0:
                 call_kernel(address, block, thread, threads)
             elif thread == 0:
                 call_kernel(address, block, 0, 1)
-        if flags & MEET != 0:
+        if flags & BARRIER != 0:
             if barrier(control, thread, threads, stamp):
                 return
         elif thread == 0 and stamp != 0:
@@ -312,60 +312,62 @@ def walk(control, thread, threads):
 @kernel
 def worker(control, thread, threads):
     """The life of a team member: wait to be called, walk the program, begin again."""
-    word, generation = MEMBERS + MEMBER * thread, 0
+    word, generation = WORKERS + WORKER_WORDS * thread, 0
     while True:
-        if not spin(control, word + CALL, generation, load(control + 8 * REST_NS), True):
-            sleep(control, word + CALL, generation, word + ASLEEP)
-        generation = atomic_load(control, word + CALL)
+        if not spin(
+            control, word + RUN_GENERATION, generation, load(control + 8 * IDLE_SPIN_NS), True
+        ):
+            sleep(control, word + RUN_GENERATION, generation, word + ASLEEP)
+        generation = atomic_load(control, word + RUN_GENERATION)
         if atomic_load(control, QUIT) != 0:
             break
-        called = load(control + 8 * CALLED)
-        walk(control, thread, load(control + 8 * TEAM))
-        if atomic_add(control, LEFT, 1) == called - 1:
-            futex_wake(control, LEFT)
+        called = load(control + 8 * PARTICIPANTS)
+        run_program(control, thread, load(control + 8 * THREADS))
+        if atomic_add(control, FINISHED, 1) == called - 1:
+            futex_wake(control, FINISHED)
 
 
 @helper
-def call(control, program, first, threads):
+def start_generation(control, program, first, threads):
     """Begin a generation with members ``first`` to ``threads`` - 1. All have left the last one."""
-    tickets = load(program + 8 * TICKETS)
-    for i in range(load(program + 8 * LAUNCHES)):
-        store(tickets + 8 * TICKET * i, 0)
+    tickets = load(program + 8 * COUNTERS)
+    for i in range(load(program + 8 * COUNTER_COUNT)):
+        store(tickets + 8 * COUNTER_WORDS * i, 0)
     store(control + 8 * PROGRAM, program)
-    store(control + 8 * TEAM, threads)
-    store(control + 8 * CALLED, threads - first)
+    store(control + 8 * THREADS, threads)
+    store(control + 8 * PARTICIPANTS, threads - first)
     atomic_swap(control, ABORT, 0)
     atomic_swap(control, STATUS, 0)
-    atomic_swap(control, LEFT, 0)
+    atomic_swap(control, FINISHED, 0)
     generation = atomic_add(control, GENERATION, 1) + 1
     for i in range(first, threads):
-        word = MEMBERS + MEMBER * i
-        atomic_swap(control, word + CALL, generation)
+        word = WORKERS + WORKER_WORDS * i
+        atomic_swap(control, word + RUN_GENERATION, generation)
         if atomic_load(control, word + ASLEEP) > 0:
-            futex_wake(control, word + CALL)
+            futex_wake(control, word + RUN_GENERATION)
 
 
 @kernel
-def begin(control, program, threads):
+def start(control, program, threads):
     """Let members 0 to ``threads`` - 1 run the program; returns at once."""
-    call(control, program, 0, threads)
+    start_generation(control, program, 0, threads)
 
 
 @kernel
-def lead(control, program, threads):
+def run_with_caller(control, program, threads):
     """Run the program with the calling thread as the first of ``threads``.
 
     The others may leave it a little later. They touch nothing but the control block then.
     """
-    while atomic_load(control, LEFT) != load(control + 8 * CALLED):
-        give_way()
-    call(control, program, 1, threads)
-    walk(control, 0, threads)
+    while atomic_load(control, FINISHED) != load(control + 8 * PARTICIPANTS):
+        yield_core()
+    start_generation(control, program, 1, threads)
+    run_program(control, 0, threads)
 
 
 @kernel
-def wait_left(control, thread, threads):
+def wait_finished(control, thread, threads):
     """Sleep until all members called have left the program, or for TIMEOUT."""
-    left = atomic_load(control, LEFT)
-    if left != load(control + 8 * CALLED):
-        futex_wait(control, LEFT, left, control + 8 * TIMEOUT)
+    left = atomic_load(control, FINISHED)
+    if left != load(control + 8 * PARTICIPANTS):
+        futex_wait(control, FINISHED, left, control + 8 * TIMEOUT)

@@ -25,8 +25,8 @@ from . import step_interpreter
 from .isa import MAX_THREADS
 from .jit import ABORT, STATUS, Kernel
 
-_MEET_NS = 400_000  # longer than one thread's small steps with cold caches
-_REST_NS = 2_000_000  # longer than Python needs between two tokens
+_BARRIER_SPIN_NS = 400_000  # longer than one thread's small steps with cold caches
+_IDLE_SPIN_NS = 2_000_000  # longer than Python needs between two tokens
 _SLICE_NS = 50_000_000  # how long a wait may keep Python from seeing a signal
 
 # What kernels report through `set_status`.
@@ -43,11 +43,11 @@ def _native(kernel: Kernel) -> ctypes._FuncPointer:
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
 
 
-class Team:
+class ThreadPool:
     """Threads that run programs together, as many as the widest program so far wanted."""
 
     def __init__(self) -> None:
-        size = step_interpreter.words(MAX_THREADS)
+        size = step_interpreter.control_words(MAX_THREADS)
         # Aligned to a cache line: the words are spaced by one.
         room = np.zeros(size + 8, np.int64)
         skip = (-room.ctypes.data % 64) // 8
@@ -68,11 +68,19 @@ class Team:
         if not self._members:
             words[:] = 0
             words[step_interpreter.TIMEOUT + 1] = _SLICE_NS
-            words[step_interpreter.MEET_NS], words[step_interpreter.REST_NS] = _MEET_NS, _REST_NS
+            words[step_interpreter.BARRIER_SPIN_NS], words[step_interpreter.IDLE_SPIN_NS] = (
+                _BARRIER_SPIN_NS,
+                _IDLE_SPIN_NS,
+            )
             words[
-                step_interpreter.MEMBERS + step_interpreter.PATIENCE :: step_interpreter.MEMBER
-            ] = _MEET_NS
-            for each in (step_interpreter.begin, step_interpreter.lead, step_interpreter.wait_left):
+                step_interpreter.WORKERS
+                + step_interpreter.SPIN_LIMIT :: step_interpreter.WORKER_WORDS
+            ] = _BARRIER_SPIN_NS
+            for each in (
+                step_interpreter.start,
+                step_interpreter.run_with_caller,
+                step_interpreter.wait_finished,
+            ):
                 _native(each)  # compiled before the first is needed
         body = _native(step_interpreter.worker)
         for i in range(len(self._members), threads):
@@ -96,7 +104,7 @@ class Team:
                 self._wait()
                 self._busy = False
             if short:
-                _native(step_interpreter.lead)(self.control, program, threads)
+                _native(step_interpreter.run_with_caller)(self.control, program, threads)
             else:
                 self._run_outside(program, threads)
             status = int(self._words[STATUS])
@@ -107,7 +115,7 @@ class Team:
         self._wait()  # for whoever has not left the last program yet
         self._busy = True
         try:
-            _native(step_interpreter.begin)(self.control, program, threads)
+            _native(step_interpreter.start)(self.control, program, threads)
             self._wait()
         except BaseException:
             self._words[ABORT] = 1
@@ -117,8 +125,8 @@ class Team:
         self._busy = False
 
     def _wait(self) -> None:
-        words, wait = self._words, _native(step_interpreter.wait_left)
-        while words[step_interpreter.LEFT] != words[step_interpreter.CALLED]:
+        words, wait = self._words, _native(step_interpreter.wait_finished)
+        while words[step_interpreter.FINISHED] != words[step_interpreter.PARTICIPANTS]:
             wait(self.control, 0, 0)
 
     def _wait_stubbornly(self) -> None:
@@ -137,7 +145,7 @@ class Team:
             self._words[step_interpreter.QUIT] = 1
             nothing = np.zeros(step_interpreter.PROGRAM_WORDS, np.int64)
             if members:
-                _native(step_interpreter.begin)(
+                _native(step_interpreter.start)(
                     self.control, int(nothing.ctypes.data), len(members)
                 )
             for member in members:
@@ -149,7 +157,7 @@ class Team:
         self._members, self._lock, self._busy = [], threading.Lock(), False
 
 
-TEAM = Team()
+THREAD_POOL = ThreadPool()
 
-os.register_at_fork(after_in_child=TEAM.forget)
-atexit.register(TEAM.stop)
+os.register_at_fork(after_in_child=THREAD_POOL.forget)
+atexit.register(THREAD_POOL.stop)

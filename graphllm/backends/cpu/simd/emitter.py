@@ -32,7 +32,7 @@ from .vectors import (  # fmt: skip
     VECTOR,
     WORDS,
     Value,
-    Vectors,
+    VectorBuilder,
 )
 
 Pairs = Sequence[tuple[Value, Value]]
@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[Value, Value]]
 SIGN_BITS = 0x80808080  # of four bytes
 
 
-class Emit(Vectors):
+class Emit(VectorBuilder):
     """Writes vector code with an llvmlite ``builder`` for the target ``features``."""
 
     # -- bytes and pairs of int16
@@ -49,13 +49,13 @@ class Emit(Vectors):
         each = ir.Constant(BYTES, [value] * BYTES.count)
         return self.b.bitcast(self.b.add(self.b.bitcast(x, BYTES), each), I32S)
 
-    def look_up(self, x: Value, table: Sequence[int]) -> Value:
+    def lookup_bytes(self, x: Value, table: Sequence[int]) -> Value:
         """Each byte of x, which is below 16, as that one of 16 bytes."""
         if self.isa.avx2:
             entries = self.b.bitcast(ir.Constant(BYTES, [*table] * 4), I32S)
             if self.isa.avx512:
-                return self._by("llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, entries, x)
-            return self._by_halves("llvm.x86.avx2.pshuf.b", 32, I8, entries, x)
+                return self._call_as("llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, entries, x)
+            return self._call_per_half("llvm.x86.avx2.pshuf.b", 32, I8, entries, x)
         index, zero = self.b.bitcast(x, BYTES), ir.Constant(BYTES, None)
         found = [ir.Constant(BYTES, [entry] * BYTES.count) for entry in table]
         for bit in (1, 2, 4, 8):
@@ -65,40 +65,40 @@ class Emit(Vectors):
             found = [self.b.select(odd, high, low) for low, high in pairs]
         return self.b.bitcast(found[0], I32S)
 
-    def twice(self, x: Value) -> Value:
+    def duplicate_i16(self, x: Value) -> Value:
         """int32 lanes that fit int16 as a pair of equal int16."""
-        return self.pair(x, x)
+        return self.pack_i16(x, x)
 
-    def pair(self, low: Value, high: Value) -> Value:
+    def pack_i16(self, low: Value, high: Value) -> Value:
         """int32 lanes that fit int16 side by side."""
         return self.b.or_(self.mask(low, 0xFFFF), self.shl(high, 16))
 
-    def pick(self, x: Value, lanes: Sequence[int]) -> Value:
+    def select_lanes(self, x: Value, lanes: Sequence[int]) -> Value:
         """These lanes of x; what follows means nothing."""
         chosen = [*lanes, *[0] * (LANES - len(lanes))]
         return self.b.shuffle_vector(x, x, ir.Constant(I32S, chosen))
 
-    def low(self, x: Value) -> Value:
+    def low_i16(self, x: Value) -> Value:
         """The low int16 of each pair as int32."""
         return self.sar(self.shl(x, 16), 16)
 
-    def high(self, x: Value) -> Value:
+    def high_i16(self, x: Value) -> Value:
         return self.sar(x, 16)
 
-    def dot_pairs(self, x: Value, y: Value, total: Value | None = None) -> Value:
+    def dot_i16(self, x: Value, y: Value, total: Value | None = None) -> Value:
         """``total`` plus, in each lane, the sum of two products of int16."""
         if self.isa.vnni and total is not None:
             return self._call("llvm.x86.avx512.vpdpwssd.512", I32S, total, x, y)
         if self.isa.avx512:
-            found = self._by("llvm.x86.avx512.pmaddw.d.512", WORDS, I32S, x, y)
+            found = self._call_as("llvm.x86.avx512.pmaddw.d.512", WORDS, I32S, x, y)
         elif self.isa.avx2:
-            found = self._by_halves("llvm.x86.avx2.pmadd.wd", 16, I16, x, y)
+            found = self._call_per_half("llvm.x86.avx2.pmadd.wd", 16, I16, x, y)
         else:
-            first = self.b.mul(self.low(x), self.low(y))
-            found = self.b.add(first, self.b.mul(self.high(x), self.high(y)))
-        return self._plus(total, found)
+            first = self.b.mul(self.low_i16(x), self.low_i16(y))
+            found = self.b.add(first, self.b.mul(self.high_i16(x), self.high_i16(y)))
+        return self._add_to(total, found)
 
-    def dot(self, pairs: Pairs, largest: int, total: Value | None = None) -> Value:
+    def dot_bytes(self, pairs: Pairs, largest: int, total: Value | None = None) -> Value:
         """``total`` plus, in each lane, the sum of products u * s of the four bytes of each pair.
 
         u is unsigned and at most ``largest``, s is signed and not -128.
@@ -111,15 +111,15 @@ class Emit(Vectors):
                 )  # fmt: skip
             return total
         if self.isa.avx2 and 2 * largest * 127 < 1 << 15:
-            for run in self._runs(pairs, largest):
-                total = self.dot_pairs(run, self.i32(0x00010001), total)
+            for run in self._i16_sums(pairs, largest):
+                total = self.dot_i16(run, self.i32(0x00010001), total)
             return total
         for u, s in pairs:
             even, odd = self.mask(u, 0x00FF00FF), self.mask(self.shr(u, 8), 0x00FF00FF)
             total = self._dot_split(even, odd, s, total)
         return total
 
-    def dot_signed(self, pairs: Pairs, total: Value | None = None) -> Value:
+    def dot_signed_bytes(self, pairs: Pairs, total: Value | None = None) -> Value:
         """As `dot`, for two signed factors of which the second is not -128. Not for VNNI."""
         for w, s in pairs:
             if self.isa.avx2:
@@ -128,34 +128,36 @@ class Emit(Vectors):
                 total = self._dot_split(*self.split_bytes(w), s, total)
         return total
 
-    def scale_form(self, scale: Value, narrow: bool = False) -> Value:
+    def prepare_scale(self, scale: Value, narrow: bool = False) -> Value:
         """int32 scales, that fit int16, as `dot_scaled` and `plus_scaled` want them."""
         if narrow:
             return self.mask(scale, 0xFFFF)
-        return self.twice(scale) if self._scales_pairs else scale
+        return self.duplicate_i16(scale) if self._scales_pairs else scale
 
-    def dot_scaled(
+    def dot_bytes_scaled(
         self, pairs: Pairs, largest: int, scale: Value, total: Value | None = None
     ) -> Value:
         """``total`` plus `dot` of the pairs times a scale (see `scale_form`) in each lane."""
         if not self._scales_pairs:
-            return self.plus_scaled(self.dot(pairs, largest), scale, total)
-        for run in self._runs(pairs, largest):
-            total = self.dot_pairs(run, scale, total)
+            return self.add_scaled(self.dot_bytes(pairs, largest), scale, total)
+        for run in self._i16_sums(pairs, largest):
+            total = self.dot_i16(run, scale, total)
         return total
 
-    def plus_scaled(
+    def add_scaled(
         self, x: Value, scale: Value, total: Value | None = None, narrow: bool = False
     ) -> Value:
         """``total`` plus x times a scale in each lane; ``narrow``: x fits int16."""
         if narrow:  # the high half of x, which is its sign, is multiplied by 0
-            return self.dot_pairs(x, scale, total)
-        return self._plus(total, self.b.mul(x, scale))
+            return self.dot_i16(x, scale, total)
+        return self._add_to(total, self.b.mul(x, scale))
 
-    def dot_signed_scaled(self, pairs: Pairs, scale: Value, total: Value | None = None) -> Value:
+    def dot_signed_bytes_scaled(
+        self, pairs: Pairs, scale: Value, total: Value | None = None
+    ) -> Value:
         """As `dot_scaled`, for factors as `dot_signed` has them. Not for VNNI."""
         if not self._scales_pairs:
-            return self._plus(total, self.b.mul(self.dot_signed(pairs), scale))
+            return self._add_to(total, self.b.mul(self.dot_signed_bytes(pairs), scale))
         for w, s in pairs:
             total = self._dot_by_sign(w, s, scale, total)
         return total
@@ -165,10 +167,10 @@ class Emit(Vectors):
         """Without VNNI the step from int16 to int32 multiplies anyway: let it apply the scale."""
         return self.isa.avx2 and not self.isa.vnni
 
-    def _plus(self, total: Value | None, x: Value) -> Value:
+    def _add_to(self, total: Value | None, x: Value) -> Value:
         return x if total is None else self.b.add(total, x)
 
-    def _runs(self, pairs: Pairs, largest: int) -> Iterable[Value]:
+    def _i16_sums(self, pairs: Pairs, largest: int) -> Iterable[Value]:
         """Sums of byte products in int16, each of as many pairs as cannot overflow."""
         room = ((1 << 15) - 1) // (2 * largest * 127)
         for start in range(0, len(pairs), room):
@@ -185,8 +187,8 @@ class Emit(Vectors):
     def _multiply_bytes(self, u: Value, s: Value) -> Value:
         """u0 * s0 + u1 * s1 and u2 * s2 + u3 * s3 in int16, which must not overflow. AVX2."""
         if self.isa.avx512:
-            return self._by("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
-        return self._by_halves("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
+            return self._call_as("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
+        return self._call_per_half("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
 
     def _dot_by_sign(self, w: Value, s: Value, scale: Value, total: Value | None) -> Value:
         """|w| times s with the sign of w: 2 * 128 * 127 fits int16. ``scale``: in pairs."""
@@ -197,9 +199,9 @@ class Emit(Vectors):
         if self.isa.avx512:
             moved = self.b.select(below, self.b.sub(zero, moved), moved)
         else:
-            moved = self._by_halves("llvm.x86.avx2.psign.b", 32, I8, s, w)
+            moved = self._call_per_half("llvm.x86.avx2.psign.b", 32, I8, s, w)
         product = self._multiply_bytes(self.b.bitcast(size, I32S), self.b.bitcast(moved, I32S))
-        return self.dot_pairs(product, scale, total)
+        return self.dot_i16(product, scale, total)
 
     def split_bytes(self, x: Value) -> tuple[Value, Value]:
         """Bytes 0 and 2, then 1 and 3, of each lane as pairs of int16 with their signs."""
@@ -210,7 +212,7 @@ class Emit(Vectors):
 
     def _dot_split(self, even: Value, odd: Value, s: Value, total: Value | None) -> Value:
         s_even, s_odd = self.split_bytes(s)
-        return self.dot_pairs(odd, s_odd, self.dot_pairs(even, s_even, total))
+        return self.dot_i16(odd, s_odd, self.dot_i16(even, s_even, total))
 
 
 __all__ = ["F16", "F32", "F32S", "I8", "I8S", "I16", "I16S", "I32", "I32S", "I64", "LANES",

@@ -11,14 +11,14 @@ from typing import Any
 
 from numba import float32, float64, int32, int64, njit
 
-from ..runtime.jit import as_f64, bits_f32, distinct, f32_of_bits, f64_as_bits
+from ..runtime.jit import as_f64, bits_f32, f32_of_bits, f64_as_bits, with_unique_name
 
 # Inlined by force: a loop with a call in it is not vectorised.
 _njit = njit(fastmath={"contract"}, boundscheck=False, error_model="numpy", forceinline=True)
 
 
 def _exact(function: Callable[..., Any]) -> Any:
-    return _njit(distinct(function))
+    return _njit(with_unique_name(function))
 
 
 _LOG2E = float32(1.4426950408889634)
@@ -75,10 +75,10 @@ def tanh32(x):
     p = p * u + _T[3]
     p = p * u + _T[4]
     p = p * u + _T[5]
-    far = _ONE - _TWO / (exp32(_TWO * z) + _ONE)
+    large = _ONE - _TWO / (exp32(_TWO * z) + _ONE)
     if x < float32(0.0):
-        far = -far
-    return p * x if z < float32(0.65) else far
+        large = -large
+    return p * x if z < float32(0.65) else large
 
 
 @_exact

@@ -15,7 +15,7 @@ Value = Any  # an llvmlite value
 
 LANES = 16
 VECTOR = 64  # bytes of a vector
-NEAR, FAR = 1024, 4096  # bytes to prefetch ahead, to the first level of cache and to the second
+L1_PREFETCH_BYTES, L2_PREFETCH_BYTES = 1024, 4096  # prefetch distances into each cache level
 
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -33,14 +33,14 @@ BYTES, WORDS = vector(I8, 4 * LANES), vector(I16, 2 * LANES)
 _EXACT, _EXACT_QUOTIENT = ("afn",), ("nsz",)
 
 
-class Vectors:
+class VectorBuilder:
     """What all vector code is written with: see `simd.Emit`."""
 
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
         self.b = builder
         self.isa = features or isa()
-        self._streaming = False
-        self._asked: set[tuple[int, int]] = set()
+        self._prefetching = False
+        self._prefetched: set[tuple[int, int]] = set()
 
     # -- addresses and loops
     def at(self, base: Value, *offsets: Value | int) -> Value:
@@ -85,23 +85,23 @@ class Vectors:
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
         place = address, offset
-        if self._streaming and isinstance(kind, ir.VectorType) and place not in self._asked:
-            self._asked.add(place)
-            self.prefetch_stream(address, offset)
+        if self._prefetching and isinstance(kind, ir.VectorType) and place not in self._prefetched:
+            self._prefetched.add(place)
+            self.prefetch_ahead(address, offset)
         return loaded
 
     @contextmanager
-    def streaming(self) -> Iterator[None]:
+    def prefetching(self) -> Iterator[None]:
         """Meanwhile, each vector loaded is also prefetched from, once: see `prefetch_stream`.
 
         One request between a few instructions is served better than many in a row.
         """
-        self._streaming = True
+        self._prefetching = True
         yield
-        self._streaming = False
-        self._asked.clear()
+        self._prefetching = False
+        self._prefetched.clear()
 
-    def room(self, nbytes: int) -> Value:
+    def stack_buffer(self, nbytes: int) -> Value:
         """The address of so many bytes on the stack, aligned to a vector."""
         with self.b.goto_entry_block():
             # Not Numba's alloca_once: that stores zeros, byte by byte in the end.
@@ -112,7 +112,7 @@ class Vectors:
     def store(self, value: Value, address: Value, offset: int = 0) -> None:
         self.b.store(value, self._pointer(address, value.type, offset)).align = 1
 
-    def store_past(self, value: Value, address: Value, offset: int = 0) -> None:
+    def store_nontemporal(self, value: Value, address: Value, offset: int = 0) -> None:
         """Store a vector at a multiple of its size, past the caches."""
         stored = self.b.store(value, self._pointer(address, value.type, offset))
         stored.align = VECTOR
@@ -122,7 +122,7 @@ class Vectors:
         """Sixteen float32."""
         return self.load(address, F32S, offset)
 
-    def halves(self, address: Value, offset: int = 0) -> Value:
+    def load_f16(self, address: Value, offset: int = 0) -> Value:
         """Sixteen float16 as f32x16."""
         if self.isa.f16c:
             return self.b.fpext(self.load(address, F16S, offset), F32S)
@@ -131,16 +131,16 @@ class Vectors:
         # included; what had the largest exponent is infinity or NaN.
         size = self.b.bitcast(self.shl(self.mask(bits, 0x7FFF), 13), F32S)
         value = self.b.bitcast(self.mul(size, self.f32(2.0**112)), I32S)
-        endless = self.b.icmp_unsigned(">=", self.mask(bits, 0x7FFF), self.i32(0x7C00))
-        value = self.b.select(endless, self.bits(value, 0x7F800000), value)
+        is_inf_or_nan = self.b.icmp_unsigned(">=", self.mask(bits, 0x7FFF), self.i32(0x7C00))
+        value = self.b.select(is_inf_or_nan, self.bits(value, 0x7F800000), value)
         return self.b.bitcast(self.b.or_(value, self.shl(self.mask(bits, 0x8000), 16)), F32S)
 
-    def brains(self, address: Value, offset: int = 0) -> Value:
+    def load_bf16(self, address: Value, offset: int = 0) -> Value:
         """Sixteen bfloat16 as f32x16."""
         bits = self.b.zext(self.load(address, I16S, offset), I32S)
         return self.b.bitcast(self.shl(bits, 16), F32S)
 
-    def powers(self, address: Value, offset: int = 0) -> Value:
+    def load_e8m0_half(self, address: Value, offset: int = 0) -> Value:
         """Sixteen bytes e as 2 ** (e - 128), f32x16; subnormal where e is 0 or 1."""
         exponent = self.shl(self.b.zext(self.load(address, I8S, offset), I32S), 23)
         least = self.i32(0x00400000)  # half of the least normal number
@@ -153,14 +153,14 @@ class Vectors:
         hints = [ir.Constant(I32, v) for v in (0, 4 - level, 1)]  # read, how near, data
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
-    def prefetch_stream(self, address: Value, offset: int = 0) -> None:
+    def prefetch_ahead(self, address: Value, offset: int = 0) -> None:
         """Ask for what will be read after the line there, of memory that is read once, in order.
 
         What is far comes to the second level, where many lines can be on their way; to the first
         there are a dozen, which should not be taken for as long as memory needs.
         """
-        self.prefetch(address, offset + FAR, level=2)
-        self.prefetch(address, offset + NEAR)
+        self.prefetch(address, offset + L2_PREFETCH_BYTES, level=2)
+        self.prefetch(address, offset + L1_PREFETCH_BYTES)
 
     # -- numbers in all lanes
     def i32(self, value: int) -> Value:
@@ -177,11 +177,11 @@ class Vectors:
         one = self.b.insert_element(nothing, value, ir.Constant(I32, 0))
         return self.b.shuffle_vector(one, nothing, ir.Constant(I32S, [0] * LANES))
 
-    def all_i32(self, address: Value, offset: int = 0) -> Value:
+    def broadcast_i32(self, address: Value, offset: int = 0) -> Value:
         """The int32 (or four bytes, or two int16) at an address in every lane."""
         return self.splat(self.load(address, I32, offset))
 
-    def all_f32(self, address: Value, offset: int = 0) -> Value:
+    def broadcast_f32(self, address: Value, offset: int = 0) -> Value:
         return self.splat(self.load(address, F32, offset))
 
     # -- float arithmetic
@@ -194,7 +194,7 @@ class Vectors:
     def mul(self, x: Value, y: Value) -> Value:
         return self.b.fmul(x, y, flags=_EXACT)
 
-    def ratio(self, x: Value, y: Value) -> Value:
+    def divide_positive(self, x: Value, y: Value) -> Value:
         """x / y, correctly rounded, for positive numbers."""
         return self.b.fdiv(x, y, flags=_EXACT_QUOTIENT)
 
@@ -204,7 +204,7 @@ class Vectors:
             return self.add(self.mul(x, y), z)
         return self._call("llvm.fma.v16f32", F32S, x, y, z)
 
-    def madd_halves(self, x: Value, y: Value, z: Value) -> Value:
+    def madd_f16(self, x: Value, y: Value, z: Value) -> Value:
         """`madd` of 32 float16, for targets that compute with them."""
         return self._call("llvm.fma.v32f16", z.type, x, y, z)
 
@@ -243,12 +243,12 @@ class Vectors:
         kind = ir.FunctionType(result, [v.type for v in values])
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)
 
-    def _by(self, name: str, operand: Any, result: Any, x: Value, y: Value) -> Value:
+    def _call_as(self, name: str, operand: Any, result: Any, x: Value, y: Value) -> Value:
         """Call with vectors seen as ``operand``; the result seen as int32 lanes."""
         found = self._call(name, result, self.b.bitcast(x, operand), self.b.bitcast(y, operand))
         return self.b.bitcast(found, I32S)
 
-    def _by_halves(self, name: str, lanes: int, element: Any, x: Value, y: Value) -> Value:
+    def _call_per_half(self, name: str, lanes: int, element: Any, x: Value, y: Value) -> Value:
         """Call a 256-bit instruction on both halves."""
         operand = vector(element, lanes)
         result = {"wd": vector(I32, 8), "sw": vector(I16, 16)}.get(name[-2:], operand)
