@@ -324,7 +324,7 @@ def dry_run(
 def _facts(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.runtime.isa import thread_count
 
-    prefill, token = plans = engine.usual_plans()
+    prefill, token = plans = engine.generation_plans()
     roofs = Roofs.of(plans, thread_count(planner.options))
     most = engine.limits.tokens
     kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}

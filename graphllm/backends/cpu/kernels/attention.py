@@ -2,10 +2,10 @@
 
 A tile is up to ROWS rows: the query heads that share a kv head, of as many neighbouring tokens as
 fit. It goes through the keys in pieces that begin at multiples of SPLIT_KEYS, whoever asks: each
-piece has a softmax of its own, and the pieces are merged in order. So the result for a token does not
-depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles to go
-round: then each piece is an item of its own, whose part waits in scratch until a second kernel
-merges the parts, with the same arithmetic.
+piece has a softmax of its own, and the pieces are merged in order. So the result for a token does
+not depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles for
+all threads: then each piece is an item of its own, whose part waits in scratch until a second
+kernel merges the parts, with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba import float32, int64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
 from .attention_tile import (  # fmt: skip
@@ -162,9 +162,9 @@ def attention(ctx: KernelContext) -> list[Launch]:
 def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
     """Attention over the step's operands: the result [T, H, D] f32 goes to address ``result``, and
     ``room`` is that of the workspace."""
-    heads, depth, kv_heads, width = _sizes(site.node)
-    attrs, own = site.attrs, thread_scratch_bytes(depth, width)
-    q, k, v, table = site.q, site.k, site.v, site.table
+    heads, depth, kv_heads, width = _sizes(ctx.node)
+    attrs, own = ctx.attrs, thread_scratch_bytes(depth, width)
+    q, k, v, table = ctx.q, ctx.k, ctx.v, ctx.table
     words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
     words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
     words += [ctx.q_start.address, ctx.kv_len.address, table.address, table.meta.shape[1]]
@@ -173,7 +173,7 @@ def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
     words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
     words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
     words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
-    words += [room + site.threads * own, _split_tokens(heads, kv_heads)]
-    words.append(_max_splits(site.node))
+    words += [room + ctx.threads * own, _split_tokens(heads, kv_heads)]
+    words.append(_max_splits(ctx.node))
     attend = _attend(k.dtype.name, v.dtype.name, _block_rows(heads // kv_heads))
     return [Launch(attend, words), Launch(_merge_splits, words)]

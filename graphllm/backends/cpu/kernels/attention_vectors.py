@@ -1,9 +1,9 @@
 """The vector code of attention, over 16-lane vectors; see attention.py for what it is part of.
 
 A tile of rows (queries of heads that share a kv head) meets up to SPLIT_KEYS keys. In every result
-the order of operations is fixed by the depth alone: a score sums its products lane by lane along the
-row and then folds the lanes by halves; an output adds the values key by key. The tile's size, which
-is the target's choice, changes nothing, nor does it whether keys and values become float32 in
+the order of operations is fixed by the depth alone: a score sums its products lane by lane along
+the row, then folds the lanes by halves; an output adds the values key by key. The tile's size,
+which is the target's choice, changes nothing, nor does it whether keys and values become float32 in
 registers or were unpacked before: that is exact.
 """
 

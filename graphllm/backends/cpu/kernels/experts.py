@@ -20,7 +20,7 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.device import Launch, Site, Spot
+from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import thread_count
 from ..runtime.jit import (  # fmt: skip
     Kernel,
@@ -342,13 +342,13 @@ def expert_linear(ctx: KernelContext) -> Launch:
     x, ids = ctx.x.meta, ctx.ids
     each = ids.meta.inner[0]
     line = x.strides[1] if x.ndim == 3 else 0
-    per = linear.groups_per_chunk(site.w.meta, each, site.threads)
-    return _launch(site, ids, each, line, per, _sorting_nbytes(site.node))
+    per = linear.groups_per_chunk(ctx.w.meta, each, ctx.threads)
+    return _launch(ctx, ids, each, line, per, _sorting_nbytes(ctx.node))
 
 
 @BACKEND.kernel("head_linear", name="heads_float", **linear.FLOAT)
 @BACKEND.kernel("head_linear", name="heads_integer", **linear.INTEGER)
-def head_linear(site: Site) -> Launch:
-    heads = site.w.meta.shape[0]
-    per = linear.groups_per_chunk(site.w.meta, heads, site.threads)
-    return _launch(site, None, heads, site.x.meta.strides[1], per, 0)
+def head_linear(ctx: KernelContext) -> Launch:
+    heads = ctx.w.meta.shape[0]
+    per = linear.groups_per_chunk(ctx.w.meta, heads, ctx.threads)
+    return _launch(ctx, None, heads, ctx.x.meta.strides[1], per, 0)

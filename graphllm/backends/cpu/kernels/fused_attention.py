@@ -9,7 +9,7 @@ from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import args, as_f32, f32_bits, i32s, kernel, load_i64
 from . import attention
@@ -25,12 +25,12 @@ def _rope_write(p, thread, threads):
     """Heads of q and k normed, if they are, and turned: q's to their place, k's to a workspace."""
     w = args(p, 20)
     q, q_stride, k, k_stride, pos, inverse, q_norm, k_norm, eps = w[:9]
-    out, keys, rows_at, heads, kv_heads, width, half, step, magnitude, own, own_size = w[9:]
+    out, keys, rows_at, heads, kv_heads, width, half, step, attention_factor, own, own_size = w[9:]
     first, last = thread_range(load_i64(rows_at), thread, threads)
     c = own + thread * own_size
     s, room = c + 4 * half, c + 8 * half
     for t in range(first, last):
-        cos_sin_table(i32s(pos)[t], inverse, half, as_f32(magnitude), c, s)
+        cos_sin_table(i32s(pos)[t], inverse, half, as_f32(attention_factor), c, s)
         for head in range(heads + kv_heads):
             if head < heads:
                 x, weight = q + t * q_stride + 4 * head * width, q_norm
@@ -64,30 +64,30 @@ def _rope_write_scratch(node: Tensor, options: Options) -> int:
 def rope_write(ctx: KernelContext) -> list[Launch]:
     q, k, v, own = ctx.q, ctx.k, ctx.v, _own_nbytes(ctx.node)
     (heads, width), (kv_heads, _) = q.meta.inner, k.meta.inner
-    step = 1 if site.attrs["style"] == "half" else 2
-    keys, rows = site.scratch + site.threads * own, site.live(q.meta.rows)
+    step = 1 if ctx.attrs["style"] == "half" else 2
+    keys, rows = ctx.scratch + ctx.threads * own, ctx.live(q.meta.rows)
     words = [
         q.address,
         q.row_stride,
         k.address,
         k.row_stride,
-        site.pos.address,
-        inverse_frequencies_address(site),
+        ctx.pos.address,
+        inverse_frequencies_address(ctx),
     ]
-    words += [site.address("q_norm"), site.address("k_norm")]
-    words += [f32_bits(site.attrs["eps"]), site.out.address, keys, rows, heads, kv_heads, width]
+    words += [ctx.address("q_norm"), ctx.address("k_norm")]
+    words += [f32_bits(ctx.attrs["eps"]), ctx.out.address, keys, rows, heads, kv_heads, width]
     words += [
-        rotary_dims(site.node) // 2,
+        rotary_dims(ctx.node) // 2,
         step,
-        f32_bits(site.attrs["magnitude"]),
-        site.scratch,
+        f32_bits(ctx.attrs["attention_factor"]),
+        ctx.scratch,
         own,
     ]
     # Rows are shared out alike: each thread stores the keys that it turned.
     return [
         Launch(_rope_write, words),
-        store(site.k_pool, keys, 4 * kv_heads * width, site.slot, rows, overlaps_previous=True),
-        store(site.v_pool, v.address, v.row_stride, site.slot, rows, overlaps_previous=True),
+        store(ctx.k_pool, keys, 4 * kv_heads * width, ctx.slot, rows, overlaps_previous=True),
+        store(ctx.v_pool, v.address, v.row_stride, ctx.slot, rows, overlaps_previous=True),
     ]
 
 

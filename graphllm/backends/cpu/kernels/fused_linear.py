@@ -173,7 +173,7 @@ def linears(ctx: KernelContext) -> list[Launch]:
     for i, out in enumerate(ctx.results):
         x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
         assert x is not None and w is not None
-        found.append(linear.launch(site, x, w, bias, out, overlaps_previous=i > 0))
+        found.append(linear.launch(ctx, x, w, bias, out, overlaps_previous=i > 0))
     return found
 
 
@@ -259,5 +259,5 @@ def gated(ctx: KernelContext) -> list[Launch]:
         assert x is not None and w is not None
         half = OperandRef(ctx.scratch + i * aligned(meta.bound().nbytes), meta, ctx.out.operand)
         halves.append(half)
-        found.append(linear.launch(site, x, w, bias, half, overlaps_previous=i > 0))
-    return [*found, _glu_launch(site, *halves)]
+        found.append(linear.launch(ctx, x, w, bias, half, overlaps_previous=i > 0))
+    return [*found, _glu_launch(ctx, *halves)]

@@ -102,7 +102,12 @@ def _store(kind: str) -> Kernel:
 
 
 def store(
-    pool: Spot, x: int, stride: int, slot: Spot, rows: int, overlaps_previous: bool = False
+    pool: OperandRef,
+    x: int,
+    stride: int,
+    slot: OperandRef,
+    rows: int,
+    overlaps_previous: bool = False,
 ) -> Launch:
     """Rows at address ``x`` to their slots; ``rows``: the address of their live count.
 

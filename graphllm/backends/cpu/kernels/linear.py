@@ -233,13 +233,13 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
 
 
 def launch(
-    site: Site, x: Spot, w: Spot, bias: Spot | None, out: Spot, added: Spot | None = None,
-    overlaps_previous: bool = False,
+    ctx: KernelContext, x: OperandRef, w: OperandRef, bias: OperandRef | None, out: OperandRef,
+    added: OperandRef | None = None, overlaps_previous: bool = False,
 ) -> Launch:  # fmt: skip
     """out = added + x w^T + bias: one linear, or one of several of a fused step."""
     n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
-    per = groups_per_chunk(w.meta, 1, site.threads)
+    per = groups_per_chunk(w.meta, 1, ctx.threads)
     words = [
         x.address, x.row_stride, w.address, address(bias), out.address,
         out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),

@@ -11,7 +11,7 @@ from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import Options
 from ...kernel_context import constant_factors
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import args, as_f32, f32_bits, f32s, helper, i32s, kernel, load_i64
 from ..simd.math import cos_sin
@@ -19,9 +19,8 @@ from .elementwise import thread_range
 
 
 @helper
-def cos_sin_table(position, inverse, half, magnitude, c, s):
-    """Cosines and sines of a position, ``half`` of each, times the magnitude, to addresses ``c``
-    and ``s``."""
+def cos_sin_table(position, inverse, half, attention_factor, c, s):
+    """Write ``half`` cosines and sines of a position, times the factor, to ``c`` and ``s``."""
     frequency, cosines, sines = f32s(inverse), f32s(c), f32s(s)
     for i in range(half):
         cosine, sine = cos_sin(float64(float32(position) * frequency[i]))
@@ -43,11 +42,13 @@ def rotate_head(x, y, width, half, step, c, s):
 
 @kernel
 def _rope(p, thread, threads):
-    x, stride, pos, inverse, y, rows_at, heads, width, half, step, magnitude, scratch = args(p, 12)
+    x, stride, pos, inverse, y, rows_at, heads, width, half, step, attention_factor, scratch = args(
+        p, 12
+    )
     first, last = thread_range(load_i64(rows_at), thread, threads)
     c, s = scratch + thread * half * 8, scratch + (thread * 2 + 1) * half * 4
     for row in range(first, last):
-        cos_sin_table(i32s(pos)[row], inverse, half, as_f32(magnitude), c, s)
+        cos_sin_table(i32s(pos)[row], inverse, half, as_f32(attention_factor), c, s)
         for head in range(heads):
             at = 4 * head * width
             rotate_head(
@@ -64,29 +65,29 @@ def _scratch(node: Tensor, options: Options) -> int:
     return thread_count(options) * rotary_dims(node) * 4
 
 
-def inverse_frequencies_address(site: Site) -> int:
+def inverse_frequencies_address(ctx: KernelContext) -> int:
     """The address of the radians a position of each pair."""
-    attrs = site.attrs
-    inverse = inverse_frequencies(rotary_dims(site.node), attrs["base"], attrs["scale"])
-    if site.factors is not None:  # a weight, so it can be read now
-        inverse = inverse / site.factors.array()
-    return site.keep(inverse)
+    attrs = ctx.attrs
+    inverse = inverse_frequencies(rotary_dims(ctx.node), attrs["base"], attrs["scale"])
+    if ctx.factors is not None:  # a weight, so it can be read now
+        inverse = inverse / ctx.factors.array()
+    return ctx.keep(inverse)
 
 
 @BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=constant_factors)
-def rope(site: Site) -> Launch:
-    x, dims = site.x, rotary_dims(site.node)
+def rope(ctx: KernelContext) -> Launch:
+    x, dims = ctx.x, rotary_dims(ctx.node)
     heads, width = x.meta.inner
-    step = 1 if site.attrs["style"] == "half" else 2
+    step = 1 if ctx.attrs["style"] == "half" else 2
     words = [
         x.address,
         x.row_stride,
-        site.pos.address,
-        inverse_frequencies_address(site),
-        site.out.address,
+        ctx.pos.address,
+        inverse_frequencies_address(ctx),
+        ctx.out.address,
     ]
-    words += [site.live(x.meta.rows), heads, width, dims // 2, step]
-    return Launch(_rope, [*words, f32_bits(site.attrs["magnitude"]), site.scratch])
+    words += [ctx.live(x.meta.rows), heads, width, dims // 2, step]
+    return Launch(_rope, [*words, f32_bits(ctx.attrs["attention_factor"]), ctx.scratch])
 
 
 @kernel

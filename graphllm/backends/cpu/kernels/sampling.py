@@ -15,7 +15,7 @@ from numba import float32, float64, int32, int64, uint32, uint64
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
-from ..runtime.device import Launch, Site
+from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import (
     args,

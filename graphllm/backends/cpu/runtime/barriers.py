@@ -43,7 +43,7 @@ class _Touched:
 
 
 def barrier_flags(steps: Sequence[Bound]) -> list[int]:
-    """Flags (ONE_THREAD, BARRIER) of the last entry of each step; the last step ends with BARRIER."""
+    """Flags (ONE_THREAD, BARRIER) of each step's last entry; the program ends with BARRIER."""
     flags: list[int] = []
     pending: list[_Touched] = []  # steps since the last meeting
     for step in steps:

@@ -187,7 +187,7 @@ class CpuDevice:
                 each.compile()
         if total:
             self.progress("compiling kernels", total, total)
-        keep = (list(steps), sites, header)
+        keep = (list(steps), contexts, header)
         return CompiledProgram(self.threads, launches, barrier_flags(steps), keep, is_short(steps))
 
 

@@ -4,7 +4,8 @@ A program is five words: address and count of its entries, address of the time s
 address and count of the launches' ticket counters, on a cache line each. An entry is four words:
 kernel address (0: nothing to call), argument block, which time stamp follows it (-1: none), and
 flags. Every thread goes through the entries; one marked ONE_THREAD is run by the first thread only,
-and all meet after an entry marked BARRIER, as the last must be. All words below live in one control block.
+and all wait for each other after an entry marked BARRIER, as the last must be. All words below
+live in one control block.
 
 Each run is a generation. Members 0 to n - 1 of the team run it; or, in a program that is over
 soon, the thread that asked for it is the first and members 1 to n - 1 are called.
