@@ -96,7 +96,7 @@ def idle(only: list[Model]) -> Lines:
 
 def decode(engine: Engine, wrap: Any) -> float:
     """Microseconds a token of the test `DECODE`, each `Repeat` of which is given to ``wrap``."""
-    repeat, tokens = engine.executor.repeat, bench.fillers(DECODE.depth, engine._vocab)
+    repeat, tokens = engine.executor.repeat, bench.filler_tokens(DECODE.depth, engine._vocab)
 
     def wrapped(*call: Any) -> Repeat:
         steps = repeat(*call)
@@ -193,7 +193,7 @@ class Batch:
     def tokens(self, sequence: int, count: int) -> list[int]:
         """The first and the last sequence have the same ones."""
         own = sequence % (self.limits.sequences - 1)
-        return bench.fillers(count + 31 * own, self.vocab)[31 * own :]
+        return bench.filler_tokens(count + 31 * own, self.vocab)[31 * own :]
 
     def prefill(self, sequence: int, count: int) -> None:
         """Put ``count`` tokens of a sequence into the cache."""
@@ -341,6 +341,6 @@ def profile(only: list[Model]) -> Lines:
     for model in shared.picked(only, (("mistral-7b", "q4_0"), ("mistral-7b", "f16"))):
         llm = shared.loaded(model, DECODE.context + 64)
         yield f"{model[0]} {model[1]}"
-        found = llm.profile(bench.fillers(DECODE.depth, llm.decoder.cfg.vocab), 64, ROUNDS)
+        found = llm.profile(bench.filler_tokens(DECODE.depth, llm.decoder.cfg.vocab), 64, ROUNDS)
         yield from found.table().splitlines()
         del llm

@@ -111,7 +111,7 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
     llm = LLM(file, build_decoder(file), {"backends": ("cuda", "reference")}, limits)
     test = bench.Test(tokens, 0, depth)
     result = bench.run(llm, test, ROUNDS, lambda done: None)
-    ids, rows = bench.fillers(depth + tokens, llm.decoder.cfg.vocab), []
+    ids, rows = bench.filler_tokens(depth + tokens, llm.decoder.cfg.vocab), []
     for _ in range(5):
         llm.engine.reuse_cache([*ids[:depth], -1])
         recorder = Recorder()

@@ -22,16 +22,16 @@ from graphllm import LLM
 from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
-from graphllm.profiler.bench import fillers
+from graphllm.profiler.bench import filler_tokens
 from graphllm.profiler.profile import Phase
-from graphllm.profiler.record import KEYS, Recorder, Run, rows_of
+from graphllm.profiler.record import GROUP_KEYS, Recorder, Run, rows_of
 
 TOKENS = 32  # that CUPTI looks at
 
 
-def closing(phase: Phase) -> str:
+def accounting(phase: Phase) -> str:
     """What is attributed, and what timing costs."""
-    own = phase.closing
+    own = phase.accounting
     parts = ", ".join(f"{name} {ns / own.wall:.2%}" for name, ns in own.as_dict().items())
     return f"{phase.name}: attributed {own.attributed:.2%}, overhead {phase.overhead:+.2%}; {parts}"
 
@@ -88,9 +88,9 @@ def agreement(llm: LLM, ids: list[int]) -> Iterator[str]:
     ours: Counter[str] = Counter()
     rows = rows_of(runs)
     for column, step in enumerate(owners):
-        theirs[KEYS["op"](rows[step])] += float(np.median(took[:, column]))
+        theirs[GROUP_KEYS["op"](rows[step])] += float(np.median(took[:, column]))
     for row in rows:
-        ours[KEYS["op"](row)] += float(np.median(row.times))
+        ours[GROUP_KEYS["op"](row)] += float(np.median(row.times))
     yield f"{'op':<28} {'CUPTI us':>9} {'ours us':>9} {'':>7}"
     for name, ns in sorted(theirs.items(), key=lambda item: -item[1]):
         yield f"{name:<28} {ns / 1e3:9.1f} {ours[name] / 1e3:9.1f} {ours[name] / ns - 1:+7.1%}"
@@ -113,15 +113,15 @@ def main() -> int:
     model = RandomFile(asked.random, asked.type) if asked.random else asked.model or "demo"
     context = asked.prompt_tokens + asked.n + 64
     llm = graphllm.load(model, device=asked.device, threads=asked.threads, context=context)
-    ids = fillers(asked.prompt_tokens, llm.decoder.cfg.vocab)
+    ids = filler_tokens(asked.prompt_tokens, llm.decoder.cfg.vocab)
     found = llm.profile(ids, asked.n, asked.r)
     print(f"{found.about['model']['type']}, {llm.device}, {asked.prompt_tokens} + {asked.n} tokens")
     for phase in found.phases:
-        print(f"  {closing(phase)}")
+        print(f"  {accounting(phase)}")
     if asked.cupti:
         for line in agreement(llm, ids):
             print(f"  {line}")
-    return 0 if all(phase.closing.attributed >= 0.97 for phase in found.phases) else 1
+    return 0 if all(phase.accounting.attributed >= 0.97 for phase in found.phases) else 1
 
 
 if __name__ == "__main__":

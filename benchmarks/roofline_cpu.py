@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
-    kernel_probes.WIDTH, kernel_probes.SECONDS = asked.width, 0.0
+    kernel_probes.WIDTH, kernel_probes.MIN_SECONDS = asked.width, 0.0
     area = allocate(probe_kernels.FACTOR_VECTORS * 64)
     area.view(np.float32)[:] = 1.0
     chains = probe_kernels.multiply_add_loops()

@@ -25,7 +25,7 @@ import graphllm
 from graphllm.api import LLM
 from graphllm.checkpoints.checkpoint import model_path
 from graphllm.cli.bench import BenchGrid, parse_numbers
-from graphllm.profiler.bench import Test, fillers, once
+from graphllm.profiler.bench import Test, filler_tokens, time_once
 
 
 class Peer:
@@ -47,7 +47,7 @@ class Peer:
         self._kept = tokens
         self.llama.n_tokens = len(tokens)  # the next `eval` removes what lies behind
 
-    def once(self, test: Test, tokens: list[int]) -> int:
+    def time_once(self, test: Test, tokens: list[int]) -> int:
         """Nanoseconds of one run of the test."""
         depth = test.depth if test.prompt else max(test.depth, 1)
         self._rewind(tokens[:depth])
@@ -60,9 +60,11 @@ class Peer:
 
 def row(name: str, test: Test, threads: int, llm: LLM, peer: Peer, rounds: int) -> str:
     """One test as a row of the table."""
-    tokens = fillers(test.context, llm.decoder.cfg.vocab)
-    once(llm.engine, test, tokens), peer.once(test, tokens)
-    pairs = [(once(llm.engine, test, tokens), peer.once(test, tokens)) for _ in range(rounds)]
+    tokens = filler_tokens(test.context, llm.decoder.cfg.vocab)
+    pairs = [
+        (time_once(llm.engine, test, tokens), peer.time_once(test, tokens))
+        for _ in range(rounds + 1)
+    ][1:]  # the first pair warms up
     us, them = ([test.tokens * 1e9 / ns for ns in side] for side in zip(*pairs))
     ratios = [u / t for u, t in zip(us, them)]
     return (
@@ -87,11 +89,11 @@ def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None
     if side == "ours":
         llm = graphllm.load(model, threads=threads, context=context)
         for test in tests:
-            once(llm.engine, test, fillers(test.context, llm.decoder.cfg.vocab))
+            time_once(llm.engine, test, filler_tokens(test.context, llm.decoder.cfg.vocab))
     else:
         peer = Peer(model_path(model), threads, context, flash)
         for test in tests:
-            peer.once(test, fillers(test.context, peer.llama.n_vocab()))
+            peer.time_once(test, filler_tokens(test.context, peer.llama.n_vocab()))
     print(peak_mb())
 
 

@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 
 from browser import Browser, Page  # noqa: E402
 
-from graphllm.profiler.html import page  # noqa: E402
+from graphllm.profiler.html import render_page  # noqa: E402
 
 FOLDER = ROOT / "docs" / "images"
 WIDTH, NARROW = 1120, 380
@@ -87,7 +87,7 @@ def main(profile: Path) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         path = Path(folder) / "report.html"
-        path.write_text(page(json.loads(profile.read_text("utf-8"))), "utf-8")
+        path.write_text(render_page(json.loads(profile.read_text("utf-8"))), "utf-8")
         for dark in (False, True):
             shown = browser.open(path, width=WIDTH, dark=dark)
             shoot(shown, f"report-{'dark' if dark else 'light'}.png", "#head", ".pair")

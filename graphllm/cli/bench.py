@@ -23,7 +23,7 @@ from .progress import progress_line
 if TYPE_CHECKING:
     from ..api import LLM
     from ..profiler.bench import Test
-    from ..profiler.roofline import Ceiling
+    from ..profiler.roofline import Ceilings
 
 Row = Mapping[str, Any]
 
@@ -141,23 +141,23 @@ def bench(
         show(line)
 
 
-def _ceiling(device: str) -> Ceiling | None:
+def _ceiling(device: str) -> Ceilings | None:
     """What the memory of the first backend gives; None, with a note, where that is not known."""
     from ..backends import find, names
     from ..profiler import roofline
 
     usable = [name for name in names() if find(name).available()[0]]
     backend = usable[0] if device == "auto" else device
-    before = roofline.kept(backend)
+    before = roofline.load_cached(backend)
     try:
         with progress_line("measuring the memory") as progress:
-            found = roofline.current(backend, progress)
+            found = roofline.load_or_measure(backend, progress)
     except GraphllmError as error:
         note(f"note: no ceiling: {error}")
         return None
     if found is not None:
         how = "kept: " if found == before else ""
-        note(f"ceiling: {found.bytes_s() / 1e9:.1f} GB/s, {how}{found.taken()}")
+        note(f"ceiling: {found.bytes_s() / 1e9:.1f} GB/s, {how}{found.provenance()}")
     return found
 
 
@@ -166,7 +166,7 @@ def _told(show: Callable[[str, int, int], None], name: str, total: int, done: in
 
 
 def _rows(
-    load: Callable[..., LLM], threads: int, tests: list[Test], repeat: int, best: Ceiling | None
+    load: Callable[..., LLM], threads: int, tests: list[Test], repeat: int, best: Ceilings | None
 ) -> Iterator[Row]:
     """One row for each test on a model that is loaded for them, under llama-bench's names."""
     from ..backends import Options
@@ -176,7 +176,7 @@ def _rows(
     llm = load(context=max(test.context for test in tests))
     count = thread_count(Options(threads=threads))
     for test in tests:
-        bench.check(llm, test)
+        bench.check_context(llm, test)
     threads_matter = not llm.gpu_offload  # they do not to a device with a memory of its own
     roof = best.bytes_s(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
@@ -184,11 +184,11 @@ def _rows(
             told = partial(_told, progress, test.name, repeat + 1)
             result = bench.run(llm, test, repeat, told)
         share = result.gb_s / roof if result.gb_s and roof else None
-        took = prediction.of_test(llm.engine, test, count) if best is not None else None
+        took = prediction.predict_test(llm.engine, test, count) if best is not None else None
         predicted = test.tokens / took if took else None
         own = {"ceiling_gb_s": roof, "share": share, "predicted_ts": predicted}
-        if result.busy:
-            note(f"note: {test.name}: {result.busy}")
+        if result.load_note:
+            note(f"note: {test.name}: {result.load_note}")
         yield {**bench.describe(llm, count), **result.as_dict(), **own}
     del llm
     gc.collect()  # before the next is loaded

@@ -43,19 +43,19 @@ class InterleavedOptions:
     def compared(self, model: str | None, other: str | None, asked: dict[str, Any]) -> Comparison:
         """Runs of the model in turns, and what they tell. RequestError."""
         from ..profiler.compare.comparison import compare
-        from ..profiler.compare.interleaved_runs import in_turns, split, ways
+        from ..profiler.compare.interleaved_runs import run_interleaved, split_arguments, variants
 
         if other is not None:
             raise RequestError(f"--against takes one MODEL, not also {other!r}")
         if self.repeat < 2:
             raise RequestError(f"-r {self.repeat} must be at least 2")
-        words = [*([model] if model is not None else []), *split("--with", self.flags)]
+        words = [*([model] if model is not None else []), *split_arguments("--with", self.flags)]
         with (
-            ways(words, self.against or "") as (a, b),
+            variants(words, self.against or "") as (a, b),
             TemporaryDirectory(prefix="graphllm-") as folder,
         ):
             with progress_line("profiling") as progress:
-                files = in_turns((a, b), self.repeat, Path(folder), progress)
+                files = run_interleaved((a, b), self.repeat, Path(folder), progress)
             return compare(*files, names=(a.name, b.name), **asked)
 
 

@@ -56,7 +56,7 @@ def _ceiling(backend: str, measure: bool) -> list[str]:
     from ..profiler import roofline
 
     if not measure:
-        found = roofline.kept(backend)
+        found = roofline.load_cached(backend)
         return found.lines() if found else ["memory: not measured (graphllm doctor --measure)"]
     with progress_line("measuring") as progress:
         return roofline.measure(backend, progress).lines()

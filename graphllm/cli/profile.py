@@ -59,10 +59,10 @@ def profile(
     Limit: the time at the ceiling that binds the op (doctor --measure) as a share of its time. To
     gain: ms a token above that.
     """
-    from ..profiler.record import KEYS
+    from ..profiler.record import GROUP_KEYS
 
-    if by not in KEYS:
-        raise RequestError(f"--by {by} must be one of {', '.join(KEYS)}")
+    if by not in GROUP_KEYS:
+        raise RequestError(f"--by {by} must be one of {', '.join(GROUP_KEYS)}")
     if top < 0:
         raise RequestError(f"--top {top} must be at least 0")
     if prompt_tokens < 0:
@@ -86,23 +86,23 @@ def _taken(
     decode: int,
     repeat: int,
 ) -> Profile:
-    from ..profiler.bench import fillers
+    from ..profiler.bench import filler_tokens
 
     llm = loading.load(source.open(loading))
-    ids = fillers(prompt_tokens, llm.decoder.cfg.vocab)
+    ids = filler_tokens(prompt_tokens, llm.decoder.cfg.vocab)
     with progress_line("profiling") as progress:
         return llm.profile(ids or prompt, decode, repeat, progress)
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:
     """What makes the file's text. RequestError for an unknown kind."""
-    from ..profiler.html import page
+    from ..profiler.html import render_page
     from ..profiler.trace import trace
 
     kinds: dict[str, Callable[[dict[str, Any]], str]] = {
         ".trace.json": lambda report: json.dumps(trace(report), separators=(",", ":")),
         ".json": json.dumps,
-        ".html": page,
+        ".html": render_page,
     }
     for end, write in kinds.items():
         if path.name.endswith(end):

@@ -100,11 +100,11 @@ def validate(
 
 def _writer(path: Path) -> Callable[[Report], str]:
     """What makes the file's text. RequestError for an unknown kind."""
-    from ..validation.html_page import page
+    from ..validation.html_page import render_page
 
     check_writable(path)
     if path.suffix == ".html":
-        return page
+        return render_page
     if path.suffix == ".json":
         return lambda report: json.dumps(report.as_dict())
     raise RequestError(f"-o {path}: the name must end in .html or .json")

@@ -23,7 +23,7 @@ class Pass:
 
 
 @dataclass
-class Closing:
+class TimeAccounting:
     """Nanoseconds of all passes by what they were spent on.
 
     ``ops`` and ``copies`` (between memories): steps. ``gaps``: no step runs, though the host has
@@ -48,15 +48,15 @@ class Closing:
         return 1 - abs(self.unattributed) / self.wall if self.wall else 1.0
 
 
-def close(passes: Sequence[Pass], runs: Sequence[Run]) -> Closing:
+def account(passes: Sequence[Pass], runs: Sequence[Run]) -> TimeAccounting:
     """Account for the passes' wall time with the runs that were called in them."""
-    total = Closing()
+    total = TimeAccounting()
     for each in passes:
-        _close(total, each, [run for run in runs if each.start <= run.called < each.end])
+        _account_pass(total, each, [run for run in runs if each.start <= run.called < each.end])
     return total
 
 
-def _close(total: Closing, window: Pass, runs: Sequence[Run]) -> None:
+def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> None:
     at, spent = window.start, 0  # until when the time is accounted for; sum of what is
     for run in runs:
         host = max(0, run.called - at)
@@ -68,7 +68,7 @@ def _close(total: Closing, window: Pass, runs: Sequence[Run]) -> None:
             busy += at - int(ends[0])
         if run.returned > at:
             gaps, at = gaps + run.returned - at, run.returned
-        copies = int(run.times[_copies(run)].sum())
+        copies = int(run.times[_copy_steps(run)].sum())
         total.ops += busy - copies
         total.copies += copies
         total.gaps += gaps
@@ -81,6 +81,6 @@ def _close(total: Closing, window: Pass, runs: Sequence[Run]) -> None:
     total.unattributed += window.end - window.start - spent
 
 
-def _copies(run: Run) -> np.ndarray:
+def _copy_steps(run: Run) -> np.ndarray:
     """Which steps copy between memories: bool [n]."""
     return np.array([get(step.node.op).role == TRANSFER for step in run.plan.steps])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..weights import Weights
 
 _GREEDY = Sampling(temperature=0.0, seed=0)
-_NOBODY = -1  # a token that no prompt has
+_UNUSED_ID = -1  # a token that no prompt has
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Test:
         return self.prompt or self.gen
 
     @property
-    def middle(self) -> int:
+    def middle_length(self) -> int:
         """Tokens in the cache when half of a generation is done."""
         return max(self.depth, 1) + (self.gen + 1) // 2
 
@@ -88,10 +88,10 @@ class Result:
         return speed(self.test.tokens, self.samples_ns)
 
     @property
-    def busy(self) -> str:
+    def load_note(self) -> str:
         """What disturbed the test, in one line; empty if nothing did."""
-        ran = sum(self.samples_ns), machine_load.of_samples(self.samples_ns)
-        return machine_load.note(self.others, {self.test.name: ran})
+        ran = sum(self.samples_ns), machine_load.interference_of_samples(self.samples_ns)
+        return machine_load.load_note(self.others, {self.test.name: ran})
 
     @property
     def rates(self) -> list[float]:
@@ -118,7 +118,7 @@ class Result:
             **self.speed.as_dict(),
             "gb_s": self.gb_s,
             "others": self.others,
-            "busy": self.busy,
+            "busy": self.load_note,
         }
 
 
@@ -127,7 +127,7 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def check(llm: LoadedModel, test: Test) -> None:
+def check_context(llm: LoadedModel, test: Test) -> None:
     """RequestError if the context cannot hold the test."""
     have = llm.limits.context
     if test.context > have:
@@ -138,41 +138,43 @@ def check(llm: LoadedModel, test: Test) -> None:
 def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
     """Time a test ``repeat`` times, after a warm-up that is the test itself.
 
-    ``seen`` is told how many runs are over. RequestError as `check`.
+    ``seen`` is told how many runs are over. RequestError as `check_context`.
     """
-    check(llm, test)
+    check_context(llm, test)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    samples, tokens = [], fillers(test.context, llm.decoder.cfg.vocab)
+    samples, tokens = [], filler_tokens(test.context, llm.decoder.cfg.vocab)
     watch = Others()
     with llm.engine.lock.hold("a benchmark"):
         for done in range(repeat + 1):
             seen(done)
-            samples.append(once(llm.engine, test, tokens))
+            samples.append(time_once(llm.engine, test, tokens))
     seen(repeat + 1)
     nbytes = 0.0
     if test.gen:
-        nbytes = step_bytes(llm.engine.decode_plan(), test.middle)
+        nbytes = step_bytes(llm.engine.decode_plan(), test.middle_length)
     on_host = any(find(name).memory == HOST for name in llm.placement())
     return Result(test, tuple(samples[1:]), nbytes, date, watch.share() if on_host else None)
 
 
-def fillers(count: int, vocab: int) -> list[int]:
+def filler_tokens(count: int, vocab: int) -> list[int]:
     """Tokens without a meaning; a shorter list is the beginning of a longer one."""
     return [(i * 7919 + 1) % vocab for i in range(count)]
 
 
-def once(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Nanoseconds of one run of the test, whose tokens `fillers` gave."""
-    return _read(engine, test, tokens) if test.prompt else _generate(engine, test, tokens)
+def time_once(engine: Engine, test: Test, tokens: list[int]) -> int:
+    """Nanoseconds of one run of the test, whose tokens `filler_tokens` gave."""
+    return (
+        _time_prefill(engine, test, tokens) if test.prompt else _time_decode(engine, test, tokens)
+    )
 
 
 def _rewind(engine: Engine, tokens: list[int]) -> None:
     """Leave ``tokens``, and no others, in the cache; computed only where they are not there."""
-    if engine.reuse_cache([*tokens, _NOBODY]) < len(tokens):
+    if engine.reuse_cache([*tokens, _UNUSED_ID]) < len(tokens):
         next(engine.generate(tokens, _GREEDY, []))
 
 
-def _read(engine: Engine, test: Test, tokens: list[int]) -> int:
+def _time_prefill(engine: Engine, test: Test, tokens: list[int]) -> int:
     """Nanoseconds of reading the prompt."""
     _rewind(engine, tokens[: test.depth])
     prompt = tokens[: test.depth + test.prompt]
@@ -184,7 +186,7 @@ def _read(engine: Engine, test: Test, tokens: list[int]) -> int:
     return took
 
 
-def _generate(engine: Engine, test: Test, tokens: list[int]) -> int:
+def _time_decode(engine: Engine, test: Test, tokens: list[int]) -> int:
     """Nanoseconds of generating; the token before the first is computed with the cache's last."""
     before = tokens[: max(test.depth, 1)]
     _rewind(engine, before)
@@ -207,7 +209,7 @@ def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
     """
     env = {"T": sequences, "S": sequences, "Q": sequences + 1, "N": sequences}
     env["kv_sum"] = sequences * length
-    return sum(own_bytes(step.node, env) for step in plan.steps)
+    return sum(leaf_bytes(step.node, env) for step in plan.steps)
 
 
 def step_flops(plan: Plan, start: int, count: int) -> float:
@@ -218,7 +220,7 @@ def step_flops(plan: Plan, start: int, count: int) -> float:
     return sum(get(step.node.op).price(step.node, env).flops for step in plan.steps)
 
 
-def own_bytes(node: Tensor, env: Mapping[str, int]) -> float:
+def leaf_bytes(node: Tensor, env: Mapping[str, int]) -> float:
     """Bytes that its op must move, less those of intermediates."""
     between = {each for each in (*node.sources, node) if not root(each).is_leaf}
     passing = sum(each.meta.at(env).nbytes for each in between)
@@ -237,7 +239,7 @@ def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
         "backends": ",".join(llm.placement()),
         "model_filename": str(file.path),
         "model_type": model_type(file, llm.decoder.weights),
-        "model_size": sum(meta.nbytes for meta in _stored(llm.decoder.weights)),
+        "model_size": sum(meta.nbytes for meta in _weight_metas(llm.decoder.weights)),
         "model_n_params": parameters(llm.decoder.weights),
         "n_batch": llm.limits.tokens,
         "n_ubatch": llm.limits.tokens,
@@ -248,7 +250,7 @@ def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
     }
 
 
-def _stored(weights: Weights) -> list[Meta]:
+def _weight_metas(weights: Weights) -> list[Meta]:
     """Shapes and formats of all weights, as they are run."""
     metas = map(weights.meta, weights.names())
     return [meta for meta in metas if meta is not None]
@@ -256,20 +258,20 @@ def _stored(weights: Weights) -> list[Meta]:
 
 def parameters(weights: Weights) -> int:
     """Elements of all weights."""
-    return sum(meta.size for meta in _stored(weights))
+    return sum(meta.size for meta in _weight_metas(weights))
 
 
 def model_type(file: ModelFile, weights: Weights) -> str:
     """Family, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
     count = parameters(weights)
     size = f"{count / 1e9:.1f}B" if count >= 999.5e6 else f"{count / 1e6:.0f}M"
-    return f"{file.architecture} {size} {_format(file, weights)}"
+    return f"{file.architecture} {size} {_weight_format(file, weights)}"
 
 
-def _format(file: ModelFile, weights: Weights) -> str:
+def _weight_format(file: ModelFile, weights: Weights) -> str:
     """The format of most bytes; a mix that the file says of itself, by its name."""
     sizes: dict[str, int] = {}
-    for meta in _stored(weights):
+    for meta in _weight_metas(weights):
         sizes[meta.dtype.name] = sizes.get(meta.dtype.name, 0) + meta.nbytes
     most = max(sizes, key=lambda name: sizes[name])
     said = file.metadata.get("general.file_type")

@@ -17,7 +17,7 @@ from ..version import __version__
 from . import roofline
 from .accounting import Pass
 from .bench import describe
-from .profile import Phase, Profile, Roof
+from .profile import Phase, Profile, Roofline
 from .record import Recorder, Run
 
 if TYPE_CHECKING:
@@ -45,21 +45,24 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
     watch = Others()
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
-        plain.append(_once(llm, ids, decode, None))
+        plain.append(_run_pass(llm, ids, decode, None))
         if not done:  # graphs are made with the second run of each kind
-            _once(llm, ids, min(decode, 3), (Recorder(), Recorder()))
+            _run_pass(llm, ids, min(decode, 3), (Recorder(), Recorder()))
             continue
-        timed.append(_once(llm, ids, decode, recorders))
+        timed.append(_run_pass(llm, ids, decode, recorders))
     show("profiling", repeat + 1, repeat + 1)
     phases = _phases(llm, len(ids), decode, plain[1:], timed, recorders)
     on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
     return Profile(
-        phases, phases[0].roofs, _about(llm, len(ids), decode, repeat), _start(llm, plain),
+        phases,
+        phases[0].rooflines,
+        _describe_run(llm, len(ids), decode, repeat),
+        _startup_times(llm, plain),
         watch.share() if on_host else None,
-    )  # fmt: skip
+    )
 
 
-def _once(
+def _run_pass(
     llm: LoadedModel, ids: Sequence[int], decode: int, recorders: Recorders | None
 ) -> tuple[_Window, _Window]:
     """The wall windows of the prompt and of the tokens after it."""
@@ -80,7 +83,7 @@ def _phases(
     timed: Sequence[tuple[_Window, _Window]], recorders: Recorders,
 ) -> tuple[Phase, ...]:  # fmt: skip
     found = []
-    roofs: dict[str, Roof] = {}
+    rooflines: dict[str, Roofline] = {}
     for index, (name, tokens) in enumerate((("prefill", prompt), ("decode", decode))):
         if not tokens:
             continue
@@ -89,10 +92,10 @@ def _phases(
         passes = tuple(Pass(*span, length) for span, length in zip(spans, lengths))
         runs = recorders[index].runs
         if name == "decode":
-            runs = [run for span in spans for run in _inside(runs, span)[:tokens]]
+            runs = [run for span in spans for run in _runs_in_window(runs, span)[:tokens]]
         for backend in {step.backend.name for run in runs for step in run.plan.steps}:
-            _add_roof(roofs, backend, _threads(llm))
-        found.append(Phase(name, tokens, passes, tuple(runs), roofs))
+            _add_roofline(rooflines, backend, _threads(llm))
+        found.append(Phase(name, tokens, passes, tuple(runs), rooflines))
     return tuple(found)
 
 
@@ -103,21 +106,21 @@ def _threads(llm: LoadedModel) -> int:
     return thread_count(llm.executor.options)
 
 
-def _inside(runs: Sequence[Run], span: _Window) -> list[Run]:
+def _runs_in_window(runs: Sequence[Run], span: _Window) -> list[Run]:
     return [run for run in runs if span[0] <= run.called < span[1]]
 
 
-def _add_roof(roofs: dict[str, Roof], backend: str, threads: int) -> None:
+def _add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
     """What was measured of the backend, if it was."""
-    kept = roofline.kept(backend)
-    if kept is None or backend in roofs:
+    ceilings = roofline.load_cached(backend)
+    if ceilings is None or backend in rooflines:
         return
-    flops = [kept.roof(kind, threads) for kind in ("float", "integer")]
-    known = kept.date, not kept.fresh(), kept.doubt()
-    roofs[backend] = Roof(*known, kept.bytes_s(threads), *flops)
+    flops = [ceilings.peak_flop_s(kind, threads) for kind in ("float", "integer")]
+    known = ceilings.date, not ceilings.is_fresh(), ceilings.remeasure_reason()
+    rooflines[backend] = Roofline(*known, ceilings.bytes_s(threads), *flops)
 
 
-def _about(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
+def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
     """The sections that say what was run, and on what."""
     executor = llm.executor
     told = describe(llm, _threads(llm))
@@ -125,7 +128,7 @@ def _about(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str,
     return {
         "made": {"graphllm": __version__, "python": sys.version.split()[0], "date": date},
         "machine": {
-            "name": roofline.machine(),
+            "name": roofline.machine_name(),
             "backends": {backend.name: backend.available()[1] for backend in executor.backends},
         },
         "model": {
@@ -149,7 +152,7 @@ def _about(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str,
     }
 
 
-def _start(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
+def _startup_times(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
     """Seconds of what happens once."""
     walls = [(late[1] - early[0]) / 1e9 for early, late in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))

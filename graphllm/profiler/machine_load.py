@@ -8,19 +8,19 @@ import numpy as np
 
 from .compare.statistics import FEW_RUNS
 
-OTHERS = 0.1  # of the processors' time: more than this in use by other processes counts
-DISTURBED = 0.2  # a bad run of four is longer than the best by more than this: it counts
-BRIEF_NS = 1e8  # passes that took no longer in all hold a few slices of the scheduler's
+MAX_OTHER_LOAD = 0.1  # of the processors' time: more than this in use by other processes counts
+MAX_INTERFERENCE = 0.2  # a bad run of four is longer than the best by more than this: it counts
+MIN_MEASURED_NS = 1e8  # passes that took no longer in all hold a few slices of the scheduler's
 _WINDOW = 64  # runs in a row, which the growth of the cache makes no longer
-_BAD = 0.75  # of the runs are no worse
+_BAD_QUANTILE = 0.75  # of the runs are no worse
 
 
-def of_samples(samples: Sequence[int]) -> float:
+def interference_of_samples(samples: Sequence[int]) -> float:
     """By how much a bad one of four samples is longer than the best, as a share of it."""
-    return float(np.quantile(samples, _BAD)) / min(samples) - 1
+    return float(np.quantile(samples, _BAD_QUANTILE)) / min(samples) - 1
 
 
-def of_steps(passes: Sequence[np.ndarray]) -> float:
+def interference_of_steps(passes: Sequence[np.ndarray]) -> float:
     """Of the times of steps in passes [steps, runs], by how much a bad run of four is longer than
     the best, step by step.
 
@@ -31,32 +31,32 @@ def of_steps(passes: Sequence[np.ndarray]) -> float:
     else:
         every = np.concatenate(passes, axis=1)
         alike = np.array_split(every, max(1, every.shape[1] // _WINDOW), axis=1)
-    bad = [np.quantile(a, _BAD, axis=1).sum() / max(1, a.min(axis=1).sum()) for a in alike]
+    bad = [np.quantile(a, _BAD_QUANTILE, axis=1).sum() / max(1, a.min(axis=1).sum()) for a in alike]
     return float(np.median(bad)) - 1
 
 
-def of_plan(times: np.ndarray, within: np.ndarray, passes: int) -> list[np.ndarray]:
+def times_by_pass(times: np.ndarray, within: np.ndarray, passes: int) -> list[np.ndarray]:
     """Times of a plan's steps [steps, runs] by pass; ``within``: the pass of each run."""
     each = [times[:, within == index] for index in range(passes)]
     return [some for some in each if some.size]
 
 
-def note(others: float | None, ran: Mapping[str, tuple[float, float]]) -> str:
+def load_note(others: float | None, ran: Mapping[str, tuple[float, float]]) -> str:
     """One line on what disturbed the measurement, or an empty text.
 
     Args:
-        others: share of the processors' time that other processes had; None if unknown.
-        ran: by name, nanoseconds of all passes, and `of_steps` or `of_samples`. What was too short
-            to tell is passed over.
+        others: share of the processors' time that other processes used; None if unknown.
+        ran: nanoseconds of all passes and their interference, by name of the measurement. Those
+            shorter than `MIN_MEASURED_NS` are ignored.
     """
     found = list(_reasons(others, ran))
     return f"the machine was busy: {'; '.join(found)}; measure again" if found else ""
 
 
 def _reasons(others: float | None, ran: Mapping[str, tuple[float, float]]) -> Iterator[str]:
-    if others is not None and others > OTHERS:
+    if others is not None and others > MAX_OTHER_LOAD:
         yield f"other work had {others:.0%} of the processors' time"
-    disturbed = {name: share for name, (ns, share) in ran.items() if ns >= BRIEF_NS}
+    disturbed = {name: share for name, (ns, share) in ran.items() if ns >= MIN_MEASURED_NS}
     worst = max(disturbed, key=lambda name: disturbed[name], default="")
-    if worst and disturbed[worst] > DISTURBED:
+    if worst and disturbed[worst] > MAX_INTERFERENCE:
         yield f"a quarter of the runs of {worst} took {disturbed[worst]:.0%} longer than the best"

@@ -28,9 +28,9 @@ from ..runtime.devices import Devices
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import leaf_buffers
 from . import roofline
-from .bench import Test, model_type, own_bytes
+from .bench import Test, leaf_bytes, model_type
 from .kernel_probes import FLOAT, operations
-from .roofline import Ceiling
+from .roofline import Ceilings
 
 if TYPE_CHECKING:
     from ..weights import Weights
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Absent:
+class _PlannedDevice:
     """A device that is only planned for: the name of its memory, and what is free there."""
 
     memory: str
@@ -51,7 +51,7 @@ class _Absent:
         return self.room
 
 
-class _StandIns(Devices):
+class _PlannedDevices(Devices):
     """Devices that need not be there. ``skipped``: backends that are not usable here; ``free``:
     bytes of a memory beside the host's, instead of what its device says."""
 
@@ -62,18 +62,18 @@ class _StandIns(Devices):
     def of(self, backend: Backend) -> Device:
         if backend.name not in self:
             if backend.name in self._skipped:
-                self[backend.name] = _absent(backend.memory, self._free)
+                self[backend.name] = _planned_device(backend.memory, self._free)
             else:
                 own = super().of(backend)
                 if self._free is not None and own.memory != HOST:
-                    self[backend.name] = _absent(own.memory, self._free)
+                    self[backend.name] = _planned_device(own.memory, self._free)
         return self[backend.name]
 
 
 class _Planner(Executor):
     """An Executor for plans alone: ``asked``, first in the order, need not be usable here.
 
-    ``free``: see `_StandIns`.
+    ``free``: see `_PlannedDevices`.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class _Planner(Executor):
                 what = f"device = {self._asked!r} cannot be planned for: {why}"
                 raise PlacementError(what, "device")
             self.backends.insert(0, missing)
-        return _StandIns(self.skipped, self._free, self.backends, self.options, self.progress)
+        return _PlannedDevices(self.skipped, self._free, self.backends, self.options, self.progress)
 
 
-def _absent(memory: str, room: int | None) -> Device:
-    return _Absent(memory, room)  # type: ignore[return-value]  # no plan is bound to it
+def _planned_device(memory: str, room: int | None) -> Device:
+    return _PlannedDevice(memory, room)  # type: ignore[return-value]  # no plan is bound to it
 
 
 # -------------------------------------------------------------------------------------------- facts
@@ -178,17 +178,17 @@ class DryRun:
 
 
 @dataclass(frozen=True)
-class Roofs:
+class TimePredictor:
     """The kept ceilings of backends, and how many threads of the host's are used."""
 
-    known: Mapping[str, Ceiling]
+    known: Mapping[str, Ceilings]
     threads: int
 
     @classmethod
-    def of(cls, plans: Sequence[Plan], threads: int) -> Roofs:
+    def of(cls, plans: Sequence[Plan], threads: int) -> TimePredictor:
         """Those of the plans' backends that were measured."""
         names = {step.backend.name for plan in plans for step in plan.steps}
-        found = {name: roofline.kept(name) for name in sorted(names)}
+        found = {name: roofline.load_cached(name) for name in sorted(names)}
         return cls({name: c for name, c in found.items() if c is not None}, threads)
 
     def seconds(self, plan: Plan, env: Mapping[str, int]) -> float | None:
@@ -200,24 +200,24 @@ class Roofs:
         """
         total = 0.0
         for step in plan.steps:
-            own = self._step(step, env)
+            own = self._step_seconds(step, env)
             if own is None:
                 return None
             total += own
         return total
 
-    def _step(self, step: Step, env: Mapping[str, int]) -> float | None:
+    def _step_seconds(self, step: Step, env: Mapping[str, int]) -> float | None:
         ceiling = self.known.get(step.backend.name)
         if ceiling is None:
             return None
         threads, many = self.threads, env["T"] > 1
-        best, computes = ceiling.bytes_s(threads), _computes(step, env, ceiling, threads)
+        best, computes = ceiling.bytes_s(threads), _compute_seconds(step, env, ceiling, threads)
         if not best or (computes is None and many):
             return None
         if many:
             moved = get(step.node.op).price(step.node, env).bytes
         else:
-            moved = own_bytes(step.node, env) * _slower(step, ceiling)
+            moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
         return max(moved / best, computes or 0.0) + ceiling.step(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
@@ -237,12 +237,14 @@ class Roofs:
     def basis(self) -> list[str]:
         """Where the ceilings come from."""
         return [
-            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.taken()}"
+            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.provenance()}"
             for name, c in self.known.items()
         ]
 
 
-def _computes(step: Step, env: Mapping[str, int], ceiling: Ceiling, threads: int) -> float | None:
+def _compute_seconds(
+    step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
+) -> float | None:
     """Seconds of the step's operations, each kind at its rate; None where one is not known."""
     seconds = 0.0
     for kind, form, flops in operations(step.node, env):
@@ -254,7 +256,7 @@ def _computes(step: Step, env: Mapping[str, int], ceiling: Ceiling, threads: int
     return seconds
 
 
-def _slower(step: Step, ceiling: Ceiling) -> float:
+def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
     """How much longer than at the memory's rate the step's weights take, by their formats."""
     sizes = [
         (s.meta.bound().nbytes, ceiling.shares.get(s.dtype.name, 1.0))
@@ -265,22 +267,22 @@ def _slower(step: Step, ceiling: Ceiling) -> float:
     return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
 
 
-def env_of(tokens: int, cached: int) -> dict[str, int]:
+def step_env(tokens: int, cached: int) -> dict[str, int]:
     """The Vars of a step of ``tokens`` of one sequence, whose last one's logits are wanted."""
     kv_sum = tokens * cached + tokens * (tokens + 1) // 2
     return {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}
 
 
-def of_test(engine: Engine, test: Test, threads: int) -> float | None:
+def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
     """Seconds of a test of `bench`, predicted; None where something for that was not measured."""
     prompt, token = plans = engine.generation_plans()
-    roofs = Roofs.of(plans, threads)
+    predictor = TimePredictor.of(plans, threads)
     if test.gen:
-        own = roofs.seconds(token, env_of(1, test.middle - 1))
+        own = predictor.seconds(token, step_env(1, test.middle_length - 1))
         return None if own is None else own * test.gen
     end, most = test.depth + test.prompt, engine.limits.tokens
     chunks = [(min(most, end - at), at) for at in range(test.depth, end, most)]
-    parts = [roofs.seconds(prompt, env_of(*chunk)) for chunk in chunks]
+    parts = [predictor.seconds(prompt, step_env(*chunk)) for chunk in chunks]
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
 
@@ -318,14 +320,14 @@ def dry_run(
     planner = _Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
-    return _facts(file, decoder, engine, planner)
+    return _summarize(file, decoder, engine, planner)
 
 
-def _facts(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
+def _summarize(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.runtime.isa import thread_count
 
     prefill, token = plans = engine.generation_plans()
-    roofs = Roofs.of(plans, thread_count(planner.options))
+    predictor = TimePredictor.of(plans, thread_count(planner.options))
     most = engine.limits.tokens
     kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}
     notes = [f"{name} is not usable here: {why}" for name, why in planner.skipped.items()
@@ -338,18 +340,18 @@ def _facts(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner)
         device=planner.backends[0].name,
         context=engine.limits.context,
         kv_type=engine.limits.kv_dtype,
-        threads=roofs.threads,
+        threads=predictor.threads,
         notes=notes,
-        prefill=_phase(f"a prompt of {most}", prefill, most, 0, roofs),
-        token=_phase("a token", token, 1, min(most, engine.limits.context - 1), roofs),
+        prefill=_phase(f"a prompt of {most}", prefill, most, 0, predictor),
+        token=_phase("a token", token, 1, min(most, engine.limits.context - 1), predictor),
         memory=_memory(plans, kv),
-        basis=roofs.basis(),
-        lacking=roofs.lacking(plans),
+        basis=predictor.basis(),
+        lacking=predictor.lacking(plans),
     )
 
 
-def _phase(name: str, plan: Plan, tokens: int, cached: int, roofs: Roofs) -> Phase:
-    env = env_of(tokens, cached)
+def _phase(name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredictor) -> Phase:
+    env = step_env(tokens, cached)
     ops: dict[str, Counter[str]] = {}
     for step in plan.steps:
         ops.setdefault(step.backend.name, Counter())[step.node.op] += 1
@@ -360,9 +362,9 @@ def _phase(name: str, plan: Plan, tokens: int, cached: int, roofs: Roofs) -> Pha
         ops=ops,
         misses=[Miss(*what, steps) for what, steps in plan.misses().items()],
         copies=plan.copies(),
-        nbytes=sum(own_bytes(step.node, env) for step in plan.steps),
+        nbytes=sum(leaf_bytes(step.node, env) for step in plan.steps),
         flops=sum(get(step.node.op).price(step.node, env).flops for step in plan.steps),
-        seconds=roofs.seconds(plan, env),
+        seconds=predictor.seconds(plan, env),
     )
 
 

@@ -13,16 +13,16 @@ import numpy as np
 
 from ..compiler.plan import Plan
 from . import machine_load
-from .accounting import Closing, Pass, close
+from .accounting import Pass, TimeAccounting, account
 from .arena_map import arenas
-from .record import KEYS, Row, Run, plans_of, rows_of
+from .record import GROUP_KEYS, Row, Run, plans_of, rows_of
 from .report import table
 from .schema import SCHEMA, VERSION
 from .speed import Speed, speed
 
 
 @dataclass(frozen=True)
-class Roof:
+class Roofline:
     """What a backend gives at best with the threads of the run: bytes and operations a second."""
 
     date: str
@@ -50,7 +50,7 @@ class Phase:
     tokens: int
     passes: tuple[Pass, ...]
     runs: tuple[Run, ...]
-    roofs: Mapping[str, Roof]
+    rooflines: Mapping[str, Roofline]
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -63,12 +63,12 @@ class Phase:
     @cached_property
     def limits(self) -> dict[Row, tuple[float, str]]:
         """Nanoseconds at the ceiling that binds each row, and which ceiling that is."""
-        known = ((row, self.roofs.get(row.backend)) for row in self.rows)
-        return {row: roof.limit(row) for row, roof in known if roof is not None}
+        known = ((row, self.rooflines.get(row.backend)) for row in self.rows)
+        return {row: roofline.limit(row) for row, roofline in known if roofline is not None}
 
     @cached_property
-    def closing(self) -> Closing:
-        return close(self.passes, self.runs)
+    def accounting(self) -> TimeAccounting:
+        return account(self.passes, self.runs)
 
     @cached_property
     def speed(self) -> Speed:
@@ -81,16 +81,16 @@ class Phase:
         return self.speed.tok_s
 
     @cached_property
-    def disturbed(self) -> float:
-        """By how much a bad run of four took longer than the best: `disturbance.of_steps`."""
+    def interference(self) -> float:
+        """Excess of a slow run over the fastest: `machine_load.interference_of_steps`."""
         found = [0.0]
         for plan in self.plans:
             own = [run for run in self.runs if run.plan is plan]
             times = np.stack([run.times for run in own], axis=1)
-            each = machine_load.of_plan(
+            each = machine_load.times_by_pass(
                 times, np.array([self._pass(run) for run in own]), len(self.passes)
             )
-            found.append(machine_load.of_steps(each))
+            found.append(machine_load.interference_of_steps(each))
         return max(found)
 
     def _pass(self, run: Run) -> int:
@@ -113,8 +113,8 @@ class Phase:
             ],
             "speed": self.speed.as_dict(),
             "overhead": self.overhead,
-            "disturbed": self.disturbed,
-            "closing": self.closing.as_dict(),
+            "disturbed": self.interference,
+            "closing": self.accounting.as_dict(),
             "rows": [self._row(row) for row in self.rows],
             "runs": [self._run(run, zero) for run in self.runs],
             "arena": [
@@ -151,21 +151,21 @@ class Profile:
 
     ``about``: the sections ``machine``, ``model`` and ``settings`` of the report, as in
     docs/profile-format.md. ``start``: seconds of loading, of compiling, and of the first run.
-    ``others``: share of the processors' time that other processes had during the passes; None if
-    that is unknown, or nothing ran on the host.
+    ``other_load``: share of the processors' time that other processes used during the passes; None
+    if unknown or if no step ran on the host.
     """
 
     phases: tuple[Phase, ...]
-    roofs: Mapping[str, Roof]
+    rooflines: Mapping[str, Roofline]
     about: Mapping[str, Any]
     start: Mapping[str, float]
-    others: float | None = None
+    other_load: float | None = None
 
     @property
-    def busy(self) -> str:
+    def load_note(self) -> str:
         """What disturbed the passes, in one line; empty if nothing did."""
-        ran = {p.name: (sum(each.plain for each in p.passes), p.disturbed) for p in self.phases}
-        return machine_load.note(self.others, ran)
+        ran = {p.name: (sum(each.plain for each in p.passes), p.interference) for p in self.phases}
+        return machine_load.load_note(self.other_load, ran)
 
     def __getitem__(self, name: str) -> Phase:
         """``prefill`` or ``decode``. KeyError where nothing of it ran."""
@@ -179,8 +179,8 @@ class Profile:
 
         ``top``: so many rows, the longest; 0: all. ValueError for another ``by``.
         """
-        if by not in KEYS:
-            raise ValueError(f"by = {by!r} must be one of {', '.join(KEYS)}")
+        if by not in GROUP_KEYS:
+            raise ValueError(f"by = {by!r} must be one of {', '.join(GROUP_KEYS)}")
         return table(self, by, top, colour)
 
     def as_dict(self) -> dict[str, Any]:
@@ -190,11 +190,11 @@ class Profile:
             "version": VERSION,
             **self.about,
             "start": dict(self.start),
-            "busy": {"others": self.others, "note": self.busy},
-            "ceilings": {name: _plain(roof) for name, roof in self.roofs.items()},
+            "busy": {"others": self.other_load, "note": self.load_note},
+            "ceilings": {name: _plain(roofline) for name, roofline in self.rooflines.items()},
             "phases": [phase.as_dict() for phase in self.phases],
         }
 
 
-def _plain(roof: Roof) -> dict[str, Any]:
-    return {f.name: getattr(roof, f.name) for f in fields(roof)}
+def _plain(roofline: Roofline) -> dict[str, Any]:
+    return {f.name: getattr(roofline, f.name) for f in fields(roofline)}

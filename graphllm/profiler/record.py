@@ -213,7 +213,7 @@ class Total:
         return self.flops / self.ns if self.ns else 0.0
 
 
-KEYS = {
+GROUP_KEYS = {
     "op": lambda r: f"{r.op} {r.weight}".strip(),
     "scope": lambda r: r.scope or "-",
     "layer": lambda r: ".".join(r.scope.split(".")[:3]) or "-",
@@ -231,5 +231,5 @@ def totals(
     """
     sums: dict[str, Total] = {}
     for row in rows:
-        sums.setdefault(KEYS[by](row), Total()).add(row, (limits or {}).get(row, 0.0))
+        sums.setdefault(GROUP_KEYS[by](row), Total()).add(row, (limits or {}).get(row, 0.0))
     return dict(sorted(sums.items(), key=lambda item: -item[1].ns))

@@ -23,19 +23,22 @@ from ..cache import CacheFile
 from ..errors import RequestError
 from ..system_info import Others, free_bytes
 from . import kernel_probes
-from .machine_load import OTHERS
+from .machine_load import MAX_OTHER_LOAD
 
-FRESH = timedelta(days=1)
-LARGE, LEAST = 2 << 30, 1 << 30  # bytes to go over: caches of half a GB have been seen
+MAX_AGE = timedelta(days=1)
+MAX_PROBE_BYTES, MIN_PROBE_BYTES = (
+    2 << 30,
+    1 << 30,
+)  # bytes to go over: caches of half a GB have been seen
 STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
 _VERSION = 3  # of what is kept: others are not read
-_FILE, _MOST = CacheFile("ceilings.json"), 1 << 20  # bytes
+_CACHE_FILE, _MOST = CacheFile("ceilings.json"), 1 << 20  # bytes
 
 Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class Ceilings:
     """One measurement. Tables are: what was run -> how many took part -> a rate, the best of some
     repeats. Which figure binds what:
 
@@ -46,8 +49,8 @@ class Ceiling:
     - `flop_s` of ``float``, ``integer`` (quantised activations) and ``attention``, from ``flops``:
       what the kernels for many tokens reach today. A step of many tokens takes its operations at
       that rate; a prediction wants this one.
-    - `roof` of ``float`` and ``integer``: what no kernel can exceed. From ``peaks``, multiply-adds
-      (two operations each) of ``f32``, ``f16`` and ``int8`` in registers, and nothing else.
+    - `peak_flop_s` of ``float`` and ``integer``: what no kernel can exceed. From ``peaks``,
+      multiply-adds (two operations each) of ``f32``, ``f16`` and ``int8`` in registers only.
       ``roofs``: which of them. ``how``: by which instructions, or why there are none.
     - ``steps``: seconds that a step costs beside its bytes. ``shares`` and ``many``: by format, the
       part of `bytes_s` that linears of one token reach, and of `flop_s` those of many.
@@ -87,12 +90,12 @@ class Ceiling:
         """
         return self._best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
 
-    def roof(self, kind: str, threads: int = 0) -> float:
+    def peak_flop_s(self, kind: str, threads: int = 0) -> float:
         """Operations a second that no kernel exceeds, for ``float`` or ``integer`` arithmetic; 0.0
         if not known. ``threads`` as in `bytes_s`."""
         return max((self.flop_s(name, threads) for name in self.roofs[kind]), default=0.0)
 
-    def step(self, threads: int = 0) -> float:
+    def step_overhead(self, threads: int = 0) -> float:
         """Seconds of a step beside its bytes, with the nearest smaller count of threads."""
         counts = [n for n in self.steps if self._fits(n, threads)]
         return self.steps[max(counts)] if counts else 0.0
@@ -103,24 +106,26 @@ class Ceiling:
     def _fits(self, count: int, threads: int) -> bool:
         return self.counted != THREADS or not threads or count <= threads
 
-    def fresh(self, now: datetime | None = None) -> bool:
+    def is_fresh(self, now: datetime | None = None) -> bool:
         """Whether it was taken on this machine within a day."""
-        return self.machine == machine() and timedelta() <= self._age(now) < FRESH
+        return self.machine == machine_name() and timedelta() <= self._age(now) < MAX_AGE
 
-    def doubt(self, now: datetime | None = None) -> str:
+    def remeasure_reason(self, now: datetime | None = None) -> str:
         """Why it should be measured again; empty if it should not."""
         found = []
-        if self.machine != machine():
+        if self.machine != machine_name():
             found.append("on another machine")
-        if self._age(now) >= FRESH:
+        if self._age(now) >= MAX_AGE:
             found.append(f"{self._age(now).days} days ago")
-        if self.others is not None and self.others > OTHERS:
+        if self.others is not None and self.others > MAX_OTHER_LOAD:
             found.append(f"while {self.others:.0%} of the machine was busy with other work")
         return f"taken {', '.join(found)}: measure again" if found else ""
 
-    def taken(self, now: datetime | None = None) -> str:
-        """When and where, and the `doubt` if there is one."""
-        return "; ".join(filter(None, [f"measured {self.date} on {self.machine}", self.doubt(now)]))
+    def provenance(self, now: datetime | None = None) -> str:
+        """When and where, and the `remeasure_reason` if there is one."""
+        return "; ".join(
+            filter(None, [f"measured {self.date} on {self.machine}", self.remeasure_reason(now)])
+        )
 
     def _age(self, now: datetime | None) -> timedelta:
         return (now or _now()) - datetime.fromisoformat(self.date)
@@ -129,10 +134,10 @@ class Ceiling:
         """As `doctor` shows it."""
         best = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s"
         first = f"{best}, measured {self.date} on {self.machine}"
-        return [*filter(None, [first, self.doubt()]), *_table(self), *_notes(self)]
+        return [*filter(None, [first, self.remeasure_reason()]), *_table(self), *_notes(self)]
 
 
-def _table(c: Ceiling) -> Iterator[str]:
+def _table(c: Ceilings) -> Iterator[str]:
     """Rates by what was run and by count."""
     steps = {"a step beside its bytes, us": c.steps} if c.steps else {}
     kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
@@ -154,7 +159,7 @@ def _table(c: Ceiling) -> Iterator[str]:
             yield f"{title.format(name):<{width}}{''.join(cells)}{spread}".rstrip()
 
 
-def _notes(c: Ceiling) -> Iterator[str]:
+def _notes(c: Ceilings) -> Iterator[str]:
     for what, parts in (
         ("of memory's rate, linears of one token reach", c.shares),
         (f"of arithmetic's, linears of {kernel_probes.TOKENS}", c.many),
@@ -165,7 +170,7 @@ def _notes(c: Ceiling) -> Iterator[str]:
         yield "multiply-adds: " + "; ".join(f"{kind} {how}" for kind, how in sorted(c.how.items()))
 
 
-def machine() -> str:
+def machine_name() -> str:
     """Processor, count of its threads, host: where a measurement holds."""
     return f"{cpu_name()}, {os.cpu_count()} processors, {platform.node()}"
 
@@ -179,7 +184,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def kept(backend: str) -> Ceiling | None:
+def load_cached(backend: str) -> Ceilings | None:
     """The last measurement, from this machine or another; None where there is no sound one."""
     try:
         return _read(_entries()[backend])
@@ -190,32 +195,32 @@ def kept(backend: str) -> Ceiling | None:
 def _entries() -> Any:
     """What the file holds, by backend if it is sound."""
     try:
-        return json.loads(_FILE.read(_MOST) or b"{}")
+        return json.loads(_CACHE_FILE.read(_MOST) or b"{}")
     except (ValueError, RecursionError):
         return {}
 
 
-def current(backend: str, show: Show) -> Ceiling | None:
+def load_or_measure(backend: str, show: Show) -> Ceilings | None:
     """The kept measurement if it is fresh, else a new one; None where the backend has none."""
-    found = kept(backend)
-    if found is not None and found.fresh():
+    found = load_cached(backend)
+    if found is not None and found.is_fresh():
         return found
     return measure(backend, show) if find(backend).measure is not None else None
 
 
-def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
-    """Measure now, and keep the result. ``nbytes``: to go over; 0: as `room` says.
+def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
+    """Measure now, and keep the result. ``nbytes``: to go over; 0: as `probe_bytes` says.
 
     RequestError for a backend that cannot.
     """
     run = find(backend).measure
     if run is None:
         raise RequestError(f"the backend {backend} does not measure its memory")
-    size = nbytes or room()
+    size = nbytes or probe_bytes()
     date, others = _now().isoformat(timespec="seconds"), Others()
     own = run(size, show)
-    found = Ceiling(
-        backend, machine(), date, size, own.memory, caches=own.caches, peaks=own.peaks,
+    found = Ceilings(
+        backend, machine_name(), date, size, own.memory, caches=own.caches, peaks=own.peaks,
         roofs=own.roofs, how=own.how, counted=own.counted,
     )  # fmt: skip
     by_threads = own.counted == THREADS
@@ -225,30 +230,30 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceiling:
         found, flops=more.flops, steps=more.steps, shares=more.shares, many=more.many,
         spreads={**own.spreads, **more.spreads}, others=others.share() if by_threads else None,
     )  # fmt: skip
-    _keep(found)
+    _save(found)
     return found
 
 
-def room() -> int:
-    """Bytes of memory to go over: `LARGE`, or down to `LEAST` where half of what is free is less.
+def probe_bytes() -> int:
+    """Return the working-set size: half of the free memory, from 1 to 2 GiB.
 
-    RequestError where that is not free.
+    RequestError if less than 1.25 GiB is free.
     """
     free = free_bytes()
-    if free < LEAST * 5 // 4:
+    if free < MIN_PROBE_BYTES * 5 // 4:
         raise RequestError(f"measuring memory needs 1.3 GB; {free / 1e9:.1f} GB are free")
-    return max(LEAST, min(LARGE, free // 2))
+    return max(MIN_PROBE_BYTES, min(MAX_PROBE_BYTES, free // 2))
 
 
 def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def _read(entry: Mapping[str, Any]) -> Ceiling:
-    """What `_keep` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
+def _read(entry: Mapping[str, Any]) -> Ceilings:
+    """What `_save` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
     if entry["version"] != _VERSION:
         raise ValueError(entry["version"])
-    fields = {name: entry[name] for name in Ceiling.__dataclass_fields__}
+    fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
     for name in ("rates", "flops", "caches", "peaks", "spreads"):
         fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
     fields["steps"] = _numbers(fields["steps"], int)
@@ -262,7 +267,7 @@ def _read(entry: Mapping[str, Any]) -> Ceiling:
         raise ValueError(fields["date"])
     others = fields["others"]
     whole = {"nbytes": int(fields["nbytes"]), "others": None if others is None else float(others)}
-    return Ceiling(**{**fields, **whole})
+    return Ceilings(**{**fields, **whole})
 
 
 def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, float]:
@@ -272,10 +277,10 @@ def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, flo
     return found
 
 
-def _keep(ceiling: Ceiling) -> None:
+def _save(ceiling: Ceilings) -> None:
     """Write it beside those of other backends."""
     entries = _entries()
     if not isinstance(entries, dict):
         entries = {}
     entries[ceiling.backend] = {"version": _VERSION, **asdict(ceiling)}
-    _FILE.write(json.dumps(entries, indent=1).encode())
+    _CACHE_FILE.write(json.dumps(entries, indent=1).encode())

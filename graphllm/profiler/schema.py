@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import RequestError
 
 SCHEMA, VERSION = "graphllm.profile", 2
-READABLE = (1, VERSION)  # version 1 lacks nothing that a comparison needs
+READABLE_VERSIONS = (1, VERSION)  # version 1 lacks nothing that a comparison needs
 
 _NUMBER, _NULL = (int, float), type(None)
 
@@ -51,7 +51,7 @@ _TEST = {
     "n_prompt": int, "n_gen": int, "n_depth": int, "samples_ns": [int],
     "model_type": str, "model_size": int, "model_n_params": int,
 }  # fmt: skip
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
           dict: "an object", list: "a list", _NULL: "null"}  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def read_profile(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def read_times(path: str | Path) -> dict[str, Any] | list[dict[str, Any]]:
+def read_profile_or_bench(path: str | Path) -> dict[str, Any] | list[dict[str, Any]]:
     """A profile, or the tests of `graphllm bench -o json`. RequestError as `read_profile`."""
     found = _json(Path(path))
     if not isinstance(found, list):
@@ -81,28 +81,28 @@ def read_times(path: str | Path) -> dict[str, Any] | list[dict[str, Any]]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text("utf-8"), parse_constant=_no_number)
+        return json.loads(path.read_text("utf-8"), parse_constant=_reject_constant)
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: is not JSON: {error}") from None
 
 
-def _no_number(text: str) -> None:
+def _reject_constant(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
 def _check_profile(found: Any, name: str) -> None:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RequestError(f"{name}: is not a profile (`graphllm profile MODEL -o {name}`)")
-    if found.get("version") not in READABLE:
+    if found.get("version") not in READABLE_VERSIONS:
         raise RequestError(
             f"{name}: a profile of schema version {found.get('version')}; "
-            f"this graphllm reads versions {', '.join(map(str, READABLE))}"
+            f"this graphllm reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
     _check(found, _PROFILE, f"{name}: ")
     for index, phase in enumerate(found["phases"]):
-        fault = _fault_of(phase)
+        fault = _inconsistency(phase)
         if fault:
             raise RequestError(f"{name}: phases[{index}]: {fault}")
 
@@ -113,7 +113,7 @@ def _check(found: Any, spec: Any, before: str, at: str = "") -> None:
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
     # A bool is an int to Python, not here.
     if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
-        words = " or ".join(_WORDS[kind] for kind in kinds)
+        words = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
         raise RequestError(f"{before}{at or 'the whole'} is not {words}")
     if isinstance(spec, dict):
         for key, inner in spec.items():
@@ -128,7 +128,7 @@ def _check(found: Any, spec: Any, before: str, at: str = "") -> None:
             _check(each, spec[0], before, f"{at}[{index}]")
 
 
-def _fault_of(phase: Mapping[str, Any]) -> str:
+def _inconsistency(phase: Mapping[str, Any]) -> str:
     """What does not agree within a phase; empty where all does."""
     if not phase["passes"] or phase["tokens"] < 1:
         return "holds no pass, or passes of no token"

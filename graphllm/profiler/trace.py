@@ -32,7 +32,7 @@ def trace(report: Mapping[str, Any]) -> dict[str, Any]:
     events: list[Event] = []
     zero = 0
     for phase in report["phases"]:
-        runs = list(unfold(phase))
+        runs = list(timed_runs(phase))
         end = max([phase["passes"][-1]["end"], *(run.end for run in runs)])
         writer = _Writer(events, zero)
         writer.phase(phase, runs, end)
@@ -41,14 +41,14 @@ def trace(report: Mapping[str, Any]) -> dict[str, Any]:
         zero += end + PAUSE
     events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # what holds others comes before them
     return {
-        "traceEvents": [*_names(report, pids), *events],
+        "traceEvents": [*_metadata(report, pids), *events],
         "displayTimeUnit": "ms",
         "otherData": {key: report[key] for key in ("made", "machine", "model", "settings")},
     }
 
 
 @dataclass(frozen=True)
-class Unfolded:
+class TimedRun:
     """One run of a plan with the times of its steps, one list for each segment."""
 
     run: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Unfolded:
         return max(self.run["returned"], self.segments[-1][-1][2])
 
 
-def unfold(phase: Mapping[str, Any]) -> Iterator[Unfolded]:
+def timed_runs(phase: Mapping[str, Any]) -> Iterator[TimedRun]:
     """The runs of a phase, in order."""
     plans: dict[int, list[Mapping[str, Any]]] = {}
     for row in phase["rows"]:
@@ -76,7 +76,7 @@ def unfold(phase: Mapping[str, Any]) -> Iterator[Unfolded]:
                 steps.append((row, at, at + row["times"][index]))
                 at = steps[-1][2]
             segments.append(steps)
-        yield Unfolded(run, segments)
+        yield TimedRun(run, segments)
 
 
 class _Writer:
@@ -92,7 +92,7 @@ class _Writer:
         times = {"ts": _us(self.zero + begin), "dur": _us(end - begin)}
         self.events.append({**where, **times, "args": args})
 
-    def phase(self, phase: Mapping[str, Any], runs: Sequence[Unfolded], end: int) -> None:
+    def phase(self, phase: Mapping[str, Any], runs: Sequence[TimedRun], end: int) -> None:
         """The host's tracks."""
         closing = {f"{name}_ns": ns for name, ns in phase["closing"].items()}
         self.slice(phase["name"], "phase", HOST, PHASES, 0, end, tokens=phase["tokens"], **closing)
@@ -100,17 +100,17 @@ class _Writer:
             begin, end = window["start"], window["end"]
             plain = window["plain"] / 1e3
             self.slice(f"pass {index + 1}", "pass", HOST, PHASES, begin, end, plain_us=plain)
-            at, last = self._host(begin, [u for u in runs if u.run["pass"] == index])
+            at, last = self._emit_host(begin, [u for u in runs if u.run["pass"] == index])
             if end > at:
                 self.slice("between runs", "python", HOST, PYTHON, at, end)
             if end > last:
                 self.slice("Python", "host", HOST, IDLE, last, end)
 
-    def _host(self, begin: int, runs: Sequence[Unfolded]) -> tuple[int, int]:
+    def _emit_host(self, begin: int, runs: Sequence[TimedRun]) -> tuple[int, int]:
         """What Python did and why no step ran from ``begin``; until when either is told."""
         python = idle = begin
-        for unfolded in runs:
-            run = unfolded.run
+        for timed_run in runs:
+            run = timed_run.run
             called, back = run["called"], run["returned"]
             if called > python:
                 self.slice("between runs", "python", HOST, PYTHON, python, called)
@@ -119,36 +119,36 @@ class _Writer:
             python = back
             if called > idle:
                 self.slice("Python", "host", HOST, IDLE, idle, called)
-            idle = self._gaps(unfolded, max(idle, called))
+            idle = self._emit_gaps(timed_run, max(idle, called))
         return python, idle
 
-    def _gaps(self, unfolded: Unfolded, at: int) -> int:
+    def _emit_gaps(self, timed_run: TimedRun, at: int) -> int:
         """When no step of a run runs, from ``at`` on; until when that is told."""
         before = ""
-        for steps in unfolded.segments:
+        for steps in timed_run.segments:
             backend, begin = steps[0][0]["backend"], steps[0][1]
             if begin > at:
                 name = f"{before} to {backend}" if before else f"launch on {backend}"
                 self.slice(name, "gap", HOST, IDLE, at, begin)
             before, at = backend, max(at, steps[-1][2])
-        if unfolded.run["returned"] > at:
-            self.slice("return", "gap", HOST, IDLE, at, unfolded.run["returned"])
-        return max(at, unfolded.run["returned"])
+        if timed_run.run["returned"] > at:
+            self.slice("return", "gap", HOST, IDLE, at, timed_run.run["returned"])
+        return max(at, timed_run.run["returned"])
 
-    def steps(self, unfolded: Unfolded, pids: Mapping[str, int]) -> None:
+    def steps(self, timed_run: TimedRun, pids: Mapping[str, int]) -> None:
         """A run on the tracks of its backends."""
-        run = unfolded.run
-        for backend in dict.fromkeys(steps[0][0]["backend"] for steps in unfolded.segments):
-            own = [steps for steps in unfolded.segments if steps[0][0]["backend"] == backend]
+        run = timed_run.run
+        for backend in dict.fromkeys(steps[0][0]["backend"] for steps in timed_run.segments):
+            own = [steps for steps in timed_run.segments if steps[0][0]["backend"] == backend]
             pid, begin, end = pids[backend], own[0][0][1], own[-1][-1][2]
             about = {"plan": run["plan"], "pass": run["pass"], **run["env"]}
             self.slice(f"run of plan {run['plan']}", "run", pid, STEPS, begin, end, **about)
             for steps in own:
                 for step in steps:
-                    self._step(pid, *step)
-                self._rates(pid, steps[-1][2], 0.0, 0.0)
+                    self._emit_step(pid, *step)
+                self._emit_counters(pid, steps[-1][2], 0.0, 0.0)
 
-    def _step(self, pid: int, row: Mapping[str, Any], begin: int, end: int) -> None:
+    def _emit_step(self, pid: int, row: Mapping[str, Any], begin: int, end: int) -> None:
         calls, ns = len(row["times"]), end - begin
         nbytes, flops = row["bytes"] / calls, row["flops"] / calls
         gb_s, gflop_s = (nbytes / ns, flops / ns) if ns else (0.0, 0.0)
@@ -169,9 +169,9 @@ class _Writer:
         args |= {key: row[key] for key in ("parts", "why") if row[key]}
         name, cat = f"{row['op']} {row['weight']}".strip(), "copy" if row["copy"] else "op"
         self.slice(name, cat, pid, STEPS, begin, end, **args)
-        self._rates(pid, begin, gb_s, gflop_s)
+        self._emit_counters(pid, begin, gb_s, gflop_s)
 
-    def _rates(self, pid: int, at: int, gb_s: float, gflop_s: float) -> None:
+    def _emit_counters(self, pid: int, at: int, gb_s: float, gflop_s: float) -> None:
         """What the counters stand at from ``at`` on."""
         for name, value in (("GB/s", gb_s), ("GFLOP/s", gflop_s)):
             where = {"ph": "C", "name": name, "pid": pid, "tid": STEPS, "ts": _us(self.zero + at)}
@@ -194,16 +194,16 @@ def _backends(report: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([*report["machine"]["backends"], *used]))
 
 
-def _names(report: Mapping[str, Any], pids: Mapping[str, int]) -> Iterator[Event]:
+def _metadata(report: Mapping[str, Any], pids: Mapping[str, int]) -> Iterator[Event]:
     """What processes and tracks are called, and their order."""
     host = {PHASES: "phases and passes", PYTHON: "Python", IDLE: "no step runs"}
-    yield from _process(HOST, f"host: {report['model']['type']}", host)
+    yield from _process_metadata(HOST, f"host: {report['model']['type']}", host)
     for name, pid in pids.items():
         about = report["machine"]["backends"].get(name, "")
-        yield from _process(pid, f"{name}: {about}" if about else name, {STEPS: "steps"})
+        yield from _process_metadata(pid, f"{name}: {about}" if about else name, {STEPS: "steps"})
 
 
-def _process(pid: int, title: str, tracks: Mapping[int, str]) -> Iterator[Event]:
+def _process_metadata(pid: int, title: str, tracks: Mapping[int, str]) -> Iterator[Event]:
     def about(kind: str, tid: int, **args: Any) -> Event:
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 

@@ -18,7 +18,7 @@ from ..model.config_keys import Keys
 from ..model.spec import Family
 from ..runtime.executor import Progress
 from ..weights import Weights
-from .oracle_record import Oracle, Record, Wanted
+from .oracle_record import Oracle, OracleRecord, PathFilter
 
 TEXT = (
     "The lighthouse keeper counted 217 steps every evening, lit the lamp, and wrote the hour in a "
@@ -28,7 +28,7 @@ TEXT = (
 )
 
 
-class Without:
+class FilteredWeights:
     """Weights but for some."""
 
     def __init__(self, weights: Weights, dropped: Collection[str]) -> None:
@@ -47,22 +47,22 @@ class Without:
         self._weights.release(name)
 
 
-class Subject(Directory):
+class ValidatedDirectory(Directory):
     """A directory that is read by ``given``, whatever it says of its family.
 
-    ``source``: what messages call its configuration, where that is no file of the user's;
-    ``dropped``: weights that it is taken not to have; ``mute``: it is taken to have no tokenizer.
+    ``source``: name of the configuration in messages if it is not a file of the user;
+    ``dropped``: weights to hide; ``ignore_vocabulary``: hide the tokenizer.
     """
 
     def __init__(self, path: Path, given: Family | None, source: str | None = None) -> None:
         super().__init__(path)
         self._given, self._source = given, source
         self.dropped: set[str] = set()
-        self.mute = False
+        self.ignore_vocabulary = False
 
     @property
     def has_vocabulary(self) -> bool:
-        return not self.mute and super().has_vocabulary
+        return not self.ignore_vocabulary and super().has_vocabulary
 
     def family(self) -> Family:
         return self._given or super().family()
@@ -73,7 +73,7 @@ class Subject(Directory):
         return keys
 
     def weights(self, family: Family, config: DecoderConfig) -> Weights:
-        return Without(super().weights(family, config), self.dropped)
+        return FilteredWeights(super().weights(family, config), self.dropped)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Case:
     progress: Progress
     ids: list[int] = field(default_factory=list)
     _llm: LLM | None = None
-    _record: Record | None = None
+    _record: OracleRecord | None = None
 
     def load(self, **more: object) -> LLM:
         """The model with a float32 cache and activations that are not quantised."""
@@ -98,7 +98,7 @@ class Case:
         return LLM.load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
 
     @property
-    def built(self) -> LLM | None:
+    def loaded(self) -> LLM | None:
         """The model, if it has been loaded."""
         return self._llm
 
@@ -107,10 +107,10 @@ class Case:
         """The model, loaded once."""
         if self._llm is None:
             self._llm = self.load()
-            self._settle(self._llm)
+            self._choose_ids(self._llm)
         return self._llm
 
-    def _settle(self, llm: LLM) -> None:
+    def _choose_ids(self, llm: LLM) -> None:
         """Choose the ids: a text's, or any without a tokenizer, and what the oracle says next."""
         most = llm.limits.context
         self.new = max(1, min(self.new, most // 4))
@@ -131,10 +131,10 @@ class Case:
             if self.oracle is None:
                 ids.append(int(draw.choice(plain)))
             else:
-                ids.append(int(self.asked(ids).logits[-1].argmax()))
+                ids.append(int(self.run_oracle(ids).logits[-1].argmax()))
         self.ids = ids
 
-    def asked(self, ids: list[int], wanted: Wanted = lambda path: False) -> Record:
+    def run_oracle(self, ids: list[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
         """What the oracle says. ModelFileError for logits of another vocabulary."""
         assert self.oracle is not None
         record, vocab = self.oracle.run(ids, wanted), self.llm.decoder.cfg.vocab
@@ -152,11 +152,11 @@ class Case:
         return [f"{n.model}.{n.layers}.{i}" for i in range(count)]
 
     @property
-    def record(self) -> Record:
+    def record(self) -> OracleRecord:
         """What the oracle computes for the ids, with what layers read and return."""
         if self._record is None:
             layers = set(self.layers)
-            self._record = self.asked(self.ids, layers.__contains__)
+            self._record = self.run_oracle(self.ids, layers.__contains__)
         return self._record
 
     @property

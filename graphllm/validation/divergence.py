@@ -19,15 +19,28 @@ from ..graph.scopes import shown_line
 from ..graph.tensor import Tensor
 from ..ops import get
 from .case import Case
-from .oracle_record import Attended, Record
-from .subgraphs import Region, Swap, comparable, entry, nearest, scalars, within
+from .oracle_record import AttentionRecord, OracleRecord
+from .subgraphs import (
+    Subgraph,
+    Substitution,
+    comparable,
+    format_attributes,
+    is_within,
+    module_input,
+    nearest_deviation,
+)
 
-_NAMED = 6  # so many ops are named in a line
-_QUIET = ("Dropout", "Identity", "ModuleList", "RotaryEmbedding")  # modules that compute nothing
+_MAX_NAMED_OPS = 6  # so many ops are named in a line
+_PASSIVE_MODULES = (
+    "Dropout",
+    "Identity",
+    "ModuleList",
+    "RotaryEmbedding",
+)  # modules that compute nothing
 
 
 @dataclass
-class Spot:
+class NamedValue:
     """A value of the graph that the oracle has by name. ``label``: what it is; ``path``: whose."""
 
     node: Tensor
@@ -37,7 +50,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where it is, in a line and in more."""
 
     summary: str
@@ -49,53 +62,57 @@ class _Values:
     """Values of one region by node, and which of them are right."""
 
     got: dict[Tensor, np.ndarray]
-    right: set[Tensor] = field(default_factory=set)
-    behind: set[Tensor] = field(default_factory=set)  # something right was computed from them
+    correct: set[Tensor] = field(default_factory=set)
+    upstream: set[Tensor] = field(default_factory=set)  # something right was computed from them
 
-    def wrong(self, spot: Spot, limit: float) -> bool:
+    def is_wrong(self, spot: NamedValue, limit: float) -> bool:
         """Whether it differs from what the oracle has there, and that matters."""
-        return spot.node not in self.behind and not self.agrees(spot.node, spot.want, limit)
+        return spot.node not in self.upstream and not self.matches(spot.node, spot.want, limit)
 
-    def agrees(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
-        found = nearest(self.got[node], wanted)
+    def matches(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
+        found = nearest_deviation(self.got[node], wanted)
         return found is not None and found.nmse <= limit
 
 
-def inside(case: Case, region: Region, limit: float) -> Parting:
-    """Where in ``region``, whose result is off, the first wrong value is made."""
+def locate_divergence(case: Case, subgraph: Subgraph, limit: float) -> Divergence:
+    """Where in ``subgraph``, whose result is off, the first wrong value is made."""
     assert case.oracle is not None
-    others = [path for path in case.layers if path != region.name]
-    whole = region.name not in case.layers  # what is before the layers, or behind them
+    others = [path for path in case.layers if path != subgraph.name]
+    whole = subgraph.name not in case.layers  # what is before the layers, or behind them
 
     def wanted(path: str) -> bool:
-        own = path not in case.layers if whole else within(path, region.name)
-        return own and not any(within(path, other) for other in others)
+        own = path not in case.layers if whole else is_within(path, subgraph.name)
+        return own and not any(is_within(path, other) for other in others)
 
     record = case.oracle.run(case.ids, wanted)
-    nodes = [node for node in region.nodes if comparable(node)]
-    spots = [*_modules(case, nodes, record), *_attentions(region.nodes, record)]
-    spots.append(Spot(region.result, f"the result of {region.name}", region.name, [region.want]))
-    values = _traced(case, region, [*nodes, *(spot.node for spot in spots)])
-    spots = [s for s in spots if nearest(values.got[s.node], s.want) is not None]
-    _judge(values, nodes, spots, record, limit)
-    order = {node: i for i, node in enumerate(region.nodes)}
-    wrong = [s for s in spots if s.node in order and values.wrong(s, limit)]
+    nodes = [node for node in subgraph.nodes if comparable(node)]
+    spots = [*_modules(case, nodes, record), *_attentions(subgraph.nodes, record)]
+    spots.append(
+        NamedValue(
+            subgraph.result, f"the result of {subgraph.name}", subgraph.name, [subgraph.want]
+        )
+    )
+    values = _trace_values(case, subgraph, [*nodes, *(spot.node for spot in spots)])
+    spots = [s for s in spots if nearest_deviation(values.got[s.node], s.want) is not None]
+    _mark_correct(values, nodes, spots, record, limit)
+    order = {node: i for i, node in enumerate(subgraph.nodes)}
+    wrong = [s for s in spots if s.node in order and values.is_wrong(s, limit)]
     if not wrong:
-        text = f"{region.name} differs, though nothing in it does when its ops are not fused"
-        return Parting(text, ("graphllm diff --fused tells which fused op it is",))
+        text = f"{subgraph.name} differs, though nothing in it does when its ops are not fused"
+        return Divergence(text, ("graphllm diff --fused tells which fused op it is",))
     first = min(wrong, key=lambda spot: order[spot.node])
-    return _told(region, first, _between(first.node, order, values), values, record, case)
+    return _describe(subgraph, first, _suspects(first.node, order, values), values, record, case)
 
 
-def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
+def _trace_values(case: Case, subgraph: Subgraph, nodes: Sequence[Tensor]) -> _Values:
     """The values of ``nodes``, from the oracle's value before the region."""
-    from .subgraphs import regions
+    from .subgraphs import split_graph
 
     named = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
     swaps = {}
-    for cut in regions(case.llm, case.layers, case.record):
-        if cut.name == region.before:
-            named["before"], swaps["before"] = cut.result, Swap(cut.want)
+    for cut in split_graph(case.llm, case.layers, case.record):
+        if cut.name == subgraph.before:
+            named["before"], swaps["before"] = cut.result, Substitution(cut.want)
     got = Tracer(case.llm.engine, named).trace(case.ids, "value *", swaps)
     return _Values({named[name]: value for name, value in got.items()})
 
@@ -103,20 +120,20 @@ def _traced(case: Case, region: Region, nodes: Sequence[Tensor]) -> _Values:
 # ------------------------------------------------------------------------- what the oracle has, too
 
 
-def _modules(case: Case, nodes: Sequence[Tensor], record: Record) -> list[Spot]:
+def _modules(case: Case, nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValue]:
     """What modules of the same path read and return."""
     found = []
     for path, node in case.llm.engine.scope_values.items():
         if path in record.read:
-            read = entry(nodes, path)
+            read = module_input(nodes, path)
             if read is not None:
-                found.append(Spot(read, f"what {path} reads", path, [record.read[path]]))
+                found.append(NamedValue(read, f"what {path} reads", path, [record.read[path]]))
         if path in record.returned:
-            found.append(Spot(node, f"what {path} returns", path, [record.returned[path]]))
+            found.append(NamedValue(node, f"what {path} returns", path, [record.returned[path]]))
     return found
 
 
-def _attentions(nodes: Sequence[Tensor], record: Record) -> list[Spot]:
+def _attentions(nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValue]:
     """What an attention reads and gives, which no module stands for."""
     found = []
     for node in nodes:
@@ -125,10 +142,12 @@ def _attentions(nodes: Sequence[Tensor], record: Record) -> list[Spot]:
             continue
         query, key, value = (_written(source) for source in node.sources[:3])
         found += [
-            Spot(query, f"the query that {node.scope} attends with", node.scope, [known.query]),
-            Spot(key, f"the key that {node.scope} caches", node.scope, [known.key]),
-            Spot(value, f"the value that {node.scope} caches", node.scope, [known.value]),
-            Spot(node, f"what {node.scope} attends to", node.scope, [known.result]),
+            NamedValue(
+                query, f"the query that {node.scope} attends with", node.scope, [known.query]
+            ),
+            NamedValue(key, f"the key that {node.scope} caches", node.scope, [known.key]),
+            NamedValue(value, f"the value that {node.scope} caches", node.scope, [known.value]),
+            NamedValue(node, f"what {node.scope} attends to", node.scope, [known.result]),
         ]
     return [spot for spot in found if comparable(spot.node)]
 
@@ -143,8 +162,12 @@ def _written(source: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------ what is right
 
 
-def _judge(
-    values: _Values, nodes: Sequence[Tensor], spots: Sequence[Spot], record: Record, limit: float
+def _mark_correct(
+    values: _Values,
+    nodes: Sequence[Tensor],
+    spots: Sequence[NamedValue],
+    record: OracleRecord,
+    limit: float,
 ) -> None:
     """Mark the values that are right."""
     arrays = [*record.returned.values(), *record.read.values()]
@@ -154,15 +177,17 @@ def _judge(
     for spot in spots:
         expected.setdefault(spot.node, []).extend(spot.want)
     for node in dict.fromkeys([*nodes, *(s.node for s in spots)]):
-        if values.agrees(node, expected.get(node, arrays), limit):
-            values.right.add(node)
+        if values.matches(node, expected.get(node, arrays), limit):
+            values.correct.add(node)
     for known in record.attended.values():
-        _judge_scores(values, spots, known, limit)
-    right = [n for n in [*nodes, *(spot.node for spot in spots)] if n in values.right]
-    values.behind.update(s for node in toposort(right) for s in node.sources)
+        _mark_correct_scores(values, spots, known, limit)
+    right = [n for n in [*nodes, *(spot.node for spot in spots)] if n in values.correct]
+    values.upstream.update(s for node in toposort(right) for s in node.sources)
 
 
-def _judge_scores(values: _Values, spots: Sequence[Spot], known: Attended, limit: float) -> None:
+def _mark_correct_scores(
+    values: _Values, spots: Sequence[NamedValue], known: AttentionRecord, limit: float
+) -> None:
     """Queries and keys whose columns stand in another order are right if their products are."""
     query, key = (
         next((s.node for s in spots if any(w is each for w in s.want)), None)
@@ -174,11 +199,11 @@ def _judge_scores(values: _Values, spots: Sequence[Spot], known: Attended, limit
     theirs = [known.query.swapaxes(0, 1), known.key.swapaxes(0, 1)]
     if [a.shape for a in ours] != [a.shape for a in theirs]:
         return
-    found = nearest(_scores(*ours), [_scores(*theirs)])
+    found = nearest_deviation(_scores(*ours), [_scores(*theirs)])
     if found is not None and found.nmse <= limit:
         for node in (query, key):
-            values.right.add(node)
-            values.behind.add(node)  # they need not be the oracle's
+            values.correct.add(node)
+            values.upstream.add(node)  # they need not be the oracle's
 
 
 def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -187,12 +212,12 @@ def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.einsum("thd,shd->ths", query, heads)
 
 
-def _between(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[Tensor]:
+def _suspects(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[Tensor]:
     """The nodes between right values and a wrong one, in the order of a run, itself included."""
     found, seen, stack = [], set[Tensor](), [wrong]
     while stack:
         node = stack.pop()
-        fine = node in values.right or node in values.behind
+        fine = node in values.correct or node in values.upstream
         if node in seen or fine or node not in order:
             continue
         seen.add(node)
@@ -205,30 +230,35 @@ def _between(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[T
 # ---------------------------------------------------------------------------------------- in words
 
 
-def _told(
-    region: Region, spot: Spot, made: list[Tensor], values: _Values, record: Record, case: Case
-) -> Parting:
+def _describe(
+    subgraph: Subgraph,
+    spot: NamedValue,
+    made: list[Tensor],
+    values: _Values,
+    record: OracleRecord,
+    case: Case,
+) -> Divergence:
     ops = list(dict.fromkeys(f"{node.op} at {shown_line(node.origin)}" for node in made))
-    if len(ops) > _NAMED:
+    if len(ops) > _MAX_NAMED_OPS:
         ops = [f"{len(ops)} ops, from {ops[0]} to {ops[-1]}"]
     by = f": made by {', '.join(ops)}" if ops else ""
     missing = "" if ops else ": the ops that make it are right, something is not done after them"
-    found = nearest(values.got[spot.node], spot.want)
+    found = nearest_deviation(values.got[spot.node], spot.want)
     assert found is not None
     at = ",".join(map(str, found.worst))
     worst = f"worst at [{at}]: {found.got:.6g}, not {found.want:.6g}"
     lines = [f"{spot.label}: NMSE {found.nmse:.1e}, {worst}"]
     for node in made:
-        lines.append(f"{node.op}({scalars(node.attrs)}) of {node.scope}")
-        lines += _known_better(node, record)
-    lines += _not_run(spot.path, record, case)
-    return Parting(f"{region.name}: {spot.label} differs{by}{missing}", tuple(lines))
+        lines.append(f"{node.op}({format_attributes(node.attrs)}) of {node.scope}")
+        lines += _differing_attributes(node, record)
+    lines += _missing_modules(spot.path, record, case)
+    return Divergence(f"{subgraph.name}: {spot.label} differs{by}{missing}", tuple(lines))
 
 
 _OPTIONS = {"scale": "scaling", "window": "sliding_window", "softcap": "softcap"}
 
 
-def _known_better(node: Tensor, record: Record) -> list[str]:
+def _differing_attributes(node: Tensor, record: OracleRecord) -> list[str]:
     """Attributes for which the oracle has another value."""
     pairs = []
     known = record.attended.get(node.scope)
@@ -247,14 +277,14 @@ def _same(ours: float, theirs: float | None) -> bool:
     return abs(ours - (theirs or 0)) <= 1e-6 * abs(ours)
 
 
-def _not_run(path: str, record: Record, case: Case) -> list[str]:
+def _missing_modules(path: str, record: OracleRecord, case: Case) -> list[str]:
     """Modules beside ``path`` that the oracle runs and the model file does not."""
     parent = path.rpartition(".")[0] if path not in case.layers else path
     names = [
         f"{name} ({kind})"
         for name, kind in record.modules.items()
-        if (within(name, path) or name.rpartition(".")[0] == parent)
-        and not kind.endswith(_QUIET)
+        if (is_within(name, path) or name.rpartition(".")[0] == parent)
+        and not kind.endswith(_PASSIVE_MODULES)
         and name not in case.llm.engine.scope_values
     ]
     return [f"modules of the oracle alone: {', '.join(names)}"] if names else []

@@ -10,10 +10,10 @@ from ..loading.load import build_decoder
 from ..model.batch import Limits
 from ..model.config_keys import IGNORED
 from ..tokenizer.edge_cases import HARD_TEXTS
-from .case import TEXT, Case, Subject
+from .case import TEXT, Case, ValidatedDirectory
 from .report import FAILED, PASSED, SKIPPED, Check
 
-_SHOWN = 6  # of what differs
+_MAX_SHOWN = 6  # of what differs
 
 
 def tokenizer(case: Case) -> Check:
@@ -23,8 +23,8 @@ def tokenizer(case: Case) -> Check:
     try:
         own = case.file.tokenizer()
     except GraphllmError as error:
-        if isinstance(case.file, Subject):
-            case.file.mute = True  # so that the other checks can be made
+        if isinstance(case.file, ValidatedDirectory):
+            case.file.ignore_vocabulary = True  # so that the other checks can be made
         return Check("tokenizer", FAILED, str(error))
     other = _transformers_tokenizer(case.file.path)
     if isinstance(other, str):
@@ -36,14 +36,15 @@ def tokenizer(case: Case) -> Check:
             want = other(clean, add_special_tokens=special).input_ids
             have = own.encode(text, special, parse_special=True)
             if have != want:
-                wrong.append(f"{_cut(text)}: ids {_parting(have, want)}")
+                wrong.append(f"{_excerpt(text)}: ids {_first_difference(have, want)}")
                 continue
             shown, again = other.decode(want), own.decode(want, skip_special=False)
             if shown != again:
-                wrong.append(f"{_cut(text)}: its ids are the text {_cut(again)}, not {_cut(shown)}")
+                decoded = f"{_excerpt(again)}, not {_excerpt(shown)}"
+                wrong.append(f"{_excerpt(text)}: its ids decode to {decoded}")
     if wrong:
         text = f"{len(wrong)} of {2 * len(texts)} texts differ: {wrong[0]}"
-        return Check("tokenizer", FAILED, text, tuple(wrong[:_SHOWN]))
+        return Check("tokenizer", FAILED, text, tuple(wrong[:_MAX_SHOWN]))
     return Check("tokenizer", PASSED, f"{len(texts)} texts: the same ids, and the same texts again")
 
 
@@ -60,11 +61,11 @@ def _transformers_tokenizer(folder: Path) -> Any:
         return f"transformers has none for it: {' '.join(str(error).split())[:200]}"
 
 
-def _cut(text: str) -> str:
+def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
-def _parting(have: list[int], want: list[int]) -> str:
+def _first_difference(have: list[int], want: list[int]) -> str:
     """Where two lists of ids part."""
     same = [a == b for a, b in zip(have, want)]
     at = same.index(False) if False in same else len(same)
@@ -91,7 +92,7 @@ def weights(case: Case) -> Check:
     except GraphError as error:
         raise GraphError(f"the graph cannot be built: {error}") from None
     except UnusedTensors as error:
-        if not isinstance(case.file, Subject):
+        if not isinstance(case.file, ValidatedDirectory):
             raise
         extra = error.names
         case.file.dropped.update(extra)  # so that the other checks can be made

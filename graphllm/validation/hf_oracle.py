@@ -11,10 +11,13 @@ from typing import Any
 from ..errors import RequestError
 from .torch_module import ModuleOracle
 
-PLAIN = {"attn_implementation": "eager", "experts_implementation": "eager"}  # how modules compute
+EAGER_OPTIONS = {
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+}  # how modules compute
 
 
-def require() -> None:
+def require_transformers() -> None:
     """RequestError without the extra."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
@@ -40,7 +43,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def known(kind: str) -> bool:
+def has_causal_lm(kind: str) -> bool:
     """Whether transformers has a causal language model of this ``model_type``."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -66,7 +69,7 @@ class TransformersOracle(ModuleOracle):
             with quiet():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.float32, local_files_only=True, output_loading_info=True,
-                    **PLAIN,
+                    **EAGER_OPTIONS,
                 )  # fmt: skip
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             text = " ".join(str(error).split())

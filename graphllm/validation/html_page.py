@@ -26,7 +26,7 @@ summary { cursor: pointer; color: var(--ink-2); font-size: 12px; }
 """
 
 
-def page(report: Report) -> str:
+def render_page(report: Report) -> str:
     """The page, to be written as UTF-8."""
     style = files("graphllm.profiler.html").joinpath("style.css").read_text("utf-8") + _OWN
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()

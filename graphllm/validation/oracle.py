@@ -24,10 +24,10 @@ from ..errors import ModelFileError
 from ..formats.quantization import Blocks
 from ..model.spec import run_file
 from ..weights import Weights
-from .oracle_record import Record, Wanted
+from .oracle_record import OracleRecord, PathFilter
 from .torch_module import ModuleOracle, is_module
 
-Function = Callable[[dict[str, Any], dict[str, np.ndarray], list[int]], Any]
+OracleFunction = Callable[[dict[str, Any], dict[str, np.ndarray], list[int]], Any]
 
 
 class FunctionOracle:
@@ -35,9 +35,11 @@ class FunctionOracle:
 
     lines: Sequence[str] = ()
 
-    def __init__(self, function: Function, config: Mapping[str, Any], weights: Weights) -> None:
+    def __init__(
+        self, function: OracleFunction, config: Mapping[str, Any], weights: Weights
+    ) -> None:
         self._function, self._config = function, dict(config)
-        self._weights = {name: numbers(weights, name) for name in weights.names()}
+        self._weights = {name: as_float32(weights, name) for name in weights.names()}
         self._module: ModuleOracle | None = None
         if is_module(function):
             file = sys.modules.get(type(function).__module__)
@@ -48,9 +50,9 @@ class FunctionOracle:
         path = Path(inspect.getfile(function))
         self._folder, self.name = path.parent, f"{function.__name__}() of {path.name}"
 
-    def run(self, ids: Sequence[int], wanted: Wanted = lambda path: False) -> Record:
+    def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
         """ModelFileError for a result that is not what a function has to return."""
-        with on_path(self._folder):
+        with import_path(self._folder):
             if self._module is not None:
                 return self._module.run(ids, wanted)
             found = self._function(dict(self._config), dict(self._weights), list(ids))
@@ -66,10 +68,10 @@ class FunctionOracle:
             raise ModelFileError(
                 f"{self.name} returned logits {list(logits.shape)}, not [{len(ids)}, vocabulary]"
             )
-        return Record(logits, arrays)
+        return OracleRecord(logits, arrays)
 
 
-def numbers(weights: Weights, name: str) -> np.ndarray:
+def as_float32(weights: Weights, name: str) -> np.ndarray:
     """A weight as float32, in its own shape."""
     meta = weights.meta(name)
     assert meta is not None
@@ -79,9 +81,9 @@ def numbers(weights: Weights, name: str) -> np.ndarray:
     return np.asarray(values, np.float32).reshape(meta.shape)
 
 
-def function_of(path: Path) -> Function:
+def load_oracle(path: Path) -> OracleFunction:
     """``oracle`` of a user's file. ModelFileError."""
-    with on_path(path.resolve().parent):
+    with import_path(path.resolve().parent):
         found = getattr(run_file(path), "oracle", None)
     if not callable(found):
         raise ModelFileError(
@@ -91,7 +93,7 @@ def function_of(path: Path) -> Function:
 
 
 @contextmanager
-def on_path(folder: Path) -> Iterator[None]:
+def import_path(folder: Path) -> Iterator[None]:
     """Look for imports in ``folder`` first."""
     sys.path.insert(0, str(folder))
     try:

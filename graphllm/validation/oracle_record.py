@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Wanted = Callable[[str], bool]
+PathFilter = Callable[[str], bool]
 
 
 @dataclass
-class Attended:
+class AttentionRecord:
     """What an attention read and gave: [H, T, D], [Hkv, T, D], [T, H, D]; and how it was asked."""
 
     query: np.ndarray
@@ -23,7 +23,7 @@ class Attended:
 
 
 @dataclass
-class Record:
+class OracleRecord:
     """One run over all of the ids: ``logits`` [T, vocab]; by path what modules returned and read,
     [T, ...] or, by heads, [H, T, D]; attentions by the path of their module; and which modules
     there are, with what they are called."""
@@ -31,7 +31,7 @@ class Record:
     logits: np.ndarray
     returned: dict[str, np.ndarray] = field(default_factory=dict)
     read: dict[str, np.ndarray] = field(default_factory=dict)
-    attended: dict[str, Attended] = field(default_factory=dict)
+    attended: dict[str, AttentionRecord] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # attributes of modules
 
@@ -44,5 +44,5 @@ class Oracle(Protocol):
     def name(self) -> str: ...
     @property
     def lines(self) -> Sequence[str]: ...
-    def run(self, ids: Sequence[int], wanted: Wanted = lambda path: False) -> Record:
+    def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
         """One run; of modules whose path is ``wanted`` it keeps what they read and return."""

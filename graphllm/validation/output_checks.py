@@ -23,10 +23,10 @@ def logits(case: Case) -> Check:
     if have.shape != want.shape:
         text = f"they are {list(have.shape)}, the oracle's {list(want.shape)}"
         return Check("logits", FAILED, text)
-    return _compared("logits", case, have, want, "the oracle's")
+    return _logits_check("logits", case, have, want, "the oracle's")
 
 
-def _compared(name: str, case: Case, have: np.ndarray, want: np.ndarray, whose: str) -> Check:
+def _logits_check(name: str, case: Case, have: np.ndarray, want: np.ndarray, whose: str) -> Check:
     apart, limit = np.abs(have - want), EXACT if case.exact else HALVES
     share = float(apart.max() / (want.max() - want.min() or 1.0))
     row, column = np.unravel_index(int(np.argmax(apart)), apart.shape)
@@ -90,12 +90,12 @@ def steps(case: Case) -> Check:
     whole, engine = case.llm.logits(case.ids), case.llm.engine
     engine.begin(case.ids)
     alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
-    return _compared("steps", case, alone, whole, "those of all ids at once")
+    return _logits_check("steps", case, alone, whole, "those of all ids at once")
 
 
 def fusion(case: Case) -> Check:
     """Fused steps against their parts."""
-    return _diffed("fusion", case, (case.llm.device,), fused=True)
+    return _diff_check("fusion", case, (case.llm.device,), fused=True)
 
 
 def backends(case: Case) -> Check:
@@ -104,12 +104,12 @@ def backends(case: Case) -> Check:
     behind = [n for n in registry.behind(first) if n != first and registry.find(n).available()[0]]
     if not behind:
         return Check("backends", SKIPPED, f"none but {first} can be used")
-    checks = [_diffed("backends", case, (first, other)) for other in behind]
+    checks = [_diff_check("backends", case, (first, other)) for other in behind]
     bad = next((check for check in checks if check.status == FAILED), None)
     return bad or Check("backends", PASSED, "; ".join(check.summary for check in checks))
 
 
-def _diffed(name: str, case: Case, names: tuple[str, ...], fused: bool = False) -> Check:
+def _diff_check(name: str, case: Case, names: tuple[str, ...], fused: bool = False) -> Check:
     found: Diff = diff(
         case.file, names, ids=case.ids[: case.tokens], fused=fused, linear="float",
         kv_type="f32", progress=case.progress,

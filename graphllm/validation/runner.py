@@ -10,9 +10,9 @@ from ..errors import GraphllmError, RequestError
 from ..model.spec import Family
 from ..runtime.executor import Progress
 from . import file_checks, hf_oracle, output_checks
-from .case import Case, Subject
+from .case import Case, ValidatedDirectory
 from .layer_check import hidden_states
-from .oracle import Function, FunctionOracle, function_of
+from .oracle import FunctionOracle, OracleFunction, load_oracle
 from .oracle_record import Oracle
 from .report import FAILED, SKIPPED, Check, Report, Run
 from .tiny_models import tiny_models
@@ -65,7 +65,7 @@ def validate(
         )
     show = progress or (lambda what, done, total: None)
     show("checks", 0, len(CHECKS))  # transformers takes seconds to be there
-    function = None if oracle is None else function_of(Path(oracle))
+    function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
         family = _family(model, model_def)
         runs = [
@@ -80,7 +80,7 @@ def validate(
         hint = {".py": "; --tiny is for a model file", ".gguf": "; diff compares backends on it"}
         what = "is no Hugging Face directory, which validate compares with"
         raise RequestError(f"{path}: {what}{hint.get(path.suffix, '')}")
-    file = Subject(path, None if model_def is None else _family(None, model_def))
+    file = ValidatedDirectory(path, None if model_def is None else _family(None, model_def))
     family = file.family()
     try:
         known = _oracle(file, family, function)
@@ -106,22 +106,24 @@ def _family(model: str | Path | None, model_def: str | Path | Family | None) -> 
     return models.of_type(str(model), "--tiny")
 
 
-def _oracle(file: Subject, family: Family, function: Function | None) -> Oracle | None:
+def _oracle(
+    file: ValidatedDirectory, family: Family, function: OracleFunction | None
+) -> Oracle | None:
     """Who knows what the directory's model computes. RequestError without transformers."""
     function = function or family.oracle
     if function is not None:
         weights = file.weights(family, family.config(file.keys(family)))
         return FunctionOracle(function, file.metadata, weights)
-    hf_oracle.require()
-    if not hf_oracle.known(file.architecture):
+    hf_oracle.require_transformers()
+    if not hf_oracle.has_causal_lm(file.architecture):
         return None
     try:
         return hf_oracle.TransformersOracle.load(file.path)
     except RequestError as error:
-        raise RequestError(f"{error}{_own_code(file)}") from None
+        raise RequestError(f"{error}{_remote_code_hint(file)}") from None
 
 
-def _own_code(file: ModelFile) -> str:
+def _remote_code_hint(file: ModelFile) -> str:
     """How to compare with the code that a directory brings for its model, if it does."""
     stated = file.metadata.get("auto_map")
     if not stated:
@@ -139,7 +141,7 @@ def _run(
 ) -> Run:  # fmt: skip
     case = Case(title, file, family, device, oracle, tokens, new, show)
     checks = tuple(_checks(case))
-    name = case.built.device if case.built else device
+    name = case.loaded.device if case.loaded else device
     return Run(title, oracle.name if oracle else "", name, checks)
 
 
@@ -149,7 +151,7 @@ def _checks(case: Case) -> Iterator[Check]:
     for done, (name, check) in enumerate(CHECKS):
         case.progress("checks", done, len(CHECKS))
         if (name, check) in ORACLE_CHECKS and case.oracle is None:
-            text = f"there is nothing independent to compare with{_own_code(case.file)}"
+            text = f"there is nothing independent to compare with{_remote_code_hint(case.file)}"
             yield Check(name, SKIPPED, text)
             continue
         if broken:

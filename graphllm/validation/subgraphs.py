@@ -12,13 +12,13 @@ from ..graph.dtype import F32
 from ..graph.rewrite import toposort
 from ..graph.tensor import Tensor, Var
 from ..profiler.diff.deviation import Deviation, deviation
-from .oracle_record import Record
+from .oracle_record import OracleRecord
 
 EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last cut
 
 
 @dataclass(frozen=True)
-class Region:
+class Subgraph:
     """The nodes between two cuts, sources first. ``name``: of the cut that it ends with, ``result``
     its node, ``want`` what the oracle has for it; ``before``: the cut that it begins with."""
 
@@ -29,12 +29,12 @@ class Region:
     nodes: tuple[Tensor, ...]
 
 
-def regions(llm: LLM, layers: Sequence[str], record: Record) -> list[Region]:
+def split_graph(llm: LLM, layers: Sequence[str], record: OracleRecord) -> list[Subgraph]:
     """In the order of a run; a layer of which the oracle has nothing is one with the next."""
     outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     order = toposort(outputs.values())
     cuts: list[tuple[str, Tensor, np.ndarray]] = []
-    first = entry(order, layers[0])
+    first = module_input(order, layers[0])
     if first is not None and layers[0] in record.read:
         cuts.append((EMBEDDING, first, record.read[layers[0]]))
     for path in layers:
@@ -45,23 +45,23 @@ def regions(llm: LLM, layers: Sequence[str], record: Record) -> list[Region]:
     for name, node, want in cuts:
         needed = toposort([node])
         own = tuple(n for n in needed if n not in seen)
-        found.append(Region(name, before, node, want, own))
+        found.append(Subgraph(name, before, node, want, own))
         seen.update(needed)
         before = name
     return found
 
 
-def within(scope: str, path: str) -> bool:
+def is_within(scope: str, path: str) -> bool:
     """Whether ``scope`` is ``path`` or in it."""
     return scope == path or scope.startswith(f"{path}.")
 
 
-def entry(nodes: Iterable[Tensor], path: str) -> Tensor | None:
+def module_input(nodes: Iterable[Tensor], path: str) -> Tensor | None:
     """The value that a module reads: the first that comes from outside of it."""
     for node in nodes:
-        if within(node.scope, path):
+        if is_within(node.scope, path):
             for source in node.sources:
-                if comparable(source) and not within(source.scope, path):
+                if comparable(source) and not is_within(source.scope, path):
                     return source
     return None
 
@@ -72,7 +72,7 @@ def comparable(node: Tensor) -> bool:
     return not node.is_leaf and node.dtype == F32 and isinstance(rows, Var) and rows.name in "TN"
 
 
-class Swap:
+class Substitution:
     """Takes a value of a run, piece by piece, and puts the oracle's in its place."""
 
     def __init__(self, want: np.ndarray) -> None:
@@ -89,7 +89,7 @@ class Swap:
         return np.concatenate(self.got)
 
 
-def nearest(got: np.ndarray, wanted: Iterable[np.ndarray]) -> Deviation | None:
+def nearest_deviation(got: np.ndarray, wanted: Iterable[np.ndarray]) -> Deviation | None:
     """How far ``got`` [T, ...] is from the nearest of some arrays, each [T, ...] or, by heads, [H,
     T, D]; None if none has as many numbers."""
     value = got.astype(np.float64)
@@ -106,7 +106,7 @@ def _arranged(want: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
     return forms
 
 
-def scalars(attrs: Mapping[str, object]) -> str:
+def format_attributes(attrs: Mapping[str, object]) -> str:
     """Attributes in a line."""
     parts = [
         f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"

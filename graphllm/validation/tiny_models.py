@@ -23,15 +23,15 @@ from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
 from ..weights.mapped_file import TensorInfo
 from . import hf_oracle
-from .case import Subject
-from .oracle import Function, FunctionOracle
+from .case import ValidatedDirectory
+from .oracle import FunctionOracle, OracleFunction
 from .oracle_record import Oracle
 
 _LAYERS = 512  # more than a small model has
 
 
 def tiny_models(
-    family: Family, function: Function | None
+    family: Family, function: OracleFunction | None
 ) -> Iterator[tuple[ModelFile, Oracle | None]]:
     """Every small model of ``family``, with who knows what it computes: ``function``, or the model
     file's own, or transformers. ModelFileError for a family without any, RequestError without
@@ -43,11 +43,11 @@ def tiny_models(
         config = {**family.tiny[0], **variant}
         kind = config.pop("model_type", family.name)
         if function is None:
-            hf_oracle.require()
-            if hf_oracle.known(kind):
+            hf_oracle.require_transformers()
+            if hf_oracle.has_causal_lm(kind):
                 yield from _of_transformers(family, kind, config)
                 continue
-        file = Invented(family, {"model_type": kind, **config})
+        file = RandomModel(family, {"model_type": kind, **config})
         yield file, None if function is None else FunctionOracle(function, config, file.made)
 
 
@@ -62,14 +62,19 @@ def _of_transformers(
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf_oracle.quiet():
         try:
             made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
-            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, **hf_oracle.PLAIN)
+            model = AutoModelForCausalLM.from_config(
+                made, dtype=torch.float32, **hf_oracle.EAGER_OPTIONS
+            )
         except Exception as error:  # transformers checks what it is given in many ways
             text = " ".join(str(error).split())
             raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
         model.save_pretrained(folder)
         source = f"{family.name}.py: TINY"
-        yield Subject(Path(folder), family, source), hf_oracle.TransformersOracle(model.eval())
+        yield (
+            ValidatedDirectory(Path(folder), family, source),
+            hf_oracle.TransformersOracle(model.eval()),
+        )
 
 
 def _randomise(model: Any) -> None:
@@ -88,7 +93,7 @@ def _randomise(model: Any) -> None:
                 value.add_(0.2 * noise)
 
 
-class Invented:
+class RandomModel:
     """A model file that is nowhere: random weights of the names and shapes that the model file asks
     for. ConfigError and GraphError as it raises them."""
 

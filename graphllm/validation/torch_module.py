@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from ..errors import ModelFileError
-from .oracle_record import Attended, Record, Wanted
+from .oracle_record import AttentionRecord, OracleRecord, PathFilter
 
 _EAGER = "eager_attention_forward"  # what modelling files of transformers call theirs
 _SMALL = 50_000_000  # weights of a model whose matrices are not worth several threads
@@ -35,10 +35,10 @@ class ModuleOracle:
         """What the module returns for ``ids`` [1, T]."""
         return self.model(ids)
 
-    def run(self, ids: Sequence[int], wanted: Wanted = lambda path: False) -> Record:
+    def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
         import torch
 
-        record = Record(np.zeros(0))
+        record = OracleRecord(np.zeros(0))
         with ExitStack() as stack, torch.no_grad():
             if sum(weight.numel() for weight in self.model.parameters()) < _SMALL:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -68,7 +68,7 @@ class ModuleOracle:
             raise ModelFileError(f"{self.name} returned {shape}, not [1, {tokens}, vocabulary]")
         return logits
 
-    def _watch(self, stack: ExitStack, record: Record, path: str, module: Any) -> None:
+    def _watch(self, stack: ExitStack, record: OracleRecord, path: str, module: Any) -> None:
         """Keep what a module reads and returns."""
 
         def hook(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -85,14 +85,16 @@ class ModuleOracle:
         stack.callback(handle.remove)
 
 
-def _spy(record: Record, paths: Mapping[Any, str], eager: Callable[..., Any]) -> Callable[..., Any]:
+def _spy(
+    record: OracleRecord, paths: Mapping[Any, str], eager: Callable[..., Any]
+) -> Callable[..., Any]:
     """An attention function that also notes what it reads and gives."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         out = eager(module, query, key, value, *args, **options)
         if module in paths:
             q, k, v, result = map(_array, (query, key, value, out[0]))
-            record.attended[paths[module]] = Attended(q, k, v, result, options)
+            record.attended[paths[module]] = AttentionRecord(q, k, v, result, options)
         return out
 
     return attention

@@ -201,10 +201,10 @@ def test_what_is_escaped(text, line, lines):
 
 
 def test_titles_of_pages_are_escaped():
-    from graphllm.validation.html_page import page
+    from graphllm.validation.html_page import render_page
     from graphllm.validation.report import Report
 
-    title = re.search("<title>.*?</title>", page(Report(HOSTILE, ())), re.DOTALL)[0]
+    title = re.search("<title>.*?</title>", render_page(Report(HOSTILE, ())), re.DOTALL)[0]
     assert title == f"<title>{ESCAPED}: validation</title>"
 
 

@@ -22,7 +22,7 @@ from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.errors import ModelFileError, PlacementError, RequestError
 from graphllm.profiler import bench, kernel_probes, prediction, roofline
 from graphllm.profiler.bench import Test
-from graphllm.profiler.roofline import Ceiling
+from graphllm.profiler.roofline import Ceilings
 
 GPU, CPU = ORDER[:2]
 DATE = "2026-01-01T00:00:00+00:00"
@@ -58,13 +58,13 @@ def measured(monkeypatch):
     rates = {"read": {n: n * GB_S for n in by_count}}
     flops = {kind: {n: n * GFLOP_S for n in by_count} for kind in ("float", "integer")}
 
-    def kept(name: str) -> Ceiling | None:
+    def kept(name: str) -> Ceilings | None:
         counted = "blocks" if name == GPU else "threads"
         steps = {1: STEP, 2: STEP}
-        own = Ceiling(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
+        own = Ceilings(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
         return None if name in missing else own
 
-    monkeypatch.setattr(roofline, "kept", kept)
+    monkeypatch.setattr(roofline, "load_cached", kept)
     return missing
 
 
@@ -212,8 +212,8 @@ def test_formats_that_take_longer(tiny, monkeypatch):
     seconds = []
     for share, many in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
         parts = {"shares": {"q8_0": share}, "many": {"q8_0": many}}
-        own = Ceiling(CPU, "a machine", DATE, 1, *rates, **parts)
-        monkeypatch.setattr(roofline, "kept", lambda name, own=own: own)
+        own = Ceilings(CPU, "a machine", DATE, 1, *rates, **parts)
+        monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
         run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
         seconds.append((run.token.seconds, run.prefill.seconds))
     (token, prompt), by_bytes, by_operations = seconds
@@ -224,7 +224,7 @@ def test_formats_that_take_longer(tiny, monkeypatch):
 def test_operations_of_fused_steps_by_kind(tiny):
     """Their parts', each at the rate of its kind: none is lost."""
     kinds: dict[str, set[str]] = {}
-    env = prediction.env_of(16, 0)
+    env = prediction.step_env(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps:
         found = list(kernel_probes.operations(step.node, env))
         cost = ops.get(step.node.op).price(step.node, env)
@@ -242,21 +242,23 @@ def test_no_rate_no_seconds(tiny):
         for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps
         if step.node.op == "attention"
     )  # fmt: skip
-    env, flops = prediction.env_of(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
+    env, flops = prediction.step_env(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
     cost = ops.get(step.node.op).price(step.node, env).flops
     for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
-        own = Ceiling(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
-        assert prediction._computes(step, env, own, 1) == (cost / rate if rate else None)
+        own = Ceilings(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
+        assert prediction._compute_seconds(step, env, own, 1) == (cost / rate if rate else None)
 
 
 def test_a_bench_test_is_predicted(tiny, measured):
     llm = graphllm.load(tiny, device=CPU, threads=1)
     token = graphllm.dry_run(tiny, device=CPU, threads=1).token.seconds
-    assert prediction.of_test(llm.engine, Test(0, 8, 16), 1) == pytest.approx(8 * token, rel=0.1)
-    assert prediction.of_test(llm.engine, Test(16, 0, 16), 1) > 0
+    assert prediction.predict_test(llm.engine, Test(0, 8, 16), 1) == pytest.approx(
+        8 * token, rel=0.1
+    )
+    assert prediction.predict_test(llm.engine, Test(16, 0, 16), 1) > 0
     measured.append(CPU)
-    assert prediction.of_test(llm.engine, Test(0, 8, 16), 1) is None
-    assert prediction.of_test(llm.engine, Test(16, 0, 16), 1) is None
+    assert prediction.predict_test(llm.engine, Test(0, 8, 16), 1) is None
+    assert prediction.predict_test(llm.engine, Test(16, 0, 16), 1) is None
 
 
 def test_nothing_is_predicted_without_ceilings(tiny, measured):
@@ -270,8 +272,8 @@ def test_nothing_is_predicted_without_ceilings(tiny, measured):
 
 
 def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
-    old = Ceiling(CPU, "a machine", DATE, 1, {"read": {1: GB_S}})
-    monkeypatch.setattr(roofline, "kept", lambda name: old)
+    old = Ceilings(CPU, "a machine", DATE, 1, {"read": {1: GB_S}})
+    monkeypatch.setattr(roofline, "load_cached", lambda name: old)
     found = graphllm.dry_run(tiny, device=CPU)
     assert found.prefill.seconds is None and found.token.seconds is not None
     assert found.lacking[0].startswith(f"no prediction of a prompt: {CPU}'s arithmetic was not")

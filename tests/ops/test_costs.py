@@ -153,7 +153,7 @@ def test_attention_of_several_sequences():
         )
         cost = ops.get("attention").price(node, env)
         assert cost.flops == keys * 4 * 4 * 16
-        own = bench.own_bytes(node, env)  # its result alone is no leaf
+        own = bench.leaf_bytes(node, env)  # its result alone is no leaf
         assert own == keys * 2 * 2 * 16 * 2 + 3 * 4 * 16 * 4 + 4 * (4 + 3 + 3 * 8)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
-from compare_cases import LAYERS, Machine, in_turns, steps, write
+from compare_cases import LAYERS, Machine, run_interleaved, steps, write
 from typer.testing import CliRunner
 
 import graphllm
@@ -19,9 +19,15 @@ from graphllm.cli import app
 from graphllm.errors import RequestError
 from graphllm.profiler.compare import interleaved_runs
 from graphllm.profiler.compare.comparison import WALL, Comparison, compare
-from graphllm.profiler.compare.samples import load
-from graphllm.profiler.compare.statistics import changes, common, holm, quantile, tail
-from graphllm.profiler.compare.step_matching import label, match
+from graphllm.profiler.compare.samples import load_samples
+from graphllm.profiler.compare.statistics import (
+    estimate_changes,
+    holm_adjust,
+    shared_change,
+    t_quantile,
+    t_tail,
+)
+from graphllm.profiler.compare.step_matching import label, match_steps
 from graphllm.profiler.schema import read_profile
 
 SLOWED = {"gated q5_0": 1.2}
@@ -37,7 +43,7 @@ def changed(found: Comparison) -> dict[tuple[str, str], str]:
 def test_identical_runs_in_turns_raise_no_alarm(tmp_path):
     """Twenty comparisons of five pairs: at most one alarm in all of their rows."""
     machine = Machine(seed=1)
-    alarms = [changed(compare(*in_turns(machine, 5, tmp_path))) for _ in range(20)]
+    alarms = [changed(compare(*run_interleaved(machine, 5, tmp_path))) for _ in range(20)]
     assert sum(map(bool, alarms)) <= 1, alarms
 
 
@@ -62,8 +68,8 @@ def test_a_busy_machine_raises_no_alarm(tmp_path, load):
         found = compare(a, b)
         assert not found.changed and "no verdicts: " in found.table()
         assert f"the machine was busy; {b}: a quarter of the runs" in found.phases[1].hidden
-        assert all(phase.hidden for phase in compare(*in_turns(busy, 3, tmp_path)).phases)
-        enough = compare(*in_turns(busy, 5, tmp_path))
+        assert all(phase.hidden for phase in compare(*run_interleaved(busy, 3, tmp_path)).phases)
+        enough = compare(*run_interleaved(busy, 5, tmp_path))
         assert not any(phase.hidden for phase in enough.phases)
         alarms.append(changed(enough))
     assert sum(map(bool, alarms)) <= 1, alarms
@@ -73,14 +79,14 @@ def test_a_busy_machine_raises_no_alarm(tmp_path, load):
 def test_a_kernel_slowed_by_a_fifth_is_flagged(tmp_path, op):
     """In turns, and no other op with it; the whole only where it is most of it."""
     machine = Machine(seed=5)
-    found = compare(*in_turns(machine, 5, tmp_path, slow={op: 1.2}))
+    found = compare(*run_interleaved(machine, 5, tmp_path, slow={op: 1.2}))
     flags = changed(found)
     assert flags[("decode", op)] == "slower"
     assert set(flags.values()) == {"slower"} and {row for _, row in flags} <= {op, WALL}
     (row,) = (row for _, row in found.changed if row.label == op and row in found.phases[1].rows)
     assert row.low < 0.2 < row.high and row.high - row.low < 0.12
     assert (("decode", WALL) in flags) == (op == "linear q8_0")
-    back = compare(*in_turns(machine, 5, tmp_path, slow={op: 1 / 1.2}))
+    back = compare(*run_interleaved(machine, 5, tmp_path, slow={op: 1 / 1.2}))
     assert changed(back)[("decode", op)] == "faster"
 
 
@@ -98,7 +104,7 @@ def test_one_file_a_side_is_enough_for_a_large_op(tmp_path):
 
 def test_one_slow_site_is_found_by_scope(tmp_path):
     site = "model.layers.3.gated_q5_0"
-    files = in_turns(Machine(seed=7), 5, tmp_path, slow={site: 1.3})
+    files = run_interleaved(Machine(seed=7), 5, tmp_path, slow={site: 1.3})
     assert ("decode", "gated q5_0") not in changed(compare(*files))
     assert changed(compare(*files, by="scope"))[("decode", site)] == "slower"
 
@@ -143,7 +149,7 @@ def test_what_took_longer_is_not_called_faster(tmp_path):
 
 def test_a_change_of_all_ops_in_turns_is_a_change(tmp_path):
     """Which the drift of the machine cannot be, time after time."""
-    found = compare(*in_turns(Machine(seed=9), 5, tmp_path, slow={"all": 1.25}))
+    found = compare(*run_interleaved(Machine(seed=9), 5, tmp_path, slow={"all": 1.25}))
     shared = found.phases[1].shared
     assert shared is not None and not shared.taken_out and shared.low > 0.1
     assert changed(found)[("decode", WALL)] == "slower"
@@ -152,7 +158,7 @@ def test_a_change_of_all_ops_in_turns_is_a_change(tmp_path):
 
 
 def test_the_same_is_known_to_be_the_same(tmp_path):
-    found = compare(*in_turns(Machine(seed=10), 8, tmp_path), min_effect=0.05)
+    found = compare(*run_interleaved(Machine(seed=10), 8, tmp_path), min_effect=0.05)
     rows = {row.label: row for row in found.phases[1].rows}
     assert {rows[name].verdict for name in ("linear q8_0", "gated q5_0", "sample")} == {"same"}
     assert rows["scale"].verdict == "unclear"  # less than a microsecond
@@ -160,7 +166,7 @@ def test_the_same_is_known_to_be_the_same(tmp_path):
 
 
 def test_the_wider_the_effect_the_more_is_the_same(tmp_path):
-    files = in_turns(Machine(seed=11), 5, tmp_path)
+    files = run_interleaved(Machine(seed=11), 5, tmp_path)
     counts = [
         sum(row.verdict == "same" for phase in compare(*files, min_effect=effect).phases
             for row in phase.rows)
@@ -176,22 +182,22 @@ def test_students_distribution():
     """Against printed tables."""
     for df, chance, t in ((1, 0.025, 12.706), (4, 0.0005, 8.610), (8, 5e-5, 7.120),
                           (30, 0.025, 2.0423), (4, 0.5, 0.0)):  # fmt: skip
-        assert quantile(chance, df) == pytest.approx(t, abs=2e-3)
-        assert tail(t, df) == pytest.approx(chance, rel=1e-3)
-    assert tail(-2.0423, 30) == pytest.approx(0.975, abs=1e-4)
+        assert t_quantile(chance, df) == pytest.approx(t, abs=2e-3)
+        assert t_tail(t, df) == pytest.approx(chance, rel=1e-3)
+    assert t_tail(-2.0423, 30) == pytest.approx(0.975, abs=1e-4)
 
 
 def test_chances_of_many_rows():
     """Holm's own way: the smallest times their count, the next times one less, never falling."""
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.5]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm_adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm_adjust([0.9, 0.5]) == [1.0, 1.0]
+    assert holm_adjust([]) == []
 
 
 def test_what_is_shared_is_a_median_by_weight():
     logs = np.array([[0.0, 0.1, 5.0], [0.2, 0.2, -3.0]])
-    assert common(logs, np.array([1.0, 1.0, 1.0])).tolist() == [0.1, 0.2]
-    assert common(logs, np.array([1.0, 1.0, 0.01])).tolist() == [5.0, -3.0]
+    assert shared_change(logs, np.array([1.0, 1.0, 1.0])).tolist() == [0.1, 0.2]
+    assert shared_change(logs, np.array([1.0, 1.0, 0.01])).tolist() == [5.0, -3.0]
 
 
 def test_intervals_hold_what_they_should():
@@ -200,7 +206,7 @@ def test_intervals_hold_what_they_should():
     variance = np.full(8, 2 * 0.02**2)
     for factor, pairs in ((1.0, 5), (3.0, 5), (1.0, 2), (3.0, 12), (1.0, 1), (1.8, 1)):
         draws = [rng.normal(0, factor * 0.02 * math.sqrt(2), (pairs, 8)) for _ in range(300)]
-        found = [changes(each, variance) for each in draws]
+        found = [estimate_changes(each, variance) for each in draws]
         missed = np.mean([np.abs(each.mean) > each.margin() for each in found])
         assert missed < 0.06, (factor, pairs, missed)
 
@@ -209,7 +215,7 @@ def test_more_pairs_know_more(tmp_path):
     machine = Machine(seed=12)
     widths = []
     for pairs in (1, 3, 10):
-        rows = compare(*in_turns(machine, pairs, tmp_path)).phases[1].rows
+        rows = compare(*run_interleaved(machine, pairs, tmp_path)).phases[1].rows
         (row,) = (row for row in rows if row.label == "linear q8_0")
         widths.append(row.high - row.low)
     assert widths == sorted(widths, reverse=True) and widths[2] < widths[0] / 3
@@ -220,7 +226,7 @@ def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_
     row = found["phases"][1]["rows"][4]
     row["times"] = [9000] * 16 + [7000] * 9 + [70000] * 7 + [8000] * 16
     found["phases"][1]["passes"] = [{"start": 0, "end": 9, "plain": ns} for ns in (5, 3, 4)]
-    timed = load([write(tmp_path, "a", found)])[0].phases["decode"]
+    timed = load_samples([write(tmp_path, "a", found)])[0].phases["decode"]
     assert timed.times[4] == 16 * 7000 and timed.speed.ns == 4
     short = Machine(seed=13).process()
     for phase in short["phases"]:  # another that had one pass
@@ -228,7 +234,7 @@ def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_
         phase["passes"] = phase["passes"][:1]
         for each in phase["rows"]:
             each["times"] = each["times"][: len(phase["runs"])]
-    both = load([tmp_path / "a.json", write(tmp_path, "b", short)])
+    both = load_samples([tmp_path / "a.json", write(tmp_path, "b", short)])
     assert [p.phases["decode"].times[4] for p in both] == [
         16 * 9000,
         both[1].phases["decode"].times[4],
@@ -244,10 +250,10 @@ def test_a_prompt_of_several_chunks_is_not_taken_for_a_busy_machine(tmp_path):
     for each in prefill["rows"]:
         each["times"] = [ns for _ in range(3) for ns in (9000, 10000, 1000)]
     path = write(tmp_path, "a", found)
-    timed = load([path])[0].phases["prefill"]
-    assert timed.disturbed == 0 and timed.times[4] == 3 * 9000
+    timed = load_samples([path])[0].phases["prefill"]
+    assert timed.interference == 0 and timed.times[4] == 3 * 9000
     prefill["rows"][4]["times"][:3] = [200_000] * 3
-    assert load([write(tmp_path, "b", found)])[0].phases["prefill"].disturbed > 0.1
+    assert load_samples([write(tmp_path, "b", found)])[0].phases["prefill"].interference > 0.1
 
 
 # ----------------------------------------------------------------------------------------- matching
@@ -270,7 +276,7 @@ def test_steps_are_matched_and_fused_ones_stand_for_their_parts():
     b = [row("embedding", "embed"), row("rms_norm", "l.norm"), row("linear", "l.gate", "q4_k"),
          row("mul", "l"), row("linear", "l.down", "q8_0", "f16[1]"), row("copy", ""),
          row("advance", "")]  # fmt: skip
-    found = match(a, b)
+    found = match_steps(a, b)
     assert [(each.a, each.b) for each in found] == [
         ((0,), (0,)), ((1, 2), (1, 2, 3)), ((3,), (4,)), ((), (5,)), ((4,), (6,))
     ]  # fmt: skip
@@ -303,8 +309,8 @@ def test_steps_of_one_side_only(tmp_path):
 
 
 def test_all_of_the_time_is_in_the_rows(tmp_path):
-    files = in_turns(Machine(seed=15), 2, tmp_path)
-    times = load(files[0])[0].phases["decode"].times
+    files = run_interleaved(Machine(seed=15), 2, tmp_path)
+    times = load_samples(files[0])[0].phases["decode"].times
     for by, count in (
         ("op", 12),
         ("layer", LAYERS + 1),
@@ -453,7 +459,7 @@ def call(*words: object):
 
 
 def test_the_verb(tmp_path):
-    files = in_turns(Machine(seed=19), 5, tmp_path, slow=SLOWED)
+    files = run_interleaved(Machine(seed=19), 5, tmp_path, slow=SLOWED)
     sides = [",".join(map(str, side)) for side in files]
     done = call(*sides)
     assert done.exit_code == 0 and "decode: gated q5_0 is " in done.output
@@ -498,8 +504,8 @@ def test_turns_change_sides(tmp_path, monkeypatch):
     monkeypatch.setattr(
         interleaved_runs, "_profile", lambda way, path: ran.append((way, path.name))
     )
-    sides = [interleaved_runs.Way(name, tmp_path, ()) for name in ("then", "now")]
-    files = interleaved_runs.in_turns((sides[0], sides[1]), 3, tmp_path, lambda *_: None)
+    sides = [interleaved_runs.Variant(name, tmp_path, ()) for name in ("then", "now")]
+    files = interleaved_runs.run_interleaved((sides[0], sides[1]), 3, tmp_path, lambda *_: None)
     names = [name for _, name in ran]
     assert names == [
         "B0.json", "A0.json", "A1.json", "B1.json", "B2.json", "A2.json", "A3.json", "B3.json"
@@ -509,11 +515,13 @@ def test_turns_change_sides(tmp_path, monkeypatch):
 
 
 def test_what_is_compared_with_what():
-    with interleaved_runs.ways(["m.gguf", "-n", "8"], "backend=reference") as (a, b):
-        assert a.words == ("m.gguf", "-n", "8", "--device", "reference")
-        assert b.words == ("m.gguf", "-n", "8") and a.home == b.home
-    with interleaved_runs.ways(["m.gguf"], "--no-fuse all -t 1") as (a, b):
-        assert a.words == ("m.gguf", "--no-fuse", "all", "-t", "1") and b.words == ("m.gguf",)
+    with interleaved_runs.variants(["m.gguf", "-n", "8"], "backend=reference") as (a, b):
+        assert a.arguments == ("m.gguf", "-n", "8", "--device", "reference")
+        assert b.arguments == ("m.gguf", "-n", "8") and a.root == b.root
+    with interleaved_runs.variants(["m.gguf"], "--no-fuse all -t 1") as (a, b):
+        assert a.arguments == ("m.gguf", "--no-fuse", "all", "-t", "1") and b.arguments == (
+            "m.gguf",
+        )
 
 
 def git(folder: Path, *words: str) -> None:
@@ -524,9 +532,9 @@ def git(folder: Path, *words: str) -> None:
 def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
     home = (tmp_path / "repository").resolve()
     home.mkdir()
-    monkeypatch.setattr(interleaved_runs, "_HOME", home)
+    monkeypatch.setattr(interleaved_runs, "_ROOT", home)
     with pytest.raises(RequestError, match=r"commit=HEAD: .* is no git checkout of graphllm"):
-        interleaved_runs.ways(["m"], "commit=HEAD").__enter__()
+        interleaved_runs.variants(["m"], "commit=HEAD").__enter__()
     git(home, "init")
     for name in ("models", "graphllm"):
         (home / name).mkdir()
@@ -536,18 +544,18 @@ def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
         git(home, "add", ".")
         git(home, "commit", "-m", f"as it is {text}")
     (home / "file").write_text("changed since")
-    with interleaved_runs.ways(["m"], "commit=HEAD~1") as (a, b):
-        assert (a.home / "file").read_text() == "then" and b.home == home
+    with interleaved_runs.variants(["m"], "commit=HEAD~1") as (a, b):
+        assert (a.root / "file").read_text() == "then" and b.root == home
         assert a.name.startswith("commit ") and a.name.endswith("as it is then")
-        assert (a.home / "graphllm" / "models" / "__init__.py").read_text() == "# models"
-        there = a.home
+        assert (a.root / "graphllm" / "models" / "__init__.py").read_text() == "# models"
+        there = a.root
     assert not there.exists() and (home / "file").read_text() == "changed since"
     listed = subprocess.run(["git", "-C", str(home), "worktree", "list"], capture_output=True)
     assert len(listed.stdout.splitlines()) == 1
     with pytest.raises(
         RequestError, match=r"--against commit=never: .*repository has no such comm"
     ):
-        interleaved_runs.ways(["m"], "commit=never").__enter__()
+        interleaved_runs.variants(["m"], "commit=never").__enter__()
 
 
 def test_a_small_model_against_another_backend(tmp_path):

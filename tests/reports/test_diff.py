@@ -22,7 +22,7 @@ from graphllm.formats.quantization import quantise_act
 from graphllm.graph.dtype import A8_32, F32
 from graphllm.graph.tensor import Meta, Tensor, feed
 from graphllm.profiler.diff import replay
-from graphllm.profiler.diff.deviation import bounds, deviation, numbers
+from graphllm.profiler.diff.deviation import as_float64, deviation, error_bounds
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
 COMMAND = [sys.executable, "-m", "graphllm", "diff"]
@@ -206,7 +206,7 @@ def test_deviation_of_what_is_no_number(got, want, apart):
 def test_quantised_activations_of_several_axes_are_numbers():
     """As an executor gives them: bytes of all axes but the first in one."""
     x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
-    found = numbers(quantise_act(x, A8_32).reshape(3, -1), Meta.of(x.shape, A8_32))
+    found = as_float64(quantise_act(x, A8_32).reshape(3, -1), Meta.of(x.shape, A8_32))
     np.testing.assert_allclose(found, x, atol=0.02)
 
 
@@ -215,14 +215,14 @@ def test_roundings_of_a_fused_op_may_fall_the_other_way():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 256)).astype(np.float32)
     meta = Meta.of((64, 256), A8_32)
-    want = numbers(quantise_act(x, A8_32), meta)
+    want = as_float64(quantise_act(x, A8_32), meta)
     one = want.copy()
     one[3, 7] += np.abs(want[3, :32]).max() / 127
     fused, alone = step_of("norm_quantise", {}), step_of("quantise_act", {})
-    assert bounds(fused, A8_32).met(deviation(one, want))
-    assert not bounds(alone, A8_32).met(deviation(one, want))
-    assert not bounds(fused, A8_32).met(deviation(want * 1.01, want))
-    assert not bounds(fused, F32).met(deviation(want * 1.001, want))
+    assert error_bounds(fused, A8_32).allow(deviation(one, want))
+    assert not error_bounds(alone, A8_32).allow(deviation(one, want))
+    assert not error_bounds(fused, A8_32).allow(deviation(want * 1.01, want))
+    assert not error_bounds(fused, F32).allow(deviation(want * 1.001, want))
 
 
 def test_a_backend_may_allow_more_for_halves():
@@ -230,11 +230,11 @@ def test_a_backend_may_allow_more_for_halves():
     rng = np.random.default_rng(0)
     want = rng.standard_normal((64, 256))
     noisy = deviation(want + 1e-3 * rng.standard_normal(want.shape), want)
-    assert bounds(step_of("linear", {"linear": 6e-3}, "f16"), F32).met(noisy)
+    assert error_bounds(step_of("linear", {"linear": 6e-3}, "f16"), F32).allow(noisy)
     for halves, kind in (({}, "f16"), ({"linear": 6e-3}, "f32"), ({"gated": 6e-3}, "f16")):
-        assert not bounds(step_of("linear", halves, kind), F32).met(noisy)
+        assert not error_bounds(step_of("linear", halves, kind), F32).allow(noisy)
     wrong = deviation(1.01 * want, want)
-    assert not bounds(step_of("linear", {"linear": 2e-2}, "f16"), F32).met(wrong)
+    assert not error_bounds(step_of("linear", {"linear": 2e-2}, "f16"), F32).allow(wrong)
 
 
 def step_of(op: str, halves: dict[str, float], kind: str = "f32") -> Step:

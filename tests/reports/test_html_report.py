@@ -21,8 +21,8 @@ import profile_sample
 import pytest
 from browser import Browser, Page
 
-from graphllm.profiler.html import page
-from graphllm.profiler.html.reduce import reduced
+from graphllm.profiler.html import render_page
+from graphllm.profiler.html.reduce import reduce_report
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "graphllm" / "profiler" / "html"
@@ -79,7 +79,7 @@ class Elements(HTMLParser):
 
 
 def test_it_is_one_file_that_asks_for_nothing(report):
-    text = page(report)
+    text = render_page(report)
     found = Elements(text)
     addresses = [v for _, a in found.tags for k, v in a.items() if k in ("src", "href", "action")]
     assert addresses == ["data:,"]
@@ -89,7 +89,7 @@ def test_it_is_one_file_that_asks_for_nothing(report):
 
 
 def test_only_its_own_script_and_style_may_run(report):
-    found = Elements(page(report))
+    found = Elements(render_page(report))
     policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
     assert policy is not None and policy.startswith("default-src 'none'")
     for kind, text in (("script", found.texts["script"][1]), ("style", found.texts["style"][0])):
@@ -101,11 +101,11 @@ def test_only_its_own_script_and_style_may_run(report):
 
 
 def test_texts_of_a_profile_stay_texts(report):
-    plain, found = Elements(page(report)), Elements(page(hostile(report)))
+    plain, found = Elements(render_page(report)), Elements(render_page(hostile(report)))
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags]
     assert found.texts["script"][1] == plain.texts["script"][1]
     held = json.loads(found.texts["script"][0])
-    assert held == json.loads(json.dumps(reduced(hostile(report))))
+    assert held == json.loads(json.dumps(reduce_report(hostile(report))))
     assert set(HOSTILE) <= set(held["texts"])
     assert found.texts["title"] == [f"{HOSTILE[0]}: profile"]
 
@@ -153,7 +153,7 @@ def test_colours_can_be_told_apart(sight):
 
 
 def test_times_are_reduced_to_what_they_sum_up_to(report):
-    held = reduced(report)
+    held = reduce_report(report)
     for phase, small in zip(report["phases"], held["phases"]):
         columns = small["rows"]
         assert {len(column) for column in columns.values()} == {len(phase["rows"])}
@@ -168,7 +168,7 @@ def test_times_are_reduced_to_what_they_sum_up_to(report):
 
 
 def test_the_typical_run_is_the_one_of_median_length(report):
-    for phase, small in zip(report["phases"], reduced(report)["phases"]):
+    for phase, small in zip(report["phases"], reduce_report(report)["phases"]):
         assert [run["plan"] for run in small["typical"]] == sorted(
             {r["plan"] for r in phase["rows"]}
         )
@@ -188,7 +188,7 @@ def test_the_typical_run_is_the_one_of_median_length(report):
 
 
 def test_what_is_alive_at_once(report):
-    for arena in reduced(report)["phases"][0]["arena"]:
+    for arena in reduce_report(report)["phases"][0]["arena"]:
         spans = arena["spans"]
         alive = [
             sum(n for n, a, b in zip(spans["nbytes"], spans["first"], spans["last"]) if a <= s <= b)
@@ -199,7 +199,7 @@ def test_what_is_alive_at_once(report):
 
 @pytest.fixture(scope="module")
 def large() -> str:
-    return page(profile_sample.large(100_000))
+    return render_page(profile_sample.large(100_000))
 
 
 def test_many_rows_are_not_many_bytes(large):
@@ -273,7 +273,7 @@ def total(rows: list[dict[str, Any]], key: str) -> float:
 
 @pytest.mark.browser
 def test_the_summary_closes(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     for card, phase in zip(("1", "2"), report["phases"]):
         cells = texts(shown, f".card:nth-child({card}) tbody td:nth-child(2)")
         tokens = phase["tokens"] * len(phase["passes"])
@@ -294,7 +294,7 @@ def test_the_summary_closes(report, opened):
 
 @pytest.mark.browser
 def test_the_plot_has_a_dot_for_each_op_and_backend(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     want = defaultdict(list)
     for row in report["phases"][1]["rows"]:
         if row["flops"] and row["bytes"]:
@@ -347,7 +347,7 @@ def test_no_labels_of_the_plot_overlap(report, opened, width, tmp_path):
     for roof in near["ceilings"].values():
         roof |= {"float_flop_s": 33.7e9, "integer_flop_s": 44.5e9}
     for each in (report, near, crowded(report), profile_sample.measured(tmp_path)):
-        shown = opened(page(each), width=width)
+        shown = opened(render_page(each), width=width)
         for phase in ("prefill", "decode"):
             shown.click(f"#phase input[value={phase}] + span")
             assert count(shown, ".roofline .names text") >= 1
@@ -359,7 +359,7 @@ def test_no_labels_of_the_plot_overlap(report, opened, width, tmp_path):
 
 @pytest.mark.browser
 def test_the_table_sorts_both_ways_by_every_column(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     heads = texts(shown, ".profile > thead th")
     assert len(heads) == 10
     rows = kinds(report["phases"][1]["rows"])
@@ -380,7 +380,7 @@ def test_the_table_sorts_both_ways_by_every_column(report, opened):
 
 @pytest.mark.browser
 def test_the_table_is_what_the_rows_add_up_to(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     phase = report["phases"][1]
     tokens = phase["tokens"] * len(phase["passes"])
     names, found = column(shown, "key"), {}
@@ -406,7 +406,7 @@ def test_the_table_is_what_the_rows_add_up_to(report, opened):
 
 @pytest.mark.browser
 def test_rows_are_added_up_as_one_chooses(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     rows = report["phases"][1]["rows"]
     keys = {
         "scope": {row["scope"] for row in rows}, "layer": {row["layer"] for row in rows},
@@ -426,7 +426,7 @@ def test_rows_are_added_up_as_one_chooses(report, opened):
 
 @pytest.mark.browser
 def test_a_row_opens_into_its_steps(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     rows = kinds(report["phases"][1]["rows"])["gated q5_0"]
     button = (
         "Array.from(document.querySelectorAll('.key')).find(e => e.textContent == 'gated q5_0')"
@@ -447,7 +447,7 @@ def test_a_row_opens_into_its_steps(report, opened):
 
 @pytest.mark.browser
 def test_the_other_phase_is_one_click_away(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     assert shown.evaluate("document.querySelector('#phase input:checked').value") == "decode"
     shown.click("#phase input[value=prefill] + span")
     rows = report["phases"][0]["rows"]
@@ -475,7 +475,7 @@ def painted(shown: Page, selector: str) -> dict[str, int]:
 @pytest.mark.browser
 @pytest.mark.parametrize("name", ["timeline", "arena"])
 def test_drawings_are_zoomed_and_read_by_keys(report, opened, name):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     canvas = f"#{name} canvas"
     whole = painted(shown, canvas)
     assert sum(n > 100 for n in whole.values()) >= 5  # the lane, and ops in their colours
@@ -495,7 +495,7 @@ def test_drawings_are_zoomed_and_read_by_keys(report, opened, name):
 
 @pytest.mark.browser
 def test_heat_memory_and_placement(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     inside = [r for r in report["phases"][1]["rows"] if r["layer"] is not None]
     cells = {(f"{r['op']} {r['weight']}", r["layer"]) for r in inside}
     assert count(shown, ".heat .cell") == len(cells)
@@ -519,7 +519,7 @@ def test_heat_memory_and_placement(report, opened):
 
 @pytest.mark.browser
 def test_light_and_dark(report, opened):
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     paper = "getComputedStyle(document.body).backgroundColor"
     light, drawn = shown.evaluate(paper), painted(shown, "#timeline canvas")
     shown.colours(dark=True)
@@ -531,7 +531,7 @@ def test_light_and_dark(report, opened):
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [320, 380, 700, 1600])
 def test_nothing_is_wider_than_the_window(report, opened, width):
-    shown = opened(page(hostile(report)), width=width)
+    shown = opened(render_page(hostile(report)), width=width)
     for by in ("op", "step"):
         shown.click(f"#by input[value={by}] + span")
         shown.click(".key")
@@ -544,7 +544,7 @@ def test_nothing_is_wider_than_the_window(report, opened, width):
 @pytest.mark.browser
 def test_a_measured_profile_opens(opened, tmp_path):
     report = profile_sample.measured(tmp_path)
-    shown = opened(page(report))
+    shown = opened(render_page(report))
     assert count(shown, ".dot") > 5 and count(shown, "#timeline canvas") == 1
     calls = sum(len(row["times"]) for row in report["phases"][1]["rows"])
     assert sum(numbers(column(shown, "calls"))) == calls / 2
@@ -553,7 +553,7 @@ def test_a_measured_profile_opens(opened, tmp_path):
 
 @pytest.mark.browser
 def test_texts_that_look_like_elements_are_shown(report, opened):
-    shown = opened(page(hostile(report)))
+    shown = opened(render_page(hostile(report)))
     assert texts(shown, "h1") == [HOSTILE[0]] and not count(shown, "img")
     assert {text for text in HOSTILE if "\\" not in text} <= {
         text for cell in column(shown, "key") for text in HOSTILE if cell.startswith(text)
@@ -562,15 +562,15 @@ def test_texts_that_look_like_elements_are_shown(report, opened):
 
 @pytest.mark.browser
 def test_what_is_missing_is_said(report, opened):
-    shown = opened(page(profile_sample.sample(LAYERS, ceilings=False)))
+    shown = opened(render_page(profile_sample.sample(LAYERS, ceilings=False)))
     assert "graphllm doctor --measure" in texts(shown, "#summary")[0]
     assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#gains")
     assert not numbers(column(shown, "limit"))
     busy = {**report, "busy": {"others": 0.4, "note": "the machine was busy: <b>"}}
-    assert texts(opened(page(busy)), ".busy") == ["the machine was busy: <b>"]
+    assert texts(opened(render_page(busy)), ".busy") == ["the machine was busy: <b>"]
     decode = {**report, "phases": report["phases"][1:]}
-    assert count(opened(page(decode)), "#phase input") == 1
-    nothing = opened(page({**report, "phases": []}))
+    assert count(opened(render_page(decode)), "#phase input") == 1
+    nothing = opened(render_page({**report, "phases": []}))
     assert texts(nothing, "#head .note") == ["Nothing ran."]
 
 

@@ -20,12 +20,12 @@ from graphllm.cli import app
 from graphllm.cli.output import OutputError
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
-from graphllm.profiler.accounting import Pass, close
+from graphllm.profiler.accounting import Pass, account
 from graphllm.profiler.bench import Result, Test
 from graphllm.profiler.compare.comparison import compare
-from graphllm.profiler.html import page
-from graphllm.profiler.profile import Phase, Profile, Roof
-from graphllm.profiler.record import KEYS, Recorder, Run, totals
+from graphllm.profiler.html import render_page
+from graphllm.profiler.profile import Phase, Profile, Roofline
+from graphllm.profiler.record import GROUP_KEYS, Recorder, Run, totals
 from graphllm.profiler.speed import speed
 
 PROMPT, DECODE, REPEAT = 20, 6, 3
@@ -59,7 +59,7 @@ def test_there_is_a_row_for_each_step(llm, found):
 
 def test_it_adds_up(found):
     for phase in found.phases:
-        own = phase.closing
+        own = phase.accounting
         assert own.wall == sum(p.end - p.start for p in phase.passes)
         assert own.wall == own.ops + own.copies + own.gaps + own.host + own.unattributed
         assert own.ops == sum(row.ns for row in phase.rows if not row.copy) > 0
@@ -75,7 +75,7 @@ def test_a_row_has_what_its_runs_cost(found):
 
 def test_rows_are_summed_by_every_key(found):
     rows = found["decode"].rows
-    for by in KEYS:
+    for by in GROUP_KEYS:
         sums = totals(rows, by)
         assert sum(total.ns for total in sums.values()) == sum(row.ns for row in rows)
         assert list(sums.values()) == sorted(sums.values(), key=lambda total: -total.ns)
@@ -114,10 +114,10 @@ def test_the_report_is_json_and_its_times_fit_together(found):
 
 def test_limits_are_those_of_what_binds(found):
     row = replace(found["decode"].rows[0], bytes=1e6, flops=1e6, integer=False)
-    roof = Roof("", False, "", bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
-    assert roof.limit(row) == (1e6, "memory")
-    assert roof.limit(replace(row, integer=True)) == (1e7, "arithmetic")
-    assert replace(roof, bytes_s=0.0, float_flop_s=0.0).limit(row) == (0.0, "")
+    roofline = Roofline("", False, "", bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
+    assert roofline.limit(row) == (1e6, "memory")
+    assert roofline.limit(replace(row, integer=True)) == (1e7, "arithmetic")
+    assert replace(roofline, bytes_s=0.0, float_flop_s=0.0).limit(row) == (0.0, "")
 
 
 # ------------------------------------------------------------------------------- speed, disturbance
@@ -158,14 +158,14 @@ def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
     """In the table, in JSON and on the page."""
     monkeypatch.setattr(system_info, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
     busy = llm.profile([3, 4, 5], 2, 1)
-    assert busy.others == 0.4
+    assert busy.other_load == 0.4
     note = "the machine was busy: other work had 40% of the processors' time"
-    assert busy.busy.startswith(note) and f"note: {busy.busy}\n" in busy.table()
+    assert busy.load_note.startswith(note) and f"note: {busy.load_note}\n" in busy.table()
     report = json.loads(json.dumps(busy.as_dict()))
-    assert report["busy"] == {"others": 0.4, "note": busy.busy}
-    assert json.dumps(report["busy"]["note"])[1:-1] in page(report)
-    calm = replace(busy, others=0.05, phases=())
-    assert calm.busy == "" and "busy" not in calm.table()
+    assert report["busy"] == {"others": 0.4, "note": busy.load_note}
+    assert json.dumps(report["busy"]["note"])[1:-1] in render_page(report)
+    calm = replace(busy, other_load=0.05, phases=())
+    assert calm.load_note == "" and "busy" not in calm.table()
 
 
 def test_runs_that_were_disturbed_are_reported(llm):
@@ -179,15 +179,17 @@ def test_runs_that_were_disturbed_are_reported(llm):
 
     for slow, note in ((2, ""), (8, "a quarter of the runs of decode took 225% longer")):
         phase = Phase("decode", 1, passes, (run(0, 2), run(1000, slow)), {})
-        found = Profile((phase,), {}, {}, {}).busy
+        found = Profile((phase,), {}, {}, {}).load_note
         assert note in found and bool(found) == bool(note)
         brief = replace(phase, passes=(Pass(0, 1000, 900), Pass(1000, 2000, 900)))
-        assert Profile((brief,), {}, {}, {}).busy == ""
+        assert Profile((brief,), {}, {}, {}).load_note == ""
 
 
 def test_a_ceiling_that_is_in_doubt_is_reported(found):
-    roof = Roof("", False, "taken while 44% of the machine was busy: measure again", 1e9, 0.0, 0.0)
-    assert "ceilings of cpu: taken while 44%" in replace(found, roofs={"cpu": roof}).table()
+    roofline = Roofline(
+        "", False, "taken while 44% of the machine was busy: measure again", 1e9, 0.0, 0.0
+    )
+    assert "ceilings of cpu: taken while 44%" in replace(found, rooflines={"cpu": roofline}).table()
 
 
 # ------------------------------------------------------------------------------------------ closing
@@ -209,7 +211,7 @@ def test_time_is_given_to_who_spent_it(llm):
     plan = _Plan(llm)
     first = a_run(plan, 10, 75, [20, 30, 40], [50, 55, 60, 70])
     second = a_run(plan, 90, 140, [100, 105, 110], [110, 120, 125, 130])
-    own = close([Pass(0, 150, 1)], [first, second])
+    own = account([Pass(0, 150, 1)], [first, second])
     assert own.ops == 20 + 20 + 10 + 20 and own.copies == 0
     assert own.gaps == (10 + 10 + 5) + (10 + 0 + 10)
     assert own.host == 10 + 15 + 10 and own.unattributed == 0
@@ -219,14 +221,14 @@ def test_the_host_is_not_waited_for_where_it_runs_ahead(llm):
     plan = _Plan(llm)
     first = a_run(plan, 0, 1, [5, 10, 20], [20, 30, 40, 50])
     second = a_run(plan, 2, 3, [52, 60, 70], [70, 80, 90, 100])
-    own = close([Pass(0, 103, 1)], [first, second])
+    own = account([Pass(0, 103, 1)], [first, second])
     assert (own.gaps, own.host, own.ops) == (5 + 2, 3, 45 + 48)
     assert own.unattributed == 0
 
 
 def test_clocks_that_differ_leave_something(llm):
     first = a_run(_Plan(llm), 10, 12, [4, 10, 20], [20, 30, 40, 50])
-    own = close([Pass(0, 50, 1)], [first])
+    own = account([Pass(0, 50, 1)], [first])
     assert own.wall == 50 == own.ops + own.gaps + own.host + own.unattributed
 
 

@@ -20,7 +20,7 @@ from graphllm.cli import doctor
 from graphllm.cli.bench import _ceiling
 from graphllm.errors import RequestError
 from graphllm.profiler import kernel_probes, roofline
-from graphllm.profiler.roofline import Ceiling
+from graphllm.profiler.roofline import Ceilings
 
 SMALL = 4 << 20
 
@@ -32,22 +32,24 @@ def nobody(what, done, total):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache directory of its own, and a small buffer to go over."""
-    monkeypatch.setattr(roofline, "_FILE", CacheFile("ceilings.json", root=tmp_path / "cache"))
-    monkeypatch.setattr(roofline, "room", lambda: SMALL)
+    monkeypatch.setattr(
+        roofline, "_CACHE_FILE", CacheFile("ceilings.json", root=tmp_path / "cache")
+    )
+    monkeypatch.setattr(roofline, "probe_bytes", lambda: SMALL)
     monkeypatch.setattr(kernel_probes, "WIDTH", 256)
-    monkeypatch.setattr(kernel_probes, "SECONDS", 0.0)
+    monkeypatch.setattr(kernel_probes, "MIN_SECONDS", 0.0)
     monkeypatch.setattr(roofline_probes, "SECONDS", 0.0)
     return tmp_path / "cache"
 
 
-def made(**changes) -> Ceiling:
+def made(**changes) -> Ceilings:
     rates = {"read": {1: 1e10, 2: 3e10, 4: 2e10}, "float": {1: 2e10}}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return replace(Ceiling("cpu", roofline.machine(), date, SMALL, rates), **changes)
+    return replace(Ceilings("cpu", roofline.machine_name(), date, SMALL, rates), **changes)
 
 
 def test_measured_and_kept(cache):
-    assert roofline.kept("cpu") is None
+    assert roofline.load_cached("cpu") is None
     found = roofline.measure("cpu", nobody)
     assert set(found.rates) == set(MEMORY_PROBES) and found.nbytes == SMALL
     assert set(found.flops) == set(kernel_probes.KINDS) and set(found.peaks) == set(
@@ -63,7 +65,7 @@ def test_measured_and_kept(cache):
     assert set(found.spreads) == {kind for table in tables for kind in table}
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
     assert found.others is None or 0 <= found.others <= 1
-    assert roofline.kept("cpu") == found and found.fresh()
+    assert roofline.load_cached("cpu") == found and found.is_fresh()
     assert [p.name for p in cache.iterdir()] == ["ceilings.json"]
 
 
@@ -93,19 +95,19 @@ def test_roofs_are_peaks_whatever_kernels_reach():
         flops={"float": {1: 9e11}, "integer": {1: 9e11}},
         peaks={"f32": {1: 3e11, 2: 4e11}, "f16": {1: 8e11}, "int8": {1: 5e11}},
     )
-    assert [found.roof("float", n) for n in (1, 2, 0)] == [3e11, 4e11, 4e11]
-    assert found.roof("integer") == 5e11 and made().roof("float") == 0.0
+    assert [found.peak_flop_s("float", n) for n in (1, 2, 0)] == [3e11, 4e11, 4e11]
+    assert found.peak_flop_s("integer") == 5e11 and made().peak_flop_s("float") == 0.0
     several = replace(found, roofs={"float": ("f32", "f16", "float"), "integer": ("int8",)})
-    assert several.roof("float") == 9e11
+    assert several.peak_flop_s("float") == 9e11
 
 
 def test_a_profile_is_held_against_roofs(cache):
     """Not against the rates of kernels, which predictions are made of."""
-    from graphllm.profiler.capture import _add_roof
+    from graphllm.profiler.capture import _add_roofline
 
-    roofline._keep(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
+    roofline._save(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
     roofs = {}
-    _add_roof(roofs, "cpu", 1)
+    _add_roofline(roofs, "cpu", 1)
     assert (roofs["cpu"].float_flop_s, roofs["cpu"].integer_flop_s) == (3e11, 5e11)
 
 
@@ -129,13 +131,15 @@ def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
         made(date=(now + timedelta(hours=2)).isoformat()),
         made(machine="another"),
     ):
-        roofline._keep(kept)
-        assert roofline.kept("cpu") == kept and not kept.fresh()
-        roofline.current("cpu", nobody)
+        roofline._save(kept)
+        assert roofline.load_cached("cpu") == kept and not kept.is_fresh()
+        roofline.load_or_measure("cpu", nobody)
     assert calls == ["cpu"] * 3
-    roofline._keep(made(date=(now - timedelta(hours=23)).isoformat()))
-    assert roofline.current("cpu", nobody) == roofline.kept("cpu") and len(calls) == 3
-    assert roofline.current("reference", nobody) is None
+    roofline._save(made(date=(now - timedelta(hours=23)).isoformat()))
+    assert (
+        roofline.load_or_measure("cpu", nobody) == roofline.load_cached("cpu") and len(calls) == 3
+    )
+    assert roofline.load_or_measure("reference", nobody) is None
 
 
 OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "nbytes": 1,
@@ -150,31 +154,31 @@ OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "n
 def test_a_damaged_file_counts_for_nothing(cache, text):
     cache.mkdir()
     (cache / "ceilings.json").write_text(text)
-    assert roofline.kept("cpu") is None
-    roofline._keep(made())
-    assert roofline.kept("cpu") == made(date=roofline.kept("cpu").date)
+    assert roofline.load_cached("cpu") is None
+    roofline._save(made())
+    assert roofline.load_cached("cpu") == made(date=roofline.load_cached("cpu").date)
 
 
 def test_others_stay_in_the_file(cache):
-    roofline._keep(made(backend="gpu"))
-    roofline._keep(made())
+    roofline._save(made(backend="gpu"))
+    roofline._save(made())
     assert set(json.loads((cache / "ceilings.json").read_text())) == {"cpu", "gpu"}
-    assert roofline.kept("gpu") == made(backend="gpu", date=roofline.kept("gpu").date)
+    assert roofline.load_cached("gpu") == made(backend="gpu", date=roofline.load_cached("gpu").date)
 
 
 def test_a_cache_that_is_a_file(cache):
     cache.write_text("")
-    roofline._keep(made())
-    assert roofline.kept("cpu") is None
+    roofline._save(made())
+    assert roofline.load_cached("cpu") is None
 
 
 def test_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(roofline, "free_bytes", lambda: 1 << 30)
     with pytest.raises(RequestError, match=r"needs 1\.3 GB; 1\.1 GB are free"):
-        roofline.room()
+        roofline.probe_bytes()
     for free, size in ((3 << 29, 1 << 30), (3 << 30, 3 << 29), (64 << 30, 2 << 30)):
         monkeypatch.setattr(roofline, "free_bytes", lambda free=free: free)
-        assert roofline.room() == size
+        assert roofline.probe_bytes() == size
     with pytest.raises(RequestError, match="reference does not measure"):
         roofline.measure("reference", nobody)
 
@@ -183,15 +187,15 @@ def test_doctor_shows_it(cache, capsys):
     doctor.doctor(measure=False)
     assert "memory: not measured (graphllm doctor --measure)" in capsys.readouterr().out
     doctor.doctor(measure=True)
-    kept = roofline.kept("cpu")
+    kept = roofline.load_cached("cpu")
     for measure in (None, False):
         out = capsys.readouterr().out if measure is None else shown(capsys)
         first = f"memory gives {kept.bytes_s() / 1e9:.1f} GB/s, measured {kept.date} on "
-        assert first + roofline.machine() in out and "multiply-adds: f16 " in out
+        assert first + roofline.machine_name() in out and "multiply-adds: f16 " in out
         for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "a step beside its bytes, us"):
             (row,) = (line for line in out.splitlines() if line.strip().startswith(title))
             assert len(row.split(title)[1].split()) >= usable_cores()
-    roofline._keep(made(machine="another box"))
+    roofline._save(made(machine="another box"))
     lines = [line.strip() for line in shown(capsys).splitlines()]
     (at,) = (i for i, line in enumerate(lines) if line.endswith(" on another box"))
     assert lines[at + 1] == "taken on another machine: measure again"
@@ -219,14 +223,14 @@ def test_as_a_table():
 
 def test_what_makes_a_measurement_doubtful():
     now = datetime.now(timezone.utc)
-    plain = f"measured {now.isoformat()} on {roofline.machine()}"
-    assert made(date=now.isoformat()).taken() == plain
-    assert made(date=now.isoformat(), others=0.04).taken() == plain
-    busy = made(date=now.isoformat(), others=0.38).taken()
+    plain = f"measured {now.isoformat()} on {roofline.machine_name()}"
+    assert made(date=now.isoformat()).provenance() == plain
+    assert made(date=now.isoformat(), others=0.04).provenance() == plain
+    busy = made(date=now.isoformat(), others=0.38).provenance()
     assert busy == (
         f"{plain}; taken while 38% of the machine was busy with other work: measure again"
     )
-    old = made(machine="a box", others=0.5).taken(now + timedelta(days=3))
+    old = made(machine="a box", others=0.5).provenance(now + timedelta(days=3))
     assert old.endswith(
         "on a box; taken on another machine, 3 days ago, while 50% of the machine was busy with "
         "other work: measure again"
@@ -256,12 +260,12 @@ def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
     assert _ceiling("cpu") == found and f"kept: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
-    roofline._keep(made(machine="another"))
+    roofline._save(made(machine="another"))
 
     def full():
         raise RequestError("no room")
 
-    monkeypatch.setattr(roofline, "room", full)
+    monkeypatch.setattr(roofline, "probe_bytes", full)
     assert _ceiling("cpu") is None and capsys.readouterr().err == "note: no ceiling: no room\n"
 
 

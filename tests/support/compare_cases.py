@@ -117,7 +117,7 @@ def write(folder: Path, name: str, found: Any) -> Path:
     return path
 
 
-def in_turns(
+def run_interleaved(
     machine: Machine, pairs: int, folder: Path, **slow: Any
 ) -> tuple[list[Path], list[Path]]:
     """Files of ``pairs`` processes a side, A B B A ...; those of B with ``slow``."""

@@ -17,16 +17,24 @@ from typing import Any
 import numpy as np
 
 from ...errors import RequestError
-from ..machine_load import BRIEF_NS, DISTURBED
+from ..machine_load import MAX_INTERFERENCE, MIN_MEASURED_NS
 from ..speed import speed
-from .samples import Process, Timed, load
-from .statistics import DRIFT, LEVEL, Changes, changes, common, holm, usual
-from .step_matching import LABELS, label, match
+from .samples import PhaseSample, ProcessSample, load_samples
+from .statistics import (
+    DRIFT,
+    LEVEL,
+    Changes,
+    estimate_changes,
+    holm_adjust,
+    prior_variance,
+    shared_change,
+)
+from .step_matching import LABELS, label, match_steps
 
 MIN_EFFECT = 0.03  # changes that are not worth a word
-ENOUGH = 5  # pairs that measure the noise of any machine
-_MOST = math.log(1e9)  # of a margin: nothing is known
-_FEW = 3  # kinds of ops that cannot tell what all share
+ENOUGH_PAIRS = 5  # pairs that measure the noise of any machine
+_MAX_MARGIN = math.log(1e9)  # of a margin: nothing is known
+_MIN_KINDS = 3  # kinds of ops that cannot tell what all share
 WALL = "wall time"
 
 Files = str | Path | Sequence[str | Path]
@@ -59,7 +67,7 @@ class CompareRow:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedChange:
     """The change that all kinds of ops have in common. ``taken_out`` of the rows of steps: it may
     be the machine's. Otherwise it is more than that, and all rows are as measured."""
 
@@ -78,7 +86,7 @@ class ComparePhase:
     name: str
     tokens: int
     spreads: tuple[float, float]
-    shared: Shared | None
+    shared: SharedChange | None
     hidden: str
     rows: tuple[CompareRow, ...]  # the wall time first, then what takes longest
 
@@ -141,7 +149,7 @@ def compare(
     count = len(sides[0])
     if not count or len(sides[1]) != count:
         raise RequestError(f"{count} files against {len(sides[1])}: give as many on both sides")
-    processes = load([*sides[0], *sides[1]])
+    processes = load_samples([*sides[0], *sides[1]])
     if names is not None:  # of the sides, for errors
         processes = [replace(p, path=names[i >= count]) for i, p in enumerate(processes)]
     for other in processes[1:]:
@@ -150,7 +158,7 @@ def compare(
     phases = [name for name in left[0].phases if all(name in p.phases for p in processes)]
     if not phases:
         raise RequestError(f"{left[0].path} and {right[0].path} have no phase or test in common")
-    asked = _Asked(by, math.log1p(min_effect), LEVEL / len(phases))
+    asked = _Options(by, math.log1p(min_effect), LEVEL / len(phases))
     found = [_phase(name, left, right, asked) for name in phases]
     return Comparison(
         names or (left[0].path, right[0].path),
@@ -158,14 +166,14 @@ def compare(
         min_effect,
         fail_above,
         tuple(_notes(left[0], right[0])),
-        tuple(_judged(found, min_effect, fail_above)),
+        tuple(_with_verdicts(found, min_effect, fail_above)),
     )
 
 
-def _check(a: Process, b: Process, force: bool) -> None:
+def _check(a: ProcessSample, b: ProcessSample, force: bool) -> None:
     """RequestError unless both did the same work, or need not."""
-    for key in [*a.work, *b.work] if not force else ():
-        had, has = (side.work.get(key, "none") for side in (a, b))
+    for key in [*a.workload, *b.workload] if not force else ():
+        had, has = (side.workload.get(key, "none") for side in (a, b))
         if had != has:
             raise RequestError(f"{b.path}: {key} is {has}, in {a.path} it is {had}", "force")
     if (a.phases.keys() != b.phases.keys()) and not force:
@@ -173,10 +181,13 @@ def _check(a: Process, b: Process, force: bool) -> None:
         raise RequestError(f"{b.path}: has {names[1]}; {a.path} has {names[0]}", "force")
 
 
-def _notes(a: Process, b: Process) -> list[str]:
+def _notes(a: ProcessSample, b: ProcessSample) -> list[str]:
     """How the runs differed besides in what is compared."""
-    keys = dict.fromkeys([*a.work, *b.work, *a.ways, *b.ways])
-    both = [(key, {**a.work, **a.ways}.get(key), {**b.work, **b.ways}.get(key)) for key in keys]
+    keys = dict.fromkeys([*a.workload, *b.workload, *a.settings, *b.settings])
+    both = [
+        (key, {**a.workload, **a.settings}.get(key), {**b.workload, **b.settings}.get(key))
+        for key in keys
+    ]
     return [f"{key}: {had} -> {has}" for key, had, has in both if had != has]
 
 
@@ -186,7 +197,7 @@ Groups = dict[str, tuple[list[int], list[int]]]  # label -> indices of the rows 
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Options:
     """``least``: the effect, as a logarithm; ``level``: of saying wrongly that all has changed."""
 
     by: str
@@ -195,7 +206,7 @@ class _Asked:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _PhaseEstimate:
     """A phase whose rows have no verdicts yet; ``logs`` are their changes."""
 
     phase: ComparePhase
@@ -203,7 +214,9 @@ class _Found:
     only: tuple[CompareRow, ...]
 
 
-def _phase(name: str, left: Sequence[Process], right: Sequence[Process], asked: _Asked) -> _Found:
+def _phase(
+    name: str, left: Sequence[ProcessSample], right: Sequence[ProcessSample], asked: _Options
+) -> _PhaseEstimate:
     a, b = [p.phases[name] for p in left], [p.phases[name] for p in right]
     for side, processes in ((a, left), (b, right)):
         _check_steps(name, side, processes)
@@ -212,31 +225,35 @@ def _phase(name: str, left: Sequence[Process], right: Sequence[Process], asked: 
     shared, logs = _changes(a, b, both, kinds, asked)
     walls_ns = [_mean([t.speed.token_ns for t in side]) for side in (a, b)]
     rows = [CompareRow(WALL, walls_ns[0], walls_ns[1])]
-    rows += [_row(label, a, b, own) for label, own in both.items()]
-    only = [_row(label, a, b, own) for label, own in groups.items() if label not in both]
+    rows += [_timed_row(label, a, b, own) for label, own in both.items()]
+    only = [_timed_row(label, a, b, own) for label, own in groups.items() if label not in both]
     tokens, hidden = a[0].speed.tokens, _hidden(left, right, name)
     phase = ComparePhase(name, tokens, (_spread(a), _spread(b)), shared, hidden, tuple(rows))
-    return _Found(phase, logs, tuple(only))
+    return _PhaseEstimate(phase, logs, tuple(only))
 
 
-def _spread(side: Sequence[Timed]) -> float:
+def _spread(side: Sequence[PhaseSample]) -> float:
     if len(side) == 1:
         return side[0].speed.spread
     return speed(side[0].speed.tokens, [t.speed.ns for t in side]).spread
 
 
 def _changes(
-    a: Sequence[Timed], b: Sequence[Timed], groups: Groups, kinds: Groups, asked: _Asked
-) -> tuple[Shared | None, Changes]:
+    a: Sequence[PhaseSample],
+    b: Sequence[PhaseSample],
+    groups: Groups,
+    kinds: Groups,
+    asked: _Options,
+) -> tuple[SharedChange | None, Changes]:
     """Of the wall time as measured; of each group less what all kinds of ops share, if that is
     drift."""
     walls = np.array([[math.log(y.speed.ns / x.speed.ns)] for x, y in zip(a, b)])
     logs, variance = _logs(a, b, groups)
     logs, variance = np.hstack([walls, logs]), np.append(_wall_variance(a, b), variance)
-    if len(kinds) < _FEW:
-        return None, changes(logs, variance + 2 * DRIFT**2)
-    drifts = common(*_logs(a, b, kinds))
-    own = changes(logs - drifts[:, None], variance)
+    if len(kinds) < _MIN_KINDS:
+        return None, estimate_changes(logs, variance + 2 * DRIFT**2)
+    drifts = shared_change(*_logs(a, b, kinds))
+    own = estimate_changes(logs - drifts[:, None], variance)
     shared, drift = _shared(drifts, asked)
     taken_out = np.full(len(own.mean), shared.taken_out)
     taken_out[0] = False
@@ -245,15 +262,17 @@ def _changes(
     return shared, replace(own, mean=mean, error=error)
 
 
-def _wall_variance(a: Sequence[Timed], b: Sequence[Timed]) -> float:
+def _wall_variance(a: Sequence[PhaseSample], b: Sequence[PhaseSample]) -> float:
     """Of a pair's log(B / A) of the wall time: the usual one, and what passes differed by."""
     return sum(
-        _mean([float(usual(t.wall_floor, t.speed.ns)) + t.speed.error**2 for t in side])
+        _mean([float(prior_variance(t.wall_floor, t.speed.ns)) + t.speed.error**2 for t in side])
         for side in (a, b)
     )
 
 
-def _check_steps(name: str, side: Sequence[Timed], processes: Sequence[Process]) -> None:
+def _check_steps(
+    name: str, side: Sequence[PhaseSample], processes: Sequence[ProcessSample]
+) -> None:
     """RequestError unless all files of a side ran the same steps."""
     keys = [[(row["op"], row["scope"], row["shape"]) for row in timed.rows] for timed in side]
     for other, process in zip(keys, processes):
@@ -263,11 +282,11 @@ def _check_steps(name: str, side: Sequence[Timed], processes: Sequence[Process])
             )
 
 
-def _groups(a: Timed, b: Timed, by: str) -> tuple[Groups, Groups]:
+def _groups(a: PhaseSample, b: PhaseSample, by: str) -> tuple[Groups, Groups]:
     """What the rows of a report stand for; and the kinds of ops, of steps that both sides have."""
     groups: Groups = {}
     kinds: Groups = {}
-    for stretch in match(a.rows, b.rows):
+    for stretch in match_steps(a.rows, b.rows):
         for found, key in ((groups, by), (kinds, "op"))[: 1 + stretch.same]:
             own = found.setdefault(label(stretch, a.rows, b.rows, key), ([], []))
             own[0].extend(stretch.a)
@@ -275,7 +294,9 @@ def _groups(a: Timed, b: Timed, by: str) -> tuple[Groups, Groups]:
     return groups, kinds
 
 
-def _logs(a: Sequence[Timed], b: Sequence[Timed], groups: Groups) -> tuple[np.ndarray, np.ndarray]:
+def _logs(
+    a: Sequence[PhaseSample], b: Sequence[PhaseSample], groups: Groups
+) -> tuple[np.ndarray, np.ndarray]:
     """Of each pair log(B / A) [pairs, groups], and its usual variance [groups]."""
     times, variances = [], []
     for index, side in enumerate((a, b)):
@@ -283,33 +304,33 @@ def _logs(a: Sequence[Timed], b: Sequence[Timed], groups: Groups) -> tuple[np.nd
         own = np.array([[t.times[steps].sum() for steps in wanted] for t in side])
         floor = np.array([np.sqrt((side[0].floor[steps] ** 2).sum()) for steps in wanted])
         times.append(own)
-        variances.append(usual(floor, own.mean(axis=0)))
+        variances.append(prior_variance(floor, own.mean(axis=0)))
     return np.log(times[1] / times[0]), variances[0] + variances[1]
 
 
-def _shared(drifts: np.ndarray, asked: _Asked) -> tuple[Shared, Changes]:
+def _shared(drifts: np.ndarray, asked: _Options) -> tuple[SharedChange, Changes]:
     """What all kinds of ops of the pairs share, [pairs]: whether it is more than machines drift."""
-    drift = changes(drifts[:, None], np.array([2 * DRIFT**2]), pooled=False)
+    drift = estimate_changes(drifts[:, None], np.array([2 * DRIFT**2]), pooled=False)
     change, margin = float(drift.mean[0]), float(drift.margin(asked.level)[0])
     low, high = math.expm1(change - margin), math.expm1(change + margin)
-    return Shared(math.expm1(change), low, high, abs(change) - margin <= asked.least), drift
+    return SharedChange(math.expm1(change), low, high, abs(change) - margin <= asked.least), drift
 
 
-def _hidden(left: Sequence[Process], right: Sequence[Process], name: str) -> str:
+def _hidden(left: Sequence[ProcessSample], right: Sequence[ProcessSample], name: str) -> str:
     """Why these pairs can tell nothing, or empty. Enough of them do by how far they lie apart."""
-    if len(left) >= ENOUGH:
+    if len(left) >= ENOUGH_PAIRS:
         return ""
     for process in (*left, *right):
         measured = process.phases[name].measured
-        if measured < BRIEF_NS:
+        if measured < MIN_MEASURED_NS:
             return (
                 f"{process.path}: {measured / 1e9:.2f} s of {name} are too short for so few files"
             )
         # The longest phase knows best.
         longest = max(process.phases, key=lambda each: process.phases[each].speed.ns)
-        worst = max((name, longest), key=lambda each: process.phases[each].disturbed)
-        disturbed = process.phases[worst].disturbed
-        if disturbed > DISTURBED:
+        worst = max((name, longest), key=lambda each: process.phases[each].interference)
+        disturbed = process.phases[worst].interference
+        if disturbed > MAX_INTERFERENCE:
             return (
                 f"the machine was busy; {process.path}: a quarter of the runs of {worst} took "
                 f"{disturbed:.0%} longer than the best"
@@ -317,7 +338,9 @@ def _hidden(left: Sequence[Process], right: Sequence[Process], name: str) -> str
     return ""
 
 
-def _row(label: str, a: Sequence[Timed], b: Sequence[Timed], own: Any) -> CompareRow:
+def _timed_row(
+    label: str, a: Sequence[PhaseSample], b: Sequence[PhaseSample], own: Any
+) -> CompareRow:
     """With its times; the verdict is for later, unless one side has nothing of it."""
     ns = [
         _mean([t.times[indices].sum() / t.speed.tokens for t in side]) if indices else 0.0
@@ -334,12 +357,12 @@ def _mean(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------------------------------- verdicts
 
 
-def _judged(
-    found: Sequence[_Found], min_effect: float, fail_above: float | None
+def _with_verdicts(
+    found: Sequence[_PhaseEstimate], min_effect: float, fail_above: float | None
 ) -> Iterator[ComparePhase]:
     """The phases with verdicts, which hold over all rows of all of them."""
-    chances = _chances(found, min_effect)
-    failing = _chances(found, fail_above) if fail_above is not None else [1.0] * len(chances)
+    chances = _p_values(found, min_effect)
+    failing = _p_values(found, fail_above) if fail_above is not None else [1.0] * len(chances)
     at = 0
     for each in found:
         count, phase = len(each.phase.rows), each.phase
@@ -354,24 +377,24 @@ def _judged(
         yield replace(phase, rows=(rows[0], *steps))
 
 
-def _chances(found: Sequence[_Found], effect: float) -> list[float]:
+def _p_values(found: Sequence[_PhaseEstimate], effect: float) -> list[float]:
     """For all rows in order: the chance of being wrong about any, if those so far are believed.
 
     A row that took longer is not called faster because others took longer still.
     """
     each = []
     for part in found:
-        beyond = part.logs.beyond(math.log1p(effect))
+        beyond = part.logs.p_values(math.log1p(effect))
         for row, mean, chance in zip(part.phase.rows, part.logs.mean, beyond):
             told = not part.phase.hidden and (row.b_ns > row.a_ns) == (mean > 0)
             each.append(chance if told else 1.0)
-    return holm(each)
+    return holm_adjust(each)
 
 
 def _verdict(
     row: CompareRow, logs: Changes, index: int, effect: float, chance: float, failing: float
 ) -> CompareRow:
-    mean, margin = float(logs.mean[index]), min(_MOST, float(logs.margin()[index]))
+    mean, margin = float(logs.mean[index]), min(_MAX_MARGIN, float(logs.margin()[index]))
     if chance < LEVEL:
         word = "slower" if mean > 0 else "faster"
     else:

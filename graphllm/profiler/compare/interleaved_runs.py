@@ -19,46 +19,46 @@ from ...errors import RequestError
 
 Show = Callable[[str, int, int], None]  # what, done, total
 
-_HOME = Path(__file__).parents[3]  # where this graphllm is imported from
+_ROOT = Path(__file__).parents[3]  # where this graphllm is imported from
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from graphllm.cli import main; main()"
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One side: a graphllm, and what its `profile` is asked for."""
 
     name: str
-    home: Path
-    words: tuple[str, ...]
+    root: Path
+    arguments: tuple[str, ...]
 
 
 @contextmanager
-def ways(words: Sequence[str], against: str) -> Iterator[tuple[Way, Way]]:
-    """What is compared, the baseline first. ``words``: of the command line of `profile`.
+def variants(arguments: Sequence[str], against: str) -> Iterator[tuple[Variant, Variant]]:
+    """What is compared, the baseline first. ``arguments``: of the command line of `profile`.
 
     ``against``: ``backend=NAME``, ``commit=REV`` of the repository that graphllm runs from, or
     other flags of `profile`. The commit is there as long as the context. RequestError.
     """
     kind, _, value = against.partition("=")
-    given = tuple(words)
-    own = Way(f"profile {shlex.join(given)}", _HOME, given)
+    given = tuple(arguments)
+    own = Variant(f"profile {shlex.join(given)}", _ROOT, given)
     if kind == "commit" and value:
-        with _checkout(value) as (home, name):
-            yield Way(name, home, given), Way(f"this tree, {_HOME}", _HOME, given)
+        with _checkout(value) as (root, name):
+            yield Variant(name, root, given), Variant(f"this tree, {_ROOT}", _ROOT, given)
         return
     if kind == "backend" and value:
         more = ["--device", value]
     elif against.startswith("-"):
-        more = split("--against", against)
+        more = split_arguments("--against", against)
     else:
         raise RequestError(
             f"--against {against!r} must be backend=NAME, commit=REV or flags of profile"
         )
     other = (*given, *more)
-    yield Way(f"profile {shlex.join(other)}", _HOME, other), own
+    yield Variant(f"profile {shlex.join(other)}", _ROOT, other), own
 
 
-def split(flag: str, text: str) -> list[str]:
+def split_arguments(flag: str, text: str) -> list[str]:
     """Words as a shell takes them. RequestError names the flag."""
     try:
         return shlex.split(text)
@@ -73,34 +73,34 @@ def _checkout(revision: str) -> Iterator[tuple[Path, str]]:
         top = _git("rev-parse", "--show-toplevel")
     except (OSError, RequestError):
         top = ""
-    if not top or Path(top).resolve() != _HOME.resolve():
-        raise RequestError(f"--against commit={revision}: {_HOME} is no git checkout of graphllm")
+    if not top or Path(top).resolve() != _ROOT.resolve():
+        raise RequestError(f"--against commit={revision}: {_ROOT} is no git checkout of graphllm")
     try:
         commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     except RequestError:
-        raise RequestError(f"--against commit={revision}: {_HOME} has no such commit") from None
+        raise RequestError(f"--against commit={revision}: {_ROOT} has no such commit") from None
     name = _git("log", "-1", "--format=commit %h, %s", commit)
     with TemporaryDirectory(prefix="graphllm-") as folder:
-        home = Path(folder) / commit
-        _git("worktree", "add", "--quiet", "--detach", str(home), commit)
-        models = home / "graphllm" / "models"  # where an installation has them
-        if (home / "models").is_dir() and not models.exists():
-            models.symlink_to(home / "models")
+        root = Path(folder) / commit
+        _git("worktree", "add", "--quiet", "--detach", str(root), commit)
+        models = root / "graphllm" / "models"  # where an installation has them
+        if (root / "models").is_dir() and not models.exists():
+            models.symlink_to(root / "models")
         try:
-            yield home, name
+            yield root, name
         finally:
-            _git("worktree", "remove", "--force", str(home))
+            _git("worktree", "remove", "--force", str(root))
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", "-C", str(_HOME), *words], capture_output=True, text=True)
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RequestError(f"git {' '.join(words)}: {done.stderr.strip()}")
+        raise RequestError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
-def in_turns(
-    sides: tuple[Way, Way], pairs: int, folder: Path, show: Show
+def run_interleaved(
+    sides: tuple[Variant, Variant], pairs: int, folder: Path, show: Show
 ) -> tuple[list[Path], list[Path]]:
     """Profile both ``pairs`` times in turns; the files of each side. RequestError of a run.
 
@@ -120,9 +120,18 @@ def in_turns(
     return files
 
 
-def _profile(way: Way, path: Path) -> None:
-    words = [sys.executable, "-c", _START, str(way.home), "profile", *way.words, "-o", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True)
+def _profile(way: Variant, path: Path) -> None:
+    arguments = [
+        sys.executable,
+        "-c",
+        _START,
+        str(way.root),
+        "profile",
+        *way.arguments,
+        "-o",
+        str(path),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         why = said[-1].removeprefix("error: ").removeprefix("Error: ")

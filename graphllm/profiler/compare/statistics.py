@@ -20,18 +20,21 @@ import numpy as np
 
 # The usual standard deviation between processes, of a step's time: a share of it, some nanoseconds,
 # and some more over the root of the runs that were taken.
-SHARE, STEP_NS, RUN_NS = 0.0125, 250.0, 2000.0
+RELATIVE_SD, STEP_NS, RUN_NS = 0.0125, 250.0, 2000.0
 # A pass wakes threads, which may be late by a slice of the scheduler's. In a pass of `FEW_RUNS` or
 # more the median does not see that; in a shorter one the first steps of a run do.
 WAKE_NS, FEW_RUNS, FIRST_STEPS = 4e6, 8, 4
 DRIFT = 0.025  # of what all steps of a process have in common
 PRIOR_DF = 4
-CAUTION, CAUTION_DF = 2.0, 30  # where there is one pair: times the usual, and degrees of freedom
+SINGLE_PAIR_FACTOR, SINGLE_PAIR_DF = (
+    2.0,
+    30,
+)  # where there is one pair: times the usual, and degrees of freedom
 LEVEL = 0.05  # of a verdict being wrong, over all rows of a report
-_FEW = 4  # rows that tell nothing of the others' spread
+_MIN_POOLED_ROWS = 4  # rows that tell nothing of the others' spread
 
 # Of the size of normal numbers, three quarters are below it.
-_QUARTER = NormalDist().inv_cdf(0.875)
+_NORMAL_Q75 = NormalDist().inv_cdf(0.875)
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,18 @@ class Changes:
 
     def margin(self, level: float = LEVEL) -> np.ndarray:
         """Half of the interval that holds each, but for ``level``: [rows]."""
-        return quantile(level / 2, self.df) * self.error
+        return t_quantile(level / 2, self.df) * self.error
 
-    def beyond(self, effect: float) -> list[float]:
+    def p_values(self, effect: float) -> list[float]:
         """For each the chance of being as far from 0 if it truly were ``effect`` at most."""
         z = (np.abs(self.mean) - effect) / self.error
-        return [min(1.0, 2 * tail(float(each), self.df)) for each in z]
+        return [min(1.0, 2 * t_tail(float(each), self.df)) for each in z]
 
 
-def usual(floor: Any, times: Any) -> Any:
+def prior_variance(floor: Any, times: Any) -> Any:
     """The usual variance of log(time) between processes, of numbers or arrays. ``floor``: see
     `step_floor`."""
-    return SHARE**2 + np.minimum(1.0, floor / times) ** 2
+    return RELATIVE_SD**2 + np.minimum(1.0, floor / times) ** 2
 
 
 def step_floor(calls: int, runs: int, first: bool) -> float:
@@ -70,7 +73,7 @@ def wall_floor(passes: int) -> float:
     return WAKE_NS / math.sqrt(passes)
 
 
-def common(logs: np.ndarray, variance: np.ndarray) -> np.ndarray:
+def shared_change(logs: np.ndarray, variance: np.ndarray) -> np.ndarray:
     """What the columns of ``logs`` [pairs, kinds] share: their weighted median, [pairs].
 
     Of kinds of ops, not of steps: a slower kernel is one of them, however many steps it has.
@@ -82,17 +85,19 @@ def common(logs: np.ndarray, variance: np.ndarray) -> np.ndarray:
     return logs[rows, order[rows, middle]]
 
 
-def changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True) -> Changes:
+def estimate_changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True) -> Changes:
     """Means over pairs. logs [pairs, rows]; variance [rows]: the usual one of a pair.
 
     ``pooled``: rows tell of each other whether the machine is noisier than usual.
     """
     pairs = len(logs)
-    pooled = pooled and logs.shape[1] >= _FEW
+    pooled = pooled and logs.shape[1] >= _MIN_POOLED_ROWS
     if pairs == 1:
-        assumed = CAUTION**2 * variance
-        size = np.quantile(np.abs(logs[0]) / np.sqrt(assumed), 0.75) / _QUARTER if pooled else 1.0
-        return Changes(logs[0], np.sqrt(assumed) * max(1.0, float(size)), CAUTION_DF)
+        assumed = SINGLE_PAIR_FACTOR**2 * variance
+        size = (
+            np.quantile(np.abs(logs[0]) / np.sqrt(assumed), 0.75) / _NORMAL_Q75 if pooled else 1.0
+        )
+        return Changes(logs[0], np.sqrt(assumed) * max(1.0, float(size)), SINGLE_PAIR_DF)
     own, df = logs.var(axis=0, ddof=1), pairs - 1
     if not pooled:
         return Changes(logs.mean(axis=0), np.sqrt(np.maximum(own, variance) / pairs), df)
@@ -102,7 +107,7 @@ def changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True) -> Chan
     return Changes(logs.mean(axis=0), error, PRIOR_DF + df)
 
 
-def holm(chances: Sequence[float]) -> list[float]:
+def holm_adjust(chances: Sequence[float]) -> list[float]:
     """Chances adjusted for there being many (Holm 1979): below a level, all such verdicts together
     are wrong no more often than that."""
     adjusted, least = [0.0] * len(chances), 0.0
@@ -131,14 +136,14 @@ def _student(df: int) -> tuple[np.ndarray, np.ndarray]:
     return t[::-1], np.log(below / below[-1] / 2)[::-1]
 
 
-def tail(t: float, df: int) -> float:
+def t_tail(t: float, df: int) -> float:
     """The chance that a number of Student's distribution is above ``t``."""
     points, chances = _student(df)
     above = math.exp(float(np.interp(abs(t), points, chances)))
     return above if t >= 0 else 1 - above
 
 
-def quantile(chance: float, df: int) -> float:
-    """Where `tail` is ``chance``, of at most a half."""
+def t_quantile(chance: float, df: int) -> float:
+    """Where `t_tail` is ``chance``, of at most a half."""
     points, chances = _student(df)
     return float(np.interp(-math.log(chance), -chances, points))

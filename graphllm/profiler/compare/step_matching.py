@@ -25,7 +25,7 @@ LABELS: dict[str, Callable[[Row], str]] = {
 
 
 @dataclass(frozen=True)
-class Stretch:
+class MatchedSteps:
     """Steps of two plans that do the same work, by their indices: one of each, or the steps between
     two such pairs (fused on one side, say). One side has none where the other does more."""
 
@@ -34,29 +34,31 @@ class Stretch:
     same: bool  # one step, on both sides
 
 
-def match(a: Sequence[Row], b: Sequence[Row]) -> list[Stretch]:
+def match_steps(a: Sequence[Row], b: Sequence[Row]) -> list[MatchedSteps]:
     """The steps of two plans in the order of running, all of them, matched."""
-    return list(_match(a, b, range(len(a)), range(len(b)), _KEYS))
+    return list(_match_ranges(a, b, range(len(a)), range(len(b)), _KEYS))
 
 
-def _match(
+def _match_ranges(
     a: Sequence[Row], b: Sequence[Row], at: range, bt: range, keys: Sequence[Key]
-) -> Iterator[Stretch]:
+) -> Iterator[MatchedSteps]:
     if not keys or not at or not bt:
         if at or bt:
-            yield Stretch(tuple(at), tuple(bt), False)
+            yield MatchedSteps(tuple(at), tuple(bt), False)
         return
     left, right = [keys[0](a[i]) for i in at], [keys[0](b[i]) for i in bt]
     # The last block is empty, at the ends.
     blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
     i = j = 0
     for block in blocks:
-        yield from _match(a, b, at[i : block.a], bt[j : block.b], keys[1:])
+        yield from _match_ranges(a, b, at[i : block.a], bt[j : block.b], keys[1:])
         i, j = block.a + block.size, block.b + block.size
-        yield from (Stretch((x,), (y,), True) for x, y in zip(at[block.a : i], bt[block.b : j]))
+        yield from (
+            MatchedSteps((x,), (y,), True) for x, y in zip(at[block.a : i], bt[block.b : j])
+        )
 
 
-def label(stretch: Stretch, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
+def label(stretch: MatchedSteps, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
     """What a stretch is called in a report: an op, or where it is."""
     name = LABELS[by]
     sides = [

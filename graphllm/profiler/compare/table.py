@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...terminal import safe
-from .comparison import WALL, ComparePhase, CompareRow, Comparison, Shared
+from .comparison import WALL, ComparePhase, CompareRow, Comparison, SharedChange
 
 _BOLD, _COLOURS, _PLAIN = "\033[1m", {"slower": "\033[31m", "faster": "\033[32m"}, "\033[0m"
 _WIDE = math.log(2)  # half an interval that tells nothing
@@ -46,7 +46,7 @@ def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
         yield f"({len(hidden)} more rows, none of them slower or faster)"
 
 
-def _shared(shared: Shared, hidden: bool) -> Iterator[str]:
+def _shared(shared: SharedChange, hidden: bool) -> Iterator[str]:
     """What all ops share, where it is worth a word."""
     if shared.taken_out and abs(shared.change) < 0.01:
         return
@@ -70,7 +70,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.1f}%" if share < 9 else f"x{1 + share:.1f}"
 
 
-def _worded(found: Shared | CompareRow) -> str:
+def _worded(found: SharedChange | CompareRow) -> str:
     word = "slower" if found.change > 0 else "faster"
     size = f"{abs(found.change):.1%}" if found.change < 9 else f"{1 + found.change:.1f} times"
     return f"{size} {word} ({_percent(found.low)} to {_percent(found.high)})"

@@ -29,17 +29,17 @@ from ...loading.loaded_model import LoadedModel
 from ...ops import get
 from ...runtime.executor import Executor, Progress
 from ...terminal import safe
-from .deviation import Deviation, bounds, deviation, numbers, shapes, tolerance
+from .deviation import Deviation, as_float64, deviation, error_bounds, shapes, tolerance
 from .replay import (
-    Item,
-    Run,
-    grouped,
-    in_parts,
-    items,
+    StepInputs,
+    StepItem,
+    decomposed,
+    group_items,
     result_name,
-    run_alone,
-    run_chain,
-    run_first,
+    run_cumulative,
+    run_instrumented,
+    run_isolated,
+    step_items,
 )
 
 PROMPT = "The capital of France is"
@@ -184,7 +184,7 @@ def diff(
     llm = opened(file, no_fuse)
     # Not quantised by its own kernels' wish: what the first side's plan quantises is enough.
     options = Options("float", llm.executor.options.threads, (ALL,))
-    oracle = Oracle(llm, registry.behind(second), options, progress)
+    oracle = ReferenceExecutors(llm, registry.behind(second), options, progress)
     rows = tuple(_one_file(llm, oracle, tokens))
     return Diff((first, f"{second}, unfused"), tuple(tokens), rows)
 
@@ -217,7 +217,7 @@ def _tokens(file: ModelFile, prompt: str, ids: Sequence[int] | None) -> list[int
     return found
 
 
-class Oracle:
+class ReferenceExecutors:
     """What the second side's executors are made of: over the first one's weights."""
 
     def __init__(
@@ -230,31 +230,33 @@ class Oracle:
         return Executor(weights, self.names, self.options, progress=self.progress)
 
 
-def _one_file(llm: LoadedModel, oracle: Oracle, tokens: Sequence[int]) -> Iterator[DiffRow]:
+def _one_file(
+    llm: LoadedModel, oracle: ReferenceExecutors, tokens: Sequence[int]
+) -> Iterator[DiffRow]:
     ranges, run = _run(llm, tokens)
     plan = llm.executor.compile(
         {n: llm.engine.outputs[n] for n in llm.engine.logits_outputs}, ranges
     )
-    found = items(plan)
-    chained, chain = in_parts(found), oracle.executor()
-    for group in grouped(found, run.env):
-        have = run_first(llm.executor, plan, group, run)
-        alone = run_alone(oracle.executor(), group, run, have)
+    found = step_items(plan)
+    chained, chain = decomposed(found), oracle.executor()
+    for group in group_items(found, run.env):
+        have = run_instrumented(llm.executor, plan, group, run)
+        alone = run_isolated(oracle.executor(), group, run, have)
         wanted = {name: chained[name] for item in group for name in item.names}
-        beside = run_chain(chain, wanted, run)
+        beside = run_cumulative(chain, wanted, run)
         for item in group:
             yield from _rows(item, run, have, alone, beside)
 
 
-def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, Run]:
+def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, StepInputs]:
     llm.check_ids(tokens)
     ranges, feeds, env = llm.engine.single_step(tokens)
-    return ranges, Run(feeds, env)
+    return ranges, StepInputs(feeds, env)
 
 
 def _rows(
-    item: Item,
-    run: Run,
+    item: StepItem,
+    run: StepInputs,
     have: Mapping[str, np.ndarray],
     alone: Mapping[str, np.ndarray] | None,
     beside: Mapping[str, np.ndarray],
@@ -264,13 +266,14 @@ def _rows(
     tol = tolerance(item.step)
     for name, result in zip(item.names, item.results):
         meta = result.meta.at(run.env)
-        got = numbers(have[name], meta)
-        isolated = deviation(got, numbers(alone[name], meta)) if alone is not None else None
-        cumulative = deviation(got, numbers(beside[name], meta))
+        got = as_float64(have[name], meta)
+        isolated = deviation(got, as_float64(alone[name], meta)) if alone is not None else None
+        cumulative = deviation(got, as_float64(beside[name], meta))
+        within = error_bounds(item.step, meta.dtype).allow(isolated or cumulative)
         yield DiffRow(
             item.index, node.op, _parts(node), node.scope, node.origin, item.step.backend.name,
             item.step.kernel.name, tuple(shapes(node.src, run.env)), str(meta), tol,
-            isolated, cumulative, not bounds(item.step, meta.dtype).met(isolated or cumulative),
+            isolated, cumulative, not within,
         )  # fmt: skip
 
 
@@ -311,10 +314,12 @@ def _two_files(llm: LoadedModel, other: LoadedModel, tokens: Sequence[int]) -> I
     plan = llm.executor.compile({_name(i): node for i, (node, _) in enumerate(pairs)}, ranges)
     steps = {step.node: step for step in plan.steps}
     nodes = [plan.outputs[_name(i)] for i in range(len(pairs))]
-    found = [Item(i, steps[node], (node,)) for i, node in enumerate(nodes)]
-    for group in grouped(found, run.env):
+    found = [StepItem(i, steps[node], (node,)) for i, node in enumerate(nodes)]
+    for group in group_items(found, run.env):
         both = [
-            run_chain(side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges)
+            run_cumulative(
+                side.executor, {_name(i.index): pairs[i.index][k] for i in group}, r, ranges
+            )
             for k, (side, r) in enumerate(((llm, run), (other, run_other)))
         ]
         for item in group:

@@ -17,8 +17,8 @@ from ...ops import get
 # Where a fused op rounds, the last bit of the number before it decides: one step between two values
 # of the format, as a share of the largest, is then no error. Such steps are rare: what is off
 # everywhere shows in the mean square.
-_BLOCK_STEP, _RARE, _RARE_BY_TOLERANCE = 0.01, 1e-5, 0.05
-_NOISE = 5e-5  # NMSE of products of halves, at most
+_BLOCK_ROUNDING, _RARE_NMSE, _RARE_NMSE_PER_TOLERANCE = 0.01, 1e-5, 0.05
+_HALF_NMSE = 5e-5  # NMSE of products of halves, at most
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def numbers(array: np.ndarray, meta: Meta) -> np.ndarray:
+def as_float64(array: np.ndarray, meta: Meta) -> np.ndarray:
     """A result as float64; blocks [rows, bytes] as the values that they stand for."""
     kind = meta.dtype
     if kind.numpy is not None:
@@ -94,13 +94,13 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ErrorBounds:
     """How far off a result may be: the largest share of a row's largest value, and NMSE."""
 
     relative: float
     nmse: float = np.inf
 
-    def met(self, found: Deviation) -> bool:
+    def allow(self, found: Deviation) -> bool:
         return found.relative <= self.relative and found.nmse <= self.nmse
 
 
@@ -113,28 +113,32 @@ def tolerance(step: Step) -> float:
     node, op = step.node, get(step.node.op)
     kinds = [s.dtype.name for s in node.sources if s.base.op != WEIGHT]
     own = (op.tol[kind] for kind in kinds if kind != "f32" and kind in op.tol)
-    return max(next(own, op.tol.get("f32", 0.0)), _loose(step))
+    return max(next(own, op.tol.get("f32", 0.0)), _half_tolerance(step))
 
 
-def _loose(step: Step) -> float:
+def _half_tolerance(step: Step) -> float:
     """What the backend allows for an operand that is halves."""
     halves = any(s.dtype in (F16, BF16) for s in step.node.sources)
     return step.backend.halves.get(step.node.op, 0.0) if halves else 0.0
 
 
-def bounds(step: Step, kind: DType) -> Bounds:
+def error_bounds(step: Step, kind: DType) -> ErrorBounds:
     """Of a result of dtype ``kind``."""
-    tol, loose = tolerance(step), _loose(step)
-    between = _step(kind) if get(step.node.op).fusion else 0.0
+    tol, loose = tolerance(step), _half_tolerance(step)
+    between = _rounding_step(kind) if get(step.node.op).fusion else 0.0
     if loose:
-        return Bounds(tol + between, _NOISE)
-    return Bounds(tol + between, _RARE + _RARE_BY_TOLERANCE * tol) if between else Bounds(tol)
+        return ErrorBounds(tol + between, _HALF_NMSE)
+    return (
+        ErrorBounds(tol + between, _RARE_NMSE + _RARE_NMSE_PER_TOLERANCE * tol)
+        if between
+        else ErrorBounds(tol)
+    )
 
 
-def _step(kind: DType) -> float:
+def _rounding_step(kind: DType) -> float:
     """Between two neighbours of a format that results are rounded to, by the largest of a row."""
     halves = {F16.name: 2.0**-10, BF16.name: 2.0**-7}
-    return _BLOCK_STEP if kind.quantised else halves.get(kind.name, 0.0)
+    return _BLOCK_ROUNDING if kind.quantised else halves.get(kind.name, 0.0)
 
 
 def shapes(nodes: Sequence[Tensor | None], env: dict[str, int]) -> list[str]:

@@ -22,7 +22,7 @@ Values = dict[str, np.ndarray]
 
 
 @dataclass
-class Run:
+class StepInputs:
     """What one step of a model is run with."""
 
     feeds: Mapping[str, np.ndarray]
@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Item:
+class StepItem:
     """A step of the first side, and its results: nodes of its plan, or views of them."""
 
     index: int
@@ -38,7 +38,7 @@ class Item:
     results: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, index: int, step: Step) -> Item:
+    def of(cls, index: int, step: Step) -> StepItem:
         node = step.node
         return cls(index, step, results(node) if get(node.op).fusion else (node,))
 
@@ -79,15 +79,15 @@ def _leaf(node: Tensor) -> Tensor | None:
     return node if node.is_leaf else None
 
 
-def items(plan: Plan) -> list[Item]:
+def step_items(plan: Plan) -> list[StepItem]:
     """The plan's steps, but for those that copy between memories."""
-    found = [Item.of(i, step) for i, step in enumerate(plan.steps)]
+    found = [StepItem.of(i, step) for i, step in enumerate(plan.steps)]
     return [item for item in found if get(item.step.node.op).role != TRANSFER]
 
 
-def grouped(all_items: Sequence[Item], env: Mapping[str, int]) -> Iterator[list[Item]]:
+def group_items(all_items: Sequence[StepItem], env: Mapping[str, int]) -> Iterator[list[StepItem]]:
     """Consecutive items whose values fit in `GROUP_BYTES`, one at least."""
-    group: list[Item] = []
+    group: list[StepItem] = []
     size = 0
     for item in all_items:
         nbytes = item.nbytes(env)
@@ -103,7 +103,9 @@ def grouped(all_items: Sequence[Item], env: Mapping[str, int]) -> Iterator[list[
 # ------------------------------------------------------------------------------------ first side
 
 
-def run_first(executor: Executor, plan: Plan, group: Sequence[Item], run: Run) -> Values:
+def run_instrumented(
+    executor: Executor, plan: Plan, group: Sequence[StepItem], run: StepInputs
+) -> Values:
     """Results and operands of the group's steps, as the plan has them on its way."""
     wanted = {name: r for item in group for name, r in zip(item.names, item.results)}
     wanted |= {item.operand(i): s for item in group for i, s in item.read.items()}
@@ -114,8 +116,8 @@ def run_first(executor: Executor, plan: Plan, group: Sequence[Item], run: Run) -
 # ----------------------------------------------------------------------------------- second side
 
 
-def run_alone(
-    executor: Executor, group: Sequence[Item], run: Run, values: Mapping[str, np.ndarray]
+def run_isolated(
+    executor: Executor, group: Sequence[StepItem], run: StepInputs, values: Mapping[str, np.ndarray]
 ) -> Values:
     """The results of the group's steps on another executor, each from the first side's operands.
 
@@ -131,7 +133,7 @@ def run_alone(
     return executor.run(executor.compile(outputs), {**run.feeds, **read}, run.env)
 
 
-def _stand_in(item: Item, index: int) -> Tensor | None:
+def _stand_in(item: StepItem, index: int) -> Tensor | None:
     """Operand ``index`` as a leaf: what the first side has computed is fed, dense."""
     source = item.step.node.src[index]
     written = index in get(item.step.node.op).written(item.step.node)
@@ -149,13 +151,13 @@ def _rebuilt(node: Tensor, src: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def in_parts(all_items: Sequence[Item]) -> dict[str, Tensor]:
+def decomposed(all_items: Sequence[StepItem]) -> dict[str, Tensor]:
     """The results of all items in one graph of unfused ops in one memory, quantised as they are."""
-    return _Parts(all_items).results()
+    return _Decomposition(all_items).results()
 
 
-class _Parts:
-    def __init__(self, all_items: Sequence[Item]) -> None:
+class _Decomposition:
+    def __init__(self, all_items: Sequence[StepItem]) -> None:
         self.items = all_items
         self.new: dict[Tensor, Tensor] = {}
         self.made: dict[Tensor, tuple[Tensor, ...]] = {}  # by fused node
@@ -204,10 +206,10 @@ class _Parts:
         return None
 
 
-def run_chain(
+def run_cumulative(
     executor: Executor,
     outputs: Mapping[str, Tensor],
-    run: Run,
+    run: StepInputs,
     bounds: Mapping[str, tuple[int, int]] | None = None,
 ) -> Values:
     """Values of some nodes of a graph, each from what this executor itself computed before."""

@@ -1,5 +1,5 @@
 """A profile as one self-contained HTML file."""
 
-from .page import page
+from .page import render_page
 
-__all__ = ["page"]
+__all__ = ["render_page"]

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from ...terminal import safe
-from .reduce import reduced
+from .reduce import reduce_report
 
 SCRIPTS = (
     "base.js", "groups.js", "summary.js", "labels.js", "roofline.js", "heat.js", "table.js",
@@ -25,20 +25,20 @@ SCRIPTS = (
 )  # fmt: skip
 
 
-def page(report: Mapping[str, Any]) -> str:
+def render_page(report: Mapping[str, Any]) -> str:
     """The page of a report (docs/profile-format.md), to be written as UTF-8."""
     style = _file("style.css")
     script = "(() => {\n" + "\n".join(map(_file, SCRIPTS)) + "\n})();\n"
     policy = (
         "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none';"
-        f" style-src '{_digest(style)}'; script-src '{_digest(script)}'"
+        f" style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     )
     parts = {
         "title": escape(safe(f"{report['model']['type']}: profile")),
         "policy": escape(policy),
         "style": style,
         "script": script,
-        "data": _embedded(reduced(report)),
+        "data": _json_for_script(reduce_report(report)),
     }
     # In one go, so that what is filled in is not looked at for more to fill in.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("template.html"))
@@ -48,12 +48,12 @@ def _file(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-def _digest(text: str) -> str:
+def _csp_hash(text: str) -> str:
     """As a content security policy names what may run."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _embedded(data: Mapping[str, Any]) -> str:
+def _json_for_script(data: Mapping[str, Any]) -> str:
     """JSON that may stand in a script element: no text in it can end the element."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":

@@ -29,7 +29,7 @@ class _Texts:
         return list(self._numbers)
 
 
-def reduced(report: Mapping[str, Any]) -> dict[str, Any]:
+def reduce_report(report: Mapping[str, Any]) -> dict[str, Any]:
     """The report with its phases in columns; see docs/profile-format.md for what it is made of."""
     texts = _Texts()
     phases = [_phase(phase, texts) for phase in report["phases"]]
@@ -45,7 +45,7 @@ def _phase(phase: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
     return {
         **{key: phase[key] for key in own},
         "rows": _columns(phase["rows"], texts),
-        "typical": [_typical(plan, rows, phase["runs"]) for plan, rows in plans.items()],
+        "typical": [_median_run(plan, rows, phase["runs"]) for plan, rows in plans.items()],
         "arena": [_arena(arena, texts) for arena in phase["arena"]],
     }
 
@@ -69,7 +69,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], texts: _Texts) -> dict[str, list
     }
 
 
-def _typical(
+def _median_run(
     plan: int, rows: Sequence[Mapping[str, Any]], runs: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The run of a plan whose length is the median, with the time of each of its steps."""
