@@ -1,1 +1,1 @@
-"""From prompts to tokens: requests, the KV cache's blocks, and the loop that runs steps."""
+"""Token generation: requests, KV cache blocks, the engine that runs steps, stop conditions."""

@@ -1,4 +1,4 @@
-"""Runs steps of one decoder: prefill in chunks, then one token after another."""
+"""Engine of one decoder: chunked prefill, then the decode loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,27 @@ from .finite_check import non_finite_error
 from .kv_cache import BlockTable
 from .request import Sampling
 from .request_lock import RequestLock
+from .sampling_feeds import sampling_feeds
 
-INT32_MAX = 2**31 - 1  # more tokens than any sequence has
-MAX_LOGITS_BYTES = 64 << 20  # of logits that one step may produce
+MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that one step computes
 
-PrefillCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
+PrefillCallback = Callable[[int, int], None]  # (tokens prefilled so far, tokens to prefill)
 
 
 class Engine:
-    """A decoder, its executor and the cache of one sequence.
+    """A decoder, its executor and the KV cache of one sequence.
 
-    ``outputs``: of its graph; ``values``: what its scopes return, see `noted`. The cache remembers
-    its tokens: a prompt that begins like the last one prefills only the rest. Where a model's
-    prompts begin with a part that sees all of itself, that part is read in one step, and only a
-    prompt that begins with the same one goes on from it.
+    The engine knows the tokens in the cache: a prompt that shares a prefix with the last one
+    computes only the rest. A bidirectional prefix (see `Decoder.prefix`) is computed in one step,
+    and is reused only by a prompt that begins with the same bidirectional prefix.
+
+    Attributes:
+        outputs: outputs of the decoder's graph by name; see `Decoder.build`.
+        scope_values: the values that its scopes return, by scope; see `noted`.
+        lock: to be held for each step where several threads use the engine.
+        requested_gpu_layers: the argument of `offload_layers`.
+        gpu_offload: the outcome of `offload_layers`; None without a device with its own memory.
+        prefill_tokens: tokens of the last prompt that were computed, not found in the cache.
     """
 
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
@@ -43,21 +50,19 @@ class Engine:
         used = set(toposort(self.outputs.values()))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         executor.adopt(self.outputs)
-        self.requested_gpu_layers: int | str = AUTO  # of `fit`
-        self.gpu_offload: Fit | None = None  # its answer
+        self.requested_gpu_layers: int | str = AUTO
+        self.gpu_offload: Fit | None = None
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
         self._bidirectional_prefix = decoder.prefix
-        self._prefix = 0  # how many tokens see one another, of those cached and those to come
+        self._prefix = 0  # length of the current prompt's bidirectional prefix
         self._tables = {c.name: self._table(c) for c in decoder.caches}
-        self._cached: list[int] = []  # tokens whose keys and values are in the pools
-        self.lock = RequestLock()  # whoever serves several threads takes it for each step
-        self._request_number = 0  # counts requests: the cache belongs to the last one
-        self._steps: Repeat | None = None  # the decode steps of the last request
-        self._launched_length = 0  # tokens in the cache when the last step that was begun is over
-        self.prefill_tokens = (
-            0  # tokens of the last prompt that were computed, not found in the cache
-        )
+        self._cached: list[int] = []  # tokens whose keys and values are in the KV pools
+        self.lock = RequestLock()
+        self._request_number = 0  # of the request that owns the cache
+        self._steps: Repeat | None = None  # decode loop of the current request
+        self._launched_length = 0  # tokens in the cache once all launched steps have finished
+        self.prefill_tokens = 0
 
     def _table(self, group: CacheSpec) -> BlockTable:
         kept = self.limits.kept(group.window)
@@ -70,40 +75,40 @@ class Engine:
         return self.executor.compile({name: self.outputs[name] for name in outputs}, bounds)
 
     def decode_plan(self, output: str = "ids") -> Plan:
-        """The plan of one token: sample, and advance the step's state."""
+        """Return the decode plan: compute one token, sample the next, advance the state."""
         return self._plan([output], 1)
 
     def offload_layers(self, gpu_layers: int | str) -> None:
-        """Choose the layers of a device with a memory of its own. Call it before `prepare`."""
+        """Choose the layers to offload to a device with its own memory. Call before `prepare`."""
         self.requested_gpu_layers = gpu_layers
         self.gpu_offload = fit(self.executor, self.outputs, self.generation_plans, gpu_layers)
 
     def prepare(self) -> None:
-        """Bind the plans that every generation needs: pack weights, compile kernels."""
+        """Bind the plans of prefill and decode: pack their weights and compile their kernels."""
         for plan in self.generation_plans():
             self.executor.bind(plan)
 
     def generation_plans(self) -> list[Plan]:
-        """Of a prompt, and of one token."""
+        """Return the prefill plan and the decode plan."""
         return [self._plan(["ids"], self.limits.tokens), self.decode_plan()]
 
     def close(self) -> None:
-        """Refuse all requests from now on, and let go of buffers and weights."""
+        """Refuse all further requests, and free buffers and weights."""
         self.lock.close()
-        with suppress(GraphError):  # where nothing is bound, nothing runs
-            self.executor.get_state("ids")  # waits for a step that was begun ahead
+        with suppress(GraphError):  # raised if no plan was ever bound
+            self.executor.get_state("ids")  # waits for a step that was launched ahead
         self._steps = None
-        del self._bidirectional_prefix  # the decoder's, and so its file's
+        del self._bidirectional_prefix  # a bound method: it would keep the decoder and file alive
         self.executor.close()
 
     # -- steps
     def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Feeds of a step that appends ``tokens`` to the cached ones."""
+        """Return the feeds of a step that appends ``tokens``; ``rows``: see `Batch`."""
         start, stop = len(self._cached), len(self._cached) + len(tokens)
         if stop < self._prefix:
             raise RequestError(
-                f"the first {self._prefix} tokens of the prompt see one another, so that they are "
-                f"one step; here a step takes {len(tokens)}"
+                f"the first {self._prefix} tokens of the prompt are a bidirectional prefix, which "
+                f"must be computed in one step; this step has {len(tokens)} tokens"
             )
         feeds = {
             "ids": np.asarray(tokens, np.int32),
@@ -114,53 +119,25 @@ class Engine:
             "rows": rows.astype(np.int32),
         }
         for name, table in self._tables.items():
-            table.grow(min(stop + 1, self.limits.context))  # the step finds the next token's slot
+            table.grow(min(stop + 1, self.limits.context))  # the step computes the next slot, too
             feeds[f"slot.{name}"] = table.slots(start, stop)
             feeds[f"table.{name}"] = table.table[None]
         return feeds
 
-    def _sampling_feeds(
-        self, tokens: Sequence[int], sampling: Sampling, stops: Sequence[int], count: int
-    ) -> dict[str, np.ndarray]:
-        """What the sampler reads: settings, and the state of a sequence of ``tokens``, of which the
-        last ``count`` were sampled."""
-        if len(stops) > self.limits.stops:
-            raise RequestError(f"{len(stops)} end tokens are too many (most: {self.limits.stops})")
-        stop = np.full(self.limits.stops, -1, np.int32)
-        stop[: len(stops)] = list(stops)
-        floats = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repeat": sampling.repeat_penalty,
-            "presence": sampling.presence_penalty,
-            "frequency": sampling.frequency_penalty,
-        }
-        least = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
-        ints = {"top_k": sampling.top_k, "min_tokens": least, "count": count, "done": 0}
-        return {
-            **{name: np.array([value], np.float32) for name, value in floats.items()},
-            **{name: np.array([value], np.int32) for name, value in ints.items()},
-            "seed": np.array([sampling.seed or 0], np.int64),
-            "stop": stop,
-            "history": self._history(tokens),
-        }
-
-    def _history(self, tokens: Sequence[int]) -> np.ndarray:
-        """The ring of the last ids [1, W]: the one at position p in column p % W, -1 where none."""
-        width = self.limits.history
-        ring = np.full((1, width), -1, np.int32)
-        first = max(0, len(tokens) - width)
-        ring[0, np.arange(first, len(tokens)) % width] = tokens[first:]
-        return ring
-
     def reuse_cache(self, tokens: Sequence[int], prefix: int | None = None) -> int:
-        """Forget what the cache holds beyond the tokens with which ``tokens`` begins, too.
+        """Truncate the cache to the longest prefix that it shares with ``tokens``.
 
-        Returns how many these are; at least the last token is always left to compute. It is 0
-        where layers with a window have lost what comes before their end, and where the tokens that
-        see one another (the first ``prefix``, by default those of a prompt ``tokens``) are not all
-        the same. RequestError: `Decoder.prefix`.
+        Args:
+            tokens: the sequence to compute next.
+            prefix: length of its bidirectional prefix; that of the prompt ``tokens`` by default.
+
+        Returns:
+            Number of tokens left in the cache, less than ``len(tokens)``. It is 0 if a sliding
+            window layer has dropped keys that the next token needs, or if the cache has another
+            bidirectional prefix.
+
+        Raises:
+            RequestError: see `Decoder.prefix`.
         """
         common = 0
         prefix = self._bidirectional_prefix(tokens) if prefix is None else prefix
@@ -180,11 +157,11 @@ class Engine:
         return common
 
     def clear_cache(self) -> None:
-        """Begin anew: the next prompt is computed from its first token."""
+        """Clear the cache, so that the next prompt is computed from its first token."""
         self._clear(0)
 
     def _clear(self, prefix: int) -> None:
-        """As `clear_cache`, for a prompt whose first ``prefix`` tokens see one another."""
+        """Clear the cache for a prompt with a bidirectional prefix of ``prefix`` tokens."""
         for table in self._tables.values():
             table.release()
         self._cached.clear()
@@ -203,14 +180,23 @@ class Engine:
         seen: PrefillCallback | None = None,
         profile: tuple[Recorder, Recorder] | None = None,
     ) -> Iterator[int]:
-        """Ids one by one, the first after the prompt ``tokens``, until the context is full.
+        """Yield sampled token ids after the prompt ``tokens`` until the context is full.
 
-        When another request has taken the cache between two ids, the next step computes the prompt
-        and the ids so far again, and the answer goes on as if nothing had happened: a token's
-        logits do not depend on how its text was cut into steps, and the sampler's state follows
-        from the ids. ``stops``: the ids that ``min_tokens`` and ``ignore_eos`` forbid; whoever
-        takes the ids ends at one of them. ``seen`` is told of the first prefill. ``profile``: where
-        the times of prefill and of decode are recorded.
+        If another request takes the cache between two ids, the next step computes the prompt and
+        the ids so far again, and the same ids follow: a token's logits do not depend on the
+        chunking of the tokens before it, and the sampler's state is a function of the ids.
+
+        Args:
+            tokens: ids of the prompt.
+            sampling: sampling settings, with a seed.
+            stops: EOS ids, which ``min_tokens`` and ``ignore_eos`` forbid. The caller stops at one
+                of them; this generator does not.
+            seen: called after each chunk of the first prefill.
+            profile: recorders of prefill and of decode.
+
+        Raises:
+            RequestError: the prompt is empty or does not fit the context.
+            NumericError: the logits are not finite.
         """
         if not tokens:
             raise RequestError("the prompt is empty")
@@ -223,7 +209,7 @@ class Engine:
         output = "ids.penalised" if sampling.changes_logits else "ids"
         prefix, known = self._bidirectional_prefix(tokens), list(tokens)
         while len(known) <= self.limits.context:
-            feeds = self._sampling_feeds(known, sampling, stops, len(known) - len(tokens))
+            feeds = sampling_feeds(self.limits, known, sampling, stops, len(known) - len(tokens))
             first = self._prefill(known, prefix, output, feeds, seen, prefill)
             seen, request_number = None, self._request_number
             for token in self._decode(output, first, decode):
@@ -236,10 +222,10 @@ class Engine:
 
     def _prefill(
         self, tokens: Sequence[int], prefix: int, output: str,
-        sampling_feeds: Mapping[str, np.ndarray], seen: PrefillCallback | None,
+        sampler_feeds: Mapping[str, np.ndarray], seen: PrefillCallback | None,
         profile: Recorder | None,
     ) -> int:  # fmt: skip
-        """Compute what the cache does not hold of ``tokens``; the id sampled after them."""
+        """Compute the tokens that are not in the cache; return the id sampled after the last."""
         at = self.reuse_cache(tokens, prefix)
         self.prefill_tokens = len(tokens) - at
         while at < len(tokens):
@@ -249,16 +235,16 @@ class Engine:
             wanted = [output] if at == len(tokens) else self._pools
             plan = self._plan(wanted, self.limits.tokens)
             env = {"kv_sum": _kv_sum(len(self._cached), len(chunk))}
-            out = self.executor.run(plan, {**feeds, **sampling_feeds}, env, profile, (output,))
+            out = self.executor.run(plan, {**feeds, **sampler_feeds}, env, profile, (output,))
             self._cached += chunk
             if seen is not None:
                 seen(at, len(tokens))
         return self._check_sampled(out[output])
 
     def _decode(self, output: str, token: int, profile: Recorder | None) -> Iterator[int]:
-        """``token``, and those after it, for a prefill that has advanced the step's state already.
+        """Yield ``token``, sampled by the prefill, and the ids of the decode steps after it.
 
-        A generator left half way keeps no buffer alive: what a step needs is the engine's.
+        The engine owns all buffers, so that an abandoned generator keeps none of them alive.
         """
         self._launched_length = len(self._cached)
         following: int | None = token
@@ -267,10 +253,10 @@ class Engine:
             following = self._step(output, following, profile)
 
     def _step(self, output: str, token: int, profile: Recorder | None) -> int | None:
-        """The id after ``token``, the last one that was sampled; None where the context is full.
+        """Return the id sampled after ``token``; None if the context is full.
 
-        Where the device can, the next step is begun before the id of this one is read. Whoever
-        ends here leaves a step behind that nobody reads: it writes behind the cached tokens.
+        If the device supports it, the next step is launched before the id of this one is read. The
+        last launched step is never read when generation ends; it writes past the cached tokens.
         """
         steps = self._steps = self._steps or self._repeat(output, profile)
         while steps.waiting <= steps.ahead and self._launched_length < self.limits.context:
@@ -284,14 +270,14 @@ class Engine:
         return self._check_sampled(ids)
 
     def _check_sampled(self, ids: np.ndarray) -> int:
-        """The id sampled after the cached tokens. NumericError where there was none to choose."""
+        """Return the sampled id. NumericError: the sampler found no finite logits (id -1)."""
         token = int(ids[0])
         if token < 0:
             raise non_finite_error(self, list(self._cached))
         return token
 
     def _repeat(self, output: str, profile: Recorder | None) -> Repeat:
-        """Steps of one token, timed with ``profile``."""
+        """Return the decode loop, which records its steps with ``profile``."""
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
         plan = self.decode_plan(output)
@@ -300,14 +286,20 @@ class Engine:
         )
 
     def _grow(self, length: int) -> None:
-        """Have the blocks of a step that ends with ``length`` tokens: for the next token, too,
-        whose slot it finds. New ones are written in order with the steps that were begun."""
+        """Take the blocks for a step that ends with ``length`` tokens in the cache.
+
+        The step computes the slot of the next token, too. The updated block tables are written in
+        stream order, behind the steps already launched.
+        """
         for name, table in self._tables.items():
             if table.grow(min(length + 1, self.limits.context)):
                 self.executor.set_state(f"table.{name}", table.table[None])
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Forget the cache for a request that computes all of ``tokens``. RequestError."""
+        """Clear the cache for a request that computes all of ``tokens``.
+
+        RequestError: ``tokens`` is empty or does not fit the context.
+        """
         if not tokens:
             raise RequestError("the prompt is empty")
         if len(tokens) > self.limits.context:
@@ -317,7 +309,7 @@ class Engine:
         self._clear(self._bidirectional_prefix(tokens))
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
-        """Logits [rows, vocab] of consecutive pieces of ``tokens``, or of the last token only."""
+        """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token."""
         self.begin(tokens)
         size, at = self.limits.tokens if last else self._logits_rows, 0
         while at < len(tokens):
@@ -329,22 +321,28 @@ class Engine:
 
     @property
     def _logits_rows(self) -> int:
-        """How many rows of logits one step may produce."""
+        """Maximum number of rows of logits that one step computes."""
         return max(1, min(self.limits.tokens, MAX_LOGITS_BYTES // (4 * self._vocab)))
 
     @property
     def logits_outputs(self) -> list[str]:
-        """Names of the outputs that a step without sampling has: the logits and the pools."""
+        """Names of the outputs of a step without sampling: the logits and the KV pools."""
         return ["logits", *self._pools]
 
     def single_step(
         self, tokens: Sequence[int]
     ) -> tuple[dict[str, tuple[int, int]], dict[str, np.ndarray], dict[str, int]]:
-        """One step that reads all of ``tokens`` from an empty cache, with every token's logits:
-        the bounds to compile it for, its feeds, and the values of its Vars. RequestError."""
+        """Prepare one step that computes all of ``tokens`` and their logits with an empty cache.
+
+        Returns:
+            The bounds to compile the step for, its feeds, and the values of its Vars.
+
+        Raises:
+            RequestError: ``tokens`` is empty or does not fit one step.
+        """
         most = min(self.limits.tokens, self._logits_rows)
         if not tokens or len(tokens) > most:
-            raise RequestError(f"{len(tokens)} tokens are not between 1 and {most}, one step's")
+            raise RequestError(f"{len(tokens)} tokens: one step takes 1 to {most}")
         self._clear(self._bidirectional_prefix(tokens))
         count = len(tokens)
         bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
@@ -352,10 +350,10 @@ class Engine:
         return bounds, self._feeds(tokens, np.arange(count)), env
 
     def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
-        """Append ``tokens`` to the cache in one step: their logits, or the last one's, as rows.
+        """Append ``tokens`` to the cache in one step and return logits [rows, vocab].
 
-        The step is repeated where it has more tokens than one may give rows of logits, as happens
-        where they see one another.
+        ``last``: return the logits of the last token only. A step with more tokens than
+        `MAX_LOGITS_BYTES` allows rows of logits (a long bidirectional prefix) is run several times.
         """
         rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
         most = 1 if last else self._logits_rows
@@ -369,8 +367,10 @@ class Engine:
     def append(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
     ) -> dict[str, np.ndarray]:
-        """Append ``tokens`` to the cache in one step of ``plan``: its outputs ``fetch``. ``rows``:
-        the tokens that the logits' rows are of."""
+        """Append ``tokens`` to the cache in one step of ``plan`` and return the outputs ``fetch``.
+
+        ``rows``: indices of the tokens whose logits are computed.
+        """
         out = self._run(plan, tokens, rows, fetch)
         self._cached += tokens
         return out
@@ -378,11 +378,11 @@ class Engine:
     def _run(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
     ) -> dict[str, np.ndarray]:
-        """A step that writes ``tokens`` behind the cached ones, as `append`, but counts none."""
+        """Run a step as `append` does, but do not add ``tokens`` to the cached tokens."""
         env = {"kv_sum": _kv_sum(len(self._cached), len(tokens))}
         return self.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
 
 
 def _kv_sum(start: int, count: int) -> int:
-    """Keys at or before each of ``count`` queries after ``start`` cached tokens, summed."""
+    """Return the number of (query, key) pairs of ``count`` tokens after ``start`` cached ones."""
     return count * start + count * (count + 1) // 2

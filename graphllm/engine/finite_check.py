@@ -1,4 +1,4 @@
-"""Find the op of a model that is the first to compute NaN or infinity: a checked run."""
+"""Non-finite values: locate the first op of a model that computes NaN or infinity."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from ..graph.tensor import STATE, Tensor, Var
 if TYPE_CHECKING:
     from .engine import Engine
 
-MAX_STEP_BYTES = 64 << 20  # of values that one checked step hands out
+MAX_STEP_BYTES = 64 << 20  # upper bound of the values that one checked step returns
 _FLOATS = ("f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
 class NonFiniteValue:
-    """The first value that is not finite: the op that computed it, its backend, the position of the
-    token (None: of no single one), and the value."""
+    """The first non-finite value of a run.
+
+    Attributes:
+        op: the op that computed it.
+        scope: the module of the model that the op belongs to.
+        backend: the backend that ran the op.
+        position: position of the token; None if the value does not belong to one token.
+        value: NaN or an infinity.
+    """
 
     op: str
     scope: str
@@ -38,31 +45,31 @@ class NonFiniteValue:
 
 
 def non_finite_error(engine: Engine, tokens: Sequence[int]) -> NumericError:
-    """The error for ``tokens`` whose last logits hold NaN or +inf, or nothing but -inf.
+    """Return the error for ``tokens`` whose last logits have NaN or +inf, or only -inf.
 
-    The tokens are computed once more, op by op. The cache is forgotten, since it may hold NaN.
+    The tokens are computed again with every op's result checked. The KV cache is cleared, since it
+    may hold NaN.
     """
     text = f"the logits of position {len(tokens) - 1} are not finite"
     try:
         fault = find_non_finite(engine, tokens)
         if fault is None:
-            why = "a checked run of unfused ops finds only finite values up to the logits"
+            why = "rerunning the ops unfused gives finite values only"
         else:
-            why = f"the first op that is not finite: {fault}"
+            why = f"the first op with a non-finite result: {fault}"
     except OutOfMemory as error:
-        why = f"a checked run needs more memory: {error}"
+        why = f"the op cannot be located: {error}"
     finally:
         engine.clear_cache()
     return NumericError(f"{text}; {why}")
 
 
 def find_non_finite(engine: Engine, tokens: Sequence[int]) -> NonFiniteValue | None:
-    """The first op between ``tokens`` and the logits of the last one whose result is not finite;
-    None if there is none.
+    """Return the first non-finite op result on the way from ``tokens`` to the last logits, if any.
 
-    Ops are searched from coarse to fine, so that values of at most `MAX_STEP_BYTES` are handed out
-    by a step: a run over some of the nodes gives the first one that is not finite, and the next run
-    looks at what lies between that node and those known to be finite.
+    The search goes from coarse to fine, since a step returns at most `MAX_STEP_BYTES` of values:
+    each run checks evenly spaced nodes and finds the first non-finite one among them; the next run
+    checks nodes between that one and those known to be finite.
     """
     target, finite = engine.outputs["logits"], list[Tensor]()
     found: NonFiniteValue | None = None
@@ -78,14 +85,16 @@ def find_non_finite(engine: Engine, tokens: Sequence[int]) -> NonFiniteValue | N
 
 
 def _checkable(node: Tensor) -> bool:
-    """Whether the node is an op's result in floats, and no state that outlives the step."""
+    """Whether the node is a floating-point op result, and not state that outlives the step."""
     own = not node.is_leaf and not node.is_view and node.dtype.name in _FLOATS
     return own and root(node).op != STATE
 
 
 def _spread(nodes: list[Tensor], rows: int) -> list[Tensor]:
-    """The last of ``nodes`` and as many before it, evenly spaced, as `MAX_STEP_BYTES` allow; two at
-    least, so that every run narrows the search."""
+    """Return evenly spaced ``nodes``, the last one included, within `MAX_STEP_BYTES`.
+
+    These are at least two, so that every run narrows the search.
+    """
     nbytes = sum(node.meta.at(dict.fromkeys(_vars(node), rows)).nbytes for node in nodes)
     step = min(-(-nbytes // MAX_STEP_BYTES), max(1, len(nodes) // 2))
     return nodes[::-1][::step][::-1]
@@ -98,8 +107,10 @@ def _vars(node: Tensor) -> list[str]:
 def _run(
     engine: Engine, tokens: Sequence[int], nodes: list[Tensor], rows: int
 ) -> tuple[int, NonFiniteValue | None]:
-    """Compute ``tokens`` from an empty cache: index of the first of ``nodes`` that is not finite in
-    the first step that has one, and the fault. ``rows``: tokens of a step."""
+    """Compute ``tokens`` with an empty cache, ``rows`` per step, and check ``nodes`` in each step.
+
+    Returns the index of the first non-finite node and its value, or (-1, None).
+    """
     taps = [Tap(str(index), node) for index, node in enumerate(nodes)]
     engine.begin(tokens)
     bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}

@@ -1,4 +1,4 @@
-"""What a caller asks for, and what it gets."""
+"""A request's sampling settings (`Sampling`) and its result (`Completion`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "stop": texts,
     "stop_ids": token_ids,
 }
-# What other programs call them: transformers, vLLM, llama.cpp. The command line has the same.
+# Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
 ALIASES = {
     "n_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -50,18 +50,30 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn, in llama.cpp's order: the penalties, top-k, top-p, min-p, then
-    the temperature; and when to end.
+    """Sampling settings and stop conditions of a request.
 
-    ``temperature`` 0 takes the most likely token. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
-    ``seed`` None draws one; the drawn seed is in the result. ``ignore_eos`` forbids end tokens.
+    Samplers are applied in llama.cpp's order: penalties, top-k, top-p, min-p, temperature.
 
-    The penalties look at the last 64 tokens, the prompt's included. A token among them has its
-    logit divided by ``repeat_penalty`` (1: off; multiplied if negative), less ``presence_penalty``,
-    less ``frequency_penalty`` for each time it is there (0: off).
+    The penalties apply to the tokens among the last 64, the prompt included: the token's logit is
+    divided by ``repeat_penalty`` (multiplied if it is negative), then reduced by
+    ``presence_penalty`` and by ``frequency_penalty`` times the token's count.
 
-    ``stop``: texts that end the answer and are not part of it; ``stop_ids``: tokens that do. Before
-    ``min_tokens`` tokens no end token is drawn, and no stop text or id is heeded.
+    Args:
+        max_tokens: maximum number of tokens to generate.
+        temperature: softmax temperature; 0 takes the most likely token.
+        top_k: sample among the k most likely tokens; 0 disables it.
+        top_p: nucleus sampling: the smallest set of tokens whose probability reaches ``top_p``; 1
+            disables it.
+        min_p: minimum probability of a token, relative to the most likely one; 0 disables it.
+        seed: seed of the random numbers; None chooses one, which `Completion.seed` reports.
+        ignore_eos: never sample an EOS token.
+        repeat_penalty: 1 disables it.
+        presence_penalty: 0 disables it.
+        frequency_penalty: 0 disables it.
+        min_tokens: number of tokens before which no EOS token is sampled, and stop strings and
+            stop token ids are ignored.
+        stop: stop strings: the first one ends the text and is not part of it.
+        stop_ids: stop token ids: the first one ends the answer and is not part of it.
     """
 
     max_tokens: int = 128
@@ -80,17 +92,22 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before anything is drawn from them."""
+        """Whether penalties or forbidden tokens change the logits before sampling."""
         neutral = (1.0, 0.0, 0.0)
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
         return self.ignore_eos or self.min_tokens > 0 or penalties != neutral
 
     @classmethod
     def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:
-        """The request that keyword arguments of the function ``where`` make; `ALIASES` are taken.
+        """Return the settings given as keyword arguments of a public function.
 
-        ``sampling``: a `Sampling` that the others change. RequestError names an argument that is
-        unknown, given twice or bad.
+        Args:
+            where: name of the function, for error messages.
+            arguments: fields of `Sampling` or their `ALIASES`; ``sampling`` may be a `Sampling`
+                that the other arguments override.
+
+        Raises:
+            RequestError: an argument is unknown, given twice or invalid.
         """
         found: dict[str, Any] = {}
         for name, value in arguments.items():
@@ -107,27 +124,38 @@ class Sampling:
         return cls(**check(_RULES, vars(base) | found))
 
     def normalize(self) -> Sampling:
-        """This request with plain values, and its seed drawn. RequestError names a bad value."""
+        """Return a validated copy with built-in types and a seed. RequestError: invalid value."""
         return Sampling(**check(_RULES, vars(self))).with_seed()
 
     def with_seed(self) -> Sampling:
-        """This request with its seed drawn, if it has none."""
+        """Return a copy with a random seed, or the settings themselves if they have one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
 
 @dataclass
 class Timings:
-    """Seconds and rates of one request, the model's loading included for its first."""
+    """Timings of one request, in seconds.
+
+    Attributes:
+        load_s: time that loading the model took.
+        queue_s: waiting for other requests on the model; not part of prefill_s and decode_s.
+        ttft_s: time to the first token, waiting included.
+        prefill_s: time of the prefill.
+        prefill_tokens: prompt tokens computed; tokens found in the cache do not count.
+        decode_s: time after the first token.
+        decode_tokens: tokens sampled after the first one.
+    """
 
     load_s: float = 0.0
-    queue_s: float = 0.0  # waiting for other requests on the model; prefill and decode are without
-    ttft_s: float = 0.0  # from the request to its first token, waiting included
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
     prefill_s: float = 0.0
-    prefill_tokens: int = 0  # computed; what was in the cache already is not
+    prefill_tokens: int = 0
     decode_s: float = 0.0
     decode_tokens: int = 0
 
     def as_dict(self) -> dict[str, float]:
+        """Return the times in seconds, and the rates of prefill and decode in tokens/s."""
         return {
             "load_s": round(self.load_s, 4),
             "queue_s": round(self.queue_s, 4),
@@ -143,12 +171,18 @@ def _rate(count: int, seconds: float) -> float:
 
 @dataclass
 class Completion:
-    """A finished generation.
+    """Result of a generation request.
 
-    ``finish_reason``: stop (an end token or a stop text) or length (``max_tokens``, or the context
-    is full, which is in the ``notes`` then). ``ids`` are all that were sampled, those of a stop
-    text included; ``text`` ends before it. ``cached_tokens`` of the prompt were in the cache.
-    ``notes``: what a user should know of the answer, a line each.
+    Attributes:
+        prompt_ids: token ids of the prompt.
+        ids: sampled token ids, without EOS and stop tokens but with those of a stop string.
+        text: generated text, up to the stop string.
+        finish_reason: ``stop`` (EOS token, stop string or stop token id) or ``length``
+            (``max_tokens`` reached, or the context is full: then ``notes`` says so).
+        seed: seed of the sampling.
+        cached_tokens: prompt tokens that were found in the KV cache.
+        notes: remarks for the user, one line each.
+        timings: see `Timings`.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -161,6 +195,7 @@ class Completion:
     timings: Timings = field(default_factory=Timings)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``graphllm run --json`` prints, without the placement."""
         return {
             "prompt_tokens": len(self.prompt_ids),
             "cached_tokens": self.cached_tokens,

@@ -1,4 +1,4 @@
-"""Values from within a model: what its scopes return, and what is put in their place."""
+"""Tracing: read the values that a model's scopes return, and replace them (patching)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import RequestError
 from ..graph.tensor import Tensor, Var
 from .engine import Engine
 
-MAX_STEP_BYTES = 256 << 20  # of values that one step hands out
-SUGGESTIONS = 3  # names that are told where one is unknown
+MAX_STEP_BYTES = 256 << 20  # upper bound of the values that one step returns
+SUGGESTIONS = 3  # nearest names in the error for an unknown scope
 
 Patch = Callable[[np.ndarray], np.ndarray]
 
 
 class _PatchCall:
-    """What a plan calls in the middle of a run: the function that is a scope's patch by then."""
+    """Callback in a plan that applies the current patch of a scope."""
 
     def __init__(self, scope: str) -> None:
         self.scope = scope
@@ -33,13 +33,13 @@ class _PatchCall:
         given = self.function(value.copy())
         if _describe(given) != _describe(value):
             raise RequestError(
-                f"the patch of {self.scope!r} gave {_describe(given)}, not {_describe(value)}"
+                f"the patch of {self.scope!r} returned {_describe(given)}, not {_describe(value)}"
             )
         return given
 
 
 def _describe(value: object) -> str:
-    """Dtype and shape of an array; of anything else what it is."""
+    """Return the dtype and shape of an array, or the type of any other object."""
     if not isinstance(value, np.ndarray):
         return f"a {type(value).__name__}"
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
@@ -47,21 +47,25 @@ def _describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class _TracePlan:
-    """A plan that hands out the values ``wanted``, with the calls of those that are patched."""
+    """A plan that returns the values of the scopes ``wanted`` and applies patches."""
 
     wanted: tuple[str, ...]
     calls: dict[str, _PatchCall]
     plan: Plan
-    rows: int  # tokens of one step at most
+    rows: int  # maximum number of tokens of a step
 
     def fits(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> bool:
         return self.wanted == tuple(wanted) and self.calls.keys() == patches.keys()
 
 
 class Tracer:
-    """Runs prompts for the values of scopes. It keeps the last plan, for more prompts like it.
+    """Compute the values of scopes for a prompt.
 
-    ``values``: nodes of the engine's graph by name, instead of its scopes'.
+    The last plan is kept, so that further prompts with the same scopes and patches reuse it.
+
+    Args:
+        engine: the engine that computes the prompt.
+        values: nodes of the engine's graph by name; the values of its scopes by default.
     """
 
     def __init__(self, engine: Engine, values: Mapping[str, Tensor] | None = None) -> None:
@@ -90,14 +94,14 @@ class Tracer:
             steps = self._steps(traced, tokens)
         finally:
             for call in traced.calls.values():
-                call.function = None  # it may hold on to much
-            self._engine.clear_cache()  # keys and values may be patched ones
+                call.function = None  # a closure may keep large objects alive
+            self._engine.clear_cache()  # its keys and values may be patched
         return {
             name: _join_steps([s.pop(name) for s in steps], known[name]) for name in traced.wanted
         }
 
     def _steps(self, traced: _TracePlan, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """The values of the pieces of a prompt, each of which is appended to the cache."""
+        """Compute ``tokens`` step by step; return the values of each step."""
         found = []
         for at in range(0, len(tokens), traced.rows):
             piece = tokens[at : at + traced.rows]
@@ -106,10 +110,10 @@ class Tracer:
         return found
 
     def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _TracePlan:
-        """The plan for these scopes, the last one if it is for the same."""
+        """Return the plan for these scopes and patches: the last one, or a new one."""
         if self._last is None or not self._last.fits(wanted, patches):
             engine = self._engine
-            self._last = None  # with its plan, before there is another
+            self._last = None  # free its plan before another is compiled
             calls = {scope: _PatchCall(scope) for scope in patches}
             taps = [
                 Tap(scope, node, calls.get(scope))
@@ -124,14 +128,14 @@ class Tracer:
 
 
 def _row_bytes(taps: Iterable[Tap]) -> int:
-    """Bytes of all values, for one token."""
+    """Return the bytes of all values for one token."""
     metas = [node.meta for node in dict.fromkeys(tap.node for tap in taps)]
     return sum(meta.at({v.name: 1}).nbytes for meta in metas if isinstance(v := meta.rows, Var))
 
 
 def _join_steps(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
-    """A value of all steps: rows of tokens (T), or of tokens with logits (N: here all), follow each
-    other; of what else there may be, the last."""
+    """Join the values of all steps: concatenate rows of tokens (T) and of logits (N, here all
+    tokens); of any other value take the last step's."""
     rows = node.meta.rows
     per_token = isinstance(rows, Var) and rows.name in ("T", "N")
     return np.concatenate(parts) if per_token and len(parts) > 1 else parts[-1]
@@ -141,7 +145,7 @@ def _join_steps(parts: Sequence[np.ndarray], node: Tensor) -> np.ndarray:
 
 
 def matching_scopes(pattern: str, known: Iterable[str]) -> list[str]:
-    """The scopes that ``pattern`` is for. RequestError with the nearest names if there are none."""
+    """Return the scopes that match ``pattern``. RequestError: none does; names the nearest."""
     found = [scope for scope in known if matches(scope, pattern)]
     if not found:
         names = ", ".join(nearest_scopes(pattern, known))
@@ -150,7 +154,7 @@ def matching_scopes(pattern: str, known: Iterable[str]) -> list[str]:
 
 
 def nearest_scopes(pattern: str, known: Iterable[str]) -> list[str]:
-    """The scopes that ``pattern`` may mean; as patterns, if it is one."""
+    """Return scopes with names similar to ``pattern``; patterns if it is a pattern."""
     names = list(known)
     if any(c in pattern for c in "*?["):
         kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", scope) for scope in names)
@@ -161,7 +165,7 @@ def nearest_scopes(pattern: str, known: Iterable[str]) -> list[str]:
 
 
 def _resolve_patches(patch: Mapping[str, Patch], known: Iterable[str]) -> dict[str, Patch]:
-    """The function of each patched scope: that of the first pattern that is for it."""
+    """Return the function of each patched scope: that of the first pattern that matches it."""
     found: dict[str, Patch] = {}
     for pattern, function in patch.items():
         if not callable(function):

@@ -71,7 +71,7 @@ def drawn(engine, ids, count):
 
 
 def test_a_ring_names_no_block_twice():
-    table = BlockTable(list(range(5)), block=4, width=20, most=5, window=9)
+    table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
     for tokens in range(1, 81):
         table.grow(tokens)
         owned = table.table[table.table >= 0].tolist()
@@ -82,7 +82,7 @@ def test_a_ring_names_no_block_twice():
 
 
 def test_a_ring_knows_what_it_has_lost():
-    table = BlockTable(list(range(5)), block=4, width=20, most=5, window=9)
+    table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
     table.grow(40)  # blocks 5..10 are there: tokens 20..40
     assert [n for n in range(41) if table.holds(n)] == [0, *range(28, 41)]
     table.release()

@@ -438,10 +438,10 @@ def test_bad_requests(llama, call, message):
 @pytest.mark.parametrize(
     "function, message",
     [
-        (lambda x: x[:4], r"gave float32\[4,60\], not float32\[11,60\]"),
-        (lambda x: x.astype("f8"), r"gave float64\[11,60\], not float32\[11,60\]"),
-        (lambda x: None, r"gave a NoneType, not float32\[11,60\]"),
-        (lambda x: x.tolist(), r"gave a list, not float32\[11,60\]"),
+        (lambda x: x[:4], r"returned float32\[4,60\], not float32\[11,60\]"),
+        (lambda x: x.astype("f8"), r"returned float64\[11,60\], not float32\[11,60\]"),
+        (lambda x: None, r"returned a NoneType, not float32\[11,60\]"),
+        (lambda x: x.tolist(), r"returned a list, not float32\[11,60\]"),
     ],
 )
 def test_a_bad_replacement_names_the_scope(llama, function, message):

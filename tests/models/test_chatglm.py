@@ -188,7 +188,7 @@ def test_a_mask_with_an_answer_elsewhere(folder: Path, ids: list[int]) -> None:
 
 def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, ids = load(folder), some(40, 25)
-    message = "^the first 25 tokens of the prompt see one another, so that they are one step"
+    message = "^the first 25 tokens of the prompt are a bidirectional prefix, which must be"
     llm.engine.begin(ids)
     with pytest.raises(RequestError, match=message):
         llm.engine.step_logits(ids[:24])
