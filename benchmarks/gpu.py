@@ -195,7 +195,7 @@ def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[floa
         executor.run(plan, used, fetch=())
     ((segment, _),) = executor._programs[plan].segments
     gpu = executor.devices["cuda"].gpu
-    nbytes = sum(ops.get(step.node.op).price(step.node, env).bytes for step in plan.steps)
+    nbytes = sum(ops.get(step.node.op).node_cost(step.node, env).bytes for step in plan.steps)
     return 1e6 * median(gpu.seconds(lambda: segment.run(None), ROUNDS)), nbytes
 
 

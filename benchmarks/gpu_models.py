@@ -22,7 +22,7 @@ from graphllm.errors import GraphllmError
 from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
-from graphllm.runtime.decode_loop import Repeat
+from graphllm.runtime.decode_loop import DecodeLoop
 from graphllm.runtime.executor import Executor
 
 DECODE, PROMPT = bench.Test(0, 128, 512), bench.Test(512, 0)
@@ -95,15 +95,15 @@ def idle(only: list[Model]) -> Lines:
 
 
 def decode(engine: Engine, wrap: Any) -> float:
-    """Microseconds a token of the test `DECODE`, each `Repeat` of which is given to ``wrap``."""
-    repeat, tokens = engine.executor.repeat, bench.filler_tokens(DECODE.depth, engine._vocab)
+    """Microseconds a token of the test `DECODE`, whose `DecodeLoop` is passed to ``wrap``."""
+    repeat, tokens = engine.executor.decode_loop, bench.filler_tokens(DECODE.depth, engine._vocab)
 
-    def wrapped(*call: Any) -> Repeat:
+    def wrapped(*call: Any) -> DecodeLoop:
         steps = repeat(*call)
         wrap(steps)
         return steps
 
-    engine.executor.repeat = wrapped
+    engine.executor.decode_loop = wrapped
     try:
         ids = engine.generate(tokens, GREEDY, ())
         next(ids)
@@ -112,7 +112,7 @@ def decode(engine: Engine, wrap: Any) -> float:
             next(ids)
         return 1e6 * (time.perf_counter() - start) / DECODE.gen
     finally:
-        engine.executor.repeat = repeat
+        engine.executor.decode_loop = repeat
 
 
 def marked(engine: Engine) -> tuple[list[float], list[float]]:
@@ -126,7 +126,7 @@ def host(engine: Engine) -> float:
     """Microseconds a token in which the host does not wait for the GPU."""
     waited = []
 
-    def timed(steps: Repeat) -> None:
+    def timed(steps: DecodeLoop) -> None:
         take = steps.take
 
         def waiting() -> np.ndarray:
@@ -237,12 +237,12 @@ class Batch:
         """Draw ``count`` tokens of each sequence: seconds of wall time a step."""
         s = self.limits.sequences
         env = {"T": s, "S": s, "Q": s + 1, "N": s}
-        steps = self.executor.repeat(self.plan, self.feeds(depth), env, "ids")
+        steps = self.executor.decode_loop(self.plan, self.feeds(depth), env, "ids")
         wrap(steps)
         self.drawn, begun = [], 0
         start = time.perf_counter()
         while len(self.drawn) < count:
-            while steps.waiting <= steps.ahead and begun < count:
+            while steps.waiting <= steps.lookahead and begun < count:
                 steps.launch()
                 begun += 1
             self.drawn.append(steps.take())

@@ -11,12 +11,12 @@ from typing import Any
 from graphllm import backends
 from graphllm.api import LLM
 from graphllm.backends import Backend
-from graphllm.backends.probe_results import Measured
+from graphllm.backends.probe_results import ProbeResults
 from graphllm.checkpoints.random_weights import RandomFile
 from graphllm.errors import GraphllmError, RequestError
 from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
-from graphllm.runtime.decode_loop import Repeat
+from graphllm.runtime.decode_loop import DecodeLoop
 
 ORDER = ("cuda", "reference")
 Model = tuple[str, str]  # shape and format
@@ -32,7 +32,7 @@ def cuda() -> Backend:
 
 
 @cache
-def rates(nbytes: int = 4 << 30) -> Measured:
+def rates(nbytes: int = 4 << 30) -> ProbeResults:
     """What memory, cache and arithmetic give, by blocks a processor."""
     measure = cuda().measure
     assert measure is not None
@@ -67,15 +67,16 @@ def picked(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:
 
 
 class Marks:
-    """Events around the work of each step of a `Repeat` of one segment, not around the copy of its
-    ids. They cost a microsecond each: wall times are taken without them."""
+    """Events around the work of each step of a one-segment `DecodeLoop`, without the copy of ids.
 
-    def __init__(self, steps: Repeat, device: Any) -> None:
+    An event costs a microsecond, so wall times are taken without events."""
+
+    def __init__(self, steps: DecodeLoop, device: Any) -> None:
         from cupy.cuda import Event, get_elapsed_time
 
         self._event, self._elapsed, self._stream = Event, get_elapsed_time, device.gpu.stream
         self._marks: list[Any] = []
-        if not steps.ahead:
+        if not steps.lookahead:
             raise GraphllmError("the steps are not one segment on the GPU")
         work, *copies = steps._begin
         steps._begin = [self._mark, work, self._mark, *copies]

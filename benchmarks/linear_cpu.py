@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from graphllm import ops
-from graphllm.backends import Bound, Header, Log, Operand, Options, find
+from graphllm.backends import Bound, Header, Operand, Options, TimestampLog, find
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.device import CompiledProgram, CpuDevice, Launch
@@ -78,7 +78,7 @@ class Turns:
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.programs}
         for _ in range(rounds + 1):
             for name, run in self.programs.items():
-                log = Log()
+                log = TimestampLog()
                 run(log)
                 ((ends, _),) = log.runs
                 found[name].append(np.diff(ends) / 1e9)

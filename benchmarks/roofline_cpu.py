@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from graphllm.backends import Log
+from graphllm.backends import TimestampLog
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels
@@ -47,9 +47,9 @@ def squares(p, thread, threads):
     i64s(sink)[thread] = x
 
 
-def ran(run: Callable[[Log | None], None]) -> float:
+def ran(run: Callable[[TimestampLog | None], None]) -> float:
     """Seconds of the best of some runs."""
-    log = Log()
+    log = TimestampLog()
     for _ in range(20):
         run(log)
     return min(int(ends[-1] - ends[0]) for ends, _ in log.runs) / 1e9

@@ -23,7 +23,7 @@ LARGEST = 1e30  # what float32 holds, with room for products
 _SHOWN = 80  # characters of a value in an error
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """A value as errors show it: on one line, and not longer than a line."""
     try:
         text = " ".join(repr(value).split())
@@ -32,12 +32,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def refused(name: str, value: object, wanted: str) -> RequestError:
+def invalid_argument(name: str, value: object, wanted: str) -> RequestError:
     """The error for a value that is not what is ``wanted``."""
-    return RequestError(f"{name} = {shown(value)} must be {wanted}", argument=name)
+    return RequestError(f"{name} = {quote(value)} must be {wanted}", argument=name)
 
 
-def whole_number(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """An int, or what NumPy has for one, as an int; None for anything else, bools included."""
     if type(value) is int:
         return value
@@ -63,13 +63,13 @@ class Whole:
     most: int | None = None
 
     def __call__(self, name: str, value: Any) -> int:
-        number = whole_number(value)
+        number = as_int(value)
         if number is None:
-            raise refused(name, value, "a whole number")
+            raise invalid_argument(name, value, "a whole number")
         if number < self.least or (self.most is not None and number > self.most):
             bits = (self.most or 0).bit_length()
             within = f"in {self.least}..2^{bits}-1" if self.most else f"at least {self.least}"
-            raise refused(name, value, within)
+            raise invalid_argument(name, value, within)
         return number
 
 
@@ -85,18 +85,18 @@ class Number:
 
     def __call__(self, name: str, value: Any) -> float:
         if type(value) is not float and (not isinstance(value, numbers.Real) or _is_bool(value)):
-            raise refused(name, value, "a number")
+            raise invalid_argument(name, value, "a number")
         try:
             number = float(value)
         except OverflowError:
-            raise refused(name, value, self._size) from None
+            raise invalid_argument(name, value, self._size) from None
         if not math.isfinite(number):
-            raise refused(name, value, "a finite number")
+            raise invalid_argument(name, value, "a finite number")
         low = number <= self.least if self.above else number < self.least
         if low or number > self.most:
-            raise refused(name, value, self._range())
+            raise invalid_argument(name, value, self._range())
         if abs(number) >= LARGEST:
-            raise refused(name, value, self._size)
+            raise invalid_argument(name, value, self._size)
         return number
 
     def _range(self) -> str:
@@ -108,14 +108,14 @@ class Number:
 def flag(name: str, value: Any) -> bool:
     """True or False, or what NumPy has for them."""
     if not _is_bool(value):
-        raise refused(name, value, "True or False")
+        raise invalid_argument(name, value, "True or False")
     return bool(value)
 
 
 def text(name: str, value: Any) -> str:
     """A str that is not empty."""
     if not isinstance(value, str) or not value:
-        raise refused(name, value, "a text that is not empty")
+        raise invalid_argument(name, value, "a text that is not empty")
     return str(value)
 
 
@@ -125,13 +125,13 @@ def path(name: str, value: Any) -> str | os.PathLike[str]:
         as_text = os.fspath(value)
         if isinstance(as_text, str) and as_text and "\0" not in as_text:
             return value
-    raise refused(name, value, "a path")
+    raise invalid_argument(name, value, "a path")
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
     """Anything that can be called."""
     if not callable(value):
-        raise refused(name, value, "a function")
+        raise invalid_argument(name, value, "a function")
     return value
 
 
@@ -144,7 +144,7 @@ class OneOf:
     def __call__(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.choices:
             known = f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
-            raise refused(name, value, known)
+            raise invalid_argument(name, value, known)
         return value
 
 
@@ -162,23 +162,25 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
     """A text, or any iterable of texts, none of them empty."""
     items = (value,) if isinstance(value, str) else _items(value)
     if items is None or not all(isinstance(item, str) and item for item in items):
-        raise refused(name, value if items is None else items, "texts that are not empty")
+        raise invalid_argument(name, value if items is None else items, "texts that are not empty")
     return tuple(map(str, items))
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Any iterable of whole numbers from 0 on."""
     items = _items(value)
-    ids = None if items is None else [whole_number(item) for item in items]
+    ids = None if items is None else [as_int(item) for item in items]
     if ids is None or any(i is None or i < 0 for i in ids):
-        raise refused(name, value if items is None else items, "token ids, whole numbers from 0 on")
+        raise invalid_argument(
+            name, value if items is None else items, "token ids, whole numbers from 0 on"
+        )
     return tuple(i for i in ids if i is not None)
 
 
 def by_text(name: str, value: Any) -> dict[str, Any]:
     """A mapping whose keys are texts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise refused(name, value, "a mapping with texts as keys")
+        raise invalid_argument(name, value, "a mapping with texts as keys")
     return dict(value)
 
 
@@ -186,7 +188,7 @@ def text_by_text(name: str, value: Any) -> dict[str, str]:
     """A mapping of texts to texts."""
     found = by_text(name, value)
     if not all(isinstance(item, str) for item in found.values()):
-        raise refused(name, value, "a mapping of texts to texts")
+        raise invalid_argument(name, value, "a mapping of texts to texts")
     return found
 
 

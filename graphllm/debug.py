@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from .terminal import safe_lines
+from .terminal import escape_control_lines
 
 
 def debug_level() -> int:
@@ -22,4 +22,4 @@ def debug_level() -> int:
 def debug(level: int, text: str | Callable[[], str]) -> None:
     """Print ``text``, or what it gives, on standard error at this level or above."""
     if debug_level() >= level:
-        print(safe_lines(text if isinstance(text, str) else text()), file=sys.stderr)
+        print(escape_control_lines(text if isinstance(text, str) else text()), file=sys.stderr)

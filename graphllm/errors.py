@@ -13,7 +13,7 @@ _CONTAINERS = reprlib.Repr()
 _CONTAINERS.maxstring = _CONTAINERS.maxother = _CONTAINERS.maxlong = SHOWN // 4
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """``value`` as a message shows it: on one line, and of at most `SHOWN` characters."""
     if isinstance(value, (str, bytes)):
         text = repr(value[:SHOWN])  # longer than SHOWN if the value is
@@ -22,7 +22,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-def listed(names: Sequence[str], text: Callable[[str], str] = shown) -> str:
+def join_names(names: Sequence[str], text: Callable[[str], str] = quote) -> str:
     """Names as a message lists them: the first `LISTED`, each by its ``text``, and the count of the
     others."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -49,7 +49,7 @@ class UnusedTensors(ModelFileError):
     """A file has weights, called ``names``, that the model does not ask for."""
 
     def __init__(self, names: list[str]) -> None:
-        super().__init__(f"unexpected tensor {shown(names[0])} ({len(names)} in all)")
+        super().__init__(f"unexpected tensor {quote(names[0])} ({len(names)} in all)")
         self.names = names
 
 

@@ -23,7 +23,7 @@ def free_bytes() -> int:
     return free
 
 
-class Others:
+class OtherProcesses:
     """Watches, from when it is made, what other processes take of the host's processors."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Text that is safe to show on a terminal or in a log.
 
-A terminal obeys control characters: they move the cursor, change colours and titles, and can answer
-as if the user had typed. `safe` escapes them in one line of text that may not be graphllm's own (an
-error, a path, an argument, what a file states), `safe_lines` in text of several lines.
+A terminal obeys control characters: they move the cursor, change colours and titles, and can inject
+input as if the user had typed it. `escape_control` escapes them in one line of untrusted text (an
+error, a path, an argument, a string from a file), `escape_control_lines` in several lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNSAFE = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def safe(text: object, most: int | None = MOST) -> str:
+def escape_control(text: object, most: int | None = MOST) -> str:
     r"""``text`` in one line, with control, format and line-separating characters escaped.
 
     As in Python's literals: ``\x1b``, ``\n``, ``\u202e``; a byte that is no UTF-8 (in a path) as
@@ -33,7 +33,7 @@ def safe(text: object, most: int | None = MOST) -> str:
     return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE else c for c in line)
 
 
-def safe_lines(text: str) -> str:
+def escape_control_lines(text: str) -> str:
     """``text`` with its newlines and tabs, all other C0 and C1 characters, DEL and the characters
     that override the direction of text (U+202A to U+202E, U+2066 to U+2069) escaped."""
     return _OBEYED.sub(lambda found: _escaped(found[0]), text)
@@ -46,11 +46,11 @@ def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def styled(text: str, *codes: int) -> str:
+def style(text: str, *codes: int) -> str:
     """``text`` between the ANSI codes of a style (SGR) and their reset."""
     return f"\033[{';'.join(map(str, codes))}m{text}\033[0m"
 
 
 def warn(text: str) -> None:
     """Print a line on standard error, for what goes on otherwise than asked."""
-    print(f"graphllm: {safe(text)}", file=sys.stderr)
+    print(f"graphllm: {escape_control(text)}", file=sys.stderr)

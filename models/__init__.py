@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from graphllm.errors import ModelFileError, shown
+from graphllm.errors import ModelFileError, quote
 from graphllm.model.spec import Family, run_file
 
 
@@ -43,7 +43,7 @@ def _find(
     near = difflib.get_close_matches(name, known, 3, 0.5)
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ModelFileError(
-        f"{unknown} {shown(name)}; {hint}known: {', '.join(known)}; a model file of your own "
+        f"{unknown} {quote(name)}; {hint}known: {', '.join(known)}; a model file of your own "
         "(graphllm new) reads it as model_def",
         "model_def",
     )

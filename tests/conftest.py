@@ -75,10 +75,10 @@ def _show_gpu(shown: bool) -> None:
 
     cuda = find("cuda")
     if "real" not in _seen:
-        _seen["real"] = cuda.probe, cuda.wanted, os.environ.get("CUDA_VISIBLE_DEVICES")
+        _seen["real"] = cuda.probe, cuda.expected, os.environ.get("CUDA_VISIBLE_DEVICES")
     probe, wanted, devices = _seen["real"]
     cuda.probe = probe if shown else lambda: (False, "only tests with the mark cuda see a GPU")
-    cuda.wanted = wanted if shown else lambda: False
+    cuda.expected = wanted if shown else lambda: False
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of other processes that tests start
     if shown:
         del os.environ["CUDA_VISIBLE_DEVICES"]

@@ -16,8 +16,8 @@ from ..arguments import (
     check,
     flag,
     function,
-    refused,
-    shown,
+    invalid_argument,
+    quote,
     texts,
 )
 from ..engine.engine import PrefillCallback
@@ -55,7 +55,7 @@ class LLM(LoadedModel):
         """
         known = parse_prompts(ids, "llm.decode") or []
         if not isinstance(known, list):
-            raise refused("ids", ids, "token ids")
+            raise invalid_argument("ids", ids, "token ids")
         own = check({"skip_special": flag}, {"skip_special": skip_special})
         self.check_ids(known)
         return self.tokenizer.decode(known, **own)
@@ -138,7 +138,7 @@ class LLM(LoadedModel):
         completion.timings.load_s = self.load_s
         tokenizer = self.tokenizer if self.file.has_vocabulary else None
         if sampling.stop and tokenizer is None:
-            raise RequestError(f"stop = {shown(sampling.stop)} needs a tokenizer; stop_ids do not")
+            raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
         eos_ids = self._eos_ids() if eos_ids is None else eos_ids
         yield from stream_text(
             self.engine, tokenizer, sampling, completion, eos_ids, seen, profile, exclusive
@@ -197,7 +197,7 @@ class LLM(LoadedModel):
 
         check({"parse_special": flag}, {"parse_special": parse_special})
         if not isinstance(system, (str, type(None))):
-            raise refused("system", system, "a text")
+            raise invalid_argument("system", system, "a text")
         wanted = Sampling.from_arguments("llm.conversation", sampling)
 
         def answered(ids: list[int], completion: Completion) -> Iterator[str]:

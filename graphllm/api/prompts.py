@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..arguments import refused, shown, whole_number
+from ..arguments import as_int, invalid_argument, quote
 from ..errors import RequestError
 
 Prompt = str | Sequence[int]
@@ -53,15 +53,15 @@ def _has_axes(item: Any) -> bool:
 def _ids(items: Iterable[Any], where: str) -> list[int]:
     ids = []
     for item in items:
-        number = whole_number(item)
+        number = as_int(item)
         if number is None:
-            raise RequestError(f"the prompt of {where} holds {shown(item)}, which is no token id")
+            raise RequestError(f"the prompt of {where} holds {quote(item)}, which is no token id")
         ids.append(number)
     return ids
 
 
 def _no_prompt(value: Any) -> RequestError:
-    return refused("prompt", value, "a text or token ids")
+    return invalid_argument("prompt", value, "a text or token ids")
 
 
 def _messages(where: str) -> RequestError:

@@ -27,7 +27,7 @@ from ..errors import GraphError, PlacementError, RequestError
 from ..graph.tensor import WEIGHT, Dim, Meta, Tensor, Var
 from ..ops import OpDef, get, registry
 from .order import ORDER
-from .probe_results import Measured
+from .probe_results import ProbeResults
 
 # ------------------------------------------------------------------------------------- the choices
 
@@ -149,7 +149,7 @@ class Header:
 
 
 @dataclass
-class Log:
+class TimestampLog:
     """Times of a segment's runs, in nanoseconds on the clock of `time.perf_counter_ns`.
 
     ``runs``: of each run int64 (begin and ends [n + 1], starts [n]): when it began and each step
@@ -164,7 +164,7 @@ class Log:
 class Segment(Protocol):
     """Consecutive steps on one device, ready to run."""
 
-    def run(self, log: Log | None) -> None:
+    def run(self, log: TimestampLog | None) -> None:
         """Run all steps, or begin to: see `Device.ring`. With a ``log``, note their times in it,
         and otherwise run as without. KeyboardInterrupt stops early."""
 
@@ -221,13 +221,16 @@ class Device(Protocol):
     def build(self, steps: Sequence[Bound], header: Header) -> Segment: ...
 
 
-Measure = Callable[[int, Callable[[str, int, int], None]], Measured]  # (bytes to go over, progress)
+Measure = Callable[
+    [int, Callable[[str, int, int], None]], ProbeResults
+]  # (bytes to go over, progress)
 
 
 class Backend:
     """A kind of device. ``probe`` says whether it is usable here, and why not, in words.
 
-    ``wanted``: whether somebody has installed it, and so wants to know why it is not used.
+    ``expected``: whether the user expects it to be used (its packages are installed, and no setting
+    hides its devices), so that the reason why it is unusable is worth reporting.
     ``memory``: what its devices work in, for plans that are made where there is none.
     """
 
@@ -236,13 +239,13 @@ class Backend:
         name: str,
         probe: Callable[[], tuple[bool, str]],
         open_device: Callable[[Options], Device],
-        wanted: Callable[[], bool] = lambda: True,
+        expected: Callable[[], bool] = lambda: True,
         memory: str = "host",
     ) -> None:
         self.name, self.memory = name, memory
         self.probe = probe
         self.open_device = open_device
-        self.wanted = wanted
+        self.expected = expected
         self.kernels: dict[str, list[Kernel]] = {}
         # What it gives at best, if it can tell; see `graphllm.profiler.roofline`.
         self.measure: Measure | None = None
@@ -315,13 +318,13 @@ def find(name: str) -> Backend:
     raise PlacementError(f"unknown backend {name!r}; known: {known}")
 
 
-def behind(name: str) -> list[str]:
+def fallbacks(name: str) -> list[str]:
     """The backend called ``name``, and in order those that run what it cannot: all that come after
     it; after a third party's the last."""
     return list(ORDER[ORDER.index(name) :]) if name in ORDER else [name, ORDER[-1]]
 
 
-def usable(names: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
+def select_usable(names: Sequence[str]) -> tuple[list[Backend], dict[str, str]]:
     """Those of the backends that are usable, and why the others are not, by name.
 
     PlacementError when there is none.

@@ -103,7 +103,7 @@ def address(ref: OperandRef | None) -> int:
     return ref.address if ref is not None else 0
 
 
-def numpy_form(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
+def numpy_layout(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
     """Shape, strides and dtype of an array over an operand whose shape has no Var; of a block
     format as rows of uint8."""
     shape: tuple[Any, ...] = meta.shape
@@ -115,27 +115,27 @@ def numpy_form(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
 
 def span(meta: Meta) -> int:
     """Bytes from the first element of an operand to behind its last; its shape has no Var."""
-    shape, strides, kind = numpy_form(meta)
+    shape, strides, kind = numpy_layout(meta)
     return 0 if 0 in shape else sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
 
 
 # ------------------------------------------------------------------------------- rules of selection
 
 
-def one_row(node: Tensor, options: Options) -> str | None:
+def requires_row(node: Tensor, options: Options) -> str | None:
     """For a kernel whose second operand is one (contiguous) row, or element, for all rows of the
     first."""
     a, b = node.sources
     return None if a.shape != b.shape else "b has as many rows as a"
 
 
-def paired(node: Tensor, options: Options) -> str | None:
+def requires_equal_shapes(node: Tensor, options: Options) -> str | None:
     """For a kernel of two operands with as many rows."""
     a, b = node.sources
     return None if a.shape == b.shape else "b is one row"
 
 
-def constant_factors(node: Tensor, options: Options) -> str | None:
+def requires_constant_factors(node: Tensor, options: Options) -> str | None:
     """For a kernel that reads ``factors`` when it is built."""
     factors = node.src[get(node.op).params.index("factors")]
     fits = factors is None or factors.base.op == WEIGHT

@@ -16,7 +16,7 @@ ROOFS: Mapping[str, tuple[str, ...]] = {"float": ("f32",), "integer": ("int8",)}
 
 
 @dataclass
-class Measured:
+class ProbeResults:
     """Rates by what was run and by a count, of which ``counted`` says what it counts.
 
     ``memory``: bytes a second of going over much memory: ``read``, ``write``, ``copy`` (what is

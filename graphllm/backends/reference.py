@@ -19,7 +19,7 @@ from ..formats.quantization import Blocks, check_scales
 from ..graph.tensor import Meta, Tensor, Var
 from ..ops import OpDef, get
 from ..system_info import free_bytes
-from . import ANY, Backend, Bound, Header, Kernel, Log, Operand, Options
+from . import ANY, Backend, Bound, Header, Kernel, Operand, Options, TimestampLog
 
 
 @cache
@@ -95,11 +95,11 @@ class _Segment:
     def __init__(self, steps: Sequence[Bound], header: Header) -> None:
         self.calls = [_Call(step, header) for step in steps]
 
-    def run(self, log: Log | None) -> None:
+    def run(self, log: TimestampLog | None) -> None:
         with np.errstate(all="ignore"):  # NaN and infinity are results, as on the other backends
             self._run(log)
 
-    def _run(self, log: Log | None) -> None:
+    def _run(self, log: TimestampLog | None) -> None:
         if log is None:
             for call in self.calls:
                 call()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError, ModelFileError, shown
+from ..errors import ConfigError, ModelFileError, quote
 from ..model.config_keys import Keys
 from ..weights import NamedWeights, Weights
 from ..weights.mapped_file import TensorInfo
@@ -57,7 +57,7 @@ class Directory:
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
             if method not in _QUANTISED:
-                text = f"weights quantised by {shown(method)} are not supported"
+                text = f"weights quantised by {quote(method)} are not supported"
                 raise ConfigError(f"{path / 'config.json'}: {text}")
         self.file = Safetensors(file or path, data)
         self._data = data
@@ -95,7 +95,7 @@ class Directory:
             embedding = f"{n.model}.{n.embed}.weight"
             if self._data and not self._equal(weights, head, embedding):
                 raise ModelFileError(
-                    f"{self.path}: {shown(head)} is stored, and is not {shown(embedding)}, though "
+                    f"{self.path}: {quote(head)} is stored, and is not {quote(embedding)}, though "
                     "tie_word_embeddings says so"
                 )
             weights.drop(head)

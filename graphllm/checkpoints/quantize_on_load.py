@@ -12,7 +12,7 @@ import numpy as np
 from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
-from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, shown
+from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
 from ..formats.quantization import WEIGHT_FORMATS, Blocks
 from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
@@ -46,7 +46,7 @@ class Quantised:
         options: Options | None = None,
     ) -> None:
         if kind not in KINDS:
-            raise RequestError(f"unknown type {shown(kind)} of weights; known: {', '.join(KINDS)}")
+            raise RequestError(f"unknown type {quote(kind)} of weights; known: {', '.join(KINDS)}")
         self.kind = DTYPES[kind]
         self._weights, self._keep = weights, keep
         self._convert = _Converter(backends, options or Options())
@@ -166,7 +166,7 @@ class _Converter:
     def _near(self) -> list[Backend]:
         """The backends that are usable and work in the host's memory."""
         names = self._order or registry.names()
-        return registry.usable([n for n in names if registry.find(n).memory == "host"])[0]
+        return registry.select_usable([n for n in names if registry.find(n).memory == "host"])[0]
 
     def _select(self, node: Tensor) -> tuple[Device, Kernel]:
         reasons: list[str] = []
@@ -196,4 +196,4 @@ def _refuse(values: Blocks, name: str, first: int, what: str) -> None:
         good = np.isfinite(tile).all(axis=1)
         if not good.all():
             row = first + start + int(good.argmin())
-            raise ModelFileError(f"tensor {shown(name)}: row {row} has a value that is {what}")
+            raise ModelFileError(f"tensor {quote(name)}: row {row} has a value that is {what}")

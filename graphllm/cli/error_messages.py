@@ -18,7 +18,7 @@ def error_message(error: Exception) -> str:
 
 def _unexpected(error: Exception) -> str:
     """An exception that is not graphllm's own, after the line of the user's file that raised it."""
-    from ..graph.scopes import shown_line
+    from ..graph.scopes import relative_origin
     from ..model.spec import user_line
 
     where = user_line(error)
@@ -26,7 +26,7 @@ def _unexpected(error: Exception) -> str:
     what = ": ".join([type(error).__name__, *filter(None, [" ".join(text.split())])])
     if where is None:
         return f"{what} (GRAPHLLM_DEBUG=1 shows where)"
-    return f"{shown_line(where)}: {what}"
+    return f"{relative_origin(where)}: {what}"
 
 
 def usage_message(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..terminal import safe
+from ..terminal import escape_control
 from .options import AsJson, Model, verb
 from .output import show, show_json
 
@@ -35,7 +35,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     sizes: dict[str, list[int]] = {}
     for t in tensors:
         sizes.setdefault(str(t.dtype), []).append(t.nbytes)
-        show(f"  {safe(t.name):<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
+        show(f"  {escape_control(t.name):<40} {t.dtype!s:<6} {'x'.join(map(str, t.shape)):>14}")
     for name, parts in sorted(sizes.items(), key=lambda item: -sum(item[1])):
         show(f"{name:<6} {len(parts):>4} tensors {sum(parts) / 1e6:>9.1f} MB")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GraphllmError
-from ..terminal import safe, safe_lines
+from ..terminal import escape_control, escape_control_lines
 
 # The styles that graphllm's own tables have, whose names are escaped before they are coloured.
 _STYLE = re.compile("(\033\\[(?:0|1|2|31|32)m)")
@@ -94,7 +94,7 @@ def discard_output() -> None:
 
 def show(line: str) -> None:
     """Print one line on standard output, at once."""
-    print(safe(line, most=None), flush=True)
+    print(escape_control(line, most=None), flush=True)
 
 
 def show_table(text: str) -> None:
@@ -103,7 +103,7 @@ def show_table(text: str) -> None:
     A newline or a style that is in a name stays: a table escapes its names itself.
     """
     parts = _STYLE.split(text) if sys.stdout.isatty() else [text]
-    parts[::2] = map(safe_lines, parts[::2])
+    parts[::2] = map(escape_control_lines, parts[::2])
     print("".join(parts), flush=True)
 
 
@@ -117,7 +117,7 @@ def show_json(value: Any, ascii: bool = True) -> None:
 
 def write_text(text: str) -> None:
     """Write a piece of an answer, or of a prompt, to standard output at once."""
-    sys.stdout.write(safe_lines(text) if sys.stdout.isatty() else text)
+    sys.stdout.write(escape_control_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
@@ -146,10 +146,10 @@ def write_file(path: Path, text: str) -> None:
 def note(text: str) -> None:
     """Print a line beside the output, on standard error."""
     with suppress(OSError):  # nobody can be told where standard error cannot be written
-        print(safe(text), file=sys.stderr, flush=True)
+        print(escape_control(text), file=sys.stderr, flush=True)
 
 
 def note_traceback() -> None:
     """Print the traceback of the exception that is being handled, on standard error."""
     with suppress(OSError):
-        print(safe_lines(traceback.format_exc()), file=sys.stderr, end="", flush=True)
+        print(escape_control_lines(traceback.format_exc()), file=sys.stderr, end="", flush=True)

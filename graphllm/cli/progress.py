@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..terminal import safe
+from ..terminal import escape_control
 from .output import note
 
 Show = Callable[[str, int, int], None]  # what, done, total
@@ -38,7 +38,7 @@ def _bar() -> Iterator[Show]:
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bar.add_task(safe(what), total=total)
+                tasks[what] = bar.add_task(escape_control(what), total=total)
             bar.update(tasks[what], completed=done, total=total)
 
         yield show

@@ -22,7 +22,7 @@ from ..graph.tensor import Meta, Tensor, substitute
 ALL = "all"  # every rule, where rules are switched off by name
 
 
-class Steps(Protocol):
+class KernelSelector(Protocol):
     """What the pass asks of whoever knows backends and kernels."""
 
     def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
@@ -48,7 +48,9 @@ def check_names(names: Iterable[str]) -> None:
             raise GraphError(f"no fusion rule {name!r}; known: {ALL}, {', '.join(rules())}")
 
 
-def fuse(outputs: Mapping[str, Tensor], without: Iterable[str], steps: Steps) -> dict[str, Tensor]:
+def fuse(
+    outputs: Mapping[str, Tensor], without: Iterable[str], steps: KernelSelector
+) -> dict[str, Tensor]:
     """``outputs`` after every rule that is not named in ``without``."""
     off = set(without)
     current = dict(outputs)
@@ -70,7 +72,7 @@ class _Match:
 class _Pass:
     """One rule applied wherever it fits."""
 
-    def __init__(self, outputs: dict[str, Tensor], steps: Steps) -> None:
+    def __init__(self, outputs: dict[str, Tensor], steps: KernelSelector) -> None:
         self.outputs, self.steps = outputs, steps
         self.order = toposort(outputs.values())
         self.place = {n: i for i, n in enumerate(self.order)}
@@ -184,7 +186,7 @@ class _Pass:
         for node in toposort(self.outputs.values(), (), self._sources):
             match = self.owner.get(node)
             if match is None:
-                new[node] = moved_over(node, tuple(s and new[s] for s in node.src))
+                new[node] = rebuild(node, tuple(s and new[s] for s in node.src))
             elif match.node not in joined:
                 fused = substitute(match.node, tuple(s and new[s] for s in match.node.src))
                 joined[match.node] = fused
@@ -193,7 +195,7 @@ class _Pass:
         return {name: new[node] for name, node in self.outputs.items()}
 
 
-def moved_over(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
+def rebuild(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
     """``node`` over its sources' successors."""
     if not node.is_view or src == node.src:
         return substitute(node, src)

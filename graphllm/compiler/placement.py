@@ -12,7 +12,7 @@ from ..errors import GraphError, PlacementError
 from ..graph import rewrite
 from ..graph.op import get, role
 from ..graph.tensor import STATE, Tensor, replica
-from .fusion import moved_over
+from .fusion import rebuild
 
 CALL = "call"  # the role of the op that a Python function runs
 
@@ -106,7 +106,7 @@ class Placement:
         for node in rewrite.toposort(tap.node for tap in taps):
             placed = moved[node]
             over = tuple(s and new[s] for s in node.src)
-            value = intern(placed if node.is_leaf else moved_over(node, over))
+            value = intern(placed if node.is_leaf else rebuild(node, over))
             if placed in self.choices:
                 choices[value] = self.choices[placed]
             for tap in mine.get(node, ()):

@@ -15,7 +15,7 @@ from ..backends import Backend, Kernel
 from ..errors import PlacementError
 from ..graph import rewrite
 from ..graph.dtype import DType
-from ..graph.fused_op import parts
+from ..graph.fused_op import decompose
 from ..graph.op import get, role
 from ..graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var
 from . import fusion, memory
@@ -60,7 +60,7 @@ class Step:
         """Metas of its results; of states that a fused op writes there is none."""
         if not get(self.node.op).fusion:
             return [self.node.meta]
-        own = parts(self.node)
+        own = decompose(self.node)
         return [r.meta for r, state in zip(own.results, own.states) if state is None]
 
 
@@ -187,7 +187,7 @@ def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class Allocation:
     """Where an intermediate lies: a memory's arena and the offset in it, in bytes."""
 
     memory: str
@@ -218,8 +218,8 @@ class Plan:
 
     outputs: dict[str, Tensor]
     steps: list[Step]
-    places: dict[Tensor, Place]  # of intermediates, by the node that owns the buffer
-    scratch: dict[int, Place]  # of workspaces, by index of the step
+    places: dict[Tensor, Allocation]  # of intermediates, by the node that owns the buffer
+    scratch: dict[int, Allocation]  # of workspaces, by index of the step
     arena: dict[str, int]  # bytes of each memory's arena
     memory: dict[Tensor, str]  # the memory of every buffer, by its root
     placement: Placement = field(repr=False)
@@ -321,13 +321,15 @@ def compile_plan(
     return plan
 
 
-def watched(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
+def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
     """The same steps, with outputs more: nodes of the plan's graph, or views of them.
 
     They keep their places to the end; what the executor knows of ``plan`` does not change.
     """
     outputs = {**plan.outputs, **values}
-    wider = replace(plan, outputs=outputs, places={}, scratch={}, arena={}, memory={**plan.memory})
+    wider = replace(
+        plan, outputs=outputs, allocations={}, scratch={}, arena={}, memory={**plan.memory}
+    )
     _lay_out(wider)
     return wider
 
@@ -344,14 +346,14 @@ def _lay_out(plan: Plan) -> None:
         own = rewrite.root(node)
         last[own] = len(plan.steps)
         plan.memory.setdefault(own, HOST)  # a leaf that is an output and nothing else
-    wanted: dict[str, list[tuple[dict[Any, Place], Any, memory.Interval]]] = {}
+    wanted: dict[str, list[tuple[dict[Any, Allocation], Any, memory.Interval]]] = {}
     for index, step in enumerate(plan.steps):
         key = step.node
         where = plan.memory[rewrite.root(step.node)]
         if rewrite.root(step.node) is step.node:
             size = step.node.meta.bound().nbytes
             interval = memory.Interval(first[key], last[key], size)
-            wanted.setdefault(where, []).append((plan.places, key, interval))
+            wanted.setdefault(where, []).append((plan.allocations, key, interval))
         if step.kernel.scratch:
             interval = memory.Interval(
                 index, index, step.kernel.scratch(step.node, plan.placement.options)
@@ -360,4 +362,4 @@ def _lay_out(plan: Plan) -> None:
     for where, requests in wanted.items():
         offsets, plan.arena[where] = memory.assign([r[2] for r in requests], plan.guard)
         for (table, key, interval), offset in zip(requests, offsets):
-            table[key] = Place(where, offset, interval.nbytes)
+            table[key] = Allocation(where, offset, interval.nbytes)

@@ -10,11 +10,11 @@ import numpy as np
 from ..compiler.plan import Plan
 from ..errors import GraphError, RequestError
 from ..graph.rewrite import toposort
-from ..graph.scopes import noted
+from ..graph.scopes import record_scope_values
 from ..model.decoder import CacheSpec, Decoder, Limits
-from ..runtime.decode_loop import Repeat
+from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
-from ..runtime.gpu_offload import AUTO, Fit, fit
+from ..runtime.gpu_offload import AUTO, GpuOffload, plan_gpu_offload
 from ..runtime.recorder import Recorder
 from .finite_check import non_finite_error
 from .kv_cache import BlockTable
@@ -36,7 +36,7 @@ class Engine:
 
     Attributes:
         outputs: outputs of the decoder's graph by name; see `Decoder.build`.
-        scope_values: the values that its scopes return, by scope; see `noted`.
+        scope_values: the values that its scopes return, by scope; see `record_scope_values`.
         lock: to be held for each step where several threads use the engine.
         requested_gpu_layers: the argument of `offload_layers`.
         gpu_offload: the outcome of `offload_layers`; None without a device with its own memory.
@@ -45,13 +45,13 @@ class Engine:
 
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
         self.executor, self.limits = executor, limits
-        with noted() as values:
+        with record_scope_values() as values:
             self.outputs = decoder.build(limits)
         used = set(toposort(self.outputs.values()))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
-        executor.adopt(self.outputs)
+        executor.place_model(self.outputs)
         self.requested_gpu_layers: int | str = AUTO
-        self.gpu_offload: Fit | None = None
+        self.gpu_offload: GpuOffload | None = None
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
         self._bidirectional_prefix = decoder.prefix
@@ -60,7 +60,7 @@ class Engine:
         self._cached: list[int] = []  # tokens whose keys and values are in the KV pools
         self.lock = RequestLock()
         self._request_number = 0  # of the request that owns the cache
-        self._steps: Repeat | None = None  # decode loop of the current request
+        self._steps: DecodeLoop | None = None  # decode loop of the current request
         self._launched_length = 0  # tokens in the cache once all launched steps have finished
         self.prefill_tokens = 0
 
@@ -81,7 +81,9 @@ class Engine:
     def offload_layers(self, gpu_layers: int | str) -> None:
         """Choose the layers to offload to a device with its own memory. Call before `prepare`."""
         self.requested_gpu_layers = gpu_layers
-        self.gpu_offload = fit(self.executor, self.outputs, self.generation_plans, gpu_layers)
+        self.gpu_offload = plan_gpu_offload(
+            self.executor, self.outputs, self.generation_plans, gpu_layers
+        )
 
     def prepare(self) -> None:
         """Bind the plans of prefill and decode: pack their weights and compile their kernels."""
@@ -258,8 +260,8 @@ class Engine:
         If the device supports it, the next step is launched before the id of this one is read. The
         last launched step is never read when generation ends; it writes past the cached tokens.
         """
-        steps = self._steps = self._steps or self._repeat(output, profile)
-        while steps.waiting <= steps.ahead and self._launched_length < self.limits.context:
+        steps = self._steps = self._steps or self._decode_loop(output, profile)
+        while steps.waiting <= steps.lookahead and self._launched_length < self.limits.context:
             self._launched_length += 1
             self._grow(self._launched_length)
             steps.launch()
@@ -276,12 +278,12 @@ class Engine:
             raise non_finite_error(self, list(self._cached))
         return token
 
-    def _repeat(self, output: str, profile: Recorder | None) -> Repeat:
+    def _decode_loop(self, output: str, profile: Recorder | None) -> DecodeLoop:
         """Return the decode loop, which records its steps with ``profile``."""
         feeds = {"q_start": np.array([0, 1], np.int32), "rows": np.zeros(1, np.int32)}
         env = {"T": 1, "S": 1, "Q": 2, "N": 1}
         plan = self.decode_plan(output)
-        return self.executor.repeat(
+        return self.executor.decode_loop(
             plan, feeds, env, output, profile, lambda: {"kv_sum": self._launched_length}
         )
 

@@ -14,7 +14,7 @@ from ..arguments import (
     Whole,
     check,
     flag,
-    refused,
+    invalid_argument,
     texts,
     token_ids,
     unknown,
@@ -120,7 +120,7 @@ class Sampling:
             found[own] = value
         base = found.pop("sampling", None) or cls()
         if not isinstance(base, cls):
-            raise refused("sampling", base, "a graphllm.Sampling")
+            raise invalid_argument("sampling", base, "a graphllm.Sampling")
         return cls(**check(_RULES, vars(base) | found))
 
     def normalize(self) -> Sampling:

@@ -17,7 +17,7 @@ _ALIGN = 64  # bytes: where a result begins in a row
 
 
 @dataclass(frozen=True)
-class Parts:
+class Decomposition:
     """The parts of a fused node over stand-ins for its operands."""
 
     leaves: tuple[Tensor | None, ...]
@@ -33,14 +33,16 @@ class Parts:
         return sum(s is None for s in self.states) > 1
 
 
-def parts(node: Tensor) -> Parts:
+def decompose(node: Tensor) -> Decomposition:
     """What the fused ``node`` is made of."""
     metas = tuple(None if s is None else s.meta for s in node.src)
-    return _parts(node.op, metas, tuple(sorted(node.attrs.items())))
+    return _decompose(node.op, metas, tuple(sorted(node.attrs.items())))
 
 
 @lru_cache(maxsize=4096)
-def _parts(name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]) -> Parts:
+def _decompose(
+    name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]
+) -> Decomposition:
     fusion = get(name).fusion
     assert fusion is not None
     leaves = tuple(
@@ -57,12 +59,12 @@ def _parts(name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, An
         if state is None:
             at += -(-result.meta.strides[0] // _ALIGN) * _ALIGN
     nodes = tuple(n for n in rewrite.toposort(results) if not n.is_view and not n.is_leaf)
-    return Parts(leaves, nodes, results, states, tuple(offsets), at)
+    return Decomposition(leaves, nodes, results, states, tuple(offsets), at)
 
 
 def results(node: Tensor) -> tuple[Tensor, ...]:
     """The results of a fused node, as views of its buffer and of the states that it writes."""
-    own = parts(node)
+    own = decompose(node)
     found = []
     for result, state, offset in zip(own.results, own.states, own.offsets):
         meta = result.meta
@@ -84,7 +86,7 @@ def results(node: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def fused(
+def fused_op(
     name: str,
     *,
     anchor: str,
@@ -92,17 +94,17 @@ def fused(
     tol: Mapping[str, float],
     samples: Sequence[Sample],
     writes: Callable[[int], tuple[int, ...]] | None = None,
-    repeats: bool = False,
+    grouped: bool = False,
 ) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare a fused op: the decorated function builds its parts; see `Fusion`."""
 
     def infer(*metas: Meta | None, **attrs: Any) -> Meta:
-        own = _parts(name, metas, tuple(sorted(attrs.items())))
+        own = _decompose(name, metas, tuple(sorted(attrs.items())))
         (first, *_) = (r.meta for r, s in zip(own.results, own.states) if s is None)
         return Meta.of((first.rows, own.row_nbytes), dtype("i8")) if own.packed else first
 
     def cost(out: Meta, *metas: Meta | None, env: Env, **attrs: Any) -> Cost:
-        return _joint_cost(_parts(name, metas, tuple(sorted(attrs.items()))), env)
+        return _joint_cost(_decompose(name, metas, tuple(sorted(attrs.items()))), env)
 
     def body(*operands: Any, **attrs: Any) -> Any:
         raise GraphError(f"{name} has no body; its parts have")
@@ -110,19 +112,19 @@ def fused(
     def declare(build: Callable[..., Any]) -> OpDef:
         return register(
             name, build, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
-            reference=body, writes=writes, fusion=Fusion(build, anchor, propose, repeats),
+            reference=body, writes=writes, fusion=Fusion(build, anchor, propose, grouped),
         )  # fmt: skip
 
     return declare
 
 
-def _joint_cost(own: Parts, env: Env) -> Cost:
+def _joint_cost(own: Decomposition, env: Env) -> Cost:
     """The parts' costs, without the bytes that stay inside or that several parts read."""
     nodes = set(own.nodes)
     ends = set(map(rewrite.root, own.results))
     total, seen = Cost(0, 0), set()
     for part in own.nodes:
-        total += get(part.op).price(part, env)
+        total += get(part.op).node_cost(part, env)
         inside = 0 if part in ends or get(part.op).writes else part.meta.at(env).nbytes
         for source in part.sources:
             if source.base in nodes or source.base in seen:

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..errors import GraphError
 from .dtype import F32, DType, dtype
-from .scopes import site
+from .scopes import error_location
 from .tensor import Dim, Env, Meta, Tensor
 
 # ----------------------------------------------------------------------------------- declarations
@@ -50,7 +50,7 @@ class Cost:
 class Arg:
     """A test operand. ``shape`` may begin with a Var's name. ``layout``: contiguous, strided (a
     slice of wider rows), leading (the first columns of rows with 64 more, of any dtype), permuted
-    (axes 1.. stored in reverse) or expanded (axis 1 repeats).
+    (axes 1.. stored in reverse) or expanded (axis 1 grouped).
 
     ``leaf`` says what it is in the graph: input, state or weight. ``make(rng, shape)`` gives its
     values (float32 or integers; quantised dtypes are quantised from them); normal by default.
@@ -127,7 +127,7 @@ class OpDef:
 
     def operand(self, index: int) -> str:
         """The name of operand ``index``; variadic ones share the name ``rest``, or repeat."""
-        if self.fusion and self.fusion.repeats:
+        if self.fusion and self.fusion.grouped:
             return self.params[index % len(self.params)]
         return self.params[index] if index < len(self.params) else "rest"
 
@@ -146,7 +146,7 @@ class OpDef:
             meta = self.infer(*(s.meta if s is not None else None for s in full), **values)
         except GraphError as error:
             shapes = ", ".join(_shape(s) for s in src)
-            raise GraphError(f"{site()}: {self.name}({shapes}): {error}") from None
+            raise GraphError(f"{error_location()}: {self.name}({shapes}): {error}") from None
         return Tensor(self.name, full, values, meta)
 
     def _operands(self, src: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -171,7 +171,7 @@ class OpDef:
             raise GraphError(f"it needs the attribute {', '.join(missing)}")
         return values
 
-    def price(self, node: Tensor, env: Env) -> Cost:
+    def node_cost(self, node: Tensor, env: Env) -> Cost:
         """The cost of ``node`` in a run with these values of its Vars."""
         metas = (s.meta.at(env) if s is not None else None for s in node.src)
         return self.cost(node.meta.at(env), *metas, env=env, **node.attrs)
@@ -241,13 +241,13 @@ class Fusion:
     row, so all have the same axis 0. ``propose(node, users)`` may name operands and attributes
     that would have ``node``, whose op is ``anchor``, among the parts: the compiler builds the parts
     from them and looks whether the graph has just these, so a proposal cannot be wrong, only vain.
-    ``repeats``: variadic operands come in groups named as the first ones.
+    ``grouped``: variadic operands come in groups named as the first ones.
     """
 
     build: Callable[..., Any]
     anchor: str
     propose: Callable[[Tensor, Users], Proposal | None]
-    repeats: bool = False
+    grouped: bool = False
 
 
 # ---------------------------------------------------------------------------------- shape helpers

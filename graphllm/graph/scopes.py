@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Notes:
+class _ScopeValues:
     made: list[Tensor] = field(default_factory=list)  # in the order of their making
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
 _scope: ContextVar[str] = ContextVar("graphllm_scope", default="")
-_notes: ContextVar[_Notes | None] = ContextVar("graphllm_notes", default=None)
+_recording: ContextVar[_ScopeValues | None] = ContextVar("graphllm_notes", default=None)
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     """Nodes made inside carry ``name`` appended, with a dot, to the scope around it."""
     path = f"{_scope.get()}.{name}".lstrip(".") if name else _scope.get()
-    token, notes = _scope.set(path), _notes.get()
+    token, notes = _scope.set(path), _recording.get()
     before = len(notes.made) if notes else 0
     try:
         yield
@@ -46,24 +46,24 @@ def current_scope() -> str:
 
 
 @contextmanager
-def noted() -> Iterator[dict[str, Tensor]]:
+def record_scope_values() -> Iterator[dict[str, Tensor]]:
     """The value of every scope that is left inside, in the order in which they are left.
 
     It is what a module returns: the last result that was made in the scope's block. What has no
     varying axis 0 does not count (states, and what is computed from weights alone). A scope that is
     entered several times has the value of the last time that made one.
     """
-    notes = _Notes()
-    token = _notes.set(notes)
+    notes = _ScopeValues()
+    token = _recording.set(notes)
     try:
         yield notes.values
     finally:
-        _notes.reset(token)
+        _recording.reset(token)
 
 
-def note(result: Tensor) -> None:
+def record_result(result: Tensor) -> None:
     """A result with a varying axis 0 was made."""
-    notes = _notes.get()
+    notes = _recording.get()
     if notes:
         notes.made.append(result)
 
@@ -77,7 +77,7 @@ _MAKERS = tuple(
 )
 
 
-def origin_here() -> str:
+def find_origin() -> str:
     """``file:line`` of the model code that made a node: the nearest frame outside the package, or
     of the shared decoder where a model leaves that to it."""
     frame, shared = sys._getframe(1), ""
@@ -93,17 +93,17 @@ def origin_here() -> str:
     return shared
 
 
-def shown_line(origin: str) -> str:
+def relative_origin(origin: str) -> str:
     """``file:line`` for messages: from the working directory, if it is in there."""
     return origin.removeprefix(os.getcwd() + os.sep)
 
 
-def made_at() -> str:
+def current_origin() -> str:
     """The line of the model file that asks for a node, for messages."""
-    return shown_line(origin_here())
+    return relative_origin(find_origin())
 
 
-def site() -> str:
+def error_location() -> str:
     """The line and the scope that ask for a node, as messages begin: ``my_model.py:31:
     model.layers.0.self_attn``."""
-    return ": ".join(filter(None, (made_at(), current_scope())))
+    return ": ".join(filter(None, (current_origin(), current_scope())))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import GraphError
 from .dtype import DType, dtype
-from .scopes import current_scope, note, origin_here, site
+from .scopes import current_scope, error_location, find_origin, record_result
 from .scopes import scope as scope  # for model files
 
 VIEW = "view"
@@ -158,9 +158,9 @@ class Tensor:
         self.attrs = attrs
         self.meta = meta
         self.scopes = (current_scope(),) if scopes is None else scopes
-        self.origin = origin_here() if origin is None else origin
+        self.origin = find_origin() if origin is None else origin
         if op not in LEAVES and isinstance(meta.rows, Var):
-            note(self)
+            record_result(self)
 
     # -- what it is
     @property
@@ -208,7 +208,7 @@ class Tensor:
     # -- views: they change Meta alone
     def _refused(self, view: str, why: str) -> GraphError:
         """The error of a view that cannot be."""
-        return GraphError(f"{site()}: {view}({self.meta}): {why}")
+        return GraphError(f"{error_location()}: {view}({self.meta}): {why}")
 
     def _view(self, shape: tuple[Dim, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
         meta = Meta(shape, self.dtype, strides, self.meta.offset + offset)

@@ -15,8 +15,8 @@ from ..arguments import (
     Whole,
     flag,
     function,
+    invalid_argument,
     path,
-    refused,
     text,
     text_by_text,
     texts,
@@ -27,7 +27,7 @@ from ..compiler import fusion
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
-from ..runtime.gpu_offload import checked
+from ..runtime.gpu_offload import check_gpu_layers
 
 DEFAULT_CONTEXT = 4096
 
@@ -38,7 +38,7 @@ def _model(name: str, value: Any) -> Any:
         return value
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
-    raise refused(name, value, "a path, the name of a model or an open model file")
+    raise invalid_argument(name, value, "a path, the name of a model or an open model file")
 
 
 # Of the arguments of `load`, and of what else takes the same.
@@ -47,7 +47,7 @@ RULES: dict[str, Rule] = {
     "model_def": Optional(path),
     "type": Optional(text),
     "device": text,
-    "gpu_layers": checked,
+    "gpu_layers": check_gpu_layers,
     "context": Whole(1),
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from .. import backends as registry
-from ..arguments import check, refused, shown, whole_number
+from ..arguments import as_int, check, invalid_argument, quote
 from ..checkpoints.checkpoint import ModelFile, open_model
 from ..engine.engine import Engine
 from ..errors import ModelFileError, PlacementError, RequestError
 from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor, Progress
-from ..runtime.gpu_offload import AUTO, Fit
+from ..runtime.gpu_offload import AUTO, GpuOffload
 from .load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
 
 if TYPE_CHECKING:
@@ -77,15 +77,15 @@ class LoadedModel:
     def encode(self, prompt: str) -> list[int]:
         """The prompt's ids, with the begin-of-text token if the model wants one."""
         if not isinstance(prompt, str):
-            raise refused("prompt", prompt, "a text")
+            raise invalid_argument("prompt", prompt, "a text")
         return self.tokenizer.encode(prompt, add_special=True)
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """RequestError names an id that the model does not have."""
         vocab = self.decoder.cfg.vocab
         for token in ids:
-            if whole_number(token) is None or not 0 <= token < vocab:
-                raise RequestError(f"token id {shown(token)} is not in 0..{vocab - 1}")
+            if as_int(token) is None or not 0 <= token < vocab:
+                raise RequestError(f"token id {quote(token)} is not in 0..{vocab - 1}")
 
     @classmethod
     def load(
@@ -141,7 +141,7 @@ class LoadedModel:
         if not usable:
             raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
         file = open_model(model) if isinstance(model, (str, os.PathLike)) else model
-        order = None if device == "auto" else registry.behind(device)
+        order = None if device == "auto" else registry.fallbacks(device)
         executor = {
             "backends": order,
             "options": options,
@@ -201,7 +201,7 @@ class LoadedModel:
         return lines + [f"a token needs {copies}" for copies in plan.copies()]
 
     @property
-    def gpu_offload(self) -> Fit | None:
+    def gpu_offload(self) -> GpuOffload | None:
         """How many layers went to a device with a memory of its own; None without one."""
         return self.engine.gpu_offload
 
@@ -210,7 +210,7 @@ class LoadedModel:
         skipped, requested = self.executor.skipped.items(), self.engine.requested_gpu_layers
         lines = list(self.tokenizer.notes) if self.file.has_vocabulary else []
         lines += [
-            f"{name} is not used: {why}" for name, why in skipped if registry.find(name).wanted()
+            f"{name} is not used: {why}" for name, why in skipped if registry.find(name).expected()
         ]
         lines += getattr(self.decoder.weights.source, "notes", list)()  # of quantised ones
         if self.gpu_offload:

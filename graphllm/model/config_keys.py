@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, ModelFileError, listed, shown
+from ..errors import ConfigError, ModelFileError, join_names, quote
 from .config import ACTIVATIONS, Attention, DecoderConfig, Layer, Mlp, Norm
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Keys:
                 continue
             value, known = values.pop(own), values.get(common)
             if value is not None and known is not None and value != known:
-                raise self.error(common, f"= {shown(known)}, but {own} = {shown(value)}")
+                raise self.error(common, f"= {quote(known)}, but {own} = {quote(value)}")
             if known is None:
                 values[common], self.shown = value, {**self.shown, common: own}
             self.values = values
@@ -104,12 +104,12 @@ class Keys:
         value = self._look(name)
         if value is None:
             if default is ...:
-                raise ConfigError(f"{self.source}: missing key {shown(self.called(name))}")
+                raise ConfigError(f"{self.source}: missing key {quote(self.called(name))}")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            text = f"{self.called(name)} = {shown(value)} is not {kind.__name__}"
+            text = f"{self.called(name)} = {quote(value)} is not {kind.__name__}"
             raise ConfigError(f"{self.source}: {text}")
         return value
 
@@ -148,14 +148,14 @@ class Keys:
         """A text out of ``known``."""
         value = self(name, str, default)
         if value not in (known := list(known)):
-            raise self.error(name, f"= {shown(value)} is not supported, only {', '.join(known)}")
+            raise self.error(name, f"= {quote(value)} is not supported, only {', '.join(known)}")
         return value
 
     def only(self, name: str, value: Any) -> None:
         """A key of which one value alone is supported, which is what its absence means, too."""
         if self.has(name) and self._look(name) != value:
             raise self.error(
-                name, f"= {shown(self._look(name))} is not supported, only {shown(value)}"
+                name, f"= {quote(self._look(name))} is not supported, only {quote(value)}"
             )
         self._read.add(name)
 
@@ -181,7 +181,7 @@ class Keys:
             raise self.error(name, f"has {len(found)} entries for {count} layers")
         for value in found:
             if not isinstance(value, str) or value not in kinds:
-                raise self.error(name, f"has {shown(value)}, not {' or '.join(kinds)}")
+                raise self.error(name, f"has {quote(value)}, not {' or '.join(kinds)}")
         return [kinds[value] for value in found]
 
     def called(self, name: str) -> str:
@@ -207,10 +207,10 @@ class Keys:
 
         def text(name: str) -> str:
             near = difflib.get_close_matches(name, self._read, 1, 0.8)
-            hint = f" (it reads {shown(self.called(near[0]))})" if near else ""
-            return shown(self.called(name)) + hint
+            hint = f" (it reads {quote(self.called(near[0]))})" if near else ""
+            return quote(self.called(name)) + hint
 
-        keys = f"key{'s' * (len(unknown) > 1)} {listed(unknown, text)}"
+        keys = f"key{'s' * (len(unknown) > 1)} {join_names(unknown, text)}"
         raise ConfigError(f"{self.source}: the model does not know the {keys}")
 
     @property

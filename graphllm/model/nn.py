@@ -9,7 +9,7 @@ import numpy as np
 from .. import ops
 from ..errors import ModelFileError
 from ..graph.dtype import F32
-from ..graph.scopes import made_at
+from ..graph.scopes import current_origin
 from ..graph.tensor import Tensor, current_scope, scope, weight
 from ..weights import ModelWeights, Weights
 from .config import ACTIVATIONS
@@ -123,4 +123,4 @@ def _path(name: str, root: bool = False) -> str:
 
 def _wanted() -> str:
     """The line of the model file that wants a tensor, to end a message with."""
-    return f" ({made_at()})"
+    return f" ({current_origin()})"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, listed, shown
+from ..errors import ConfigError, join_names, quote
 from .config import Rope
 from .config_keys import Keys
 
@@ -54,7 +54,7 @@ class _Scaling:
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.error(f"{name} = {shown(value)} is no number")
+            raise self.error(f"{name} = {quote(value)} is no number")
         if not 0 <= value < 2**31:  # in these ranges nothing overflows float64
             raise self.error(f"{name} = {value} is not in 0..2^31")
         return float(value)
@@ -95,7 +95,7 @@ class _Scaling:
     def finish(self) -> None:
         unknown = sorted(set(self.values) - self._read)
         if unknown:
-            raise self.error(f"has unknown keys: {listed(unknown)}")
+            raise self.error(f"has unknown keys: {join_names(unknown)}")
 
 
 def rope_config(
@@ -126,7 +126,7 @@ def rope_config(
     name = "default" if name is None else name
     name = _NAMES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in _KINDS:
-        raise s.error(f"rope_type {shown(name)} is not supported, only {', '.join(_KINDS)}")
+        raise s.error(f"rope_type {quote(name)} is not supported, only {', '.join(_KINDS)}")
     if keys.gguf and LONG_FACTORS in keys.tensors:  # phi3's files state no kind
         name = "longrope"
     style = "interleaved" if keys.interleaved else "half"

@@ -173,7 +173,7 @@ def _visible_pairs(start, count, window):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """A packed batch, for samples and benchmarks: ``queries`` and total ``lengths`` by sequence.
 
     Blocks of ``block`` tokens lie shuffled over a pool of ``slots``; a table is ``width`` wide.
@@ -213,17 +213,17 @@ class Packed:
 
 
 _BATCHES = (
-    Packed((), ()),
-    Packed((1,), (1,)),
-    Packed((1,), (77,)),
-    Packed((19,), (19,)),
-    Packed((5,), (33,)),
-    Packed((1, 1, 1), (3, 70, 16)),
-    Packed((1, 9, 4, 20), (40, 9, 64, 21)),
+    PackedBatch((), ()),
+    PackedBatch((1,), (1,)),
+    PackedBatch((1,), (77,)),
+    PackedBatch((19,), (19,)),
+    PackedBatch((5,), (33,)),
+    PackedBatch((1, 1, 1), (3, 70, 16)),
+    PackedBatch((1, 9, 4, 20), (40, 9, 64, 21)),
 )
 # Longer than any one piece that a kernel may split the keys or the queries into.
-_LONG = Packed((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44)
-_FEW = Packed((1, 2, 1), (700, 513, 90), block=16, slots=1760, width=44)  # a piece is an item
+_LONG = PackedBatch((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44)
+_FEW = PackedBatch((1, 2, 1), (700, 513, 90), block=16, slots=1760, width=44)  # a piece is an item
 
 
 _FAR: tuple[tuple[dict[str, float], tuple[str, ...]], ...] = (
@@ -301,9 +301,11 @@ def _made(batch, kind, shape=((4, 2), (32, 32)), feature=({}, ()), values="conti
         ),
         *grid(_made, batch=_BATCHES[-2:], shape=_WIDE, kind=_KINDS),
         *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
-        *grid(_sample, batch=[Packed((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]),
-        _sample(Packed((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
-        _sample(Packed((0, 3, 0), (5, 9, 0))),
+        *grid(
+            _sample, batch=[PackedBatch((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]
+        ),
+        _sample(PackedBatch((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
+        _sample(PackedBatch((0, 3, 0), (5, 9, 0))),
     ],
 )
 def attention(

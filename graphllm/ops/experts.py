@@ -27,7 +27,7 @@ from ..graph.dtype import (  # fmt: skip
 )
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 from .embedding import expect_weight
-from .linear import FORMS, TOL, activations, product, unit
+from .linear import ACTIVATION_DTYPES, TOL, matmul, to_float32, unit_variance
 
 _LAYOUTS = ("contiguous", "strided")
 _ROWS = (0, 1, 7)
@@ -200,7 +200,7 @@ def sum_norm(x, *, eps=0.0):
 
 
 def _expert_infer(x, w, ids, bias=None):
-    expect("x", x, None, "f32", *FORMS)
+    expect("x", x, None, "f32", *ACTIVATION_DTYPES)
     require(x.ndim in (2, 3), f"x has {x.ndim} axes, not 2 or 3")
     expect_weight(w, 3)
     _expect_ids(ids, x)
@@ -223,7 +223,7 @@ def _expert_sample(rows, shape, kind, x=F32, each=False, k=2, layout="contiguous
     experts, _, width = shape
     args = (
         Arg(("T", k, width) if each else ("T", width), x, layout),
-        Arg(shape, kind, leaf="weight", make=unit),
+        Arg(shape, kind, leaf="weight", make=unit_variance),
         Arg(("T", k), I32, make=_below(experts)),
         Arg(shape[:2], leaf="weight") if bias else None,
     )
@@ -267,11 +267,11 @@ def expert_linear(x, w, ids, bias=None):
 
     Shazeer et al. 2017.
     """
-    x = activations(x)
+    x = to_float32(x)
     result = np.empty((*ids.shape, w.shape[1]), np.float32)
     for expert in np.unique(ids):
         t, j = np.nonzero(ids == expert)
-        y = product(x[t] if x.ndim == 2 else x[t, j], w[int(expert)])
+        y = matmul(x[t] if x.ndim == 2 else x[t, j], w[int(expert)])
         result[t, j] = y if bias is None else y + bias[expert]
     return result
 

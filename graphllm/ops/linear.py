@@ -31,11 +31,11 @@ from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
-FORMS = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
+ACTIVATION_DTYPES = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
 
 
 def _infer(x, w, bias=None):
-    expect("x", x, 2, "f32", *FORMS)
+    expect("x", x, 2, "f32", *ACTIVATION_DTYPES)
     expect_weight(w)
     require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
     if bias is not None:
@@ -51,7 +51,7 @@ def _cost(out, x, w, bias=None, *, env):
     return Cost(2 * out.size * w.shape[-1], x.nbytes + w.nbytes + extra + out.nbytes)
 
 
-def unit(rng, shape):
+def unit_variance(rng, shape):
     """Weights that keep a result's size near one, as the tolerance assumes."""
     return rng.standard_normal(shape) / np.sqrt(shape[-1])
 
@@ -59,7 +59,7 @@ def unit(rng, shape):
 def _sample(rows, shape, kind, x=F32, layout="contiguous", bias=False):
     args = (
         Arg(("T", shape[1]), x, layout),
-        Arg(shape, kind, leaf="weight", make=unit),
+        Arg(shape, kind, leaf="weight", make=unit_variance),
         Arg(shape[:1], leaf="weight") if bias else None,
     )
     return Sample(args, {}, {"T": rows})
@@ -107,18 +107,18 @@ def linear(x, w, bias=None):
 
     The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
     """
-    result = product(activations(x), w)
+    result = matmul(to_float32(x), w)
     return result if bias is None else result + bias
 
 
-def activations(x):
+def to_float32(x):
     """What an operand [T, ..., K] as `quantise_act` gives it, or float32, stands for."""
     if isinstance(x, Blocks):
         return quantization.dequantise_act(x.raw, x.dtype, x.elements)
     return np.ascontiguousarray(x, np.float32)
 
 
-def product(x, w):
+def matmul(x, w):
     """x w^T in float32. x [T, K] f32; w [N, K] any weight format, expanded in tiles."""
     result = np.empty((x.shape[0], w.shape[0]), np.float32)
     for start, tile in _tiles(w):
@@ -137,7 +137,7 @@ def _tiles(w):
 
 
 def _heads_infer(x, w):
-    expect("x", x, 3, "f32", *FORMS)
+    expect("x", x, 3, "f32", *ACTIVATION_DTYPES)
     expect_weight(w, 3)
     fits = (x.shape[1], x.shape[2]) == (w.shape[0], w.shape[2])
     require(fits, f"w {w.shape} does not fit heads {x.shape}")
@@ -146,7 +146,7 @@ def _heads_infer(x, w):
 
 def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
     heads, _, k = shape
-    args = (Arg(("T", heads, k), x, layout), Arg(shape, kind, leaf="weight", make=unit))
+    args = (Arg(("T", heads, k), x, layout), Arg(shape, kind, leaf="weight", make=unit_variance))
     return Sample(args, {}, {"T": rows})
 
 
@@ -172,10 +172,10 @@ def head_linear(x, w):
 
     DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: latent attention, its up projections absorbed.
     """
-    x = activations(x)
+    x = to_float32(x)
     result = np.empty((*x.shape[:2], w.shape[1]), np.float32)
     for head in range(w.shape[0]):
-        result[:, head] = product(x[:, head], w[head])
+        result[:, head] = matmul(x[:, head], w[head])
     return result
 
 
@@ -183,7 +183,9 @@ def _quantise_infer(x, *, dtype):
     expect("x", x, None, "f32")
     require(x.ndim > 1, f"x has {x.ndim} axes, not 2 or more")
     kind = dtype_of(dtype)
-    require(kind.name in FORMS, f"dtype is {kind}, not {' or '.join(FORMS)}")
+    require(
+        kind.name in ACTIVATION_DTYPES, f"dtype is {kind}, not {' or '.join(ACTIVATION_DTYPES)}"
+    )
     kind.row_nbytes(x.shape[-1])
     return out(x.shape, kind)
 

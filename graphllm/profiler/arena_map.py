@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..compiler.plan import Place, Plan
+from ..compiler.plan import Allocation, Plan
 from ..graph import rewrite
 from ..graph.tensor import Tensor
 
@@ -23,7 +23,7 @@ def arenas(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _buffers(plan: Plan) -> Iterator[tuple[str, Place, int, int]]:
+def _buffers(plan: Plan) -> Iterator[tuple[str, Allocation, int, int]]:
     """Name, place, first and last step of each intermediate and workspace."""
     last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
@@ -31,7 +31,7 @@ def _buffers(plan: Plan) -> Iterator[tuple[str, Place, int, int]]:
     last.update(dict.fromkeys(map(rewrite.root, plan.outputs.values()), len(plan.steps) - 1))
     for index, step in enumerate(plan.steps):
         name = f"{step.node.op} {step.node.scope}".strip()
-        if step.node in plan.places:
-            yield name, plan.places[step.node], index, last[step.node]
+        if step.node in plan.allocations:
+            yield name, plan.allocations[step.node], index, last[step.node]
         if index in plan.scratch:
             yield f"{name} (workspace)", plan.scratch[index], index, index

@@ -23,7 +23,7 @@ from ..errors import RequestError
 from ..graph.rewrite import root
 from ..graph.tensor import Meta, Tensor
 from ..ops import get
-from ..system_info import Others
+from ..system_info import OtherProcesses
 from ..version import __version__
 from . import machine_load
 from .roofline import cpu_name
@@ -143,7 +143,7 @@ def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) 
     check_context(llm, test)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     samples, tokens = [], filler_tokens(test.context, llm.decoder.cfg.vocab)
-    watch = Others()
+    watch = OtherProcesses()
     with llm.engine.lock.hold("a benchmark"):
         for done in range(repeat + 1):
             seen(done)
@@ -217,14 +217,14 @@ def step_flops(plan: Plan, start: int, count: int) -> float:
     last one's logits are wanted, by the costs that ops declare."""
     env = {"T": count, "S": 1, "Q": 2, "N": 1}
     env["kv_sum"] = count * start + count * (count + 1) // 2
-    return sum(get(step.node.op).price(step.node, env).flops for step in plan.steps)
+    return sum(get(step.node.op).node_cost(step.node, env).flops for step in plan.steps)
 
 
 def leaf_bytes(node: Tensor, env: Mapping[str, int]) -> float:
     """Bytes that its op must move, less those of intermediates."""
     between = {each for each in (*node.sources, node) if not root(each).is_leaf}
     passing = sum(each.meta.at(env).nbytes for each in between)
-    return max(0.0, get(node.op).price(node, env).bytes - passing)
+    return max(0.0, get(node.op).node_cost(node, env).bytes - passing)
 
 
 # --------------------------------------------------------------------------------------- the model

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..compiler.plan import HOST
 from ..engine.request import Sampling
 from ..errors import RequestError
-from ..system_info import Others
+from ..system_info import OtherProcesses
 from ..version import __version__
 from . import roofline
 from .accounting import Pass
@@ -42,7 +42,7 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
     plain: list[tuple[_Window, _Window]] = []
     timed: list[tuple[_Window, _Window]] = []
     recorders = Recorder(), Recorder()
-    watch = Others()
+    watch = OtherProcesses()
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
         plain.append(_run_pass(llm, ids, decode, None))
@@ -156,4 +156,4 @@ def _startup_times(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -
     """Seconds of what happens once."""
     walls = [(late[1] - early[0]) / 1e9 for early, late in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))
-    return {"load_s": llm.load_s, **llm.executor.spent, "first_run_s": first}
+    return {"load_s": llm.load_s, **llm.executor.load_times, "first_run_s": first}

@@ -21,7 +21,7 @@ from ..backends.probe_results import Table, spread
 from ..checkpoints.random_weights import random_bytes
 from ..formats.quantization import Blocks
 from ..graph.dtype import F16, F32, I32, Q8_0, DType, dtype
-from ..graph.fused_op import parts
+from ..graph.fused_op import decompose
 from ..graph.tensor import Tensor, Var, feed, scope, state, weight
 from ..ops import get
 from ..runtime.executor import Executor
@@ -59,10 +59,10 @@ def arithmetic_kind(node: Tensor) -> str:
 def operations(node: Tensor, env: Mapping[str, int]) -> Iterator[tuple[str, str, float]]:
     """What a step computes, for each op that it is made of: its kind, a linear's format of weights
     (else nothing), operations."""
-    for part in parts(node).nodes if get(node.op).fusion else (node,):
+    for part in decompose(node).nodes if get(node.op).fusion else (node,):
         kind = arithmetic_kind(part)
         form = part.sources[1].dtype.name if kind in (INTEGER, FLOAT) else ""
-        yield kind, form, get(part.op).price(part, env).flops
+        yield kind, form, get(part.op).node_cost(part, env).flops
 
 
 @dataclass

@@ -80,7 +80,7 @@ class _Planner(Executor):
         self, weights: Weights, asked: str, options: Options, free: int | None, **more: Any
     ) -> None:
         self._asked, self._free = asked, free
-        names = registry.names() if asked == "auto" else registry.behind(asked)
+        names = registry.names() if asked == "auto" else registry.fallbacks(asked)
         super().__init__(weights, names, options, **more)
 
     def _devices(self) -> Devices:
@@ -215,7 +215,7 @@ class TimePredictor:
         if not best or (computes is None and many):
             return None
         if many:
-            moved = get(step.node.op).price(step.node, env).bytes
+            moved = get(step.node.op).node_cost(step.node, env).bytes
         else:
             moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
         return max(moved / best, computes or 0.0) + ceiling.step(threads)
@@ -331,7 +331,7 @@ def _summarize(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Plan
     most = engine.limits.tokens
     kv = {name.removeprefix("kv.") for name in engine.outputs if name.startswith("kv.")}
     notes = [f"{name} is not usable here: {why}" for name, why in planner.skipped.items()
-             if registry.find(name).wanted() or planner.backends[0].name == name]  # fmt: skip
+             if registry.find(name).expected() or planner.backends[0].name == name]  # fmt: skip
     if engine.gpu_offload:
         notes.append(str(engine.gpu_offload))
     return DryRun(
@@ -363,7 +363,7 @@ def _phase(name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredi
         misses=[Miss(*what, steps) for what, steps in plan.misses().items()],
         copies=plan.copies(),
         nbytes=sum(leaf_bytes(step.node, env) for step in plan.steps),
-        flops=sum(get(step.node.op).price(step.node, env).flops for step in plan.steps),
+        flops=sum(get(step.node.op).node_cost(step.node, env).flops for step in plan.steps),
         seconds=predictor.seconds(plan, env),
     )
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..backends import Log, Segment
+from ..backends import Segment, TimestampLog
 from ..compiler.plan import TRANSFER
-from ..graph.fused_op import parts
+from ..graph.fused_op import decompose
 from ..ops import get
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Row:
 @dataclass(frozen=True)
 class Run:
     """One run of a plan: when the host began it and had it back, and its segments' times, as in
-    `graphllm.backends.Log`."""
+    `graphllm.backends.TimestampLog`."""
 
     plan: Plan
     env: Mapping[str, int]
@@ -94,7 +94,7 @@ class _Pending:
     env: Mapping[str, int]
     called: int
     returned: int
-    places: tuple[tuple[Log, int], ...]
+    places: tuple[tuple[TimestampLog, int], ...]
 
 
 class Recorder:
@@ -102,14 +102,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
-        self._logs: dict[Segment, Log] = {}
+        self._logs: dict[Segment, TimestampLog] = {}
         self._counts: Counter[Segment] = Counter()  # timed runs
 
     def run(self, plan: Plan, pieces: BoundSegments, env: Mapping[str, int]) -> None:
         """Run ``pieces`` of ``plan``, timed, with these values of the Vars."""
         places, called = [], time.perf_counter_ns()
         for segment, _ in pieces:
-            log = self._logs.setdefault(segment, Log())
+            log = self._logs.setdefault(segment, TimestampLog())
             segment.run(log)
             places.append((log, self._counts[segment]))
             self._counts[segment] += 1
@@ -120,7 +120,7 @@ class Recorder:
     def runs(self) -> list[Run]:
         """All of them, once they are over."""
         for log in self._logs.values():
-            log.settle()
+            log.collect()
         return [
             Run(
                 p.plan, p.env, p.called, p.returned,
@@ -158,8 +158,8 @@ def _row(
     overlap: int,
 ) -> Row:  # fmt: skip
     node, op = step.node, get(step.node.op)
-    costs = [op.price(node, env) for env in envs]
-    own = parts(node) if op.fusion else None
+    costs = [op.node_cost(node, env) for env in envs]
+    own = decompose(node) if op.fusion else None
     largest = max(envs, key=lambda env: env.get("T", 0))
     layer = re.search(r"\.(\d+)(\.|$)", node.scope)
     return Row(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..backends import find
-from ..terminal import safe
+from ..terminal import escape_control
 from .accounting import TimeAccounting
 from .record import Total, totals
 
@@ -21,7 +21,7 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
     """See `Profile.table`."""
     blocks = ["\n".join(_phase(phase, by, top, colour)) for phase in profile.phases]
     reasons = dict.fromkeys(
-        safe(f"{row.op} ran on {row.backend}: {row.why}")
+        escape_control(f"{row.op} ran on {row.backend}: {row.why}")
         for phase in profile.phases
         for row in phase.rows
         if row.why
@@ -55,7 +55,7 @@ def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
     head += f" {'GB/s':>7} {'GFLOP/s':>9}"
     yield _dim(head + (f" {'limit':>6} {'to gain':>9}" if limits else ""), colour)
     for name in names:
-        yield f"{safe(name):<{width}} {scale.row(sums[name])}"
+        yield f"{escape_control(name):<{width}} {scale.row(sums[name])}"
     if rest:
         yield f"{f'{len(rest)} more':<{width}} {scale.row(_sum_totals(rest))}"
     yield from _accounting_rows(phase.accounting, width, scale, colour)

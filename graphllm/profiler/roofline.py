@@ -21,7 +21,7 @@ from ..backends import find
 from ..backends.probe_results import ROOFS, THREADS
 from ..cache import CacheFile
 from ..errors import RequestError
-from ..system_info import Others, free_bytes
+from ..system_info import OtherProcesses, free_bytes
 from . import kernel_probes
 from .machine_load import MAX_OTHER_LOAD
 
@@ -217,7 +217,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
     if run is None:
         raise RequestError(f"the backend {backend} does not measure its memory")
     size = nbytes or probe_bytes()
-    date, others = _now().isoformat(timespec="seconds"), Others()
+    date, others = _now().isoformat(timespec="seconds"), OtherProcesses()
     own = run(size, show)
     found = Ceilings(
         backend, machine_name(), date, size, own.memory, caches=own.caches, peaks=own.peaks,

@@ -8,29 +8,31 @@ from typing import Any
 import numpy as np
 
 from ..backends import Operand
-from ..compiler.plan import Place
+from ..compiler.plan import Allocation
 from ..errors import GraphError
 
-GUARD = 64  # bytes of canary on each side of a buffer
-CANARY = 0xA5
-POISON = 0xFF  # makes every f32 and f16 a NaN
+GUARD_BYTES = 64  # bytes of canary on each side of a buffer
+GUARD_VALUE = 0xA5
+NAN_BYTE = 0xFF  # makes every f32 and f16 a NaN
 
 
-def surround(buffer: Any, nbytes: int) -> None:
-    """Put canaries before and behind the ``nbytes`` that begin `GUARD` bytes into the buffer."""
-    buffer[:GUARD] = CANARY
-    buffer[GUARD + nbytes :] = CANARY
+def write_guards(buffer: Any, nbytes: int) -> None:
+    """Fill the guards around the ``nbytes`` that begin at offset `GUARD_BYTES` of the buffer."""
+    buffer[:GUARD_BYTES] = GUARD_VALUE
+    buffer[GUARD_BYTES + nbytes :] = GUARD_VALUE
 
 
-def check_surrounded(buffers: Iterable[tuple[str, str, Operand]]) -> None:
+def check_guards(buffers: Iterable[tuple[str, str, Operand]]) -> None:
     """GraphError for one of the buffers (name, memory, operand) that was written outside of."""
     for name, _, operand in buffers:
         buffer, nbytes = operand.buffer, operand.meta.bound().nbytes
-        if (buffer[:GUARD] != CANARY).any() or (buffer[GUARD + nbytes :] != CANARY).any():
+        if (buffer[:GUARD_BYTES] != GUARD_VALUE).any() or (
+            buffer[GUARD_BYTES + nbytes :] != GUARD_VALUE
+        ).any():
             raise GraphError(f"a kernel wrote outside the buffer of {name!r}")
 
 
-def check_arenas(arenas: Mapping[str, Any], spots: Iterable[Place]) -> None:
+def check_arenas(arenas: Mapping[str, Any], spots: Iterable[Allocation]) -> None:
     """GraphError for a byte of an arena, by memory, that is in no spot and was written."""
     spots = list(spots)
     for memory, arena in arenas.items():
@@ -38,6 +40,6 @@ def check_arenas(arenas: Mapping[str, Any], spots: Iterable[Place]) -> None:
         for spot in spots:
             if spot.memory == memory:
                 outside[spot.offset : spot.offset + spot.nbytes] = False
-        strays = np.flatnonzero(outside & (arena[:] != POISON))
+        strays = np.flatnonzero(outside & (arena[:] != NAN_BYTE))
         if strays.size:
             raise GraphError(f"a kernel wrote outside its buffers, at arena byte {strays[0]}")

@@ -16,7 +16,7 @@ from ..errors import GraphError, GraphllmError, OutOfMemory
 from ..graph.dtype import BF16, DType
 from ..graph.tensor import Meta, Tensor, replica
 from ..weights import Arrays, Weights
-from .buffer_guards import GUARD, surround
+from .buffer_guards import GUARD_BYTES, write_guards
 from .devices import Devices
 
 Pack = Callable[[np.ndarray, Meta], np.ndarray]
@@ -55,17 +55,17 @@ class Buffers:
         return known
 
     # -- inputs and states
-    def place(self, name: str, memory: str) -> Operand:
+    def operand(self, name: str, memory: str) -> Operand:
         """The buffer of an input or a state in ``memory``; zeros at first."""
         leaf = self._leaves[name]
         values = self._values.setdefault(leaf, {})
         if memory not in values:
             device, nbytes = self._devices.owner(memory), leaf.meta.bound().nbytes
-            offset = GUARD if self._guarded else 0
-            size = aligned(nbytes) + 2 * GUARD if self._guarded else max(nbytes, 1)
+            offset = GUARD_BYTES if self._guarded else 0
+            size = aligned(nbytes) + 2 * GUARD_BYTES if self._guarded else max(nbytes, 1)
             buffer = allocate(device, size, name)
             if self._guarded:
-                surround(buffer, nbytes)
+                write_guards(buffer, nbytes)
             values[memory] = _Value(Operand(replace(leaf.meta, offset=offset), buffer))
         return values[memory].operand
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import Log
+from ..backends import TimestampLog
 from ..compiler.plan import Plan, Step
 from ..debug import debug, debug_level
 from ..graph.op import get
@@ -22,9 +22,9 @@ class StepPrinter:
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         for segment, steps in segments:
-            log = Log()
+            log = TimestampLog()
             segment.run(log)
-            log.settle()
+            log.collect()
             ends, _ = log.runs[0]
             for step, ns in zip(steps, np.diff(ends)):
                 debug(LEVEL, _line(step, int(ns), env))
@@ -37,7 +37,7 @@ def step_printer() -> StepPrinter | None:
 
 def _line(step: Step, ns: int, env: Mapping[str, int]) -> str:
     """One step of one run: backend, time, rates, op and weight formats, shape, scope."""
-    node, cost = step.node, get(step.node.op).price(step.node, env)
+    node, cost = step.node, get(step.node.op).node_cost(step.node, env)
     rates = f"{cost.bytes / max(ns, 1):>7.1f} GB/s {cost.flops / max(ns, 1):>8.1f} GFLOP/s"
     what = f"{node.op} {step.weight_formats}".strip()
     tokens = f"T={env['T']}" if "T" in env else ""

@@ -45,7 +45,7 @@ class Output:
         return replace(self._operand, meta=self._operand.meta.at(env))
 
 
-class Repeat:
+class DecodeLoop:
     """A plan run again and again: `launch` begins a run, `take` gives the output of the oldest one.
 
     ``ahead``: so many more runs may be begun before the output of the first of them is taken.
@@ -59,7 +59,7 @@ class Repeat:
         read: Callable[[], np.ndarray],
         ahead: int = 0,
     ) -> None:
-        self._begin, self._read, self.ahead = begin, read, ahead
+        self._begin, self._read, self.lookahead = begin, read, ahead
         self.waiting = 0
 
     def launch(self) -> None:

@@ -14,17 +14,17 @@ import numpy as np
 from .. import backends as registry
 from ..backends import Bound, Header, Operand, Options, Segment
 from ..compiler.placement import Pin, Placement, Tap, check_pins, pins_from, place
-from ..compiler.plan import Place, Plan, Step, compile_plan, watched
+from ..compiler.plan import Allocation, Plan, Step, compile_plan, with_outputs
 from ..debug import debug
 from ..errors import GraphError
 from ..graph import rewrite
 from ..graph.op import get
 from ..graph.tensor import WEIGHT, Meta, Tensor, Var
 from ..weights import Arrays, Weights
-from .buffer_guards import GUARD, POISON, check_arenas, check_surrounded
+from .buffer_guards import GUARD_BYTES, NAN_BYTE, check_arenas, check_guards
 from .buffers import Buffers, allocate, converted, fits
 from .debug_log import memory_lines, step_printer
-from .decode_loop import Output, Repeat
+from .decode_loop import DecodeLoop, Output
 from .devices import Devices, Progress
 from .recorder import Recorder
 
@@ -86,11 +86,11 @@ class Executor:
         self.options = options or Options()
         self.pins, self.strict, self.poison = pins_from(pins or {}), strict, poison
         self.progress = progress or (lambda what, done, total: None)
-        self.backends, self.skipped = registry.usable(backends or registry.names())
+        self.backends, self.skipped = registry.select_usable(backends or registry.names())
         self.devices = self._devices()
         self.buffers = Buffers(self.devices, self.weights, poison)
         self.header = Header()
-        self.spent = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
+        self.load_times = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
         self._arenas: dict[str, Any] = {}
         self._model: Mapping[str, Tensor] = {}  # what was adopted
         self._adopted: Placement | None = None
@@ -110,7 +110,7 @@ class Executor:
 
     # --------------------------------------------------------------------------------- placement
 
-    def adopt(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> None:
+    def place_model(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> None:
         """Place a whole model, so that all plans for some of its outputs agree on where each site
         runs and each state lies.
 
@@ -155,15 +155,15 @@ class Executor:
         assert self._adopted is not None
         return self._compiled(self._adopted.tapped(taps, self._moved), bounds)
 
-    def watch(self, plan: Plan, values: Mapping[str, Tensor]) -> Plan:
+    def with_outputs(self, plan: Plan, values: Mapping[str, Tensor]) -> Plan:
         """``plan`` with more outputs: nodes of its graph, or views of them. It is not kept."""
         self._check_own(plan)
-        wider = watched(plan, values)
+        wider = with_outputs(plan, values)
         self._programs[wider] = None
         return wider
 
     def _compiled(self, placement: Placement, bounds: Bounds | None) -> Plan:
-        plan = compile_plan(placement, bounds, GUARD if self.poison else 0)
+        plan = compile_plan(placement, bounds, GUARD_BYTES if self.poison else 0)
         if self.strict:
             plan.check_strict()
         debug(1, plan.explain)
@@ -221,8 +221,8 @@ class Executor:
             device = self.devices.of(steps[0].backend)
             segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
             at += len(steps)
-        self.spent["weights_s"] += ready - start
-        self.spent["kernels_s"] += time.perf_counter() - ready
+        self.load_times["weights_s"] += ready - start
+        self.load_times["kernels_s"] += time.perf_counter() - ready
         outputs = {}
         for name, node in plan.outputs.items():
             memory = plan.memory[rewrite.root(node)]
@@ -248,7 +248,7 @@ class Executor:
     def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
         own = rewrite.root(node)
         if not own.is_leaf:
-            return _in_arena(node, plan.places[own], arenas)
+            return _in_arena(node, plan.allocations[own], arenas)
         leaf = self.buffers.place(own.name, memory)
         return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
 
@@ -300,18 +300,18 @@ class Executor:
     ) -> None:
         if self.poison:
             for arena in program.arenas.values():
-                arena[:] = POISON
+                arena[:] = NAN_BYTE
         if (profile := profile or step_printer()) is not None:
             profile.run(plan, program.segments, values)
         else:
             for segment, _ in program.segments:
                 segment.run(None)
         if self.poison:
-            check_surrounded(self.buffers.values())
-            spots = [*plan.places.values(), *plan.scratch.values()]
+            check_guards(self.buffers.values())
+            spots = [*plan.allocations.values(), *plan.scratch.values()]
             check_arenas(program.arenas, spots)
 
-    def repeat(
+    def decode_loop(
         self,
         plan: Plan,
         feeds: Mapping[str, np.ndarray],
@@ -319,7 +319,7 @@ class Executor:
         name: str,
         profile: Recorder | None = None,
         counts: Callable[[], Mapping[str, int]] = dict,
-    ) -> Repeat:
+    ) -> DecodeLoop:
         """What runs ``plan`` again and again and gives one output, for the decode loop.
 
         ``feeds`` are written once, now; inputs that are not among them keep what they were fed
@@ -337,15 +337,15 @@ class Executor:
         output = program.outputs[name]
         if self.poison:
             alone = partial(self._run, plan, program, profile=profile)
-            return Repeat([lambda: alone({**values, **counts()})], output.reader(values))
+            return DecodeLoop([lambda: alone({**values, **counts()})], output.reader(values))
         begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
         if (profile := profile or step_printer()) is not None:
             timed = partial(profile.run, plan, program.segments)
             begin = [lambda: timed({**values, **counts()})]
         ring = output.ring(values) if len(program.segments) == 1 else None
         if ring is None:
-            return Repeat(begin, output.reader(values))
-        return Repeat([*begin, ring.put], ring.take, ring.ahead)
+            return DecodeLoop(begin, output.reader(values))
+        return DecodeLoop([*begin, ring.put], ring.take, ring.lookahead)
 
     def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
         """Copy the feeds that this plan reads into their buffers; the values of all its Vars."""
@@ -368,11 +368,11 @@ class Executor:
         return env
 
 
-def _in_arena(node: Tensor, spot: Place, arenas: Mapping[str, Any]) -> Operand:
+def _in_arena(node: Tensor, spot: Allocation, arenas: Mapping[str, Any]) -> Operand:
     meta = replace(node.meta, offset=node.meta.offset + spot.offset)
     return Operand(meta, arenas[spot.memory])
 
 
-def _workspace(spot: Place, arenas: Mapping[str, Any]) -> Operand:
+def _workspace(spot: Allocation, arenas: Mapping[str, Any]) -> Operand:
     meta = replace(Meta.of((spot.nbytes,), "i8"), offset=spot.offset)
     return Operand(meta, arenas[spot.memory])

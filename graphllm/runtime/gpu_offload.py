@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..arguments import refused, whole_number
+from ..arguments import as_int, invalid_argument
 from ..compiler.placement import Pin
 from ..compiler.plan import HOST, TRANSFER, Plan, Step
 from ..graph import rewrite
@@ -24,50 +24,50 @@ MARGIN = 512 << 20
 _GRAIN, _SMALL = 2 << 20, 512  # drivers round buffers up to these, from half of the larger on
 
 
-def checked(name: str, gpu_layers: Any) -> int | str:
+def check_gpu_layers(name: str, gpu_layers: Any) -> int | str:
     """``auto``, ``all`` or a count, which may be its digits. RequestError for anything else."""
     if isinstance(gpu_layers, str):
         if gpu_layers in (AUTO, ALL):
             return gpu_layers
         number = int(gpu_layers) if gpu_layers.isascii() and gpu_layers.isdecimal() else None
     else:
-        number = whole_number(gpu_layers)
+        number = as_int(gpu_layers)
     if number is None or number < 0:
-        raise refused(name, gpu_layers, "auto, all or a number of layers from 0 on")
+        raise invalid_argument(name, gpu_layers, "auto, all or a number of layers from 0 on")
     return number
 
 
 @dataclass(frozen=True)
-class Fit:
+class GpuOffload:
     """What went to a device: ``layers`` of ``total`` numbered ones, of which the ``first`` went to
     ``others``, and the ``output`` after them; bytes that they need there, that all would need, and
     that were free."""
 
     backend: str
-    others: str
+    fallback: str
     layers: int
     total: int
     first: int
     output: bool
-    asked: int | str
-    needed: int
-    needed_by_all: int
-    free: int | None
+    requested: int | str
+    needed_bytes: int
+    needed_by_all_bytes: int
+    free_bytes: int | None
 
     def __str__(self) -> str:
         if self.layers == self.total:
             return f"all {self.total} layers on {self.backend}: {self._room}"
         here = f"{self.layers} of {self.total} layers{' and the output' if self.output else ''}"
-        there = f"the first {self.first} on {self.others}" if self.first else "the others pinned"
-        why = f", all would need {_gb(self.needed_by_all)}" if self.first else ""
-        if self.asked != AUTO:
-            why = f", as asked with gpu_layers = {self.asked}"
+        there = f"the first {self.first} on {self.fallback}" if self.first else "the others pinned"
+        why = f", all would need {_gb(self.needed_by_all_bytes)}" if self.first else ""
+        if self.requested != AUTO:
+            why = f", as asked with gpu_layers = {self.requested}"
         return f"{here} on {self.backend}, {there}: {self._room}{why}"
 
     @property
     def _room(self) -> str:
-        free = "" if self.free is None else f" of {_gb(self.free)} free"
-        return f"{_gb(self.needed)}{free} there"
+        free = "" if self.free_bytes is None else f" of {_gb(self.free_bytes)} free"
+        return f"{_gb(self.needed_bytes)}{free} there"
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -75,9 +75,9 @@ class Fit:
             "layers": self.layers,
             "of": self.total,
             "output": self.output,
-            "needed_bytes": self.needed,
-            "needed_by_all_bytes": self.needed_by_all,
-            "free_bytes": self.free,
+            "needed_bytes": self.needed_bytes,
+            "needed_by_all_bytes": self.needed_by_all_bytes,
+            "free_bytes": self.free_bytes,
             "text": str(self),
         }
 
@@ -89,7 +89,7 @@ def _gb(nbytes: int) -> str:
 # ------------------------------------------------------------------------------------------ pieces
 
 
-def piece_of(node: Tensor) -> str:
+def layer_scope(node: Tensor) -> str:
     """The numbered scope that a node is in, as ``model.layers.3``; empty where it is in none."""
     for scope in node.scopes:
         parts = scope.split(".")
@@ -100,26 +100,26 @@ def piece_of(node: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class LayerOrder:
     """A graph's numbered scopes in the order of the data, and the scopes of what comes before."""
 
     layers: tuple[str, ...]
     before: frozenset[str]
 
     @classmethod
-    def of(cls, outputs: Mapping[str, Tensor]) -> Pieces:
+    def of(cls, outputs: Mapping[str, Tensor]) -> LayerOrder:
         nodes = [n for n in rewrite.toposort(outputs.values()) if not n.is_leaf and not n.is_view]
-        numbered = [n for n in nodes if piece_of(n)]
-        layers = tuple(dict.fromkeys(map(piece_of, numbered)))
+        numbered = [n for n in nodes if layer_scope(n)]
+        layers = tuple(dict.fromkeys(map(layer_scope, numbered)))
         needed = set(rewrite.toposort(numbered))
-        others = [n for n in nodes if not piece_of(n)]
+        others = [n for n in nodes if not layer_scope(n)]
         before = {scope for n in others if n in needed for scope in n.scopes}
         after = {scope for n in others if n not in needed for scope in n.scopes}
         return cls(layers, frozenset(before - after))
 
     def rank(self, node: Tensor) -> int:
         """How many pieces are taken before this one: those at the end come first."""
-        name = piece_of(node)
+        name = layer_scope(node)
         if name:
             return len(self.layers) - self.layers.index(name)
         return len(self.layers) + 1 if self.before.intersection(node.scopes) else 0
@@ -139,7 +139,7 @@ class Pieces:
 
 
 @dataclass
-class Need:
+class MemoryEstimate:
     """Bytes that plans need in one memory: of weights and state by rank of the piece that is taken
     first of those that read them, of everything else, and while weights are packed."""
 
@@ -156,15 +156,15 @@ class Need:
         return self.of(1 + max(self.pieces, default=0))
 
 
-def need(plans: Sequence[Plan], memory: str, pieces: Pieces) -> Need:
+def estimate_memory(plans: Sequence[Plan], memory: str, pieces: LayerOrder) -> MemoryEstimate:
     """What these plans need in ``memory``."""
-    found, buffers = Need(), dict[object, tuple[int, int, bool]]()
+    found, buffers = MemoryEstimate(), dict[object, tuple[int, int, bool]]()
     for plan in plans:
         for step in plan.steps:
             if step.memory != memory:
                 continue
             if get(step.node.op).role != TRANSFER:
-                found.layers |= {piece_of(step.node)} - {""}
+                found.layers |= {layer_scope(step.node)} - {""}
             rank = pieces.rank(step.node)
             for key, nbytes, packed in leaf_buffers(step):
                 first = min(rank, buffers[key][0]) if key in buffers else rank
@@ -200,12 +200,12 @@ def _rounded(nbytes: int) -> int:
 # --------------------------------------------------------------------------------------------- fit
 
 
-def fit(
+def plan_gpu_offload(
     executor: Executor,
     outputs: Mapping[str, Tensor],
     plans: Callable[[], Sequence[Plan]],
     asked: int | str = AUTO,
-) -> Fit | None:
+) -> GpuOffload | None:
     """Place the adopted ``outputs`` anew if not all of them go to the first backend.
 
     ``plans`` compiles those that are to have room. ``asked``: ``auto``, all that fits; ``all``; or
@@ -218,22 +218,22 @@ def fit(
     behind = [b for b in executor.backends[1:] if executor.devices.memory_of(b) != memory]
     if not behind:
         return None
-    pieces, free = Pieces.of(outputs), device.free()
+    pieces, free = LayerOrder.of(outputs), device.free()
     everything = len(pieces.layers) + 2
-    whole = needs = need(plans(), memory, pieces)
+    whole = needs = estimate_memory(plans(), memory, pieces)
     taken = everything
     if isinstance(asked, int) and asked <= len(pieces.layers):
         taken = asked
     elif asked == AUTO and free is not None:
         taken = next((n for n in range(everything, 0, -1) if whole.of(n) <= free), 0)
     while taken < everything:
-        executor.adopt(outputs, pieces.pins(taken, behind[0].name))
-        needs = need(plans(), memory, pieces)
+        executor.place_model(outputs, pieces.pins(taken, behind[0].name))
+        needs = estimate_memory(plans(), memory, pieces)
         if asked != AUTO or taken == 0 or free is None or needs.total <= free:
             break
         taken -= 1
     total = len(pieces.layers)
-    return Fit(
+    return GpuOffload(
         executor.backends[0].name, behind[0].name, len(needs.layers), total,
         total - min(max(taken - 1, 0), total), taken > 0, asked, needs.total, whole.total, free,
     )  # fmt: skip

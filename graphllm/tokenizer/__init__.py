@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..weights.gguf import GgufFile
 from . import chatglm, tokenizer_json
 from .bpe import BpeTokenizer
@@ -79,7 +79,7 @@ def from_gguf(file: GgufFile) -> Tokenizer:
     key = "tokenizer.ggml.model"
     kind = file.value(key, str)
     if kind is None or kind not in _KINDS:
-        text = f"{shown(kind)} is not supported; known: {', '.join(_KINDS)}"
+        text = f"{quote(kind)} is not supported; known: {', '.join(_KINDS)}"
         raise ModelFileError(f"{file.path}: key {key!r}: {text}")
     return _KINDS[kind](file)
 

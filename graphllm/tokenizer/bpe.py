@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from ..errors import shown
+from ..errors import quote
 from ..weights.gguf import StringArray
 from .pre_tokenizers import DEFAULT, PRES, Pre, expand
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
@@ -60,7 +60,7 @@ class BpeTokenizer(Vocabulary):
             self.notes.append(f"{text}, which may not be how the model was trained")
         if name not in PRES:
             known = ", ".join(sorted(PRES))
-            raise self._error("pre", f"{shown(name)} is not supported; known: {known}")
+            raise self._error("pre", f"{quote(name)} is not supported; known: {known}")
         return PRES[name]
 
     def _flag(self, key: str, default: bool) -> bool:
@@ -92,7 +92,7 @@ class BpeTokenizer(Vocabulary):
                 idle.append(number)
         if idle:
             text = f"{len(idle)} of {len(stored)} merges are no pairs of pieces and have no effect"
-            self.notes.append(f"{text}, as {shown(stored[idle[0]])} (entry {idle[0]})")
+            self.notes.append(f"{text}, as {quote(stored[idle[0]])} (entry {idle[0]})")
         return list(pairs)
 
     def _add_spares(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
@@ -118,7 +118,7 @@ class BpeTokenizer(Vocabulary):
         unknown = {text for text in lacking if text.encode() not in self._index}
         pairs = [p for p in merges if p[0] + p[1] in unknown or not unknown.isdisjoint(p)]
         if pairs:
-            first = shown(" ".join(pairs[0]))
+            first = quote(" ".join(pairs[0]))
             text = (
                 f"{len(pairs)} of {len(merges)} merges have pieces that are no tokens, as {first}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from .sentencepiece_model import ModelTokenizer
 from .tokenizer_config import LARGEST_ID, Directory
 from .vocabulary import Specials
@@ -34,7 +34,7 @@ class ChatGlmTokenizer(ModelTokenizer):
         images = directory.settings.get("num_image_tokens", _IMAGES)
         if not isinstance(images, int) or not 0 <= images < LARGEST_ID:
             file = directory.folder / "tokenizer_config.json"
-            text = f"num_image_tokens = {shown(images)} is not a count"
+            text = f"num_image_tokens = {quote(images)} is not a count"
             raise ModelFileError(f"{file}: {text}")
         names = {"bos_token": "<sop>", "eos_token": "<eop>", "unk_token": "<unk>"}
         super().__init__(path, directory, offset=images, names=names, controls=_CONTROLS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from .hf_classes import prefix_scheme
 from .sentencepiece import SpmTokenizer, model_proto
 from .sentencepiece_proto import ModelProto, read_model
@@ -125,7 +125,7 @@ class ModelTokenizer(SpmTokenizer):
         text = added.content.encode()
         if self._known.get(text, token) != token or not text:
             raise ModelFileError(
-                f"{path}: added token {shown(added.content)} has the id {token} in the directory, "
+                f"{path}: added token {quote(added.content)} has the id {token} in the directory, "
                 f"but {self._known.get(text)} in the model"
             )
         missing = token + 1 - len(self._tokens)

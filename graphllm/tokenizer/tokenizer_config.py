@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from .untrusted_files import read_json
 
 NAMED = (
@@ -87,7 +87,7 @@ class Directory:
         for key, value in listed.items():
             token = int(key) if isinstance(key, str) and key.isdecimal() else key
             if not isinstance(token, int) or not 0 <= token < LARGEST_ID:
-                raise self._wrong(file, f"{shown(key)} is not the id of a token")
+                raise self._wrong(file, f"{quote(key)} is not the id of a token")
             is_read = isinstance(value, AddedToken)
             found[token] = value if is_read else self._token(value, file, f"added token {key}")
         return found
@@ -117,7 +117,7 @@ class Directory:
         for key in (*NAMED, *keys, *own):
             value = own.get(key, self.settings.get(key, defaults.get(key)))
             if isinstance(value, (str, dict)):
-                token = self._token(value, "tokenizer_config.json", f"key {shown(key)}")
+                token = self._token(value, "tokenizer_config.json", f"key {quote(key)}")
                 found[key] = self._listed(token)
         return {key: token for key, token in found.items() if token.content}
 
@@ -145,7 +145,7 @@ class Directory:
         value = self.settings.get(key)
         if value is not None and not isinstance(value, bool):
             raise self._wrong(
-                "tokenizer_config.json", f"key {shown(key)} is not true, false or null"
+                "tokenizer_config.json", f"key {quote(key)} is not true, false or null"
             )
         return default if value is None else value
 
@@ -183,7 +183,7 @@ class Directory:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
             what = "neither a token id nor a list of token ids"
-            raise self._wrong(file, f"{key} = {shown(value)} is {what}")
+            raise self._wrong(file, f"{key} = {quote(value)} is {what}")
         return ids
 
     def class_name(self, byte_level: bool) -> str:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelFileError, RequestError, shown
+from ..errors import ModelFileError, RequestError, quote
 from .decoding import Decoding, looks_special, touches, without_surrogates
 from .hf_classes import CLASSES, TokenizerClass
 from .tokenizer_config import LARGEST_ID, AddedToken, Directory
@@ -80,9 +80,9 @@ class PipelineTokenizer(Decoding):
         texts: dict[int, str] = {}
         for text, token in ids.items():
             if token >= LARGEST_ID:
-                raise ModelFileError(f"{self._path}: id {token} of {shown(text)} is too large")
+                raise ModelFileError(f"{self._path}: id {token} of {quote(text)} is too large")
             if token in texts:
-                both = f"{shown(texts[token])} and {shown(text)}"
+                both = f"{quote(texts[token])} and {quote(text)}"
                 raise ModelFileError(f"{self._path}: {both} have the same id {token}")
             texts[token] = text
         for token in range(max(texts)):  # of a repeated piece one is in the vocabulary
@@ -225,7 +225,7 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
     vocabulary = read_json(path)
     for text, token in vocabulary.items():
         if type(token) is not int or not 0 <= token < LARGEST_ID:
-            raise ModelFileError(f"{path}: the id of {shown(text)} is {shown(token)}")
+            raise ModelFileError(f"{path}: the id of {quote(text)} is {quote(token)}")
     kind = CLASSES.get(directory.class_name(False), CLASSES["GPT2Tokenizer"])
     with blamed(directory.folder / "merges.txt"), stderr_held():
         merges = _read_merges(directory.folder / "merges.txt")
@@ -248,7 +248,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         if line.strip() and not line.startswith("#version"):
             left, space, right = line.rstrip("\r").partition(" ")
             if not (left and space and right) or " " in right:
-                raise ModelFileError(f"{path}: line {number} is not a pair: {shown(line)}")
+                raise ModelFileError(f"{path}: line {number} is not a pair: {quote(line)}")
             merges.append((left, right))
     return merges
 
@@ -301,7 +301,7 @@ def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) 
     found = engine.token_to_id(text)
     if found != number:
         raise ModelFileError(
-            f"{path}: added token {shown(text)} has the id {number}, but gets {found}"
+            f"{path}: added token {quote(text)} has the id {number}, but gets {found}"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..weights.gguf import StringArray
 from ..weights.gguf_format import T, typed
 from .decoding import Decoding, looks_special, touches, without_surrogates
@@ -262,7 +262,7 @@ class Vocabulary(Decoding):
         for token in np.flatnonzero(self._kinds == BYTE).tolist():
             name = self._pieces[token]
             if name not in names:
-                raise self._error("tokens", f"{token} is a byte token, but is named {shown(name)}")
+                raise self._error("tokens", f"{token} is a byte token, but is named {quote(name)}")
             found[token] = names[name]
         return found
 

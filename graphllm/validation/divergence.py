@@ -15,7 +15,7 @@ import numpy as np
 
 from ..engine.trace import Tracer
 from ..graph.rewrite import toposort
-from ..graph.scopes import shown_line
+from ..graph.scopes import relative_origin
 from ..graph.tensor import Tensor
 from ..ops import get
 from .case import Case
@@ -238,7 +238,7 @@ def _describe(
     record: OracleRecord,
     case: Case,
 ) -> Divergence:
-    ops = list(dict.fromkeys(f"{node.op} at {shown_line(node.origin)}" for node in made))
+    ops = list(dict.fromkeys(f"{node.op} at {relative_origin(node.origin)}" for node in made))
     if len(ops) > _MAX_NAMED_OPS:
         ops = [f"{len(ops)} ops, from {ops[0]} to {ops[-1]}"]
     by = f": made by {', '.join(ops)}" if ops else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
-from ..terminal import safe
+from ..terminal import escape_control
 from .report import FAILED, PASSED, Check, Report, Run, shown
 
 _OWN = """
@@ -94,4 +94,4 @@ def _cells(kind: str, values: Iterable[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(safe(text, most=None))
+    return escape(escape_control(text, most=None))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from ..terminal import safe
+from ..terminal import escape_control
 
 SCHEMA, VERSION = "graphllm.validation", 1
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -122,21 +122,23 @@ def _line(run: Run, colour: bool) -> str:
 
 def _block(run: Run, verbose: bool, colour: bool) -> Iterator[str]:
     against = f" against {run.oracle}" if run.oracle else ""
-    yield safe(f"{run.title} on {run.device}{against}")
+    yield escape_control(f"{run.title} on {run.device}{against}")
     width = max(len(c.name) for c in run.checks)
     for check in run.checks:
         mark = f"{_MARKS[check.status]:<6}"
         shown = f"{_COLOURS[check.status]}{mark}{_PLAIN}" if colour else mark
-        yield f"  {check.name:<{width}}  {shown}  {safe(check.summary)}"
+        yield f"  {check.name:<{width}}  {shown}  {escape_control(check.summary)}"
         if verbose or check.status == FAILED:
-            yield from (f"  {'':<{width}}          {safe(line)}" for line in check.lines)
+            yield from (f"  {'':<{width}}          {escape_control(line)}" for line in check.lines)
         if verbose and check.rows:
-            yield from (f"  {'':<{width}}          {safe(line)}" for line in columns(check.rows))
+            yield from (
+                f"  {'':<{width}}          {escape_control(line)}" for line in columns(check.rows)
+            )
     yield _coloured(run.verdict, run.first, colour)
 
 
 def _coloured(text: str, bad: object, colour: bool) -> str:
-    text = safe(text)
+    text = escape_control(text)
     return f"{_COLOURS[FAILED if bad else PASSED]}{text}{_PLAIN}" if colour else text
 
 

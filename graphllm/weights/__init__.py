@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..formats.quantization import Blocks
 from ..graph.dtype import F32
 from ..graph.tensor import Meta
@@ -76,7 +76,7 @@ class ModelWeights:
         if self.source.meta(name) is not None or not np.array_equal(
             self._constants.setdefault(name, values), values
         ):
-            raise ModelFileError(f"constant {shown(name)} is another weight's name")
+            raise ModelFileError(f"constant {quote(name)} is another weight's name")
 
     def add_vector(self, name: str) -> bool:
         """Treat the weight as a vector (a norm, biases): `raw` gives finite float32. Return False
@@ -112,7 +112,7 @@ class ModelWeights:
             index = at[-1] + at[0] * values.shape[-1]
             value = str(values[at]).replace("nan", "NaN")
             raise ModelFileError(
-                f"tensor {shown(name)}: element {index} of {values.size} is {value}"
+                f"tensor {quote(name)}: element {index} of {values.size} is {value}"
             )
         return values.view(np.uint8)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..formats.quantization import WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
@@ -45,7 +45,7 @@ class _Part(MappedFile):
         self.tensors = read_tensors(cursor, tensor_count, alignment, data)
 
     def error(self, key: str, text: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: key {shown(key)}: {text}")
+        return ModelFileError(f"{self.path}: key {quote(key)}: {text}")
 
     def integer(self, key: str, default: int) -> int:
         value = typed(self.metadata, key, int, self.error)
@@ -63,7 +63,7 @@ def _open_parts(path: Path, data: bool) -> list[_Part]:
     named = _PART.fullmatch(path.name)
     if named is None or not path.name.endswith(ending):
         raise ModelFileError(
-            f"{path}: part {number + 1} of {count}, but its name does not end in {shown(ending)}"
+            f"{path}: part {number + 1} of {count}, but its name does not end in {quote(ending)}"
         )
     names = [f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
     if number != 0:
@@ -116,7 +116,7 @@ class GgufFile(TensorFiles):
         ModelFileError for a value of another type."""
 
         def error(key: str, text: str) -> ModelFileError:
-            return ModelFileError(f"{self.path}: key {shown(key)}: {text}")
+            return ModelFileError(f"{self.path}: key {quote(key)}: {text}")
 
         return typed(self.metadata, key, kind, error)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..graph.dtype import DTYPES, DType
 from .mapped_file import TensorInfo
 
@@ -69,7 +69,7 @@ def typed(
         return value
     if kind is float and number:
         return kind(value)
-    raise error(key, f"{shown(value)} is not {_KINDS[kind]}")
+    raise error(key, f"{quote(value)} is not {_KINDS[kind]}")
 
 
 class StringArray(Sequence[str]):
@@ -202,7 +202,7 @@ def read_header(cursor: Cursor) -> tuple[int, int, int]:
     start = cursor.skip(4)
     magic = bytes(cursor.data[start : start + 4])
     if magic != b"GGUF":
-        raise cursor.error(f"not a GGUF file: it starts with {shown(magic)}")
+        raise cursor.error(f"not a GGUF file: it starts with {quote(magic)}")
     version = cursor.number("I")
     if version not in (2, 3):
         if version & 0xFFFF == 0 and version:
@@ -220,7 +220,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
     for number in range(count):
         cursor.where = f"metadata key {number}"
         key = cursor.string(_MAX_NAME)
-        cursor.where = f"key {shown(key)}"
+        cursor.where = f"key {quote(key)}"
         if key in metadata:
             raise cursor.error("appears twice")
         metadata[key] = cursor.value()
@@ -234,14 +234,14 @@ def read_tensors(cursor: Cursor, count: int, alignment: int, data: bool) -> dict
     for number in range(count):
         cursor.where = f"tensor {number}"
         name = cursor.string(_MAX_NAME)
-        cursor.where = f"tensor {shown(name)}"
+        cursor.where = f"tensor {quote(name)}"
         if name in entries:
             raise cursor.error("appears twice")
         entries[name] = _entry(cursor)
     data_start = -(-cursor.pos // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for name, (shape, dtype, offset) in entries.items():
-        cursor.where = f"tensor {shown(name)}"
+        cursor.where = f"tensor {quote(name)}"
         nbytes = math.prod(shape) // dtype.block * dtype.nbytes
         start = data_start + offset
         if offset % alignment:
@@ -277,5 +277,5 @@ def _no_overlap(cursor: Cursor, tensors: dict[str, TensorInfo]) -> None:
     ordered = sorted(tensors.values(), key=lambda t: t.offset)
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.nbytes > after.offset:
-            cursor.where = f"tensor {shown(after.name)}"
-            raise cursor.error(f"overlaps tensor {shown(before.name)}")
+            cursor.where = f"tensor {quote(after.name)}"
+            raise cursor.error(f"overlaps tensor {quote(before.name)}")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..graph.dtype import DType
 
 NO_PICKLES = "a pickle, which can run code, is never loaded; convert it to safetensors"
@@ -60,10 +60,10 @@ class MappedFile:
     def raw(self, info: TensorInfo) -> np.ndarray:
         """See `TensorFiles.raw`."""
         if self._map is None:
-            raise ModelFileError(f"{self.path}: tensor {shown(info.name)}: the file is closed")
+            raise ModelFileError(f"{self.path}: tensor {quote(info.name)}: the file is closed")
         if not self._data:
             raise ModelFileError(
-                f"{self.path}: tensor {shown(info.name)}: the file was opened without its data"
+                f"{self.path}: tensor {quote(info.name)}: the file was opened without its data"
             )
         row_bytes = info.dtype.row_nbytes(math.prod(info.shape[-1:]))
         shape = math.prod(info.shape[:-1]), row_bytes
@@ -115,14 +115,14 @@ class TensorFiles:
         for name, info in tensors.items():
             if name in self.tensors:
                 raise ModelFileError(
-                    f"{file.path}: tensor {shown(name)}: also in {self._home[name].path.name}"
+                    f"{file.path}: tensor {quote(name)}: also in {self._home[name].path.name}"
                 )
             self.tensors[name], self._home[name] = info, file
 
     def info(self, name: str) -> TensorInfo:
         """The tensor's facts; ModelFileError names a missing one."""
         if name not in self.tensors:
-            raise ModelFileError(f"{self.path}: tensor {shown(name)}: not in the file")
+            raise ModelFileError(f"{self.path}: tensor {quote(name)}: not in the file")
         return self.tensors[name]
 
     def readable(self, name: str) -> TensorInfo:
@@ -130,7 +130,7 @@ class TensorFiles:
         info = self.info(name)
         if not info.supported:
             raise ModelFileError(
-                f"{self._home[name].path}: tensor {shown(name)}: format {info.dtype} is not "
+                f"{self._home[name].path}: tensor {quote(name)}: format {info.dtype} is not "
                 f"supported, only {', '.join(self.formats)}"
             )
         return info

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from .mapped_file import NO_PICKLES, MappedFile, TensorFiles
 from .safetensors_format import MAX_HEADER, READABLE, read_header
 from .strict_json import json_object
@@ -59,16 +59,16 @@ class Safetensors(TensorFiles):
             file = _File(path, data)
             for name in file.tensors:
                 if name not in homes:
-                    raise ModelFileError(f"{path}: tensor {shown(name)}: not in {index.name}")
+                    raise ModelFileError(f"{path}: tensor {quote(name)}: not in {index.name}")
                 if homes[name] != shard:
                     raise ModelFileError(
-                        f"{path}: tensor {shown(name)}: {index.name} has it in {shown(homes[name])}"
+                        f"{path}: tensor {quote(name)}: {index.name} has it in {quote(homes[name])}"
                     )
             self._add(file, file.tensors)
         for name, shard in homes.items():
             if name not in self.tensors:
                 raise ModelFileError(
-                    f"{index.parent / shard}: tensor {shown(name)}: missing, but in {index.name}"
+                    f"{index.parent / shard}: tensor {quote(name)}: missing, but in {index.name}"
                 )
 
 
@@ -101,7 +101,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, shard in homes.items():
         if not isinstance(shard, str) or not _inside(shard):
             raise ModelFileError(
-                f"{path}: tensor {shown(name)}: {shown(str(shard))} is no .safetensors file within "
+                f"{path}: tensor {quote(name)}: {quote(str(shard))} is no .safetensors file within "
                 "the directory"
             )
     return homes

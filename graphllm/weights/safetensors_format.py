@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..graph.dtype import BF16, F16, F32, I8, I32, I64, DType
 from .mapped_file import TensorInfo
 from .strict_json import json_object
@@ -80,7 +80,7 @@ def read_header(view: memoryview, path: Path, data: bool) -> dict[str, TensorInf
 
 
 def _error(path: Path, name: str, text: str) -> ModelFileError:
-    return ModelFileError(f"{path}: tensor {shown(name)}: {text}")
+    return ModelFileError(f"{path}: tensor {quote(name)}: {text}")
 
 
 def _check_metadata(value: Any, path: Path) -> None:
@@ -94,7 +94,7 @@ def _entry(name: str, value: Any, start: int, path: Path) -> TensorInfo:
         raise _error(path, name, f"its entry is not an object of {', '.join(sorted(_KEYS))}")
     kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(kind, str) or kind not in _KNOWN:
-        raise _error(path, name, f"unknown dtype {shown(str(kind))}")
+        raise _error(path, name, f"unknown dtype {quote(str(kind))}")
     dtype = _KNOWN[kind]
     if not _counts(shape) or len(shape) > _MAX_DIMS:
         raise _error(path, name, f"shape is not a list of at most {_MAX_DIMS} sizes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 
 # Values that a file may hold: 260,000 tensors. Python needs up to some 200 bytes for each.
 _MAX_VALUES = 1 << 21
@@ -37,7 +37,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"{shown(key)} appears twice")
+            raise ValueError(f"{quote(key)} appears twice")
         found[key] = value
     return found
 

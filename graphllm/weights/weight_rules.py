@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import ModelFileError, shown
+from ..errors import ModelFileError, quote
 from ..formats.quantization import dequantise
 from ..graph.dtype import DTYPES, F32, MXFP4, DType
 from ..graph.tensor import Meta
@@ -276,21 +276,21 @@ class NamedWeights:
             lacking = set(range(len(weight.parts))) - weight.parts.keys()
             if lacking:
                 raise ModelFileError(
-                    f"{file.path}: missing tensor, part {min(lacking)} of {shown(name)}"
+                    f"{file.path}: missing tensor, part {min(lacking)} of {quote(name)}"
                 )
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
         found = (rule.canonical(stored) for rule in rules)
         known = next((names for names in found if names is not None), None)
         if known is None and strict:
-            raise ModelFileError(f"{self.file.path}: unexpected tensor {shown(stored)}")
+            raise ModelFileError(f"{self.file.path}: unexpected tensor {quote(stored)}")
         for name, change, part in known or [(stored, SAME, 0)]:
             if not name:
                 continue
             weight = self._weights.setdefault(name, _Weight(change))
             if part in weight.parts:
-                both = f"{shown(weight.parts[part])} and {shown(stored)}"
-                raise ModelFileError(f"{self.file.path}: {both} are both {shown(name)}")
+                both = f"{quote(weight.parts[part])} and {quote(stored)}"
+                raise ModelFileError(f"{self.file.path}: {both} are both {quote(name)}")
             weight.parts[part] = stored
 
     def names(self) -> Iterable[str]:

@@ -103,16 +103,16 @@ class Log:
 
     def __init__(self, engine) -> None:
         self.engine, self.steps = engine, []
-        self.run, self.repeat = engine.executor.run, engine.executor.repeat
-        engine.executor.run, engine.executor.repeat = self._run, self._repeat
+        self.run, self.decode_loop = engine.executor.run, engine.executor.decode_loop
+        engine.executor.run, engine.executor.decode_loop = self._run, self._decode_loop
 
     def _run(self, plan, feeds=None, env=None, *rest):
         tokens = len(feeds["ids"]) if feeds and "ids" in feeds else 1
         self.steps.append((tokens, (env or {}).get("kv_sum")))
         return self.run(plan, feeds, env, *rest)
 
-    def _repeat(self, *call):
-        steps = self.repeat(*call)
+    def _decode_loop(self, *call):
+        steps = self.decode_loop(*call)
 
         def counted():
             self.steps.append((1, self.steps[-1][1] + 1))

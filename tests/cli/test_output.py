@@ -16,7 +16,7 @@ from pseudo_terminal import at_terminal
 
 from graphllm.cli import output
 from graphllm.cli.progress import _Lines
-from graphllm.terminal import safe, safe_lines
+from graphllm.terminal import escape_control, escape_control_lines
 
 COMMAND = [sys.executable, "-m", "graphllm"]
 ENV = {**os.environ, "GRAPHLLM_DEBUG": "", "TERM": "xterm-256color"}
@@ -156,7 +156,7 @@ def test_an_answer_is_escaped_at_a_terminal_and_exact_in_a_pipe(folder, verb):
     code, shown, _ = at_terminal(*command, typed=b"hello", cwd=folder)
     exact = pipe.stdout.decode()
     assert (pipe.returncode, code) == (0, 0) and "\x1b[" in exact and "\x9b" in exact
-    assert shown.decode() == safe_lines(exact)
+    assert shown.decode() == escape_control_lines(exact)
     checked(shown.decode())
     as_json = [*COMMAND, "run", "speaking.gguf", *asks["run"], "--json"]
     if verb == "run":
@@ -174,7 +174,7 @@ def test_characters_that_come_in_parts_stay_whole(folder):
         ids = [own.encode("x", False)[-1], *byte_tokens(own, text)]
         stream = own.stream(continuation=True)
         pieces = [stream.push(i) for i in ids] + [stream.finish()]
-        assert "".join(map(safe_lines, pieces)).endswith(safe_lines(text))
+        assert "".join(map(escape_control_lines, pieces)).endswith(escape_control_lines(text))
 
 
 def byte_tokens(own, text):
@@ -196,8 +196,10 @@ def byte_tokens(own, text):
     ],
 )
 def test_what_is_escaped(text, line, lines):
-    assert safe(text) == line and safe_lines(text) == lines
-    assert not RAW.search(safe(text) + safe_lines(text).replace("\n", "").replace("\t", ""))
+    assert escape_control(text) == line and escape_control_lines(text) == lines
+    assert not RAW.search(
+        escape_control(text) + escape_control_lines(text).replace("\n", "").replace("\t", "")
+    )
 
 
 def test_titles_of_pages_are_escaped():
@@ -209,8 +211,11 @@ def test_titles_of_pages_are_escaped():
 
 
 def test_a_line_is_bounded():
-    assert safe("x" * 5000).endswith("x ... (3000 more characters)")
-    assert len(safe("x" * 10**6)) < 2100 and safe("x" * 5000, most=None) == "x" * 5000
+    assert escape_control("x" * 5000).endswith("x ... (3000 more characters)")
+    assert (
+        len(escape_control("x" * 10**6)) < 2100
+        and escape_control("x" * 5000, most=None) == "x" * 5000
+    )
 
 
 def test_other_encodings_show_what_they_can(folder):

@@ -227,7 +227,7 @@ def test_operations_of_fused_steps_by_kind(tiny):
     env = prediction.step_env(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps:
         found = list(kernel_probes.operations(step.node, env))
-        cost = ops.get(step.node.op).price(step.node, env)
+        cost = ops.get(step.node.op).node_cost(step.node, env)
         assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
         kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, _ in found)
     assert kinds["gated"] == {("float", "f32"), ("elementwise", "")}
@@ -243,7 +243,7 @@ def test_no_rate_no_seconds(tiny):
         if step.node.op == "attention"
     )  # fmt: skip
     env, flops = prediction.step_env(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
-    cost = ops.get(step.node.op).price(step.node, env).flops
+    cost = ops.get(step.node.op).node_cost(step.node, env).flops
     for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
         own = Ceilings(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
         assert prediction._compute_seconds(step, env, own, 1) == (cost / rate if rate else None)

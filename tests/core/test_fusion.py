@@ -100,8 +100,8 @@ def test_price_of_a_fused_op(name):
         own = parts(group.node)
         for case in group.cases:
             env = case.sample.env
-            joint = ops.get(name).price(group.node, env)
-            single = [ops.get(p.op).price(p, env) for p in own.nodes]
+            joint = ops.get(name).node_cost(group.node, env)
+            single = [ops.get(p.op).node_cost(p, env) for p in own.nodes]
             assert joint.flops == sum(c.flops for c in single)
             assert 0 <= joint.bytes <= sum(c.bytes for c in single)
 

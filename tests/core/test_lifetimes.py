@@ -88,7 +88,7 @@ def test_a_graph_goes_when_one_of_its_outputs_does(executor, counted):
 
 
 def test_an_adopted_model_is_held(executor, counted):
-    executor.adopt(outputs())
+    executor.place_model(outputs())
     model = executor._model
     plan = executor.compile({"y": model["y"]})
     address = weakref.ref(plan)
@@ -128,11 +128,15 @@ X_TABLE = weight("table", (8, 4), "f32")
 def test_a_plan_of_another_executor_is_refused(executor):
     other = Executor(executor.weights, ("reference",))
     plan = other.compile(outputs())
-    for call in (executor.bind, lambda p: executor.run(p, FEEDS), lambda p: executor.watch(p, {})):
+    for call in (
+        executor.bind,
+        lambda p: executor.run(p, FEEDS),
+        lambda p: executor.with_outputs(p, {}),
+    ):
         with pytest.raises(GraphError, match="not one of this executor"):
             call(plan)
     with pytest.raises(GraphError, match="not one of this executor"):
-        executor.repeat(plan, FEEDS, {"T": 3}, "y")
+        executor.decode_loop(plan, FEEDS, {"T": 3}, "y")
 
 
 def test_a_missing_feed_is_named(executor):
@@ -146,9 +150,9 @@ def test_a_missing_feed_is_named(executor):
 def test_a_repeated_plan_keeps_what_it_was_fed(executor):
     plan, live = executor.compile(outputs()), {"T": 3}
     with pytest.raises(GraphError, match=r"input '.*' .* was never fed"):
-        executor.repeat(plan, {}, live, "y")
+        executor.decode_loop(plan, {}, live, "y")
     want = executor.run(plan, FEEDS)["y"]
-    steps = executor.repeat(plan, {}, live, "y")
+    steps = executor.decode_loop(plan, {}, live, "y")
     steps.launch()
     np.testing.assert_array_equal(steps.take(), want)
 

@@ -125,14 +125,14 @@ def test_a_cache_is_not_copied(far, tiny):  # noqa: F811
 
 def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: F811
     """The last layers and the output first; never more than there is."""
-    whole = graphllm.load(tiny, device="far", kv_type="f32").fit
+    whole = graphllm.load(tiny, device="far", kv_type="f32").gpu_offload
     assert str(whole) == f"all {LAYERS} layers on far: 0.54 GB of 1099.51 GB free there"
     seen = []
-    for room in range(whole.needed, gpu_offload.MARGIN, -8192):
+    for room in range(whole.needed_bytes, gpu_offload.MARGIN, -8192):
         monkeypatch.setattr(FarDevice, "room", room)
         llm = graphllm.load(tiny, device="far", kv_type="f32")
-        assert llm.gpu_offload.needed <= room or not llm.gpu_offload.output
-        assert llm.gpu_offload.needed_by_all == whole.needed
+        assert llm.gpu_offload.needed_bytes <= room or not llm.gpu_offload.output
+        assert llm.gpu_offload.needed_by_all_bytes == whole.needed_bytes
         seen.append((llm.gpu_offload.layers, llm.gpu_offload.output))
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {(3, True), (2, True), (1, True), (0, True), (0, False)}
@@ -144,17 +144,17 @@ def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: 
 def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # noqa: F811
     """A head that is the embedding takes its room from the layers, at the first attempt."""
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
-    whole = graphllm.load(tied, device="far", kv_type="f32").fit
-    placed, adopt = [], Executor.adopt
+    whole = graphllm.load(tied, device="far", kv_type="f32").gpu_offload
+    placed, adopt = [], Executor.place_model
     monkeypatch.setattr(
         Executor, "adopt", lambda self, *rest: (placed.append(1), adopt(self, *rest))
     )
-    monkeypatch.setattr(FarDevice, "room", whole.needed - 1)
+    monkeypatch.setattr(FarDevice, "room", whole.needed_bytes - 1)
     llm = graphllm.load(tied, device="far", kv_type="f32")
     assert (llm.gpu_offload.layers, llm.gpu_offload.output) == (
         2,
         True,
-    ) and llm.gpu_offload.needed < whole.needed
+    ) and llm.gpu_offload.needed_bytes < whole.needed_bytes
     assert len(placed) == 2  # the whole, and what fits
 
 
@@ -313,10 +313,10 @@ def test_run_without_a_kernel(tiny, monkeypatch, capsys):
 
 def test_who_stands_behind_a_device():
     assert backends.names()[-3:] == list(ORDER) == ["cuda", "cpu", "reference"]
-    assert backends.behind("cuda") == ["cuda", "cpu", "reference"]
-    assert backends.behind("cpu") == ["cpu", "reference"]
-    assert backends.behind("reference") == ["reference"]
-    assert backends.behind("elsewhere") == ["elsewhere", "reference"]
+    assert backends.fallbacks("cuda") == ["cuda", "cpu", "reference"]
+    assert backends.fallbacks("cpu") == ["cpu", "reference"]
+    assert backends.fallbacks("reference") == ["reference"]
+    assert backends.fallbacks("elsewhere") == ["elsewhere", "reference"]
 
 
 @pytest.fixture

@@ -253,7 +253,7 @@ def test_a_price_counts_the_experts_that_are_read():
     one = w.meta.nbytes // 64
 
     def read(**env: int) -> float:
-        cost = ops.get("expert_linear").price(node, env)
+        cost = ops.get("expert_linear").node_cost(node, env)
         assert cost.flops == 2 * env["T"] * 4 * 32 * 256
         return cost.bytes - env["T"] * (4 * 256 + 4 * 4 + 4 * 4 * 32)
 

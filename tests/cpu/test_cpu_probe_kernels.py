@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from llvmlite import binding, ir
 
-from graphllm.backends import Log
+from graphllm.backends import TimestampLog
 from graphllm.backends.cpu.kernels import linear_float, linear_integer
 from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
@@ -206,7 +206,7 @@ def test_every_thread_reads_all_of_a_cache(threads):
 
 def test_memory_is_written_and_copied():
     def done(run: Run) -> None:
-        log = Log()
+        log = TimestampLog()
         run(log)
         ((ends, _),) = log.runs
         assert ends[1] > ends[0] > 0

@@ -7,20 +7,20 @@ from cuda_cases import need_gpu, run_bounded
 from test_ops_generated import report
 
 from graphllm.graph.dtype import CACHED, dtype
-from graphllm.ops.attention import _FEATURES, Packed, _sample
+from graphllm.ops.attention import _FEATURES, PackedBatch, _sample
 
 pytestmark = pytest.mark.cuda
 FEW = (
-    Packed((1,), (77,)),
-    Packed((1, 1, 1), (700, 70, 16), block=16, slots=800, width=44),
-    Packed((2, 1, 7), (60, 64, 70), forget=13),
+    PackedBatch((1,), (77,)),
+    PackedBatch((1, 1, 1), (700, 70, 16), block=16, slots=800, width=44),
+    PackedBatch((2, 1, 7), (60, 64, 70), forget=13),
 )
 MANY = (
-    Packed((19,), (19,)),
-    Packed((64, 1), (64, 90), slots=256, width=12),
-    Packed((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44),
-    Packed((70, 3), (200, 130), block=64, slots=512, width=4),
-    Packed((20,), (300,), block=128, slots=512, width=3, forget=13),
+    PackedBatch((19,), (19,)),
+    PackedBatch((64, 1), (64, 90), slots=256, width=12),
+    PackedBatch((1, 1, 3, 70), (700, 513, 300, 200), block=16, slots=1760, width=44),
+    PackedBatch((70, 3), (200, 130), block=64, slots=512, width=4),
+    PackedBatch((20,), (300,), block=128, slots=512, width=3, forget=13),
 )
 SHAPES = (((4, 2), 64), ((3, 1), 96), ((8, 1), 128), ((2, 2), 256), ((8, 2), (128, 64)))
 

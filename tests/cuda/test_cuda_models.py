@@ -192,8 +192,8 @@ def test_so_many_layers_on_the_gpu(files, reference, count):
     llm, want = reference()
     split = graphllm.load(files(), device="cuda", kv_type="f32", gpu_layers=count)
     layers = 3 if count == "all" else max(count - 1, 0)
-    assert (split.fit.layers, split.fit.output) == (layers, count != 0)
-    assert str(split.fit) in split.notes()
+    assert (split.gpu_offload.layers, split.gpu_offload.output) == (layers, count != 0)
+    assert str(split.gpu_offload) in split.notes()
     assert not disagreement(greedy(split), want, llm)
 
 
@@ -211,16 +211,22 @@ def test_layers_that_do_not_fit(monkeypatch):
     """By what the GPU has free; here it says less than it has."""
     file = RandomFile("llama-1b", "f16")
     whole = graphllm.load(file, device="cuda", context=2048)
-    used = whole.fit.free - whole.executor.devices["cuda"].free()
-    assert used <= whole.fit.needed < whole.fit.free
+    used = whole.gpu_offload.free_bytes - whole.executor.devices["cuda"].free()
+    assert used <= whole.gpu_offload.needed_bytes < whole.gpu_offload.free_bytes
     stored = sum(t.nbytes for t in file.tensors.values())
     assert used <= stored + (1 << 30)
     del whole
     less = 2 << 30
     monkeypatch.setattr(CudaDevice, "free", lambda device: less)
     split = graphllm.load(file, device="cuda", context=2048)
-    assert 0 < split.fit.layers < 16 and split.fit.output and split.fit.needed <= less
-    assert f"on cpu: {split.fit.needed / 1e9:.2f} GB of 2.15 GB free there" in str(split.fit)
+    assert (
+        0 < split.gpu_offload.layers < 16
+        and split.gpu_offload.output
+        and split.gpu_offload.needed_bytes <= less
+    )
+    assert f"on cpu: {split.gpu_offload.needed_bytes / 1e9:.2f} GB of 2.15 GB free there" in str(
+        split.gpu_offload
+    )
     ids = split.engine.generate(IDS, Sampling(temperature=0.0), ())
     assert len([next(ids) for _ in range(4)]) == 4
 

@@ -13,7 +13,7 @@ import late
 import numpy as np
 import pytest
 
-from graphllm.backends.probe_results import Measured
+from graphllm.backends.probe_results import ProbeResults
 from graphllm.checkpoints.model_shapes import SHAPES, Shape
 from graphllm.profiler.bench import Test
 
@@ -56,7 +56,7 @@ def gpu(monkeypatch, tmp_path):
     import gpu_models
     import gpu_shared
 
-    monkeypatch.setattr(gpu_shared, "rates", lambda: Measured(memory={"read": {1: 1e12}}))
+    monkeypatch.setattr(gpu_shared, "rates", lambda: ProbeResults(memory={"read": {1: 1e12}}))
     monkeypatch.setattr(gpu_shared, "memory_in_use", lambda: 123_000_000)
     monkeypatch.setattr(gpu_models, "DECODE", Test(0, 12, 40))
     monkeypatch.setattr(gpu_models, "PROMPT", Test(50, 0))

@@ -98,14 +98,14 @@ def test_every_step_finds_its_blocks(ahead, monkeypatch):
 def test_nothing_is_ahead_in_several_segments(path):
     pinned = engine(path, backends=("late", "reference"))
     pinned.executor.strict = False
-    pinned.executor.adopt(pinned.outputs, [Pin("model.layers.1.*", "reference")])
+    pinned.executor.place_model(pinned.outputs, [Pin("model.layers.1.*", "reference")])
     plan = pinned.decode_plan()
     assert len(plan.segments()) > 1
     with pytest.raises(GraphError, match=r"input '.*' .* was never fed"):
-        pinned.executor.repeat(plan, {}, ENV, "ids")
+        pinned.executor.decode_loop(plan, {}, ENV, "ids")
     metas = {name: leaf.meta.at(ENV) for name, leaf in plan.inputs.items()}
     feeds = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
-    assert pinned.executor.repeat(plan, feeds, ENV, "ids").ahead == 0
+    assert pinned.executor.decode_loop(plan, feeds, ENV, "ids").lookahead == 0
 
 
 def test_timed_runs_are_ahead_as_others_are(ahead, plain):

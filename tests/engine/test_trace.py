@@ -25,7 +25,7 @@ from graphllm.compiler.plan import HOST
 from graphllm.engine import trace as tracing
 from graphllm.engine.trace import Tracer, nearest_scopes
 from graphllm.errors import GraphError, RequestError
-from graphllm.graph.scopes import noted
+from graphllm.graph.scopes import record_scope_values
 from graphllm.graph.tensor import Var, feed, scope, weight
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -107,7 +107,7 @@ def test_what_the_value_of_a_scope_is():
     """The last result in its block; of several such blocks, in the last that has one. What comes
     from weights alone does not count, nor what an exception ends."""
     x = feed("x", (Var("T", 1, 8), 4), "f32")
-    with noted() as values:
+    with record_scope_values() as values:
         with scope("a"):
             a = ops.silu(x)
         with scope("b"):
@@ -261,7 +261,7 @@ def test_patched_keys_reach_later_pieces(windowed):
     )
     v = have[f"{name}.v_proj"].reshape(heads)
     means = np.cumsum(v, 0) / np.arange(1, len(v) + 1)[:, None, None]
-    seen = np.repeat(means, tiny.HEADS // tiny.KV, 1).reshape(len(v), -1)
+    seen = np.decode_loop(means, tiny.HEADS // tiny.KV, 1).reshape(len(v), -1)
     want = seen @ engine.executor.weights.raw(f"{name}.o_proj.weight").view("<f4").T
     np.testing.assert_allclose(have[f"{name}.o_proj"], want, atol=1e-5)
 
@@ -321,7 +321,7 @@ def test_a_function_has_a_copy_and_is_called_once_a_step(llama):
 def test_equal_nodes_are_patched_apart():
     """Two sites that compute the same are one step, but only one of them is replaced."""
     x = feed("x", (Var("T", 1, 8), 4), "f32")
-    with noted() as values:
+    with record_scope_values() as values:
         with scope("a"):
             a = ops.silu(x)
         with scope("b"):
@@ -330,7 +330,7 @@ def test_equal_nodes_are_patched_apart():
     data = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
     silu = data / (1 + np.exp(-data))
     executor = Executor(Arrays({}), ("cpu", "reference"), poison=True)
-    executor.adopt({"y": y})
+    executor.place_model({"y": y})
     for call, want in ((None, 11 * silu), (np.zeros_like, 10 * silu)):
         taps = [Tap("a", values["a"], call), Tap("b", values["b"]), Tap("y", y)]
         plan = executor.tap(taps)
@@ -344,14 +344,14 @@ def test_a_value_that_is_a_view():
     """Rows that lie apart are replaced by dense ones, and views of them follow; what is not even
     rows is refused."""
     wide = feed("x", (Var("T", 1, 8), 12), "f32")
-    with noted() as values:
+    with record_scope_values() as values:
         with scope("part"):
             part = ops.silu(wide).slice(1, 4, 10)
         y = ops.scale(part.heads(3).slice(2, 1, 2), factor=1.0)
         with scope("turned"):
             turned = ops.silu(wide).reshape(wide.shape[0], 3, 4).permute(0, 2, 1)
     executor = Executor(Arrays({}), ("cpu", "reference"))
-    executor.adopt({"y": y, "turned": turned})
+    executor.place_model({"y": y, "turned": turned})
     data = np.arange(1, 37, dtype=np.float32).reshape(3, 12)
     given = data[:, :6] * 1.5
     plan = executor.tap([Tap("part", values["part"], lambda x: given), Tap("y", y)])

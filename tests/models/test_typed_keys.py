@@ -13,7 +13,7 @@ from gguf_files import finish
 
 import graphllm
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.errors import LISTED, SHOWN, ConfigError, GraphllmError, ModelFileError, shown
+from graphllm.errors import LISTED, SHOWN, ConfigError, GraphllmError, ModelFileError, quote
 from graphllm.model.config_keys import Keys
 
 LONG = "x" * 1_000_000
@@ -135,7 +135,7 @@ VALUES = {
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 def test_values_in_messages_are_bounded(value):
-    text = shown(value)
+    text = quote(value)
     assert len(text) <= SHOWN and text.isprintable()
 
 

@@ -151,7 +151,7 @@ def test_attention_of_several_sequences():
         node = ops.attention(
             feed("q", (t, 4, 16), "f32"), *pools, *small, scale=1.0, block=64, window=window
         )
-        cost = ops.get("attention").price(node, env)
+        cost = ops.get("attention").node_cost(node, env)
         assert cost.flops == keys * 4 * 4 * 16
         own = bench.leaf_bytes(node, env)  # its result alone is no leaf
         assert own == keys * 2 * 2 * 16 * 2 + 3 * 4 * 16 * 4 + 4 * (4 + 3 + 3 * 8)
@@ -165,6 +165,6 @@ def test_values_that_are_a_part_of_the_keys_are_read_once(kind, element):
     node = ops.attention(
         feed("q", (t, 4, 576), "f32"), pool, pool.slice(2, 0, 512), *small, scale=1.0, block=64
     )
-    cost = ops.get("attention").price(node, {"T": 1, "S": 1, "Q": 2, "kv_sum": 300})
+    cost = ops.get("attention").node_cost(node, {"T": 1, "S": 1, "Q": 2, "kv_sum": 300})
     assert cost.flops == 300 * 2 * 4 * (576 + 512)
     assert cost.bytes == 300 * 576 * element + 4 * 4 * (576 + 512) + 4 * (2 + 1 + 8)

@@ -129,7 +129,7 @@ def test_price(name):
     """Costs are numbers, and nothing moves where there is nothing."""
     for group in grouped(name):
         for case in group.cases:
-            cost = ops.get(name).price(group.node, case.sample.env)
+            cost = ops.get(name).node_cost(group.node, case.sample.env)
             assert cost.flops >= 0 and np.isfinite(cost.flops), case.sample.label
             assert cost.bytes >= 0 and np.isfinite(cost.bytes), case.sample.label
             if not any(case.sample.env.values()):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import graphllm
 from graphllm import ops, system_info
-from graphllm.backends import Log
+from graphllm.backends import TimestampLog
 from graphllm.cli import app
 from graphllm.cli.output import OutputError
 from graphllm.engine.request import Sampling
@@ -242,7 +242,7 @@ def test_a_program_without_times_has_no_place_for_them(path):
     from graphllm.backends.cpu.runtime.step_interpreter import TIMESTAMPS
 
     assert segment._words[TIMESTAMPS] == 0
-    log = Log()
+    log = TimestampLog()
     llm.profile([3, 4, 5], 2, 1)
     segment.run(log)
     assert len(log.runs) == 1 and segment._words[TIMESTAMPS] == 0

@@ -14,7 +14,7 @@ from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
 from graphllm.backends.cpu.runtime.isa import usable_cores
 from graphllm.backends.cpu.runtime.roofline_probes import MEMORY_PROBES, thread_counts
 from graphllm.backends.cuda.runtime import roofline_probes as cuda_ceiling
-from graphllm.backends.probe_results import Measured
+from graphllm.backends.probe_results import ProbeResults
 from graphllm.cache import CacheFile
 from graphllm.cli import doctor
 from graphllm.cli.bench import _ceiling
@@ -112,7 +112,7 @@ def test_a_profile_is_held_against_roofs(cache):
 
 
 def test_the_best_of_some_repeats_and_their_spread():
-    found = Measured()
+    found = ProbeResults()
     found.add(found.memory, "read", 2, 10.0, [4.0, 2.0, 2.5])
     assert found.memory == {"read": {2: 5.0}} and found.spreads["read"][2] == pytest.approx(0.2)
 
@@ -241,12 +241,12 @@ def test_what_others_take_of_the_machine(monkeypatch):
     """All processors' time, what is at work of it, this process's: in seconds."""
     times = iter([(100.0, 40.0, 7.0), (200.0, 90.0, 27.0), None, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
     monkeypatch.setattr(system_info, "_processor_seconds", lambda: next(times))
-    watch = system_info.Others()
+    watch = system_info.OtherProcesses()
     assert watch.share() == pytest.approx(0.3)
     assert watch.share() is None  # the system does not say
-    assert system_info.Others().share() is None  # no time has gone by
+    assert system_info.OtherProcesses().share() is None  # no time has gone by
     monkeypatch.undo()
-    share = system_info.Others().share()
+    share = system_info.OtherProcesses().share()
     assert share is None or 0 <= share <= 1
 
 

@@ -58,15 +58,15 @@ class _Segment:
         self.device.begun += 1
         self.device.queue.append(run)
         if log is not None:
-            log.settle = self.device.finish
+            log.collect = self.device.finish
 
 
 class _Ring:
-    ahead = 1
+    lookahead = 1
 
     def __init__(self, device, operand) -> None:
         self.device, self.operand = device, operand
-        self.slots = [None] * (self.ahead + 1)
+        self.slots = [None] * (self.lookahead + 1)
         self.put_count = self.taken = self.arrived = 0
 
     def put(self) -> None:

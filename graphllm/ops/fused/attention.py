@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 
 from ...graph.dtype import F16, F32, I32
-from ...graph.fused_op import fused
+from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
-from .linear import made_by
+from .linear import is_op
 
 _LAYOUTS = ("contiguous", "strided")
 
 
 def _rotated(node: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What a rope turns, and the weight of its norm if it is normed first."""
-    if not made_by(node, "rope"):
+    if not is_op(node, "rope"):
         return None, None
     assert node is not None
     x = node.src[0]
-    if made_by(x, "rms_norm"):
+    if is_op(x, "rms_norm"):
         return x.src  # type: ignore[union-attr,return-value]
     return x, None
 
 
 def _propose_rope_write(node: Tensor, users: Users) -> Proposal | None:
     q, k_pool, v_pool = node.src[:3]
-    if not (made_by(k_pool, "kv_write") and made_by(v_pool, "kv_write")):
+    if not (is_op(k_pool, "kv_write") and is_op(v_pool, "kv_write")):
         return None
     assert q is not None and k_pool is not None and v_pool is not None
     turned = k_pool.src[1]
@@ -61,7 +61,7 @@ def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
     return Sample(args, attrs, {"T": rows})
 
 
-@fused(
+@fused_op(
     "rope_write",
     anchor="attention",
     propose=_propose_rope_write,
@@ -124,7 +124,7 @@ def _attention_sample(rows, heads, width, dtype, window, extras=False, latent=0)
     return Sample(args, {**attrs, "dtype": dtype}, {"T": rows, "S": 1, "Q": 2})
 
 
-@fused(
+@fused_op(
     "attention_quantise",
     anchor="quantise_act",
     propose=_propose_attention_quantise,

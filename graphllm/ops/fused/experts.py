@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...graph.fused_op import fused
+from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
-from .linear import made_by
+from .linear import is_op
 
 _SCORES = ("softmax", "sigmoid")  # of all; else the chosen ones' softmax
 
@@ -15,7 +15,7 @@ _SCORES = ("softmax", "sigmoid")  # of all; else the chosen ones' softmax
 def _propose_route(node: Tensor, users: Users) -> Proposal | None:
     scores, ids = node.src
     assert scores is not None and ids is not None
-    if not made_by(ids, "top_k") or ids.src[0] is not scores:
+    if not is_op(ids, "top_k") or ids.src[0] is not scores:
         return None
     score, eps, factor = scores.op if scores.op in _SCORES else "chosen", None, 1.0
     last = node
@@ -37,7 +37,7 @@ _CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@fused(
+@fused_op(
     "route",
     anchor="pick",
     propose=_propose_route,
@@ -79,12 +79,12 @@ def route(x, bias=None, *, score, k, groups, kept, best, eps, factor):
 
 def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
     r, made = node.src
-    if not made_by(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+    if not is_op(made, "combine") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
         return None
     return (*made.src, r), {}  # type: ignore[union-attr]
 
 
-@fused(
+@fused_op(
     "combine_add",
     anchor="add",
     propose=_propose_combine_add,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...graph.dtype import A8_32, A8_256, F16, F32, I32, MXFP4, Q4_K, Q5_0, Q8_0
-from ...graph.fused_op import fused
+from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
 
@@ -18,7 +18,7 @@ _LAYOUTS = ("contiguous", "strided")
 _TOL = {"f32": 2e-5}
 
 
-def made_by(node: Tensor | None, op: str) -> bool:
+def is_op(node: Tensor | None, op: str) -> bool:
     """Whether there is a node and it is of that op."""
     return node is not None and node.op == op
 
@@ -47,17 +47,17 @@ def _weight(width: int) -> Arg:
 
 def _propose_norm_add_norm(node: Tensor, users: Users) -> Proposal | None:
     total, w2 = node.src
-    if not made_by(total, "add") or len(total.shape) != 2:  # type: ignore[union-attr]
+    if not is_op(total, "add") or len(total.shape) != 2:  # type: ignore[union-attr]
         return None
     x, inner = total.src  # type: ignore[union-attr]
-    if not made_by(inner, "rms_norm"):
+    if not is_op(inner, "rms_norm"):
         return None
     h, w = inner.src  # type: ignore[union-attr]
     eps, eps2 = inner.attrs["eps"], node.attrs["eps"]  # type: ignore[union-attr]
     return (h, w, x, w2), {"eps": eps, "eps2": eps2, "dtypes": _quantised(node, users)}
 
 
-@fused(
+@fused_op(
     "norm_add_norm",
     anchor="rms_norm",
     propose=_propose_norm_add_norm,
@@ -83,12 +83,12 @@ def norm_add_norm(h, w, x, w2, *, eps, eps2, dtypes):
 
 def _propose_norm_add(node: Tensor, users: Users) -> Proposal | None:
     x, inner = node.src
-    if not made_by(inner, "rms_norm") or len(node.shape) != 2:
+    if not is_op(inner, "rms_norm") or len(node.shape) != 2:
         return None
     return (*inner.src, x), {"eps": inner.attrs["eps"]}  # type: ignore[union-attr]
 
 
-@fused(
+@fused_op(
     "norm_add",
     anchor="add",
     propose=_propose_norm_add,
@@ -114,7 +114,7 @@ def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
     return node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}
 
 
-@fused(
+@fused_op(
     "norm_quantise",
     anchor="rms_norm",
     propose=_propose_norm_quantise,
@@ -165,16 +165,16 @@ def _propose_gated(node: Tensor, users: Users) -> Proposal | None:
     if found is None:
         return None
     (gate, up), attrs = found
-    if not (made_by(gate, "linear") and made_by(up, "linear")):
+    if not (is_op(gate, "linear") and is_op(up, "linear")):
         return None
     return (*gate.src, *up.src), attrs  # type: ignore[union-attr]
 
 
-@fused(
+@fused_op(
     "gated",
     anchor="mul",
     propose=_propose_gated,
-    repeats=True,
+    grouped=True,
     tol=_TOL,
     samples=grid(
         lambda rows, format, bias, dtypes: Sample(
@@ -199,7 +199,7 @@ def gated(x, w, bias=None, *up, act, kind, dtypes):
 
 def _expert_pair(gate: Tensor | None, up: Tensor | None) -> tuple[Tensor | None, ...] | None:
     """The operands of two products of the same rows with their experts, as one op takes them."""
-    if not (made_by(gate, "expert_linear") and made_by(up, "expert_linear")):
+    if not (is_op(gate, "expert_linear") and is_op(up, "expert_linear")):
         return None
     x, w, ids, bias = gate.src  # type: ignore[union-attr]
     _, w2, _, bias2 = up.src  # type: ignore[union-attr]
@@ -226,7 +226,7 @@ def _expert_sample(rows, format, bias, dtypes, **attrs):
     return Sample(args, {**attrs, "dtypes": dtypes}, {"T": rows})
 
 
-@fused(
+@fused_op(
     "expert_gated",
     anchor="mul",
     propose=_propose_expert_gated,
@@ -249,7 +249,7 @@ def expert_gated(x, w, w2, ids, bias=None, bias2=None, *, act, kind, dtypes):
     return get("glu")(gate, up, act=act, kind=kind, dtypes=dtypes)
 
 
-@fused(
+@fused_op(
     "expert_clamped",
     anchor="clamped_glu",
     propose=_propose_expert_clamped,
@@ -271,7 +271,7 @@ def expert_clamped(x, w, w2, ids, bias=None, bias2=None, *, alpha, limit, dtypes
     return _finished(get("clamped_glu")(gate, up, alpha=alpha, limit=limit), dtypes)
 
 
-@fused(
+@fused_op(
     "glu",
     anchor="mul",
     propose=_propose_glu,
@@ -303,13 +303,13 @@ def glu(gate, up, *, act, kind, dtypes):
 
 def _propose_linear_add(node: Tensor, users: Users) -> Proposal | None:
     x, made = node.src
-    if not made_by(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
+    if not is_op(made, "linear") or node.src[0].shape != made.shape:  # type: ignore[union-attr]
         return None
     a, w, bias = made.src  # type: ignore[union-attr]
     return (a, w, x, bias), {}
 
 
-@fused(
+@fused_op(
     "linear_add",
     anchor="add",
     propose=_propose_linear_add,
@@ -348,11 +348,11 @@ def _propose_linears(node: Tensor, users: Users) -> Proposal | None:
 _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
 
 
-@fused(
+@fused_op(
     "linears",
     anchor="linear",
     propose=_propose_linears,
-    repeats=True,
+    grouped=True,
     tol=_TOL,
     samples=[
         *grid(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...terminal import safe
+from ...terminal import escape_control
 from .comparison import WALL, ComparePhase, CompareRow, Comparison, SharedChange
 
 _BOLD, _COLOURS, _PLAIN = "\033[1m", {"slower": "\033[31m", "faster": "\033[32m"}, "\033[0m"
@@ -15,9 +15,9 @@ _WIDE = math.log(2)  # half an interval that tells nothing
 def lines(found: Comparison, top: int, colour: bool) -> Iterator[str]:
     """See `Comparison.table`."""
     turns = f", {found.files} runs" if found.files > 1 else ""
-    yield safe(f"A: {found.sides[0]}{turns}")
-    yield safe(f"B: {found.sides[1]}{turns}")
-    yield from map(safe, found.notes)
+    yield escape_control(f"A: {found.sides[0]}{turns}")
+    yield escape_control(f"B: {found.sides[1]}{turns}")
+    yield from map(escape_control, found.notes)
     for phase in found.phases:
         yield ""
         yield from _phase(phase, top, colour)
@@ -29,19 +29,19 @@ def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
     wall, *steps = phase.rows
     sides = zip((wall.a_ns, wall.b_ns), phase.spreads)
     a, b = (f"{1e9 / ns:.1f}" + (f" (± {s:.1%})" if s else "") for ns, s in sides)
-    head = f"{safe(phase.name)}: {phase.tokens} tokens, {a} -> {b} tok/s"
+    head = f"{escape_control(phase.name)}: {phase.tokens} tokens, {a} -> {b} tok/s"
     yield f"{_BOLD}{head}{_PLAIN}" if colour else head
     if phase.hidden:
-        yield f"no verdicts: {safe(phase.hidden)}"
+        yield f"no verdicts: {escape_control(phase.hidden)}"
     if phase.shared is not None:
         yield from _shared(phase.shared, bool(phase.hidden))
     others = [row for row in steps if not row.changed]
     hidden = set(others[top:]) if top else set()
     shown = [wall, *(row for row in steps if row not in hidden)]
-    width = max(14, *(len(safe(row.label)) for row in shown))
+    width = max(14, *(len(escape_control(row.label)) for row in shown))
     yield f"{'ms/token':<{width}} {'A':>9} {'B':>9} {'change':>8} {'95 % interval':>17}  verdict"
     for row in shown:
-        yield _coloured(f"{safe(row.label):<{width}} {_figures(row)}", row, colour)
+        yield _coloured(f"{escape_control(row.label):<{width}} {_figures(row)}", row, colour)
     if hidden:
         yield f"({len(hidden)} more rows, none of them slower or faster)"
 
@@ -90,6 +90,6 @@ def _verdict(found: Comparison, colour: bool) -> Iterator[str]:
             f"confidence; {known} of {len(rows)} rows are the same within that"
         )
     for name, row in found.changed:
-        what = safe(name if row.label == WALL else f"{name}: {row.label}")
+        what = escape_control(name if row.label == WALL else f"{name}: {row.label}")
         fails = f", above {100 * found.fail_above:g} %" if found.fail_above and row.fails else ""
         yield _coloured(f"{what} is {_worded(row)}{fails}", row, colour)

@@ -23,12 +23,12 @@ from ...checkpoints.checkpoint import ModelFile, open_model
 from ...compiler.fusion import ALL
 from ...errors import RequestError
 from ...graph import rewrite
-from ...graph.fused_op import parts
+from ...graph.fused_op import decompose
 from ...graph.tensor import Tensor
 from ...loading.loaded_model import LoadedModel
 from ...ops import get
 from ...runtime.executor import Executor, Progress
-from ...terminal import safe
+from ...terminal import escape_control
 from .deviation import Deviation, as_float64, deviation, error_bounds, shapes, tolerance
 from .replay import (
     StepInputs,
@@ -92,7 +92,7 @@ class Diff:
     def table(self) -> str:
         """A line for each result, and the first divergence in words."""
         lines = [f"{self.sides[0]} against {self.sides[1]}, {len(self.ids)} tokens", *_table(self)]
-        return "\n".join(map(safe, [*lines, "", *self.verdict()]))
+        return "\n".join(map(escape_control, [*lines, "", *self.verdict()]))
 
     def verdict(self) -> list[str]:
         """The first divergence in a few lines, or that there is none."""
@@ -184,7 +184,7 @@ def diff(
     llm = opened(file, no_fuse)
     # Not quantised by its own kernels' wish: what the first side's plan quantises is enough.
     options = Options("float", llm.executor.options.threads, (ALL,))
-    oracle = ReferenceExecutors(llm, registry.behind(second), options, progress)
+    oracle = ReferenceExecutors(llm, registry.fallbacks(second), options, progress)
     rows = tuple(_one_file(llm, oracle, tokens))
     return Diff((first, f"{second}, unfused"), tuple(tokens), rows)
 
@@ -278,7 +278,7 @@ def _rows(
 
 
 def _parts(node: Tensor) -> tuple[str, ...]:
-    return tuple(part.op for part in parts(node).nodes) if get(node.op).fusion else ()
+    return tuple(part.op for part in decompose(node).nodes) if get(node.op).fusion else ()
 
 
 # --------------------------------------------------------------------------------------- two files

@@ -109,7 +109,7 @@ def run_instrumented(
     """Results and operands of the group's steps, as the plan has them on its way."""
     wanted = {name: r for item in group for name, r in zip(item.names, item.results)}
     wanted |= {item.operand(i): s for item in group for i, s in item.read.items()}
-    wider = executor.watch(plan, wanted)
+    wider = executor.with_outputs(plan, wanted)
     return executor.run(wider, run.feeds, run.env, fetch=wanted.keys())
 
 
@@ -184,14 +184,14 @@ class _Decomposition:
             return node
         if node.is_view:
             found = self._result(node)
-            return fusion.moved_over(node, src) if found is None else found
+            return fusion.rebuild(node, src) if found is None else found
         op = get(node.op)
         if op.role == TRANSFER:
             (source,) = src
             assert source is not None
             return source if source.meta.contiguous else role(LAYOUT)(source)
         if not op.fusion:
-            return fusion.moved_over(node, src)
+            return fusion.rebuild(node, src)
         made = self.made[node] = _rebuilt(node, src)
         return next((m for m, r in zip(made, self.old[node]) if r is node), made[0])
 

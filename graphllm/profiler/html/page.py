@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from ...terminal import safe
+from ...terminal import escape_control
 from .reduce import reduce_report
 
 SCRIPTS = (
@@ -34,7 +34,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         f" style-src '{_csp_hash(style)}'; script-src '{_csp_hash(script)}'"
     )
     parts = {
-        "title": escape(safe(f"{report['model']['type']}: profile")),
+        "title": escape(escape_control(f"{report['model']['type']}: profile")),
         "policy": escape(policy),
         "style": style,
         "script": script,

@@ -19,7 +19,7 @@ from ....graph.dtype import F32
 from ....graph.tensor import Tensor
 from ....ops import OpDef, get
 from ... import Options
-from ...kernel_context import one_row, paired
+from ...kernel_context import requires_equal_shapes, requires_row
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, f32_args, f32_bits, f32s, helper, inlined, kernel, load_i64
@@ -183,12 +183,12 @@ _CLAMPED_GLU = _binary("clamped_glu", _clamped_glu)
 _ROW: dict[str, Any] = {
     "layout": {"a": "rows"},
     "dtypes": {"a": "f32", "b": "f32"},
-    "when": one_row,
+    "when": requires_row,
 }
 _PAIR: dict[str, Any] = {
     "layout": {"a": "rows", "b": "rows"},
     "dtypes": {"a": "f32", "b": "f32"},
-    "when": paired,
+    "when": requires_equal_shapes,
 }
 
 

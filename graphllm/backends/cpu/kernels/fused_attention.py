@@ -7,7 +7,7 @@ from math import prod
 from ....backends.alignment import aligned
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
-from ...kernel_context import constant_factors
+from ...kernel_context import requires_constant_factors
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
@@ -59,7 +59,7 @@ def _rope_write_scratch(node: Tensor, options: Options) -> int:
     "rope_write",
     layout=dict.fromkeys(("q", "k", "v"), ROWS),
     scratch=_rope_write_scratch,
-    when=constant_factors,
+    when=requires_constant_factors,
 )
 def rope_write(ctx: KernelContext) -> list[Launch]:
     q, k, v, own = ctx.q, ctx.k, ctx.v, _own_nbytes(ctx.node)

@@ -9,7 +9,7 @@ from numba import float32, float64
 from ....graph.tensor import Tensor
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import Options
-from ...kernel_context import constant_factors
+from ...kernel_context import requires_constant_factors
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
@@ -74,7 +74,7 @@ def inverse_frequencies_address(ctx: KernelContext) -> int:
     return ctx.keep(inverse)
 
 
-@BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=constant_factors)
+@BACKEND.kernel("rope", layout={"x": "rows"}, scratch=_scratch, when=requires_constant_factors)
 def rope(ctx: KernelContext) -> Launch:
     x, dims = ctx.x, rotary_dims(ctx.node)
     heads, width = x.meta.inner

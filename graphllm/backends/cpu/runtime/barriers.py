@@ -88,7 +88,7 @@ def _price(step: Bound) -> Cost:
     """What the step costs at the upper bounds of its Vars."""
     metas = [s.meta for s in (step.node, *step.node.sources)]
     env = {m.rows.name: m.rows.hi for m in metas if isinstance(m.rows, Var)}
-    return get(step.node.op).price(step.node, env)
+    return get(step.node.op).node_cost(step.node, env)
 
 
 def _span(operand: Operand) -> Span:

@@ -10,7 +10,7 @@ import numpy as np
 from ....formats.quantization import check_scales
 from ....graph.tensor import Dim, Meta, Var
 from ....system_info import free_bytes
-from ... import Bound, Header, Log, Operand, Options, kernel_context
+from ... import Bound, Header, Operand, Options, TimestampLog, kernel_context
 from ..kernels.weight_packing import allocate
 from .barriers import barrier_flags, is_short
 from .isa import thread_count
@@ -108,7 +108,7 @@ class CompiledProgram:
         self._words = np.array([where[0], len(entries), 0, where[1], count], np.int64)
         self._address = int(self._words.ctypes.data)
 
-    def run(self, log: Log | None) -> None:
+    def run(self, log: TimestampLog | None) -> None:
         """See `graphllm.backends.Segment`. Without a log the program has no place for times."""
         if log is None:
             THREAD_POOL.run(self._address, self._threads, self._short)
@@ -193,7 +193,7 @@ class CpuDevice:
 
 def _array(operand: Operand) -> np.ndarray:
     """The operand, whose shape has no Var, as an array; a block format as uint8 rows."""
-    shape, strides, kind = kernel_context.numpy_form(operand.meta)
+    shape, strides, kind = kernel_context.numpy_layout(operand.meta)
     if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
         return np.empty(shape, kind)
     return np.ndarray(shape, kind, operand.buffer.data, operand.meta.offset, strides)

@@ -16,8 +16,8 @@ import numpy as np
 from .... import ops
 from ....errors import GraphllmError
 from ....graph.tensor import INPUT, WEIGHT, Meta, Tensor
-from ... import Bound, Header, Log, Operand, Options
-from ...probe_results import Measured
+from ... import Bound, Header, Operand, Options, TimestampLog
+from ...probe_results import ProbeResults
 from .. import BACKEND
 from ..kernels.weight_packing import allocate
 from . import probe_kernels
@@ -33,12 +33,12 @@ _LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
 _OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
-Run = Callable[[Log | None], None]
+Run = Callable[[TimestampLog | None], None]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """``make`` gives what does ``work`` (bytes or operations) once, for a `Measured`'s table."""
+    """``make`` gives a call that does ``work`` (bytes or operations) of a `ProbeResults` table."""
 
     table: str
     kind: str
@@ -130,7 +130,7 @@ def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
         yield Probe("peaks", kind, operations * turns * threads, make)
 
 
-def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
+def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
     """Rates by kind and count of threads, over ``nbytes`` of memory, all of it touched.
 
     ``show`` is told how far it is: what, done, total.
@@ -138,7 +138,7 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
     area = allocate(max(1, nbytes // _UNIT) * _UNIT)
     write_probe(area, usable_cores())(None)  # as weights, and so that it is there
     tries = [(n, each) for n in thread_counts(usable_cores()) for each in _probes(area, n)]
-    found = Measured(how=probe_kernels.instruction_names())
+    found = ProbeResults(how=probe_kernels.instruction_names())
     for done, (threads, each) in enumerate(tries):
         show("measuring memory, caches and arithmetic", done, len(tries))
         seconds = _seconds(each.make())
@@ -149,7 +149,7 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
 
 def _seconds(run: Run) -> list[float]:
     """What each of `ROUNDS` runs or more took, after one that compiles and wakes the team."""
-    log, found = Log(), list[float]()
+    log, found = TimestampLog(), list[float]()
     run(log)
     while len(found) < ROUNDS or sum(found) < SECONDS:
         run(log)

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ... import CONTIGUOUS, ROWS
-from ...kernel_context import one_row, paired
+from ...kernel_context import requires_equal_shapes, requires_row
 from .. import BACKEND
 from ..runtime.device import Arg, KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
@@ -69,8 +69,16 @@ def gelu(ctx: KernelContext) -> Launch:
 
 
 _FLOATS = {"a": "f32", "b": "f32"}
-_ROW: dict[str, Any] = {"layout": {"a": ROWS, "b": CONTIGUOUS}, "dtypes": _FLOATS, "when": one_row}
-_PAIR: dict[str, Any] = {"layout": {"a": ROWS, "b": ROWS}, "dtypes": _FLOATS, "when": paired}
+_ROW: dict[str, Any] = {
+    "layout": {"a": ROWS, "b": CONTIGUOUS},
+    "dtypes": _FLOATS,
+    "when": requires_row,
+}
+_PAIR: dict[str, Any] = {
+    "layout": {"a": ROWS, "b": ROWS},
+    "dtypes": _FLOATS,
+    "when": requires_equal_shapes,
+}
 
 
 def _binary(ctx: KernelContext, name: str, stride: int, inner: int) -> Launch:

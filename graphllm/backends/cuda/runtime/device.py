@@ -163,7 +163,7 @@ class CudaDevice:
     def copy_out(self, operand: Operand) -> np.ndarray:
         """A dense copy of the operand; for a block format its bytes, [rows, n]."""
         self.gpu.use()
-        shape, strides, kind = kernel_context.numpy_form(operand.meta)
+        shape, strides, kind = kernel_context.numpy_layout(operand.meta)
         if 0 in shape:
             return np.empty(shape, kind)
         start = operand.meta.offset

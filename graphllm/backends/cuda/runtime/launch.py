@@ -17,7 +17,7 @@ from cupy_backends.cuda.api import driver
 
 from ....debug import debug
 from ....errors import GraphllmError
-from ... import Header, Log
+from ... import Header, TimestampLog
 from .device import Arg, Call, Launch, Work
 from .memory import OUT_OF_MEMORY, Buffer, no_room, room
 from .source import Function, Module, fresh_image, image, kept, module, stamped, target
@@ -280,7 +280,7 @@ class Timed:
         size = STAMPS.itemsize * (len(work) + 1)  # of each step, and of the beginning
         self._times, self._count = Buffer(size, gpu.stream), Buffer(8, gpu.stream)
         self._kept = Buffer(size * self.PLACES, gpu.stream)
-        self._log, self._read, self._runs = Log(), 0, 0
+        self._log, self._read, self._runs = TimestampLog(), 0, 0
         own = [self._stamped(w, i) for i, part in enumerate(work, 1) for w in part]
         load([w.function for w, *_ in own if isinstance(w, Launch)])
         times = self._times.address
@@ -303,11 +303,11 @@ class Timed:
     def _support(name: str, *args: int, threads: int = 1) -> Launch:
         return Launch(_SUPPORT[name], (1,), (threads,), args, early=False)
 
-    def noting(self, log: Log) -> Callable[[], None]:
+    def noting(self, log: TimestampLog) -> Callable[[], None]:
         """A run whose times go to ``log``."""
         if log is not self._log or self._runs - self._read == self.PLACES:
             self._settle()
-            self._log, log.settle = log, self._settle
+            self._log, log.collect = log, self._settle
         return self._run
 
     def _run(self) -> None:
@@ -355,7 +355,7 @@ class Segment:
         """Whether launches are replayed from CUDA graphs by now."""
         return self._plain.captured
 
-    def run(self, log: Log | None) -> None:
+    def run(self, log: TimestampLog | None) -> None:
         """Put all steps on the stream; with a ``log``, in their timed build."""
         self._gpu.use()
         values = self._live()

@@ -13,7 +13,7 @@ from cupy_backends.cuda.api.driver import CUDADriverError
 
 from ....errors import OutOfMemory
 from ....graph.tensor import Meta
-from ...kernel_context import numpy_form, span
+from ...kernel_context import numpy_layout, span
 
 _STAGE = 32 << 20  # bytes of each of the two pinned halves
 _COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one
@@ -78,13 +78,13 @@ class Ring:
     """What each run leaves in an operand, on its way to the host: one pinned slot for each run that
     may be under way, with an event that says when the copy has arrived. See `backends.Ring`."""
 
-    ahead = 1
+    lookahead = 1
 
     def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
-        shape, strides, kind = numpy_form(meta)
+        shape, strides, kind = numpy_layout(meta)
         self._source, self._nbytes, self._stream = address, span(meta), stream
         self._begun = self._taken = 0  # copies
-        memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.ahead + 1)]
+        memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.lookahead + 1)]
         self._addresses = [memory.ptr for memory in memories]
         self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
         self._arrived = [Event(disable_timing=True) for _ in memories]

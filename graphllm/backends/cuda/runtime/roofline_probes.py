@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ... import Options
-from ...probe_results import Measured
+from ...probe_results import ProbeResults
 from .. import BACKEND
 from .device import Arg, CudaDevice, Launch
 from .source import Function, module
@@ -23,7 +23,7 @@ _ONE, _BYTES, _HALVES = 0x3F800000, 0x01010101, 0x3C003C00  # 1 as f32, as four 
 
 @dataclass(frozen=True)
 class Try:
-    """A kernel and its arguments, and the bytes or operations of it, for a `Measured`'s table."""
+    """A kernel, its arguments, and its bytes or operations, for a `ProbeResults` table."""
 
     table: str
     kind: str
@@ -73,13 +73,13 @@ def _how(device: CudaDevice) -> dict[str, str]:
     return {"f32": "fused", "f16": f16, "int8": "dp4a"}
 
 
-def measure(nbytes: int, show: Callable[[str, int, int], None]) -> Measured:
+def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
     """Rates by kind and by how many blocks there were a processor; memory over ``nbytes``."""
     device = CudaDevice(Options())
     size = nbytes // 2 // _PIECE * _PIECE
     buffer, sink = device.alloc(2 * size), device.alloc(4)
     tries = list(_tries(device, buffer.address, size, sink.address))
-    found = Measured("blocks a processor", how=_how(device), roofs=_ROOFS)
+    found = ProbeResults("blocks a processor", how=_how(device), roofs=_ROOFS)
     for done, each in enumerate(tries):
         show("measuring the GPU's memory, cache and arithmetic", done, len(tries))
         for blocks in _BLOCKS:
