@@ -19,7 +19,7 @@ from typing import Any
 from .errors import RequestError
 
 Rule = Callable[[str, Any], Any]  # name, value -> value
-LARGEST = 1e30  # what float32 holds, with room for products
+MAX_MAGNITUDE = 1e30  # what float32 holds, with room for products
 _SHOWN = 80  # characters of a value in an error
 
 
@@ -56,7 +56,7 @@ def _is_bool(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Integer:
     """A whole number from ``least`` to ``most``, by default without an upper bound."""
 
     least: int = 0
@@ -74,14 +74,14 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Number:
+class Real:
     """A finite number from ``least`` (not ``least`` itself, if ``above``) to ``most``."""
 
     least: float = -math.inf
     most: float = math.inf
     above: bool = False
 
-    _size = f"below {LARGEST:g} in size"
+    _size = f"below {MAX_MAGNITUDE:g} in size"
 
     def __call__(self, name: str, value: Any) -> float:
         if type(value) is not float and (not isinstance(value, numbers.Real) or _is_bool(value)):
@@ -95,7 +95,7 @@ class Number:
         low = number <= self.least if self.above else number < self.least
         if low or number > self.most:
             raise invalid_argument(name, value, self._range())
-        if abs(number) >= LARGEST:
+        if abs(number) >= MAX_MAGNITUDE:
             raise invalid_argument(name, value, self._size)
         return number
 
@@ -177,16 +177,16 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(i for i in ids if i is not None)
 
 
-def by_text(name: str, value: Any) -> dict[str, Any]:
+def mapping(name: str, value: Any) -> dict[str, Any]:
     """A mapping whose keys are texts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise invalid_argument(name, value, "a mapping with texts as keys")
     return dict(value)
 
 
-def text_by_text(name: str, value: Any) -> dict[str, str]:
+def text_mapping(name: str, value: Any) -> dict[str, str]:
     """A mapping of texts to texts."""
-    found = by_text(name, value)
+    found = mapping(name, value)
     if not all(isinstance(item, str) for item in found.values()):
         raise invalid_argument(name, value, "a mapping of texts to texts")
     return found
@@ -208,7 +208,7 @@ def check(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any
     return {name: rules[name](name, value) for name, value in values.items()}
 
 
-def unknown(
+def unknown_argument(
     name: str, known: Iterable[str], aliases: Mapping[str, str], where: str
 ) -> RequestError:
     """The error for an argument that ``where`` does not have, with the nearest that it has."""

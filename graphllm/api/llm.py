@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 import numpy as np
 
 from ..arguments import (
+    Integer,
     Optional,
     Rule,
-    Whole,
-    by_text,
     check,
     flag,
     function,
     invalid_argument,
+    mapping,
     quote,
     texts,
 )
@@ -245,7 +245,7 @@ class LLM(LoadedModel):
         values of a step are more than 256 MB), and a function is called once in each. The cache is
         forgotten. RequestError for an unknown scope, with the nearest names, or a bad replacement.
         """
-        rules: dict[str, Rule] = {"scopes": texts, "patch": Optional(by_text)}
+        rules: dict[str, Rule] = {"scopes": texts, "patch": Optional(mapping)}
         own = check(rules, {"scopes": scopes, "patch": patch})
         ids = self._ids(prompt, "llm.trace")
         with self.engine.lock.hold("llm.trace"):
@@ -267,7 +267,7 @@ class LLM(LoadedModel):
         runs meanwhile. RequestError."""
         from ..profiler import capture
 
-        rules: dict[str, Rule] = {"decode": Whole(), "repeat": Whole(1), "show": function}
+        rules: dict[str, Rule] = {"decode": Integer(), "repeat": Integer(1), "show": function}
         own = check(rules, {"decode": decode, "repeat": repeat, "show": show})
         ids = self._ids(prompt, "llm.profile")
         with self.engine.lock.hold("llm.profile"):

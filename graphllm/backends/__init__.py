@@ -76,7 +76,7 @@ class Kernel:
     pack: Mapping[str, Callable[[np.ndarray, Meta], np.ndarray]] = field(default_factory=dict)
     scratch: Callable[[Tensor, Options], int] | None = None
 
-    def refusal(self, node: Tensor, options: Options) -> str | None:
+    def unsupported_reason(self, node: Tensor, options: Options) -> str | None:
         """Why this kernel cannot run ``node``, by its Meta and attributes; None when it can."""
         op = get(node.op)
         for index, source in enumerate(node.src):
@@ -251,7 +251,7 @@ class Backend:
         self.measure: Measure | None = None
         # By op: how far off its kernels may be that multiply halves (f16, bf16) as such, where that
         # is further than the op's own tolerance; see `graphllm.profiler.diff.deviation`.
-        self.halves: Mapping[str, float] = {}
+        self.half_tolerance: Mapping[str, float] = {}
 
     def available(self) -> tuple[bool, str]:
         """(usable, what it is or why it is not)."""
@@ -296,7 +296,7 @@ class Backend:
             return f"{self.name} has no kernel for {node.op}"
         reasons = []
         for kernel in candidates:
-            reason = kernel.refusal(node, options)
+            reason = kernel.unsupported_reason(node, options)
             if reason is None:
                 return kernel
             reasons.append(f"{kernel.name}: {reason}" if len(candidates) > 1 else reason)

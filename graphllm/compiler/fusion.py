@@ -29,10 +29,10 @@ class KernelSelector(Protocol):
         """Whether the backend of all ``parts`` has a kernel for the fused ``node``; if so it will
         run there."""
 
-    def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
+    def can_read(self, user: Tensor, index: int, meta: Meta) -> bool:
         """Whether the kernel of ``user`` can read operand ``index`` as ``meta`` lies in memory."""
 
-    def follow(self, moved: Mapping[Tensor, Tensor]) -> None:
+    def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
         """Replace each old node by its new one; an old node that has none is gone."""
 
 
@@ -49,14 +49,14 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def fuse(
-    outputs: Mapping[str, Tensor], without: Iterable[str], steps: KernelSelector
+    outputs: Mapping[str, Tensor], without: Iterable[str], selector: KernelSelector
 ) -> dict[str, Tensor]:
     """``outputs`` after every rule that is not named in ``without``."""
     off = set(without)
     current = dict(outputs)
     for name, op in rules().items():
         if not off & {name, ALL}:
-            before, current = current, _Pass(current, steps).run(op)
+            before, current = current, _Pass(current, selector).run(op)
             if current is not before:
                 show(f"{name} fused", current)
     return current
@@ -72,8 +72,8 @@ class _Match:
 class _Pass:
     """One rule applied wherever it fits."""
 
-    def __init__(self, outputs: dict[str, Tensor], steps: KernelSelector) -> None:
-        self.outputs, self.steps = outputs, steps
+    def __init__(self, outputs: dict[str, Tensor], selector: KernelSelector) -> None:
+        self.outputs, self.selector = outputs, selector
         self.order = toposort(outputs.values())
         self.place = {n: i for i, n in enumerate(self.order)}
         self.known = Interner(self.order)
@@ -120,7 +120,7 @@ class _Pass:
         if not all(self._readable(e, new, own) for e, new in zip(ends, results(node))):
             return None
         real = [p for p in parts if not p.is_view]
-        return _Match(node, parts, ends) if self.steps.join(node, real) else None
+        return _Match(node, parts, ends) if self.selector.join(node, real) else None
 
     def _look_up(
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
@@ -175,7 +175,7 @@ class _Pass:
                     return False
             elif not user.is_view:
                 places = (i for i, s in enumerate(user.src) if s is old)
-                if not all(self.steps.reads(user, i, new.meta) for i in places):
+                if not all(self.selector.can_read(user, i, new.meta) for i in places):
                     return False
         return True
 
@@ -191,7 +191,9 @@ class _Pass:
                 fused = substitute(match.node, tuple(s and new[s] for s in match.node.src))
                 joined[match.node] = fused
                 new |= dict(zip(match.ends, results(fused)))
-        self.steps.follow({old: n for old, n in new.items() if old not in self.owner} | joined)
+        self.selector.replace_nodes(
+            {old: n for old, n in new.items() if old not in self.owner} | joined
+        )
         return {name: new[node] for name, node in self.outputs.items()}
 
 

@@ -43,7 +43,7 @@ class Step:
     @property
     def weight_formats(self) -> str:
         """The formats of its weight matrices, joined by ``+``; empty if it has none."""
-        return "+".join(dict.fromkeys(kind.name for kind in self._matrices()))
+        return "+".select_fused(dict.fromkeys(kind.name for kind in self._matrices()))
 
     @property
     def integer(self) -> bool:
@@ -85,19 +85,19 @@ class _Lowering:
         kernel = self._kernel(backend, node)
         src = kernel.lower(node, options) if kernel.lower else node.src
         src = tuple(self._source(node, i, new, choice) for i, new in enumerate(src))
-        src = tuple(self._fit(node, kernel, i, s, choice) for i, s in enumerate(src))
+        src = tuple(self._adapt(node, kernel, i, s, choice) for i, s in enumerate(src))
         node = self.intern(rewrite.substitute(node, src))
         self._add(node, self._kernel(backend, node), choice)
         return node
 
     def _add(self, node: Tensor, kernel: Kernel, choice: Choice) -> None:
-        memory = self._wanted_in(node, choice.backend)
+        memory = self._source_memory(node, choice.backend)
         self.steps[node] = Step(node, kernel, choice, memory)
         target = node.attrs["memory"] if _transfers(node) else memory
         self.memory.setdefault(rewrite.root(node), target)
 
     # -- what fusion asks
-    def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
+    def select_fused(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
         """See `fusion.Steps`."""
         steps = [self.steps[part] for part in parts]
         backend = steps[0].backend
@@ -111,11 +111,11 @@ class _Lowering:
         self._add(node, kernel, steps[0].choice)
         return True
 
-    def reads(self, user: Tensor, index: int, meta: Meta) -> bool:
+    def can_read(self, user: Tensor, index: int, meta: Meta) -> bool:
         """See `fusion.Steps`."""
         return _reads(self.steps[user].kernel, user, index, meta)
 
-    def follow(self, moved: Mapping[Tensor, Tensor]) -> None:
+    def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
         """See `fusion.Steps`."""
         self.steps = {
             moved[old]: replace(step, node=moved[old])
@@ -144,13 +144,13 @@ class _Lowering:
             choice = choose(new, self.placement.backends, self.placement.options)
         return self.lower(new, Choice(choice.backend, choice.misses))
 
-    def _fit(
+    def _adapt(
         self, user: Tensor, kernel: Kernel, i: int, source: Tensor | None, choice: Choice
     ) -> Tensor | None:
         """``source`` as ``kernel`` can read it: in its memory, in its layout."""
         if source is None:
             return None
-        here, own = self._wanted_in(user, choice.backend), rewrite.root(source)
+        here, own = self._source_memory(user, choice.backend), rewrite.root(source)
         if own.op not in (WEIGHT, INPUT):
             home = self.placement.written.get(own.attrs["name"], here) if own.is_leaf else here
             there = self.memory.setdefault(own, home)
@@ -160,7 +160,7 @@ class _Lowering:
             source = self._insert(role(LAYOUT)(source), user, choice)
         return source
 
-    def _wanted_in(self, node: Tensor, backend: Backend) -> str:
+    def _source_memory(self, node: Tensor, backend: Backend) -> str:
         """The memory where ``node`` finds its sources on ``backend``: its own; the host's, if they
         are copied to its own."""
         own = self.placement.memory_of(backend)
@@ -207,7 +207,9 @@ class Copies:
     users: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        users = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
+        users = ", ".select_fused(
+            f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common()
+        )
         what = f"{self.count}, of {self.nbytes:,} bytes in all{', for ' if users else ''}{users}"
         return f"copies from {self.source} to {self.target}: {what}"
 
@@ -288,7 +290,7 @@ class Plan:
         lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
         lines += [f"  {copies}" for copies in self.copies()]
         lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
-        return "\n".join(lines)
+        return "\n".select_fused(lines)
 
 
 def compile_plan(
@@ -317,7 +319,7 @@ def compile_plan(
     order = rewrite.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[n] for n in order if n in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, placement, guard)
-    _lay_out(plan)
+    _allocate(plan)
     return plan
 
 
@@ -327,14 +329,14 @@ def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
     They keep their places to the end; what the executor knows of ``plan`` does not change.
     """
     outputs = {**plan.outputs, **values}
-    wider = replace(
+    extended = replace(
         plan, outputs=outputs, allocations={}, scratch={}, arena={}, memory={**plan.memory}
     )
-    _lay_out(wider)
-    return wider
+    _allocate(extended)
+    return extended
 
 
-def _lay_out(plan: Plan) -> None:
+def _allocate(plan: Plan) -> None:
     """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}

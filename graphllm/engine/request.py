@@ -8,31 +8,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..arguments import (
-    Number,
+    Integer,
     Optional,
+    Real,
     Rule,
-    Whole,
     check,
     flag,
     invalid_argument,
     texts,
     token_ids,
-    unknown,
+    unknown_argument,
 )
 from ..errors import RequestError
 
 _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
-    "max_tokens": Whole(),
-    "temperature": Number(0),
-    "top_k": Whole(0, 2**31 - 1),
-    "top_p": Number(0, 1, above=True),
-    "min_p": Number(0, 1),
-    "seed": Optional(Whole(0, 2**63 - 1)),
+    "max_tokens": Integer(),
+    "temperature": Real(0),
+    "top_k": Integer(0, 2**31 - 1),
+    "top_p": Real(0, 1, above=True),
+    "min_p": Real(0, 1),
+    "seed": Optional(Integer(0, 2**63 - 1)),
     "ignore_eos": flag,
-    "repeat_penalty": Number(0, above=True),
-    "presence_penalty": Number(),
-    "frequency_penalty": Number(),
-    "min_tokens": Whole(0, 2**31 - 1),
+    "repeat_penalty": Real(0, above=True),
+    "presence_penalty": Real(),
+    "frequency_penalty": Real(),
+    "min_tokens": Integer(0, 2**31 - 1),
     "stop": texts,
     "stop_ids": token_ids,
 }
@@ -113,7 +113,7 @@ class Sampling:
         for name, value in arguments.items():
             own = ALIASES.get(name, name)
             if own not in _RULES and own != "sampling":
-                raise unknown(name, _RULES, ALIASES, where)
+                raise unknown_argument(name, _RULES, ALIASES, where)
             if own in found:
                 twice = " and ".join(n for n in arguments if ALIASES.get(n, n) == own)
                 raise RequestError(f"{twice} are the same argument: give one of them", own)

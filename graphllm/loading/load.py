@@ -9,16 +9,16 @@ from typing import Any
 
 from .. import backends as registry
 from ..arguments import (
+    Integer,
     OneOf,
     Optional,
     Rule,
-    Whole,
     flag,
     function,
     invalid_argument,
     path,
     text,
-    text_by_text,
+    text_mapping,
     texts,
 )
 from ..backends import Options
@@ -48,11 +48,11 @@ RULES: dict[str, Rule] = {
     "type": Optional(text),
     "device": text,
     "gpu_layers": check_gpu_layers,
-    "context": Whole(1),
+    "context": Integer(1),
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),
-    "threads": Whole(0),
-    "place": Optional(text_by_text),
+    "threads": Integer(0),
+    "place": Optional(text_mapping),
     "strict": flag,
     "no_fuse": texts,
     "no_kernels": texts,

@@ -63,7 +63,9 @@ def route(of: Decoder, logits: Tensor, c: Mixture) -> tuple[Tensor, Tensor]:
     if c.score != "chosen":
         scores = ops.softmax(logits) if c.score == "softmax" else ops.sigmoid(logits)
     correction = of.vector("e_score_correction_bias", c.experts) if c.correction else None
-    ids = ops.top_k(scores, correction, k=c.active, groups=c.groups, kept=c.kept, best=c.best)
+    ids = ops.top_k(
+        scores, correction, k=c.active, groups=c.groups, top_groups=c.kept, top_per_group=c.best
+    )
     weights = ops.pick(scores, ids)
     if c.score == "chosen":
         weights = ops.softmax(weights)

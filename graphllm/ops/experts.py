@@ -35,17 +35,19 @@ _ROWS = (0, 1, 7)
 # ----------------------------------------------------------------------------------------- routing
 
 
-def _top_k_infer(x, bias=None, *, k, groups, kept, best):
+def _top_k_infer(x, bias=None, *, k, groups, top_groups, top_per_group):
     expect("x", x, 2, "f32")
     columns = x.shape[1]
     if bias is not None:
         expect("bias", bias, 1, "f32")
         require(bias.shape == (columns,), f"bias {bias.shape} does not fit {columns} columns")
     require(groups > 0 and columns % groups == 0, f"{columns} columns in {groups} groups")
-    require(0 < kept <= groups, f"kept is {kept} of {groups} groups")
+    require(0 < top_groups <= groups, f"top_groups is {top_groups} of {groups} groups")
     size = columns // groups
-    require(0 < best <= size, f"best is {best} of {size} columns in a group")
-    require(0 < k <= kept * size, f"k is {k} of {kept * size} columns")
+    require(
+        0 < top_per_group <= size, f"top_per_group is {top_per_group} of {size} columns in a group"
+    )
+    require(0 < k <= top_groups * size, f"k is {k} of {top_groups * size} columns")
     return out((x.shape[0], k), I32)
 
 
@@ -74,31 +76,32 @@ _CHOICES = (
     (8, {"k": 2}),
     (61, {"k": 61}),
     (128, {"k": 8}),
-    (40, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
-    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
-    (9, {"k": 3, "groups": 3, "kept": 1, "best": 3}),
+    (40, {"k": 6, "groups": 8, "top_groups": 3, "top_per_group": 1}),
+    (256, {"k": 8, "groups": 8, "top_groups": 4, "top_per_group": 2}),
+    (9, {"k": 3, "groups": 3, "top_groups": 1, "top_per_group": 3}),
 )
 
 
 @op(
     "top_k",
     infer=_top_k_infer,
-    cost=lambda out, x, bias=None, *, env, k, groups, kept, best: Cost(
+    cost=lambda out, x, bias=None, *, env, k, groups, top_groups, top_per_group: Cost(
         (2 + k) * x.size, x.nbytes + (bias.nbytes if bias is not None else 0) + out.nbytes
     ),
     tol={},
     samples=grid(_top_k_sample, rows=(0, 1, 9), choice=_CHOICES, bias=(False, True),
                  layout=_LAYOUTS),
 )  # fmt: skip
-def top_k(x, bias=None, *, k, groups=1, kept=1, best=1):
-    """Columns of the k largest entries of x + bias in each row, the largest first. x [T, E] f32,
-    bias [E] f32 -> [T, k] i32.
+def top_k(x, bias=None, *, k, groups=1, top_groups=1, top_per_group=1):
+    """Return the columns of the k largest entries of x + bias in each row, largest first.
 
-    With ``groups`` > 1 the columns fall in so many equal groups, of which only the ``kept`` best
-    count: a group's worth is the sum of its ``best`` largest entries, the largest first. Among
-    equals the lower column, or group, comes first; NaN comes before all numbers, as in torch.topk,
-    so that a faulty score is chosen and shows in the weights. DeepSeek-AI 2024: section 2.2.2
-    of DeepSeek V2 (best = 1), section 2.1.2 of DeepSeek V3 (best = 2, and the bias).
+    x [T, E] f32, bias [E] f32 -> [T, k] i32.
+
+    With ``groups`` > 1 the columns form that many equal groups, and only the best ``top_groups``
+    groups are eligible; a group scores the sum of its ``top_per_group`` largest entries. Ties go to
+    the lower column or group. NaN sorts before all numbers, as in torch.topk, so that a faulty
+    score is chosen and appears in the weights. DeepSeek-AI 2024: section 2.2.2 of DeepSeek V2
+    (top_per_group = 1), section 2.1.2 of DeepSeek V3 (top_per_group = 2, and the bias).
     """
     score = x if bias is None else x + bias
     if groups == 1:
@@ -108,10 +111,10 @@ def top_k(x, bias=None, *, k, groups=1, kept=1, best=1):
     ranked = np.take_along_axis(grouped, _largest(grouped), axis=-1)
     worth = ranked[..., 0]
     with np.errstate(invalid="ignore"):
-        for i in range(1, best):
+        for i in range(1, top_per_group):
             worth = worth + ranked[..., i]
-    chosen = np.sort(_largest(worth)[:, :kept], axis=-1)
-    columns = (chosen[..., None] * size + np.arange(size)).reshape(len(x), kept * size)
+    chosen = np.sort(_largest(worth)[:, :top_groups], axis=-1)
+    columns = (chosen[..., None] * size + np.arange(size)).reshape(len(x), top_groups * size)
     first = _largest(np.take_along_axis(score, columns, axis=1))[:, :k]
     return np.take_along_axis(columns, first, axis=1).astype(np.int32)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import backends as registry
-from ..arguments import Optional, Whole, check
+from ..arguments import Integer, Optional, check
 from ..backends import Backend, Device, Options
 from ..checkpoints.checkpoint import ModelFile, open_model
 from ..compiler.plan import HOST, Copies, Plan, Step
@@ -312,7 +312,7 @@ def dry_run(
     Arguments as in `load`; ``device`` may be one that is not usable here. ``free``: bytes that are
     free in a memory beside the host's; None: what its device says, and enough where there is none.
     """
-    own = check(RULES | {"free": Optional(Whole())}, dict(locals()))
+    own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
     file = open_model(model, data=False) if isinstance(model, (str, os.PathLike)) else model
     decoder = build_decoder(file, model_def, type)
     limits = decoder.limits(graph_limits(own["context"], kv_type, device))

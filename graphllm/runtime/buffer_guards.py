@@ -32,14 +32,14 @@ def check_guards(buffers: Iterable[tuple[str, str, Operand]]) -> None:
             raise GraphError(f"a kernel wrote outside the buffer of {name!r}")
 
 
-def check_arenas(arenas: Mapping[str, Any], spots: Iterable[Allocation]) -> None:
+def check_arenas(arenas: Mapping[str, Any], allocations: Iterable[Allocation]) -> None:
     """GraphError for a byte of an arena, by memory, that is in no spot and was written."""
-    spots = list(spots)
+    allocations = list(allocations)
     for memory, arena in arenas.items():
         outside = np.ones(arena.nbytes, bool)
-        for spot in spots:
-            if spot.memory == memory:
-                outside[spot.offset : spot.offset + spot.nbytes] = False
+        for allocation in allocations:
+            if allocation.memory == memory:
+                outside[allocation.offset : allocation.offset + allocation.nbytes] = False
         strays = np.flatnonzero(outside & (arena[:] != NAN_BYTE))
         if strays.size:
             raise GraphError(f"a kernel wrote outside its buffers, at arena byte {strays[0]}")

@@ -93,7 +93,7 @@ class Executor:
         self.load_times = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
         self._arenas: dict[str, Any] = {}
         self._model: Mapping[str, Tensor] = {}  # what was adopted
-        self._adopted: Placement | None = None
+        self._model_placement: Placement | None = None
         self._moved: Mapping[Tensor, Tensor] = {}  # the adopted model's nodes as they were placed
         self._graphs = _Graph()
         self._programs: WeakKeyDictionary[Plan, _Program | None] = WeakKeyDictionary()
@@ -106,7 +106,7 @@ class Executor:
         for each in (self._programs, self._arenas, self.buffers, self.devices):
             each.clear()
         self._graphs, self._model, self._moved = _Graph(), {}, {}
-        self._adopted, self.weights = None, Arrays({})
+        self._model_placement, self.weights = None, Arrays({})
 
     # --------------------------------------------------------------------------------- placement
 
@@ -121,7 +121,7 @@ class Executor:
         check_pins(self.pins, rewrite.toposort(outputs.values()), self.backends)
         self._graphs = _Graph()
         self._programs.clear()
-        self._model, (self._adopted, self._moved) = outputs, self._place(outputs, pins)
+        self._model, (self._model_placement, self._moved) = outputs, self._place(outputs, pins)
 
     def _place(
         self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()
@@ -132,7 +132,9 @@ class Executor:
     def _placement(self, outputs: Mapping[str, Tensor]) -> Placement:
         """Of these outputs, as part of the adopted model if they are."""
         adopted = all(self._model.get(name) is node for name, node in outputs.items())
-        whole = self._adopted if adopted and self._adopted else self._place(outputs)[0]
+        whole = (
+            self._model_placement if adopted and self._model_placement else self._place(outputs)[0]
+        )
         return whole.part(outputs)
 
     # ------------------------------------------------------------------------------------- plans
@@ -152,15 +154,15 @@ class Executor:
     def tap(self, taps: Sequence[Tap], bounds: Bounds | None = None) -> Plan:
         """A plan whose outputs are values within the adopted model, some of them replaced on the
         way. It is not kept."""
-        assert self._adopted is not None
-        return self._compiled(self._adopted.tapped(taps, self._moved), bounds)
+        assert self._model_placement is not None
+        return self._compiled(self._model_placement.tapped(taps, self._moved), bounds)
 
     def with_outputs(self, plan: Plan, values: Mapping[str, Tensor]) -> Plan:
         """``plan`` with more outputs: nodes of its graph, or views of them. It is not kept."""
         self._check_own(plan)
-        wider = with_outputs(plan, values)
-        self._programs[wider] = None
-        return wider
+        extended = with_outputs(plan, values)
+        self._programs[extended] = None
+        return extended
 
     def _compiled(self, placement: Placement, bounds: Bounds | None) -> Plan:
         plan = compile_plan(placement, bounds, GUARD_BYTES if self.poison else 0)
@@ -212,8 +214,8 @@ class Executor:
             self.progress("preparing weights", min(self.buffers.packed, total), total)
             home = plan.memory[rewrite.root(step.node)]
             out = self._operand(plan, step.node, home, arenas)
-            spot = plan.scratch.get(index)
-            scratch = _workspace(spot, arenas) if spot else None
+            allocation = plan.scratch.get(index)
+            scratch = _workspace(allocation, arenas) if allocation else None
             bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
         ready = time.perf_counter()
         segments, at = [], 0
@@ -308,8 +310,8 @@ class Executor:
                 segment.run(None)
         if self.poison:
             check_guards(self.buffers.values())
-            spots = [*plan.allocations.values(), *plan.scratch.values()]
-            check_arenas(program.arenas, spots)
+            allocations = [*plan.allocations.values(), *plan.scratch.values()]
+            check_arenas(program.arenas, allocations)
 
     def decode_loop(
         self,
@@ -368,11 +370,11 @@ class Executor:
         return env
 
 
-def _in_arena(node: Tensor, spot: Allocation, arenas: Mapping[str, Any]) -> Operand:
-    meta = replace(node.meta, offset=node.meta.offset + spot.offset)
-    return Operand(meta, arenas[spot.memory])
+def _in_arena(node: Tensor, allocation: Allocation, arenas: Mapping[str, Any]) -> Operand:
+    meta = replace(node.meta, offset=node.meta.offset + allocation.offset)
+    return Operand(meta, arenas[allocation.memory])
 
 
-def _workspace(spot: Allocation, arenas: Mapping[str, Any]) -> Operand:
-    meta = replace(Meta.of((spot.nbytes,), "i8"), offset=spot.offset)
-    return Operand(meta, arenas[spot.memory])
+def _workspace(allocation: Allocation, arenas: Mapping[str, Any]) -> Operand:
+    meta = replace(Meta.of((allocation.nbytes,), "i8"), offset=allocation.offset)
+    return Operand(meta, arenas[allocation.memory])

@@ -167,4 +167,4 @@ class Case:
             and meta.dtype.name in ("f16", "bf16")
             for name in self.llm.decoder.weights.names()
         )
-        return not (halves and self.llm.executor.backends[0].halves)
+        return not (halves and self.llm.executor.backends[0].half_tolerance)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
-from far import FarDevice, far  # noqa: F401
+from remote_memory import RemoteDevice, remote  # noqa: F401
 from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
 
 import graphllm
@@ -129,18 +129,18 @@ def test_as_a_run_has_it(tiny):
     assert found.prefill.flops == bench.step_flops(chunk, 0, found.prefill.tokens)
 
 
-def test_misses_and_copies(far, tiny):  # noqa: F811
+def test_misses_and_copies(remote, tiny):  # noqa: F811
     place = {"model.layers.1.*": "reference"}
-    llm = graphllm.load(tiny, device="far", place=place)
-    found = graphllm.dry_run(tiny, device="far", place=place)
+    llm = graphllm.load(tiny, device="remote", place=place)
+    found = graphllm.dry_run(tiny, device="remote", place=place)
     plan = llm.engine.decode_plan()
     assert list(map(str, found.token.copies)) == list(map(str, plan.copies()))
     assert found.token.copies and found.prefill.copies
     told = {(m.op, m.backend, m.why): m.steps for m in found.token.misses}
     assert told == plan.misses() and told
-    assert set(found.memory) == {"far", "host"}
+    assert set(found.memory) == {"remote", "host"}
     layer = found.memory["host"]
-    assert layer.kv * (LAYERS - 1) == found.memory["far"].kv and layer.weights
+    assert layer.kv * (LAYERS - 1) == found.memory["remote"].kv and layer.weights
 
 
 # --------------------------------------------------------------------------------------- elsewhere
@@ -169,10 +169,10 @@ def test_layers_by_free_bytes(tiny):
     assert layers(None, 2) == 1  # the output is the other one
 
 
-def test_free_bytes_of_a_device_that_is_here(far, tiny, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(FarDevice, "room", 0)
-    assert "far" not in graphllm.dry_run(tiny, device="far").token.ops
-    assert "far" in graphllm.dry_run(tiny, device="far", free=10**12).token.ops
+def test_free_bytes_of_a_device_that_is_here(remote, tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(RemoteDevice, "room", 0)
+    assert "remote" not in graphllm.dry_run(tiny, device="remote").token.ops
+    assert "remote" in graphllm.dry_run(tiny, device="remote", free=10**12).token.ops
 
 
 @pytest.mark.cuda

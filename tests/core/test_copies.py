@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from far import far  # noqa: F401
+from remote_memory import remote  # noqa: F401
 
 from graphllm import ops
 from graphllm.compiler.plan import HOST
@@ -13,17 +13,19 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 
-def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
+def test_a_state_is_copied_where_pins_ask_for_it(remote):  # noqa: F811
     t, pool = Var("T", 1, 4), state("pool", (8, 1, 4), "f32")
     slot = feed("slot", (t,), "i32")
     with scope("write"):
         written = ops.kv_write(pool, feed("x", (t, 1, 4), "f32"), slot)
     with scope("read"):
         y = ops.gather_rows(written, slot)
-    executor = Executor(backends=("far", "reference"), pins={"read": "reference"})
+    executor = Executor(backends=("remote", "reference"), pins={"read": "reference"})
     plan = executor.compile({"y": y})
     assert {s.backend.name for s in plan.steps} == {"reference"}  # the writer goes along
-    executor = Executor(backends=("far", "reference"), pins={"read": "reference", "write": "far"})
+    executor = Executor(
+        backends=("remote", "reference"), pins={"read": "reference", "write": "remote"}
+    )
     plan = executor.compile({"y": y})
     assert [s.node.op for s in plan.steps] == ["kv_write", "copy", "gather_rows"]
     x = np.arange(4, dtype=np.float32).reshape(1, 1, 4)
@@ -33,8 +35,8 @@ def test_a_state_is_copied_where_pins_ask_for_it(far):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["fed", "kept", "weight", "made"])
-@pytest.mark.parametrize("target", [HOST, "far"])
-def test_a_copy_that_the_graph_asks_for(far, kind, target):  # noqa: F811
+@pytest.mark.parametrize("target", [HOST, "remote"])
+def test_a_copy_that_the_graph_asks_for(remote, kind, target):  # noqa: F811
     """It comes from the other memory, whoever else reads what is copied, and where."""
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     leaf = {"kept": state, "weight": weight}.get(kind, feed)("x", (3, 4), "f32")
@@ -43,12 +45,12 @@ def test_a_copy_that_the_graph_asks_for(far, kind, target):  # noqa: F811
         outputs = {"near": ops.scale(source, factor=3.0)}
     with scope("copy"):
         outputs["copy"] = ops.copy(source, memory=target)
-    with scope("far"):
-        outputs["far"] = ops.scale(source, factor=5.0)
-    pins = {"near": "reference", "far": "far", "copy": "far"}
-    executor = Executor(Arrays({"x": x}), backends=("far", "reference"), pins=pins)
+    with scope("remote"):
+        outputs["remote"] = ops.scale(source, factor=5.0)
+    pins = {"near": "reference", "remote": "remote", "copy": "remote"}
+    executor = Executor(Arrays({"x": x}), backends=("remote", "reference"), pins=pins)
     plan = executor.compile(outputs)
-    other = HOST if target == "far" else "far"
+    other = HOST if target == "remote" else "remote"
     found = {(copies.source, copies.target): str(copies) for copies in plan.copies()}
     if kind in ("fed", "weight"):  # they lie in both memories
         assert list(found) == [(other, target)]
@@ -59,5 +61,5 @@ def test_a_copy_that_the_graph_asks_for(far, kind, target):  # noqa: F811
         executor.set_state("x", x)
     values = executor.run(plan, {"x": x} if kind in ("fed", "made") else {})
     source = 2 * x if kind == "made" else x
-    for name, factor in (("near", 3), ("copy", 1), ("far", 5)):
+    for name, factor in (("near", 3), ("copy", 1), ("remote", 5)):
         np.testing.assert_array_equal(values[name], factor * source)

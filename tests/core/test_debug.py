@@ -10,7 +10,7 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
-from far import far  # noqa: F401
+from remote_memory import remote  # noqa: F401
 from tiny_models import llama_weights, write_llama
 
 import graphllm
@@ -79,11 +79,11 @@ def test_two_a_line_for_every_step(tiny, capsys, monkeypatch):
     assert generated(tiny) == plain  # it is the same run
 
 
-def test_two_runs_of_several_backends(far, tiny, capsys, monkeypatch):  # noqa: F811
+def test_two_runs_of_several_backends(remote, tiny, capsys, monkeypatch):  # noqa: F811
     monkeypatch.setenv("GRAPHLLM_DEBUG", "2")
-    generated(tiny, "far", gpu_layers=2)
+    generated(tiny, "remote", gpu_layers=2)
     steps = [match for match in map(STEP.match, capsys.readouterr().err.splitlines()) if match]
-    assert {"far", "reference"} == {match[1] for match in steps}
+    assert {"remote", "reference"} == {match[1] for match in steps}
     assert "copy" in {match[5] for match in steps}
 
 

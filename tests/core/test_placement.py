@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from far import FarDevice, far  # noqa: F401
+from remote_memory import RemoteDevice, remote  # noqa: F401
 from tiny_models import LAYERS, llama_weights, write_llama
 
 import graphllm
@@ -30,11 +30,11 @@ SPLITS = {
     "no layers": {"gpu_layers": 0},
     "the output only": {"gpu_layers": 1},
     "two layers": {"gpu_layers": 3},
-    "no attention": {"no_kernels": ("far:attention",)},
-    "no writes": {"no_kernels": ("far:kv_write",)},
-    "no advance": {"no_kernels": ("far:advance",)},
-    "no sampling": {"no_kernels": ("far:sample", "far:penalise")},
-    "no norms": {"no_kernels": ("far:rms_norm",)},
+    "no attention": {"no_kernels": ("remote:attention",)},
+    "no writes": {"no_kernels": ("remote:kv_write",)},
+    "no advance": {"no_kernels": ("remote:advance",)},
+    "no sampling": {"no_kernels": ("remote:sample", "remote:penalise")},
+    "no norms": {"no_kernels": ("remote:rms_norm",)},
 }
 
 
@@ -58,28 +58,34 @@ def plain(tiny):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_split_changes_no_token(far, tiny, plain, split):  # noqa: F811
+def test_a_split_changes_no_token(remote, tiny, plain, split):  # noqa: F811
     """What `advance` writes in one memory is read in the other in the next step."""
-    llm = graphllm.load(tiny, device="far", kv_type="f32", **SPLITS[split])
+    llm = graphllm.load(tiny, device="remote", kv_type="f32", **SPLITS[split])
     assert answers(llm) == plain
     assert llm.logits(IDS).shape == (len(IDS), 400)
     plan = llm.engine.decode_plan()
     crossing = {copies.source for copies in plan.copies()}
-    assert crossing == (set() if split in ("all", "no layers") else {"far", HOST})
+    assert crossing == (set() if split in ("all", "no layers") else {"remote", HOST})
 
 
-def test_a_split_with_kernels_of_the_cpu(far, tiny, plain):  # noqa: F811
+def test_a_split_with_kernels_of_the_cpu(remote, tiny, plain):  # noqa: F811
     """One segment for each stay on a backend, and one more where a copy comes between."""
     place = {"model.layers.1.*": "cpu"}
     llm = graphllm.load(tiny, kv_type="f32", linear="float", place=place)
     assert answers(llm) == plain
-    assert [b.name for b in llm.executor.backends] == ["far", "cpu", "reference"]
-    assert [s[0].backend.name for s in llm.engine.decode_plan().segments()] == ["far", "cpu", "far"]
+    assert [b.name for b in llm.executor.backends] == ["remote", "cpu", "reference"]
+    assert [s[0].backend.name for s in llm.engine.decode_plan().segments()] == [
+        "remote",
+        "cpu",
+        "remote",
+    ]
 
 
-def test_states_lie_where_they_are_written(far, tiny):  # noqa: F811
+def test_states_lie_where_they_are_written(remote, tiny):  # noqa: F811
     """Each in one memory, though plans without `advance` are compiled, too."""
-    llm = graphllm.load(tiny, device="far", kv_type="f32", place={"model.layers.0.*": "reference"})
+    llm = graphllm.load(
+        tiny, device="remote", kv_type="f32", place={"model.layers.0.*": "reference"}
+    )
     answers(llm)
     llm.logits(IDS)
     homes: dict[str, set[str]] = {}
@@ -89,29 +95,34 @@ def test_states_lie_where_they_are_written(far, tiny):  # noqa: F811
         "q_start",
         "table.full",
     }  # what is fed goes to both
-    assert homes["full.0.k"] == {HOST} and homes["full.1.k"] == homes["pos"] == {"far"}
+    assert homes["full.0.k"] == {HOST} and homes["full.1.k"] == homes["pos"] == {"remote"}
 
 
-def test_the_plan_and_the_model_name_copies(far, tiny):  # noqa: F811
-    llm = graphllm.load(tiny, device="far", kv_type="f32", place={"model.layers.1.*": "reference"})
+def test_the_plan_and_the_model_name_copies(remote, tiny):  # noqa: F811
+    llm = graphllm.load(
+        tiny, device="remote", kv_type="f32", place={"model.layers.1.*": "reference"}
+    )
     # The activation of 60 floats in and out; to the host also pos, slot and kv_len.
     there, back = llm.misses()[-2:]
-    assert there.startswith("a token needs copies from far to host: 4, of 252 bytes in all, for ")
-    copies = "copies from host to far: 1, of 240 bytes in all, for rms_norm, add"
+    assert there.startswith(
+        "a token needs copies from remote to host: 4, of 252 bytes in all, for "
+    )
+    copies = "copies from host to remote: 1, of 240 bytes in all, for rms_norm, add"
     assert back == f"a token needs {copies}"
-    why = "far: pinned by model.layers.1.*=reference"
+    why = "remote: pinned by model.layers.1.*=reference"
     assert f"attention ran on reference (1 steps a token): {why}" in llm.misses()
     explained = llm.engine.decode_plan().explain()
     assert f"\n  {copies}\n" in explained
     assert f"\n      1  attention ran on reference: {why}\n" in explained
 
 
-def test_a_cache_is_not_copied(far, tiny):  # noqa: F811
+def test_a_cache_is_not_copied(remote, tiny):  # noqa: F811
     """An op that is switched off takes those with it that share its pools."""
-    llm = graphllm.load(tiny, device="far", no_kernels=("far:attention",))
+    llm = graphllm.load(tiny, device="remote", no_kernels=("remote:attention",))
     assert llm.placement()["reference"] == {"attention": LAYERS, "kv_write": 2 * LAYERS}
-    assert "attention ran on reference (3 steps a token): far: switched off (far:attention)" in (
-        llm.misses()
+    assert (
+        "attention ran on reference (3 steps a token): remote: switched off (remote:attention)"
+        in (llm.misses())
     )
     why = [line for line in llm.misses() if line.startswith("kv_write")]
     assert len(why) == LAYERS and "'full.0.k' stays in one memory with attention of " in why[0]
@@ -123,34 +134,34 @@ def test_a_cache_is_not_copied(far, tiny):  # noqa: F811
 # ------------------------------------------------------------------------------------------- fits
 
 
-def test_what_fits_is_decided_by_bytes(far, tiny, plain, monkeypatch):  # noqa: F811
+def test_what_fits_is_decided_by_bytes(remote, tiny, plain, monkeypatch):  # noqa: F811
     """The last layers and the output first; never more than there is."""
-    whole = graphllm.load(tiny, device="far", kv_type="f32").gpu_offload
-    assert str(whole) == f"all {LAYERS} layers on far: 0.54 GB of 1099.51 GB free there"
+    whole = graphllm.load(tiny, device="remote", kv_type="f32").gpu_offload
+    assert str(whole) == f"all {LAYERS} layers on remote: 0.54 GB of 1099.51 GB free there"
     seen = []
     for room in range(whole.needed_bytes, gpu_offload.MARGIN, -8192):
-        monkeypatch.setattr(FarDevice, "room", room)
-        llm = graphllm.load(tiny, device="far", kv_type="f32")
+        monkeypatch.setattr(RemoteDevice, "room", room)
+        llm = graphllm.load(tiny, device="remote", kv_type="f32")
         assert llm.gpu_offload.needed_bytes <= room or not llm.gpu_offload.output
         assert llm.gpu_offload.needed_by_all_bytes == whole.needed_bytes
         seen.append((llm.gpu_offload.layers, llm.gpu_offload.output))
     assert seen == sorted(seen, reverse=True)
     assert set(seen) == {(3, True), (2, True), (1, True), (0, True), (0, False)}
     assert answers(llm) == plain
-    assert str(llm.gpu_offload).startswith("0 of 3 layers on far, the first 3 on reference: ")
+    assert str(llm.gpu_offload).startswith("0 of 3 layers on remote, the first 3 on reference: ")
     assert str(llm.gpu_offload).endswith(", all would need 0.54 GB")
 
 
-def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # noqa: F811
+def test_a_shared_matrix_goes_with_the_output(remote, tmp_path, monkeypatch):  # noqa: F811
     """A head that is the embedding takes its room from the layers, at the first attempt."""
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
-    whole = graphllm.load(tied, device="far", kv_type="f32").gpu_offload
+    whole = graphllm.load(tied, device="remote", kv_type="f32").gpu_offload
     placed, adopt = [], Executor.place_model
     monkeypatch.setattr(
         Executor, "adopt", lambda self, *rest: (placed.append(1), adopt(self, *rest))
     )
-    monkeypatch.setattr(FarDevice, "room", whole.needed_bytes - 1)
-    llm = graphllm.load(tied, device="far", kv_type="f32")
+    monkeypatch.setattr(RemoteDevice, "room", whole.needed_bytes - 1)
+    llm = graphllm.load(tied, device="remote", kv_type="f32")
     assert (llm.gpu_offload.layers, llm.gpu_offload.output) == (
         2,
         True,
@@ -158,33 +169,35 @@ def test_a_shared_matrix_goes_with_the_output(far, tmp_path, monkeypatch):  # no
     assert len(placed) == 2  # the whole, and what fits
 
 
-def test_layers_that_do_not_fit_are_the_first(far, tiny):  # noqa: F811
-    llm = graphllm.load(tiny, device="far", gpu_layers="2")
+def test_layers_that_do_not_fit_are_the_first(remote, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="remote", gpu_layers="2")
     steps = [s for s in llm.engine.decode_plan().steps if s.node.op != "copy"]
     where = {s.node.scope.split(".self_attn")[0]: s.backend.name for s in steps}
     assert where["model.embed_tokens"] == where["model.layers.0"] == "reference"
-    assert where["model.layers.1"] == "reference" and where["model.layers.2"] == "far"
-    assert where["lm_head"] == where["model.norm"] == where[""] == "far"
+    assert where["model.layers.1"] == "reference" and where["model.layers.2"] == "remote"
+    assert where["lm_head"] == where["model.norm"] == where[""] == "remote"
     assert str(llm.gpu_offload).startswith(
-        "1 of 3 layers and the output on far, the first 2 on reference: "
+        "1 of 3 layers and the output on remote, the first 2 on reference: "
     )
     why = [line for line in llm.misses() if line.startswith("attention")]
     assert why == [
-        "attention ran on reference (2 steps a token): far: not among the last 1 of 3 layers"
+        "attention ran on reference (2 steps a token): remote: not among the last 1 of 3 layers"
     ]
 
 
-def test_a_pin_comes_before_what_fits(far, tiny):  # noqa: F811
-    llm = graphllm.load(tiny, device="far", gpu_layers=3, place={"model.layers.0.mlp.*": "far"})
+def test_a_pin_comes_before_what_fits(remote, tiny):  # noqa: F811
+    llm = graphllm.load(
+        tiny, device="remote", gpu_layers=3, place={"model.layers.0.mlp.*": "remote"}
+    )
     assert llm.gpu_offload.first == 1 and llm.gpu_offload.layers == 3  # a part of the first, too
     own = [s for s in llm.engine.decode_plan().steps if s.node.scope.startswith("model.layers.0.")]
-    assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"far"}
+    assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"remote"}
     assert "reference" in {s.backend.name for s in own}
 
 
-def test_layers_that_a_user_pins_are_counted(far, tiny):  # noqa: F811
-    llm = graphllm.load(tiny, device="far", place={"model.layers.[01].*": "reference"})
-    says = "1 of 3 layers and the output on far, the others pinned: 0.54 GB of 1099.51 GB free "
+def test_layers_that_a_user_pins_are_counted(remote, tiny):  # noqa: F811
+    llm = graphllm.load(tiny, device="remote", place={"model.layers.[01].*": "reference"})
+    says = "1 of 3 layers and the output on remote, the others pinned: 0.54 GB of 1099.51 GB free "
     assert str(llm.gpu_offload) == says + "there"
 
 
@@ -201,19 +214,19 @@ def test_layers_without_a_device_of_their_own(tiny):
 
 
 @pytest.mark.parametrize("room", [1000, 10_000, 60_000])
-def test_no_room_is_one_line(far, tiny, monkeypatch, room):  # noqa: F811
+def test_no_room_is_one_line(remote, tiny, monkeypatch, room):  # noqa: F811
     """Whatever does not fit: weights, the cache, intermediates."""
-    monkeypatch.setattr(FarDevice, "room", room)
+    monkeypatch.setattr(RemoteDevice, "room", room)
     with pytest.raises(OutOfMemory) as caught:
-        graphllm.load(tiny, device="far", gpu_layers="all", context=128)
+        graphllm.load(tiny, device="remote", gpu_layers="all", context=128)
     error = caught.value
-    assert error.needed > error.free == room and error.memory == "far"
+    assert error.needed > error.free == room and error.memory == "remote"
     assert str(error).startswith(f"no memory for {error.what}: ") and "are free; " in str(error)
 
 
-def test_what_had_no_room_is_named(far, tiny, monkeypatch):  # noqa: F811
+def test_what_had_no_room_is_named(remote, tiny, monkeypatch):  # noqa: F811
     """Each allocation of a load fails in its turn."""
-    made, alloc, seen = [], FarDevice.alloc, set()
+    made, alloc, seen = [], RemoteDevice.alloc, set()
 
     def failing(device, nbytes):
         made.append(nbytes)
@@ -221,13 +234,13 @@ def test_what_had_no_room_is_named(far, tiny, monkeypatch):  # noqa: F811
             raise MemoryError
         return alloc(device, nbytes)
 
-    monkeypatch.setattr(FarDevice, "alloc", failing)
+    monkeypatch.setattr(RemoteDevice, "alloc", failing)
     for last in range(1, 200):
         made.clear()
         try:
-            graphllm.load(tiny, device="far")
+            graphllm.load(tiny, device="remote")
         except OutOfMemory as error:
-            assert error.needed == made[-1] and error.free == FarDevice.room
+            assert error.needed == made[-1] and error.free == RemoteDevice.room
             seen.add(error.what)
         if len(made) < last:
             break
@@ -237,15 +250,16 @@ def test_what_had_no_room_is_named(far, tiny, monkeypatch):  # noqa: F811
 # -------------------------------------------------------------------------------------- switches
 
 
-def test_an_op_is_switched_off_by_name(far, tiny, plain):  # noqa: F811
-    llm = graphllm.load(tiny, device="far", kv_type="f32", no_kernels=("far:rms_norm",))
-    assert "rms_norm" not in llm.placement()["far"]
+def test_an_op_is_switched_off_by_name(remote, tiny, plain):  # noqa: F811
+    llm = graphllm.load(tiny, device="remote", kv_type="f32", no_kernels=("remote:rms_norm",))
+    assert "rms_norm" not in llm.placement()["remote"]
     assert llm.placement()["reference"] == {"rms_norm": 2 * LAYERS + 1}
-    assert "rms_norm ran on reference (7 steps a token): far: switched off (far:rms_norm)" in (
-        llm.misses()
+    assert (
+        "rms_norm ran on reference (7 steps a token): remote: switched off (remote:rms_norm)"
+        in (llm.misses())
     )
     with pytest.raises(PlacementError, match=r"rms_norm would run on reference .*switched off"):
-        graphllm.load(tiny, device="far", no_kernels=("far:rms_norm",), strict=True)
+        graphllm.load(tiny, device="remote", no_kernels=("remote:rms_norm",), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -285,18 +299,18 @@ def called(monkeypatch, capsys, *words) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("flag", ["-ngl", "--gpu-layers", "--n-gpu-layers"])
-def test_run_says_where_layers_went(far, tiny, monkeypatch, capsys, flag):  # noqa: F811
-    words = ("run", tiny, "-p", "a", "-n", 2, "--device", "far", flag, 2, "--json")
+def test_run_says_where_layers_went(remote, tiny, monkeypatch, capsys, flag):  # noqa: F811
+    words = ("run", tiny, "-p", "a", "-n", 2, "--device", "remote", flag, 2, "--json")
     code, out, err = called(monkeypatch, capsys, *words)
     where = json.loads(out)["gpu_layers"]
     assert not code and where["layers"] == 1 and where["of"] == 3 and where["output"]
-    assert where["backend"] == "far" and where["needed_bytes"] < where["free_bytes"]
+    assert where["backend"] == "remote" and where["needed_bytes"] < where["free_bytes"]
     assert err == f"note: {where['text']}\n"
 
 
-def test_run_out_of_memory(far, tiny, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setattr(FarDevice, "room", 1000)
-    words = ("run", tiny, "-p", "a", "--device", "far", "-ngl", "all")
+def test_run_out_of_memory(remote, tiny, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(RemoteDevice, "room", 1000)
+    words = ("run", tiny, "-p", "a", "--device", "remote", "-ngl", "all")
     code, out, err = called(monkeypatch, capsys, *words)
     assert code == 1 and not out and err.count("\n") == 1
     assert err.startswith("error: no memory for ") and "0.00 GB are free" in err

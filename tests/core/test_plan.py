@@ -130,17 +130,17 @@ def test_lowering_inserts_one_shared_layout_op(with_toy):
 
 
 def test_lowering_copies_between_memories(with_toy):
-    class Far(ToyDevice):
-        memory = "far"
+    class Remote(ToyDevice):
+        memory = "remote"
 
-    far = toy(silu={}, copy={"layout": {"x": "any"}})
-    far.open_device = lambda options: Far()
-    with_toy["toy"] = far
+    remote = toy(silu={}, copy={"layout": {"x": "any"}})
+    remote.open_device = lambda options: Remote()
+    with_toy["toy"] = remote
     x = feed("x", (T, 4), "f32")
     y = ops.scale(ops.silu(ops.scale(x, factor=2.0)), factor=3.0)
     plan = Executor(backends=("toy", "reference")).compile({"y": y})
     assert [s.node.op for s in plan.steps] == ["scale", "copy", "silu", "copy", "scale"]
-    assert set(plan.arena) == {"host", "far"}
+    assert set(plan.arena) == {"host", "remote"}
 
 
 def test_a_plan_is_kept_and_buckets_share_placement():

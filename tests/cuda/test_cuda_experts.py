@@ -219,8 +219,8 @@ def test_gated_units_of_experts(kind, bias):
 
 @pytest.mark.parametrize("columns, attrs", [
     (128, {"k": 8}), (512, {"k": 10}),
-    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
-    (160, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
+    (256, {"k": 8, "groups": 8, "top_groups": 4, "top_per_group": 2}),
+    (160, {"k": 6, "groups": 8, "top_groups": 3, "top_per_group": 1}),
 ])  # fmt: skip
 def test_choices(columns, attrs):
     """Of few distinct values, so that most are ties."""
@@ -230,7 +230,7 @@ def test_choices(columns, attrs):
 
     samples = [
         Sample((Arg(("T", columns), make=few_values), Arg((columns,), leaf="weight")),
-               {"groups": 1, "kept": 1, "best": 1, **attrs}, {"T": t})
+               {"groups": 1, "top_groups": 1, "top_per_group": 1, **attrs}, {"T": t})
         for t in TOKENS
     ]  # fmt: skip
     assert not wrong_ones("top_k", samples)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import late
+import lazy_device
 import numpy as np
 import pytest
 
@@ -35,7 +35,7 @@ class Event:
         self.device.finish()
 
 
-class Gpu(late.LateDevice):
+class Gpu(lazy_device.LazyDevice):
     def __init__(self) -> None:
         super().__init__()
         self.gpu = SimpleNamespace(stream=self, seconds=lambda work, rounds: [1e-6] * rounds)
@@ -45,7 +45,7 @@ class Gpu(late.LateDevice):
 def gpu(monkeypatch, tmp_path):
     """The script, with small models and nothing written beside it."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    late.install(monkeypatch, "cuda", Gpu)
+    lazy_device.install(monkeypatch, "cuda", Gpu)
     cupy = ModuleType("cupy.cuda")
     cupy.Event, cupy.get_elapsed_time = Event, lambda a, b: b.ms - a.ms
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))

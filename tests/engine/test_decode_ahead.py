@@ -1,12 +1,12 @@
 """Decoding ahead of the host: a step is begun before the id of the last one is read.
 
-On a device that does nothing until it must (late.py), all is as in the loop that waits for each
-step: tokens, ends, and what the next request finds in the cache.
+On a device that defers all work (lazy_device.py) the results equal those of a loop that waits for
+each step: tokens, stop conditions, and the cache that the next request starts from.
 """
 
 from __future__ import annotations
 
-import late
+import lazy_device
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -24,7 +24,7 @@ DRAWN = Sampling(max_tokens=200, temperature=0.9, seed=7, repeat_penalty=1.2)
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch):
-    late.install(monkeypatch)
+    lazy_device.install(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def ahead(path):
-    return engine(path, backends=("late",))
+    return engine(path, backends=("lazy",))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def plain(path):
 
 
 def device(held):
-    return held.executor.devices["late"]
+    return held.executor.devices["lazy"]
 
 
 def watch(held, monkeypatch):
@@ -96,7 +96,7 @@ def test_every_step_finds_its_blocks(ahead, monkeypatch):
 
 
 def test_nothing_is_ahead_in_several_segments(path):
-    pinned = engine(path, backends=("late", "reference"))
+    pinned = engine(path, backends=("lazy", "reference"))
     pinned.executor.strict = False
     pinned.executor.place_model(pinned.outputs, [Pin("model.layers.1.*", "reference")])
     plan = pinned.decode_plan()
@@ -149,7 +149,7 @@ def test_a_longer_prompt_after_an_early_stop(ahead, plain, read):
 @pytest.mark.parametrize("tokens, requests", [(16, 25), (1, 12)])
 def test_requests_in_any_order(path, tokens, requests):
     """With steps of one token a ring has room for the window and the next token, and no more."""
-    ahead, plain = (engine(path, backends=(b,), tokens=tokens) for b in ("late", "reference"))
+    ahead, plain = (engine(path, backends=(b,), tokens=tokens) for b in ("lazy", "reference"))
     rng = np.random.default_rng(8)
     for _ in range(requests):
         common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
@@ -184,7 +184,7 @@ def test_an_interrupted_answer_spoils_nothing(ahead, plain):
 def test_answers_and_their_ends(tmp_path):
     """Lengths, stop texts and stop tokens, one request after another in one cache."""
     file = tiny.write_llama(tmp_path / "tiny.gguf", tiny.llama_weights())
-    have, want = (graphllm.load(file, device=d, kv_type="f32") for d in ("late", "reference"))
+    have, want = (graphllm.load(file, device=d, kv_type="f32") for d in ("lazy", "reference"))
     ask = {"temperature": 0.0, "ignore_eos": True}
     free, _ = (llm.generate("hello there", max_tokens=24, **ask) for llm in (have, want))
     for more in (

@@ -13,7 +13,7 @@ import pytest
 import test_kv_cache
 import tiny_models as tiny
 from cuda_cases import need_gpu
-from far import far  # noqa: F401
+from remote_memory import remote  # noqa: F401
 from test_gemma3 import TEXTS
 from test_models import nmse
 from test_touch_budget import example
@@ -363,10 +363,10 @@ def test_a_value_that_is_a_view():
 
 
 @pytest.mark.parametrize("split", [{}, {"gpu_layers": 2}, {"place": {"*.1.mlp.*": "reference"}}])
-def test_a_memory_of_its_own(far, paths, split):  # noqa: F811
+def test_a_memory_of_its_own(remote, paths, split):  # noqa: F811
     """Values come from there, patches go to the host and back, and no state gets a second home."""
     reference = graphllm.load(paths["llama"], device="reference")
-    llm = graphllm.load(paths["llama"], device="far", kv_type="f32", **split)
+    llm = graphllm.load(paths["llama"], device="remote", kv_type="f32", **split)
     patch = {"model.layers.1.self_attn.q_proj": lambda x: x[:, ::-1].copy()}
     for given in ({}, patch):
         want, have = (each.trace(IDS, "*", given) for each in (reference, llm))
@@ -375,7 +375,7 @@ def test_a_memory_of_its_own(far, paths, split):  # noqa: F811
     plan = llm._tracer._last.plan
     (at,) = (i for i, step in enumerate(plan.steps) if step.node.op == "host_call")
     assert plan.steps[at].memory == HOST and plan.steps[at].backend.name == "reference"
-    assert {c.source for c in plan.copies()} == {"far", HOST}
+    assert {c.source for c in plan.copies()} == {"remote", HOST}
     homes: dict[str, set[str]] = {}
     for name, memory, _ in llm.executor.buffers.values():
         homes.setdefault(name, set()).add(memory)

@@ -238,12 +238,12 @@ def cases(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 # --------------------------------------------------------------------------------------- campaign
 
 
-class Late(BaseException):
+class TimeLimitReached(BaseException):
     """A case took too long. No Exception, so that nothing on the way can swallow it."""
 
 
-def _late(*_: object) -> None:
-    raise Late
+def _raise_time_limit(*_: object) -> None:
+    raise TimeLimitReached
 
 
 def run(path: Path) -> str:
@@ -271,7 +271,7 @@ def main() -> None:
         assert run(path) == "ran", arch
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
-    signal.signal(signal.SIGPROF, _late)
+    signal.signal(signal.SIGPROF, _raise_time_limit)
     outcomes: collections.Counter[str] = collections.Counter()
     wrong, slowest = 0, 0.0
     for name, data in cases(count, seed):

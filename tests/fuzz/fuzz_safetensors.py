@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-from fuzz_gguf import MEMORY, SECONDS, Late, _late
+from fuzz_gguf import MEMORY, SECONDS, TimeLimitReached, _raise_time_limit
 
 from graphllm.errors import ModelFileError
 from graphllm.weights.safetensors import Safetensors
@@ -224,7 +224,7 @@ def main() -> None:
     header, data = entries(0)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
-    signal.signal(signal.SIGPROF, _late)
+    signal.signal(signal.SIGPROF, _raise_time_limit)
     outcomes: collections.Counter[str] = collections.Counter()
     wrong, slowest = 0, 0.0
     intact = ("intact", {SINGLE: packed(header, data)})
@@ -237,7 +237,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             outcomes[run(folder, files)] += 1
-        except (Exception, Late) as error:
+        except (Exception, TimeLimitReached) as error:
             wrong += 1
             print(f"--- {name}: {type(error).__name__}: {error}", file=sys.stderr)
             print("".join(traceback.format_exc().splitlines(True)[-7:]), file=sys.stderr)

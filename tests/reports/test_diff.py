@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
-from far import far  # noqa: F401
+from remote_memory import remote  # noqa: F401
 from tiny_models import llama_weights, write_llama, write_tiny
 
 import graphllm
@@ -93,13 +93,13 @@ def test_values_are_looked_at_in_groups(path, monkeypatch):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("second", ["far", "cpu", "reference"])
-def test_a_plan_with_copies_between_memories(far, path, second):  # noqa: F811
+@pytest.mark.parametrize("second", ["remote", "cpu", "reference"])
+def test_a_plan_with_copies_between_memories(remote, path, second):  # noqa: F811
     """They are no rows; what they bring is compared where it was made."""
     place = {"model.layers.1.*": "reference"}
-    found = graphllm.diff(path, ("far", second), ids=IDS, place=place)
+    found = graphllm.diff(path, ("remote", second), ids=IDS, place=place)
     assert found.first is None, found.table()
-    assert {row.backend for row in found.rows} == {"far", "reference"}
+    assert {row.backend for row in found.rows} == {"remote", "reference"}
     assert "copy" not in {row.op for row in found.rows}
     homes = {row.backend for row in found.rows if ".layers.1." in row.scope}
     assert homes == {"reference"}
@@ -240,7 +240,7 @@ def test_a_backend_may_allow_more_for_halves():
 def step_of(op: str, halves: dict[str, float], kind: str = "f32") -> Step:
     """A step of a backend that allows ``halves``, with one operand of dtype ``kind``."""
     backend = Backend("halves", lambda: (True, ""), lambda options: None)
-    backend.halves = halves
+    backend.half_tolerance = halves
     node = Tensor(op, (feed("x", (64, 256), kind),), {}, Meta.of((64, 256), "f32"))
     return Step(node, Kernel("halves", op, op, print), Choice(backend), "host")
 

@@ -45,7 +45,7 @@ def _open(options: Options) -> Device:
 BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
 # Products of many tokens round activations and expanded weights to halves, as tensor cores and the
 # library take them.
-BACKEND.halves = {
+BACKEND.half_tolerance = {
     **dict.fromkeys(("linear", "linears", "gated", "linear_add"), 6e-3),
     **dict.fromkeys(("expert_linear", "head_linear", "expert_gated", "expert_clamped"), 6e-3),
     **dict.fromkeys(("attention", "attention_quantise"), 2e-3),

@@ -30,10 +30,10 @@ def _propose_route(node: Tensor, users: Users) -> Proposal | None:
 
 
 _CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
-    (8, {"k": 2, "groups": 1, "kept": 1, "best": 1}),
-    (61, {"k": 61, "groups": 1, "kept": 1, "best": 1}),
-    (40, {"k": 6, "groups": 8, "kept": 3, "best": 1}),
-    (256, {"k": 8, "groups": 8, "kept": 4, "best": 2}),
+    (8, {"k": 2, "groups": 1, "top_groups": 1, "top_per_group": 1}),
+    (61, {"k": 61, "groups": 1, "top_groups": 1, "top_per_group": 1}),
+    (40, {"k": 6, "groups": 8, "top_groups": 3, "top_per_group": 1}),
+    (256, {"k": 8, "groups": 8, "top_groups": 4, "top_per_group": 2}),
 )
 
 
@@ -60,7 +60,7 @@ _CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
         layout=("contiguous", "strided"),
     ),
 )
-def route(x, bias=None, *, score, k, groups, kept, best, eps, factor):
+def route(x, bias=None, *, score, k, groups, top_groups, top_per_group, eps, factor):
     """The experts of each token, and the weights of their results, from the router's logits.
     x [T, E], bias [E] and the choice as in `top_k` -> ids [T, k] i32, weights [T, k].
 
@@ -68,7 +68,9 @@ def route(x, bias=None, *, score, k, groups, kept, best, eps, factor):
     chosen ones' softmax weights. ``eps``: of `sum_norm`, None to leave it out.
     """
     scores = x if score == "chosen" else get(score)(x)
-    ids = get("top_k")(scores, bias, k=k, groups=groups, kept=kept, best=best)
+    ids = get("top_k")(
+        scores, bias, k=k, groups=groups, top_groups=top_groups, top_per_group=top_per_group
+    )
     weights = get("pick")(scores, ids)
     if score == "chosen":
         weights = get("softmax")(weights)

@@ -119,7 +119,7 @@ def tolerance(step: Step) -> float:
 def _half_tolerance(step: Step) -> float:
     """What the backend allows for an operand that is halves."""
     halves = any(s.dtype in (F16, BF16) for s in step.node.sources)
-    return step.backend.halves.get(step.node.op, 0.0) if halves else 0.0
+    return step.backend.half_tolerance.get(step.node.op, 0.0) if halves else 0.0
 
 
 def error_bounds(step: Step, kind: DType) -> ErrorBounds:

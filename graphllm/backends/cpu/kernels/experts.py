@@ -131,8 +131,8 @@ def _keys_nbytes(node: Tensor, options: Options) -> int:
 def top_k(ctx: KernelContext) -> Launch:
     x, attrs = ctx.x, ctx.attrs
     words = [x.address, x.row_stride, ctx.address("bias"), ctx.out.address]
-    words += [ctx.live(x.meta.rows), x.width, attrs["k"], attrs["groups"], attrs["kept"]]
-    return Launch(_top_k, [*words, attrs["best"], ctx.scratch])
+    words += [ctx.live(x.meta.rows), x.width, attrs["k"], attrs["groups"], attrs["top_groups"]]
+    return Launch(_top_k, [*words, attrs["top_per_group"], ctx.scratch])
 
 
 @kernel

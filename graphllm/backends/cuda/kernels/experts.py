@@ -46,7 +46,8 @@ _GROUP = 16  # bytes of the struct Group of experts.cuh
 def top_k(ctx: KernelContext) -> Launch:
     x, a = ctx.x, ctx.attrs
     args = (x.address, x.row_stride, ctx.address("bias"), ctx.out.address,
-            ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"], a["best"])  # fmt: skip
+            ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
+            a["top_per_group"])  # fmt: skip
     warps = min(8, a["groups"])
     shared = 4 * (x.width + a["groups"])
     return Launch(_MODULE["top_k"], (ctx.most(x.meta.rows),), (32 * warps,), args, shared)

@@ -30,8 +30,9 @@ def route(ctx: KernelContext) -> Launch:
     normalised = a["eps"] is not None
     args = (
         x.address, x.row_stride, ctx.address("bias"), ids.address, weights.address, ids.row_stride,
-        weights.row_stride, ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["kept"],
-        a["best"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]),
+        weights.row_stride, ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
+        a["top_per_group"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0),
+        float(a["factor"]),
     )  # fmt: skip
     shared = 4 * (2 * x.width + a["groups"] + a["k"])
     threads = (32 * min(8, a["groups"]),)

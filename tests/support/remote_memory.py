@@ -14,18 +14,18 @@ from graphllm.ops import get
 FREE = 1 << 40
 
 
-class FarArray(np.ndarray):
-    """A buffer of the far memory."""
+class RemoteArray(np.ndarray):
+    """A buffer of the remote memory."""
 
 
-class FarDevice(HostDevice):
-    memory = "far"
+class RemoteDevice(HostDevice):
+    memory = "remote"
     room = FREE
 
     def alloc(self, nbytes):
         if nbytes > self.room:
             raise MemoryError
-        return super().alloc(nbytes).view(FarArray)
+        return super().alloc(nbytes).view(RemoteArray)
 
     def free(self):
         return self.room
@@ -39,15 +39,15 @@ class FarDevice(HostDevice):
     def build(self, steps, header):
         for step in steps:
             operands = [o for o in (*step.inputs, step.out) if o is not None]
-            near = [o for o in operands if not isinstance(o.buffer, FarArray)]
+            near = [o for o in operands if not isinstance(o.buffer, RemoteArray)]
             copies = get(step.node.op).role == "transfer"
             assert len(near) == copies, f"{step.node.op} of {step.node.scope} mixes memories"
         return super().build(steps, header)
 
 
-def far_backend() -> Backend:
+def remote_backend() -> Backend:
     """All ops but the fused ones."""
-    backend = Backend("far", lambda: (True, "a test"), lambda options: FarDevice())
+    backend = Backend("remote", lambda: (True, "a test"), lambda options: RemoteDevice())
     for name, op in ops.registry().items():
         if not op.fusion:
             layout = dict.fromkeys((*op.params, "rest"), ANY)
@@ -58,10 +58,10 @@ def far_backend() -> Backend:
 
 
 @pytest.fixture
-def far(monkeypatch):
-    """The backend ``far`` before all others; `FarDevice.room` is what it has free."""
-    backend, find, names = far_backend(), backends.find, backends.names
-    monkeypatch.setattr(backends, "find", lambda name: backend if name == "far" else find(name))
-    monkeypatch.setattr(backends, "names", lambda: ["far", *names()])
-    monkeypatch.setattr(FarDevice, "room", FREE)
+def remote(monkeypatch):
+    """The backend ``remote`` before all others; `RemoteDevice.room` is what it has free."""
+    backend, find, names = remote_backend(), backends.find, backends.names
+    monkeypatch.setattr(backends, "find", lambda name: backend if name == "remote" else find(name))
+    monkeypatch.setattr(backends, "names", lambda: ["remote", *names()])
+    monkeypatch.setattr(RemoteDevice, "room", FREE)
     return backend

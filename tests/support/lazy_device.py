@@ -14,7 +14,7 @@ from graphllm.backends.reference import BACKEND as REFERENCE
 from graphllm.backends.reference import HostDevice
 
 
-class LateDevice(HostDevice):
+class LazyDevice(HostDevice):
     """``queue``: what was asked for and is not done. ``begun``: runs of segments so far."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class _Ring:
 
 
 def install(
-    patch: pytest.MonkeyPatch, name: str = "late", make: Callable[[], LateDevice] = LateDevice
+    patch: pytest.MonkeyPatch, name: str = "lazy", make: Callable[[], LazyDevice] = LazyDevice
 ) -> None:
     """Make the backend known under this name."""
     backend = type(REFERENCE)(name, lambda: (True, f"{name}, for tests"), lambda options: make())
