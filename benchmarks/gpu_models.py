@@ -14,7 +14,7 @@ import numpy as np
 from gpu_shared import Lines, Marks, Model
 
 import graphllm
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
@@ -169,7 +169,7 @@ class Batch:
     """
 
     def __init__(self, model: Model, sequences: int, context: int) -> None:
-        file = RandomFile(*model)
+        file = RandomCheckpoint(*model)
         decoder = build_decoder(file)
         self.limits = Limits(tokens=512, sequences=sequences, context=context)
         self.vocab, self.names = decoder.cfg.vocab, [c.name for c in decoder.caches]
@@ -278,7 +278,7 @@ def load(only: list[Model]) -> Lines:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             start = time.perf_counter()
-            write(RandomFile(*model), path)
+            write(RandomCheckpoint(*model), path)
             size, took = path.stat().st_size, time.perf_counter() - start
             yield f"{model[0]} {model[1]}: {size / 1e9:.2f} GB, written at {rate(size, took)}"
             yield f"read into the page cache at {rate(size, read(path))}"

@@ -12,7 +12,7 @@ from graphllm import backends
 from graphllm.api import LLM
 from graphllm.backends import Backend
 from graphllm.backends.probe_results import ProbeResults
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import GraphllmError, RequestError
 from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
@@ -56,7 +56,7 @@ def memory_in_use() -> int:
 def loaded(model: Model, context: int) -> LLM:
     """A model with random weights, on the GPU."""
     gc.collect()  # the one before: its cycles hold GPU memory
-    file = RandomFile(*model)
+    file = RandomCheckpoint(*model)
     limits = Limits(context=context)
     return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
 

@@ -27,7 +27,7 @@ from graphllm.backends import Options
 from graphllm.backends.cuda.kernels import gemm, linear
 from graphllm.backends.cuda.runtime import cublaslt
 from graphllm.checkpoints.model_shapes import SHAPES
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.graph.dtype import F16, F32
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import build_decoder
@@ -106,7 +106,7 @@ def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
 def layers(given: argparse.Namespace) -> Iterator[str]:
     """Microseconds of each step of a layer while a prompt is read, and of the layer."""
     count, tokens, kind, depth = 4, given.tokens, given.type, given.depth
-    file = RandomFile(replace(SHAPES["mistral-7b"], layers=count), kind)
+    file = RandomCheckpoint(replace(SHAPES["mistral-7b"], layers=count), kind)
     limits = Limits(context=depth + tokens + 64)
     llm = LLM(file, build_decoder(file), {"backends": ("cuda", "reference")}, limits)
     test = bench.Test(tokens, 0, depth)

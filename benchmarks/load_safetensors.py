@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graphllm.checkpoints.model_shapes import SHAPES, Shape
+from graphllm.checkpoints.model_shapes import SHAPES, ModelShape
 from graphllm.checkpoints.random_weights import random_bytes
 from graphllm.graph.dtype import BF16
 from graphllm.weights.safetensors import Safetensors
@@ -33,7 +33,7 @@ _ROUNDS = 5
 Tensors = dict[str, tuple[int, ...]]
 
 
-def tensors(shape: Shape) -> Tensors:
+def tensors(shape: ModelShape) -> Tensors:
     """Names and shapes, as Hugging Face has them for a llama."""
     dim, width = shape.dim, shape.head_width
     q, kv = shape.heads * width, shape.kv_heads * width
@@ -59,7 +59,7 @@ def tensors(shape: Shape) -> Tensors:
     return found
 
 
-def config(shape: Shape) -> dict[str, object]:
+def config(shape: ModelShape) -> dict[str, object]:
     """The keys of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -103,7 +103,7 @@ def write_file(path: Path, named: Tensors) -> None:
                     file.write(pattern[: nbytes - start].data)
 
 
-def write(folder: Path, shape: Shape, shards: int) -> None:
+def write(folder: Path, shape: ModelShape, shards: int) -> None:
     """The directory. Its index, or its one file, comes last: it is whole where that is there."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(shape), indent=1))

@@ -17,10 +17,10 @@ import gguf
 import numpy as np
 
 from graphllm.checkpoints.model_shapes import SHAPES, TYPES
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 
 
-def add_keys(writer: gguf.GGUFWriter, file: RandomFile) -> None:
+def add_keys(writer: gguf.GGUFWriter, file: RandomCheckpoint) -> None:
     """The metadata; the architecture was given to the writer."""
     for key, value in file.metadata.items():
         if key == "general.architecture":
@@ -43,7 +43,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words))
 
 
-def write(file: RandomFile, path: Path) -> None:
+def write(file: RandomCheckpoint, path: Path) -> None:
     """Write all of it."""
     writer = gguf.GGUFWriter(path, file.architecture)
     add_keys(writer, file)
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("type", choices=TYPES)
     parser.add_argument("path", type=Path)
     a = parser.parse_args()
-    write(RandomFile(a.shape, a.type), a.path)
+    write(RandomCheckpoint(a.shape, a.type), a.path)
 
 
 if __name__ == "__main__":

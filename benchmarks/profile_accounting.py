@@ -19,7 +19,7 @@ import numpy as np
 
 import graphllm
 from graphllm import LLM
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError
 from graphllm.profiler.bench import filler_tokens
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--cupti", action="store_true", help="compare with CUPTI's records")
     asked = parser.parse_args()
-    model = RandomFile(asked.random, asked.type) if asked.random else asked.model or "demo"
+    model = RandomCheckpoint(asked.random, asked.type) if asked.random else asked.model or "demo"
     context = asked.prompt_tokens + asked.n + 64
     llm = graphllm.load(model, device=asked.device, threads=asked.threads, context=context)
     ids = filler_tokens(asked.prompt_tokens, llm.decoder.cfg.vocab)

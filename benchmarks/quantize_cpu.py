@@ -40,8 +40,8 @@ if kind == "copy":
     work = lambda: list(pool.map(copy, parts))
 else:
     from graphllm.weights import Arrays
-    from graphllm.checkpoints.quantize_on_load import Quantised
-    source = Quantised(Arrays({"x": x}), kind)
+    from graphllm.checkpoints.quantize_on_load import QuantizedWeights
+    source = QuantizedWeights(Arrays({"x": x}), kind)
     work = lambda: source.raw("x")
 for _ in range(repeats + 1):
     start = time.perf_counter()

@@ -23,7 +23,7 @@ import llama_cpp
 
 import graphllm
 from graphllm.api import LLM
-from graphllm.checkpoints.checkpoint import model_path
+from graphllm.checkpoints.checkpoint import checkpoint_path
 from graphllm.cli.bench import BenchGrid, parse_numbers
 from graphllm.profiler.bench import Test, filler_tokens, time_once
 
@@ -91,7 +91,7 @@ def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None
         for test in tests:
             time_once(llm.engine, test, filler_tokens(test.context, llm.decoder.cfg.vocab))
     else:
-        peer = Peer(model_path(model), threads, context, flash)
+        peer = Peer(checkpoint_path(model), threads, context, flash)
         for test in tests:
             peer.time_once(test, filler_tokens(test.context, peer.llama.n_vocab()))
     print(peak_mb())
@@ -131,7 +131,7 @@ def main() -> None:
     if a.hold:
         hold(a.hold, a.model, int(a.t), a.context, a.flash_attn)
         return
-    path, tests = model_path(a.model), BenchGrid(a.p, a.n, a.d).tests()
+    path, tests = checkpoint_path(a.model), BenchGrid(a.p, a.n, a.d).tests()
     context = max([a.context, *(test.context for test in tests)])
     print("| model | test | threads | graphllm t/s | llama.cpp t/s | ratio |")
     print("|---|---|---:|---:|---:|---:|", flush=True)

@@ -2,7 +2,7 @@
 
 A family's module has ``config(keys)``, which makes a `DecoderConfig` of the configuration under
 Hugging Face's names, and ``Model``, which builds the graph. What else it may have:
-`graphllm.model.spec.Family`.
+`graphllm.model.spec.ModelSpec`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphllm.errors import ModelFileError, quote
-from graphllm.model.spec import Family, run_file
+from graphllm.model.spec import ModelSpec, import_file
 
 
-def families() -> list[Family]:
+def specs() -> list[ModelSpec]:
     """Every family in this package."""
     names = (m.name for m in pkgutil.iter_modules(__path__))
-    return [Family.of(importlib.import_module(f"{__name__}.{n}"), n) for n in names]
+    return [ModelSpec.from_module(importlib.import_module(f"{__name__}.{n}"), n) for n in names]
 
 
-def of_type(kind: str, where: object) -> Family:
+def spec_of_model_type(kind: str, where: object) -> ModelSpec:
     """The family of a Hugging Face ``model_type``. ModelFileError lists the nearest."""
-    return _find(families(), lambda f: f.types, kind, f"{where}: unknown model_type")
+    return _find(specs(), lambda f: f.types, kind, f"{where}: unknown model_type")
 
 
-def of_gguf(architecture: str, where: object) -> Family:
+def spec_of_architecture(architecture: str, where: object) -> ModelSpec:
     """The family of a GGUF file's architecture. ModelFileError lists the nearest."""
-    return _find(families(), lambda f: f.gguf, architecture, f"{where}: unknown architecture")
+    return _find(specs(), lambda f: f.gguf, architecture, f"{where}: unknown architecture")
 
 
 def _find(
-    found: Sequence[Family], names: Callable[[Family], tuple[str, ...]], name: str, unknown: str
-) -> Family:
+    found: Sequence[ModelSpec],
+    names: Callable[[ModelSpec], tuple[str, ...]],
+    name: str,
+    unknown: str,
+) -> ModelSpec:
     for each in found:
         if name in names(each):
             return each
@@ -49,6 +52,6 @@ def _find(
     )
 
 
-def own(path: str | Path) -> Family:
+def spec_of_file(path: str | Path) -> ModelSpec:
     """A user's model file. ModelFileError."""
-    return Family.of(run_file(path), str(path))
+    return ModelSpec.from_module(import_file(path), str(path))

@@ -1,17 +1,17 @@
 """BLOOM (BigScience 2022): ALiBi for positions, and a norm behind the embedding."""
 
-from graphllm.model.config_keys import Keys, even_heads
-from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.weight_rules import rooted
+from graphllm.model.config_keys import Keys, mha_sizes
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, ModuleNames, Norm
+from graphllm.weights.weight_rules import optional_prefix
 
-NAMES = Names(
+NAMES = ModuleNames(
     model="transformer", embed="word_embeddings", embed_norm="word_embeddings_layernorm",
     layers="h", norm="ln_f", attn="self_attention", qkv="query_key_value", out="dense",
     mlp="mlp", up="dense_h_to_4h", down="dense_4h_to_h",
 )  # fmt: skip
 GGUF = ("bloom",)
 GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
-HF = rooted("transformer", "lm_head")
+HF = optional_prefix("transformer", "lm_head")
 Model = Decoder
 TINY = (
     {"vocab_size": 131, "hidden_size": 64, "n_layer": 3, "n_head": 8},
@@ -40,7 +40,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.rename(hidden_size="n_embed", num_hidden_layers="n_layer", num_attention_heads="n_head")
     keys.rename(max_position_embeddings="seq_length", intermediate_size="n_inner")
     keys.ignore(*TRAINING)
-    dim, heads, width = even_heads(keys)
+    dim, heads, width = mha_sizes(keys)
     fused = "rows" if keys.gguf else "heads"  # the converter sorts them
     normed = keys("apply_residual_connection_post_layernorm", bool, False)
     return DecoderConfig(
@@ -54,6 +54,6 @@ def config(keys: Keys) -> DecoderConfig:
         mlp=Mlp(keys.positive("intermediate_size", 4 * dim), "gelu_new", gated=False, bias=True),
         norm=Norm(keys.eps("layer_norm_epsilon", 1e-5), "layer"),
         names=NAMES,
-        normed_residual=float(normed),
+        post_layernorm_residual=float(normed),
         tied=keys("tie_word_embeddings", bool, True),
     )

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from graphllm import ops
 from graphllm.errors import RequestError
 from graphllm.graph.tensor import Tensor
-from graphllm.model.config import Attention, DecoderConfig, Layer, Mlp, Names, Norm, Rope
-from graphllm.model.config_keys import Keys, even_heads
+from graphllm.model.config import Attention, DecoderConfig, Layer, Mlp, ModuleNames, Norm, Rope
+from graphllm.model.config_keys import Keys, mha_sizes
 from graphllm.model.decoder import Batch, Decoder
 from graphllm.models import chatglm2
 
-NAMES = Names(
+NAMES = ModuleNames(
     model="transformer", embed="word_embeddings", norm="final_layernorm",
     attn="attention", qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h",
 )  # fmt: skip
@@ -28,10 +28,10 @@ TINY = (
 
 
 class Model(Decoder):
-    def prefix(self, tokens: Sequence[int]) -> int:
+    def bidirectional_prefix(self, tokens: Sequence[int]) -> int:
         """The tokens before sop, if one of them is the mask that the answer stands for: it must be
         the last, as the tokenizer has it. With one elsewhere positions would be others."""
-        sop, *masks = self.cfg.attention.prefix or (-1,)
+        sop, *masks = self.cfg.attention.prefix_token_ids or (-1,)
         before = list(tokens[: list(tokens).index(sop)]) if sop in tokens else []
         at = next((before.index(mask) for mask in masks if mask in before), -1)
         if -1 < at < len(before) - 1:
@@ -40,19 +40,19 @@ class Model(Decoder):
 
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         rope, half = self.cfg.layers[i].rope, self.cfg.attention.head_dim // 2
-        if rope is None or not self.cfg.attention.prefix:
+        if rope is None or not self.cfg.attention.prefix_token_ids:
             return super().rope(x, i, batch)
         at = [ops.positions_2d(batch.pos, batch.q_start, batch.prefix_len, part=n) for n in (0, 1)]
-        first = self.turn(x.slice(2, 0, half), at[0], rope)
-        return ops.concat(first, self.turn(x.slice(2, half, 2 * half), at[1], rope))
+        first = self.rotate(x.slice(2, 0, half), at[0], rope)
+        return ops.concat(first, self.rotate(x.slice(2, half, 2 * half), at[1], rope))
 
 
 def config(keys: Keys) -> DecoderConfig:
     if keys.has("ffn_hidden_size"):
         return chatglm2.config(keys)
     chatglm2.common(keys)
-    (dim, heads, width), count = even_heads(keys), keys.layers()
-    keys.only("position_encoding_2d", True)
+    (dim, heads, width), count = mha_sizes(keys), keys.layers()
+    keys.require("position_encoding_2d", True)
     ids = (keys("bos_token_id", int), keys("gmask_token_id", int), keys("mask_token_id", int, -1))
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
@@ -60,11 +60,11 @@ def config(keys: Keys) -> DecoderConfig:
         context=keys.positive("max_sequence_length"),
         layers=(Layer(Rope()),) * count,
         attention=Attention(
-            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix=ids
+            heads, heads, width, bias=True, out_bias=True, fused="heads", prefix_token_ids=ids
         ),
         mlp=Mlp(keys.positive("inner_hidden_size"), "gelu_new", gated=False, bias=True),
         norm=Norm(keys.eps("layernorm_epsilon", 1e-5), "layer"),
         names=NAMES,
-        normed_residual=(2 * count) ** 0.5,
+        post_layernorm_residual=(2 * count) ** 0.5,
         tied=keys("tie_word_embeddings", bool, "lm_head.weight" not in keys.tensors),
     )

@@ -5,11 +5,20 @@ Their GGUF files, whose names are those of all architectures, are read by `glm`.
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, shared_heads
-from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm, Rope
+from graphllm.model.config_keys import Keys, kv_head_count
+from graphllm.model.decoder import (
+    Attention,
+    Decoder,
+    DecoderConfig,
+    Layer,
+    Mlp,
+    ModuleNames,
+    Norm,
+    Rope,
+)
 from graphllm.weights.weight_rules import WeightRule
 
-NAMES = Names(
+NAMES = ModuleNames(
     model="transformer", embed="embedding.word_embeddings", layers="encoder.layers",
     norm="encoder.final_layernorm", head="transformer.output_layer", attn="self_attention",
     qkv="query_key_value", out="dense", gate_up="dense_h_to_4h", down="dense_4h_to_h",
@@ -31,8 +40,8 @@ TINY = (
 def common(keys: Keys) -> None:
     """Neither weights that are quantised in a way of its own nor prompts that were trained."""
     keys.rename(num_hidden_layers="num_layers")
-    keys.only("quantization_bit", 0)
-    keys.only("pre_seq_len", None)
+    keys.require("quantization_bit", 0)
+    keys.require("pre_seq_len", None)
     keys.ignore("quantization_embeddings", "prefix_projection")
 
 
@@ -44,11 +53,12 @@ def config(keys: Keys) -> DecoderConfig:
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion",
         "fp32_residual_connection", "original_rope",
     )  # fmt: skip
-    keys.usual(multi_query_group_num=1)
-    groups = shared_heads(keys, heads, "multi_query_group_num")
+    keys.set_defaults(multi_query_group_num=1)
+    groups = kv_head_count(keys, heads, "multi_query_group_num")
     width = keys.positive("kv_channels", dim // heads)
     grouped = keys("multi_query_attention", bool, False)
     every = keys("add_bias_linear", bool, False)
+    after_norm = keys("apply_residual_connection_post_layernorm", bool, False)
     norm = "rms" if keys("rmsnorm", bool, True) else "layer"
     rope = Rope(10_000.0 * keys.factor("rope_ratio", 1.0), width // 2, "interleaved")
     return DecoderConfig(
@@ -61,6 +71,6 @@ def config(keys: Keys) -> DecoderConfig:
         mlp=Mlp(keys.positive("ffn_hidden_size"), fused=True, bias=every),
         norm=Norm(keys.eps("layernorm_epsilon", 1e-5), norm),
         names=NAMES if keys("post_layer_norm", bool, True) else replace(NAMES, norm=""),
-        normed_residual=float(keys("apply_residual_connection_post_layernorm", bool, False)),
+        post_layernorm_residual=float(after_norm),
         tied=keys("tie_word_embeddings", bool, False),
     )  # fmt: skip

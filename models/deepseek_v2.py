@@ -5,14 +5,14 @@ from typing import Any
 
 from graphllm.model.config_keys import Keys
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.gguf_config import LATENT_KEYS
-from graphllm.model.mla import latent_config, latent_gguf_rules, latent_rules
-from graphllm.model.moe import mixture_config
+from graphllm.model.gguf_config import MLA_KEYS
+from graphllm.model.mla import mla_config, mla_gguf_rules, mla_rules
+from graphllm.model.moe import moe_config
 
-HF = latent_rules
+HF = mla_rules
 GGUF = ("deepseek2",)
-GGUF_KEYS = LATENT_KEYS
-RULES = latent_gguf_rules
+GGUF_KEYS = MLA_KEYS
+RULES = mla_gguf_rules
 Model = Decoder
 TINY = (
     {
@@ -34,21 +34,21 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = True
-    keys.usual(q_lora_rank=1536, first_k_dense_replace=0, max_position_embeddings=2048)
+    keys.set_defaults(q_lora_rank=1536, first_k_dense_replace=0, max_position_embeddings=2048)
     # llama.cpp's name for what V3 and V2 do; it has groups wherever it has their count.
     sigmoid = keys.gguf and keys("expert_gating_func", int, 1) == 2
     methods = "greedy", "group_limited_greedy"
     grouped = keys.choice("topk_method", methods, methods[keys.gguf]) == methods[1]
-    keys.only("scoring_func", "softmax")
+    keys.require("scoring_func", "softmax")
     if not keys.gguf:  # published code then leaves the scale out, transformers the norm
-        keys.only("norm_topk_prob", False)
+        keys.require("norm_topk_prob", False)
     return deepseek(keys, sigmoid, grouped)
 
 
 def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
     """DeepSeek's layers, which score experts by V3's sigmoid or V2's softmax."""
-    c, hidden = latent_config(keys), keys.positive("moe_intermediate_size")
-    keys.only("moe_layer_freq", 1)
+    c, hidden = mla_config(keys), keys.positive("moe_intermediate_size")
+    keys.require("moe_layer_freq", 1)
     keys.ignore("ep_size")  # how it was trained
     dense = keys("first_k_dense_replace", int)
     groups, kept = keys.positive("n_group", 1), keys.positive("topk_group", 1)
@@ -58,9 +58,9 @@ def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
         facts |= {"score": "sigmoid", "best": 2, "correction": corrected}
     return replace(
         c,
-        layers=tuple(replace(layer, mixture=i >= dense) for i, layer in enumerate(c.layers)),
+        layers=tuple(replace(layer, moe=i >= dense) for i, layer in enumerate(c.layers)),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
-        mixture=mixture_config(
+        moe=moe_config(
             keys, hidden, "n_routed_experts", shared=hidden * keys("n_shared_experts", int, 0),
             normalise=keys("norm_topk_prob", bool, False),
             scale=keys.factor("routed_scaling_factor", 1.0),

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.mla import latent_rules
+from graphllm.model.mla import mla_rules
 from graphllm.models import deepseek_v2 as v2
 
-HF = latent_rules
+HF = mla_rules
 Model = Decoder
 TINY = (
     {
@@ -25,12 +25,12 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         q_lora_rank=1536, first_k_dense_replace=3, n_group=8, topk_group=4, n_shared_experts=1
     )
-    keys.usual(norm_topk_prob=True, routed_scaling_factor=2.5, max_position_embeddings=4096)
+    keys.set_defaults(norm_topk_prob=True, routed_scaling_factor=2.5, max_position_embeddings=4096)
     keys.interleaved = keys("rope_interleave", bool, True)
-    keys.only("topk_method", "noaux_tc")
-    keys.only("scoring_func", "sigmoid")
+    keys.require("topk_method", "noaux_tc")
+    keys.require("scoring_func", "sigmoid")
     c = v2.deepseek(keys, sigmoid=True)
-    return replace(c, further=keys("num_nextn_predict_layers", int, 0))
+    return replace(c, mtp_layers=keys("num_nextn_predict_layers", int, 0))

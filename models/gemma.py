@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.weights.weight_rules import GEMMA_NORMS
+from graphllm.weights.weight_rules import GEMMA_NORM_RULES
 
 GGUF = ("gemma",)
-HF = GEMMA_NORMS
+HF = GEMMA_NORM_RULES
 Model = Decoder
 TINY = (
     {
@@ -22,12 +22,12 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=16, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192,
         tie_word_embeddings=True,
     )  # fmt: skip
-    keys.only("use_bidirectional_attention", False)
-    keys.only("hidden_activation", "gelu_pytorch_tanh")  # beside hidden_act, which counts
+    keys.require("use_bidirectional_attention", False)
+    keys.require("hidden_activation", "gelu_pytorch_tanh")  # beside hidden_act, which counts
     c, bias = base_config(keys, act="gelu_pytorch_tanh"), keys.bias("attention_bias")
     # The first files say "gelu", and mean what the later ones call by its name.
     act = "gelu_pytorch_tanh" if c.mlp.act == "gelu" else c.mlp.act

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
-from graphllm.model.decoder import SANDWICH, Decoder, DecoderConfig
-from graphllm.weights.weight_rules import GEMMA_NORMS
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
+from graphllm.model.decoder import SANDWICH_NORMS, Decoder, DecoderConfig
+from graphllm.weights.weight_rules import GEMMA_NORM_RULES
 
 GGUF = ("gemma2",)
-HF = GEMMA_NORMS
+HF = GEMMA_NORM_RULES
 Model = Decoder
 TINY = (
     {
@@ -25,16 +25,16 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192,
         tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     )  # fmt: skip
-    keys.only("use_bidirectional_attention", False)
+    keys.require("use_bidirectional_attention", False)
     keys.ignore("sliding_window_size", "hidden_act")  # of the first files, the same again
     c = base_config(keys, act="gelu_pytorch_tanh", act_key="hidden_activation")
     bias = keys.bias("attention_bias")
-    near, a = windows(keys, lambda i: i % 2 == 0), c.attention
+    near, a = sliding_windows(keys, lambda i: i % 2 == 0), c.attention
     # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
     width = a.head_dim if len(near) != 46 else c.dim // a.heads
     caps = (50.0, 30.0) if keys.gguf else (0.0, 0.0)  # the first GGUF files do not state them
@@ -45,7 +45,7 @@ def config(keys: Keys) -> DecoderConfig:
             a, bias=bias, out_bias=bias, softcap=keys.factor("attn_logit_softcapping", caps[0]),
             scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
         ),
-        names=replace(c.names, **SANDWICH),
+        names=replace(c.names, **SANDWICH_NORMS),
         embed_scale=c.dim**0.5,
         logit_softcap=keys.factor("final_logit_softcapping", caps[1]),
     )  # fmt: skip

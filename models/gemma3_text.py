@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
-from graphllm.model.decoder import SANDWICH, Decoder, DecoderConfig, Layer
-from graphllm.model.rope import FULL, rope_config
-from graphllm.weights.weight_rules import GEMMA_NORMS
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
+from graphllm.model.decoder import SANDWICH_NORMS, Decoder, DecoderConfig, Layer
+from graphllm.model.rope import FULL_ATTENTION, rope_config
+from graphllm.weights.weight_rules import GEMMA_NORM_RULES
 
 GGUF = ("gemma3",)
 GGUF_KEYS = {
     "sliding_window_pattern": "attention.sliding_window_pattern",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-HF = GEMMA_NORMS
+HF = GEMMA_NORM_RULES
 Model = Decoder
 TINY = (
     {
@@ -31,21 +31,21 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
         rms_norm_eps=1e-6, max_position_embeddings=131072, tie_word_embeddings=True,
         query_pre_attn_scalar=256, sliding_window=4096,
     )  # fmt: skip
-    keys.only("use_bidirectional_attention", False)
-    keys.only("attn_logit_softcapping", None)
+    keys.require("use_bidirectional_attention", False)
+    keys.require("attn_logit_softcapping", None)
     c = base_config(
-        keys, act="gelu_pytorch_tanh", act_key="hidden_activation", group=FULL, base=1e6
+        keys, act="gelu_pytorch_tanh", act_key="hidden_activation", group=FULL_ATTENTION, base=1e6
     )
     a, wide, period = c.attention, c.layers[0].rope, keys.positive("sliding_window_pattern", 6)
     # Beside what counts: layer_types, hidden_activation.
     keys.ignore("_sliding_window_pattern", "hidden_act")
     local = rope_config(keys, a.head_dim, "sliding_attention", theta="rope_local_base_freq")
-    near = windows(keys, lambda i: i % period != period - 1)
+    near = sliding_windows(keys, lambda i: i % period != period - 1)
     # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
     width = a.head_dim if len(near) != 62 else c.dim // a.heads
     return replace(
@@ -55,7 +55,7 @@ def config(keys: Keys) -> DecoderConfig:
             a, qk_norm="head", scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
             bias=keys.bias("attention_bias"), out_bias=keys.bias("attention_bias"),
         ),
-        names=replace(c.names, **SANDWICH),
+        names=replace(c.names, **SANDWICH_NORMS),
         embed_scale=c.dim**0.5,
         logit_softcap=keys.factor("final_logit_softcapping", 0.0),
     )  # fmt: skip

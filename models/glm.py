@@ -22,7 +22,7 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = True
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=2, head_dim=128, rms_norm_eps=1.5625e-7, partial_rotary_factor=0.5,
         max_position_embeddings=131072, attention_bias=True,
     )  # fmt: skip

@@ -13,5 +13,7 @@ TINY = glm.TINY
 
 def config(keys: Keys) -> DecoderConfig:
     c = glm.config(keys)
-    names = replace(c.names, after_attn="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+    names = replace(
+        c.names, post_attn_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
+    )
     return replace(c, names=names)

@@ -1,14 +1,14 @@
 """GPT-2 (Radford et al. 2019): learned positions, and matrices stored as [in, out]."""
 
 from graphllm.model.config import ACTIVATIONS
-from graphllm.model.config_keys import Keys, even_heads
-from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
-from graphllm.weights.weight_rules import TRANSPOSED, WeightRule, rooted
+from graphllm.model.config_keys import Keys, mha_sizes
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, ModuleNames, Norm
+from graphllm.weights.weight_rules import TRANSPOSE, WeightRule, optional_prefix
 
-NAMES = Names(
+NAMES = ModuleNames(
     model="transformer", embed="wte", positions="wpe", layers="h", norm="ln_f",
-    before_attn="ln_1", attn="attn", qkv="c_attn", out="c_proj",
-    before_mlp="ln_2", mlp="mlp", up="c_fc", down="c_proj",
+    pre_attn_norm="ln_1", attn="attn", qkv="c_attn", out="c_proj",
+    pre_mlp_norm="ln_2", mlp="mlp", up="c_fc", down="c_proj",
 )  # fmt: skip
 GGUF = ("gpt2",)
 GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
@@ -16,11 +16,11 @@ HF = (
     WeightRule("", "{*}.attn.bias"),  # of the causal mask
     WeightRule("", "{*}.attn.masked_bias"),
     *(
-        WeightRule(f"transformer.h.{{i}}.{name}.weight", f"{root}h.{{i}}.{name}.weight", TRANSPOSED)
+        WeightRule(f"transformer.h.{{i}}.{name}.weight", f"{root}h.{{i}}.{name}.weight", TRANSPOSE)
         for root in ("", "transformer.")
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ),
-    *rooted("transformer", "lm_head"),
+    *optional_prefix("transformer", "lm_head"),
 )
 Model = Decoder
 TINY = (
@@ -37,12 +37,12 @@ def config(keys: Keys) -> DecoderConfig:
         hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head",
         max_position_embeddings="n_positions", intermediate_size="n_inner",
     )  # fmt: skip
-    keys.usual(max_position_embeddings=1024)
-    keys.only("add_cross_attention", False)
+    keys.set_defaults(max_position_embeddings=1024)
+    keys.require("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # rounding of halves
     keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
     keys.ignore("n_special", "predict_special_tokens")  # of GPT-1
-    dim, heads, width = even_heads(keys)
+    dim, heads, width = mha_sizes(keys)
     scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0
     by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)
     scales = (scale / (i + 1 if by_layer else 1) for i in range(keys.layers()))

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
-from graphllm.model.decoder import Decoder, DecoderConfig, Names, Norm
+from graphllm.model.decoder import Decoder, DecoderConfig, ModuleNames, Norm
 from graphllm.weights.weight_rules import WeightRule
 
-NAMES = Names(
+NAMES = ModuleNames(
     model="gpt_neox", embed="embed_in", norm="final_layer_norm",
     attn="attention", qkv="query_key_value", out="dense",
     mlp="mlp", up="dense_h_to_4h", down="dense_4h_to_h",
@@ -39,7 +39,7 @@ def config(keys: Keys) -> DecoderConfig:
         if not keys.gguf and keys.has(common) and not keys.has(own):
             raise keys.error(common, f"is not read without {own}")
     keys.rename(**names)
-    keys.usual(max_position_embeddings=2048, layer_norm_eps=1e-5)
+    keys.set_defaults(max_position_embeddings=2048, layer_norm_eps=1e-5)
     c = base_config(keys, "layer_norm_eps", "gelu", partial=0.25)
     bias = keys.bias("attention_bias", True)
     fused = "rows" if keys.gguf else "heads"  # the converter sorts them

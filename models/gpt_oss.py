@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.moe import mixture_config
-from graphllm.weights.weight_rules import TRANSPOSED, Change, Mxfp4, View, WeightRule
+from graphllm.model.moe import moe_config
+from graphllm.weights.weight_rules import TRANSPOSE, Mxfp4, Transform, View, WeightRule
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 _GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up take turns
 
 
-def _gate_up(end: str, kind: str, of: Callable[[slice], Change], part: int = 0) -> WeightRule:
+def _gate_up(end: str, kind: str, of: Callable[[slice], Transform], part: int = 0) -> WeightRule:
     """``of``: what is done to the tensor for the rows that are wanted."""
     gate, up = (f"{_EXPERTS}.{name}_proj.{kind}" for name in ("gate", "up"))
     return WeightRule(gate, f"{_EXPERTS}.gate_up_proj{end}", of(_GATE), part, ((up, of(_UP)),))
@@ -23,7 +23,7 @@ HF = (
     _gate_up("_bias", "bias", lambda rows: View(lambda b: b[:, rows])),
     _gate_up("_blocks", "weight", Mxfp4),
     _gate_up("_scales", "weight", Mxfp4, 1),
-    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj", TRANSPOSED),
+    WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj", TRANSPOSE),
     WeightRule(f"{_EXPERTS}.down_proj.bias", f"{_EXPERTS}.down_proj_bias"),
     WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj_blocks", Mxfp4()),
     WeightRule(f"{_EXPERTS}.down_proj.weight", f"{_EXPERTS}.down_proj_scales", Mxfp4(), 1),
@@ -49,20 +49,22 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0)
+    keys.set_defaults(
+        head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0
+    )
     # As the model was trained; llama.cpp, whose files do not say it, truncates.
     c = base_config(keys, truncate=not keys.gguf, stated=True)
     bias = keys.bias("attention_bias", True)
-    keys.only("experts_per_token", keys.positive("num_experts_per_tok"))
+    keys.require("experts_per_token", keys.positive("num_experts_per_tok"))
     keys.ignore("initial_context_length")  # stands in rope_scaling, too
     return replace(
         c,
         layers=tuple(
-            replace(layer, window=w, mixture=True)
-            for layer, w in zip(c.layers, windows(keys, lambda i: i % 2 == 0))
+            replace(layer, window=w, moe=True)
+            for layer, w in zip(c.layers, sliding_windows(keys, lambda i: i % 2 == 0))
         ),
         attention=replace(c.attention, bias=bias, out_bias=bias, sinks=True),
-        mixture=mixture_config(
+        moe=moe_config(
             keys, keys.positive("moe_intermediate_size", c.mlp.hidden),
             "num_experts" if keys.gguf else "num_local_experts", score="chosen", bias=True,
             alpha=keys.factor("swiglu_alpha", 1.702), limit=keys.factor("swiglu_limit", 7.0),

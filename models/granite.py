@@ -30,7 +30,7 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.gguf  # the converter permutes rows of q and k
-    keys.usual(rms_norm_eps=1e-6, max_position_embeddings=2048)
+    keys.set_defaults(rms_norm_eps=1e-6, max_position_embeddings=2048)
     c, bias = base_config(keys), keys.bias("attention_bias")
     # llama.cpp has the usual scale where there is none, transformers one.
     scale = keys.factor("attention_multiplier", c.attention.head_dim**-0.5 if keys.gguf else 1.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.moe import mixture_config
+from graphllm.model.moe import moe_config
 
 GGUF = ("llama",)
 Model = Decoder
@@ -31,15 +31,15 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
-    keys.usual(rms_norm_eps=1e-6, max_position_embeddings=2048)
-    keys.only("rope_interleaved", False)
+    keys.set_defaults(rms_norm_eps=1e-6, max_position_embeddings=2048)
+    keys.require("rope_interleaved", False)
     keys.ignore("is_llama_config")
     c, longer = base_config(keys), keys.positive("max_sequence_length", 1)  # of the first files
     bias = keys.bias("attention_bias")
     if keys.gguf and keys.has("num_experts"):  # a mixtral
         hidden = keys.positive("moe_intermediate_size", c.mlp.hidden)
-        layers = tuple(replace(layer, mixture=True) for layer in c.layers)
-        c = replace(c, layers=layers, mixture=mixture_config(keys, hidden))
+        layers = tuple(replace(layer, moe=True) for layer in c.layers)
+        c = replace(c, layers=layers, moe=moe_config(keys, hidden))
     return replace(
         c,
         context=max(c.context, longer),

@@ -21,7 +21,7 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=8, rms_norm_eps=1e-6, max_position_embeddings=131072,
         sliding_window=4096,
     )  # fmt: skip

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.moe import mixture_config
+from graphllm.model.moe import moe_config
 from graphllm.weights import WeightRule
-from graphllm.weights.weight_rules import EXPERTS, STACKED
+from graphllm.weights.weight_rules import EXPERT_RULES, STACK
 
 _OLD, _NEW = "model.layers.{i}.block_sparse_moe", "model.layers.{i}.mlp"
 HF = (
     WeightRule(f"{_NEW}.gate.weight", f"{_OLD}.gate.weight"),
     *(
-        WeightRule(f"{_NEW}.experts.{ours}.weight", f"{_OLD}.experts.{{e}}.{w}.weight", STACKED)
+        WeightRule(f"{_NEW}.experts.{ours}.weight", f"{_OLD}.experts.{{e}}.{w}.weight", STACK)
         for ours, w in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
     ),
-    *EXPERTS,
+    *EXPERT_RULES,
 )
 Model = Decoder
 TINY = (
@@ -31,12 +31,12 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(num_key_value_heads=8, max_position_embeddings=131072, rope_theta=1e6)
-    keys.usual(num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5)
+    keys.set_defaults(num_key_value_heads=8, max_position_embeddings=131072, rope_theta=1e6)
+    keys.set_defaults(num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-5)
     c = base_config(keys)
     window = keys.positive("sliding_window", 0)
     return replace(
         c,
-        layers=tuple(replace(layer, window=window, mixture=True) for layer in c.layers),
-        mixture=mixture_config(keys, c.mlp.hidden, "num_local_experts"),
+        layers=tuple(replace(layer, window=window, moe=True) for layer in c.layers),
+        moe=moe_config(keys, c.mlp.hidden, "num_local_experts"),
     )

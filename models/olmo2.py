@@ -20,13 +20,13 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(rms_norm_eps=1e-5, max_position_embeddings=2048)
+    keys.set_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048)
     c, bias = base_config(keys), keys.bias("attention_bias")
     return replace(
         c,
         attention=replace(c.attention, bias=bias, out_bias=bias, qk_norm="row"),
         names=replace(
-            c.names, before_attn="", after_attn="post_attention_layernorm", before_mlp="",
-            after_mlp="post_feedforward_layernorm",
+            c.names, pre_attn_norm="", post_attn_norm="post_attention_layernorm", pre_mlp_norm="",
+            post_mlp_norm="post_feedforward_layernorm",
         ),
     )  # fmt: skip

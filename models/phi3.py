@@ -25,13 +25,13 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096
     )
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        keys.only(name, False)
+        keys.require(name, False)
     for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4 mini
-        keys.only(name, 1)
+        keys.require(name, 1)
     c, window = base_config(keys, partial=1.0), keys.positive("sliding_window", 0)
     keys.ignore("original_max_position_embeddings")  # without scaling
     return replace(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 
 GGUF = ("qwen2",)
@@ -23,14 +23,14 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=32, rms_norm_eps=1e-6, max_position_embeddings=32768,
         sliding_window=4096,
     )  # fmt: skip
-    keys.only("use_mrope", False)
+    keys.require("use_mrope", False)
     keys.ignore("dual_chunk_attention_config")  # another model beyond 256k: not in transformers
     c, first = base_config(keys), keys("max_window_layers", int, 28)
-    near = windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
+    near = sliding_windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
     return replace(
         c,
         layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),

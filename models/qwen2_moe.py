@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.moe import mixture_config, sparse_layers
-from graphllm.weights.weight_rules import EXPERTS
+from graphllm.model.moe import moe_config, sparse_layers
+from graphllm.weights.weight_rules import EXPERT_RULES
 
-HF = EXPERTS
+HF = EXPERT_RULES
 GGUF = ("qwen2moe",)
 GGUF_KEYS = {"norm_topk_prob": "expert_weights_norm"}
 Model = Decoder
@@ -26,18 +26,18 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(num_key_value_heads=16, rms_norm_eps=1e-6, max_position_embeddings=32768)
-    keys.usual(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
-    keys.usual(shared_expert_intermediate_size=5632, sliding_window=4096)
+    keys.set_defaults(num_key_value_heads=16, rms_norm_eps=1e-6, max_position_embeddings=32768)
+    keys.set_defaults(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    keys.set_defaults(shared_expert_intermediate_size=5632, sliding_window=4096)
     c, last = base_config(keys), keys("max_window_layers", int, 28)
     used = keys("use_sliding_window", bool, False)
-    near = windows(keys, lambda i: i < last and i % 2 == 0, used=used)
+    near = sliding_windows(keys, lambda i: i < last and i % 2 == 0, used=used)
     each = zip(c.layers, near, sparse_layers(keys))
     return replace(
         c,
-        layers=tuple(replace(layer, window=w, mixture=m) for layer, w, m in each),
+        layers=tuple(replace(layer, window=w, moe=m) for layer, w, m in each),
         attention=replace(c.attention, bias=keys.bias("qkv_bias", True)),
-        mixture=mixture_config(
+        moe=moe_config(
             keys, keys.positive("moe_intermediate_size"),
             normalise=keys("norm_topk_prob", bool, False),
             shared=keys.positive("shared_expert_intermediate_size"), shared_gate=True,

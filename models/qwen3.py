@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 
 GGUF = ("qwen3",)
@@ -24,12 +24,12 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, max_position_embeddings=32768,
         sliding_window=4096,
     )  # fmt: skip
     c, first = base_config(keys), keys("max_window_layers", int, 28)
-    near = windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
+    near = sliding_windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
     bias = keys.bias("attention_bias")
     return replace(
         c,

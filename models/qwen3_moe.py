@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
-from graphllm.model.moe import mixture_config, sparse_layers
-from graphllm.weights.weight_rules import EXPERTS
+from graphllm.model.moe import moe_config, sparse_layers
+from graphllm.weights.weight_rules import EXPERT_RULES
 
-HF = EXPERTS
+HF = EXPERT_RULES
 GGUF = ("qwen3moe",)
 GGUF_KEYS = {"norm_topk_prob": "expert_weights_norm"}
 Model = Decoder
@@ -26,26 +26,26 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768)
-    keys.usual(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
-    keys.usual(sliding_window=4096)
+    keys.set_defaults(num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768)
+    keys.set_defaults(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+    keys.set_defaults(sliding_window=4096)
     c, bias = base_config(keys), keys.bias("attention_bias")
     used = keys("use_sliding_window", bool, False)
     window = keys.positive("sliding_window", 0) if used else 0
     # A key of Qwen2's, which says nothing here; as does the width of a window that is not used.
     keys.ignore("sliding_window", "max_window_layers")
-    keys.only("use_qk_norm", True)  # what Qwen3-Coder's files state beside it
-    keys.only("qkv_bias", bias)
-    keys.only("shared_expert_intermediate_size", 0)
+    keys.require("use_qk_norm", True)  # what Qwen3-Coder's files state beside it
+    keys.require("qkv_bias", bias)
+    keys.require("shared_expert_intermediate_size", 0)
     experts = "num_local_experts" if keys.has("num_local_experts") else "num_experts"
     return replace(
         c,
         layers=tuple(
-            replace(layer, window=window, mixture=m)
+            replace(layer, window=window, moe=m)
             for layer, m in zip(c.layers, sparse_layers(keys))
         ),
         attention=replace(c.attention, qk_norm="head", bias=bias, out_bias=bias),
-        mixture=mixture_config(
+        moe=moe_config(
             keys, keys.positive("moe_intermediate_size"), experts,
             normalise=keys("norm_topk_prob", bool, keys.gguf),  # llama.cpp always does
         ),

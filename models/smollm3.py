@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from graphllm.model.config_keys import Keys, base_config, windows
+from graphllm.model.config_keys import Keys, base_config, sliding_windows
 from graphllm.model.decoder import Decoder, DecoderConfig
 
 GGUF = ("smollm3",)
@@ -24,22 +24,23 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = keys.gguf  # the converter permutes rows of q and k
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768,
         tie_word_embeddings=True, rope_theta=2e6,
     )  # fmt: skip
     keys.ignore("max_window_layers")  # of the Qwen that its configuration was made from
     c, bias = base_config(keys), keys.bias("attention_bias")
     period, count = keys.positive("no_rope_layer_interval", 4), len(c.layers)
-    turned = keys("no_rope_layers", list, [int((i + 1) % period != 0) for i in range(count)])
-    if len(turned) < count or any(flag not in (0, 1) for flag in turned):
+    rotates = keys("no_rope_layers", list, [int((i + 1) % period != 0) for i in range(count)])
+    if len(rotates) < count or any(flag not in (0, 1) for flag in rotates):
         raise keys.error("no_rope_layers", f"is no list of {count} flags")
-    near = windows(keys, lambda i: not turned[i], used=keys("use_sliding_window", bool, False))
+    used = keys("use_sliding_window", bool, False)
+    near = sliding_windows(keys, lambda i: not rotates[i], used=used)
     return replace(
         c,
         layers=tuple(
             replace(e, rope=e.rope if flag else None, window=w)
-            for e, flag, w in zip(c.layers, turned, near)
+            for e, flag, w in zip(c.layers, rotates, near)
         ),
         attention=replace(c.attention, bias=bias, out_bias=bias),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),

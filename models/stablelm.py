@@ -7,11 +7,11 @@ from graphllm.graph.tensor import Tensor, scope
 from graphllm.model.config_keys import Keys, base_config
 from graphllm.model.decoder import Decoder, DecoderConfig
 from graphllm.weights import WeightRule
-from graphllm.weights.weight_rules import STACKED
+from graphllm.weights.weight_rules import STACK
 
 GGUF = ("stablelm",)
 HF = tuple(
-    WeightRule(f"{norm}.weight", f"{norm}.norms.{{e}}.weight", STACKED)
+    WeightRule(f"{norm}.weight", f"{norm}.norms.{{e}}.weight", STACK)
     for norm in (f"model.layers.{{i}}.self_attn.{n}_layernorm" for n in "qk")
 )
 TINY = (
@@ -41,11 +41,11 @@ class Model(Decoder):
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=32, layer_norm_eps=1e-5, partial_rotary_factor=0.25,
         max_position_embeddings=4096,
     )  # fmt: skip
-    keys.only("rotary_scaling_factor", 1.0)
+    keys.require("rotary_scaling_factor", 1.0)
     c = base_config(keys, eps="layer_norm_eps", partial=1.0)
     normed, parallel = (keys(n, bool, False) for n in ("qk_layernorm", "use_parallel_residual"))
     if keys.gguf:  # where the tensors tell: the converter says "parallel" of all
@@ -58,7 +58,7 @@ def config(keys: Keys) -> DecoderConfig:
         mlp=replace(c.mlp, bias=False),
         norm=replace(c.norm, kind="layer"),
         names=replace(
-            names, before_mlp="" if parallel else names.before_mlp, q_norm="q_layernorm",
+            names, pre_mlp_norm="" if parallel else names.pre_mlp_norm, q_norm="q_layernorm",
             k_norm="k_layernorm",
         ),
         parallel=parallel,

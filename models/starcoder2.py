@@ -21,13 +21,13 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.usual(
+    keys.set_defaults(
         num_key_value_heads=2, norm_epsilon=1e-5, max_position_embeddings=4096,
         tie_word_embeddings=True,
     )  # fmt: skip
-    keys.only("norm_type", "layer_norm")
-    keys.only("mlp_type", "default")
-    keys.only("scale_attn_weights", True)
+    keys.require("norm_type", "layer_norm")
+    keys.require("mlp_type", "default")
+    keys.require("scale_attn_weights", True)
     # norm_epsilon and hidden_act again; how sums are rounded
     keys.ignore("layer_norm_epsilon", "activation_function", "attention_softmax_in_fp32")
     keys.ignore("scale_attention_softmax_in_fp32")

@@ -1,13 +1,13 @@
 """XGLM (Lin et al. 2022): sinusoidal positions, which no file holds, and a scaled embedding."""
 
 from graphllm.model.config import ACTIVATIONS
-from graphllm.model.config_keys import Keys, even_heads
-from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, Names, Norm
+from graphllm.model.config_keys import Keys, mha_sizes
+from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, ModuleNames, Norm
 from graphllm.weights.weight_rules import WeightRule
 
-NAMES = Names(
-    norm="layer_norm", before_attn="self_attn_layer_norm", out="out_proj",
-    before_mlp="final_layer_norm", mlp="", up="fc1", down="fc2",
+NAMES = ModuleNames(
+    norm="layer_norm", pre_attn_norm="self_attn_layer_norm", out="out_proj",
+    pre_mlp_norm="final_layer_norm", mlp="", up="fc1", down="fc2",
 )  # fmt: skip
 HF = (WeightRule("", "model.embed_positions.weights"),)
 Model = Decoder
@@ -25,11 +25,11 @@ def config(keys: Keys) -> DecoderConfig:
         hidden_size="d_model", num_hidden_layers="num_layers",
         num_attention_heads="attention_heads",
     )  # fmt: skip
-    keys.only("add_cross_attention", False)
+    keys.require("add_cross_attention", False)
     keys.ignore("dropout", "activation_dropout", "layerdrop", "init_std")  # training
     if keys("pad_token_id", int, 1) > 1:  # the table has zeros there, before the first position
         raise keys.error("pad_token_id", "above 1 is not supported: it takes a position away")
-    dim, heads, width = even_heads(keys)
+    dim, heads, width = mha_sizes(keys)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,

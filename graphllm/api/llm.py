@@ -148,7 +148,7 @@ class LLM(LoadedModel):
         """The ids that end an answer of this model, as far as its file tells."""
         if self.file.has_vocabulary:
             return self.tokenizer.eog_ids
-        stated = getattr(self.file, "end_ids", None)
+        stated = getattr(self.file, "eos_token_ids", None)
         return stated(self.decoder.cfg.vocab) if stated is not None else ()
 
     # -- chat

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import RequestError
-from ..tokenizer.decoding import without_surrogates
+from ..tokenizer.decoding import replace_surrogates
 
 Message = Mapping[str, Any]
 MAX_DEPTH = 100  # of lists and mappings in one another
@@ -37,7 +37,7 @@ def to_plain_data(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return without_surrogates(str.__str__(value))
+        return replace_surrogates(str.__str__(value))
     if isinstance(value, int):
         if abs(value) >= _LARGEST:
             raise RequestError(f"{where} is an integer of {value.bit_length()} bits")

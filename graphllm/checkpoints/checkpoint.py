@@ -15,7 +15,7 @@ from .demo import demo_path
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
     from ..model.config_keys import Keys
-    from ..model.spec import Family
+    from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _URL = re.compile(r"[a-zA-Z][\w+.-]+://(?:huggingface\.co/([\w.-]+/[\w.-]+)/?$)?")
 
 
-class ModelFile(Protocol):
+class Checkpoint(Protocol):
     """An open model: configuration, tensors, tokenizer. ModelFileError where one is malformed."""
 
     path: Path
@@ -48,13 +48,13 @@ class ModelFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """By the file's own names."""
 
-    def family(self) -> Family:
+    def spec(self) -> ModelSpec:
         """The family of this package that reads it."""
 
-    def keys(self, family: Family) -> Keys:
+    def keys(self, spec: ModelSpec) -> Keys:
         """Its configuration under Hugging Face's names."""
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
         """Its tensors under canonical names."""
 
     def tokenizer(self) -> Tokenizer: ...
@@ -65,7 +65,7 @@ class ModelFile(Protocol):
     def close(self) -> None: ...
 
 
-def model_path(model: str | Path) -> Path:
+def checkpoint_path(model: str | Path) -> Path:
     """The file or directory that MODEL names: a path, ``demo``, or ``org/name`` of the Hugging Face
     hub. ModelFileError."""
     if (url := _URL.match(str(model))) is not None:
@@ -79,23 +79,23 @@ def model_path(model: str | Path) -> Path:
         return path
     from . import hub
 
-    if hub.is_name(str(model)):
-        return hub.fetched(str(model))
+    if hub.is_repo_id(str(model)):
+        return hub.fetch(str(model))
     raise ModelFileError(f"{path}: no such file")
 
 
-def open_model(model: str | Path, data: bool = True) -> ModelFile:
+def open_checkpoint(model: str | Path, data: bool = True) -> Checkpoint:
     """The model that MODEL names. Without ``data`` tensors are not read, and need not be there.
     ModelFileError."""
-    path = model_path(model)
+    path = checkpoint_path(model)
     if path.is_dir() or path.suffix == ".safetensors":
-        from .hf_directory import Directory
+        from .hf_directory import HfCheckpoint
 
-        return Directory(path, data) if path.is_dir() else Directory(path.parent, data, path)
+        return HfCheckpoint(path, data) if path.is_dir() else HfCheckpoint(path.parent, data, path)
     if path.suffix == ".bin":
-        from .llama2c import Llama2cModel
+        from .llama2c import Llama2cCheckpoint
 
-        return Llama2cModel(path, data)
+        return Llama2cCheckpoint(path, data)
     if path.suffix == ".py":
         raise ModelFileError(
             f"{path}: is Python; a file that defines a model is model_def", "model_def"

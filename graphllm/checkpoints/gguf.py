@@ -11,25 +11,25 @@ from ..weights.gguf import GgufFile
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
     from ..model.config_keys import Keys
-    from ..model.spec import Family
+    from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
 
 class GGUF(GgufFile):
-    """An open GGUF file as a `ModelFile`."""
+    """An open GGUF file as a `Checkpoint`."""
 
     has_vocabulary = True  # a model file without one is malformed
 
-    def family(self) -> Family:
+    def spec(self) -> ModelSpec:
         from .. import models
 
-        return models.of_gguf(self.architecture, self.path)
+        return models.spec_of_architecture(self.architecture, self.path)
 
-    def keys(self, family: Family) -> Keys:
-        return gguf_keys(self, family)
+    def keys(self, spec: ModelSpec) -> Keys:
+        return gguf_keys(self, spec)
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
-        return NamedWeights(self, family.gguf_rules(config), strict=True)
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+        return NamedWeights(self, spec.gguf_rules(config), strict=True)
 
     def tokenizer(self) -> Tokenizer:
         from ..tokenizer import from_gguf

@@ -15,11 +15,11 @@ from ..weights import NamedWeights, Weights
 from ..weights.mapped_file import TensorInfo
 from ..weights.safetensors import Safetensors
 from ..weights.strict_json import json_object
-from ..weights.weight_rules import UNUSED
+from ..weights.weight_rules import UNUSED_BUFFERS
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
-    from ..model.spec import Family
+    from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
 _MOST = 16 << 20  # bytes of a config.json
@@ -40,7 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path}: {error.strerror}") from None
 
 
-class Directory:
+class HfCheckpoint:
     """An open Hugging Face directory. Without ``data`` only headers are read.
 
     ``file``: its one ``.safetensors`` file of another name, where that is what the user gave.
@@ -78,17 +78,17 @@ class Directory:
     def has_vocabulary(self) -> bool:
         return any((self.path / name).is_file() for name in _TOKENIZERS)
 
-    def family(self) -> Family:
+    def spec(self) -> ModelSpec:
         from .. import models
 
-        return models.of_type(self.architecture, self.path / "config.json")
+        return models.spec_of_model_type(self.architecture, self.path / "config.json")
 
-    def keys(self, family: Family) -> Keys:
+    def keys(self, spec: ModelSpec) -> Keys:
         return Keys(str(self.path / "config.json"), self.metadata, self.tensors, {})
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
         """ModelFileError where a head is stored that is said to be the embedding, and is not."""
-        rules, n = (*UNUSED, *family.hf_rules(config)), config.names
+        rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
         weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
         if config.tied and head in weights.names():
@@ -115,12 +115,12 @@ class Directory:
 
         return from_directory(self.path, self.metadata)
 
-    def end_ids(self, vocab: int) -> frozenset[int]:
+    def eos_token_ids(self, vocab: int) -> frozenset[int]:
         """The ids below ``vocab`` that end a generation, as the directory states them; its
         tokenizer may know more. ModelFileError."""
-        from ..tokenizer.tokenizer_config import Directory as Files
+        from ..tokenizer.tokenizer_config import TokenizerDirectory
 
-        return Files(self.path, self.metadata).ends(vocab)
+        return TokenizerDirectory(self.path, self.metadata).ends(vocab)
 
     @cached_property
     def chat_template(self) -> str | None:

@@ -27,7 +27,7 @@ _WANTED = [
 ]  # fmt: skip
 
 
-def is_name(model: str) -> bool:
+def is_repo_id(model: str) -> bool:
     """Whether it looks like ``org/name``."""
     return _NAME.fullmatch(model) is not None
 
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def cached(name: str) -> Path | None:
+def find_cached(name: str) -> Path | None:
     """The folder of a model that is whole in the local cache."""
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     try:
@@ -74,12 +74,12 @@ def _shards(folder: Path) -> list[str]:
     return sorted(set(shards))
 
 
-def fetched(name: str) -> Path:
+def fetch(name: str) -> Path:
     """The folder of the model called ``name``: from the cache, or downloaded into it with progress.
 
     ModelFileError where it is neither there nor to be had.
     """
-    found = cached(name)
+    found = find_cached(name)
     if found is not None:
         return found
     where = f"{name}: no such file, and not in the Hugging Face cache ({cache_folder()})"

@@ -12,13 +12,13 @@ from ..weights.llama2c import Llama2c, read_vocabulary
 
 if TYPE_CHECKING:
     from ..model.config import DecoderConfig
-    from ..model.spec import Family
+    from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
 VOCABULARY = "tokenizer.bin"  # in the same directory
 
 
-class Llama2cModel(Llama2c):
+class Llama2cCheckpoint(Llama2c):
     """An open llama2.c file as a model, a llama."""
 
     kind, architecture, chat_template = "llama2.c version 0", "llama", None
@@ -31,24 +31,24 @@ class Llama2cModel(Llama2c):
     def has_vocabulary(self) -> bool:
         return self.path.with_name(VOCABULARY).is_file()
 
-    def family(self) -> Family:
+    def spec(self) -> ModelSpec:
         from .. import models
 
-        return models.of_type(self.architecture, self.path)
+        return models.spec_of_model_type(self.architecture, self.path)
 
-    def keys(self, family: Family) -> Keys:
+    def keys(self, spec: ModelSpec) -> Keys:
         keys = Keys(str(self.path), self.config, self.tensors, {})
         keys.interleaved = self.interleaved
         return keys
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
-        return NamedWeights(self, family.hf_rules(config), strict=False)
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+        return NamedWeights(self, spec.hf_rules(config), strict=False)
 
     def tokenizer(self) -> Tokenizer:
-        from ..tokenizer import from_pieces
+        from ..tokenizer import from_llama2c
 
         path = self.path.with_name(VOCABULARY)
         if not path.is_file():
             raise ModelFileError(f"{self.path}: has no tokenizer: {path} is missing")
         pieces, scores = read_vocabulary(path)
-        return from_pieces(pieces, scores.tolist(), path)
+        return from_llama2c(pieces, scores.tolist(), path)

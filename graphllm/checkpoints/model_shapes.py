@@ -16,7 +16,7 @@ from ..graph.dtype import DTYPES, DType
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model's sizes. ``head_dim`` 0: dim / heads. ``bias``: of q, k and v. ``active`` of
     ``experts``, if there are any, are ``hidden`` wide for each token."""
 
@@ -43,47 +43,47 @@ class Shape:
 
 def _qwen2(
     layers: int, dim: int, heads: int, kv: int, hidden: int, vocab: int, tied: bool
-) -> Shape:
-    return Shape(
+) -> ModelShape:
+    return ModelShape(
         "qwen2", layers, dim, heads, kv, hidden, vocab, tied=tied, bias=True, rope_base=1e6
     )
 
 
-def _llama3(layers: int, dim: int, heads: int, hidden: int, tied: bool) -> Shape:
-    return Shape(
+def _llama3(layers: int, dim: int, heads: int, hidden: int, tied: bool) -> ModelShape:
+    return ModelShape(
         "llama", layers, dim, heads, 8, hidden, 128_256, tied=tied, context=131_072, rope_base=5e5
     )
 
 
-def _gemma3(layers: int, dim: int, heads: int, kv: int, hidden: int, window: int) -> Shape:
-    return Shape(
+def _gemma3(layers: int, dim: int, heads: int, kv: int, hidden: int, window: int) -> ModelShape:
+    return ModelShape(
         "gemma3", layers, dim, heads, kv, hidden, 262_144, 256, tied=True, rope_base=1e6,
         window=window,
     )  # fmt: skip
 
 
 SHAPES = {
-    "llama-7b": Shape("llama", 32, 4096, 32, 32, 11008, 32_000, context=4096),
-    "llama-13b": Shape("llama", 40, 5120, 40, 40, 13824, 32_000, context=4096),
+    "llama-7b": ModelShape("llama", 32, 4096, 32, 32, 11008, 32_000, context=4096),
+    "llama-13b": ModelShape("llama", 40, 5120, 40, 40, 13824, 32_000, context=4096),
     "llama-1b": _llama3(16, 2048, 32, 8192, tied=True),
     "llama-3b": _llama3(28, 3072, 24, 8192, tied=True),
     "llama-8b": _llama3(32, 4096, 32, 14336, tied=False),
-    "tinyllama-1.1b": Shape("llama", 22, 2048, 32, 4, 5632, 32_000, context=2048),
-    "mistral-7b": Shape("llama", 32, 4096, 32, 8, 14336, 32_000),
+    "tinyllama-1.1b": ModelShape("llama", 22, 2048, 32, 4, 5632, 32_000, context=2048),
+    "mistral-7b": ModelShape("llama", 32, 4096, 32, 8, 14336, 32_000),
     "qwen2-0.5b": _qwen2(24, 896, 14, 2, 4864, 151_936, tied=True),
     "qwen2-1.5b": _qwen2(28, 1536, 12, 2, 8960, 151_936, tied=True),
     "qwen2-7b": _qwen2(28, 3584, 28, 4, 18944, 152_064, tied=False),
     "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, 512),
     "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
     "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240, 1024),
-    "mixtral-8x7b": Shape(
+    "mixtral-8x7b": ModelShape(
         "llama", 32, 4096, 32, 8, 14336, 32_000, rope_base=1e6, experts=8, active=2
     ),
-    "qwen3-30b-a3b": Shape(
+    "qwen3-30b-a3b": ModelShape(
         "qwen3moe", 48, 2048, 32, 4, 768, 151_936, 128, context=40_960, rope_base=1e6, experts=128,
         active=8,
     ),
-    "gpt-oss-20b": Shape(
+    "gpt-oss-20b": ModelShape(
         "gpt-oss", 24, 2880, 64, 8, 2880, 201_088, 64, bias=True, context=131_072,
         rope_base=150_000.0, window=128, experts=32, active=4,
     ),
@@ -98,21 +98,21 @@ FILE_TYPES = {
     30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
 }  # fmt: skip
 _MIX_NAME = "Q4_K - Medium"
-STAND_INS = {  # where rows are not whole blocks
+FALLBACK_FORMATS = {  # where rows are not whole blocks
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1",
     "q6_k": "q8_0",
 }  # fmt: skip
 Stored = tuple[str, tuple[int, ...], DType]  # name in the file, shape, format
 
 
-def shape_named(name: str) -> Shape:
+def model_shape(name: str) -> ModelShape:
     """One of `SHAPES`. RequestError lists them."""
     if name not in SHAPES:
         raise RequestError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
-def metadata(shape: Shape, name: str, kind: str) -> dict[str, Any]:
+def metadata(shape: ModelShape, name: str, kind: str) -> dict[str, Any]:
     """The keys of a GGUF file of this shape, but for its vocabulary: int, float and str values."""
     wanted = _MIX_NAME if kind == MIX else kind.upper()
     own: dict[str, Any] = {
@@ -142,7 +142,7 @@ def metadata(shape: Shape, name: str, kind: str) -> dict[str, Any]:
     return general | {f"{shape.arch}.{key}": value for key, value in own.items()}
 
 
-def tensors(shape: Shape, kind: str) -> Iterator[Stored]:
+def tensors(shape: ModelShape, kind: str) -> Iterator[Stored]:
     """The tensors of a file whose matrices are of type ``kind``: a format's name, or `MIX`.
 
     RequestError lists the types.
@@ -161,7 +161,7 @@ def tensors(shape: Shape, kind: str) -> Iterator[Stored]:
             yield f"blk.{i}.{name}", *rest  # type: ignore[misc]
 
 
-def _attention(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
+def _attention(shape: ModelShape, rich: str, kind: str) -> Iterator[Stored]:
     """The norms and the attention of a layer; ``rich``: the format of its value projection."""
     q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     kinds = {"attn_q": kind, "attn_k": kind, "attn_v": rich, "attn_output": kind}
@@ -188,7 +188,7 @@ _NORMS = {
 }
 
 
-def _mlp(shape: Shape, rich: str, kind: str) -> Iterator[Stored]:
+def _mlp(shape: ModelShape, rich: str, kind: str) -> Iterator[Stored]:
     """The MLP of a layer, or its router and experts; ``rich``: the format of down projections."""
     dim, hidden = shape.dim, shape.hidden
     each = (("gate", hidden, dim, kind), ("up", hidden, dim, kind), ("down", dim, hidden, rich))
@@ -221,7 +221,7 @@ def _matrix(name: str, rows: int, columns: int, kind: str, experts: int = 0) -> 
     """A matrix, or one for each expert."""
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
-        form = DTYPES[STAND_INS.get(form.name, "f16")]
+        form = DTYPES[FALLBACK_FORMATS.get(form.name, "f16")]
     if columns % form.block:
         form = DTYPES["f16"]
     axes = (experts,) if experts else ()

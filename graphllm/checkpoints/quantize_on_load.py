@@ -17,7 +17,7 @@ from ..formats.quantization import WEIGHT_FORMATS, Blocks
 from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..weights import Weights
-from .model_shapes import STAND_INS
+from .model_shapes import FALLBACK_FORMATS
 
 KINDS = WEIGHT_FORMATS  # what weights can be converted to: every format has a quantiser
 _PLAIN = ("f32", "f16", "bf16")  # what they can be converted from
@@ -27,7 +27,7 @@ _CHECKED = 1 << 18  # floats that are looked at in one go
 _EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # of infinity and NaN
 
 
-class Quantised:
+class QuantizedWeights:
     """The weights of another source, with its matrices in the format ``kind``, one of `KINDS`.
 
     A matrix is an f32, f16 or bf16 weight of two or three axes that is no bias. Where its rows are
@@ -68,7 +68,7 @@ class Quantised:
         """The format that the weight gets."""
         if not self._is_matrix(name, stored) or self._keep(name):
             return stored.dtype
-        for form in (self.kind, DTYPES[STAND_INS.get(self.kind.name, self.kind.name)]):
+        for form in (self.kind, DTYPES[FALLBACK_FORMATS.get(self.kind.name, self.kind.name)]):
             if stored.shape[-1] % form.block == 0:  # type: ignore[operator]
                 return form
         return stored.dtype
@@ -114,7 +114,7 @@ class Quantised:
                 counts["ragged" if stays else "instead"] += 1
         why = f"their rows are not whole blocks of {self.kind.block}"
         texts = {
-            "instead": f"{STAND_INS.get(self.kind.name)} in place of {self.kind}: {why}",
+            "instead": f"{FALLBACK_FORMATS.get(self.kind.name)} in place of {self.kind}: {why}",
             "ragged": f"as stored, not {self.kind}: {why}",
             "blocks": f"as stored, not {self.kind}: they are in blocks already",
         }

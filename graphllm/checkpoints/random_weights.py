@@ -11,7 +11,7 @@ from ..formats.quantization import quantise
 from ..graph.dtype import DType
 from ..weights.mapped_file import TensorInfo
 from .gguf import GGUF
-from .model_shapes import Shape, metadata, shape_named, tensors
+from .model_shapes import ModelShape, metadata, model_shape, tensors
 
 _SPREAD = 0.02  # standard deviation of a weight, as models are made
 # Blocks that are drawn, by their length; the rest repeats them. They are primes, so that every row
@@ -19,19 +19,23 @@ _SPREAD = 0.02  # standard deviation of a weight, as models are made
 _PATTERN = {1: 1_048_573, 32: 32_749, 256: 4_093}
 
 
-class RandomFile(GGUF):
+class RandomCheckpoint(GGUF):
     """What an open file of that shape would be, but for a vocabulary.
 
-    ``shape``: a name of `shapes.SHAPES`, or a `Shape`; ``kind``: one of `shapes.TYPES`. Matrices of
-    one format share their bytes, which are made when the first is asked for: normal numbers as the
-    format stores them, again and again. Norms are 1, biases 0.01. RequestError lists what is known.
+    Matrices of one format share their bytes, a repeated block of normally distributed numbers that
+    is generated on first use. Norm weights are 1, biases 0.01. A RequestError for an unknown shape
+    or type lists the known ones.
+
+    Args:
+        shape: A name of `model_shapes.SHAPES`, or a `ModelShape`.
+        kind: One of `model_shapes.TYPES`.
     """
 
     has_vocabulary = False
 
-    def __init__(self, shape: str | Shape, kind: str) -> None:
+    def __init__(self, shape: str | ModelShape, kind: str) -> None:
         name = shape if isinstance(shape, str) else shape.arch
-        sizes = shape_named(shape) if isinstance(shape, str) else shape
+        sizes = model_shape(shape) if isinstance(shape, str) else shape
         self.path = Path(f"random {name} {kind}")
         self.version = 3
         self.metadata = metadata(sizes, name, kind)

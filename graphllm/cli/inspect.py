@@ -17,9 +17,9 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
     graphllm inspect model.gguf --json
     """
-    from ..checkpoints.checkpoint import open_model
+    from ..checkpoints.checkpoint import open_checkpoint
 
-    file = open_model(model)
+    file = open_checkpoint(model)
     tensors = list(file.tensors.values())
     keys = {k: _short(v) for k, v in file.metadata.items()}
     if as_json:

@@ -15,7 +15,7 @@ def new(
     name: Annotated[
         str, typer.Argument(help="Name of the model; writes NAME.py to the current directory.")
     ],
-    like: Annotated[str, typer.Option("--like", help="Family to start from.")] = "llama",
+    like: Annotated[str, typer.Option("--like", help="Model family to start from.")] = "llama",
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a model file to start from: a copy of a family, with comments on what to change.

@@ -17,7 +17,7 @@ from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..api import LLM
-    from ..checkpoints.checkpoint import ModelFile
+    from ..checkpoints.checkpoint import Checkpoint
     from ..engine.request import Sampling
 
 app = typer.Typer(
@@ -156,7 +156,7 @@ class PlacementOptions:
         own["no_kernels"] = own.pop("no_kernel") or ()
         return own
 
-    def load(self, model: str | ModelFile, **more: Any) -> LLM:
+    def load(self, model: str | Checkpoint, **more: Any) -> LLM:
         """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
         from ..api import load
 
@@ -190,7 +190,7 @@ class LoadOptions(PlacementOptions):
             del own["context"]
         return own
 
-    def load(self, model: str | ModelFile, **more: Any) -> LLM:
+    def load(self, model: str | Checkpoint, **more: Any) -> LLM:
         """Load as `PlacementOptions.load`; note that the model's context is shorter than -c."""
         loaded = super().load(model, **more)
         for line in self.notes(loaded.limits.context):
@@ -219,18 +219,18 @@ class ModelSource:
         ),
     ] = None
 
-    def open(self, placing: PlacementOptions, data: bool = True) -> ModelFile:
+    def open(self, placing: PlacementOptions, data: bool = True) -> Checkpoint:
         """The file, with its tensors' ``data`` or without, or random weights, which are made in the
         type that ``placing`` asks for, and so not converted to it. RequestError."""
-        from ..checkpoints.checkpoint import open_model
+        from ..checkpoints.checkpoint import open_checkpoint
         from ..checkpoints.model_shapes import MIX
-        from ..checkpoints.random_weights import RandomFile
+        from ..checkpoints.random_weights import RandomCheckpoint
 
         if self.model is not None and self.random is None:
-            return open_model(self.model, data)
+            return open_checkpoint(self.model, data)
         if self.random is not None and self.model is None:
             kind, placing.type = placing.type or MIX, None
-            return RandomFile(self.random, kind)
+            return RandomCheckpoint(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
 
 

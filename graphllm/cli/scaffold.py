@@ -43,7 +43,7 @@ def write_model_file(
 
     RequestError for a name that is none, a family that is unknown, a file that is there.
     """
-    known = sorted(family.name for family in models.families())
+    known = sorted(family.name for family in models.specs())
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RequestError(
             f"{name!r} cannot be a model file's name: "

@@ -27,9 +27,9 @@ def tokenize(
 
     graphllm tokenize demo "Hello, world" --ids
     """
-    from ..checkpoints.checkpoint import open_model
+    from ..checkpoints.checkpoint import open_checkpoint
 
-    own = open_model(model).tokenizer()
+    own = open_checkpoint(model).tokenizer()
     text = read_text(None) if text == "-" else text
     found = own.encode(text, add_special=not bare, parse_special=special)
     if ids:

@@ -31,8 +31,8 @@ class Engine:
     """A decoder, its executor and the KV cache of one sequence.
 
     The engine knows the tokens in the cache: a prompt that shares a prefix with the last one
-    computes only the rest. A bidirectional prefix (see `Decoder.prefix`) is computed in one step,
-    and is reused only by a prompt that begins with the same bidirectional prefix.
+    computes only the rest. A bidirectional prefix (`Decoder.bidirectional_prefix`) is computed in
+    one step, and is reused only by a prompt that begins with the same bidirectional prefix.
 
     Attributes:
         outputs: outputs of the decoder's graph by name; see `Decoder.build`.
@@ -54,7 +54,7 @@ class Engine:
         self.gpu_offload: GpuOffload | None = None
         self._pools = [name for name in self.outputs if name.startswith("kv.")]
         self._vocab = decoder.cfg.vocab
-        self._bidirectional_prefix = decoder.prefix
+        self._bidirectional_prefix = decoder.bidirectional_prefix
         self._prefix = 0  # length of the current prompt's bidirectional prefix
         self._tables = {c.name: self._table(c) for c in decoder.caches}
         self._cached: list[int] = []  # tokens whose keys and values are in the KV pools
@@ -139,7 +139,7 @@ class Engine:
             bidirectional prefix.
 
         Raises:
-            RequestError: see `Decoder.prefix`.
+            RequestError: see `Decoder.bidirectional_prefix`.
         """
         common = 0
         prefix = self._bidirectional_prefix(tokens) if prefix is None else prefix

@@ -22,7 +22,7 @@ from ..arguments import (
     texts,
 )
 from ..backends import Options
-from ..checkpoints.checkpoint import ModelFile
+from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
@@ -34,7 +34,7 @@ DEFAULT_CONTEXT = 4096
 
 def _model(name: str, value: Any) -> Any:
     """A path, a name, or an open model file."""
-    if all(hasattr(value, part) for part in ("family", "keys", "weights")):
+    if all(hasattr(value, part) for part in ("spec", "keys", "weights")):
         return value
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
@@ -62,7 +62,7 @@ RULES: dict[str, Rule] = {
 
 
 def build_decoder(
-    file: ModelFile, model_def: str | Path | None = None, kind: str | None = None,
+    file: Checkpoint, model_def: str | Path | None = None, kind: str | None = None,
     backends: Sequence[str] | None = None, options: Options | None = None,
 ) -> Decoder:  # fmt: skip
     """The family's decoder over the file's weights, quantised to ``kind`` by one of the backends.
@@ -71,17 +71,21 @@ def build_decoder(
     """
     from .. import models
 
-    family = file.family() if model_def is None else models.own(model_def)
-    keys = file.keys(family)
-    config = family.config(keys)
+    spec = file.spec() if model_def is None else models.spec_of_file(model_def)
+    keys = file.keys(spec)
+    config = spec.config(keys)
     keys.finish()
-    weights = file.weights(family, config)
+    weights = file.weights(spec, config)
     if kind is not None:
-        from ..checkpoints.quantize_on_load import Quantised
+        from ..checkpoints.quantize_on_load import QuantizedWeights
 
         router = f".{config.names.router}.weight"  # small, and what it decides is delicate
-        weights = Quantised(weights, kind, lambda name: name.endswith(router), backends, options)
-    return family.model(config, weights)
+
+        def keep(name: str) -> bool:
+            return name.endswith(router)
+
+        weights = QuantizedWeights(weights, kind, keep, backends, options)
+    return spec.model(config, weights)
 
 
 def backend_options(given: Mapping[str, Any]) -> Options:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from .. import backends as registry
 from ..arguments import as_int, check, invalid_argument, quote
-from ..checkpoints.checkpoint import ModelFile, open_model
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.engine import Engine
 from ..errors import ModelFileError, PlacementError, RequestError
 from ..model.batch import Limits
@@ -44,7 +44,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        file: ModelFile,
+        file: Checkpoint,
         decoder: Decoder,
         executor_options: Mapping[str, Any],
         limits: Limits,
@@ -90,7 +90,7 @@ class LoadedModel:
     @classmethod
     def load(
         cls: type[M],
-        model: str | Path | ModelFile,
+        model: str | Path | Checkpoint,
         *,
         model_def: str | Path | None = None,
         type: str | None = None,
@@ -111,7 +111,7 @@ class LoadedModel:
 
         Args:
             model: a GGUF file, a Hugging Face directory, ``demo``, ``org/name`` of the Hugging Face
-                hub, or an open model file such as `graphllm.checkpoints.random_weights.RandomFile`.
+                hub, or an open `Checkpoint`, such as a `RandomCheckpoint`.
             model_def: a model file of your own, used instead of one of `graphllm.models`.
             type: weight format, such as ``q8_0``, to which float matrices are quantised on load.
             device: ``auto`` (the first backend that can run each op) or the name of a backend; ops
@@ -140,7 +140,7 @@ class LoadedModel:
         usable, reason = (True, "") if device == "auto" else registry.find(device).available()
         if not usable:
             raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
-        file = open_model(model) if isinstance(model, (str, os.PathLike)) else model
+        file = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
         order = None if device == "auto" else registry.fallbacks(device)
         executor = {
             "backends": order,

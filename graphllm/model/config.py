@@ -30,32 +30,32 @@ class Rope:
     scale: float = 1.0
     factors: tuple[float, ...] | str = ()  # divide each frequency: numbers, or a weight's name
     attention_factor: float = 1.0  # cosine and sine are times this
-    original: int = 0
-    long: Rope | None = None
-    dynamic: float = 0.0
-    reach: int = 0
+    original_context: int = 0
+    long_context: Rope | None = None
+    dynamic_factor: float = 0.0
+    extended_context: int = 0
 
     @property
-    def stored(self) -> set[str]:
+    def factor_weights(self) -> set[str]:
         """The weights that hold factors, for contexts of any length."""
         own = {self.factors} if isinstance(self.factors, str) else set()
-        return own | (self.long.stored if self.long else set())
+        return own | (self.long_context.factor_weights if self.long_context else set())
 
-    def within(self, context: int) -> Rope:
+    def for_context(self, context: int) -> Rope:
         """What turns sequences of at most ``context`` tokens."""
-        if not self.original or context <= self.original:
+        if not self.original_context or context <= self.original_context:
             return self
-        if self.long is not None:
-            return self.long
-        if not self.dynamic:
+        if self.long_context is not None:
+            return self.long_context
+        if not self.dynamic_factor:
             return self
         # "Dynamic NTK": as transformers has it, for the longest sequence rather than each one.
-        stretch = self.dynamic * context / self.original - (self.dynamic - 1)
+        stretch = self.dynamic_factor * context / self.original_context - (self.dynamic_factor - 1)
         return replace(self, base=self.base * stretch ** (self.dims / (self.dims - 2)))
 
 
 @dataclass(frozen=True)
-class Latent:
+class Mla:
     """Attention whose keys and values are made of one vector a token (DeepSeek-V2, section 2.1).
 
     ``rank``: of that vector, ``query_rank`` of the queries' (0: they are made directly). A head's
@@ -84,9 +84,10 @@ class Attention:
     fused: str = ""
     sinks: bool = False  # a logit of each head that no value belongs to
     slopes: tuple[float, ...] = ()  # ALiBi: of each head
-    latent: Latent | None = None
-    # Of prompts that begin with a part that sees all of itself: the ids that tell `Decoder.prefix`.
-    prefix: tuple[int, ...] = ()
+    mla: Mla | None = None
+    # Token ids by which `Decoder.bidirectional_prefix` finds the end of a prompt's prefix in which
+    # attention is not causal; empty for causal models.
+    prefix_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class Moe:
     """A mixture of experts in place of the MLP: ``active`` of ``experts`` for each token.
 
     ``score``: "softmax" or "sigmoid" of all logits of the router, or "chosen": a softmax of those
@@ -131,7 +132,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Names:
+class ModuleNames:
     """What modules are called, on Hugging Face's paths. An empty name: there is no such module."""
 
     model: str = "model"
@@ -141,10 +142,10 @@ class Names:
     layers: str = "layers"
     norm: str = "norm"
     head: str = "lm_head"
-    before_attn: str = "input_layernorm"
-    after_attn: str = ""
-    before_mlp: str = "post_attention_layernorm"
-    after_mlp: str = ""
+    pre_attn_norm: str = "input_layernorm"
+    post_attn_norm: str = ""
+    pre_mlp_norm: str = "post_attention_layernorm"
+    post_mlp_norm: str = ""
     attn: str = "self_attn"
     q: str = "q_proj"
     k: str = "k_proj"
@@ -162,10 +163,10 @@ class Names:
     shared: str = "shared_expert"
 
 
-SANDWICH = {  # norms before and after both halves of a layer, by their usual names
-    "after_attn": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
+SANDWICH_NORMS = {  # norms before and after both halves of a layer, by their usual names
+    "post_attn_norm": "post_attention_layernorm",
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
 }
 
 
@@ -176,7 +177,7 @@ class Layer:
 
     rope: Rope | None
     window: int = 0
-    mixture: bool = False
+    moe: bool = False
     scale: float = 0.0
 
 
@@ -189,16 +190,16 @@ class DecoderConfig:
     attention: Attention
     mlp: Mlp
     norm: Norm = Norm()
-    names: Names = Names()
-    mixture: Mixture | None = None
+    names: ModuleNames = ModuleNames()
+    moe: Moe | None = None
     embed_scale: float = 1.0
     # Added to the embedding: "learned" (rows of a table) or "sinusoidal"; "": none.
     positions: str = ""
     position_offset: int = 0  # of the first token
     parallel: bool = False  # attention and MLP read the same x, side by side
     residual_scale: float = 1.0  # of what is added to the residual
-    normed_residual: float = 0.0  # above 0: the residual is the normed x times this, not x
+    post_layernorm_residual: float = 0.0  # above 0: the residual is the normed x times this, not x
     tied: bool = True  # the head is the embedding
-    further: int = 0  # layers behind the last, which predict further tokens and are not read
+    mtp_layers: int = 0  # layers behind the last, which predict further tokens and are not read
     logit_scale: float = 1.0
     logit_softcap: float = 0.0

@@ -74,13 +74,13 @@ class Keys:
 
     def __post_init__(self) -> None:
         self._read: set[str] = set()
-        self._usual: dict[str, Any] = {}
+        self._defaults: dict[str, Any] = {}
 
-    def usual(self, **values: Any) -> None:
+    def set_defaults(self, **values: Any) -> None:
         """What keys stand for that a config.json leaves out, which is not what null stands for: as
         transformers has it. A GGUF file's keys that are not there stand for other things."""
         if not self.gguf:
-            self._usual.update(values)
+            self._defaults.update(values)
 
     def rename(self, **names: str) -> None:
         """Read under the common name what a family calls by its own: ``hidden_size="n_embd"``.
@@ -115,7 +115,7 @@ class Keys:
 
     def _look(self, name: str) -> Any:
         self._read.add(name)
-        return self.values.get(name, self._usual.get(name))
+        return self.values.get(name, self._defaults.get(name))
 
     def has(self, name: str) -> bool:
         """Whether there is a value; that does not read it."""
@@ -151,7 +151,7 @@ class Keys:
             raise self.error(name, f"= {quote(value)} is not supported, only {', '.join(known)}")
         return value
 
-    def only(self, name: str, value: Any) -> None:
+    def require(self, name: str, value: Any) -> None:
         """A key of which one value alone is supported, which is what its absence means, too."""
         if self.has(name) and self._look(name) != value:
             raise self.error(
@@ -219,7 +219,7 @@ class Keys:
         return set(self._read)
 
 
-def windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list[int]:
+def sliding_windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list[int]:
     """The window of each layer, 0 where it has none: those of layer_types have the model's one, or
     where no key tells, those of which ``usual`` is true. ``used``: whether it counts at all."""
     window = keys.positive("sliding_window", 0) if used else 0
@@ -234,17 +234,17 @@ def windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list
     return [window if each else 0 for each in near]
 
 
-def even_heads(keys: Keys) -> tuple[int, int, int]:
+def mha_sizes(keys: Keys) -> tuple[int, int, int]:
     """Columns of x, heads, and columns of a head, where heads share them evenly. ConfigError."""
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     if dim % heads:
         raise keys.error("num_attention_heads", f"= {heads} is no divisor of {dim} columns")
     if keys.gguf:  # which may state what is so anyway
-        keys.only("num_key_value_heads", heads)
+        keys.require("num_key_value_heads", heads)
     return dim, heads, dim // heads
 
 
-def shared_heads(keys: Keys, heads: int, name: str = "num_key_value_heads") -> int:
+def kv_head_count(keys: Keys, heads: int, name: str = "num_key_value_heads") -> int:
     """How many KV heads so many heads share. ConfigError where they do not."""
     count = keys.positive(name, heads)
     if heads % count:
@@ -268,13 +268,13 @@ def base_config(
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
     head_dim = head_dim or keys.positive("head_dim", dim // heads)
-    kv_heads = shared_heads(keys, heads)
+    kv_heads = kv_head_count(keys, heads)
     stated = None if keys.gguf else False  # biases
     count, turns = keys.layers(), rope_config(keys, head_dim, **rope)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=max(keys.positive("max_position_embeddings"), turns.reach),
+        context=max(keys.positive("max_position_embeddings"), turns.extended_context),
         layers=(Layer(turns),) * count,
         attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
         mlp=Mlp(keys.positive("intermediate_size"), keys.choice(act_key, ACTIVATIONS, act)),

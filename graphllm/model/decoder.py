@@ -15,34 +15,34 @@ from ..graph.tensor import Tensor, scope, state
 from ..weights import Weights
 from .batch import Batch, CacheSpec, Limits
 from .config import (
-    SANDWICH,
+    SANDWICH_NORMS,
     Attention,
     DecoderConfig,
-    Latent,
     Layer,
-    Mixture,
+    Mla,
     Mlp,
-    Names,
+    ModuleNames,
+    Moe,
     Norm,
     Rope,
 )
-from .mla import latent_attention
-from .moe import mixture
+from .mla import mla_attention
+from .moe import moe_mlp
 from .nn import Module, activation
 
 __all__ = [
-    "SANDWICH",
+    "SANDWICH_NORMS",
     "Attention",
     "Batch",
     "CacheSpec",
     "Decoder",
     "DecoderConfig",
-    "Latent",
     "Layer",
     "Limits",
-    "Mixture",
+    "Mla",
     "Mlp",
-    "Names",
+    "ModuleNames",
+    "Moe",
     "Norm",
     "Rope",
 ]
@@ -68,25 +68,32 @@ class Decoder(Module):
         for i, layer in enumerate(self.cfg.layers):
             groups.setdefault(layer.window, []).append(i)
         return tuple(
-            CacheSpec(f"window{w}" if w else "full", tuple(layers), self.entries(), w)
+            CacheSpec(f"window{w}" if w else "full", tuple(layers), self.cache_entries(), w)
             for w, layers in groups.items()
         )
 
-    def entries(self) -> dict[str, tuple[int, ...]]:
+    def cache_entries(self) -> dict[str, tuple[int, ...]]:
         """The shapes of what a layer caches of each token."""
         a = self.cfg.attention
         shape = a.kv_heads, a.head_dim
-        return {"k": shape} if a.latent else {"k": shape, "v": shape}
+        return {"k": shape} if a.mla else {"k": shape, "v": shape}
 
     def limits(self, wanted: Limits) -> Limits:
         """``wanted``, within what the model was made for; a step takes a whole prompt where
-        `prefix` may need it."""
+        `bidirectional_prefix` may need it."""
         limits = wanted.within(self.cfg.context)
-        return replace(limits, tokens=limits.context) if self.cfg.attention.prefix else limits
+        return (
+            replace(limits, tokens=limits.context)
+            if self.cfg.attention.prefix_token_ids
+            else limits
+        )
 
-    def prefix(self, tokens: Sequence[int]) -> int:
-        """How many first tokens of a prompt see one another, not only those before them; more than
-        0 only where `config.Attention.prefix` is set. RequestError for a prompt that is none."""
+    def bidirectional_prefix(self, tokens: Sequence[int]) -> int:
+        """Return the length of the prompt's bidirectional prefix.
+
+        Its tokens attend to each other, not only to earlier ones. It is 0 unless
+        `config.Attention.prefix_token_ids` is set. RequestError for a malformed prompt.
+        """
         return 0
 
     # -- the graph
@@ -99,7 +106,7 @@ class Decoder(Module):
         self.pools: dict[str, Tensor] = {}
         hidden = self.forward(batch)
         logits = self.head(ops.gather_rows(hidden, batch.rows))
-        spare = set().union(*(e.rope.stored for e in self.cfg.layers if e.rope))
+        spare = set().union(*(e.rope.factor_weights for e in self.cfg.layers if e.rope))
         unused = sorted(set(self.weights.names()) - self.used - spare)
         if unused:
             raise UnusedTensors(unused)
@@ -116,10 +123,10 @@ class Decoder(Module):
         }
 
     def _check_cache(self, limits: Limits) -> None:
-        kind, latent = dtype(limits.kv_dtype), self.cfg.attention.latent
+        kind, mla = dtype(limits.kv_dtype), self.cfg.attention.mla
         widths = {s[-1] for group in self.caches for s in group.entries.values()}
-        if latent:
-            widths.add(latent.rank)  # the columns that are values, too
+        if mla:
+            widths.add(mla.rank)  # the columns that are values, too
         for width in sorted(widths):
             if width % kind.block:
                 raise RequestError(
@@ -166,27 +173,27 @@ class Decoder(Module):
     def layer(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """One block: x [T, dim] -> [T, dim]."""
         c, n = self.cfg, self.cfg.names
-        before = self.norm(x, n.before_attn)
+        before = self.norm(x, n.pre_attn_norm)
         with scope(n.attn):
             a = self.attn(before, i, batch)
-        a = _scaled(self.norm(a, n.after_attn), c.residual_scale)
-        if c.normed_residual:
-            x = _scaled(before, c.normed_residual)
+        a = _scaled(self.norm(a, n.post_attn_norm), c.residual_scale)
+        if c.post_layernorm_residual:
+            x = _scaled(before, c.post_layernorm_residual)
         if not c.parallel:
             before = x = ops.add(x, a)
-        h = self.norm(x, n.before_mlp) if n.before_mlp else before
+        h = self.norm(x, n.pre_mlp_norm) if n.pre_mlp_norm else before
         with scope(n.mlp):
-            m = self.mixture(h) if c.layers[i].mixture else self.mlp(h)
-        m = _scaled(self.norm(m, n.after_mlp), c.residual_scale)
-        if c.normed_residual:
-            x = _scaled(h, c.normed_residual)
+            m = self.moe(h) if c.layers[i].moe else self.mlp(h)
+        m = _scaled(self.norm(m, n.post_mlp_norm), c.residual_scale)
+        if c.post_layernorm_residual:
+            x = _scaled(h, c.post_layernorm_residual)
         return ops.add(ops.add(x, a), m) if c.parallel else ops.add(x, m)
 
     def attn(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """Attention of layer ``i``: x [T, dim] -> [T, dim]."""
         c, n = self.cfg.attention, self.cfg.names
-        if c.latent:
-            return latent_attention(self, x, i, batch)
+        if c.mla:
+            return mla_attention(self, x, i, batch)
         q, k, v = self.qkv(x)
         if c.qk_norm == "row":
             q = self.norm(q.flatten(), n.q_norm).heads(c.heads)
@@ -216,9 +223,9 @@ class Decoder(Module):
 
     def mlp(self, x: Tensor) -> Tensor:
         """The MLP: x [T, dim] -> [T, dim]."""
-        return self.unit(x, self.cfg.mlp.hidden)
+        return self.feed_forward(x, self.cfg.mlp.hidden)
 
-    def unit(self, x: Tensor, hidden: int) -> Tensor:
+    def feed_forward(self, x: Tensor, hidden: int) -> Tensor:
         """An MLP of this width, as `config.Mlp` has it otherwise: x [T, dim] -> [T, dim]."""
         c, n = self.cfg.mlp, self.cfg.names
         if c.fused:
@@ -231,9 +238,9 @@ class Decoder(Module):
             h = activation(self.linear(x, n.up, hidden, c.bias), c.act)
         return self.linear(h, n.down, self.cfg.dim, c.bias)
 
-    def mixture(self, x: Tensor) -> Tensor:
+    def moe(self, x: Tensor) -> Tensor:
         """The mixture of experts: x [T, dim] -> [T, dim]."""
-        return mixture(self, x)
+        return moe_mlp(self, x)
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits: x [N, dim] -> [N, vocab]."""
@@ -262,9 +269,11 @@ class Decoder(Module):
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
         """Rotary positions of layer ``i``, if it has them, on x [T, H, D]."""
         rope = self.cfg.layers[i].rope
-        return x if rope is None else self.turn(x, batch.pos, rope.within(batch.limits.context))
+        if rope is None:
+            return x
+        return self.rotate(x, batch.pos, rope.for_context(batch.limits.context))
 
-    def turn(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
+    def rotate(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
         """x [T, H, D] turned by the positions ``pos`` [T]."""
         factors = None
         if isinstance(rope.factors, str):
@@ -293,7 +302,7 @@ class Decoder(Module):
         scale = scale or self.cfg.layers[i].scale or c.scale or c.head_dim**-0.5
         sinks = self.vector("sinks", c.heads) if c.sinks else None
         slopes = self.constant("alibi.slopes", c.slopes) if c.slopes else None
-        prefix = batch.prefix_len if c.prefix else None
+        prefix = batch.prefix_len if c.prefix_token_ids else None
         out = ops.attention(
             q, k, v, batch.q_start, batch.kv_len, batch.table[group.name], sinks, slopes, prefix,
             scale=scale, block=batch.limits.block, window=group.window, softcap=c.softcap,

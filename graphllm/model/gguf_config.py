@@ -9,13 +9,13 @@ import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from ..weights.gguf import GgufFile, StringArray
-from ..weights.weight_rules import FIRST_HALF, SECOND_HALF, STACKED, WeightRule
+from ..weights.weight_rules import FIRST_HALF, SECOND_HALF, STACK, WeightRule
 from .config_keys import Keys
 from .rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 
 if TYPE_CHECKING:
-    from .config import DecoderConfig, Names
-    from .spec import Family
+    from .config import DecoderConfig, ModuleNames
+    from .spec import ModelSpec
 
 
 def gguf_names(config: DecoderConfig) -> list[WeightRule]:
@@ -32,15 +32,15 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
             n.norm: "output_norm",
         }),
         *_within(layer, "blk.{i}.", {
-            n.before_attn: "attn_norm", n.after_attn: "post_attention_norm",
-            n.before_mlp: "ffn_norm", n.after_mlp: "post_ffw_norm",
+            n.pre_attn_norm: "attn_norm", n.post_attn_norm: "post_attention_norm",
+            n.pre_mlp_norm: "ffn_norm", n.post_mlp_norm: "post_ffw_norm",
         }),
         *_within(f"{layer}.{n.attn}", "blk.{i}.", {
             n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
-            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_LATENT,
+            n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_MLA_NAMES,
         }),
         WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
-        *(_mixture(f"{layer}.{n.mlp}", n) if config.mixture else ()),
+        *(_mixture(f"{layer}.{n.mlp}", n) if config.moe else ()),
         *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
             n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
         }),
@@ -48,14 +48,14 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
     ]  # fmt: skip
 
 
-def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
+def _mixture(path: str, n: ModuleNames) -> Iterator[WeightRule]:
     """Of a mixture of experts. Files older than stacked experts have a tensor for each; some newer
     ones have gate and up in one."""
     yield WeightRule(f"{path}.{n.router}.e_score_correction_bias", "blk.{i}.exp_probs_b.bias")
     yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
     for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
         expert = f"{path}.experts.{name}"
-        yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACKED)
+        yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACK)
         yield from _within(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
         yield from _within(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
     gate, up = (f"{path}.experts.{name}.weight" for name in (n.gate, n.up))
@@ -63,10 +63,10 @@ def _mixture(path: str, n: Names) -> Iterator[WeightRule]:
     yield WeightRule(gate, both, FIRST_HALF, also=((up, SECOND_HALF),))
     # The converter leaves axes of one element out.
     gate = f"{path}.{n.shared}_gate.weight"
-    yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACKED)
+    yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACK)
 
 
-_LATENT = {  # of latent attention: see `graphllm.model.mla`
+_MLA_NAMES = {  # of latent attention: see `graphllm.model.mla`
     "q_a_proj": "attn_q_a",
     "q_a_layernorm": "attn_q_a_norm",
     "q_b_proj": "attn_q_b",
@@ -106,7 +106,7 @@ GGUF_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-LATENT_KEYS = {  # where there is latent attention
+MLA_KEYS = {  # where there is latent attention
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_head_dim": "attention.key_length_mla",
@@ -133,7 +133,7 @@ _OLD_FACTOR = "rope.scale_linear"  # of files older than rope.scaling.factor
 _IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
-def gguf_keys(file: GgufFile, family: Family) -> Keys:
+def gguf_keys(file: GgufFile, spec: ModelSpec) -> Keys:
     """The file's configuration under Hugging Face's names. ConfigError."""
     prefix = f"{file.architecture}."
     found = {
@@ -141,8 +141,8 @@ def gguf_keys(file: GgufFile, family: Family) -> Keys:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    usual = {name: s for name, s in GGUF_KEYS.items() if name not in family.gguf_keys}
-    names = {**family.gguf_keys, **usual}
+    usual = {name: s for name, s in GGUF_KEYS.items() if name not in spec.gguf_keys}
+    names = {**spec.gguf_keys, **usual}
     called = {name: prefix + stored for name, stored in names.items()}
     called |= {stored: prefix + stored for stored in found}
     values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
@@ -158,7 +158,7 @@ def gguf_keys(file: GgufFile, family: Family) -> Keys:
     values["vocab_size"] = _vocab(file)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
-    if "v_head_dim" not in family.gguf_keys and keys.has("v_head_dim"):
+    if "v_head_dim" not in spec.gguf_keys and keys.has("v_head_dim"):
         width = keys.positive("v_head_dim")
         if keys.positive("head_dim", width) != width:
             raise ConfigError(f"{file.path}: key_length and value_length differ")

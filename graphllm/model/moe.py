@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import ops
 from ..graph.tensor import Tensor, scope
-from .config import Mixture
+from .config import Moe
 from .config_keys import Keys
 from .nn import activation
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .decoder import Decoder
 
 
-def mixture_config(keys: Keys, hidden: int, experts: str = "num_experts", **facts: Any) -> Mixture:
+def moe_config(keys: Keys, hidden: int, experts: str = "num_experts", **facts: Any) -> Moe:
     """A mixture of experts of width ``hidden``, whose count is the key ``experts``; ``facts``: what
-    else `Mixture` states. ConfigError."""
-    c = Mixture(keys.positive(experts), keys.positive("num_experts_per_tok"), hidden, **facts)
+    else `Moe` states. ConfigError."""
+    c = Moe(keys.positive(experts), keys.positive("num_experts_per_tok"), hidden, **facts)
     if c.experts % c.groups or c.kept > c.groups or c.best > c.experts // c.groups:
         raise keys.error(
             experts, f"= {c.experts} do not fall in {c.groups} groups of which {c.kept} count"
@@ -33,12 +33,12 @@ def sparse_layers(keys: Keys) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in range(keys.layers())]
 
 
-def mixture(of: Decoder, x: Tensor) -> Tensor:
+def moe_mlp(of: Decoder, x: Tensor) -> Tensor:
     """The mixture of the decoder's configuration under the current scope: [T, dim] -> [T, dim].
 
     Shazeer et al. 2017; shared experts: Dai et al. 2024 (DeepSeekMoE).
     """
-    c, n = of.cfg.mixture, of.cfg.names
+    c, n = of.cfg.moe, of.cfg.names
     assert c is not None
     logits = of.linear(x, n.router, c.experts, c.bias)  # [T, E]
     with scope(n.router):
@@ -49,14 +49,14 @@ def mixture(of: Decoder, x: Tensor) -> Tensor:
     if not c.shared:
         return y
     with scope(n.shared):
-        every = of.unit(x, c.shared)
+        every = of.feed_forward(x, c.shared)
     if c.shared_gate:
         gate = ops.sigmoid(of.linear(x, f"{n.shared}_gate", 1))  # [T, 1]
         every = ops.combine(every.reshape(every.shape[0], 1, of.cfg.dim), gate)
     return ops.add(y, every)
 
 
-def route(of: Decoder, logits: Tensor, c: Mixture) -> tuple[Tensor, Tensor]:
+def route(of: Decoder, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
     """Which experts a token passes, and the weights of their results, both [T, k], from the
     router's ``logits`` [T, E]."""
     scores = logits
@@ -74,7 +74,7 @@ def route(of: Decoder, logits: Tensor, c: Mixture) -> tuple[Tensor, Tensor]:
     return ids, weights if c.scale == 1.0 else ops.scale(weights, factor=c.scale)
 
 
-def _experts(of: Decoder, x: Tensor, ids: Tensor, c: Mixture) -> Tensor:
+def _experts(of: Decoder, x: Tensor, ids: Tensor, c: Moe) -> Tensor:
     """x [T, dim] through the experts ``ids`` [T, k]: [T, k, dim]."""
     n, inner = of.cfg.names, (c.experts, c.hidden)
     gate, up = (of.experts(x, name, ids, inner, c.bias) for name in (n.gate, n.up))

@@ -21,7 +21,8 @@ from .config_keys import Keys
 FREQUENCIES = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
-FULL = "full_attention"  # the layers without a window, where rope_parameters tell kinds apart
+# The layer type without a window, where rope_parameters have an entry for each layer type.
+FULL_ATTENTION = "full_attention"
 _OLD = {"type": "rope_type"}  # keys of old files
 _NAMES = {"su": "longrope", "ntk": "dynamic"}
 
@@ -38,7 +39,7 @@ class _Scaling:
             raise keys.error("rope_parameters", text)
         values = dict(old or new)
         if group:  # the old form is of the layers without a window
-            values = {**new.get(group, {}), **(old if group == FULL else {})}
+            values = {**new.get(group, {}), **(old if group == FULL_ATTENTION else {})}
         for before, now in _OLD.items():
             if before in values and not (group and before in old):  # which transformers overlooks
                 values.setdefault(now, values.pop(before))
@@ -175,10 +176,11 @@ def _dynamic(s: _Scaling, rope: Rope) -> Rope:
     original, factor = s.keys.positive("max_position_embeddings"), s.above("factor", 0)
     if rope.dims == 2:
         raise s.error("dynamic needs more than one pair of columns that rotate")
-    return _with(rope, original=original, dynamic=factor, reach=_reach(original, factor))
+    extended = _extended_context(original, factor)
+    return _with(rope, original_context=original, dynamic_factor=factor, extended_context=extended)
 
 
-def _reach(original: float, factor: float) -> int:
+def _extended_context(original: float, factor: float) -> int:
     """The tokens that a context of ``original`` is stretched to."""
     return min(int(original * factor), 2**31 - 1)
 
@@ -236,12 +238,12 @@ def _yarn(s: _Scaling, rope: Rope) -> Rope:
         rope,
         plain * (stretched / factor + 1 - stretched),
         attention_factor=_yarn_attention_factor(s, factor),
-        reach=_reach(original, factor),
+        extended_context=_extended_context(original, factor),
     )
 
 
 def _yarn_attention_factor(s: _Scaling, factor: float) -> float:
-    if s.keys.gguf:  # llama.cpp multiplies the two; with a multiplier, see `score_factor`
+    if s.keys.gguf:  # llama.cpp multiplies the two; with a multiplier, see `yarn_score_scale`
         usual = 1.0 if "yarn_log_multiplier" in s else _mscale(factor)
         s.ignore("yarn_log_multiplier")
         return s("attention_factor", 1.0) * usual
@@ -254,7 +256,7 @@ def _yarn_attention_factor(s: _Scaling, factor: float) -> float:
     return _mscale(factor)
 
 
-def score_factor(keys: Keys) -> float:
+def yarn_score_scale(keys: Keys) -> float:
     """What the scores of latent attention are times, where yarn stretches its positions
     (DeepSeek-V2's mscale_all_dim)."""
     s = _Scaling(keys)
@@ -277,7 +279,7 @@ def _longrope(s: _Scaling, rope: Rope) -> Rope:
             _with(rope, factors=tuple(s.numbers(name, pairs).tolist()))
             for name in ("short_factor", "long_factor")
         )
-    return _with(short, original=int(original), long=long)
+    return _with(short, original_context=int(original), long_context=long)
 
 
 _KINDS: dict[str, Callable[[_Scaling, Rope], Rope]] = {

@@ -40,7 +40,7 @@ def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], Decod
 _run: set[str] = set()  # the files of users that were run
 
 
-def run_file(path: str | Path) -> ModuleType:
+def import_file(path: str | Path) -> ModuleType:
     """A user's Python file as a module, run anew. ModelFileError where there is none; what it
     raises itself is passed on."""
     found = Path(path).resolve()
@@ -62,17 +62,25 @@ def user_line(error: BaseException) -> str | None:
 
 
 @dataclass(frozen=True)
-class Family:
-    """What a model file says, by the names that it says it under, in capitals:
+class ModelSpec:
+    """What a model file declares. Each field comes from a module variable in capitals.
 
-    HF: rules for tensors of Hugging Face files whose names or rows are not the model's own; other
-    tensors keep their names. TYPES: other ``model_type`` values than the file's name. GGUF: the
-    architectures of GGUF files; GGUF_KEYS: their keys, by Hugging Face's names, beside the common
-    ones; RULES: GGUF's names of weights, beside those that follow from `config.Names`. HF and RULES
-    may be functions of the configuration. TINY: configurations of small models, as config.json
-    states them, from which tests are made; the first is complete, others change some of its keys.
-    And one that is a function: ``oracle(config, weights, ids)``, by which `graphllm validate` knows
-    what the model should compute, see `graphllm.validation.oracle`.
+    Attributes:
+        name: Stem of the file name; the model's first ``model_type``.
+        model: ``Model``, the decoder class.
+        config: ``config(keys)``, which returns the `DecoderConfig`.
+        types: ``TYPES``, further values of ``model_type`` in config.json.
+        hf: ``HF``, rules for tensors of Hugging Face files whose names or layout differ from the
+            model's; all other tensors keep their names. May be a function of the configuration.
+        gguf: ``GGUF``, values of ``general.architecture`` in GGUF files.
+        gguf_keys: ``GGUF_KEYS``, GGUF's names of configuration keys, by Hugging Face's names, in
+            addition to `gguf_config.GGUF_KEYS`.
+        rules: ``RULES``, rules for tensors of GGUF files in addition to those that follow from
+            `config.ModuleNames`. May be a function of the configuration.
+        tiny: ``TINY``, configurations of small models for tests, in the form of config.json. The
+            first is complete; each other one changes some of its keys.
+        oracle: ``oracle(config, weights, ids)``, a reference for `graphllm validate`; see
+            `graphllm.validation.oracle`.
     """
 
     name: str
@@ -87,7 +95,7 @@ class Family:
     oracle: Callable[..., Any] | None = None
 
     @classmethod
-    def of(cls, module: ModuleType, path: str) -> Family:
+    def from_module(cls, module: ModuleType, path: str) -> ModelSpec:
         """ModelFileError names what the module lacks."""
         missing = [name for name in ("Model", "config") if not hasattr(module, name)]
         if missing:
@@ -105,7 +113,7 @@ class Family:
     def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
         """Those of Hugging Face files."""
         rules, n = self.hf(config) if callable(self.hf) else self.hf, config.names
-        further = range(len(config.layers), len(config.layers) + config.further)
+        further = range(len(config.layers), len(config.layers) + config.mtp_layers)
         unread = (WeightRule("", f"{n.model}.{n.layers}.{i}.{{*}}") for i in further)
         return *unread, *rules
 

@@ -30,7 +30,7 @@ from .roofline import cpu_name
 from .speed import Speed, speed
 
 if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import ModelFile
+    from ..checkpoints.checkpoint import Checkpoint
     from ..compiler.plan import Plan
     from ..engine.engine import Engine
     from ..loading.loaded_model import LoadedModel
@@ -261,14 +261,14 @@ def parameters(weights: Weights) -> int:
     return sum(meta.size for meta in _weight_metas(weights))
 
 
-def model_type(file: ModelFile, weights: Weights) -> str:
-    """Family, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
+def model_type(file: Checkpoint, weights: Weights) -> str:
+    """Model type, size and format, as ``qwen2 1.5B Q4_K - Medium``."""
     count = parameters(weights)
     size = f"{count / 1e9:.1f}B" if count >= 999.5e6 else f"{count / 1e6:.0f}M"
     return f"{file.architecture} {size} {_weight_format(file, weights)}"
 
 
-def _weight_format(file: ModelFile, weights: Weights) -> str:
+def _weight_format(file: Checkpoint, weights: Weights) -> str:
     """The format of most bytes; a mix that the file says of itself, by its name."""
     sizes: dict[str, int] = {}
     for meta in _weight_metas(weights):

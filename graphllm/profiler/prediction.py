@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import backends as registry
 from ..arguments import Integer, Optional, check
 from ..backends import Backend, Device, Options
-from ..checkpoints.checkpoint import ModelFile, open_model
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..compiler.plan import HOST, Copies, Plan, Step
 from ..engine.engine import Engine
 from ..errors import PlacementError
@@ -291,7 +291,7 @@ def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
 
 
 def dry_run(
-    model: str | Path | ModelFile,
+    model: str | Path | Checkpoint,
     *,
     model_def: str | Path | None = None,
     type: str | None = None,
@@ -313,7 +313,7 @@ def dry_run(
     free in a memory beside the host's; None: what its device says, and enough where there is none.
     """
     own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
-    file = open_model(model, data=False) if isinstance(model, (str, os.PathLike)) else model
+    file = open_checkpoint(model, data=False) if isinstance(model, (str, os.PathLike)) else model
     decoder = build_decoder(file, model_def, type)
     limits = decoder.limits(graph_limits(own["context"], kv_type, device))
     pinned = {"pins": own["place"], "strict": own["strict"]}
@@ -323,7 +323,7 @@ def dry_run(
     return _summarize(file, decoder, engine, planner)
 
 
-def _summarize(file: ModelFile, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
+def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
     from ..backends.cpu.runtime.isa import thread_count
 
     prefill, token = plans = engine.generation_plans()

@@ -17,12 +17,12 @@ from ..weights.gguf import GgufFile
 from . import chatglm, tokenizer_json
 from .bpe import BpeTokenizer
 from .decoding import TextStream
-from .sentencepiece import SpmTokenizer
-from .sentencepiece_model import ModelTokenizer, from_pieces
-from .tokenizer_config import Directory
+from .sentencepiece import SentencePieceTokenizer
+from .sentencepiece_model import SentencePieceModelTokenizer, from_llama2c
+from .tokenizer_config import TokenizerDirectory
 from .vocabulary import Vocabulary
 
-__all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_pieces", "load"]
+__all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_llama2c", "load"]
 
 
 class Tokenizer(Protocol):
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
 
 
 _KINDS: dict[str, type[Vocabulary]] = {
-    "llama": SpmTokenizer,
+    "llama": SentencePieceTokenizer,
     "gpt2": BpeTokenizer,
     "gemma4": BpeTokenizer,
 }
@@ -90,7 +90,7 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
     Of tokenizer.json, else of a SentencePiece model, else of vocab.json and merges.txt.
     ModelFileError where there is none of them, or a bad one.
     """
-    directory = Directory(Path(folder), config)
+    directory = TokenizerDirectory(Path(folder), config)
     present = {path.name for path in directory.folder.glob("*.*")}
     is_glm = directory.config.get("model_type") == "chatglm"
     if "tokenizer.json" in present:
@@ -99,7 +99,7 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
         return chatglm.ChatGlmTokenizer(directory.folder / "ice_text.model", directory)
     for name in ("tokenizer.model", "spiece.model"):
         if name in present:
-            kind = chatglm.ChatGlm2Tokenizer if is_glm else ModelTokenizer
+            kind = chatglm.ChatGlm2Tokenizer if is_glm else SentencePieceModelTokenizer
             return kind(directory.folder / name, directory)
     if "sentencepiece.bpe.model" in present:
         raise ModelFileError(

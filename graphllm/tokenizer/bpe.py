@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 
 from ..errors import quote
 from ..weights.gguf import StringArray
-from .pre_tokenizers import DEFAULT, PRES, Pre, expand
-from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
+from .pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer, expand
+from .vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    VocabularySource,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,7 +49,7 @@ class BpeTokenizer(Vocabulary):
     lacks are applied; all of that is noted.
     """
 
-    def __init__(self, file: Source) -> None:
+    def __init__(self, file: VocabularySource) -> None:
         self._file = file
         self.notes: list[str] = []
         gemma4 = self._value("model", str) == _GEMMA4
@@ -53,15 +62,15 @@ class BpeTokenizer(Vocabulary):
         self._spares: dict[int, list[int]] = {}  # ids of the engine alone -> what stands for them
         self._engine = self._build()
 
-    def _find_pre(self, name: str | None) -> Pre:
+    def _find_pre(self, name: str | None) -> PreTokenizer:
         if name is None:
             name = DEFAULT
             text = f"key 'tokenizer.ggml.pre' is missing: texts are cut as {name!r} says"
             self.notes.append(f"{text}, which may not be how the model was trained")
-        if name not in PRES:
-            known = ", ".join(sorted(PRES))
+        if name not in PRE_TOKENIZERS:
+            known = ", ".join(sorted(PRE_TOKENIZERS))
             raise self._error("pre", f"{quote(name)} is not supported; known: {known}")
-        return PRES[name]
+        return PRE_TOKENIZERS[name]
 
     def _flag(self, key: str, default: bool) -> bool:
         value = super()._flag(key, default)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ModelFileError, quote
-from .sentencepiece_model import ModelTokenizer
-from .tokenizer_config import LARGEST_ID, Directory
-from .vocabulary import Specials
+from .sentencepiece_model import SentencePieceModelTokenizer
+from .tokenizer_config import LARGEST_ID, TokenizerDirectory
+from .vocabulary import SpecialTokens
 
 _IMAGES = 20_000  # ids before the pieces' in the first release, whose settings do not say
 _LONGEST = 80
@@ -25,12 +25,12 @@ _COMMANDS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
-class ChatGlmTokenizer(ModelTokenizer):
+class ChatGlmTokenizer(SentencePieceModelTokenizer):
     """ChatGLM-6B, with `ice_text.model`: newlines, tabs and runs of spaces are pieces, anywhere in
     a text, and a prompt ends with [gMASK] and <sop>. Text that is such a piece's is read as one.
     """
 
-    def __init__(self, path: Path, directory: Directory) -> None:
+    def __init__(self, path: Path, directory: TokenizerDirectory) -> None:
         images = directory.settings.get("num_image_tokens", _IMAGES)
         if not isinstance(images, int) or not 0 <= images < LARGEST_ID:
             file = directory.folder / "tokenizer_config.json"
@@ -57,13 +57,13 @@ class ChatGlmTokenizer(ModelTokenizer):
         return _SHOWN.get(data, data)
 
 
-class ChatGlm2Tokenizer(ModelTokenizer):
+class ChatGlm2Tokenizer(SentencePieceModelTokenizer):
     """ChatGLM2-6B and 3-6B: commands and roles after the pieces; a prompt begins with [gMASK] sop.
 
     The roles are ChatGLM3's; ChatGLM2 has rows for their ids, and uses none of them.
     """
 
-    def __init__(self, path: Path, directory: Directory) -> None:
+    def __init__(self, path: Path, directory: TokenizerDirectory) -> None:
         super().__init__(path, directory, extras=(*_COMMANDS, *_ROLES))
         self.prefix_after_special = True
         self.add_bos = self.add_eos = False
@@ -77,7 +77,7 @@ class ChatGlm2Tokenizer(ModelTokenizer):
         return list(self._begin), []
 
 
-class _Commands(Specials):
+class _Commands(SpecialTokens):
     """Cuts commands out of a text. Those without brackets are words: only after [gMASK] is sop one.
 
     ``begin``: the ids of [gMASK] and sop.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import RequestError
 
 
-class Decoding:
+class BaseTokenizer:
     """The base of the tokenizers: `Tokenizer.decode` and the like, from the bytes of each token."""
 
     vocab_size: int
@@ -24,7 +24,7 @@ class Decoding:
         """Whether ``skip_special`` leaves the token out."""
         raise NotImplementedError
 
-    def without_prefix(self, data: bytes) -> bytes:
+    def strip_prefix(self, data: bytes) -> bytes:
         """The first bytes of a text, without the space that `space_prefix` speaks of."""
         return data.removeprefix(b" ")
 
@@ -58,7 +58,7 @@ class TextStream:
     A character whose UTF-8 bytes are spread over tokens appears with its last token.
     """
 
-    def __init__(self, vocabulary: Decoding, skip_special: bool, continuation: bool) -> None:
+    def __init__(self, vocabulary: BaseTokenizer, skip_special: bool, continuation: bool) -> None:
         self._vocabulary = vocabulary
         self._skip_special = skip_special
         self._strip = vocabulary.space_prefix and not continuation
@@ -69,7 +69,7 @@ class TextStream:
         data = self._vocabulary.shown(token, self._skip_special)
         if self._strip and data:
             self._strip = False
-            data = self._vocabulary.without_prefix(data)
+            data = self._vocabulary.strip_prefix(data)
         return self._decoder.decode(data)
 
     def finish(self) -> str:
@@ -77,7 +77,7 @@ class TextStream:
         return self._decoder.decode(b"", True)
 
 
-def without_surrogates(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text as tokenizers read it: a lone surrogate, as from bad bytes, counts as U+FFFD."""
     try:
         text.encode()
@@ -86,13 +86,13 @@ def without_surrogates(text: str) -> str:
     return text
 
 
-def touches(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+def overlaps_span(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
     """Whether [start, end) shares a character with one of the spans, which ascend."""
     at = bisect_right(spans, (end - 1, float("inf"))) - 1
     return at >= 0 and spans[at][1] > start
 
 
-def looks_special(text: str) -> bool:
+def is_special_name(text: str) -> bool:
     """Whether a piece is named as control pieces are, whatever a file says: as llama.cpp's
     converter tells them."""
     ends = (("<|", "|>"), ("<｜", "｜>"))

@@ -1,6 +1,6 @@
 """Texts on which tokenizers part, if they do: for tests, and for `graphllm validate`."""
 
-HARD_TEXTS = (
+EDGE_CASES = (
     "",  # nothing at all, but what is put around a text
     " ",  # a space that no word follows
     "  ",  # two: some take runs as one

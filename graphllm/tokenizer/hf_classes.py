@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .tokenizer_config import AddedToken, Directory
+from .tokenizer_config import AddedToken, TokenizerDirectory
 from .vocabulary import SPACE
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TokenizerClass:
     is put around a text, by the names of tokens and A, whatever tokenizer.json says.
     """
 
-    build: Callable[[Tokenizer, Directory, str], None] | None = None
+    build: Callable[[Tokenizer, TokenizerDirectory, str], None] | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     template: tuple[str, ...] | None = None
@@ -50,7 +50,7 @@ def _set_bpe(engine: Tokenizer, fuse_unk: bool, byte_fallback: bool) -> None:
     model.fuse_unk, model.byte_fallback, model.ignore_merges = fuse_unk, byte_fallback, False
 
 
-def _set_bytes(engine: Tokenizer, directory: Directory, split: str, nfc: bool) -> None:
+def _set_bytes(engine: Tokenizer, directory: TokenizerDirectory, split: str, nfc: bool) -> None:
     """Words cut by GPT-2's pattern, or by ``split``, in GPT-2's alphabet of bytes."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
@@ -63,33 +63,35 @@ def _set_bytes(engine: Tokenizer, directory: Directory, split: str, nfc: bool) -
     engine.decoder = decoders.ByteLevel()
 
 
-def _gpt2(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _gpt2(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     _set_bytes(engine, directory, "", nfc=False)
 
 
-def _gpt_neox(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _gpt_neox(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     _set_bytes(engine, directory, "", nfc=True)
 
 
-def _qwen2(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _qwen2(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     _set_bytes(engine, directory, _QWEN2, nfc=True)
 
 
-def _llama(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _llama(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     _set_pieces(engine, directory, prefix_scheme(directory), always_strips=False)
 
 
-def _code_llama(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _code_llama(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     _set_pieces(engine, directory, "first", always_strips=True)
 
 
-def _set_pieces(engine: Tokenizer, directory: Directory, usual: str, always_strips: bool) -> None:
-    """Llama 2's merges; ``usual``: before which texts a space is put, unless before none."""
+def _set_pieces(
+    engine: Tokenizer, directory: TokenizerDirectory, scheme: str, always_strips: bool
+) -> None:
+    """Llama 2's merges; ``scheme``: before which texts a space is put, unless before none."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
     prefix = directory.flag("add_prefix_space", True)
-    scheme = usual if prefix else "never"
+    scheme = scheme if prefix else "never"
     strip = [decoders.Strip(" ", 1, 0)] if prefix or always_strips else []
     engine.normalizer = normalizers.Sequence([])
     engine.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
@@ -98,12 +100,12 @@ def _set_pieces(engine: Tokenizer, directory: Directory, usual: str, always_stri
     )
 
 
-def prefix_scheme(directory: Directory) -> str:
+def prefix_scheme(directory: TokenizerDirectory) -> str:
     """Whether a LlamaTokenizer puts a space before the text after each special token, too."""
     return "always" if directory.flag("legacy", False) else "first"
 
 
-def _gemma(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _gemma(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
@@ -114,7 +116,7 @@ def _gemma(engine: Tokenizer, directory: Directory, content: str) -> None:
     )
 
 
-def _xglm(engine: Tokenizer, directory: Directory, content: str) -> None:
+def _xglm(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     # The package is off by a last digit in reading some scores, which decides where two ways to
@@ -141,7 +143,7 @@ def _parts(normalizer: Any) -> list[dict[str, Any]]:
 
 _BEGIN, _END = {"bos_token": "<s>", "eos_token": "</s>"}, "<|endoftext|>"
 _GPT2 = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
-CLASSES = {
+TOKENIZER_CLASSES = {
     "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT2),
     "GPTNeoXTokenizer": TokenizerClass(
         _gpt_neox, _GPT2 | {"pad_token": "<|padding|>"}, template=("A",)

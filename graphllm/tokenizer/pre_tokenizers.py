@@ -37,14 +37,14 @@ def _ranges(text: str) -> str:
     return re.sub(r"([0-9A-F]+) ?", r"\\x{\1}", text)
 
 
-CLASSES = {
+CHARACTER_CLASSES = {
     name: rf"[\p{{{name}}}{_ranges(_OF_15[name])}&&[^{_ranges(_OF_16[name])}]]" for name in _OF_15
 }
 
 
 def expand(pattern: str) -> str:
     r"""A pattern with ``\p{L}`` and the like replaced by the classes of Unicode 15.1."""
-    return re.sub(r"\\p\{(\w)\}", lambda match: CLASSES[match[1]], pattern)
+    return re.sub(r"\\p\{(\w)\}", lambda match: CHARACTER_CLASSES[match[1]], pattern)
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -111,7 +111,7 @@ _FALCON = _marked(r"\$\+<=>\^~\|`", rf" (?={_THREE})|{_THREE}| ?{_FEW}")
 
 
 @dataclass(frozen=True)
-class Pre:
+class PreTokenizer:
     """A pre-tokenizer, and what else its name says of a vocabulary.
 
     ``patterns`` are applied in turn, each to the pieces that the ones before it left: its matches
@@ -125,23 +125,29 @@ class Pre:
 
 
 DEFAULT = "default"
-_GROUPS: dict[tuple[str, ...], Pre] = {
-    (DEFAULT,): Pre((_DEFAULT,)),
-    ("gpt-2", "mpt", "phi-2", "olmo", "jais", "exaone4", "trillion"): Pre((_GPT2,)),
-    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2"): Pre(
+_GROUPS: dict[tuple[str, ...], PreTokenizer] = {
+    (DEFAULT,): PreTokenizer((_DEFAULT,)),
+    ("gpt-2", "mpt", "phi-2", "olmo", "jais", "exaone4", "trillion"): PreTokenizer((_GPT2,)),
+    ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2"): PreTokenizer(
         (_LLAMA3,), add_bos=True, ignore_merges=True
     ),
-    ("dbrx", "smaug-bpe"): Pre((_LLAMA3,)),
-    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"): Pre((_QWEN2,)),
-    ("qwen35",): Pre((_QWEN35,)),
-    ("deepseek-llm",): Pre(_DEEPSEEK_LLM),
-    ("deepseek-coder",): Pre(_DEEPSEEK_CODER),
-    ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"): Pre(
-        (r"\p{N}", _GPT2)
-    ),
-    ("falcon",): Pre((_FALCON,)),
-    ("gpt-4o", "llama4"): Pre((_GPT4O,)),
-    ("tekken",): Pre((_TEKKEN,), add_bos=True, ignore_merges=True),
-    ("gemma4",): Pre(add_bos=True, raw=True),
+    ("dbrx", "smaug-bpe"): PreTokenizer((_LLAMA3,)),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"): PreTokenizer((_QWEN2,)),
+    ("qwen35",): PreTokenizer((_QWEN35,)),
+    ("deepseek-llm",): PreTokenizer(_DEEPSEEK_LLM),
+    ("deepseek-coder",): PreTokenizer(_DEEPSEEK_CODER),
+    (
+        "starcoder",
+        "refact",
+        "command-r",
+        "smollm",
+        "codeshell",
+        "exaone",
+        "minerva-7b",
+    ): PreTokenizer((r"\p{N}", _GPT2)),
+    ("falcon",): PreTokenizer((_FALCON,)),
+    ("gpt-4o", "llama4"): PreTokenizer((_GPT4O,)),
+    ("tekken",): PreTokenizer((_TEKKEN,), add_bos=True, ignore_merges=True),
+    ("gemma4",): PreTokenizer(add_bos=True, raw=True),
 }
-PRES = {name: pre for names, pre in _GROUPS.items() for name in names}
+PRE_TOKENIZERS = {name: pre for names, pre in _GROUPS.items() for name in names}

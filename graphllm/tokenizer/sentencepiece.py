@@ -8,10 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Source, Vocabulary
+from .vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    VocabularySource,
+)
 
 
-class SpmTokenizer(Vocabulary):
+class SentencePieceTokenizer(Vocabulary):
     """SentencePiece BPE with scores and byte fallback: Llama 1 and 2, Mistral, Gemma 1 to 3.
 
     The merging is the package's; special pieces and the leading space are handled before it.
@@ -20,7 +29,7 @@ class SpmTokenizer(Vocabulary):
     default_ids = (1, 2, 0)
     default_adds = (True, False, True)
 
-    def __init__(self, file: Source) -> None:
+    def __init__(self, file: VocabularySource) -> None:
         super().__init__(file)
         scores = self._numbers("scores", "f")
         if scores is None or not np.isfinite(scores).all():
@@ -44,7 +53,7 @@ class SpmTokenizer(Vocabulary):
         """The vocabulary as a SentencePiece ModelProto.
 
         Control pieces stay out of merging (type CONTROL); user-defined ones are ordinary here,
-        since `Specials` has cut them out. One piece must be UNKNOWN, and BYTE needs all 256.
+        since `SpecialTokens` has cut them out. One piece must be UNKNOWN, and BYTE needs all 256.
         """
         kinds = self._kinds.copy()
         pieces: Sequence[bytes] = self._pieces

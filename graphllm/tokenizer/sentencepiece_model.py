@@ -12,10 +12,10 @@ import numpy as np
 
 from ..errors import ModelFileError, quote
 from .hf_classes import prefix_scheme
-from .sentencepiece import SpmTokenizer, model_proto
+from .sentencepiece import SentencePieceTokenizer, model_proto
 from .sentencepiece_proto import ModelProto, read_model
-from .tokenizer_config import AddedToken, Directory
-from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, ends_among
+from .tokenizer_config import AddedToken, TokenizerDirectory
+from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, known_eog_ids
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ def _metadata(**values: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-class PieceTokenizer(SpmTokenizer):
+class Llama2cTokenizer(SentencePieceTokenizer):
     """Llama's SentencePiece vocabulary from its pieces and scores."""
 
     where = "{}"
 
 
-def from_pieces(pieces: list[bytes], scores: Sequence[float], source: Path) -> PieceTokenizer:
+def from_llama2c(pieces: list[bytes], scores: Sequence[float], source: Path) -> Llama2cTokenizer:
     """The tokenizer of llama2.c's pieces: 0 is unknown, 1 begins and 2 ends a text, 3 to 258 are
     the bytes, and a space is a space. ModelFileError."""
     if len(pieces) < 259:
@@ -49,10 +49,10 @@ def from_pieces(pieces: list[bytes], scores: Sequence[float], source: Path) -> P
         scores=np.asarray(scores, np.float32),
         token_type=np.array(kinds, np.uint8),
     )
-    return PieceTokenizer(Pieces(source, values))
+    return Llama2cTokenizer(Pieces(source, values))
 
 
-class ModelTokenizer(SpmTokenizer):
+class SentencePieceModelTokenizer(SentencePieceTokenizer):
     """A .model file, of merges or unigrams, with the special tokens that the directory names.
 
     SentencePiece normalises and cuts text as the file says. Texts are the file's; its pieces begin
@@ -65,7 +65,7 @@ class ModelTokenizer(SpmTokenizer):
     def __init__(
         self,
         path: Path,
-        directory: Directory,
+        directory: TokenizerDirectory,
         *,
         offset: int = 0,
         names: Mapping[str, str] | None = None,
@@ -143,7 +143,7 @@ class ModelTokenizer(SpmTokenizer):
 
     def _find_ends(self) -> frozenset[int]:
         controls = dict(self._with_text(self._kinds == CONTROL))
-        ends = ends_among(controls) | self._directory.ends(self.vocab_size)
+        ends = known_eog_ids(controls) | self._directory.ends(self.vocab_size)
         return frozenset(ends if self.eos_id is None else {*ends, self.eos_id})
 
     def _model(self, scores: np.ndarray) -> bytes:

@@ -51,7 +51,7 @@ class AddedToken:
     normalized: bool | None = None
 
 
-class Directory:
+class TokenizerDirectory:
     """A directory's settings. ``config``: its config.json, if that has been read already."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError, RequestError, quote
-from .decoding import Decoding, looks_special, touches, without_surrogates
-from .hf_classes import CLASSES, TokenizerClass
-from .tokenizer_config import LARGEST_ID, AddedToken, Directory
+from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
+from .hf_classes import TOKENIZER_CLASSES, TokenizerClass
+from .tokenizer_config import LARGEST_ID, AddedToken, TokenizerDirectory
 from .tokenizer_json_decoder import read_decoder
-from .untrusted_files import blamed, read_json, read_text, stderr_held
-from .vocabulary import ends_among
+from .untrusted_files import hold_stderr, read_json, read_text, wrap_errors
+from .vocabulary import known_eog_ids
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,7 +32,7 @@ _TRIAL = "Of any text\n\tthat may be: 1234 caf\u00e9 \u65e5\u672c \U0001f600"
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 
-class PipelineTokenizer(Decoding):
+class HfTokenizer(BaseTokenizer):
     """A tokenizer of the package: ids and texts are those of transformers.
 
     Text of added tokens that are not special is always parsed, as that of GGUF's user-defined
@@ -42,7 +42,11 @@ class PipelineTokenizer(Decoding):
     """
 
     def __init__(
-        self, engine: tokenizers.Tokenizer, path: Path, directory: Directory, kind: TokenizerClass
+        self,
+        engine: tokenizers.Tokenizer,
+        path: Path,
+        directory: TokenizerDirectory,
+        kind: TokenizerClass,
     ) -> None:
         self._engine, self._path = engine, path
         self._lock = threading.Lock()  # around a switch of the engine's, see `_run`
@@ -60,14 +64,14 @@ class PipelineTokenizer(Decoding):
             ids.get(named.get(f"{key}_token", "")) for key in ("bos", "eos")
         )
         ends = {self.eos_id} if self.eos_id is not None else set()
-        ends |= ends_among({self._texts[token]: token for token in self._controls})
+        ends |= known_eog_ids({self._texts[token]: token for token in self._controls})
         self.eog_ids = directory.ends(self.vocab_size) | ends
         # What no text becomes unless it is parsed. An unknown character's token is harmless, and an
         # end that is an ordinary token is one.
         unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
         guarded = self._controls | (self.eog_ids & added.keys())
         self._guarded = guarded - {ids.get(text) for text in unknown}
-        special = {token for token in added if looks_special(self._texts[token])}
+        special = {token for token in added if is_special_name(self._texts[token])}
         self._literal_guarded = self._guarded | special
         self._hide([added[token] for token in self._guarded & added.keys()])
         first = self._run("", add_special=True, parse_special=False).ids[:1]
@@ -102,7 +106,7 @@ class PipelineTokenizer(Decoding):
 
     def _run(self, text: str, add_special: bool, parse_special: bool) -> Any:
         """The package's encoding."""
-        with self._lock, blamed(self._path):
+        with self._lock, wrap_errors(self._path):
             self._engine.encode_special_tokens = not parse_special
             return self._engine.encode(text, add_special_tokens=add_special)
 
@@ -114,7 +118,7 @@ class PipelineTokenizer(Decoding):
         literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         """See `Tokenizer.encode`."""
-        text = without_surrogates(text)
+        text = replace_surrogates(text)
         if literal:
             return self._encode_literal(text, add_special, literal)
         found = self._run(text, add_special, parse_special)
@@ -148,7 +152,7 @@ class PipelineTokenizer(Decoding):
                 guarded = token in self._literal_guarded and self._texts[token] in piece
                 if guarded and offsets[index][1]:
                     start, end = (place - bisect_left(added, place) for place in offsets[index])
-                    if touches(literal, start, end):
+                    if overlaps_span(literal, start, end):
                         more.add(start + 1 + _leading_spaces(text[start:end]))
             more -= {*separators, len(text)}
             if not more:
@@ -172,7 +176,7 @@ class PipelineTokenizer(Decoding):
         such as a padding token that is "!", stays the token."""
         text = self._texts[token]
         for cut in range(1, len(text)):
-            with blamed(self._path):
+            with wrap_errors(self._path):
                 halves = [self._engine.model.tokenize(half) for half in (text[:cut], text[cut:])]
             ids = [each.id for half in halves for each in half]
             if self._guarded.isdisjoint(ids):
@@ -190,19 +194,19 @@ class PipelineTokenizer(Decoding):
         """See `Tokenizer.piece`. A control token's is its text, whatever decoding makes of it."""
         return self._texts[token].encode() if token in self._controls else super().piece(token)
 
-    def without_prefix(self, data: bytes) -> bytes:
-        """See `Decoding.without_prefix`."""
+    def strip_prefix(self, data: bytes) -> bytes:
+        """See `BaseTokenizer.strip_prefix`."""
         return data.replace(b" ", b"") if self._decoder.all_spaces else data.removeprefix(b" ")
 
 
-def from_json(directory: Directory) -> PipelineTokenizer:
+def from_json(directory: TokenizerDirectory) -> HfTokenizer:
     """The tokenizer of a directory's tokenizer.json. ModelFileError."""
     from tokenizers import Tokenizer
 
     path = directory.folder / "tokenizer.json"
     content = read_text(path)
-    kind = CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
-    with blamed(path), stderr_held():
+    kind = TOKENIZER_CLASSES.get(directory.class_name('"ByteLevel"' in content), TokenizerClass())
+    with wrap_errors(path), hold_stderr():
         engine = Tokenizer.from_str(content)
         engine.no_truncation()
         engine.no_padding()
@@ -217,7 +221,7 @@ def from_json(directory: Directory) -> PipelineTokenizer:
         return _finish(engine, path, directory, kind, kind.template)
 
 
-def from_merges(directory: Directory) -> PipelineTokenizer:
+def from_merges(directory: TokenizerDirectory) -> HfTokenizer:
     """The tokenizer of a directory's vocab.json and merges.txt. ModelFileError."""
     from tokenizers import Tokenizer, models
 
@@ -226,8 +230,8 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
     for text, token in vocabulary.items():
         if type(token) is not int or not 0 <= token < LARGEST_ID:
             raise ModelFileError(f"{path}: the id of {quote(text)} is {quote(token)}")
-    kind = CLASSES.get(directory.class_name(False), CLASSES["GPT2Tokenizer"])
-    with blamed(directory.folder / "merges.txt"), stderr_held():
+    kind = TOKENIZER_CLASSES.get(directory.class_name(False), TOKENIZER_CLASSES["GPT2Tokenizer"])
+    with wrap_errors(directory.folder / "merges.txt"), hold_stderr():
         merges = _read_merges(directory.folder / "merges.txt")
         engine = Tokenizer(models.BPE(vocabulary, merges))
     template = [
@@ -235,7 +239,7 @@ def from_merges(directory: Directory) -> PipelineTokenizer:
         "A",
         *(["eos_token"] if directory.flag("add_eos_token", False) else []),
     ]
-    with blamed(path), stderr_held():
+    with wrap_errors(path), hold_stderr():
         if kind.build is not None:
             kind.build(engine, directory, "")
         return _finish(engine, path, directory, kind, template)
@@ -256,10 +260,10 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 def _finish(
     engine: tokenizers.Tokenizer,
     path: Path,
-    directory: Directory,
+    directory: TokenizerDirectory,
     kind: TokenizerClass,
     template: Sequence[str] | None,
-) -> PipelineTokenizer:
+) -> HfTokenizer:
     """The engine with the special tokens of the directory, and ``template`` around a text, names
     of special tokens and A; None leaves the engine's."""
     _add_tokens(engine, directory, kind)
@@ -267,10 +271,12 @@ def _finish(
         _set_template(engine, directory.named(kind.tokens), template)
     with suppress(Exception):  # of texts that it has no tokens for; a panic is none
         engine.encode(_TRIAL)
-    return PipelineTokenizer(engine, path, directory, kind)
+    return HfTokenizer(engine, path, directory, kind)
 
 
-def _add_tokens(engine: tokenizers.Tokenizer, directory: Directory, kind: TokenizerClass) -> None:
+def _add_tokens(
+    engine: tokenizers.Tokenizer, directory: TokenizerDirectory, kind: TokenizerClass
+) -> None:
     """Add what the directory names and the engine lacks, in the order of transformers."""
     from tokenizers import AddedToken as Added
 

@@ -23,7 +23,7 @@ _held = threading.Lock()  # descriptor 2 is the process's
 
 
 @contextmanager
-def blamed(path: Path) -> Iterator[None]:
+def wrap_errors(path: Path) -> Iterator[None]:
     """Whatever goes wrong inside, a panic of the packages' included, as a line about the file."""
     try:
         yield
@@ -38,7 +38,7 @@ def blamed(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stderr_held() -> Iterator[None]:
+def hold_stderr() -> Iterator[None]:
     """Hold back what is written to descriptor 2, and drop it if the block raises.
 
     A panic of Rust code writes its own report there before it becomes an exception, and may write a

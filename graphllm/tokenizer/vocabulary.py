@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import ModelFileError, quote
 from ..weights.gguf import StringArray
-from ..weights.gguf_format import T, typed
-from .decoding import Decoding, looks_special, touches, without_surrogates
+from ..weights.gguf_format import T, typed_value
+from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
 
 SPACE = "▁"  # how SentencePiece writes a space
 
@@ -68,7 +68,7 @@ _HIDDEN = "\udfff"  # a lone surrogate, which no text has that is encoded
 _HIDDEN_PATTERN = re.compile(_HIDDEN)
 
 
-def ends_among(named: Mapping[str, int]) -> set[int]:
+def known_eog_ids(named: Mapping[str, int]) -> set[int]:
     """Ids of those of a vocabulary's special pieces that are known to end a generation."""
     ends = {name for name in _END_NAMES if name in named}
     for present, name, _ in _NOT_ENDS:
@@ -77,7 +77,7 @@ def ends_among(named: Mapping[str, int]) -> set[int]:
     return {named[name] for name in ends}
 
 
-class Specials:
+class SpecialTokens:
     """Cuts pieces out of a text before the rest is tokenized, the longest piece first.
 
     With ``strip`` the spaces after a piece go with it, except for those of `_KEEP_SPACES`.
@@ -103,7 +103,7 @@ class Specials:
         for piece in self._present(text):
             at = text.find(piece)
             while at >= 0:
-                if touches(literal, at, at + len(piece)):
+                if overlaps_span(literal, at, at + len(piece)):
                     hidden.add(at)
                 at = text.find(piece, at + 1)
         characters = list(text)
@@ -133,7 +133,7 @@ class Specials:
         return parts
 
 
-class Source(Protocol):
+class VocabularySource(Protocol):
     """What has a vocabulary in the form of GGUF's keys: a GGUF file, or what reads as one."""
 
     @property
@@ -142,7 +142,7 @@ class Source(Protocol):
     def metadata(self) -> Mapping[str, Any]: ...
 
 
-class Vocabulary(Decoding):
+class Vocabulary(BaseTokenizer):
     """The base of the tokenizers that hold their pieces; see `Tokenizer` for the methods' meaning.
 
     ``tokenizer.ggml.tokens`` of a source may also be a list of bytes.
@@ -154,7 +154,7 @@ class Vocabulary(Decoding):
     prefix_after_special = True  # whether the text after a special piece gets the space, too
     where = "key 'tokenizer.ggml.{}'"  # what errors call a key
 
-    def __init__(self, file: Source) -> None:
+    def __init__(self, file: VocabularySource) -> None:
         self._file = file
         tokens = file.metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, (StringArray, list)) or not len(tokens):
@@ -183,10 +183,10 @@ class Vocabulary(Decoding):
         plain = self._with_text(self._kinds == USER_DEFINED)
         hidden = self._with_text((self._kinds == CONTROL) | (self._kinds == UNKNOWN))
         strip = self._strips_spaces()
-        self._plain_specials = Specials(plain, strip)
-        self._all_specials = Specials(plain + hidden, strip)
-        named = [(text, token) for text, token in plain if looks_special(text)]
-        self._controls = Specials(hidden + named)
+        self._plain_specials = SpecialTokens(plain, strip)
+        self._all_specials = SpecialTokens(plain + hidden, strip)
+        named = [(text, token) for text, token in plain if is_special_name(text)]
+        self._controls = SpecialTokens(hidden + named)
 
     def _wrong(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: key {key!r}: {text}")
@@ -195,12 +195,12 @@ class Vocabulary(Decoding):
         return ModelFileError(f"{self._file.path}: {self.where.format(key)}: {text}")
 
     def _value(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key as ``kind``, see `typed`."""
+        """The value of a key as ``kind``, see `typed_value`."""
 
         def error(_: str, text: str) -> ModelFileError:
             return self._error(key, text)
 
-        return typed(self._file.metadata, f"tokenizer.ggml.{key}", kind, error)
+        return typed_value(self._file.metadata, f"tokenizer.ggml.{key}", kind, error)
 
     def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
         """An array with one number a piece, of NumPy's ``kinds``; None without the key."""
@@ -252,7 +252,7 @@ class Vocabulary(Decoding):
 
     def _strips_spaces(self) -> bool:
         """Whether special pieces take the spaces after them: so llama.cpp for Phi-3, by name."""
-        name = typed(self._file.metadata, "general.name", str, self._wrong)
+        name = typed_value(self._file.metadata, "general.name", str, self._wrong)
         return name is not None and any(part in name.lower() for part in ("phi-3", "phi3"))
 
     def _find_bytes(self) -> dict[int, bytes]:
@@ -295,7 +295,7 @@ class Vocabulary(Decoding):
         literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
         """See `Tokenizer.encode`."""
-        text = without_surrogates(text)
+        text = replace_surrogates(text)
         before, after = self._affixes() if add_special else ([], [])
         ids, starts = before, True
         text, hidden = self._controls.hide(text, literal) if literal else (text, iter(()))

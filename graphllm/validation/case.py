@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from ..api import LLM
-from ..checkpoints.checkpoint import ModelFile
-from ..checkpoints.hf_directory import Directory
+from ..checkpoints.checkpoint import Checkpoint
+from ..checkpoints.hf_directory import HfCheckpoint
 from ..errors import ModelFileError
 from ..graph.tensor import Meta
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
-from ..model.spec import Family
+from ..model.spec import ModelSpec
 from ..runtime.executor import Progress
 from ..weights import Weights
 from .oracle_record import Oracle, OracleRecord, PathFilter
@@ -47,14 +47,14 @@ class FilteredWeights:
         self._weights.release(name)
 
 
-class ValidatedDirectory(Directory):
+class ValidatedDirectory(HfCheckpoint):
     """A directory that is read by ``given``, whatever it says of its family.
 
     ``source``: name of the configuration in messages if it is not a file of the user;
     ``dropped``: weights to hide; ``ignore_vocabulary``: hide the tokenizer.
     """
 
-    def __init__(self, path: Path, given: Family | None, source: str | None = None) -> None:
+    def __init__(self, path: Path, given: ModelSpec | None, source: str | None = None) -> None:
         super().__init__(path)
         self._given, self._source = given, source
         self.dropped: set[str] = set()
@@ -64,16 +64,16 @@ class ValidatedDirectory(Directory):
     def has_vocabulary(self) -> bool:
         return not self.ignore_vocabulary and super().has_vocabulary
 
-    def family(self) -> Family:
-        return self._given or super().family()
+    def spec(self) -> ModelSpec:
+        return self._given or super().spec()
 
-    def keys(self, family: Family) -> Keys:
-        keys = super().keys(family)
+    def keys(self, spec: ModelSpec) -> Keys:
+        keys = super().keys(spec)
         keys.source = self._source or keys.source
         return keys
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
-        return FilteredWeights(super().weights(family, config), self.dropped)
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
+        return FilteredWeights(super().weights(spec, config), self.dropped)
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Case:
     """What the checks of one model share. ``tokens`` of a text and ``new`` after them are read."""
 
     title: str
-    file: ModelFile
-    family: Family
+    file: Checkpoint
+    spec: ModelSpec
     device: str
     oracle: Oracle | None
     tokens: int

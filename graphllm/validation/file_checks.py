@@ -9,7 +9,7 @@ from ..errors import GraphError, GraphllmError, UnusedTensors
 from ..loading.load import build_decoder
 from ..model.batch import Limits
 from ..model.config_keys import IGNORED
-from ..tokenizer.edge_cases import HARD_TEXTS
+from ..tokenizer.edge_cases import EDGE_CASES
 from .case import TEXT, Case, ValidatedDirectory
 from .report import FAILED, PASSED, SKIPPED, Check
 
@@ -29,7 +29,7 @@ def tokenizer(case: Case) -> Check:
     other = _transformers_tokenizer(case.file.path)
     if isinstance(other, str):
         return Check("tokenizer", SKIPPED, other)
-    wrong, texts = [], (*HARD_TEXTS, TEXT)
+    wrong, texts = [], (*EDGE_CASES, TEXT)
     for text in texts:
         clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         for special in (True, False):
@@ -74,8 +74,8 @@ def _first_difference(have: list[int], want: list[int]) -> str:
 
 def config(case: Case) -> Check:
     """Every key is used, or ignored for a reason."""
-    keys = case.file.keys(case.family)
-    case.family.config(keys)
+    keys = case.file.keys(case.spec)
+    case.spec.config(keys)
     keys.finish()
     used = sorted(k for k in keys.values if k in keys.read)
     ignored = sorted(k for k in keys.values if k not in keys.read)

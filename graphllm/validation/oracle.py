@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..formats.quantization import Blocks
-from ..model.spec import run_file
+from ..model.spec import import_file
 from ..weights import Weights
 from .oracle_record import OracleRecord, PathFilter
 from .torch_module import ModuleOracle, is_module
@@ -84,7 +84,7 @@ def as_float32(weights: Weights, name: str) -> np.ndarray:
 def load_oracle(path: Path) -> OracleFunction:
     """``oracle`` of a user's file. ModelFileError."""
     with import_path(path.resolve().parent):
-        found = getattr(run_file(path), "oracle", None)
+        found = getattr(import_file(path), "oracle", None)
     if not callable(found):
         raise ModelFileError(
             f"{path}: has no function oracle(config, weights, ids), and no torch module oracle"

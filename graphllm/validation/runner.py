@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checkpoints.checkpoint import ModelFile, model_path
+from ..checkpoints.checkpoint import Checkpoint, checkpoint_path
 from ..errors import GraphllmError, RequestError
-from ..model.spec import Family
+from ..model.spec import ModelSpec
 from ..runtime.executor import Progress
 from . import file_checks, hf_oracle, output_checks
 from .case import Case, ValidatedDirectory
@@ -41,7 +41,7 @@ CHECKS = (*FILE_CHECKS, *ORACLE_CHECKS, *SELF_CHECKS)
 def validate(
     model: str | Path | None = None,
     *,
-    model_def: str | Path | Family | None = None,
+    model_def: str | Path | ModelSpec | None = None,
     tiny: bool = False,
     oracle: str | Path | None = None,
     device: str = "auto",
@@ -67,52 +67,52 @@ def validate(
     show("checks", 0, len(CHECKS))  # transformers takes seconds to be there
     function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
-        family = _family(model, model_def)
+        spec = _family(model, model_def)
         runs = [
-            _run(family.name + f" {i}", file, family, device, made, tokens, new, show)
-            for i, (file, made) in enumerate(tiny_models(family, function))
+            _run(spec.name + f" {i}", file, spec, device, made, tokens, new, show)
+            for i, (file, made) in enumerate(tiny_models(spec, function))
         ]
-        return Report(family.name, tuple(runs))
+        return Report(spec.name, tuple(runs))
     if model is None:
         raise RequestError("give a Hugging Face directory, or --tiny with a family or a model file")
-    path = model_path(model)
+    path = checkpoint_path(model)
     if not path.is_dir():
         hint = {".py": "; --tiny is for a model file", ".gguf": "; diff compares backends on it"}
         what = "is no Hugging Face directory, which validate compares with"
         raise RequestError(f"{path}: {what}{hint.get(path.suffix, '')}")
     file = ValidatedDirectory(path, None if model_def is None else _family(None, model_def))
-    family = file.family()
+    spec = file.spec()
     try:
-        known = _oracle(file, family, function)
+        known = _oracle(file, spec, function)
     except RequestError:
-        family.config(file.keys(family))  # which may know better what is wrong
+        spec.config(file.keys(spec))  # which may know better what is wrong
         raise
-    run = _run(str(path), file, family, device, known, tokens, new, show)
+    run = _run(str(path), file, spec, device, known, tokens, new, show)
     return Report(str(path), (run,))
 
 
-def _family(model: str | Path | None, model_def: str | Path | Family | None) -> Family:
+def _family(model: str | Path | None, model_def: str | Path | ModelSpec | None) -> ModelSpec:
     """The family that --tiny is for. RequestError, ModelFileError."""
     from .. import models
 
-    if isinstance(model_def, Family):
+    if isinstance(model_def, ModelSpec):
         return model_def
     if (model is None) == (model_def is None):
         raise RequestError("--tiny is for one family, or one model file (--model-def)")
     if model_def is not None:
-        return models.own(model_def)
+        return models.spec_of_file(model_def)
     if Path(str(model)).suffix == ".py":
-        return models.own(Path(str(model)))
-    return models.of_type(str(model), "--tiny")
+        return models.spec_of_file(Path(str(model)))
+    return models.spec_of_model_type(str(model), "--tiny")
 
 
 def _oracle(
-    file: ValidatedDirectory, family: Family, function: OracleFunction | None
+    file: ValidatedDirectory, spec: ModelSpec, function: OracleFunction | None
 ) -> Oracle | None:
     """Who knows what the directory's model computes. RequestError without transformers."""
-    function = function or family.oracle
+    function = function or spec.oracle
     if function is not None:
-        weights = file.weights(family, family.config(file.keys(family)))
+        weights = file.weights(spec, spec.config(file.keys(spec)))
         return FunctionOracle(function, file.metadata, weights)
     hf_oracle.require_transformers()
     if not hf_oracle.has_causal_lm(file.architecture):
@@ -123,7 +123,7 @@ def _oracle(
         raise RequestError(f"{error}{_remote_code_hint(file)}") from None
 
 
-def _remote_code_hint(file: ModelFile) -> str:
+def _remote_code_hint(file: Checkpoint) -> str:
     """How to compare with the code that a directory brings for its model, if it does."""
     stated = file.metadata.get("auto_map")
     if not stated:
@@ -136,10 +136,10 @@ def _remote_code_hint(file: ModelFile) -> str:
 
 
 def _run(
-    title: str, file: ModelFile, family: Family, device: str, oracle: Oracle | None, tokens: int,
+    title: str, file: Checkpoint, spec: ModelSpec, device: str, oracle: Oracle | None, tokens: int,
     new: int, show: Progress,
 ) -> Run:  # fmt: skip
-    case = Case(title, file, family, device, oracle, tokens, new, show)
+    case = Case(title, file, spec, device, oracle, tokens, new, show)
     checks = tuple(_checks(case))
     name = case.loaded.device if case.loaded else device
     return Run(title, oracle.name if oracle else "", name, checks)

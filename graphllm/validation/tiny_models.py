@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoints.checkpoint import ModelFile
+from ..checkpoints.checkpoint import Checkpoint
 from ..errors import ConfigError, ModelFileError
 from ..graph.dtype import F32
 from ..graph.scopes import current_scope
@@ -18,7 +18,7 @@ from ..graph.tensor import Meta, Tensor
 from ..model.batch import Limits
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
-from ..model.spec import Family
+from ..model.spec import ModelSpec
 from ..tokenizer import Tokenizer
 from ..weights import Arrays, Weights
 from ..weights.mapped_file import TensorInfo
@@ -31,29 +31,29 @@ _LAYERS = 512  # more than a small model has
 
 
 def tiny_models(
-    family: Family, function: OracleFunction | None
-) -> Iterator[tuple[ModelFile, Oracle | None]]:
+    spec: ModelSpec, function: OracleFunction | None
+) -> Iterator[tuple[Checkpoint, Oracle | None]]:
     """Every small model of ``family``, with who knows what it computes: ``function``, or the model
     file's own, or transformers. ModelFileError for a family without any, RequestError without
     transformers."""
-    if not family.tiny:
-        raise ModelFileError(f"{family.name}: has no TINY configurations to validate")
-    function = function or family.oracle
-    for variant in family.tiny:
-        config = {**family.tiny[0], **variant}
-        kind = config.pop("model_type", family.name)
+    if not spec.tiny:
+        raise ModelFileError(f"{spec.name}: has no TINY configurations to validate")
+    function = function or spec.oracle
+    for variant in spec.tiny:
+        config = {**spec.tiny[0], **variant}
+        kind = config.pop("model_type", spec.name)
         if function is None:
             hf_oracle.require_transformers()
             if hf_oracle.has_causal_lm(kind):
-                yield from _of_transformers(family, kind, config)
+                yield from _of_transformers(spec, kind, config)
                 continue
-        file = RandomModel(family, {"model_type": kind, **config})
+        file = RandomModel(spec, {"model_type": kind, **config})
         yield file, None if function is None else FunctionOracle(function, config, file.made)
 
 
 def _of_transformers(
-    family: Family, kind: str, config: Mapping[str, Any]
-) -> Iterator[tuple[ModelFile, Oracle | None]]:
+    spec: ModelSpec, kind: str, config: Mapping[str, Any]
+) -> Iterator[tuple[Checkpoint, Oracle | None]]:
     """The directory that transformers writes of its own random model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,12 +67,12 @@ def _of_transformers(
             )
         except Exception as error:  # transformers checks what it is given in many ways
             text = " ".join(str(error).split())
-            raise ConfigError(f"{family.name}: TINY: transformers refuses it: {text}") from None
+            raise ConfigError(f"{spec.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
         model.save_pretrained(folder)
-        source = f"{family.name}.py: TINY"
+        source = f"{spec.name}.py: TINY"
         yield (
-            ValidatedDirectory(Path(folder), family, source),
+            ValidatedDirectory(Path(folder), spec, source),
             hf_oracle.TransformersOracle(model.eval()),
         )
 
@@ -99,10 +99,10 @@ class RandomModel:
 
     kind, has_vocabulary, chat_template = "random model", False, None
 
-    def __init__(self, family: Family, metadata: Mapping[str, Any]) -> None:
-        self.path = Path(f"{family.name}.py")
-        self.metadata, self._family = dict(metadata), family
-        self.made = Arrays(_weights(family, family.config(self.keys(family))))
+    def __init__(self, spec: ModelSpec, metadata: Mapping[str, Any]) -> None:
+        self.path = Path(f"{spec.name}.py")
+        self.metadata, self._spec = dict(metadata), spec
+        self.made = Arrays(_weights(spec, spec.config(self.keys(spec))))
         self.tensors: dict[str, TensorInfo] = {}
         for name in self.made.names():
             meta = self.made.meta(name)
@@ -111,16 +111,16 @@ class RandomModel:
 
     @property
     def architecture(self) -> str:
-        return self._family.name
+        return self._spec.name
 
-    def family(self) -> Family:
-        return self._family
+    def spec(self) -> ModelSpec:
+        return self._spec
 
-    def keys(self, family: Family) -> Keys:
+    def keys(self, spec: ModelSpec) -> Keys:
         layers = [f"{i}." for i in range(_LAYERS)]  # whichever is looked for is there
         return Keys(f"{self.path}: TINY", self.metadata, layers, {})
 
-    def weights(self, family: Family, config: DecoderConfig) -> Weights:
+    def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
         return self.made
 
     def tokenizer(self) -> Tokenizer:
@@ -130,7 +130,7 @@ class RandomModel:
         """Nothing is open."""
 
 
-def _weights(family: Family, config: DecoderConfig) -> dict[str, np.ndarray]:
+def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
     """Random float32 arrays for all that the family's decoder asks for."""
     made: dict[str, np.ndarray] = {}
     draw = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def _weights(family: Family, config: DecoderConfig) -> dict[str, np.ndarray]:
         def meta(self, name: str) -> Meta | None:
             return Meta.of(made[name].shape, F32) if name in made else None
 
-    class Asking(family.model):  # type: ignore[name-defined]
+    class Asking(spec.model):  # type: ignore[name-defined]
         def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
             path = name if root else f"{current_scope()}.{name}".lstrip(".")
             if self.weights.meta(path) is None:

@@ -22,7 +22,7 @@ from .gguf_format import (
     read_header,
     read_metadata,
     read_tensors,
-    typed,
+    typed_value,
 )
 from .mapped_file import MappedFile, TensorFiles, TensorInfo
 
@@ -48,7 +48,7 @@ class _Part(MappedFile):
         return ModelFileError(f"{self.path}: key {quote(key)}: {text}")
 
     def integer(self, key: str, default: int) -> int:
-        value = typed(self.metadata, key, int, self.error)
+        value = typed_value(self.metadata, key, int, self.error)
         return default if value is None else value
 
 
@@ -118,7 +118,7 @@ class GgufFile(TensorFiles):
         def error(key: str, text: str) -> ModelFileError:
             return ModelFileError(f"{self.path}: key {quote(key)}: {text}")
 
-        return typed(self.metadata, key, kind, error)
+        return typed_value(self.metadata, key, kind, error)
 
     @property
     def kind(self) -> str:

@@ -29,7 +29,7 @@ _FORMATS: dict[int, str] = {
 }  # fmt: skip
 
 # The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
-_FOREIGN: dict[int, DType] = {
+_UNSUPPORTED: dict[int, DType] = {
     number: DType(name, block, nbytes)
     for number, name, block, nbytes in (
         (9, "q8_1", 32, 36), (15, "q8_k", 256, 292), (16, "iq2_xxs", 256, 66),
@@ -55,7 +55,7 @@ T = TypeVar("T", int, float, bool, str)
 _KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
-def typed(
+def typed_value(
     metadata: Mapping[str, Any],
     key: str,
     kind: type[T],
@@ -263,7 +263,7 @@ def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:
         raise cursor.error(f"{dims} dimensions (at most {_MAX_DIMS})")
     shape = tuple(cursor.number("Q") for _ in range(dims))[::-1] or (1,)
     kind, offset = cursor.number("I"), cursor.number("Q")
-    dtype = DTYPES[_FORMATS[kind]] if kind in _FORMATS else _FOREIGN.get(kind)
+    dtype = DTYPES[_FORMATS[kind]] if kind in _FORMATS else _UNSUPPORTED.get(kind)
     if dtype is None:
         raise cursor.error(f"unknown tensor type {kind}")
     if 0 in shape:

@@ -27,7 +27,7 @@ READABLE: dict[str, DType] = {
 }  # fmt: skip
 
 # The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
-_FOREIGN: dict[str, DType] = {
+_UNSUPPORTED: dict[str, DType] = {
     name: DType(name.lower(), block, nbytes)
     for name, block, nbytes in (
         ("F64", 1, 8), ("F8_E4M3", 1, 1), ("F8_E5M2", 1, 1), ("F8_E4M3FNUZ", 1, 1),
@@ -36,7 +36,7 @@ _FOREIGN: dict[str, DType] = {
     )
 }  # fmt: skip
 
-_KNOWN = READABLE | _FOREIGN
+_KNOWN = READABLE | _UNSUPPORTED
 
 MAX_HEADER = 100_000_000  # bytes: the format's limit
 _MAX_DIMS = 8

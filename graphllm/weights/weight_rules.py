@@ -32,7 +32,7 @@ class TensorFile(Protocol):
 # ---------------------------------------------------------------------------------------- changes
 
 
-class Change(Protocol):
+class Transform(Protocol):
     """What makes a weight of one or several stored tensors. ModelFileError where it cannot."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta: ...
@@ -41,7 +41,7 @@ class Change(Protocol):
         """uint8 [rows, row_bytes], of the same."""
 
 
-class Same:
+class Identity:
     """The tensor as it is; of several (see `WeightRule`) a new first axis."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
@@ -55,8 +55,8 @@ class Same:
         return stored[0] if len(stored) == 1 else np.concatenate(stored)
 
 
-class Stacked(Same):
-    """As `Same`, with a new first axis for a single tensor, too."""
+class Stack(Identity):
+    """As `Identity`, with a new first axis for a single tensor, too."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         one = super().meta(stored)
@@ -79,7 +79,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8).reshape(rows, -1)
 
 
-class PlusOne:
+class AddOne:
     """Norms that are stored as their distance from one (Gemma): float32."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
@@ -91,12 +91,12 @@ class PlusOne:
         return _bytes(values + np.float32(1))
 
 
-class Transposed:
+class Transpose:
     """Matrices that are stored as [in, out] (GPT-2's Conv1D); of several a new first axis."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         _plain(stored[0])
-        one = Same().meta(stored)
+        one = Identity().meta(stored)
         return Meta.of((*one.shape[:-2], one.shape[-1], one.shape[-2]), one.dtype)
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
@@ -112,7 +112,7 @@ class Rows:
         self._of = of
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
-        one = Same().meta(stored)
+        one = Identity().meta(stored)
         return Meta.of(_viewed(self._of, one).shape, one.dtype)
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
@@ -129,7 +129,7 @@ class View:
         self._of = of
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
-        one = Same().meta(stored)
+        one = Identity().meta(stored)
         kind = F32 if one.dtype.quantised else one.dtype
         return Meta.of(_viewed(self._of, one).shape, kind)
 
@@ -178,7 +178,7 @@ class Mxfp4:
         return made.reshape(-1, scales.shape[-1] * MXFP4.nbytes)
 
 
-SAME, STACKED, PLUS_ONE, TRANSPOSED = Same(), Stacked(), PlusOne(), Transposed()
+IDENTITY, STACK, ADD_ONE, TRANSPOSE = Identity(), Stack(), AddOne(), Transpose()
 
 # ------------------------------------------------------------------------------------------- rules
 
@@ -202,16 +202,16 @@ class WeightRule:
     counts tensors that together are one weight: experts; where they have names of their own, each
     has a rule, and is the ``part`` that this says. ``source`` is the file's name for ``pattern``; a
     rule whose pattern is empty names a tensor that the model does not use. ``also``: pattern and
-    change of other weights that the same tensor is (a part of).
+    transform of other weights that the same tensor is (a part of).
     """
 
     pattern: str
     source: str
-    change: Change = SAME
+    transform: Transform = IDENTITY
     part: int = 0
-    also: tuple[tuple[str, Change], ...] = ()
+    also: tuple[tuple[str, Transform], ...] = ()
 
-    def canonical(self, stored: str) -> list[tuple[str, Change, int]] | None:
+    def canonical(self, stored: str) -> list[tuple[str, Transform, int]] | None:
         """Of the file's tensor ``stored`` the canonical names, with what is done to it, and which
         part of that weight it is; None when the rule does not apply."""
         match = _regex(self.source).fullmatch(stored)
@@ -219,30 +219,30 @@ class WeightRule:
             return None
         found, names = match.groupdict(), []
         part = int(found.get("e") or self.part)
-        for name, change in ((self.pattern, self.change), *self.also):
+        for name, transform in ((self.pattern, self.transform), *self.also):
             for hole, key in (("{i}", "i"), ("{*}", "rest")):
                 name = name.replace(hole, found.get(key) or "")
-            names.append((name, change, part))
+            names.append((name, transform, part))
         return names
 
 
-def rooted(model: str, head: str) -> tuple[WeightRule, ...]:
+def optional_prefix(model: str, head: str) -> tuple[WeightRule, ...]:
     """For files whose names may lack the ``model.`` that all but those of the head begin with."""
     whole = (WeightRule(f"{name}.{{*}}", f"{name}.{{*}}") for name in (model, head))
     return (*whole, WeightRule(f"{model}.{{*}}", "{*}"))
 
 
 # Of Hugging Face files: what older versions of transformers stored, though no training made it.
-UNUSED = (WeightRule("", "{*}.rotary_emb.inv_freq"),)
-GEMMA_NORMS = (WeightRule("{*}norm.weight", "{*}norm.weight", PLUS_ONE),)
+UNUSED_BUFFERS = (WeightRule("", "{*}.rotary_emb.inv_freq"),)
+GEMMA_NORM_RULES = (WeightRule("{*}norm.weight", "{*}norm.weight", ADD_ONE),)
 
 FIRST_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[0])
 SECOND_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[1])
 _EXPERTS = "model.layers.{i}.mlp.experts"
 # Matrices of each expert, as models are published, or stacked, as transformers computes with them.
-EXPERTS = (
+EXPERT_RULES = (
     *(
-        WeightRule(f"{_EXPERTS}.{name}.weight", f"{_EXPERTS}.{{e}}.{name}.weight", STACKED)
+        WeightRule(f"{_EXPERTS}.{name}.weight", f"{_EXPERTS}.{{e}}.{name}.weight", STACK)
         for name in ("gate_proj", "up_proj", "down_proj")
     ),
     WeightRule(
@@ -259,7 +259,7 @@ EXPERTS = (
 class _Weight:
     """The tensors that one weight is made of, by part."""
 
-    change: Change
+    transform: Transform
     parts: dict[int, str] = field(default_factory=dict)
 
 
@@ -284,10 +284,10 @@ class NamedWeights:
         known = next((names for names in found if names is not None), None)
         if known is None and strict:
             raise ModelFileError(f"{self.file.path}: unexpected tensor {quote(stored)}")
-        for name, change, part in known or [(stored, SAME, 0)]:
+        for name, transform, part in known or [(stored, IDENTITY, 0)]:
             if not name:
                 continue
-            weight = self._weights.setdefault(name, _Weight(change))
+            weight = self._weights.setdefault(name, _Weight(transform))
             if part in weight.parts:
                 both = f"{quote(weight.parts[part])} and {quote(stored)}"
                 raise ModelFileError(f"{self.file.path}: {both} are both {quote(name)}")
@@ -315,13 +315,13 @@ class NamedWeights:
             return None
         metas = self._metas(name)
         try:
-            return self._weights[name].change.meta(metas)
+            return self._weights[name].transform.meta(metas)
         except ModelFileError as error:
             raise ModelFileError(f"{self.file.path}: {name}: {error}") from None
 
     def raw(self, name: str) -> np.ndarray:
         metas, raws = self._metas(name), [self.file.raw(s) for s in self.sources(name)]
-        return self._weights[name].change.raw(raws, metas)
+        return self._weights[name].transform.raw(raws, metas)
 
     def release(self, name: str) -> None:
         for stored in self.sources(name):

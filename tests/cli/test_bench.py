@@ -17,8 +17,8 @@ import tiny_models as tiny
 from pseudo_terminal import without_progress
 
 import graphllm
-from graphllm.checkpoints.model_shapes import SHAPES, TYPES, Shape
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.model_shapes import SHAPES, TYPES, ModelShape
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.cli.bench import BenchGrid, as_csv, as_json, as_table, parse_numbers
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.loading.load import build_decoder
@@ -253,12 +253,14 @@ def test_bad_input_is_one_line(words, message):
 # ---------------------------------------------------------------------------------- random weights
 
 SMALL = {
-    "llama": Shape("llama", 8, 256, 4, 2, 512, 384, context=64),
-    "qwen2": Shape("qwen2", 8, 256, 4, 2, 512, 384, tied=True, bias=True, context=64),
-    "gemma3": Shape("gemma3", 8, 256, 4, 1, 512, 384, 128, tied=True, context=64, window=16),
-    "mixtral": Shape("llama", 8, 256, 4, 2, 512, 384, context=64, experts=8, active=2),
-    "qwen3moe": Shape("qwen3moe", 8, 256, 4, 2, 256, 384, 128, context=64, experts=5, active=3),
-    "gpt-oss": Shape("gpt-oss", 8, 256, 4, 2, 256, 384, 64, bias=True, context=64, window=16,
+    "llama": ModelShape("llama", 8, 256, 4, 2, 512, 384, context=64),
+    "qwen2": ModelShape("qwen2", 8, 256, 4, 2, 512, 384, tied=True, bias=True, context=64),
+    "gemma3": ModelShape("gemma3", 8, 256, 4, 1, 512, 384, 128, tied=True, context=64, window=16),
+    "mixtral": ModelShape("llama", 8, 256, 4, 2, 512, 384, context=64, experts=8, active=2),
+    "qwen3moe": ModelShape(
+        "qwen3moe", 8, 256, 4, 2, 256, 384, 128, context=64, experts=5, active=3
+    ),
+    "gpt-oss": ModelShape("gpt-oss", 8, 256, 4, 2, 256, 384, 64, bias=True, context=64, window=16,
                      experts=4, active=1),
 }  # fmt: skip
 IDS = [1, 300, 7, 42, 0]
@@ -274,48 +276,48 @@ PUBLISHED = {
 def test_shapes_have_the_published_count_of_parameters():
     assert set(PUBLISHED) == set(SHAPES)
     for name, billions in PUBLISHED.items():
-        found = bench.parameters(build_decoder(RandomFile(name, "q4_k_m")).weights) / 1e9
+        found = bench.parameters(build_decoder(RandomCheckpoint(name, "q4_k_m")).weights) / 1e9
         assert found == pytest.approx(billions, abs=6e-4), name
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_builds(name):
     """Every key and every tensor is one that the family knows."""
-    decoder = build_decoder(RandomFile(name, "q4_k_m"))
+    decoder = build_decoder(RandomCheckpoint(name, "q4_k_m"))
     assert decoder.build(Limits())["logits"].shape[1] == SHAPES[name].vocab
 
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", SMALL)
 def test_every_family_and_type_loads(family, kind):
-    llm = graphllm.load(RandomFile(SMALL[family], kind), device="reference")
+    llm = graphllm.load(RandomCheckpoint(SMALL[family], kind), device="reference")
     logits = llm.logits(IDS)
     assert np.isfinite(logits).all() and 0.01 < logits.std() < 100
 
 
 def test_the_mix_and_its_stand_ins():
-    tensors = RandomFile(SMALL["llama"], "q4_k_m").tensors
+    tensors = RandomCheckpoint(SMALL["llama"], "q4_k_m").tensors
     names = {name: str(t.dtype) for name, t in tensors.items()}
     assert names["output.weight"] == names["token_embd.weight"] == "q6_k"
     assert names["blk.0.attn_v.weight"] == names["blk.7.ffn_down.weight"] == "q6_k"
     assert names["blk.1.attn_v.weight"] == names["blk.0.attn_q.weight"] == "q4_k"
     assert names["blk.0.attn_norm.weight"] == "f32"
-    tensors = RandomFile(SMALL["mixtral"], "q4_k_m").tensors
+    tensors = RandomCheckpoint(SMALL["mixtral"], "q4_k_m").tensors
     names = {name.removesuffix(".weight"): str(t.dtype) for name, t in tensors.items()}
     assert names["blk.0.ffn_down_exps"] == "q6_k" and names["blk.1.ffn_up_exps"] == "q4_k"
     assert names["blk.1.attn_k"] == "q8_0" and names["blk.1.attn_output"] == "q5_k"
-    tensors = RandomFile(SMALL["gpt-oss"], "mxfp4").tensors
+    tensors = RandomCheckpoint(SMALL["gpt-oss"], "mxfp4").tensors
     names = {name.removesuffix(".weight"): str(t.dtype) for name, t in tensors.items()}
     assert names["blk.1.ffn_up_exps"] == "mxfp4" and names["blk.1.attn_q"] == "q8_0"
     assert names["blk.1.ffn_gate_inp"] == "f32"
-    narrow = RandomFile("qwen2-0.5b", "q4_k_m").tensors  # 896 is no whole blocks of 256
+    narrow = RandomCheckpoint("qwen2-0.5b", "q4_k_m").tensors  # 896 is no whole blocks of 256
     assert str(narrow["blk.0.attn_q.weight"].dtype) == "q5_0"
     assert str(narrow["token_embd.weight"].dtype) == "q8_0"
     assert str(narrow["blk.3.ffn_down.weight"].dtype) == "q4_k"
 
 
 def test_a_random_file_runs_without_a_tokenizer():
-    file = RandomFile(SMALL["qwen2"], "q4_0")
+    file = RandomCheckpoint(SMALL["qwen2"], "q4_0")
     assert not file.raw("token_embd.weight").flags.writeable
     llm = graphllm.load(file)
     assert llm.device == "cpu"
@@ -331,7 +333,7 @@ def test_a_written_file_is_the_same_model(tmp_path):
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
     for family, kind in (("gemma3", "q4_k_m"), ("llama", "f16"), ("qwen2", "q4_0")):
-        path, file = tmp_path / "random.gguf", RandomFile(SMALL[family], kind)
+        path, file = tmp_path / "random.gguf", RandomCheckpoint(SMALL[family], kind)
         maker.write(file, path)
         stored, direct = graphllm.load(path, device="reference"), graphllm.load(file)
         types = [bench.model_type(each.file, each.decoder.weights) for each in (stored, direct)]

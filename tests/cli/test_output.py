@@ -167,9 +167,9 @@ def test_an_answer_is_escaped_at_a_terminal_and_exact_in_a_pipe(folder, verb):
 
 def test_characters_that_come_in_parts_stay_whole(folder):
     """Bytes of one character in several tokens: shown once it is complete."""
-    from graphllm.checkpoints.checkpoint import open_model
+    from graphllm.checkpoints.checkpoint import open_checkpoint
 
-    own = open_model(folder / "good.gguf").tokenizer()
+    own = open_checkpoint(folder / "good.gguf").tokenizer()
     for text in ("é", "\u202eא", "\x9bé", "🧑‍🚀"):
         ids = [own.encode("x", False)[-1], *byte_tokens(own, text)]
         stream = own.stream(continuation=True)

@@ -18,7 +18,7 @@ import graphllm
 from graphllm import backends, ops
 from graphllm.backends.order import ORDER
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import ModelFileError, PlacementError, RequestError
 from graphllm.profiler import bench, kernel_probes, prediction, roofline
 from graphllm.profiler.bench import Test
@@ -195,14 +195,15 @@ def test_time_is_bytes_or_operations_and_steps(tiny, measured):
     found = graphllm.dry_run(tiny, device=CPU, threads=1)
     steps = sum(found.token.ops[CPU].values())
     assert found.token.seconds == pytest.approx(found.token.nbytes / GB_S + steps * STEP, rel=0.05)
-    wide = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+    wide = graphllm.dry_run(RandomCheckpoint("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
     assert wide.prefill.seconds == pytest.approx(wide.prefill.flops / GFLOP_S, rel=0.05)
     assert wide.token.seconds == pytest.approx(wide.token.nbytes / GB_S, rel=0.05)
     (basis,) = found.basis
     assert found.lacking == [] and basis.startswith(
         f"{CPU}: 10.0 GB/s, measured {DATE} on a machine"
     )
-    twice = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=GPU, threads=1)  # no matter
+    model = RandomCheckpoint("qwen2-1.5b", "q8_0")
+    twice = graphllm.dry_run(model, device=GPU, threads=1)  # no matter
     assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
 
 
@@ -214,7 +215,7 @@ def test_formats_that_take_longer(tiny, monkeypatch):
         parts = {"shares": {"q8_0": share}, "many": {"q8_0": many}}
         own = Ceilings(CPU, "a machine", DATE, 1, *rates, **parts)
         monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
-        run = graphllm.dry_run(RandomFile("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
+        run = graphllm.dry_run(RandomCheckpoint("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
         seconds.append((run.token.seconds, run.prefill.seconds))
     (token, prompt), by_bytes, by_operations = seconds
     assert by_bytes == (pytest.approx(2 * token, rel=0.03), prompt)

@@ -76,12 +76,12 @@ def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
 @pytest.mark.parametrize("path", CORE, ids=shown)
 def test_the_core_names_no_op_no_model_and_no_backend(path):
     """By an identifier, or in a text as a whole word."""
-    families = {n for f in models.families() for n in (*f.types, *f.gguf)}
-    known = set(ops.registry()) | families | set(ORDER) | {"cuda", "numba", "cupy"}
+    model_names = {n for s in models.specs() for n in (*s.types, *s.gguf)}
+    known = set(ops.registry()) | model_names | set(ORDER) | {"cuda", "numba", "cupy"}
     found = []
     for word, line, is_text in words(parsed(path)):
         parts = re.findall(r"\w+", word) if is_text else [word]
-        whole = {word} | {p for p in parts if p in families | set(ORDER)}
+        whole = {word} | {p for p in parts if p in model_names | set(ORDER)}
         allowed = TEXTS_TOO if is_text else OTHER_MEANINGS.keys()
         named = (whole & known) - allowed
         found += [f"{shown(path)}:{line}: {w}" for w in sorted(named)]

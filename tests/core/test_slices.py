@@ -32,7 +32,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None) -> T
 
 
 def latent(kind: str) -> Tensor:
-    """Latent attention: a pool of what all heads share, whose first columns are the values."""
+    """Mla attention: a pool of what all heads share, whose first columns are the values."""
     pos, slot = feed("pos", (T,), "i32"), feed("slot", (T,), "i32")
     turned = ops.rope(feed("turned", (T, 1, TURNED), "f32"), pos, base=1e4)
     rows = ops.concat(feed("latent", (T, 1, LATENT), "f32"), turned)

@@ -145,7 +145,7 @@ def test_a_file_that_is_run_again_has_its_new_kernel(declared, tmp_path):
         (5, "x * FACTOR"),
     ):
         path.write_text(FILE.format(factor=factor, body=body))
-        spec.run_file(path)
+        spec.import_file(path)
         found.append(scaled())
     assert found == [3, 4, 2, 5]
     assert len(cpu.BACKEND.kernels["tests_scaled"]) == 1
@@ -155,9 +155,9 @@ PROCESS = """
     import sys
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {folder!r}]
-    from graphllm import family
+    from graphllm.model import spec
     import test_user_kernels
-    family.run_file({folder!r} + "/mine.py")
+    spec.import_file({folder!r} + "/mine.py")
     print(test_user_kernels.scaled())
     """
 

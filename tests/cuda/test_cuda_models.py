@@ -15,8 +15,8 @@ import graphllm
 from graphllm import tokenizer
 from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.model_shapes import Shape
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.model_shapes import ModelShape
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import ModelFileError, OutOfMemory
 
@@ -99,11 +99,11 @@ def check(file, ids, exact: bool = False, **more) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k", "q6_k"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_formats_agree_with_the_cpu(files, arch, kind):
-    shape = Shape(
+    shape = ModelShape(
         arch, 3, 256, 8, 2, 256, 384, 32, tied=True, context=128, bias=arch == "qwen2",
         window=16 if arch == "gemma3" else 0,
     )  # fmt: skip
-    check(RandomFile(shape, kind) if kind == "f16" else files(arch, kind), LONG)
+    check(RandomCheckpoint(shape, kind) if kind == "f16" else files(arch, kind), LONG)
 
 
 @pytest.mark.realmodel
@@ -116,7 +116,7 @@ def test_the_demo_architecture_agrees_with_the_cpu(kind):
     """The demo's shape with random weights; a prompt beyond its windows of 512."""
     ids = [int(i) for i in np.random.default_rng(4).integers(3, 262_000, 600)]
     more = {"kv_type": "f32"} if kind == "f32" else {}
-    check(RandomFile("gemma3-270m", kind), ids, kind == "f32", context=1024, **more)
+    check(RandomCheckpoint("gemma3-270m", kind), ids, kind == "f32", context=1024, **more)
 
 
 def test_a_request_that_penalises(files, reference):
@@ -209,7 +209,7 @@ def test_quantised_layers_on_both_sides(files):
 
 def test_layers_that_do_not_fit(monkeypatch):
     """By what the GPU has free; here it says less than it has."""
-    file = RandomFile("llama-1b", "f16")
+    file = RandomCheckpoint("llama-1b", "f16")
     whole = graphllm.load(file, device="cuda", context=2048)
     used = whole.gpu_offload.free_bytes - whole.executor.devices["cuda"].free()
     assert used <= whole.gpu_offload.needed_bytes < whole.gpu_offload.free_bytes
@@ -232,14 +232,15 @@ def test_layers_that_do_not_fit(monkeypatch):
 
 
 def test_no_room_for_the_cache():
-    shape = Shape("llama", 2, 256, 4, 4, 512, 384, context=2**27)
+    shape = ModelShape("llama", 2, 256, 4, 4, 512, 384, context=2**27)
     try:
-        graphllm.load(RandomFile(shape, "f16"), device="cuda", gpu_layers="all", context=2**27)
+        model = RandomCheckpoint(shape, "f16")
+        graphllm.load(model, device="cuda", gpu_layers="all", context=2**27)
     except OutOfMemory as error:  # no `pytest.raises`, which would keep what is bound so far
         said, memory, needed, free = str(error), error.memory, error.needed, error.free
     assert memory == "cuda:0" and needed > free > 0
     assert re.match(r"no memory for full\S+: [\d.]+ GB are needed in cuda:0, [\d.]+ GB are", said)
-    llm = graphllm.load(RandomFile(shape, "f16"), device="cuda", context=256)
+    llm = graphllm.load(RandomCheckpoint(shape, "f16"), device="cuda", context=256)
     assert llm.gpu_offload.layers == 2 and llm.logits(IDS).shape == (len(IDS), 384)
 
 

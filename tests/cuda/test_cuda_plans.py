@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cases import groups
-from random_models import FAMILIES, MIXTURES, WIDE, decoder, engine
+from random_models import MIXTURES, SPECS, WIDE, decoder, engine
 from test_cuda_compile import needs_tensor_cores
 from test_fusion import NOT_ON_CPU, named
 from test_ops_generated import OPS
@@ -22,7 +22,7 @@ from graphllm.backends.cuda import BACKEND, LEAST
 from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext, Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
@@ -87,7 +87,7 @@ def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
     assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
 
 
-class Empty(RandomFile):
+class Empty(RandomCheckpoint):
     """Nothing but zeros, which take no room."""
 
     def raw(self, name):
@@ -115,7 +115,7 @@ def test_known_models_ask_for_known_modules_only(shape, capability, paper):
 def test_mixtures_run_wholly_on_the_gpu(name, paper):
     """Every step of plans of one token, of some and of many; by known modules."""
     device = paper((9, 0))
-    for variant in range(len(FAMILIES[name].tiny)):
+    for variant in range(len(SPECS[name].tiny)):
         made = engine(decoder(name, variant, "f16"), ("cuda", "reference"), 512)
         for tokens in (1, 2, 7, 40, 512):
             plan = made._plan(["ids.penalised"], tokens)
@@ -147,14 +147,14 @@ def test_a_mixture_is_few_steps(name, paper):
     """For a token: the choice in one, products in two, the sum in one with what it is added to
     (another sum, where there are shared experts without a gate)."""
     paper((9, 0))
-    for variant in range(len(FAMILIES[name].tiny)):
+    for variant in range(len(SPECS[name].tiny)):
         model = decoder(name, variant, "f16", hidden_size=64)
         made = engine(model, ("cuda",))
-        layers = sum(layer.mixture for layer in model.cfg.layers)
+        layers = sum(layer.moe for layer in model.cfg.layers)
         had = Counter(step.node.op for step in made._plan(["logits"], 1).steps)
         assert had["route"] == had["expert_linear"] == layers
         assert had["expert_gated"] + had["expert_clamped"] == layers
-        mixture = model.cfg.mixture
+        mixture = model.cfg.moe
         apart = mixture.shared and not mixture.shared_gate
         assert had["combine_add"] == (0 if apart else layers)
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)

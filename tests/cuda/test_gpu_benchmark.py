@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from graphllm.backends.probe_results import ProbeResults
-from graphllm.checkpoints.model_shapes import SHAPES, Shape
+from graphllm.checkpoints.model_shapes import SHAPES, ModelShape
 from graphllm.profiler.bench import Test
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -50,7 +50,7 @@ def gpu(monkeypatch, tmp_path):
     cupy.Event, cupy.get_elapsed_time = Event, lambda a, b: b.ms - a.ms
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy)
-    shape = Shape("llama", 2, 64, 4, 2, 96, 384, context=256)
+    shape = ModelShape("llama", 2, 64, 4, 2, 96, 384, context=256)
     monkeypatch.setitem(SHAPES, "small", shape)
     import gpu
     import gpu_models
@@ -106,7 +106,7 @@ def test_mixtures_of_experts(gpu, monkeypatch):
     for name, value in sizes.items():
         monkeypatch.setattr(own, name, value)
     layers = own.Layers("q8_0")
-    one, many = layers.mixture([1, 40])
+    one, many = layers.moe([1, 40])
     assert re.match(r"q8_0 +1 +2\.0 +[\d.]+ +\d+ GB/s +[\d.]+% +[\d.]+$", one)
     assert re.match(r"q8_0 +40 +[5-8]\.\d ", many)
     assert any(re.match(r"expert_linear q8_0 +3 ", line) for line in layers.steps())

@@ -14,7 +14,7 @@ import safetensors.numpy
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.checkpoints import quantize_on_load
-from graphllm.checkpoints.quantize_on_load import KINDS, Quantised
+from graphllm.checkpoints.quantize_on_load import KINDS, QuantizedWeights
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.formats.quantization import FORMATS, Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES
@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, til
     monkeypatch.setattr(quantize_on_load, "_TILE", tile)
     x = values(7, 512).astype(STORED[stored])
     source = Arrays({"x": x})
-    found = Quantised(source, kind)
+    found = QuantizedWeights(source, kind)
     meta, raw = found.meta("x"), found.raw("x")
     assert meta is not None and (meta.shape, meta.dtype.name) == ((7, 512), kind)
     wanted = quantise(dequantise(source.raw("x"), DTYPES[stored]), DTYPES[kind])
@@ -96,7 +96,7 @@ def hard(name: str) -> np.ndarray:
 def test_hard_values(name: str) -> None:
     for kind in FORMATS:
         x = hard(name).reshape(-1, 1056 if DTYPES[kind].block == 32 else 1536)
-        found = Quantised(Arrays({"x": x, "one": x[:1]}), kind)
+        found = QuantizedWeights(Arrays({"x": x, "one": x[:1]}), kind)
         wanted = quantise(x, DTYPES[kind])
         assert (found.raw("x") == wanted).all(), kind
         assert (found.raw("one") == wanted[:1]).all(), kind
@@ -116,24 +116,24 @@ def test_threads_and_places_change_nothing(kind: str) -> None:
     wanted = quantise(x.astype(np.float32), DTYPES[kind])
     for threads in (1, 2, 3):
         options = Options(threads=threads)
-        assert (Quantised(Source({"x": x}), kind, options=options).raw("x") == wanted).all()
+        assert (QuantizedWeights(Source({"x": x}), kind, options=options).raw("x") == wanted).all()
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_the_bits_are_those_of_the_gguf_package(kind: str) -> None:
     x = values(300, 1024)
     wanted = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind.upper()])
-    assert (Quantised(Arrays({"x": x}), kind).raw("x") == wanted).all()
+    assert (QuantizedWeights(Arrays({"x": x}), kind).raw("x") == wanted).all()
 
 
 def test_what_the_same_format_has_is_not_copied() -> None:
     x = values(4, 64)
-    assert np.shares_memory(Quantised(Arrays({"x": x}), "f32").raw("x"), x)
+    assert np.shares_memory(QuantizedWeights(Arrays({"x": x}), "f32").raw("x"), x)
 
 
 def test_three_axes_are_rows_of_the_last() -> None:
     x = values(3, 5, 64)
-    found = Quantised(Arrays({"experts": x}), "q8_0")
+    found = QuantizedWeights(Arrays({"experts": x}), "q8_0")
     meta = found.meta("experts")
     assert meta is not None and (meta.shape, meta.dtype.name) == ((3, 5, 64), "q8_0")
     assert (found.raw("experts") == quantise(x.reshape(15, 64), DTYPES["q8_0"])).all()
@@ -149,7 +149,7 @@ def test_no_elements(tmp_path, kind: str, shape: tuple[int, int]) -> None:
         def raw(self, name: str) -> np.ndarray:
             return file.raw(name)
 
-    found = Quantised(Source({"x": np.zeros(shape, np.float32)}), kind)
+    found = QuantizedWeights(Source({"x": np.zeros(shape, np.float32)}), kind)
     assert found.raw("x").shape == (shape[0], DTYPES[kind].row_nbytes(shape[1]))
 
 
@@ -165,7 +165,7 @@ def test_other_weights_stay_as_they_are() -> None:
         "four": values(1, 1, 2, 64),
     }
     source = Arrays(arrays)
-    found = Quantised(source, "q4_0", keep=lambda name: name.startswith("router"))
+    found = QuantizedWeights(source, "q4_0", keep=lambda name: name.startswith("router"))
     assert list(found.names()) == list(arrays)
     for name in arrays:
         assert found.meta(name) == source.meta(name)
@@ -182,7 +182,7 @@ def test_other_weights_stay_as_they_are() -> None:
 def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
     x, short = values(2, 96), values(2, 60)
     source = Arrays({"whole": values(2, 256), "x": x, "y": x, "short": short})
-    found = Quantised(source, kind)
+    found = QuantizedWeights(source, kind)
     kinds = {name: found.meta(name).dtype.name for name in found.names()}  # type: ignore[union-attr]
     assert kinds == {"whole": kind, "x": stand_in, "y": stand_in, "short": "f32"}
     assert (found.raw("x") == quantise(x, DTYPES[stand_in])).all()
@@ -191,7 +191,7 @@ def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
         f"2 matrices are {stand_in} in place of {kind}: their rows are not whole blocks of 256",
         f"1 matrices are as stored, not {kind}: their rows are not whole blocks of 256",
     ]
-    assert Quantised(Arrays({"short": short}), "q8_0").notes() == [
+    assert QuantizedWeights(Arrays({"short": short}), "q8_0").notes() == [
         "1 matrices are as stored, not q8_0: their rows are not whole blocks of 32"
     ]
 
@@ -199,7 +199,7 @@ def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
 def test_every_format_can_be_asked_for() -> None:
     assert set(KINDS) == {"f32", "f16", "bf16", *FORMATS}
     with pytest.raises(RequestError, match=re.escape("'q4_k_m' of weights; known: f32, f16, bf16")):
-        Quantised(Arrays({}), "q4_k_m")
+        QuantizedWeights(Arrays({}), "q4_k_m")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_values_that_the_format_cannot_hold(monkeypatch, kind, value, words, til
     x = values(40, 256)
     x[37, 5] = value
     with pytest.raises(ModelFileError, match=f"tensor 'x': row 37 has a value that is {words}"):
-        Quantised(Arrays({"x": x}), kind).raw("x")
+        QuantizedWeights(Arrays({"x": x}), kind).raw("x")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -231,7 +231,7 @@ def test_no_format_has_values_that_are_not_finite(backend: str, value: float) ->
             bad[5, column] = value
             source = Arrays({"x": bad.astype(ml_dtypes.bfloat16 if kind != "bf16" else np.float16)})
             with pytest.raises(ModelFileError, match="tensor 'x': row 5 has a value that is infin"):
-                Quantised(source, kind, backends=(backend,)).raw("x")
+                QuantizedWeights(source, kind, backends=(backend,)).raw("x")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -240,7 +240,7 @@ def test_scales_beyond_float16(kind: str) -> None:
     x = values(20, 256)
     x[17, 200] = 3e38
     node = ops.linear(feed("x", (1, 256), "f32"), weight("w", (20, 256), kind))
-    executor = Executor(Quantised(Arrays({"w": x}), kind), backends=("cpu", "reference"))
+    executor = Executor(QuantizedWeights(Arrays({"w": x}), kind), backends=("cpu", "reference"))
     plan = executor.compile({"y": node})
     if kind == "mxfp4":
         executor.bind(plan)
@@ -253,8 +253,8 @@ def test_who_converts() -> None:
     """The first that works in the host's memory and can; another is not silent."""
     x = values(4, 64)
     for kind, op in (("q8_0", "quantise"), ("f16", "cast")):
-        first = Quantised(Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"))
-        second = Quantised(
+        first = QuantizedWeights(Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"))
+        second = QuantizedWeights(
             Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"),
             options=Options(no_kernels=(f"cpu:{op}",)),
         )  # fmt: skip
@@ -262,13 +262,13 @@ def test_who_converts() -> None:
         assert first.notes() == []
         said = f"matrices are converted on reference: switched off (cpu:{op})"
         assert second.notes() == [said]
-    alone = Quantised(Arrays({"x": x}), "q8_0", backends=("reference",))
+    alone = QuantizedWeights(Arrays({"x": x}), "q8_0", backends=("reference",))
     assert (alone.raw("x") == quantise(x, DTYPES["q8_0"])).all() and alone.notes() == []
 
 
 def test_the_source_is_released_and_what_was_made_is_shared() -> None:
     source = Watched({"x": values(4, 64), "v": values(4)})
-    found = Quantised(source, "q8_0")
+    found = QuantizedWeights(source, "q8_0")
     held = found.raw("x").reshape(-1)  # a view is enough
     assert source.log == [("raw", "x"), ("release", "x")]
     assert np.shares_memory(found.raw("x"), held) and source.log.count(("raw", "x")) == 1
@@ -287,7 +287,7 @@ def test_a_linear_runs_on_them(backend: str) -> None:
     w, x = values(48, 64), values(3, 64, seed=1)
     blocks = Blocks(quantise(w, DTYPES["q8_0"]), DTYPES["q8_0"], 64)
     results = []
-    for source in (Quantised(Arrays({"w": w}), "q8_0"), Arrays({"w": blocks})):
+    for source in (QuantizedWeights(Arrays({"w": w}), "q8_0"), Arrays({"w": blocks})):
         node = ops.linear(feed("x", (3, 64), "f32"), weight("w", (48, 64), "q8_0"))
         executor = Executor(source, backends=(backend, "reference"))
         results.append(executor.run(executor.compile({"y": node}), {"x": x})["y"])

@@ -162,7 +162,7 @@ def in_directory(family: str, device: str, folder: Path, every: int) -> Iterator
     """Faults in a family's first small model, as transformers computes with them."""
     from transformers import AutoModelForCausalLM
 
-    hf_models.write(folder, hf_models.FAMILIES[family], 0)
+    hf_models.write(folder, hf_models.SPECS[family], 0)
     with Safetensors(folder) as file:
         tensors = dict(file.tensors)
 
@@ -211,7 +211,7 @@ def cases(name: str, device: str, every: int = 1) -> Iterator[Case]:
 
 
 def main(device: str, every: int, names: Sequence[str]) -> int:
-    known = [name for name in hf_models.FAMILIES if name not in hf_models.ELSEWHERE]
+    known = [name for name in hf_models.SPECS if name not in hf_models.ELSEWHERE]
     counts: collections.Counter[str] = collections.Counter()
     for name in names or [*known, *BLOCKS]:
         for case, found, wrong in cases(name, device, every):

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hf_models import ELSEWHERE, FAMILIES, config_of, distance, logits_of, randomise
+from hf_models import ELSEWHERE, SPECS, config_of, distance, logits_of, randomise
 
 import graphllm
 from graphllm.errors import GraphllmError
-from graphllm.model.spec import Family
+from graphllm.model.spec import ModelSpec
 
 IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 24)]
 FLAG, NUMBERS = (True, False, None), (0.5, 1.0, 3, None)
@@ -131,9 +131,9 @@ def _transformers(folder: Path) -> np.ndarray:
     return logits_of(model, IDS)
 
 
-def varied(family: Family, variant: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def varied(spec: ModelSpec, variant: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The changes of one small model of a family."""
-    yield from changes({**config_of(family, variant), "model_type": family.name})
+    yield from changes({**config_of(spec, variant), "model_type": spec.name})
 
 
 def main() -> None:
@@ -142,9 +142,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     found: collections.Counter[str] = collections.Counter()
-    for name in sys.argv[1:] or [n for n in FAMILIES if n not in ELSEWHERE]:
-        for variant in range(len(FAMILIES[name].tiny)):
-            for what, config in varied(FAMILIES[name], variant):
+    for name in sys.argv[1:] or [n for n in SPECS if n not in ELSEWHERE]:
+        for variant in range(len(SPECS[name].tiny)):
+            for what, config in varied(SPECS[name], variant):
                 with tempfile.TemporaryDirectory() as folder:
                     result = outcome(Path(folder), config)
                 found[result if "range" not in result else "different"] += 1

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent / "support"))
 from make_spm import HARD  # noqa: E402
 from vocabulary_files import write_vocabulary  # noqa: E402
 
-from graphllm.tokenizer.pre_tokenizers import PRES  # noqa: E402
+from graphllm.tokenizer.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -211,10 +211,10 @@ def main() -> None:
     golden |= {"classes": class_hashes(), "kinds": {}}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "v.gguf"
-        for name, pre in PRES.items():
+        for name, pre in PRE_TOKENIZERS.items():
             vocabulary = vocabularies["raw" if pre.raw else "bytes"]
             answer = ask(write_vocabulary(path, vocabulary, "llama", pre=name), rows)
-            first = next(other for other in PRES if PRES[other] == pre)
+            first = next(other for other in PRE_TOKENIZERS if PRE_TOKENIZERS[other] == pre)
             assert golden["kinds"].setdefault(first, answer) == answer, name
         for seed, (name, vocabulary) in enumerate(list(vocabularies.items())):
             vocabulary = golden["vocabularies"]["lacking " + name] = lacking(vocabulary, seed)

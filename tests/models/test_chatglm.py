@@ -11,7 +11,7 @@ import chatglm_oracle
 import numpy as np
 import pytest
 from cuda_cases import DEVICES, need_device
-from hf_models import FAMILIES, config_of, distance
+from hf_models import SPECS, config_of, distance
 
 import graphllm
 from graphllm.engine import engine as engines
@@ -26,7 +26,7 @@ GREEDY = Sampling(temperature=0.0).normalize()
 STEPS = 8
 # (tokens of the prompt, of these before sop: 0 where there is none)
 PROMPTS = ((1, 0), (7, 0), (7, 6), (40, 39), (40, 12), (3, 1))
-VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(FAMILIES[n].tiny))]
+VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(SPECS[n].tiny))]
 
 
 def some(count: int, before: int = 0, seed: int = 7) -> list[int]:
@@ -47,7 +47,7 @@ def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
     need_device(device)
-    config = config_of(FAMILIES[name], variant)
+    config = config_of(SPECS[name], variant)
     weights = chatglm_models.write(tmp_path, config)
     for prompt, before in PROMPTS:
         ids = some(prompt + STEPS, before if name == "chatglm" else 0)
@@ -63,7 +63,7 @@ def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
 )  # fmt: skip
 def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
     """What llama.cpp's converter makes of such a directory, but for keys that say nothing here."""
-    config = {**config_of(FAMILIES["chatglm2"], 0), "hidden_size": 72, **change}
+    config = {**config_of(SPECS["chatglm2"], 0), "hidden_size": 72, **change}
     weights = chatglm_models.random_weights(config)
     path = chatglm_models.write_gguf(tmp_path / "m.gguf", config, weights)
     ids = some(40)
@@ -74,7 +74,7 @@ def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
 # ------------------------------------------------------------------------------ two-way prompts
 
 
-CONFIG = {**FAMILIES["chatglm"].tiny[0], "max_sequence_length": 700}
+CONFIG = {**SPECS["chatglm"].tiny[0], "max_sequence_length": 700}
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_the_cache_serves_the_same_beginning(
 )
 def test_what_is_a_prompt(folder: Path, ids: list[int], prefix: int) -> None:
     llm = load(folder)
-    assert llm.decoder.prefix(ids) == prefix
+    assert llm.decoder.bidirectional_prefix(ids) == prefix
     assert distance(llm.logits(ids), want(ids)) <= 1e-4
 
 
@@ -231,7 +231,7 @@ def test_diff_profile_bench_and_plan(folder: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, name: str, change: dict, message: str) -> None:
-    config = config_of(FAMILIES[name], 0)
+    config = config_of(SPECS[name], 0)
     chatglm_models.write(tmp_path, config)
     changed = {"model_type": "chatglm", **config, **change}
     (tmp_path / "config.json").write_text(json.dumps(changed))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import vary_keys
-from hf_models import ELSEWHERE, FAMILIES
+from hf_models import ELSEWHERE, SPECS
 from published_configs import PUBLISHED
 
 from graphllm.errors import ConfigError
@@ -30,7 +30,7 @@ def read(values: dict[str, Any]) -> DecoderConfig:
     count = next(values[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in values)
     last = f"model.layers.{count - 1}.input_layernorm.weight"
     keys = Keys("config.json", values, (last, "lm_head.weight"), {})
-    config = FAMILIES[values["model_type"]].config(keys)
+    config = SPECS[values["model_type"]].config(keys)
     keys.finish()
     return config
 
@@ -60,10 +60,10 @@ def test_absent_keys_mean_what_transformers_takes_them_for(name):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in ELSEWHERE])
 def test_no_key_is_silently_read_otherwise(name, tmp_path):
     """A few of what vary_keys.py tries."""
-    tried = [*vary_keys.varied(FAMILIES[name], 0), *vary_keys.varied(FAMILIES[name], 2)]
+    tried = [*vary_keys.varied(SPECS[name], 0), *vary_keys.varied(SPECS[name], 2)]
     for i, (what, config) in enumerate(random.Random(name).sample(tried, 4)):
         (folder := tmp_path / str(i)).mkdir()
         assert vary_keys.outcome(folder, config) in ("equal", "refused", "ours alone"), what
@@ -88,7 +88,7 @@ def test_no_key_is_silently_read_otherwise(name, tmp_path):
         ("Pythia 70M", lambda c: (c.layers[0].rope.dims, c.parallel), (16, True)),
         ("BLOOM 560M", lambda c: c.attention.slopes[::15], (2**-0.5, 2**-8)),
         ("XGLM 564M", lambda c: (c.embed_scale, c.position_offset), (32, 2)),
-        ("ChatGLM-6B", lambda c: c.attention.prefix, (130004, 130001, 130000)),
+        ("ChatGLM-6B", lambda c: c.attention.prefix_token_ids, (130004, 130001, 130000)),
         ("ChatGLM3 6B", lambda c: (c.layers[0].rope.base, c.attention.kv_heads), (500000, 2)),
     ],
 )

@@ -25,7 +25,7 @@ def model(request, tmp_path_factory):
     """(the directory, transformers' model)."""
     name, variant = request.param
     folder = tmp_path_factory.mktemp(name)
-    return folder, hf_models.write(folder, hf_models.FAMILIES[name], variant)
+    return folder, hf_models.write(folder, hf_models.SPECS[name], variant)
 
 
 def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:

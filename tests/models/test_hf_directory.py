@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from test_llama2c import write_model
 
 import graphllm
-from graphllm.checkpoints.checkpoint import open_model
+from graphllm.checkpoints.checkpoint import open_checkpoint
 from graphllm.errors import ConfigError, ModelFileError
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
@@ -184,13 +184,13 @@ def test_a_head_that_is_stored_twice_and_equal_is_one(tmp_path):
 
 def test_no_directory_of_a_model(tmp_path):
     with pytest.raises(ModelFileError, match=r"is a directory without a config\.json"):
-        open_model(tmp_path)
+        open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFileError, match=r"config\.json: no valid JSON"):
-        open_model(tmp_path)
+        open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelFileError, match=r"config\.json: no JSON object"):
-        open_model(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_plan_needs_headers_only(tmp_path):

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from graphllm.checkpoints import hub
-from graphllm.checkpoints.checkpoint import model_path
+from graphllm.checkpoints.checkpoint import checkpoint_path
 from graphllm.errors import ModelFileError
 
 
@@ -37,33 +37,33 @@ def keep(cache, *files: str, revision: str = "0a1b"):
 
 def test_a_model_of_the_cache_is_found(cache):
     found = keep(cache, "config.json", "model.safetensors")
-    assert model_path("org/small") == found
+    assert checkpoint_path("org/small") == found
 
 
 def test_a_model_that_is_not_whole_is_not(cache, monkeypatch):
     found = keep(cache, "config.json")
-    assert hub.cached("org/small") is None
+    assert hub.find_cached("org/small") is None
     (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "*"}}')
     with pytest.raises(ModelFileError, match=r"weight_map does not name \.safetensors files"):
-        hub.cached("org/small")
+        hub.find_cached("org/small")
     (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
-    assert hub.cached("org/small") is None
+    assert hub.find_cached("org/small") is None
     (found / "1.safetensors").write_text("")
-    assert hub.cached("org/small") == found
+    assert hub.find_cached("org/small") == found
     (cache / "models--org--small" / "refs" / "main").write_text("../../elsewhere")
-    assert hub.cached("org/small") is None
+    assert hub.find_cached("org/small") is None
 
 
 def test_offline(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelFileError, match=r"org/none: no such file, and not in the .* cache"):
-        model_path("org/none")
+        checkpoint_path("org/none")
 
 
 def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelFileError, match=r"pip install 'graphllm\[hub\]'"):
-        model_path("org/none")
+        checkpoint_path("org/none")
 
 
 def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
@@ -86,14 +86,14 @@ def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert model_path("org/new") == folder
+    assert checkpoint_path("org/new") == folder
     assert asked == [("main", there[:1]), ("0a1b", there[1:3])]
     there = ["model.safetensors"]
     for path in (*folder.glob("*.json"), *folder.glob("*.safetensors")):
         path.unlink()
-    assert model_path("org/one") == folder and asked[2:] == [("main", there)]
+    assert checkpoint_path("org/one") == folder and asked[2:] == [("main", there)]
     with pytest.raises(ModelFileError, match="cannot be downloaded: 401 Client Error Repository"):
-        model_path("org/gone")
+        checkpoint_path("org/gone")
 
 
 def test_without_a_network(tmp_path):
@@ -113,4 +113,4 @@ def test_without_a_network(tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "/etc/none", "../up/none", "org/"])
 def test_what_is_no_name_is_a_path(name):
     with pytest.raises(ModelFileError, match=r"no such file$"):
-        model_path(name)
+        checkpoint_path(name)

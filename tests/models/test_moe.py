@@ -29,8 +29,8 @@ Tensors = dict[str, np.ndarray]
 
 def written(folder: Path, name: str, **keys: object) -> Path:
     """A directory of a family's first small model, with ``keys`` changed."""
-    family = hf_models.FAMILIES[name]
-    model = hf_models.oracle({**hf_models.config_of(family, 0), **keys}, name)
+    spec = hf_models.SPECS[name]
+    model = hf_models.oracle({**hf_models.config_of(spec, 0), **keys}, name)
     model.save_pretrained(folder)
     return folder
 

@@ -49,7 +49,7 @@ PUBLISHED: dict[str, tuple[tuple[str, str], dict[str, np.ndarray], dict[str, Any
 def saved(folder: Path, kind: str) -> Any:
     """transformers' model, in ``folder`` under its published names."""
     (old, new), extra, keys = PUBLISHED[kind]
-    model = hf_models.write(folder, hf_models.FAMILIES[kind], 0)
+    model = hf_models.write(folder, hf_models.SPECS[kind], 0)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     named = {new + n.removeprefix(old) if n.startswith(old) else n: t for n, t in tensors.items()}
     safetensors.numpy.save_file(named | extra, folder / "model.safetensors")

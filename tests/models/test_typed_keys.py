@@ -42,9 +42,9 @@ def tiny(path, **keys):
 
 def config(path):
     with GGUF(path) as file:
-        family = file.family()
-        keys = file.keys(family)
-        found = family.config(keys)
+        spec = file.spec()
+        keys = file.keys(spec)
+        found = spec.config(keys)
         keys.finish()
         return found
 

@@ -180,7 +180,7 @@ def directory(tmp_path_factory):
     def of(name: str, variant: int):
         if (name, variant) not in made:
             made[name, variant] = tmp_path_factory.mktemp(name)
-            hf_models.write(made[name, variant], hf_models.FAMILIES[name], variant)
+            hf_models.write(made[name, variant], hf_models.SPECS[name], variant)
         return made[name, variant]
 
     return of
@@ -221,11 +221,11 @@ def test_weights_that_are_no_numbers(directory, tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", [f.name for f in models.families()])
+@pytest.mark.parametrize("name", [f.name for f in models.specs()])
 def test_a_random_model_of_each_family_passes(name):
     """The first of its TINY; test_families.py has them all."""
-    family = hf_models.FAMILIES[name]
-    first = replace(family, tiny=family.tiny[:1])
+    spec = hf_models.SPECS[name]
+    first = replace(spec, tiny=spec.tiny[:1])
     found = validate(model_def=first, tiny=True, device="cpu")
     assert found.first is None, found.table()
     for run in found.runs:
@@ -392,7 +392,7 @@ def test_a_tiny_that_is_no_tuple_of_configurations(tiny, tmp_path):
     path = tmp_path / "first.py"
     path.write_text(f"from graphllm.models.llama import Decoder as Model, config\nTINY = {tiny}\n")
     with pytest.raises(ModelFileError, match="TINY is no tuple of dicts"):
-        models.own(path)
+        models.spec_of_file(path)
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -506,15 +506,15 @@ def test_a_wrong_tokenizer_is_named_and_the_rest_is_checked(directory, tmp_path)
 # ---------------------------------------------------------------------------------------- starters
 
 
-@pytest.mark.parametrize("like", [f.name for f in models.families()])
+@pytest.mark.parametrize("like", [f.name for f in models.specs()])
 def test_a_starter_of_each_family_is_that_family(like, tmp_path):
     path, there = write_model_file("mine", like, folder=tmp_path)
-    own, family = models.own(path), hf_models.FAMILIES[like]
+    own, spec = models.spec_of_file(path), hf_models.SPECS[like]
     assert not there and own.model.__name__ == "Model"
     kinds = {variant.get("model_type") for variant in own.tiny}
     assert own.tiny[0]["model_type"] == like and kinds <= {like, None}
     bare = [{k: v for k, v in variant.items() if k != "model_type"} for variant in own.tiny]
-    assert bare == [dict(variant) for variant in family.tiny]
+    assert bare == [dict(variant) for variant in spec.tiny]
     assert "model_type names the class of transformers" in path.read_text()
     assert all(len(line) <= 100 for line in path.read_text().splitlines())
 

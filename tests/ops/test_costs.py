@@ -10,9 +10,9 @@ import graphllm
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
-from graphllm.checkpoints.checkpoint import model_path
+from graphllm.checkpoints.checkpoint import checkpoint_path
 from graphllm.checkpoints.gguf import GGUF
-from graphllm.checkpoints.random_weights import RandomFile
+from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
 from graphllm.graph.tensor import Var, feed, state
@@ -108,20 +108,20 @@ SHAPES = [("llama-1b", "q4_0"), ("tinyllama-1.1b", "f32"), ("qwen2-0.5b", "q8_0"
 @pytest.mark.parametrize("device", ORDER)
 @pytest.mark.parametrize("shape, kind", SHAPES)
 def test_of_every_family(shape, kind, device):
-    file = RandomFile(shape, kind)
+    file = RandomCheckpoint(shape, kind)
     check(file, engine_of(file, device), HALF)
 
 
 def test_unfused_and_with_a_cache_in_blocks():
     """Fusion leaves out what passes between steps, which is not counted, and nothing else."""
-    file = RandomFile("gemma3-1b", "q8_0")
+    file = RandomCheckpoint("gemma3-1b", "q8_0")
     check(file, engine_of(file, "cpu", "q8_0", without=("all",)), Q8)
     check(file, engine_of(file, "cpu", "q8_0"), Q8)
 
 
 @pytest.mark.realmodel
 def test_of_the_demo():
-    file = GGUF(model_path("demo"), data=False)
+    file = GGUF(checkpoint_path("demo"), data=False)
     check(file, engine_of(file, "cpu"), HALF)
     told = graphllm.dry_run("demo", device="cpu", context=1001).token
     assert told.nbytes == pytest.approx(bytes_of(file, told.cached + 1, HALF), rel=0.02)

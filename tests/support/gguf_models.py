@@ -436,5 +436,5 @@ ROWS = (12, 39)  # those whose logits are kept
 def model_of(kind: str, i: int) -> Any:
     """transformers' model of a case."""
     name = kind.partition("-")[0]
-    config = {**hf_models.FAMILIES[name].tiny[0], **ARCHS[kind].cases[i]}
+    config = {**hf_models.SPECS[name].tiny[0], **ARCHS[kind].cases[i]}
     return hf_models.oracle(config, name, seed=i)

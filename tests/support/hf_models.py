@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from graphllm import models
-from graphllm.model.spec import Family
+from graphllm.model.spec import ModelSpec
 
-FAMILIES = {family.name: family for family in models.families()}
+SPECS = {spec.name: spec for spec in models.specs()}
 ELSEWHERE = ("chatglm", "chatglm2")  # transformers has them no more: tests/models/test_chatglm.py
 VARIANTS = [
-    (f.name, i) for f in FAMILIES.values() if f.name not in ELSEWHERE for i in range(len(f.tiny))
+    (f.name, i) for f in SPECS.values() if f.name not in ELSEWHERE for i in range(len(f.tiny))
 ]
 
 
-def config_of(family: Family, variant: int) -> dict[str, Any]:
+def config_of(spec: ModelSpec, variant: int) -> dict[str, Any]:
     """The configuration of one of a family's small models."""
-    return {**family.tiny[0], **family.tiny[variant]}
+    return {**spec.tiny[0], **spec.tiny[variant]}
 
 
 def randomise(model, seed: int = 0) -> None:
@@ -64,9 +64,9 @@ def oracle(config: Mapping[str, Any], kind: str, seed: int = 0):
     return model.eval()
 
 
-def write(folder: Path, family: Family, variant: int):
+def write(folder: Path, spec: ModelSpec, variant: int):
     """A directory as `save_pretrained` leaves it; returns the oracle."""
-    model = oracle(config_of(family, variant), family.name)
+    model = oracle(config_of(spec, variant), spec.name)
     model.save_pretrained(folder)
     return model
 

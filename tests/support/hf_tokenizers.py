@@ -24,7 +24,7 @@ from tokenizers import (
     trainers,
 )
 
-from graphllm.tokenizer.edge_cases import HARD_TEXTS
+from graphllm.tokenizer.edge_cases import EDGE_CASES
 from graphllm.tokenizer.sentencepiece_proto import _varint, read_model
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ BYTE_PIECES = [f"<0x{value:02X}>" for value in range(256)]
 def corpus() -> list[str]:
     """Plain English, code, and other scripts: half of the hard texts, so that half are new."""
     pages = [path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))]
-    texts = [text.encode("utf-8", "replace").decode() for text in HARD_TEXTS[::2] * 3]
+    texts = [text.encode("utf-8", "replace").decode() for text in EDGE_CASES[::2] * 3]
     return [line for page in pages for line in page.split("\n")] + texts
 
 

@@ -6,7 +6,7 @@ from math import prod
 from zlib import crc32
 
 import numpy as np
-from hf_models import FAMILIES, config_of
+from hf_models import SPECS, config_of
 
 from graphllm.engine.engine import Engine
 from graphllm.formats import quantization
@@ -41,13 +41,13 @@ def drawn(name: str, shape: tuple[int, ...], kind: str) -> np.ndarray | Blocks:
 def decoder(name: str, variant: int = 0, kind: str = "f32", **changes: object) -> Decoder:
     """A small model of the family ``name``, its matrices in the format ``kind``; ``changes``: of
     its configuration."""
-    family = FAMILIES[name]
-    values = {**config_of(family, variant), **changes}
+    spec = SPECS[name]
+    values = {**config_of(spec, variant), **changes}
     layers = tuple(f"model.layers.{i}.drawn" for i in range(values["num_hidden_layers"]))
     keys = Keys("drawn", values, layers, {})
     arrays: dict[str, np.ndarray | Blocks] = {}
 
-    class Drawing(family.model):  # type: ignore[name-defined,misc]
+    class Drawing(spec.model):  # type: ignore[name-defined,misc]
         def __init__(self, config: DecoderConfig) -> None:
             super().__init__(config, Arrays({}))
             self.weights.source._arrays = arrays
@@ -58,7 +58,7 @@ def decoder(name: str, variant: int = 0, kind: str = "f32", **changes: object) -
                 arrays[path] = drawn(path, shape, kind)
             return super().weight(name, *shape, root=root)
 
-    return Drawing(family.config(keys))
+    return Drawing(spec.config(keys))
 
 
 def engine(model: Decoder, order: tuple[str, ...], context: int = 128, **options) -> Engine:

@@ -16,7 +16,7 @@ from vocabulary_files import write_vocabulary
 from graphllm import tokenizer
 from graphllm.errors import ModelFileError
 from graphllm.tokenizer import Tokenizer
-from graphllm.tokenizer.pre_tokenizers import CLASSES, PRES
+from graphllm.tokenizer.pre_tokenizers import CHARACTER_CLASSES, PRE_TOKENIZERS
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden/bpe.json").read_text())
 KINDS: dict[str, Any] = GOLDEN["kinds"]
@@ -32,9 +32,9 @@ BEGIN, END, MARK = (BYTES["pieces"].index(p) for p in ("<|begin|>", "<|endoftext
 def content(kind: str) -> dict[str, Any]:
     """What the golden kind's file has in it."""
     pre = kind.removeprefix("lacking ")
-    raw = pre == "raw" or (pre in PRES and PRES[pre].raw)
+    raw = pre == "raw" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].raw)
     vocabulary = ("lacking " if pre != kind else "") + ("raw" if raw else "bytes")
-    return GOLDEN["vocabularies"][vocabulary] | {"pre": pre if pre in PRES else "gpt-2"}
+    return GOLDEN["vocabularies"][vocabulary] | {"pre": pre if pre in PRE_TOKENIZERS else "gpt-2"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -77,16 +77,16 @@ def test_pieces_and_ends_equal_llama_cpp(kind: str, bpe: Tokenizer) -> None:
 
 
 def test_every_named_kind_has_answers() -> None:
-    assert set(NAMED) <= PRES.keys()
-    for name, pre in PRES.items():
-        first = next(other for other in PRES if PRES[other] == pre)
+    assert set(NAMED) <= PRE_TOKENIZERS.keys()
+    for name, pre in PRE_TOKENIZERS.items():
+        first = next(other for other in PRE_TOKENIZERS if PRE_TOKENIZERS[other] == pre)
         assert first in KINDS, name  # make_bpe.py checks that llama.cpp says the same of them all
 
 
 def test_text_comes_back(kind: str, bpe: Tokenizer) -> None:
     if kind.startswith("lacking"):
         return  # bytes without a piece are lost
-    raw = PRES[kind].raw
+    raw = PRE_TOKENIZERS[kind].raw
     for text in TEXTS:
         expect = text.replace("▁", " ") if raw else text
         ids = bpe.encode(text, add_special=True)
@@ -112,14 +112,14 @@ def test_long_texts(bpe: Tokenizer) -> None:
     assert len(bpe.encode("a" * 20_000)) > 1000  # one word
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", CHARACTER_CLASSES)
 def test_unicode_classes_are_those_of_llama_cpp(name: str) -> None:
     """Whatever version of Unicode the installed tokenizers package has."""
     from tokenizers import Regex, pre_tokenizers
 
     codes = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200))  # past all of them
     text = "".join(map(chr, codes))
-    left = pre_tokenizers.Split(Regex(CLASSES[name]), "removed").pre_tokenize_str(text)
+    left = pre_tokenizers.Split(Regex(CHARACTER_CLASSES[name]), "removed").pre_tokenize_str(text)
     rest = {char for part, _ in left for char in part}
     found = "".join(char for char in text if char not in rest)
     assert hashlib.sha256(found.encode()).hexdigest() == GOLDEN["classes"][name]

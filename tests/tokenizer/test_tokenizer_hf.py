@@ -24,9 +24,9 @@ from graphllm import tokenizer
 from graphllm.chat import directory_template
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.tokenizer import Tokenizer
-from graphllm.tokenizer.edge_cases import HARD_TEXTS
-from graphllm.tokenizer.tokenizer_config import Directory
-from graphllm.tokenizer.untrusted_files import stderr_held
+from graphllm.tokenizer.edge_cases import EDGE_CASES
+from graphllm.tokenizer.tokenizer_config import TokenizerDirectory
+from graphllm.tokenizer.untrusted_files import hold_stderr
 
 CHATS = (
     "<s>[INST] hi [/INST] hello</s><s>[INST] again [/INST]",
@@ -34,7 +34,7 @@ CHATS = (
     "<|begin_of_text|> x<|eot_id|>\n\ny<think>\nz</think>",
     "<s>\n<s>  x </s>",
 )
-TEXTS = [*HARD_TEXTS, *CHATS]
+TEXTS = [*EDGE_CASES, *CHATS]
 BARE = [  # written without transformers
     "older llama", "older legacy llama", "mistral", "raw unigram", "xglm precompiled", "merges",
     "merges with both", "qwen2 merges",
@@ -121,9 +121,11 @@ def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> Non
     plain = (None, "MistralCommonBackend", "TokenizersBackend")
     for kind in types:
         usual = auto.TOKENIZER_MAPPING_NAMES.get(kind)
-        own = Directory(tmp_path, {"model_type": kind})
+        own = TokenizerDirectory(tmp_path, {"model_type": kind})
         assert own.class_name(False) == ("TokenizersBackend" if usual in plain else usual), kind
-        fast = Directory(tmp_path, {"model_type": kind, "tokenizer_class": "LlamaTokenizerFast"})
+        fast = TokenizerDirectory(
+            tmp_path, {"model_type": kind, "tokenizer_class": "LlamaTokenizerFast"}
+        )
         misnamed = kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
         generic = usual in plain and usual is not None
         expect = "TokenizersBackend" if generic else usual if misnamed else "LlamaTokenizer"
@@ -330,11 +332,11 @@ def test_a_panic_is_one_line_and_writes_nothing(tmp_path: Path, change: Any, cap
 
 
 def test_what_others_write_meanwhile_is_not_lost(capfd: Any) -> None:
-    with stderr_held():
+    with hold_stderr():
         os.write(2, b"one\n")
         assert capfd.readouterr().err == ""
     assert "one\n" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="x"), stderr_held():
+    with pytest.raises(ValueError, match="x"), hold_stderr():
         os.write(2, b"panicked\n")
         raise ValueError("x")
     assert capfd.readouterr().err == ""

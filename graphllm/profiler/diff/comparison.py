@@ -19,7 +19,7 @@ import numpy as np
 
 from ... import backends as registry
 from ...backends import Options
-from ...checkpoints.checkpoint import ModelFile, open_model
+from ...checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ...compiler.fusion import ALL
 from ...errors import RequestError
 from ...graph import rewrite
@@ -140,12 +140,12 @@ def _figures(found: Deviation | None, between: str = "") -> str:
 
 
 def diff(
-    model: str | Path | ModelFile,
+    model: str | Path | Checkpoint,
     backends: Sequence[str] = ("cpu", "reference"),
     *,
     prompt: str = PROMPT,
     ids: Sequence[int] | None = None,
-    against: str | Path | ModelFile | None = None,
+    against: str | Path | Checkpoint | None = None,
     fused: bool = False,
     no_fuse: Sequence[str] = (),
     progress: Progress | None = None,
@@ -160,11 +160,11 @@ def diff(
     ``threads``, ``place`` and so on, as in `graphllm.load`. RequestError for what cannot be
     compared.
     """
-    file = open_model(model) if isinstance(model, (str, Path)) else model
+    file = open_checkpoint(model) if isinstance(model, (str, Path)) else model
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
 
-    def opened(which: ModelFile, rules: Sequence[str]) -> LoadedModel:
+    def opened(which: Checkpoint, rules: Sequence[str]) -> LoadedModel:
         most = len(tokens) + 1
         own: dict[str, Any] = {
             "device": first,
@@ -175,7 +175,7 @@ def diff(
         return LoadedModel.load(which, **own, **loading)
 
     if against is not None:
-        other = open_model(against) if isinstance(against, (str, Path)) else against
+        other = open_checkpoint(against) if isinstance(against, (str, Path)) else against
         check_same_shape(file, other)
         a, b = opened(file, (ALL,)), opened(other, (ALL,))
         _check_same_config(a, b)
@@ -208,7 +208,7 @@ def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
     return first, second
 
 
-def _tokens(file: ModelFile, prompt: str, ids: Sequence[int] | None) -> list[int]:
+def _tokens(file: Checkpoint, prompt: str, ids: Sequence[int] | None) -> list[int]:
     if ids is None and not prompt:
         raise RequestError("the prompt is empty")
     found = list(ids) if ids is not None else file.tokenizer().encode(prompt, add_special=True)
@@ -284,7 +284,7 @@ def _parts(node: Tensor) -> tuple[str, ...]:
 # --------------------------------------------------------------------------------------- two files
 
 
-def check_same_shape(file: ModelFile, other: ModelFile) -> None:
+def check_same_shape(file: Checkpoint, other: Checkpoint) -> None:
     """RequestError names what two files differ in: the architecture, or a tensor's shape."""
     if file.architecture != other.architecture:
         raise RequestError(
