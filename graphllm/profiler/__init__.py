@@ -1,1 +1,13 @@
-"""What a run cost, op by op."""
+"""Profiling: what a run costs, op by op, and how far each op is from the machine's ceilings.
+
+How a profile is made, in order:
+
+- `capture` runs a prompt with and without profiling;
+- `record` takes the time of every step from the backends' logs and adds the bytes and FLOPs that
+  the op declares (`graphllm.ops`, `OpDef.node_cost`): one `Row` per step;
+- `accounting` splits the wall time into ops, copies, gaps and host time;
+- `roofline` measures the ceilings of the machine, `profile` holds the rows against them;
+- `report`, `html` and `trace` show a profile; `compare` and `diff` compare two.
+
+`prediction` estimates times without running, `bench` measures speed only.
+"""

@@ -1,4 +1,4 @@
-"""Where the wall time of timed runs went: it adds up, and what is left has a name."""
+"""Accounting of wall time: ops, copies, gaps, host time and the unattributed rest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from .record import Run
 
 @dataclass(frozen=True)
 class Pass:
-    """The wall window of one timed pass, and the wall time of the same pass without times; all in
-    nanoseconds."""
+    """One profiled pass; all values in nanoseconds.
+
+    Attributes:
+        start: begin of the profiled pass.
+        end: end of the profiled pass.
+        plain: wall time of the same pass without profiling.
+    """
 
     start: int
     end: int
@@ -24,12 +29,16 @@ class Pass:
 
 @dataclass
 class TimeAccounting:
-    """Nanoseconds of all passes by what they were spent on.
+    """Wall time of all passes in nanoseconds, split by cause.
 
-    ``ops`` and ``copies`` (between memories): steps. ``gaps``: no step runs, though the host has
-    asked for one: threads wake, launches are on their way, a segment follows another. ``host``:
-    nothing is asked for; the host is in Python, between two runs. ``unattributed``: the rest of
-    ``wall``, by which clocks differ.
+    Attributes:
+        ops: steps that compute.
+        copies: steps that copy between memories.
+        gaps: a run is in progress, but none of its steps: threads wake up, a launch is on its way,
+            or the next segment begins.
+        host: no run is in progress: Python code between two runs.
+        unattributed: the rest of ``wall``, due to differences between clocks.
+        wall: wall time of the profiled passes.
     """
 
     ops: int = 0
@@ -44,12 +53,12 @@ class TimeAccounting:
 
     @property
     def attributed(self) -> float:
-        """The share of the wall time that is not unattributed."""
+        """Share of the wall time that is attributed to a cause."""
         return 1 - abs(self.unattributed) / self.wall if self.wall else 1.0
 
 
 def account(passes: Sequence[Pass], runs: Sequence[Run]) -> TimeAccounting:
-    """Account for the passes' wall time with the runs that were called in them."""
+    """Split the wall time of ``passes`` by cause; ``runs``: the runs that began within them."""
     total = TimeAccounting()
     for each in passes:
         _account_pass(total, each, [run for run in runs if each.start <= run.called < each.end])
@@ -57,13 +66,13 @@ def account(passes: Sequence[Pass], runs: Sequence[Run]) -> TimeAccounting:
 
 
 def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> None:
-    at, spent = window.start, 0  # until when the time is accounted for; sum of what is
+    at, spent = window.start, 0  # end and sum of the time accounted for so far
     for run in runs:
         host = max(0, run.called - at)
         at = max(at, run.called)
         gaps = busy = 0
         for ends in run.ends:
-            gaps += int(ends[0]) - at  # below zero where the clocks differ by more than that
+            gaps += int(ends[0]) - at  # negative if the clocks differ by more than the gap
             at = int(ends[-1])
             busy += at - int(ends[0])
         if run.returned > at:
@@ -74,7 +83,7 @@ def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> N
         total.gaps += gaps
         total.host += host
         spent += busy + gaps + host
-    if window.end > at:  # what follows the last step is Python's
+    if window.end > at:  # the host runs Python after the last step
         total.host += window.end - at
         spent += window.end - at
     total.wall += window.end - window.start
@@ -82,5 +91,5 @@ def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> N
 
 
 def _copy_steps(run: Run) -> np.ndarray:
-    """Which steps copy between memories: bool [n]."""
+    """Mask of the steps that copy between memories: bool [n]."""
     return np.array([get(step.node.op).role == TRANSFER for step in run.plan.steps])

@@ -1,4 +1,4 @@
-"""What lies where in a plan's arenas, and from which step to which."""
+"""Memory map of a plan's arenas: offset, size and lifetime of every buffer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ..graph.tensor import Tensor
 
 
 def arenas(plan: Plan) -> list[dict[str, Any]]:
-    """For each memory its arena's size, and the buffers in it: name, offset, bytes, and the steps
-    between which each is alive."""
+    """Return size and buffers of the arena of each memory.
+
+    A buffer has ``name``, ``offset`` and ``nbytes``, and is alive from step ``first`` to ``last``.
+    """
     spans: dict[str, list[dict[str, Any]]] = {memory: [] for memory in plan.arena}
     for name, place, first, last in _buffers(plan):
         own = {"offset": place.offset, "nbytes": place.nbytes, "first": first, "last": last}
@@ -24,7 +26,7 @@ def arenas(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _buffers(plan: Plan) -> Iterator[tuple[str, Allocation, int, int]]:
-    """Name, place, first and last step of each intermediate and workspace."""
+    """Yield name, place, first and last step of every intermediate and workspace."""
     last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
         last.update(dict.fromkeys(map(rewrite.root, (step.node, *step.node.sources)), index))

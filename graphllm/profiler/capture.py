@@ -1,4 +1,4 @@
-"""How a profile is taken: passes over a prompt and tokens after it, plain and timed in turns."""
+"""Capture of a profile: interleaved passes with and without profiling."""
 
 from __future__ import annotations
 
@@ -24,19 +24,33 @@ if TYPE_CHECKING:
     from ..loading.loaded_model import LoadedModel
 
 Show = Callable[[str, int, int], None]  # what, done, total
-Recorders = tuple[Recorder, Recorder]  # of the prompt, and of the tokens after it
-_Window = tuple[int, int]  # nanoseconds of the clock: begin, end
+Recorders = tuple[Recorder, Recorder]  # of prefill, and of decode
+_Window = tuple[int, int]  # begin and end in nanoseconds
 
 
 def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show: Show) -> Profile:
-    """``repeat`` passes over the prompt ``ids`` and ``decode`` tokens after it, each plain and then
-    timed, after one of each that does not count. RequestError where they do not fit."""
+    """Profile prefill and decode. Every pass runs first without and then with profiling.
+
+    One more pass of each kind runs before, as warm-up.
+
+    Args:
+        llm: the model; its cache is cleared.
+        ids: token ids of the prompt.
+        decode: number of tokens to decode in each pass.
+        repeat: number of passes.
+        show: progress callback.
+
+    Raises:
+        RequestError: the prompt is empty, the tokens do not fit in the context, or a count is
+            invalid.
+    """
     if decode < 0 or repeat < 1:
         raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
-    if not ids or len(ids) + decode > llm.limits.context:
-        have = f"the context holds {llm.limits.context}"
-        what = f"{len(ids)} tokens and {decode} after them: there must be one; {have}"
-        raise RequestError(what, "context")
+    if not ids:
+        raise RequestError("the prompt has no tokens")
+    if len(ids) + decode > llm.limits.context:
+        total = f"{len(ids)} prompt tokens and {decode} decoded tokens"
+        raise RequestError(f"{total} exceed the context of {llm.limits.context}", "context")
     llm.check_ids(ids)
     llm.engine.prepare()
     plain: list[tuple[_Window, _Window]] = []
@@ -46,7 +60,7 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
         plain.append(_run_pass(llm, ids, decode, None))
-        if not done:  # graphs are made with the second run of each kind
+        if not done:  # CUDA graphs are captured in the second run of each kind
             _run_pass(llm, ids, min(decode, 3), (Recorder(), Recorder()))
             continue
         timed.append(_run_pass(llm, ids, decode, recorders))
@@ -65,16 +79,16 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
 def _run_pass(
     llm: LoadedModel, ids: Sequence[int], decode: int, recorders: Recorders | None
 ) -> tuple[_Window, _Window]:
-    """The wall windows of the prompt and of the tokens after it."""
+    """Run one pass; return the wall-clock windows of prefill and decode."""
     engine = llm.engine
     engine.clear_cache()
-    llm.executor.get_state("ids")  # waits for a step that was begun ahead
+    llm.executor.get_state("ids")  # waits for a step that was launched ahead
     start = time.perf_counter_ns()
-    drawn = engine.generate(ids, Sampling(seed=0).normalize(), (), profile=recorders)
-    next(drawn)
+    sampled = engine.generate(ids, Sampling(seed=0).normalize(), (), profile=recorders)
+    next(sampled)
     middle = time.perf_counter_ns()
     for _ in range(decode):
-        next(drawn)
+        next(sampled)
     return (start, middle), (middle, time.perf_counter_ns())
 
 
@@ -100,7 +114,7 @@ def _phases(
 
 
 def _threads(llm: LoadedModel) -> int:
-    """Those of the CPU."""
+    """Return the number of CPU threads of the run."""
     from ..backends.cpu.runtime.isa import thread_count
 
     return thread_count(llm.executor.options)
@@ -111,7 +125,7 @@ def _runs_in_window(runs: Sequence[Run], span: _Window) -> list[Run]:
 
 
 def _add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
-    """What was measured of the backend, if it was."""
+    """Add the cached ceilings of ``backend`` to ``rooflines``, if it was measured."""
     ceilings = roofline.load_cached(backend)
     if ceilings is None or backend in rooflines:
         return
@@ -121,9 +135,9 @@ def _add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) ->
 
 
 def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
-    """The sections that say what was run, and on what."""
+    """Return the report's sections on versions, machine, model and settings."""
     executor = llm.executor
-    told = describe(llm, _threads(llm))
+    facts = describe(llm, _threads(llm))
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
         "made": {"graphllm": __version__, "python": sys.version.split()[0], "date": date},
@@ -132,10 +146,10 @@ def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> di
             "backends": {backend.name: backend.available()[1] for backend in executor.backends},
         },
         "model": {
-            "path": told["model_filename"],
-            "type": told["model_type"],
-            "bytes": told["model_size"],
-            "parameters": told["model_n_params"],
+            "path": facts["model_filename"],
+            "type": facts["model_type"],
+            "bytes": facts["model_size"],
+            "parameters": facts["model_n_params"],
             "context": llm.limits.context,
             "kv_type": llm.limits.kv_dtype,
         },
@@ -144,7 +158,7 @@ def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> di
             "linear": executor.options.linear,
             "no_fuse": list(executor.options.without),
             "no_kernels": list(executor.options.no_kernels),
-            "gpu_layers": told["n_gpu_layers"],
+            "gpu_layers": facts["n_gpu_layers"],
             "prompt_tokens": prompt,
             "decode_tokens": decode,
             "repeat": repeat,
@@ -153,7 +167,7 @@ def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> di
 
 
 def _startup_times(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
-    """Seconds of what happens once."""
-    walls = [(late[1] - early[0]) / 1e9 for early, late in plain]
+    """Return the seconds of one-time work: loading, compilation, first run."""
+    walls = [(decode[1] - prefill[0]) / 1e9 for prefill, decode in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))
     return {"load_s": llm.load_s, **llm.executor.load_times, "first_run_s": first}

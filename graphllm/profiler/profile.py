@@ -1,5 +1,4 @@
-"""A profile: what the steps of a prompt and of the tokens after it cost, and where the rest of the
-wall time went."""
+"""A profile of prefill and decode: times, bytes and FLOPs of every step, held against ceilings."""
 
 from __future__ import annotations
 
@@ -23,17 +22,29 @@ from .speed import Speed, speed
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a backend gives at best with the threads of the run: bytes and operations a second."""
+    """Ceilings of a backend at the thread count of the run: memory bandwidth and peak FLOP/s.
+
+    Attributes:
+        date: time of the measurement, ISO 8601.
+        stale: measured on another machine, or too long ago.
+        doubt: reason to measure again, or empty.
+        bytes_s: memory read bandwidth in bytes per second.
+        float_flop_s: peak operations per second on floats.
+        integer_flop_s: peak operations per second on quantized activations.
+    """
 
     date: str
-    stale: bool  # measured on another machine, or too long ago
-    doubt: str  # why it should be measured again, or empty
+    stale: bool
+    doubt: str
     bytes_s: float
     float_flop_s: float
     integer_flop_s: float
 
     def limit(self, row: Row) -> tuple[float, str]:
-        """Nanoseconds that the row's runs would take, and what binds them."""
+        """Return the nanoseconds that the row would take at its ceiling, and what binds it.
+
+        What binds is ``memory`` or ``arithmetic``, or empty if neither ceiling is known.
+        """
         rate = self.integer_flop_s if row.integer else self.float_flop_s
         memory = 1e9 * row.bytes / self.bytes_s if self.bytes_s else 0.0
         arithmetic = 1e9 * row.flops / rate if rate else 0.0
@@ -44,7 +55,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Phase:
-    """The prompt, or the tokens after it: ``tokens`` in each of the passes."""
+    """Prefill or decode: all profiled runs of ``passes`` passes of ``tokens`` tokens each."""
 
     name: str
     tokens: int
@@ -62,7 +73,7 @@ class Phase:
 
     @cached_property
     def limits(self) -> dict[Row, tuple[float, str]]:
-        """Nanoseconds at the ceiling that binds each row, and which ceiling that is."""
+        """Nanoseconds of each row at its ceiling, and the binding resource."""
         known = ((row, self.rooflines.get(row.backend)) for row in self.rows)
         return {row: roofline.limit(row) for row, roofline in known if roofline is not None}
 
@@ -72,12 +83,12 @@ class Phase:
 
     @cached_property
     def speed(self) -> Speed:
-        """Of the passes without profiling."""
+        """Speed of the passes without profiling."""
         return speed(self.tokens, [p.plain for p in self.passes])
 
     @property
     def tok_s(self) -> float:
-        """Tokens per second of the passes without profiling, the median."""
+        """Median tokens per second of the passes without profiling."""
         return self.speed.tok_s
 
     @cached_property
@@ -94,12 +105,12 @@ class Phase:
         return max(found)
 
     def _pass(self, run: Run) -> int:
-        """The number of the pass that the run was in."""
+        """Return the index of the pass that contains the run."""
         return next(i for i, p in enumerate(self.passes) if p.start <= run.called < p.end)
 
     @property
     def overhead(self) -> float:
-        """Profiling overhead: a pass's wall time over that of the plain one before it, less 1."""
+        """Profiling overhead: median ratio of profiled to plain wall time, minus 1."""
         return statistics.median((p.end - p.start) / p.plain for p in self.passes) - 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,12 +158,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Profile:
-    """Both phases, and what they were run on.
+    """A profile of prefill and decode.
 
-    ``about``: the sections ``machine``, ``model`` and ``settings`` of the report, as in
-    docs/profile-format.md. ``start``: seconds of loading, of compiling, and of the first run.
-    ``other_load``: share of the processors' time that other processes used during the passes; None
-    if unknown or if no step ran on the host.
+    Attributes:
+        phases: those that ran.
+        rooflines: ceilings by backend, for the backends that were measured.
+        about: sections ``made``, ``machine``, ``model`` and ``settings`` of the report
+            (docs/profile-format.md).
+        start: seconds of loading, weight preparation, kernel compilation and the first run.
+        other_load: share of the processors' time that other processes used during the passes; None
+            if unknown or if no step ran on the host.
     """
 
     phases: tuple[Phase, ...]
@@ -163,28 +178,34 @@ class Profile:
 
     @property
     def load_note(self) -> str:
-        """What disturbed the passes, in one line; empty if nothing did."""
+        """One line on what disturbed the passes; empty if nothing did."""
         ran = {p.name: (sum(each.plain for each in p.passes), p.interference) for p in self.phases}
         return machine_load.load_note(self.other_load, ran)
 
     def __getitem__(self, name: str) -> Phase:
-        """``prefill`` or ``decode``. KeyError where nothing of it ran."""
+        """Return the phase ``prefill`` or ``decode``; KeyError if it did not run."""
         for phase in self.phases:
             if phase.name == name:
                 return phase
         raise KeyError(name)
 
     def table(self, by: str = "op", top: int = 0, colour: bool = False) -> str:
-        """Both phases as text, rows summed by op, scope, layer, backend or format.
+        """Return both phases as text tables.
 
-        ``top``: so many rows, the longest; 0: all. ValueError for another ``by``.
+        Args:
+            by: group rows by op, scope, layer, backend or format.
+            top: number of rows to show, the longest first; 0 shows all.
+            colour: use ANSI colours.
+
+        Raises:
+            ValueError: ``by`` is not one of these.
         """
         if by not in GROUP_KEYS:
             raise ValueError(f"by = {by!r} must be one of {', '.join(GROUP_KEYS)}")
         return table(self, by, top, colour)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `graphllm profile -o NAME.json` writes: docs/profile-format.md."""
+        """Return the JSON form, described in docs/profile-format.md."""
         return {
             "schema": SCHEMA,
             "version": VERSION,

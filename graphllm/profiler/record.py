@@ -1,4 +1,8 @@
-"""What timed runs of plans noted: a row for each step, and sums of rows."""
+"""Recorded times of plan runs, as one `Row` per step, and sums of rows.
+
+`_row` joins what was measured (times, from the backend's `TimestampLog`) with what the op declares:
+bytes and FLOPs are those of `OpDef.node_cost` at the values of the Vars of each run.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +27,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One step of a plan, over all its runs.
+    """One step of a plan, over all runs of the plan.
 
-    ``times``: nanoseconds of each run, its end less the end of the step before on the device's
-    clock. ``overlap``: how long it had been running by then, in all. ``bytes`` and ``flops``: what
-    the op must move and compute in these runs, by its declared cost.
+    Attributes:
+        times: nanoseconds of each run, from the end of the step before to the end of this step on
+            the device's clock.
+        overlap: nanoseconds that the step ran before the step before it ended; sum over all runs.
+        bytes: bytes that the op must move, by its declared cost; sum over all runs.
+        flops: operations that the op must do, by its declared cost; sum over all runs.
     """
 
-    plan: int  # counts the plans of a recorder
+    plan: int  # index of the plan in the recorder
     step: int
     op: str
-    parts: tuple[str, ...]  # the ops that a fused one stands for
+    parts: tuple[str, ...]  # ops that a fused op replaces
     scope: str
     layer: int | None
     origin: str
     shape: str
     inputs: tuple[str, ...]
-    weight: str  # the formats of its weight matrices, if it has any
+    weight: str  # formats of its weight matrices, or empty
     backend: str
     kernel: str
-    why: str  # why not on the first backend; empty when it is
-    copy: bool  # between memories
-    integer: bool  # its products are of integers
+    why: str  # why it does not run on the first backend; empty if it does
+    copy: bool  # copies between memories
+    integer: bool  # multiplies integers
     times: tuple[int, ...]
     overlap: int
     bytes: float
@@ -56,7 +63,7 @@ class Row:
 
     @property
     def fastest(self) -> Row:
-        """Its fastest run alone, of runs of one size."""
+        """The row of its fastest run alone; all runs must be of one size."""
         calls = len(self.times)
         size = self.bytes / calls, self.flops / calls
         return replace(self, times=(min(self.times),), overlap=0, bytes=size[0], flops=size[1])
@@ -64,8 +71,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a plan: when the host began it and had it back, and its segments' times, as in
-    `graphllm.backends.TimestampLog`."""
+    """One profiled run of a plan.
+
+    Attributes:
+        plan: the plan.
+        env: values of its Vars.
+        called: time at which the host began the run, in nanoseconds.
+        returned: time at which the host got control back; before the end of the last step if the
+            device runs asynchronously.
+        ends: for each segment the end of each step, preceded by the begin of the first, as in
+            `graphllm.backends.TimestampLog`.
+        starts: for each segment the start of each step.
+    """
 
     plan: Plan
     env: Mapping[str, int]
@@ -81,14 +98,14 @@ class Run:
 
     @property
     def overlaps(self) -> np.ndarray:
-        """Nanoseconds that each step [n] had been running when the one before it ended."""
+        """Nanoseconds by which each step [n] overlaps the step before it."""
         pairs = zip(self.ends, self.starts)
         return np.concatenate([np.maximum(ends[:-1] - starts, 0) for ends, starts in pairs])
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A run whose times may not be there yet: for each segment its log, and the place in it."""
+    """A run whose times may not be available yet: for each segment its log and the index in it."""
 
     plan: Plan
     env: Mapping[str, int]
@@ -98,17 +115,20 @@ class _Pending:
 
 
 class Recorder:
-    """Times runs, and keeps what they note. Rows are made when asked for, not while plans run."""
+    """Run plans with timestamps and keep them; implements `graphllm.runtime.recorder.Recorder`.
+
+    Rows are computed on access, not while plans run.
+    """
 
     def __init__(self) -> None:
         self._pending: list[_Pending] = []
         self._logs: dict[Segment, TimestampLog] = {}
-        self._counts: Counter[Segment] = Counter()  # timed runs
+        self._counts: Counter[Segment] = Counter()  # profiled runs so far
 
-    def run(self, plan: Plan, pieces: BoundSegments, env: Mapping[str, int]) -> None:
-        """Run ``pieces`` of ``plan``, timed, with these values of the Vars."""
+    def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
+        """Run ``segments`` of ``plan`` with timestamps; ``env``: values of the Vars."""
         places, called = [], time.perf_counter_ns()
-        for segment, _ in pieces:
+        for segment, _ in segments:
             log = self._logs.setdefault(segment, TimestampLog())
             segment.run(log)
             places.append((log, self._counts[segment]))
@@ -118,7 +138,7 @@ class Recorder:
 
     @property
     def runs(self) -> list[Run]:
-        """All of them, once they are over."""
+        """All runs; waits for the end of the last."""
         for log in self._logs.values():
             log.collect()
         return [
@@ -136,20 +156,20 @@ class Recorder:
 
 
 def plans_of(runs: Iterable[Run]) -> list[Plan]:
-    """The plans that were run, each once, in order."""
+    """Return the distinct plans of ``runs`` in the order of their first run."""
     return list(dict.fromkeys(run.plan for run in runs))
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
-    """A row for each step of each plan, in the order of running."""
+    """Return one row per step of each plan, in execution order."""
     rows = []
     for index, plan in enumerate(plans_of(runs)):
         own = [run for run in runs if run.plan is plan]
         times = np.stack([run.times for run in own])  # [runs, steps]
         overlaps = np.stack([run.overlaps for run in own]).sum(0)
         for step in range(len(plan.steps)):
-            some = tuple(times[:, step].tolist()), int(overlaps[step])
-            rows.append(_row(index, step, plan.steps[step], [run.env for run in own], *some))
+            measured = tuple(times[:, step].tolist()), int(overlaps[step])
+            rows.append(_row(index, step, plan.steps[step], [run.env for run in own], *measured))
     return rows
 
 
@@ -157,6 +177,7 @@ def _row(
     plan: int, index: int, step: Step, envs: Sequence[Mapping[str, int]], times: tuple[int, ...],
     overlap: int,
 ) -> Row:  # fmt: skip
+    """Join the times of a step with the cost that its op declares, summed over the runs."""
     node, op = step.node, get(step.node.op)
     costs = [op.node_cost(node, env) for env in envs]
     own = decompose(node) if op.fusion else None
@@ -187,7 +208,7 @@ def _row(
 
 @dataclass
 class Total:
-    """Rows of one kind, summed. ``limit``: nanoseconds at the ceiling that binds each of them."""
+    """Sum of several rows. ``limit``: nanoseconds the rows would take at their ceilings."""
 
     calls: int = 0
     ns: int = 0
@@ -225,9 +246,12 @@ GROUP_KEYS = {
 def totals(
     rows: Iterable[Row], by: str = "op", limits: Mapping[Row, float] | None = None
 ) -> dict[str, Total]:
-    """Rows summed by op, scope, layer, backend or format, the longest first.
+    """Sum rows by group, the longest first.
 
-    ``limits``: nanoseconds at the ceiling of each row.
+    Args:
+        rows: rows of a profile.
+        by: one of `GROUP_KEYS`: op, scope, layer, backend or format.
+        limits: nanoseconds that each row would take at its ceiling.
     """
     sums: dict[str, Total] = {}
     for row in rows:

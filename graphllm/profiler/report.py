@@ -1,4 +1,4 @@
-"""A profile as text: a table of each phase, where the rest of the time went, what was missed."""
+"""A profile as text: a table per phase, the accounting of wall time, and notes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from .profile import Phase, Profile
 
 _BOLD, _DIM, _RED, _PLAIN = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
-_LOW_SHARE = 0.5  # a share of the limit below this stands out, where there is much to gain
+_LOW_SHARE = 0.5  # rows below this share of the roofline are highlighted if headroom is large
 
 
 def table(profile: Profile, by: str, top: int, colour: bool) -> str:
-    """See `Profile.table`."""
+    """Format a profile; see `Profile.table`."""
     blocks = ["\n".join(_phase(phase, by, top, colour)) for phase in profile.phases]
     reasons = dict.fromkeys(
         escape_control(f"{row.op} ran on {row.backend}: {row.why}")
@@ -26,50 +26,50 @@ def table(profile: Profile, by: str, top: int, colour: bool) -> str:
         for row in phase.rows
         if row.why
     )
-    roofs = [
-        f"ceilings of {name}: {roof.doubt} (graphllm doctor --measure)"
-        for name, roof in profile.rooflines.items()
-        if roof.doubt
+    ceilings = [
+        f"ceilings of {name}: {roofline.doubt} (graphllm doctor --measure)"
+        for name, roofline in profile.rooflines.items()
+        if roofline.doubt
     ]
     busy = [f"note: {profile.load_note}"] if profile.load_note else []
     used = {row.backend for phase in profile.phases for row in phase.rows}
     names = used - profile.rooflines.keys()
     measurable = sorted(name for name in names if find(name).measure is not None)
-    roofs += [
-        f"{name} is not measured: no limits (graphllm doctor --measure)" for name in measurable
+    ceilings += [
+        f"{name} is not measured: no ceilings (graphllm doctor --measure)" for name in measurable
     ]
     start = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.start.items())
-    return "\n\n".join([*blocks, "\n".join([*reasons, *roofs, *busy, f"beside that: {start}"])])
+    return "\n\n".join([*blocks, "\n".join([*reasons, *ceilings, *busy, f"startup: {start}"])])
 
 
 def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:
-    """One phase's table."""
+    """Yield the lines of one phase."""
     limits = {row: limit for row, (limit, bound) in phase.limits.items() if bound}
     sums = totals(phase.rows, by, limits)
-    scale = _Columns(phase, bool(limits), colour)
-    yield _heading(phase, scale, colour)
+    columns = _Columns(phase, bool(limits), colour)
+    yield _heading(phase, columns, colour)
     names = list(sums)[: top or None]
     rest = [sums[name] for name in list(sums)[len(names) :]]
     width = max(len(by), 14, *(len(name) for name in names))
-    head = f"{by:<{width}} {'calls':>6} {scale.unit + '/token':>9} {'share':>6}"
+    head = f"{by:<{width}} {'calls':>6} {columns.unit + '/token':>9} {'share':>6}"
     head += f" {'GB/s':>7} {'GFLOP/s':>9}"
-    yield _dim(head + (f" {'limit':>6} {'to gain':>9}" if limits else ""), colour)
+    yield _dim(head + (f" {'roofline':>8} {'headroom':>9}" if limits else ""), colour)
     for name in names:
-        yield f"{escape_control(name):<{width}} {scale.row(sums[name])}"
+        yield f"{escape_control(name):<{width}} {columns.row(sums[name])}"
     if rest:
-        yield f"{f'{len(rest)} more':<{width}} {scale.row(_sum_totals(rest))}"
-    yield from _accounting_rows(phase.accounting, width, scale, colour)
+        yield f"{f'{len(rest)} more':<{width}} {columns.row(_sum_totals(rest))}"
+    yield from _accounting_rows(phase.accounting, width, columns, colour)
 
 
-def _heading(phase: Phase, scale: _Columns, colour: bool) -> str:
-    what = f"{phase.name}: {phase.tokens} tokens, {phase.speed}"
-    each = phase.speed.token_ns / scale.ns
-    what += f", {each:.3f} {scale.unit}/token; profiling overhead {phase.overhead:+.1%}"
-    return f"{_BOLD}{what}{_PLAIN}" if colour else what
+def _heading(phase: Phase, columns: _Columns, colour: bool) -> str:
+    heading = f"{phase.name}: {phase.tokens} tokens, {phase.speed}"
+    each = phase.speed.token_ns / columns.ns
+    heading += f", {each:.3f} {columns.unit}/token; profiling overhead {phase.overhead:+.1%}"
+    return f"{_BOLD}{heading}{_PLAIN}" if colour else heading
 
 
 class _Columns:
-    """Totals of all passes as columns: per token, and against the phase's wall time."""
+    """Format totals of all passes as columns: per token, and as share of the wall time."""
 
     def __init__(self, phase: Phase, has_ceiling: bool, colour: bool) -> None:
         self.wall = phase.accounting.wall
@@ -88,15 +88,15 @@ class _Columns:
         if not self.has_ceiling:
             return line
         share = total.limit / total.ns if total.ns else 0.0
-        gain = max(0.0, total.ns - total.limit) / self.ns / self.tokens
-        cells = f" {share:>6.0%} {gain:>9.3f}"
-        poor = share < _LOW_SHARE and total.ns - total.limit > 0.05 * self.wall
-        return line + (f"{_RED}{cells}{_PLAIN}" if poor and self.colour else cells)
+        headroom = max(0.0, total.ns - total.limit) / self.ns / self.tokens
+        cells = f" {share:>8.0%} {headroom:>9.3f}"
+        low = share < _LOW_SHARE and total.ns - total.limit > 0.05 * self.wall
+        return line + (f"{_RED}{cells}{_PLAIN}" if low and self.colour else cells)
 
 
-def _sum_totals(totals_: list[Total]) -> Total:
+def _sum_totals(rows: list[Total]) -> Total:
     found = Total()
-    for each in totals_:
+    for each in rows:
         found.calls += each.calls
         found.ns += each.ns
         found.overlap += each.overlap
@@ -107,13 +107,13 @@ def _sum_totals(totals_: list[Total]) -> Total:
 
 
 def _accounting_rows(
-    closing: TimeAccounting, width: int, scale: _Columns, colour: bool
+    accounting: TimeAccounting, width: int, columns: _Columns, colour: bool
 ) -> Iterator[str]:
-    """What is not an op's, and that it adds up."""
-    yield _dim(f"{'all ops':<{width}} {'':>6} {scale.part(closing.ops)}", colour)
+    """Yield the rows that complete the ops to the wall time."""
+    yield _dim(f"{'all ops':<{width}} {'':>6} {columns.part(accounting.ops)}", colour)
     for name in ("copies", "gaps", "host", "unattributed"):
-        yield _dim(f"{name:<{width}} {'':>6} {scale.part(getattr(closing, name))}", colour)
-    yield _dim(f"{'wall':<{width}} {'':>6} {scale.part(closing.wall)}", colour)
+        yield _dim(f"{name:<{width}} {'':>6} {columns.part(getattr(accounting, name))}", colour)
+    yield _dim(f"{'wall':<{width}} {'':>6} {columns.part(accounting.wall)}", colour)
 
 
 def _dim(line: str, colour: bool) -> str:

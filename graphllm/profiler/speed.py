@@ -1,4 +1,4 @@
-"""Speed of a run: the one definition that `profile`, `compare` and `bench` share."""
+"""Speed of a run, as defined by `profile`, `compare` and `bench` alike."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Speed:
     """Time of ``tokens`` tokens over some passes without profiling.
 
     Attributes:
-        tokens: of one pass.
-        passes: how many there were.
-        ns: wall time of a pass, the median.
+        tokens: tokens per pass.
+        passes: number of passes.
+        ns: median wall time of a pass.
         spread: sample standard deviation of the passes' wall times as a share of ``ns``; 0.0 for
             one pass.
     """
@@ -42,7 +42,7 @@ class Speed:
         return self.spread * math.sqrt(math.pi / 2 / self.passes)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON form."""
         return {
             "tok_s": self.tok_s, "median_ns": self.ns, "spread": self.spread, "passes": self.passes
         }  # fmt: skip
@@ -53,7 +53,7 @@ class Speed:
 
 
 def speed(tokens: int, samples_ns: Sequence[float]) -> Speed:
-    """The speed of passes over ``tokens`` tokens each, from their wall times in nanoseconds."""
-    middle = statistics.median(samples_ns)
+    """Return the speed of passes over ``tokens`` tokens each, given their wall times."""
+    median = statistics.median(samples_ns)
     deviation = statistics.stdev(samples_ns) if len(samples_ns) > 1 else 0.0
-    return Speed(tokens, len(samples_ns), middle, deviation / middle)
+    return Speed(tokens, len(samples_ns), median, deviation / median)

@@ -159,7 +159,7 @@ def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(system_info, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
     busy = llm.profile([3, 4, 5], 2, 1)
     assert busy.other_load == 0.4
-    note = "the machine was busy: other work had 40% of the processors' time"
+    note = "the machine was busy: other processes used 40% of the processor time"
     assert busy.load_note.startswith(note) and f"note: {busy.load_note}\n" in busy.table()
     report = json.loads(json.dumps(busy.as_dict()))
     assert report["busy"] == {"others": 0.4, "note": busy.load_note}
@@ -177,7 +177,7 @@ def test_runs_that_were_disturbed_are_reported(llm):
         ends = at + ns * np.arange(steps + 1)
         return Run(plan, {"T": 1}, at, int(ends[-1]), (ends,), (ends[:-1],))
 
-    for slow, note in ((2, ""), (8, "a quarter of the runs of decode took 225% longer")):
+    for slow, note in ((2, ""), (8, "a quarter of the runs of decode took at least 225% longer")):
         phase = Phase("decode", 1, passes, (run(0, 2), run(1000, slow)), {})
         found = Profile((phase,), {}, {}, {}).load_note
         assert note in found and bool(found) == bool(note)
@@ -290,7 +290,10 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(path, tmp_pa
         (["-o", "x.txt"], "-o x.txt"),
         (["--top", "-1"], "--top -1"),
         (["-p", "a", "--prompt-tokens", "4"], "not both"),
-        (["--prompt-tokens", "60", "-n", "60", "-c", "64"], "60 tokens and 60 after them"),
+        (
+            ["--prompt-tokens", "60", "-n", "60", "-c", "64"],
+            "60 prompt tokens and 60 decoded tokens",
+        ),
         (["-r", "0"], "repeat = 0"),
     ],
 )

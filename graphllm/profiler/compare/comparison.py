@@ -333,7 +333,7 @@ def _hidden(left: Sequence[ProcessSample], right: Sequence[ProcessSample], name:
         if disturbed > MAX_INTERFERENCE:
             return (
                 f"the machine was busy; {process.path}: a quarter of the runs of {worst} took "
-                f"{disturbed:.0%} longer than the best"
+                f"at least {disturbed:.0%} longer than the fastest"
             )
     return ""
 
