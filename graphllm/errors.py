@@ -6,15 +6,15 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SHOWN = 200  # characters of a value in a message
-LISTED = 8  # names in a message
+SHOWN = 200  # maximum number of characters of a value in a message
+LISTED = 8  # maximum number of names in a message
 
 _CONTAINERS = reprlib.Repr()
 _CONTAINERS.maxstring = _CONTAINERS.maxother = _CONTAINERS.maxlong = SHOWN // 4
 
 
 def quote(value: Any) -> str:
-    """``value`` as a message shows it: on one line, and of at most `SHOWN` characters."""
+    """Format ``value`` for a message: on one line, with at most `SHOWN` characters."""
     if isinstance(value, (str, bytes)):
         text = repr(value[:SHOWN])  # longer than SHOWN if the value is
     else:
@@ -23,17 +23,16 @@ def quote(value: Any) -> str:
 
 
 def join_names(names: Sequence[str], text: Callable[[str], str] = quote) -> str:
-    """Names as a message lists them: the first `LISTED`, each by its ``text``, and the count of the
-    others."""
+    """Format names for a message: the first `LISTED`, each by ``text``, and how many more."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(map(text, names[:LISTED])) + more
 
 
 class GraphllmError(Exception):
-    """Base of every error that graphllm raises on purpose; its text is one clear line.
+    """Base class of all errors that graphllm raises on purpose. The text is one line.
 
-    ``argument``: the argument of the Python function that the error is about, or that would avoid
-    it. The command line adds the flag for it; texts name no flags.
+    ``argument`` names the argument of the Python function that the error is about, or that would
+    avoid the error. The command line adds the corresponding flag, so texts name no flags.
     """
 
     def __init__(self, text: str = "", argument: str | None = None) -> None:
@@ -42,11 +41,11 @@ class GraphllmError(Exception):
 
 
 class ModelFileError(GraphllmError):
-    """A model file is missing, malformed or not supported; names the file or tensor."""
+    """A model file is missing, malformed or not supported. The text names the file or tensor."""
 
 
 class UnusedTensors(ModelFileError):
-    """A file has weights, called ``names``, that the model does not ask for."""
+    """A file has weights, listed in ``names``, that the model does not use."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"unexpected tensor {quote(names[0])} ({len(names)} in all)")
@@ -54,28 +53,39 @@ class UnusedTensors(ModelFileError):
 
 
 class ConfigError(GraphllmError):
-    """A model configuration has a missing, unknown or impossible value; names the key."""
+    """A model configuration has a missing, unknown or invalid value. The text names the key."""
 
 
 class GraphError(GraphllmError):
-    """A graph cannot be built or verified (shapes, dtypes, state order); names op and scope."""
+    """A graph is invalid (shapes, dtypes, order of state accesses). The text names op and scope."""
 
 
 class PlacementError(GraphllmError):
-    """No available backend can run an op, or ``strict`` found one off the first backend."""
+    """No usable backend can run an op, or an op misses the first backend and ``strict`` is set."""
 
 
 class NumericError(GraphllmError):
-    """A model computes logits from which no token can be sampled (NaN, infinity); names the
-    position and the first op whose result is not finite."""
+    """Logits contain NaN or infinity, so that no token can be sampled.
+
+    The text names the position and the first op with a non-finite result.
+    """
 
 
 class RequestError(GraphllmError):
-    """A generation request has an impossible value; names the parameter."""
+    """An argument or a generation request has an invalid value. The text names the parameter."""
 
 
 class OutOfMemory(RequestError):
-    """A memory has no room: for what, the bytes ``needed`` and those ``free`` (None: not known)."""
+    """A memory has too little room.
+
+    Args:
+        what: what the allocation is for.
+        memory: name of the memory.
+        needed: bytes of the allocation; None if unknown.
+        free: bytes that are free; None if unknown.
+        hint: what to do.
+        argument: see `GraphllmError`.
+    """
 
     def __init__(
         self, what: str, memory: str, needed: int | None, free: int | None, hint: str,

@@ -96,7 +96,7 @@ def _end(text: str, code: int) -> NoReturn:
 
 def _fail(error: Exception) -> NoReturn:
     """Print an error, and exit."""
-    from ..debug import debug_level
+    from ..env import debug_level
     from .error_messages import error_message, is_interrupt, usage_message
     from .output import StdoutError, discard_output, note, note_traceback
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..backends import TimestampLog
 from ..compiler.plan import Plan, Step
-from ..debug import debug, debug_level
+from ..debug import debug
+from ..env import debug_level
 from ..graph.op import get
 from .recorder import BoundSegments
 

@@ -271,7 +271,7 @@ def head_linear(x, w):
     return np.einsum("thk,hnk->thn", values(x), values(w))
 
 
-def top_k(x, bias, k, groups=1, kept=1, best=1):
+def top_k(x, bias, k, groups=1, top_groups=1, top_per_group=1):
     """By Python's sort, which is stable, on (is no NaN, -value)."""
 
     def order(values):
@@ -285,10 +285,10 @@ def top_k(x, bias, k, groups=1, kept=1, best=1):
             own = row[g * size : (g + 1) * size]
             total = F32(-0.0)
             with np.errstate(invalid="ignore"):
-                for i in order(own.tolist())[:best]:
+                for i in order(own.tolist())[:top_per_group]:
                     total += own[i]
             worth.append(float(total))
-        allowed = set(order(worth)[:kept])
+        allowed = set(order(worth)[:top_groups])
         result.append([i for i in order(row.tolist()) if i // size in allowed][:k])
     return np.array(result, np.int32).reshape(len(x), k)
 

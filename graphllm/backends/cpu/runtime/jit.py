@@ -39,7 +39,8 @@ from numba.core.errors import NumbaError, RequireLiteralValue
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from ....debug import debug, debug_level
+from ....debug import debug
+from ....env import debug_level, perf_map_enabled
 from ....errors import GraphllmError
 from . import perf_map
 from .kernel_cache import DiskCache, machine_code
@@ -171,7 +172,7 @@ class Kernel:
     def _done(self, how: str, start: float, code: Callable[[], bytes]) -> None:
         self.seconds = time.perf_counter() - start
         debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
-        if perf_map.enabled():
+        if perf_map_enabled():
             perf_map.add_symbols(self.label, self._library, code())
 
     def _compile(self) -> tuple[Any, str]:

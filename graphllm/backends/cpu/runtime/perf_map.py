@@ -28,11 +28,6 @@ class _Function(NamedTuple):
     nbytes: int
 
 
-def enabled() -> bool:
-    """Whether the environment asks for the map."""
-    return os.environ.get("GRAPHLLM_PERF_MAP", "") not in ("", "0")
-
-
 def add_symbols(name: str, library: Any, code: bytes) -> None:
     """Add the functions of a kernel's library, all under the kernel's ``name``. ``code``: the
     library's object file.
