@@ -1,4 +1,4 @@
-"""The Python API: `load` makes an `LLM`."""
+"""Public Python API: `load` returns an `LLM`."""
 
 from .llm import LLM
 

@@ -1,4 +1,4 @@
-"""A loaded model: text in, text or logits out."""
+"""`LLM`, the public class: generation, chat, logits, tracing and profiling of a loaded model."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 
 class LLM(LoadedModel):
-    """A model with its tokenizer, ready to run; made by `load`.
+    """A model with its tokenizer, ready to run. Create it with `load`.
 
-    Requests of several threads wait for each other, and each gets the answer that it gets alone. A
-    stream owns the model while it is read. One that nobody continues gives it up to a request that
-    waits, and computes its tokens again if it goes on. A request from a callback of a running one
-    is a RequestError. `close`, or the end of a ``with`` block, frees the memory; after that all but
-    `close` is a RequestError.
+    Requests of several threads wait for each other, and each returns what it returns alone. A
+    stream owns the model while it is consumed; if its caller stops consuming it, a waiting request
+    gets the model, and the stream computes its tokens again when it continues. A request from a
+    callback of a running request raises RequestError. `close`, or the end of a ``with`` block,
+    frees the memory; afterwards every method but `close` raises RequestError.
     """
 
     _freed: ClassVar[set[str]] = LoadedModel._freed | {"_tracer"}
 
     # -- text
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids; invalid UTF-8 becomes U+FFFD. RequestError for an id out of range.
+        """Return the text of token ids; invalid UTF-8 becomes U+FFFD.
 
-        ``skip_special`` leaves out control tokens.
+        ``skip_special`` omits control tokens. RequestError: an id is not in the vocabulary.
         """
         known = parse_prompts(ids, "llm.decode") or []
         if not isinstance(known, list):
@@ -63,12 +63,21 @@ class LLM(LoadedModel):
     def stream(
         self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
     ) -> Iterator[str]:
-        """The continuation of ``prompt``, a text or token ids, piece by piece; keywords as in
-        `Sampling`. RequestError where one is bad, or the model has no tokenizer."""
-        wanted = Sampling.from_arguments("llm.stream", sampling)
-        _ = self.tokenizer  # without one there is nothing to yield
+        """Generate from ``prompt`` and yield the text piece by piece.
+
+        Args:
+            prompt: a string or token ids.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
+
+        Raises:
+            RequestError: invalid argument.
+            ModelFileError: the model has no tokenizer.
+        """
+        settings = Sampling.from_arguments("llm.stream", sampling)
+        _ = self.tokenizer  # raises if there is none: no text could be yielded
         one = parse_prompt(prompt, "llm.stream")
-        return self._stream_completion(one, wanted.with_seed(), Completion(), seen)
+        return self._stream_completion(one, settings.with_seed(), Completion(), seen)
 
     @overload
     def generate(
@@ -84,23 +93,31 @@ class LLM(LoadedModel):
         seen: PrefillCallback | None = None,
         **sampling: Any,
     ) -> Completion | list[Completion]:
-        """The continuation of ``prompt``, a text or token ids; keywords as in `Sampling`.
+        """Generate from one prompt or from several.
 
-        Of several prompts: a list of their continuations, made one after another. Without a
-        tokenizer prompts are ids, and completions have no text. RequestError names a bad argument.
+        Args:
+            prompt: a string, token ids, or a sequence of either. Without a tokenizer, token ids.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
+
+        Returns:
+            The completion; for several prompts a list of completions, computed one after another.
+
+        Raises:
+            RequestError: invalid argument.
         """
-        wanted = Sampling.from_arguments("llm.generate", sampling)
+        settings = Sampling.from_arguments("llm.generate", sampling)
         found = parse_prompts(prompt, "llm.generate")
         if not isinstance(found, tuple):
-            return self._complete(found, wanted, seen)
-        return [self._complete(one, wanted, seen) for one in found]
+            return self._complete(found, settings, seen)
+        return [self._complete(one, settings, seen) for one in found]
 
     def _complete(
-        self, prompt: str | list[int], wanted: Sampling, seen: PrefillCallback | None
+        self, prompt: str | list[int], settings: Sampling, seen: PrefillCallback | None
     ) -> Completion:
         completion = Completion()
         for _ in self._stream_completion(
-            prompt, wanted.with_seed(), completion, seen, exclusive=True
+            prompt, settings.with_seed(), completion, seen, exclusive=True
         ):
             pass
         return completion
@@ -115,14 +132,24 @@ class LLM(LoadedModel):
         eos_ids: Collection[int] | None = None,
         exclusive: bool = False,
     ) -> Iterator[str]:
-        """Yield pieces of text; ``completion`` is filled in meanwhile.
+        """Yield pieces of text and fill in ``completion``, which is final after the last piece.
 
-        ``prompt``: a text, or token ids. ``eos_ids``: the ids that end the answer, the model's end
-        tokens by default. ``exclusive``: no other request runs until this one is over, however
-        slowly pieces are taken.
+        Args:
+            prompt: a string or token ids.
+            sampling: sampling settings and stop conditions.
+            completion: an empty completion.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            profile: recorders of prefill and of decode.
+            eos_ids: ids that end the answer; the model's own by default.
+            exclusive: no other request runs before this one ends, however slowly pieces are
+                consumed.
+
+        Raises:
+            RequestError: invalid argument.
         """
+        settings = sampling.normalize()
         return self._stream_completion(
-            prompt, sampling.normalize(), completion, seen, profile, eos_ids, exclusive
+            prompt, settings, completion, seen, profile, eos_ids, exclusive
         )
 
     def _stream_completion(
@@ -130,7 +157,7 @@ class LLM(LoadedModel):
         seen: PrefillCallback | None, profile: tuple[Recorder, Recorder] | None = None,
         eos_ids: Collection[int] | None = None, exclusive: bool = False,
     ) -> Iterator[str]:  # fmt: skip
-        """`complete`, of a request that is checked and has its seed."""
+        """As `complete`, for validated settings with a seed."""
         check({"seen": Optional(function)}, {"seen": seen})
         completion.seed = sampling.seed or 0
         completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -145,7 +172,7 @@ class LLM(LoadedModel):
         )
 
     def _eos_ids(self) -> Collection[int]:
-        """The ids that end an answer of this model, as far as its file tells."""
+        """Return the EOS ids of the model, as far as its file states them."""
         if self.file.has_vocabulary:
             return self.tokenizer.eog_ids
         stated = getattr(self.file, "eos_token_ids", None)
@@ -155,30 +182,45 @@ class LLM(LoadedModel):
     def chat(
         self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any
     ) -> Completion:
-        """The answer to ``messages``; keywords as in `Sampling`.
+        """Answer a list of chat messages.
 
-        messages: mappings with ``role`` and ``content``, a text or a list of text parts
-        (``{"type": "text", "text": ...}``); special tokens in them are text (see `encode_chat`).
-        What they have in common with the last request is not computed again.
+        Tokens that the rendered chat shares with the last request are not computed again.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, a string or a list of text parts
+                (``{"type": "text", "text": ...}``). Special tokens in them are encoded as text;
+                see `encode_chat`.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
+
+        Raises:
+            RequestError: invalid argument or message, or the model has no chat template.
         """
-        wanted = Sampling.from_arguments("llm.chat", sampling)
-        return self._complete(self.encode_chat(messages), wanted, seen)
+        settings = Sampling.from_arguments("llm.chat", sampling)
+        return self._complete(self.encode_chat(messages), settings, seen)
 
     def chat_stream(
         self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any
     ) -> Iterator[str]:
-        """As `chat`, piece by piece."""
-        wanted = Sampling.from_arguments("llm.chat_stream", sampling)
-        return self._stream_completion(
-            self.encode_chat(messages), wanted.with_seed(), Completion(), seen
-        )
+        """As `chat`, but yield the text piece by piece."""
+        settings = Sampling.from_arguments("llm.chat_stream", sampling).with_seed()
+        return self._stream_completion(self.encode_chat(messages), settings, Completion(), seen)
 
     def encode_chat(
         self, messages: Sequence[Message], parse_special: bool = False, **variables: Any
     ) -> list[int]:
-        """The prompt that asks for the next answer, as ids; ``variables`` (``tools``) are the
-        template's. Only what the template itself writes becomes control tokens. ``parse_special``:
-        their texts in messages do, too, so that a message can end its turn and open another."""
+        """Render messages with the chat template and return the token ids of the prompt.
+
+        Args:
+            messages: see `chat`.
+            parse_special: encode special tokens written out in messages as control tokens, so that
+                a message can end its turn and begin another. By default only text of the template
+                itself becomes control tokens.
+            **variables: variables of the template, such as ``tools``.
+
+        Raises:
+            RequestError: invalid message, or the template rejects the messages.
+        """
         from ..chat import encode_chat, normalize_messages
 
         own = check({"parse_special": flag}, {"parse_special": parse_special})
@@ -189,43 +231,52 @@ class LLM(LoadedModel):
         self, system: str | None = None, seen: PrefillCallback | None = None,
         parse_special: bool = False, **sampling: Any,
     ) -> Conversation:  # fmt: skip
-        """A chat in turns, each of which computes its new tokens only; keywords as in `Sampling`.
+        """Begin a multi-turn chat, in which each turn computes only its new tokens.
 
-        for piece in conversation.ask("Hello"): print(piece, end="")  # parse_special: encode_chat
+        Example: ``for text in conversation.ask("Hello"): print(text, end="")``
+
+        Args:
+            system: system message.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of a prefill.
+            parse_special: see `encode_chat`.
+            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
+
+        Raises:
+            RequestError: invalid argument, or the model has no chat template.
         """
         from ..chat import Conversation
 
         check({"parse_special": flag}, {"parse_special": parse_special})
         if not isinstance(system, (str, type(None))):
-            raise invalid_argument("system", system, "a text")
-        wanted = Sampling.from_arguments("llm.conversation", sampling)
+            raise invalid_argument("system", system, "a string")
+        settings = Sampling.from_arguments("llm.conversation", sampling)
 
-        def answered(ids: list[int], completion: Completion) -> Iterator[str]:
-            return self._stream_completion(ids, wanted.with_seed(), completion, seen)
+        def answer(ids: list[int], completion: Completion) -> Iterator[str]:
+            return self._stream_completion(ids, settings.with_seed(), completion, seen)
 
-        return Conversation(self.template, self.tokenizer, answered, system, parse_special)
+        return Conversation(self.template, self.tokenizer, answer, system, parse_special)
 
     def _ids(self, prompt: Prompt, where: str) -> list[int]:
-        """The ids of one prompt, a text or ids. RequestError."""
+        """Return the checked token ids of one prompt. RequestError: invalid prompt."""
         found = parse_prompt(prompt, where)
         ids = self.encode(found) if isinstance(found, str) else found
         self.check_ids(ids)
         return ids
 
-    # -- numbers
+    # -- values and times
     def logits(self, prompt: Prompt, last: bool = False) -> np.ndarray:
-        """float32 [T, vocab] for a text or ids; with ``last`` [vocab], of the last position only.
+        """Return the logits float32 [T, vocab] of a prompt, and clear the KV cache.
 
-        The cache is forgotten. RequestError for a bad id.
+        ``last``: return [vocab], the logits of the last position. RequestError: invalid prompt.
         """
         check({"last": flag}, {"last": last})
         ids = self._ids(prompt, "llm.logits")
         with self.engine.lock.hold("llm.logits"):
-            pieces = list(self.engine.logits(ids, last))
-        return pieces[0][0] if last else np.concatenate(pieces)
+            chunks = list(self.engine.logits(ids, last))
+        return chunks[0][0] if last else np.concatenate(chunks)
 
     def scopes(self) -> list[str]:
-        """The scopes whose values `trace` can give, in the order in which a run makes them."""
+        """Return the scopes that `trace` accepts, in order of execution."""
         return list(self.engine.scope_values)
 
     def trace(
@@ -234,16 +285,26 @@ class LLM(LoadedModel):
         scopes: str | Iterable[str],
         patch: Mapping[str, Patch] | None = None,
     ) -> dict[str, np.ndarray]:
-        """What modules return while ``prompt``, a text or ids, is read: arrays [T, ...] by scope.
+        """Compute a prompt and return the values of modules; optionally replace values.
 
-        ``scopes``: names out of `scopes`, or patterns: ``*.mlp``; ``model.layers.3.*`` is the layer
-        and all in it. A scope that runs several times has its last value. Values are those of this
-        model as it is loaded, quantised activations included; a fused step that hides one is run in
-        parts. ``patch``: scope or pattern -> function of a value (float32, [tokens, ...]) that
-        returns what takes its place, of the same shape and dtype; all that follows reads that, and
-        it is what is returned. A prompt is read in steps of at most 512 tokens (fewer where the
-        values of a step are more than 256 MB), and a function is called once in each. The cache is
-        forgotten. RequestError for an unknown scope, with the nearest names, or a bad replacement.
+        Values are those of the model as loaded, quantised activations included. A fused step that
+        hides a value is run as its parts. The KV cache is cleared.
+
+        Args:
+            prompt: a string or token ids. It is computed in steps of at most 512 tokens, fewer if
+                the values of a step exceed 256 MB.
+            scopes: names from `scopes`, or patterns such as ``*.mlp``; ``model.layers.3.*`` matches
+                the layer and everything in it.
+            patch: maps a scope or pattern to a function that takes a value (float32 [tokens, ...])
+                and returns its replacement of the same shape and dtype. It is called once per step;
+                later ops read the replacement.
+
+        Returns:
+            Arrays [T, ...] by scope; the last value of a scope that runs several times; the
+            replacement of a patched value.
+
+        Raises:
+            RequestError: unknown scope (the nearest names are listed), or invalid replacement.
         """
         rules: dict[str, Rule] = {"scopes": texts, "patch": Optional(mapping)}
         own = check(rules, {"scopes": scopes, "patch": patch})
@@ -262,9 +323,20 @@ class LLM(LoadedModel):
         repeat: int = 3,
         show: Progress = lambda what, done, total: None,
     ) -> Profile:
-        """What reading ``prompt`` (a text or token ids) and ``decode`` tokens after it cost, step
-        by step: ``repeat`` timed passes, in turns with passes that are not timed. No other request
-        runs meanwhile. RequestError."""
+        """Profile the prefill of a prompt and the decode steps after it, op by op.
+
+        Profiled passes are interleaved with passes without profiling. No other request runs
+        meanwhile.
+
+        Args:
+            prompt: a string or token ids.
+            decode: number of tokens to generate.
+            repeat: number of profiled passes.
+            show: called with (description, passes done, total).
+
+        Raises:
+            RequestError: invalid argument.
+        """
         from ..profiler import capture
 
         rules: dict[str, Rule] = {"decode": Integer(), "repeat": Integer(1), "show": function}

@@ -1,4 +1,4 @@
-"""What can be a prompt: a text, or token ids."""
+"""Prompt arguments: a string, token ids, or several of either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Prompt = str | Sequence[int]
 
 
 def parse_prompt(value: Any, where: str) -> str | list[int]:
-    """One prompt of the function ``where``: its text, or its ids. RequestError."""
+    """Return the single prompt ``value``, as a string or a list of ids.
+
+    ``where``: name of the called function, for errors. RequestError: not a single prompt.
+    """
     found = parse_prompts(value, where)
     if not found:
         raise RequestError("the prompt is empty")
@@ -22,7 +25,10 @@ def parse_prompt(value: Any, where: str) -> str | list[int]:
 
 
 def parse_prompts(value: Any, where: str) -> str | list[int] | tuple[str | list[int], ...]:
-    """One prompt, or a tuple of prompts if ``value`` is an iterable of them. RequestError."""
+    """Return one prompt, or a tuple of prompts if ``value`` is an iterable of prompts.
+
+    ``where``: name of the called function, for errors. RequestError: not a prompt.
+    """
     if isinstance(value, str):
         return str(value)
     items = _items(value, where)
@@ -34,7 +40,7 @@ def parse_prompts(value: Any, where: str) -> str | list[int] | tuple[str | list[
 
 
 def _items(value: Any, where: str) -> list[Any]:
-    """The elements of what is no text. RequestError for what has none, and for messages."""
+    """Return the elements of an iterable. RequestError: no iterable, or chat messages."""
     if isinstance(value, Mapping):
         raise _messages(where) if "role" in value else _no_prompt(value)
     if isinstance(value, (bytes, bytearray)) or not isinstance(value, Iterable):
@@ -46,7 +52,7 @@ def _items(value: Any, where: str) -> list[Any]:
 
 
 def _has_axes(item: Any) -> bool:
-    """Whether it holds elements; a scalar of NumPy or torch does not."""
+    """Whether the item has elements; a 0-dimensional NumPy or torch array has none."""
     return getattr(item, "ndim", 1) != 0
 
 
@@ -55,14 +61,16 @@ def _ids(items: Iterable[Any], where: str) -> list[int]:
     for item in items:
         number = as_int(item)
         if number is None:
-            raise RequestError(f"the prompt of {where} holds {quote(item)}, which is no token id")
+            raise RequestError(
+                f"the prompt of {where} has the element {quote(item)}, which is not a token id"
+            )
         ids.append(number)
     return ids
 
 
 def _no_prompt(value: Any) -> RequestError:
-    return invalid_argument("prompt", value, "a text or token ids")
+    return invalid_argument("prompt", value, "a string or token ids")
 
 
 def _messages(where: str) -> RequestError:
-    return RequestError(f"{where} takes a text or token ids; messages go to llm.chat")
+    return RequestError(f"{where} takes a string or token ids; pass messages to llm.chat")

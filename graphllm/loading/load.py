@@ -1,4 +1,4 @@
-"""Steps of loading a model: checked arguments, decoder, options, limits."""
+"""Steps of loading a model: argument rules, decoder, backend options, graph limits."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DEFAULT_CONTEXT = 4096
 
 
 def _model(name: str, value: Any) -> Any:
-    """A path, a name, or an open model file."""
+    """Rule: a path, a model name, or an open model file."""
     if all(hasattr(value, part) for part in ("spec", "keys", "weights")):
         return value
     if isinstance(value, (str, os.PathLike)):
         return path(name, value)
-    raise invalid_argument(name, value, "a path, the name of a model or an open model file")
+    raise invalid_argument(name, value, "a path, a model name or an open model file")
 
 
-# Of the arguments of `load`, and of what else takes the same.
+# Argument rules of `load`, and of other functions with the same arguments.
 RULES: dict[str, Rule] = {
     "model": _model,
     "model_def": Optional(path),
@@ -65,9 +65,18 @@ def build_decoder(
     file: Checkpoint, model_def: str | Path | None = None, kind: str | None = None,
     backends: Sequence[str] | None = None, options: Options | None = None,
 ) -> Decoder:  # fmt: skip
-    """The family's decoder over the file's weights, quantised to ``kind`` by one of the backends.
+    """Build the decoder of a model file.
 
-    ModelFileError for an unknown family, ConfigError for a key that it does not know.
+    Args:
+        file: the model file.
+        model_def: model definition to use instead of the file's model family.
+        kind: weight format to quantise float matrices to, e.g. ``q8_0``; None keeps them.
+        backends: names of the backends that may quantise, in order of preference.
+        options: options of these backends.
+
+    Raises:
+        ModelFileError: unknown model family.
+        ConfigError: unknown configuration key.
     """
     from .. import models
 
@@ -79,23 +88,23 @@ def build_decoder(
     if kind is not None:
         from ..checkpoints.quantize_on_load import QuantizedWeights
 
-        router = f".{config.names.router}.weight"  # small, and what it decides is delicate
-
-        def keep(name: str) -> bool:
-            return name.endswith(router)
-
-        weights = QuantizedWeights(weights, kind, keep, backends, options)
-    return spec.model(config, weights)
+        router = f".{config.names.router}.weight"  # small, and sensitive to rounding
+        weights = QuantizedWeights(
+            weights, kind, lambda name: name.endswith(router), backends, options
+        )
+    return family.model(config, weights)
 
 
 def backend_options(given: Mapping[str, Any]) -> Options:
-    """The `Options` of arguments that were checked. RequestError or GraphError names a rule or a
-    kernel that is not known."""
+    """Return the backend `Options` for checked arguments of `load`.
+
+    RequestError, GraphError: unknown fusion rule or kernel.
+    """
     fusion.check_names(given["no_fuse"])
     registry.check_switches(given["no_kernels"])
     return Options(given["linear"], given["threads"], given["no_fuse"], given["no_kernels"])
 
 
 def graph_limits(context: int, kv_type: str | None, device: str) -> Limits:
-    """What a graph is built for, of one sequence."""
+    """Return the limits of a graph for one sequence; ``kv_type`` None takes the default dtype."""
     return Limits(context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16"))

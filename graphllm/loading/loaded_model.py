@@ -1,4 +1,4 @@
-"""A loaded model: file, tokenizer, chat template, engine, and where its ops run."""
+"""A loaded model: file, tokenizer, chat template, engine and placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..chat import ChatTemplate
     from ..tokenizer import Tokenizer
 
-# Tokens that a tokenizer may have beyond the embedding's rows: Gemma 3's has one, for pictures.
+# Maximum number of tokenizer entries without an embedding row. Gemma 3 has one, for images.
 MAX_EXTRA_TOKENS = 16
 
 
@@ -32,9 +32,9 @@ M = TypeVar("M", bound="LoadedModel")
 
 
 class LoadedModel:
-    """A model with its tokenizer, placed and ready to run; made by `load`.
+    """A model with its tokenizer, placed on backends and ready to run. Create it with `load`.
 
-    `close`, or the end of a ``with`` block, frees the memory.
+    `close`, or the end of a ``with`` block, frees its memory.
     """
 
     # Attributes that `close` deletes.
@@ -51,13 +51,25 @@ class LoadedModel:
         chat_template: str | Path | None = None,
         owns_file: bool = False,
     ) -> None:
-        """``executor_options``: of the `Executor`. ``owns_file``: `close` closes the file, too."""
+        """Place the model; `Engine.prepare` binds it.
+
+        Args:
+            file: the model file.
+            decoder: decoder over the weights of the file.
+            executor_options: keyword arguments of `Executor`.
+            limits: limits of the graph; the model's own may be lower.
+            chat_template: see `load`.
+            owns_file: whether `close` closes the file, too.
+
+        Raises:
+            ModelFileError: the tokenizer is invalid or does not match the embedding.
+        """
         self._name = f"{file.architecture} {file.path}"
         self.file, self.decoder = file, decoder
         self._template_choice, self._owns_file = chat_template, owns_file
         self._template: ChatTemplate | None = None
         self.limits = self.decoder.limits(limits)
-        if file.has_vocabulary:  # a bad one is told now
+        if file.has_vocabulary:  # report an invalid one now, not at the first request
             tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
             if tokens > rows + MAX_EXTRA_TOKENS:
                 raise ModelFileError(
@@ -71,17 +83,17 @@ class LoadedModel:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The file's tokenizer. ModelFileError where it has none, or a bad one."""
+        """The file's tokenizer. ModelFileError: the file has none, or an invalid one."""
         return self.file.tokenizer()
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids, with the begin-of-text token if the model wants one."""
+        """Return the token ids of a prompt, with a BOS token if the model uses one."""
         if not isinstance(prompt, str):
-            raise invalid_argument("prompt", prompt, "a text")
+            raise invalid_argument("prompt", prompt, "a string")
         return self.tokenizer.encode(prompt, add_special=True)
 
     def check_ids(self, ids: Iterable[int]) -> None:
-        """RequestError names an id that the model does not have."""
+        """Raise RequestError if an id is not in the vocabulary."""
         vocab = self.decoder.cfg.vocab
         for token in ids:
             if as_int(token) is None or not 0 <= token < vocab:
@@ -111,28 +123,36 @@ class LoadedModel:
 
         Args:
             model: a GGUF file, a Hugging Face directory, ``demo``, ``org/name`` of the Hugging Face
-                hub, or an open `Checkpoint`, such as a `RandomCheckpoint`.
-            model_def: a model file of your own, used instead of one of `graphllm.models`.
-            type: weight format, such as ``q8_0``, to which float matrices are quantised on load.
-            device: ``auto`` (the first backend that can run each op) or the name of a backend; ops
-                that it cannot run go to the backends behind it in the order.
-            gpu_layers: number of layers, counted from the last, on a device with a memory of its
-                own; ``auto`` (as many as fit) or ``all``.
-            context: maximum number of tokens of prompt and answer; at most the model's own.
-            kv_type: dtype of the KV cache; f16 by default (f32 on the reference backend).
-            linear: ``auto``, ``integer``, or ``float`` (activations are not quantised).
-            threads: number of CPU threads; 0 means one per core.
+                hub, or an open model file such as `graphllm.checkpoints.random_weights.RandomFile`.
+            model_def: Python file that defines the model, instead of a built-in family.
+            type: weight format to quantise float matrices to while loading, such as ``q8_0``.
+            device: ``auto`` (for each op the first backend that supports it) or the name of a
+                backend; ops that it does not support run on the backends after it.
+            gpu_layers: number of layers to offload to the GPU, the last ones first; ``auto`` (as
+                many as fit) or ``all``.
+            context: maximum number of tokens of prompt and answer, at most the model's own limit.
+            kv_type: dtype of the KV cache: f32, f16 or q8_0; f16 by default (f32 on the reference
+                backend).
+            linear: matrix products with quantised weights: ``integer`` (activations are quantised,
+                too), ``float``, or ``auto``.
+            threads: number of CPU threads; 0 uses every core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
-            strict: raise PlacementError when an op misses the first backend.
+            strict: raise PlacementError if an op does not run on the first usable backend.
             no_fuse: names of fusion rules to disable, or ``all``.
             no_kernels: kernels to disable, such as ``cuda:softmax``.
-            chat_template: a file or one of gemma, chatml, llama3, mistral, phi3, zephyr, instead of
-                the model's own template.
-            progress: called with what is being done, how much is done, and the total.
+            chat_template: a Jinja2 file or one of gemma, chatml, llama3, mistral, phi3, zephyr;
+                the model's own template by default.
+            progress: called with (description, amount done, total) while the model loads.
+
+        Returns:
+            The loaded model.
 
         Raises:
-            RequestError, ModelFileError, ConfigError, PlacementError, OutOfMemory: each with one
-                line that names the argument, file, key or tensor.
+            RequestError: invalid argument.
+            ModelFileError: invalid or unsupported model file.
+            ConfigError: missing, unknown or invalid configuration key.
+            PlacementError: the device cannot be used, or an op cannot be placed as requested.
+            OutOfMemory: not enough memory for the weights, the KV cache or the buffers.
         """
         start = time.perf_counter()
         own = check(RULES, {name: value for name, value in locals().items() if name in RULES})
@@ -160,9 +180,9 @@ class LoadedModel:
     # -- chat template
     @property
     def template(self) -> ChatTemplate:
-        """The chat template that `load` was given, or the model's own. RequestError if none.
+        """The chat template: the argument of `load`, or the model's own.
 
-        ModelFileError when it is no valid template.
+        RequestError: there is none. ModelFileError: it is invalid.
         """
         if self._template is None:
             from ..chat import find_template, template_tokens
@@ -173,17 +193,17 @@ class LoadedModel:
 
     @property
     def has_template(self) -> bool:
-        """Whether the file brings a chat template."""
+        """Whether the model file has a chat template."""
         return bool(self.file.chat_template)
 
     # -- placement
     @property
     def device(self) -> str:
-        """The first usable backend."""
+        """Name of the first usable backend."""
         return self.executor.backends[0].name
 
     def placement(self) -> dict[str, dict[str, int]]:
-        """Steps of one token, by backend and op."""
+        """Return the number of steps of the decode plan by backend and op."""
         counts: dict[str, dict[str, int]] = {}
         for step in self.engine.decode_plan().steps:
             ops = counts.setdefault(step.backend.name, {})
@@ -191,45 +211,46 @@ class LoadedModel:
         return counts
 
     def misses(self) -> list[str]:
-        """A line for each kind of op that missed the first backend, with the reason; then one for
-        what is copied between memories."""
+        """Return one line for each op that missed the first backend, with the reason, and one for
+        each pair of memories that a decode step copies between."""
         plan = self.engine.decode_plan()
         lines = [
-            f"{op} ran on {backend} ({count} steps a token): {why}"
+            f"{op} ran on {backend} ({count} steps per token): {why}"
             for (op, backend, why), count in plan.misses().items()
         ]
         return lines + [f"a token needs {copies}" for copies in plan.copies()]
 
     @property
     def gpu_offload(self) -> GpuOffload | None:
-        """How many layers went to a device with a memory of its own; None without one."""
+        """Layers offloaded to a device with its own memory; None without such a device."""
         return self.engine.gpu_offload
 
     def notes(self) -> list[str]:
-        """Notes for the user on the tokenizer and on placement, a line each."""
+        """Return notes for the user on tokenizer, quantisation and placement, one line each."""
         skipped, requested = self.executor.skipped.items(), self.engine.requested_gpu_layers
         lines = list(self.tokenizer.notes) if self.file.has_vocabulary else []
         lines += [
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).expected()
         ]
-        lines += getattr(self.decoder.weights.source, "notes", list)()  # of quantised ones
+        lines += getattr(self.decoder.weights.source, "notes", list)()  # of `Quantised` weights
         if self.gpu_offload:
             return [*lines, str(self.gpu_offload)]
         if requested != AUTO:
-            why = f"{self.device} works in the host's memory"
+            why = f"{self.device} uses host memory"
             lines.append(f"gpu_layers = {requested} has no effect: {why}")
         return lines
 
-    # -- its end
+    # -- lifetime
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return "engine" not in vars(self)
 
     def close(self) -> None:
-        """Free weights, cache and buffers now, after the request that runs. May be called again.
+        """Wait for the running request, then free weights, KV cache and buffers.
 
-        Streams that are left half way end in a RequestError when they are continued.
+        Afterwards any use of the model, unfinished streams included, raises RequestError. May be
+        called more than once.
         """
         if self.closed:
             return
@@ -260,7 +281,7 @@ class LoadedModel:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            """What `close` has let go of is missing."""
+            """Report the attributes that `close` has deleted."""
             if name in self._freed and self.closed:
                 raise RequestError("the model is closed")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
