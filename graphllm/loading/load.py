@@ -89,10 +89,12 @@ def build_decoder(
         from ..checkpoints.quantize_on_load import QuantizedWeights
 
         router = f".{config.names.router}.weight"  # small, and sensitive to rounding
-        weights = QuantizedWeights(
-            weights, kind, lambda name: name.endswith(router), backends, options
-        )
-    return family.model(config, weights)
+
+        def keep(name: str) -> bool:
+            return name.endswith(router)
+
+        weights = QuantizedWeights(weights, kind, keep, backends, options)
+    return spec.model(config, weights)
 
 
 def backend_options(given: Mapping[str, Any]) -> Options:

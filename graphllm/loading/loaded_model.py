@@ -232,7 +232,7 @@ class LoadedModel:
         lines += [
             f"{name} is not used: {why}" for name, why in skipped if registry.find(name).expected()
         ]
-        lines += getattr(self.decoder.weights.source, "notes", list)()  # of `Quantised` weights
+        lines += getattr(self.decoder.weights.source, "notes", list)()  # of `QuantizedWeights`
         if self.gpu_offload:
             return [*lines, str(self.gpu_offload)]
         if requested != AUTO:
