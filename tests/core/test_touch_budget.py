@@ -1,5 +1,4 @@
-"""What a new op, model or backend touches: one file, or one directory. The examples are those of
-docs/architecture.md, which are run as they stand there."""
+"""A new op, model or backend takes one file or directory. Runs the examples of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ IDS = [1, 5, 300, 17, 9, 9, 250]
 
 def example(heading: str, language: str = "python") -> str:
     """The first block of code in ``language`` under the heading of the page."""
-    page = (DOCS / "architecture.md").read_text("utf-8")
+    page = (DOCS.parent / "CONTRIBUTING.md").read_text("utf-8")
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
     assert found, f"{heading}: no {language} example"

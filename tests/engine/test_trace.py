@@ -529,9 +529,9 @@ def test_every_scope_of_the_real_model_agrees_with_transformers(demo):
 
 
 @pytest.mark.realmodel
-def test_the_example_of_the_readme():
-    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    section = page.split("\n## Any value inside\n")[1].split("\n## ")[0]
+def test_the_example_of_the_api_page():
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
+    section = page.split("\n## Tracing and patching\n")[1].split("\n## ")[0]
     code, output = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -35,7 +35,7 @@ BYTE_PIECES = [f"<0x{value:02X}>" for value in range(256)]
 @lru_cache
 def corpus() -> list[str]:
     """Plain English, code, and other scripts: half of the hard texts, so that half are new."""
-    pages = [path.read_text("utf-8") for path in sorted(ROOT.glob("docs/*.md"))]
+    pages = [path.read_text("utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))]
     texts = [text.encode("utf-8", "replace").decode() for text in EDGE_CASES[::2] * 3]
     return [line for page in pages for line in page.split("\n")] + texts
 
