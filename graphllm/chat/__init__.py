@@ -1,4 +1,4 @@
-"""Chats: templates that turn messages into a prompt, and conversations that remember."""
+"""Chat: templates that render messages as a prompt, and multi-turn conversations."""
 
 from .builtin_templates import TEMPLATES
 from .conversation import Conversation

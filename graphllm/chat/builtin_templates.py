@@ -1,4 +1,4 @@
-"""Chat templates by name, for models that bring none: what their makers' model cards describe."""
+"""Built-in chat templates, for models without one; sources: the model cards of each family."""
 
 GEMMA = """\
 {{ bos_token }}

@@ -1,4 +1,4 @@
-"""A rendered chat, and its token ids: control tokens are the template's alone."""
+"""Rendered chat and its token ids: only text of the template becomes control tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ class RenderedChat:
     content: tuple[tuple[int, int], ...] = ()
 
     def after(self, start: int) -> RenderedChat:
-        """What follows the first ``start`` characters."""
+        """Return the chat without its first ``start`` characters."""
         moved = [(max(0, a - start), b - start) for a, b in self.content if b > start]
         return RenderedChat(self.text[start:], tuple(moved))
 
     def encode(self, tokenizer: Tokenizer, parse_special: bool = False) -> list[int]:
-        """The ids. The text of a special token that came from the caller, or of which a part did,
-        is encoded as text, unless ``parse_special``."""
+        """Return the token ids.
+
+        A special token's text that came from the caller, in whole or in part, is encoded as text
+        unless ``parse_special``.
+        """
         literal = () if parse_special else self.content
         return tokenizer.encode(self.text, parse_special=True, literal=literal)
 
@@ -29,9 +32,9 @@ class RenderedChat:
 def encode_chat(
     tokenizer: Tokenizer, prompt: RenderedChat, parse_special: bool = False
 ) -> list[int]:
-    """Ids of a rendered chat, with one begin token first.
+    """Return the token ids of a rendered chat with exactly one BOS token.
 
-    Some templates write the begin token themselves, some leave it to the tokenizer.
+    Some templates write the BOS token themselves, others leave it to the tokenizer.
     """
     ids = prompt.encode(tokenizer, parse_special)
     if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:

@@ -1,9 +1,10 @@
-"""The process that renders chat templates: started when needed, used by all threads, replaced when
-a template exceeds its limits.
+"""Client of the process that renders chat templates.
 
-Templates come with model files. Jinja2's sandbox keeps them from the interpreter's internals, and
-the kernel bounds the time and memory of the process that renders them (`renderer/worker.py`). The
-process is a fresh interpreter that imports nothing but Jinja2 and the renderer.
+Chat templates come with model files and are untrusted. Jinja2's sandbox isolates them from the
+interpreter, and the operating system limits the CPU time and memory of the process that renders
+them (`renderer/worker.py`). The process is a new interpreter that imports only Jinja2 and the
+renderer. It is started on demand, shared by all threads, and replaced when a template exceeds its
+limits.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ from typing import Any
 from ..errors import RequestError
 from .renderer.protocol import LENGTH_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, OUT_OF_MEMORY
 
-REPLY_TIMEOUT_S = (
-    10.0  # for an answer; longer than the limit, since other processes may have the cores
-)
+REPLY_TIMEOUT_S = 10.0  # wall time; longer than MAX_CPU_S, since the cores may be busy
 START_TIMEOUT_S = 60.0
 _BOOT = "import sys; sys.path += sys.argv[1:]; from renderer.worker import main; main()"
-_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")  # of the environment
+# Environment variables that the process inherits.
+_INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class LimitExceeded(Exception):
-    """A template needs more than its limits allow; the text says which."""
+    """A template exceeded its limits; the message names the limit."""
 
 
-class RenderingProcess:
-    """One process, and the requests to it, one at a time."""
+class RendererProcess:
+    """The rendering process; requests to it are serialized."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,12 +49,16 @@ class RenderingProcess:
         self._ready = False
 
     def start(self) -> None:
-        """Start the process if there is none, without waiting for it."""
-        with self._lock, suppress(OSError, StopIteration):  # a request reports what fails
+        """Start the process if it is not running, without waiting until it is ready."""
+        with self._lock, suppress(OSError, StopIteration):  # the next request reports the failure
             self._start(next(_interpreters()))
 
     def request(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """The header and the text that the process answers. LimitExceeded, RequestError."""
+        """Send a request and return the header and text of the reply; see `renderer.protocol`.
+
+        LimitExceeded: the template exceeded its limits. RequestError: the process cannot be
+        started.
+        """
         data = json.dumps(values).encode()
         with self._lock:
             try:
@@ -63,7 +67,7 @@ class RenderingProcess:
                 header, text = self._receive(REPLY_TIMEOUT_S)
             except (OSError, EOFError) as error:
                 raise LimitExceeded(self._end(error)) from None
-            except BaseException:  # as an interrupt: what is answered later belongs to nobody
+            except BaseException:  # such as an interrupt: a late reply must not be read
                 self.close()
                 raise
             if header["last"]:
@@ -81,16 +85,16 @@ class RenderingProcess:
         self._ready = False
 
     def forget(self) -> None:
-        """Leave the process to the parent that started it, after a fork."""
+        """After a fork: leave the process to the parent, which started it."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
-            self._process.returncode = 0  # not this process's child
+            self._process.returncode = 0  # it is no child of this process
         self.__init__()  # type: ignore[misc]
 
     # -- starting
     def _connect(self) -> None:
-        """Have a process that answers. RequestError if none can be started."""
+        """Start a process and wait until it is ready. RequestError: it cannot be started."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._ready:
@@ -106,8 +110,7 @@ class RenderingProcess:
                 self.close()
                 reason = f"{executable}: {error or type(error).__name__}"
         raise RequestError(
-            "chat templates are rendered in a process of their own, which cannot be started: "
-            f"{reason}"
+            f"chat templates are rendered in a separate process, which cannot be started: {reason}"
         )
 
     def _start(self, executable: str) -> None:
@@ -122,8 +125,8 @@ class RenderingProcess:
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={name: os.environ[name] for name in _KEPT if name in os.environ},
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
+                env={name: os.environ[name] for name in _INHERITED if name in os.environ},
+                start_new_session=True,  # Ctrl-C at the terminal does not reach it
             )
 
     # -- messages
@@ -152,7 +155,7 @@ class RenderingProcess:
         return bytes(data)
 
     def _end(self, error: Exception) -> str:
-        """End the process, and say why it did not answer."""
+        """End the process and return the reason why it did not reply."""
         assert self._process is not None
         status = None
         if not isinstance(error, TimeoutError):
@@ -160,34 +163,37 @@ class RenderingProcess:
                 status = self._process.wait(1)
         self.close()
         if status is None:
-            return f"it takes more than {REPLY_TIMEOUT_S:.0f} s"
+            return f"rendering takes more than {REPLY_TIMEOUT_S:.0f} s"
         if status == -signal.SIGPROF:
-            return f"it takes more than {MAX_CPU_S:.0f} s"
+            return f"rendering takes more than {MAX_CPU_S:.0f} s of CPU time"
         if status == OUT_OF_MEMORY:
-            return f"it needs more than {MAX_MEMORY_BYTES >> 20} MB of memory"
+            return f"rendering needs more than {MAX_MEMORY_BYTES >> 20} MB of memory"
         by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return f"it ended the process that renders it ({by})"
+        return f"rendering ended the process ({by})"
 
 
 def _interpreters() -> Iterator[str]:
-    """Python interpreters to try: the one that multiprocessing was told of, this one, and the one
-    of the installation, for programs that embed Python."""
+    """Yield the Python interpreters to try.
+
+    These are the one set for multiprocessing, the running one, and the installed one, for programs
+    that embed Python.
+    """
     spawn = sys.modules.get("multiprocessing.spawn")
-    told = spawn.get_executable() if spawn is not None else None
+    configured = spawn.get_executable() if spawn is not None else None
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = [str(Path(base) / "bin" / name) for base in (sys.prefix, sys.base_prefix)]
-    own = [os.fsdecode(each) for each in (told, sys.executable) if each]
+    own = [os.fsdecode(each) for each in (configured, sys.executable) if each]
     own.sort(key=lambda path: not Path(path).name.startswith(("python", "pypy")))
     yield from dict.fromkeys([*own, *installed])
 
 
 def _libraries() -> list[str]:
-    """The folders that Jinja2 and what it needs are imported from."""
+    """Return the directories that Jinja2 and MarkupSafe are imported from."""
     found = [importlib.util.find_spec(name) for name in ("jinja2", "markupsafe")]
     origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
     return list(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))
 
 
-PROCESS = RenderingProcess()
+PROCESS = RendererProcess()
 atexit.register(PROCESS.close)
 os.register_at_fork(after_in_child=PROCESS.forget)

@@ -1,4 +1,4 @@
-"""Chat templates: which one a model has, and messages as its text."""
+"""Chat templates: find a model's template and render messages with it."""
 
 from __future__ import annotations
 
@@ -14,36 +14,47 @@ from .messages import Message, normalize_messages, to_plain_data
 from .rendered_chat import RenderedChat
 from .renderer_process import PROCESS, LimitExceeded
 
-_LARGEST = 1 << 18  # characters of a template
-_MAX_FILE_BYTES = 4 * _LARGEST
+_MAX_CHARS = 1 << 18
+_MAX_FILE_BYTES = 4 * _MAX_CHARS
 
 
 class ChatTemplate:
-    """A Jinja2 template that makes one text of the messages of a chat.
+    """Jinja2 template that renders chat messages as a prompt.
 
-    ``name`` says where it is from, for errors; ``tokens`` are the texts of special tokens that it
-    may use (``bos_token``, ``eos_token``). It is compiled and rendered in a process of its own,
-    with at most 1 s of CPU time and 64 MB of memory. ModelFileError when it is no valid template.
+    It is compiled and rendered in a separate process, with at most 1 s of CPU time and 64 MB of
+    memory.
+
+    Args:
+        source: Jinja2 source.
+        name: origin of the template, for error messages.
+        tokens: texts of the special tokens that it may use (``bos_token``, ``eos_token``).
+
+    Raises:
+        ModelFileError: the template is invalid.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str] | None = None) -> None:
         self.source, self.name, self.tokens = source, name, dict(tokens or {})
-        if len(source) > _LARGEST:
+        if len(source) > _MAX_CHARS:
             raise ModelFileError(
-                f"{name}: {len(source)} characters, where a template has at most {_LARGEST}"
+                f"{name}: the template has {len(source)} characters, more than {_MAX_CHARS}"
             )
         self._request(ModelFileError, {})
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The text of `render_prompt`."""
+        """Return the text of the prompt; see `render_prompt`."""
         return self.render_prompt(messages, **variables).text
 
     def render_prompt(self, messages: Sequence[Message], **variables: Any) -> RenderedChat:
-        """The chat as text, up to where the answer begins.
+        """Render messages as a prompt for the next answer.
 
-        ``messages``: see `normalize_messages`. ``variables`` are passed on;
-        ``add_generation_prompt=False`` leaves the answer's header out. RequestError when a message
-        is malformed or the template refuses the messages.
+        Args:
+            messages: see `normalize_messages`.
+            **variables: variables of the template; ``add_generation_prompt=False`` omits the header
+                of the answer.
+
+        Raises:
+            RequestError: a message is malformed, or the template rejects the messages.
         """
         values = {
             "messages": normalize_messages(messages),
@@ -66,7 +77,7 @@ class ChatTemplate:
 
 
 def template_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """The texts of special tokens that templates use; empty where a model has none."""
+    """Return the texts of the special tokens that templates use, empty if a model has none."""
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     return {
         name: "" if token is None else tokenizer.piece(token).decode("utf-8", "replace")
@@ -75,10 +86,11 @@ def template_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def directory_template(folder: Path) -> str | None:
-    """The chat template of a Hugging Face directory, None where it has none.
+    """Return the chat template of a Hugging Face directory, or None.
 
-    That of chat_template.jinja, else of tokenizer_config.json (of several the one called default),
-    else of additional_chat_templates (default.jinja, or the only one). ModelFileError.
+    In order of preference: chat_template.jinja; tokenizer_config.json (the template named
+    ``default`` of several); additional_chat_templates (default.jinja, or the only file).
+    ModelFileError: a file cannot be read or is invalid.
     """
     own = folder / "chat_template.jinja"
     if own.exists():
@@ -90,7 +102,7 @@ def directory_template(folder: Path) -> str | None:
         listed = rows[0].get("template") if rows else None
     if not isinstance(listed, (str, type(None))):
         kind = type(listed).__name__
-        raise ModelFileError(f"{settings}: the chat template is a {kind}, not a text")
+        raise ModelFileError(f"{settings}: the chat template is a {kind}, not a string")
     if listed:
         return listed
     more = sorted(folder.glob("additional_chat_templates/*.jinja"))
@@ -101,16 +113,24 @@ def directory_template(folder: Path) -> str | None:
 def find_template(
     choice: str | Path | None, own: Any, model: str, tokens: Mapping[str, str]
 ) -> ChatTemplate:
-    """The template that ``choice`` names (a built-in's name, or a file), else the model's ``own``.
+    """Return the chat template to use.
 
-    ModelFileError when the file is not there or no template, RequestError when there is none.
+    Args:
+        choice: name of a built-in template, or a file; None for the model's own.
+        own: source of the model's own template, if any.
+        model: path of the model, for error messages.
+        tokens: texts of special tokens; see `ChatTemplate`.
+
+    Raises:
+        ModelFileError: the file cannot be read, or the template is invalid.
+        RequestError: ``choice`` is None and the model has no template.
     """
     if choice is None:
         if isinstance(own, str) and own:
             return ChatTemplate(own, f"{model}: chat template", tokens)
         names = ", ".join(TEMPLATES)
         raise RequestError(
-            f"{model}: the model has no chat template; give one as chat_template, a file or one of "
+            f"{model}: the model has no chat template; give one as chat_template: a file or one of "
             f"{names}",
             "chat_template",
         )
@@ -121,7 +141,7 @@ def find_template(
     except OSError as error:
         names = ", ".join(TEMPLATES)
         raise ModelFileError(
-            f"chat template {choice}: {error.strerror}, and no built-in one ({names}) has the name"
+            f"chat template {choice}: {error.strerror}; it is not a built-in name ({names}) either"
         ) from None
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{choice}: byte {error.start} is not valid UTF-8") from None

@@ -215,7 +215,7 @@ def test_a_template_that_reads_parts_only():
         ([{"type": "image_url", "image_url": "x"}], r"content\[0\] is of type 'image_url'; only"),
         (["text"], r"message 0: content\[0\] is not a mapping with a type"),
         ([PARTS[0], {"type": "text"}], r"content\[1\] has no text"),
-        ({"type": "text"}, "has no content: a text or a list of parts"),
+        ({"type": "text"}, "has no content: a string or a list of text parts"),
         (None, "has no content"),
         ([{"type": "text", "text": 3}], "has no text"),
     ],
@@ -231,7 +231,7 @@ def test_a_bad_part_is_named(content, message):
         ({1, 2}, r"message 0: x\[0\]: y is a set, which JSON cannot express"),
         (float("nan"), r"x\[0\]: y is nan, which JSON cannot express"),
         (b"a", "y is a bytes, which"),
-        ({1: 2}, r"y has the key 1, which is not a text"),
+        ({1: 2}, r"y has the key 1, which is not a string"),
         (10**4000, "y is an integer of 13288 bits"),
     ],
 )
@@ -240,5 +240,5 @@ def test_what_json_cannot_express_is_named(value, message):
         prompt("x", [{"role": "user", "content": "", "x": [{"y": value}]}])
     deep = [[]]
     deep[0].append(deep)
-    with pytest.raises(RequestError, match=r"tools.*more than 100 lists in one another"):
+    with pytest.raises(RequestError, match=r"tools.*more than 100 nested lists"):
         prompt("x", tools=deep)

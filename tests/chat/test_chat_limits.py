@@ -14,7 +14,7 @@ import hostile_templates as hostile
 import pytest
 
 from graphllm.chat import PROCESS, TEMPLATES, ChatTemplate
-from graphllm.chat.renderer_process import RenderingProcess
+from graphllm.chat.renderer_process import RendererProcess
 from graphllm.errors import ModelFileError, RequestError
 
 SAY = [{"role": "user", "content": "hello"}]
@@ -43,17 +43,17 @@ def test_memory_is_bounded():
     """Beyond the input, which may be large itself."""
     big = [{"role": "user", "content": "x" * (4 << 20)}]
     assert len(render("{{ messages[0].content ~ messages[0].content }}", big)) == 8 << 20
-    with pytest.raises(RequestError, match="test: it needs more than 64 MB of memory"):
+    with pytest.raises(RequestError, match="test: rendering needs more than 64 MB of memory"):
         render("{{ ('a' * (65 * 1048576)) | length }}")
-    with pytest.raises(RequestError, match="it makes more than 16777216 bytes of text"):
+    with pytest.raises(RequestError, match="the prompt is larger than 16777216 bytes"):
         render("{{ 'a' * 17000000 }}")
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{{ 1 }}" * 50_000, "350000 characters, where a template has at most 262144"),
-        ("{{ x.y }}" * 29_000, "it takes more than 10? s"),
+        ("{{ 1 }}" * 50_000, "the template has 350000 characters, more than 262144"),
+        ("{{ x.y }}" * 29_000, "rendering takes more than 10? s"),
         ("{{ " + "1+" * 100_000 + "1 }}", "more than 10? s|RecursionError"),
     ],
 )
@@ -147,14 +147,14 @@ def test_threads_get_their_own_text():
 def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
     """The next request must not get what was meant for this one."""
     own = ChatTemplate("{{ messages[0].content }}", "test")
-    receive = RenderingProcess._receive
+    receive = RendererProcess._receive
 
     def interrupted(self, seconds):
-        monkeypatch.setattr(RenderingProcess, "_receive", receive)
+        monkeypatch.setattr(RendererProcess, "_receive", receive)
         raise KeyboardInterrupt
 
     own.render(SAY)
-    monkeypatch.setattr(RenderingProcess, "_receive", interrupted)
+    monkeypatch.setattr(RendererProcess, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         own.render(SAY)
     assert own.render([{"role": "user", "content": "next"}]) == "next"

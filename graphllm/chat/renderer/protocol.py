@@ -1,13 +1,17 @@
-"""What the rendering process and its caller agree on.
+"""Protocol between the rendering process and its client.
 
-A message is its header's length and its text's, the header as JSON, and the text as UTF-8; a
-request has no text and one length. Requests: ``source``, and to render ``messages``, ``tokens``
-(the template's own texts) and ``variables`` (the caller's). Answers: ``content``, the spans of
-the text that came from the caller, or ``error``, and ``last`` when the process ends after it.
+A reply is the length of its header, the length of its text, the header as JSON, and the text as
+UTF-8; a request is one length and a header. Lengths are little-endian integers.
+
+Request header: ``source``; to render, also ``messages``, ``tokens`` (texts of the template's
+special tokens) and ``variables`` (of the caller). Without messages the template is compiled only.
+
+Reply header: ``content``, the spans of the text that came from the caller, or ``error``, with
+``syntax`` if the template does not compile; and ``last`` if the process ends after this reply.
 """
 
-LENGTH_BYTES = 8  # little-endian
-MAX_CPU_S = 1.0  # of a request
-MAX_MEMORY_BYTES = 64 << 20  # beyond those of the process with the request in it
+LENGTH_BYTES = 8
+MAX_CPU_S = 1.0  # CPU time of a request
+MAX_MEMORY_BYTES = 64 << 20  # beyond the memory of the process that holds the request
 MAX_TEXT_BYTES = 16 << 20  # of a rendered chat
 OUT_OF_MEMORY = 80  # exit status

@@ -1,14 +1,14 @@
-"""Text that knows which of its characters came from the caller, and which from the template.
+"""Taint tracking: which characters of a rendered text came from the caller.
 
-A plain str is the template's: a literal, or a token such as ``bos_token``. What the caller gives is
-`Tracked`, and so is every text that an operation makes of it. `Tracked` is a str, so a template's
-tests see the text as it is. Each keeps a shadow: a text of the same length with `MARK` in place of
-every character of the caller's, except white space.
+A plain str belongs to the template: a literal, or a token such as ``bos_token``. Strings of the
+caller are `Tracked`, and so is the result of every operation on them. `Tracked` is a subclass of
+str, so a template's tests see the unchanged text. Each has a shadow: a str of the same length with
+`MARK` in place of each of the caller's characters, white space excepted.
 
-Operations that a prompt is assembled with keep the origin of each character: concatenation,
-slices, strip, split, replace, join, changes of case, formatting. Whatever another operation makes
-of the caller's text counts as the caller's as a whole, so that nothing that came from outside can
-pass for the template's.
+Operations that assemble a prompt keep the origin of each character: concatenation, slices, strip,
+split, replace, join, changes of case, formatting. The result of any other operation on text of the
+caller counts as the caller's as a whole, so that text of the caller never passes for text of the
+template.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any
 
 from jinja2 import Undefined
 
-MARK = "\x7f"  # of ASCII, for speed, and without case: no operation on shadows changes it
+MARK = "\x7f"  # ASCII (fast) and caseless: no operation on shadows changes it
 _RUN = re.compile(rf"{MARK}[{MARK}\s]*")
 _SLICES = frozenset(("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"))
 _CUTS = frozenset(("split", "rsplit", "partition", "rpartition"))
-# They treat a shadow as the text itself wherever the results are equally long: what makes them
-# treat characters differently is white space, which a shadow has, or makes the result longer.
+# Applied to a shadow, these methods split and align as on the text itself: they distinguish
+# characters only by white space, which shadows keep, or change the length of the result, which is
+# checked.
 _ALIGNED = frozenset(
     ("upper", "lower", "casefold", "capitalize", "swapcase", "title", "center", "ljust", "rjust",
      "split", "rsplit", "splitlines")
 )  # fmt: skip
 _OTHERS = frozenset(("replace", "join", "zfill", "expandtabs", "translate"))
-METHODS = _SLICES | _CUTS | _ALIGNED | _OTHERS  # of str, which make text
+METHODS = _SLICES | _CUTS | _ALIGNED | _OTHERS  # methods of str that return text
 
 
 class _Shadows(dict[int, int]):
-    """The table by which `str.translate` makes the shadow of the caller's text."""
+    """Table for `str.translate` from a text of the caller to its shadow."""
 
     def __missing__(self, code: int) -> int:
         self[code] = code if chr(code).isspace() else ord(MARK)
@@ -45,7 +46,7 @@ _SHADOWS = _Shadows()
 
 
 class Tracked(str):
-    """A str with characters of the caller's: all of them unless a shadow says which."""
+    """A str with characters of the caller: all of them, or those marked in ``shadow``."""
 
     __slots__ = ("_shadow",)
     _shadow: str
@@ -78,7 +79,7 @@ for _name in METHODS:
 
 
 def track(value: Any) -> Any:
-    """A copy of JSON's values with every text, keys included, marked as the caller's."""
+    """Return a copy of plain data in which every str, keys included, is `Tracked`."""
     if isinstance(value, str):
         return Tracked(value)
     if isinstance(value, list):
@@ -89,19 +90,19 @@ def track(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """``value`` as a template prints it. A list or dict prints as the caller's."""
+    """Return ``value`` as a template prints it; a list or dict counts as the caller's."""
     if type(value) in (str, Tracked):
         return str(value)
     return str(value) if is_own(value) else Tracked(str(value))
 
 
 def is_own(value: Any) -> bool:
-    """Whether the value certainly holds no text of the caller's; a list may."""
+    """Whether ``value`` cannot contain text of the caller. A list can."""
     return value is None or type(value) is str or isinstance(value, (int, float, Undefined))
 
 
 def concat(values: Iterable[Any]) -> str:
-    """The values as one text."""
+    """Return the concatenated values as text."""
     texts = [text_of(value) for value in values]
     if all(type(text) is str for text in texts):
         return "".join(texts)
@@ -109,8 +110,10 @@ def concat(values: Iterable[Any]) -> str:
 
 
 def caller_spans(text: str) -> list[list[int]]:
-    """Where characters of the caller's are, as [start, end) pairs. White space between two of them
-    belongs to the span."""
+    """Return the [start, end) spans of the caller's characters.
+
+    White space between two of them belongs to the span.
+    """
     runs = _RUN.finditer(_shadow_of(text))
     return [[found.start(), found.start() + len(found[0].rstrip())] for found in runs]
 
@@ -118,14 +121,14 @@ def caller_spans(text: str) -> list[list[int]]:
 def call_aligned(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """What ``function`` makes, with the origins that its result for the shadows shows."""
+    """Call ``function``; find the origins of its result by calling it with the shadows, too."""
     args, kwargs = list(args), kwargs or {}
     result = function(*args, **kwargs)
     if all(map(is_own, (*args, *kwargs.values()))):
         return result
     try:
         shadow = function(*map(_shadow_of, args), **{k: _shadow_of(v) for k, v in kwargs.items()})
-    except (TypeError, ValueError, LookupError):  # as of int('...')
+    except (TypeError, ValueError, LookupError):  # such as int() of a shadow
         shadow = None
     return _paired(result, shadow)
 
@@ -133,7 +136,7 @@ def call_aligned(
 def call_opaque(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``function`` makes, as the caller's if any argument holds text of the caller's."""
+    """Call ``function``; its result is the caller's as a whole if an argument is `Tracked`."""
     args = list(args)
     result = function(*args, **kwargs)
     if all(map(is_own, (*args, *kwargs.values()))):
@@ -142,7 +145,7 @@ def call_opaque(
 
 
 def call_method(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``text.name(*args, **kwargs)`` for one of `METHODS`, with the origins of its characters."""
+    """Return ``text.name(*args, **kwargs)`` for one of `METHODS`, with its origins."""
     function = getattr(str, name)
     if name == "join":
         return _join(text, *args, **kwargs)
@@ -165,7 +168,7 @@ def call_method(name: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _cut(text: str, pieces: Iterable[str], gap: int) -> Iterator[str]:
-    """The pieces as slices of ``text``, in which they come with ``gap`` characters between."""
+    """Yield ``pieces`` as slices of ``text``, where ``gap`` characters separate them."""
     start = 0
     for piece in pieces:
         yield text[start : start + len(piece)]
@@ -174,7 +177,7 @@ def _cut(text: str, pieces: Iterable[str], gap: int) -> Iterator[str]:
 
 def _join(separator: str, items: Iterable[str]) -> str:
     items = list(items)
-    str.join(separator, items)  # a TypeError unless all are texts
+    str.join(separator, items)  # raises TypeError unless all items are str
     parts = [part for item in items for part in (separator, item)]
     return concat(parts[1:])
 
@@ -199,7 +202,7 @@ def _shadow_of(value: Any) -> Any:
 
 
 def _paired(result: Any, shadow: Any) -> Any:
-    """The result with the origins in ``shadow``, or as the caller's where that is not alike."""
+    """Return the result with the origins in ``shadow``; all the caller's if they do not match."""
     if type(result) is Tracked and shadow is None:
         return result
     if isinstance(result, str):

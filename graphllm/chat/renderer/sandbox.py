@@ -1,7 +1,7 @@
-"""The Jinja2 environment of chat templates: the sandbox, what transformers adds to it, provenance.
+"""Jinja2 environment of chat templates: sandbox, transformers' extensions, taint tracking.
 
-The sandbox keeps a template from the interpreter's internals. Time and memory are bounded by the
-process (`worker`), so operations are not counted here.
+The sandbox isolates a template from the interpreter. The process limits time and memory (`worker`),
+so operations are not counted here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from markupsafe import Markup
 
 from .provenance import METHODS, Tracked, call_aligned, call_method, call_opaque, concat, text_of
 
-# Filters that return their argument or what it holds, or that apply filters: no text is made here.
+# Filters that return their argument or elements of it, or apply other filters: they make no text.
 _SELECTING = frozenset(
     ("attr", "batch", "d", "default", "dictsort", "first", "groupby", "items", "last", "list",
      "map", "max", "min", "random", "reject", "rejectattr", "select", "selectattr", "slice", "sort",
      "sum", "unique")
 )  # fmt: skip
-# Filters whose results show the origin of each character: see `provenance.call_aligned`.
+# Filters that keep the origin of each character; see `provenance.call_aligned`.
 _ALIGNED = frozenset(("capitalize", "center", "indent", "string", "title", "truncate"))
 
 
 class Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``, which marks answers for training."""
+    """``{% generation %}`` ... ``{% endgeneration %}``: marks answers for training; no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -55,7 +55,7 @@ class _CodeGenerator(CodeGenerator):
 
 
 class _Namespace(Namespace):
-    """A namespace without underscore attributes, which Python would call past the sandbox."""
+    """A namespace without underscore attributes, which would bypass the sandbox."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         attributes = dict(*args, **kwargs)
@@ -69,7 +69,7 @@ class _Namespace(Namespace):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox in which every operation that makes text keeps the text's origin."""
+    """Sandboxed environment in which every operation on text keeps track of its origin."""
 
     code_generator_class = _CodeGenerator
     concat = staticmethod(concat)
@@ -104,7 +104,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Any:
         function = super().wrap_str_format(value)
         if function is None or type(value.__self__) is Tracked:
-            return function  # a format of the caller's makes a text of the caller's
+            return function  # the result is the caller's, like the format string
         return lambda *args, **kwargs: call_aligned(function, args, kwargs)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,8 +129,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _keeping_origin(function: Callable[..., Any], is_aligned: bool) -> Callable[..., Any]:
-    """The filter; a text that it makes has an origin."""
-    leading = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or context
+    """Wrap a filter so that its results keep their origin."""
+    leading = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment or context argument
     keeping = call_aligned if is_aligned else call_opaque
 
     @functools.wraps(function)
@@ -161,7 +161,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers' templates get it: nothing is escaped for HTML."""
+    """Return JSON without HTML escapes, as transformers does."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,8 +1,8 @@
-"""The rendering process: reads requests from standard input, answers on standard output.
+"""Main loop of the rendering process, which serves requests on standard input and output.
 
-Each request runs under limits that the kernel enforces: seconds of CPU by a timer whose signal
-ends the process, bytes of memory by the limit of the address space. So they hold for whatever a
-template does, its compilation included.
+The operating system enforces the limits of each request: CPU time by a timer whose signal ends the
+process, memory by the limit of the address space. They hold for everything that a template does,
+including its compilation.
 """
 
 from __future__ import annotations
@@ -22,31 +22,28 @@ from .protocol import LENGTH_BYTES, MAX_CPU_S, MAX_MEMORY_BYTES, MAX_TEXT_BYTES,
 from .provenance import caller_spans, concat, track
 from .sandbox import TemplateEnvironment
 
-MAX_TEMPLATES = 8  # that are kept compiled
-MAX_ERROR_CHARS = 1000  # characters of an error's text
+MAX_TEMPLATES = 8  # compiled templates kept
+MAX_ERROR_CHARS = 1000
 
-# Roles that a template may build control tokens of, as in '<|' + message.role + '|>'.
+# Roles that a template may use in control tokens, as in '<|' + message.role + '|>'.
 ROLES = frozenset(
     ("system", "developer", "user", "assistant", "model", "tool", "function", "ipython",
      "observation", "environment")
 )  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_NEEDLE = "needle7Q"
+_PROBE_TEXT = "probe7Q"
 
 
 class Renderer:
-    """Compiles templates, keeps some of them, and renders chats."""
+    """Compiles and caches templates, and renders chats."""
 
     def __init__(self) -> None:
         self._environment = TemplateEnvironment()
         self._templates: dict[str, Template] = {}
         self._forms: dict[str, str] = {}
 
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """The answer to a request: a header, and the rendered text.
-
-        Without messages the template is compiled only.
-        """
+    def reply(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Return the reply to a request: its header and the rendered text."""
         try:
             template = self._compiled(request["source"])
             if "messages" not in request:
@@ -56,22 +53,22 @@ class Renderer:
             return {"syntax": True, "error": f"line {error.lineno}: {_line(error)}"}, b""
         except MemoryError:
             raise
-        except Exception as error:  # whatever a template's expressions may raise
+        except Exception as error:  # a template's expressions may raise anything
             return {"error": _line(error)}, b""
         origin = caller_spans(text)
         data = _SURROGATE.sub("\ufffd", text).encode()
         if len(data) > MAX_TEXT_BYTES:
-            return {"error": f"it makes more than {MAX_TEXT_BYTES} bytes of text"}, b""
+            return {"error": f"the prompt is larger than {MAX_TEXT_BYTES} bytes"}, b""
         return {"content": origin}, data
 
     def warm_up(self) -> None:
-        """Import what Jinja2 and Python import late: afterwards no file can be opened."""
+        """Trigger the lazy imports of Jinja2 and Python: later no file can be opened."""
         values = {"tokens": {}, "variables": {}, "messages": [{"role": "user", "content": ""}]}
         for source in (
             "{{ strftime_now('%c') ~ lipsum(1) ~ messages | pprint | wordwrap | striptags }}",
-            "{{ 'é\\n'.x.y }}",  # an error
+            "{{ 'é\\n'.x.y }}",  # raises an error
         ):
-            self.answer({"source": source, **values})
+            self.reply({"source": source, **values})
 
     def _compiled(self, source: str) -> Template:
         if source not in self._templates:
@@ -100,17 +97,17 @@ def _text(template: Template, messages: list[Any], values: dict[str, Any]) -> st
 
 
 def _content_form(template: Template, tokens: dict[str, str]) -> str:
-    """How the template reads a message's content: as a ``text``, a list of ``parts``, or ``any``.
+    """Return the form of message content that the template reads: ``text``, ``parts`` or ``any``.
 
-    Found by rendering a message in both forms. A template that refuses both reads a text.
+    A message is rendered in both forms to find out. A template that rejects both gets ``text``.
     """
     shown = []
-    for content in (_NEEDLE, [{"type": "text", "text": _NEEDLE}]):
+    for content in (_PROBE_TEXT, [{"type": "text", "text": _PROBE_TEXT}]):
         try:
             text = _text(template, [{"role": "user", "content": content}], tokens)
         except Exception:
             text = ""
-        shown.append(text if text.count(_NEEDLE) and "'type'" not in text else "")
+        shown.append(text if text.count(_PROBE_TEXT) and "'type'" not in text else "")
     as_text, as_parts = shown
     if as_parts and not as_text:
         return "parts"
@@ -118,7 +115,7 @@ def _content_form(template: Template, tokens: dict[str, str]) -> str:
 
 
 def to_content_form(messages: list[dict[str, Any]], form: str) -> list[dict[str, Any]]:
-    """The messages with their contents in the form that the template reads."""
+    """Return the messages with their contents in the form that the template reads."""
     changed = []
     for message in messages:
         content = message.get("content")
@@ -138,16 +135,19 @@ def _line(error: BaseException) -> str:
 
 
 class ResourceLimits:
-    """Of a request; entered when it is in memory."""
+    """Context manager that limits CPU time and memory while a request runs.
+
+    Enter it once the request is in memory: the memory limit is relative to the current size.
+    """
 
     def __init__(self) -> None:
         self._pages = os.open("/proc/self/statm", os.O_RDONLY)
         self._start = self._used()
         for name in ("RLIMIT_CORE", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC"):
-            resource.setrlimit(getattr(resource, name), (0, 0))  # open files stay open
+            resource.setrlimit(getattr(resource, name), (0, 0))  # files already open stay usable
 
     def _used(self) -> int:
-        """Bytes of the address space."""
+        """Return the size of the address space in bytes."""
         return int(os.pread(self._pages, 100, 0).split()[0]) * resource.getpagesize()
 
     def __enter__(self) -> None:
@@ -163,7 +163,7 @@ class ResourceLimits:
 
     @property
     def exceeded_growth(self) -> bool:
-        """Whether earlier requests left so much behind that a new process is better."""
+        """Whether earlier requests have grown the process so much that it must be replaced."""
         return self._used() > self._start + MAX_MEMORY_BYTES
 
 
@@ -171,7 +171,7 @@ def _read(size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         piece = os.read(0, min(size - len(data), 1 << 20))
-        if not piece:  # the other process has ended
+        if not piece:  # the client has ended
             sys.exit()
         data += piece
     return bytes(data)
@@ -189,7 +189,7 @@ def _write(header: dict[str, Any], text: bytes = b"") -> None:
 
 
 def main() -> NoReturn:
-    """Serve requests until standard input ends."""
+    """Serve requests until standard input is closed."""
     for number in (signal.SIGINT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -203,7 +203,7 @@ def main() -> NoReturn:
         request = json.loads(_read(size))
         try:
             with limits:
-                header, text = renderer.answer(request)
+                header, text = renderer.reply(request)
                 header["last"] = limits.exceeded_growth
                 _write(header, text)
         except MemoryError:
