@@ -1,9 +1,9 @@
-"""Rates of reading a prompt and of generating, as llama.cpp's llama-bench measures them.
+"""Prefill and decode speed, measured as llama.cpp's llama-bench does.
 
-A test reads ``prompt`` tokens or generates ``gen`` of them, after ``depth`` tokens that are in the
-cache already and are not timed. Nothing is tokenised. A generated token is one run of the plan that
-`generate` uses, which ends in the choice of the most likely token (llama-bench feeds random tokens
-instead; the choice is a read of the logits).
+A test prefills ``prompt`` tokens or decodes ``gen`` tokens after ``depth`` tokens that are in the
+cache already and are not timed. Nothing is tokenized. A decoded token is one run of the decode plan
+of `generate`, with greedy sampling. (llama-bench feeds random tokens instead; greedy sampling costs
+one pass over the logits.)
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _UNUSED_ID = -1  # a token that no prompt has
 
 @dataclass(frozen=True)
 class Test:
-    """What is timed: ``prompt`` tokens read, or ``gen`` generated, at ``depth``."""
+    """A test: prefill of ``prompt`` tokens or decode of ``gen`` tokens, at ``depth``."""
 
-    __test__ = False  # for pytest, this is none
+    __test__ = False  # not a test class of pytest
 
     prompt: int
     gen: int
@@ -61,20 +61,28 @@ class Test:
 
     @property
     def middle_length(self) -> int:
-        """Tokens in the cache when half of a generation is done."""
+        """Tokens in the cache halfway through a decode test."""
         return max(self.depth, 1) + (self.gen + 1) // 2
 
     @property
     def context(self) -> int:
-        """Tokens that the cache must hold."""
+        """Number of tokens that the cache must hold."""
         return self.tokens + max(self.depth, 1)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The times of one test. ``nbytes``: what a generated token must read and write, by the costs
-    that ops declare: weights and cache (0 for a prompt, which arithmetic bounds). ``others``: as in
-    `Profile`."""
+    """Measured times of one test.
+
+    Attributes:
+        test: the test.
+        samples_ns: wall time of each repetition in nanoseconds.
+        nbytes: bytes of weights and cache that a decode step moves, by the declared costs; 0 for
+            prefill, which is bound by arithmetic.
+        date: begin of the test, ISO 8601.
+        others: share of the processors' time that other processes used; None if unknown or if
+            nothing ran on the host.
+    """
 
     test: Test
     samples_ns: tuple[int, ...]
@@ -84,26 +92,27 @@ class Result:
 
     @property
     def speed(self) -> Speed:
-        """The same measure as that of a profile."""
+        """Speed, computed as for a profile."""
         return speed(self.test.tokens, self.samples_ns)
 
     @property
     def load_note(self) -> str:
-        """What disturbed the test, in one line; empty if nothing did."""
+        """One line on what disturbed the test; empty if nothing did."""
         ran = sum(self.samples_ns), machine_load.interference_of_samples(self.samples_ns)
         return machine_load.load_note(self.others, {self.test.name: ran})
 
     @property
     def rates(self) -> list[float]:
-        """Tokens a second, of each repetition."""
+        """Tokens per second of each repetition."""
         return [self.test.tokens * 1e9 / ns for ns in self.samples_ns]
 
     @property
     def gb_s(self) -> float | None:
+        """Memory bandwidth of a decode test in GB/s; None for prefill."""
         return self.nbytes * self.speed.tok_s / 1e9 if self.nbytes else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Under llama-bench's names, with its means; and the `speed`, and what disturbed it."""
+        """Return the JSON form: llama-bench's keys and means, the `speed`, and the machine load."""
         return {
             "n_prompt": self.test.prompt,
             "n_gen": self.test.gen,
@@ -123,12 +132,12 @@ class Result:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Of a sample, as llama-bench has it; 0 for one value."""
+    """Sample standard deviation, as llama-bench computes it; 0 for one value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def check_context(llm: LoadedModel, test: Test) -> None:
-    """RequestError if the context cannot hold the test."""
+    """Raise RequestError if the context cannot hold the test."""
     have = llm.limits.context
     if test.context > have:
         what = f"{test.name} needs a context of {test.context} tokens, not {have}"
@@ -136,9 +145,16 @@ def check_context(llm: LoadedModel, test: Test) -> None:
 
 
 def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) -> Result:
-    """Time a test ``repeat`` times, after a warm-up that is the test itself.
+    """Time a test ``repeat`` times, after one run as warm-up.
 
-    ``seen`` is told how many runs are over. RequestError as `check_context`.
+    Args:
+        llm: the model; no other request runs meanwhile.
+        test: what to time.
+        repeat: number of repetitions.
+        seen: callback with the number of finished runs.
+
+    Raises:
+        RequestError: the context cannot hold the test.
     """
     check_context(llm, test)
     date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -157,44 +173,47 @@ def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) 
 
 
 def filler_tokens(count: int, vocab: int) -> list[int]:
-    """Tokens without a meaning; a shorter list is the beginning of a longer one."""
+    """Return ``count`` arbitrary token ids; a shorter list is a prefix of a longer one."""
     return [(i * 7919 + 1) % vocab for i in range(count)]
 
 
 def time_once(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Nanoseconds of one run of the test, whose tokens `filler_tokens` gave."""
+    """Return the nanoseconds of one run of the test; ``tokens``: from `filler_tokens`."""
     return (
         _time_prefill(engine, test, tokens) if test.prompt else _time_decode(engine, test, tokens)
     )
 
 
 def _rewind(engine: Engine, tokens: list[int]) -> None:
-    """Leave ``tokens``, and no others, in the cache; computed only where they are not there."""
+    """Leave exactly ``tokens`` in the cache; compute only those that are missing."""
     if engine.reuse_cache([*tokens, _UNUSED_ID]) < len(tokens):
         next(engine.generate(tokens, _GREEDY, []))
 
 
 def _time_prefill(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Nanoseconds of reading the prompt."""
+    """Return the nanoseconds of the prefill."""
     _rewind(engine, tokens[: test.depth])
     prompt = tokens[: test.depth + test.prompt]
     start = time.perf_counter_ns()
     next(engine.generate(prompt, _GREEDY, []))
     took = time.perf_counter_ns() - start
     if engine.prefill_tokens != test.prompt:
-        raise RequestError(f"{test.name}: the cache does not keep {test.depth} tokens")
+        raise RequestError(f"{test.name}: the cache did not keep {test.depth} tokens")
     return took
 
 
 def _time_decode(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Nanoseconds of generating; the token before the first is computed with the cache's last."""
+    """Return the nanoseconds of the decode steps.
+
+    The last token of the cache is computed again before, to sample the first token.
+    """
     before = tokens[: max(test.depth, 1)]
     _rewind(engine, before)
-    drawn = engine.generate(before, _GREEDY, [])
-    next(drawn)
+    sampled = engine.generate(before, _GREEDY, [])
+    next(sampled)
     start = time.perf_counter_ns()
     for _ in range(test.gen):
-        next(drawn)
+        next(sampled)
     return time.perf_counter_ns() - start
 
 
@@ -202,10 +221,14 @@ def _time_decode(engine: Engine, test: Test, tokens: list[int]) -> int:
 
 
 def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
-    """Bytes of weights and state that a step of one token moves, with ``length`` in the cache; or
-    one of a token each of so many sequences, all of that length.
+    """Return the bytes of weights and state that a decode step moves.
 
-    By the costs that ops declare, less what they count for intermediates, which stay in caches.
+    Intermediates do not count, since they stay in the processor's caches.
+
+    Args:
+        plan: the decode plan.
+        length: tokens of each sequence in the cache.
+        sequences: number of sequences that decode one token each.
     """
     env = {"T": sequences, "S": sequences, "Q": sequences + 1, "N": sequences}
     env["kv_sum"] = sequences * length
@@ -213,15 +236,18 @@ def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
 
 
 def step_flops(plan: Plan, start: int, count: int) -> float:
-    """Operations of a step of ``count`` tokens of one sequence after ``start`` cached ones, whose
-    last one's logits are wanted, by the costs that ops declare."""
+    """Return the operations of a prefill step, by the declared costs.
+
+    The step computes ``count`` tokens of one sequence after ``start`` cached ones, and the logits
+    of the last token.
+    """
     env = {"T": count, "S": 1, "Q": 2, "N": 1}
     env["kv_sum"] = count * start + count * (count + 1) // 2
     return sum(get(step.node.op).node_cost(step.node, env).flops for step in plan.steps)
 
 
 def leaf_bytes(node: Tensor, env: Mapping[str, int]) -> float:
-    """Bytes that its op must move, less those of intermediates."""
+    """Return the bytes that the op must move, by its declared cost, without intermediates."""
     between = {each for each in (*node.sources, node) if not root(each).is_leaf}
     passing = sum(each.meta.at(env).nbytes for each in between)
     return max(0.0, get(node.op).node_cost(node, env).bytes - passing)
@@ -231,7 +257,7 @@ def leaf_bytes(node: Tensor, env: Mapping[str, int]) -> float:
 
 
 def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
-    """What was run, under llama-bench's names."""
+    """Return machine, model and settings under llama-bench's keys."""
     file, kind = llm.file, llm.limits.kv_dtype
     return {
         "version": __version__,
@@ -251,13 +277,13 @@ def describe(llm: LoadedModel, threads: int) -> dict[str, Any]:
 
 
 def _weight_metas(weights: Weights) -> list[Meta]:
-    """Shapes and formats of all weights, as they are run."""
+    """Return the shapes and formats of all weights, as they are run."""
     metas = map(weights.meta, weights.names())
     return [meta for meta in metas if meta is not None]
 
 
 def parameters(weights: Weights) -> int:
-    """Elements of all weights."""
+    """Return the number of elements of all weights."""
     return sum(meta.size for meta in _weight_metas(weights))
 
 
@@ -269,13 +295,13 @@ def model_type(file: Checkpoint, weights: Weights) -> str:
 
 
 def _weight_format(file: Checkpoint, weights: Weights) -> str:
-    """The format of most bytes; a mix that the file says of itself, by its name."""
+    """Return the file type that the file declares, else the format with the most bytes."""
     sizes: dict[str, int] = {}
     for meta in _weight_metas(weights):
         sizes[meta.dtype.name] = sizes.get(meta.dtype.name, 0) + meta.nbytes
     most = max(sizes, key=lambda name: sizes[name])
-    said = file.metadata.get("general.file_type")
+    declared = file.metadata.get("general.file_type")
     stored = {t.dtype.name for t in file.tensors.values()}
-    if isinstance(said, int) and said in FILE_TYPES and most in stored:
-        return FILE_TYPES[said]
+    if isinstance(declared, int) and declared in FILE_TYPES and most in stored:
+        return FILE_TYPES[declared]
     return most.upper()

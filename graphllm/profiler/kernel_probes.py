@@ -1,7 +1,7 @@
-"""What a backend's steps give at best beside the memory's rate: linears and attention of many
-tokens, what unpacking a format costs, a step's own cost.
+"""Roofline probes that run through an Executor, and so work with any backend.
 
-Measured through an Executor, as plans run: any backend can be asked.
+They measure linears, attention and elementwise ops at many tokens, the cost of unpacking each
+weight format, and the fixed overhead of a step.
 """
 
 from __future__ import annotations
@@ -29,26 +29,21 @@ from ..weights import Arrays
 from .record import Recorder
 
 KINDS = FLOAT, INTEGER, ATTENTION, ELEMENTS = ("float", "integer", "attention", "elementwise")
-FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # that most files are made of
-_REFERENCE_FORMATS = (F16, Q8_0)  # the formats whose arithmetic is taken for a kind's
-MIN_ROUNDS, MIN_SECONDS = 5, 0.25  # so often at least, and so long; the fastest counts
+FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # of most model files
+_REFERENCE_FORMATS = (F16, Q8_0)  # weight formats that stand for float and integer arithmetic
+MIN_ROUNDS, MIN_SECONDS = 5, 0.25  # of each measurement; the fastest round counts
 WIDTH, TOKENS = 4096, 512  # of the large linears
-_HEAD_COUNTS, _HEAD_DIM, _BLOCK = (
-    (8, 2),
-    128,
-    64,
-)  # of attention: heads of queries and of keys, their width
+_HEAD_COUNTS = (8, 2)  # of attention: query heads and key heads
+_HEAD_DIM, _BLOCK = 128, 64
 _DIM = 1024  # of the elementwise op
-_CHAIN_WIDTH = 512  # rows and columns of the small linears, of 1 MiB in float32
-_MAX_CHAIN_BYTES = (
-    256 << 20
-)  # bytes of a chain of linears; half of what one linear of a token reads
+_CHAIN_WIDTH = 512  # rows and columns of the small linears, 1 MiB each in float32
+_MAX_CHAIN_BYTES = 256 << 20  # half of what the large linear of one token reads
 
 Show = Callable[[str, int, int], None]
 
 
 def arithmetic_kind(node: Tensor) -> str:
-    """What kind of operations an op that is not fused is made of: one of `KINDS`."""
+    """Return the kind of arithmetic of an unfused op, one of `KINDS`."""
     if node.op == "attention":
         return ATTENTION
     if node.op != "linear":
@@ -57,8 +52,7 @@ def arithmetic_kind(node: Tensor) -> str:
 
 
 def operations(node: Tensor, env: Mapping[str, int]) -> Iterator[tuple[str, str, float]]:
-    """What a step computes, for each op that it is made of: its kind, a linear's format of weights
-    (else nothing), operations."""
+    """Yield the operations of each part of a step: kind, weight format of a linear or "", FLOPs."""
     for part in decompose(node).nodes if get(node.op).fusion else (node,):
         kind = arithmetic_kind(part)
         form = part.sources[1].dtype.name if kind in (INTEGER, FLOAT) else ""
@@ -67,10 +61,16 @@ def operations(node: Tensor, env: Mapping[str, int]) -> Iterator[tuple[str, str,
 
 @dataclass
 class KernelRates:
-    """``flops``: operations a second by kind and count of threads, of `TOKENS` tokens, with their
-    ``spreads``; ``steps``: seconds of a step beside its bytes, by count. By format: ``shares``, the
-    part of the memory's rate that linears of one token reach, and ``many``, the part of their
-    kind's ``flops`` that linears of `TOKENS` tokens reach."""
+    """Rates of a backend's kernels.
+
+    Attributes:
+        flops: operations/s at `TOKENS` tokens, by kind and number of threads.
+        spreads: excess of the best over the median repetition of ``flops``, as a share.
+        steps: fixed overhead of a step in seconds, by number of threads.
+        shares: by weight format, the share of memory bandwidth that a linear of 1 token reaches.
+        many: by weight format, the share of the kind's ``flops`` that a linear of `TOKENS` tokens
+            reaches.
+    """
 
     flops: Table = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
@@ -81,7 +81,7 @@ class KernelRates:
 
 @dataclass(frozen=True)
 class _StepSample:
-    """The longest step of a plan: its kind, bytes, operations, and seconds of each run."""
+    """The step of a plan that computes most: kind, bytes, operations, seconds of each run."""
 
     kind: str
     nbytes: float
@@ -92,7 +92,15 @@ class _StepSample:
 def measure(
     backend: str, best: Callable[[int], float], counts: Sequence[int], nbytes: int, show: Show
 ) -> KernelRates:
-    """``best``: bytes a second with so many threads. ``nbytes``: of weights to go over."""
+    """Run all probes of ``backend``.
+
+    Args:
+        backend: name of the backend.
+        best: read bandwidth in bytes/s for a number of threads.
+        counts: numbers of threads to measure with.
+        nbytes: bytes of weights that a linear of one token reads.
+        show: progress callback.
+    """
     found, alone = KernelRates(), min(counts)
     total = len(counts) + len(FORMATS)
     for done, threads in enumerate(counts):
@@ -105,7 +113,7 @@ def measure(
         if own is not None:
             found.steps[threads] = own
         gc.collect()
-    # By one thread, which shares memory with nobody: several have the same share of what they get.
+    # With one thread, which has the memory bandwidth to itself. More threads reach the same share.
     for done, name in enumerate(FORMATS, len(counts)):
         show("measuring linears", done, total)
         form = dtype(name)
@@ -114,13 +122,11 @@ def measure(
         if one is not None:
             found.shares[name] = min(1.0, one.nbytes / min(one.seconds) / best(alone))
         if many is not None:
-            if (
-                form in _REFERENCE_FORMATS or many.kind not in found.flops
-            ):  # the best of both counts
+            if form in _REFERENCE_FORMATS or many.kind not in found.flops:
                 _add_rate(found, alone, many)
-            usual = found.flops[many.kind][alone]
-            found.many[name] = many.flops / min(many.seconds) / usual
-        gc.collect()  # these weights go before the next are there
+            reference = found.flops[many.kind][alone]
+            found.many[name] = many.flops / min(many.seconds) / reference
+        gc.collect()  # free these weights before the next are made
     show("measuring linears", total, total)
     return found
 
@@ -133,7 +139,7 @@ def _add_rate(found: KernelRates, threads: int, step: _StepSample | None) -> Non
 
 
 def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> _StepSample | None:
-    """A linear of ``rows`` outputs; None where the backend does not run it."""
+    """Time a linear of ``rows`` outputs; None if the backend does not run it."""
     raw = np.resize(random_bytes(form), rows * form.row_nbytes(WIDTH)).reshape(rows, -1)
     x = feed("x", (Var("T", 1, tokens), WIDTH), F32)
     with scope("product"):
@@ -143,7 +149,7 @@ def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> 
 
 
 def _attention(backend: str, threads: int) -> _StepSample | None:
-    """Attention of `TOKENS` tokens to themselves; None where the backend does not run it."""
+    """Time causal attention over `TOKENS` tokens; None if the backend does not run it."""
     heads, kv_heads = _HEAD_COUNTS
     feeds = {
         "q": np.ones((TOKENS, heads, _HEAD_DIM), np.float32),
@@ -161,7 +167,7 @@ def _attention(backend: str, threads: int) -> _StepSample | None:
 
 
 def _elementwise(backend: str, threads: int) -> _StepSample | None:
-    """One of the ops that go from element to element; None as for `_linear`."""
+    """Time an elementwise op; None if the backend does not run it."""
     x = feed("x", (Var("T", 1, TOKENS), _DIM), F32)
     with scope("elements"):
         y = ops.silu(x)
@@ -172,7 +178,7 @@ def _elementwise(backend: str, threads: int) -> _StepSample | None:
 def _time_plan(
     executor: Executor, y: Tensor, feeds: Mapping[str, np.ndarray], env: Mapping[str, int]
 ) -> _StepSample | None:
-    """The step of a plan that computes most; None where not all is on the first backend."""
+    """Time the step of a plan that computes most; None if a step is not on the first backend."""
     plan = executor.compile({"y": y})
     if {step.backend for step in plan.steps} != {executor.backends[0]}:
         return None
@@ -180,20 +186,25 @@ def _time_plan(
     for _ in _rounds(MIN_ROUNDS + 1):
         executor.run(plan, feeds, env, profile=recorder, fetch=())
     row = max(recorder.rows, key=lambda row: row.flops)
-    seconds = [max(ns, 1) / 1e9 for ns in row.times[1:]]  # the first run loads what it needs
+    seconds = [max(ns, 1) / 1e9 for ns in row.times[1:]]  # the first run compiles and loads kernels
     calls = len(row.times)
     kind = arithmetic_kind(plan.steps[row.step].node)
     return _StepSample(kind, row.bytes / calls, row.flops / calls, seconds)
 
 
 def step_overhead(backend: str, threads: int, nbytes: int) -> float | None:
-    """Seconds that a step takes beside its bytes; None where the backend does not run it.
+    """Return the fixed overhead of a step in seconds; None if the backend does not support it.
 
-    Of linears of one token, one after another, over ``nbytes`` of weights: many small ones take so
-    much longer than a few large ones of as many bytes. Both are run in turns.
+    It is the difference per step between a chain of many small linears of one token and a chain of
+    a few large ones that read the same number of bytes. Runs of both chains are interleaved.
+
+    Args:
+        backend: name of the backend.
+        threads: number of threads.
+        nbytes: upper bound of the weight bytes of a chain.
     """
     few = max(1, min(nbytes, _MAX_CHAIN_BYTES) // (4 * 4 * _CHAIN_WIDTH * _CHAIN_WIDTH))
-    counts = 4 * few, few  # of `_CHAIN_WIDTH` rows and columns, and of twice as many
+    counts = 4 * few, few  # linears of width `_CHAIN_WIDTH`, and of twice that
     chains = [
         _linear_chain(backend, threads, n, side * _CHAIN_WIDTH) for n, side in zip(counts, (1, 2))
     ]
@@ -211,7 +222,7 @@ def step_overhead(backend: str, threads: int, nbytes: int) -> float | None:
 def _linear_chain(
     backend: str, threads: int, count: int, width: int
 ) -> Callable[[], object] | None:
-    """A run of so many linears of one token, each of the result of the one before."""
+    """Compile a chain of ``count`` linears of one token; return a function that runs it."""
     ones = np.full((width, width), 1 / width, np.float32)
     y: Tensor = feed("x", (1, width), F32)
     for i in range(count):
@@ -222,12 +233,12 @@ def _linear_chain(
     if {step.backend.name for step in plan.steps} != {backend}:
         return None
     run = partial(executor.run, plan, {"x": np.ones((1, width), np.float32)})
-    run()  # loads what it needs
+    run()  # compiles and loads kernels
     return run
 
 
 def _rounds(least: int) -> Iterator[int]:
-    """So often, and on until `MIN_SECONDS` are over."""
+    """Count up to ``least``, and on until `MIN_SECONDS` have passed."""
     end = time.perf_counter() + MIN_SECONDS
     for done in itertools.count():
         if done >= least and time.perf_counter() > end:

@@ -1,7 +1,7 @@
-"""What memory, caches and arithmetic give at best on this machine: measured, and kept in the cache.
+"""Ceilings of this machine: bandwidth of memory and caches, and arithmetic; measured and cached.
 
-A backend that can measure it has `Backend.measure`; `rates.py` adds what linears, attention and
-steps reach through an Executor. All of it is done by graphllm's own kernels.
+`Backend.measure` probes memory, caches and multiply-adds with graphllm's own kernels;
+`kernel_probes` adds the rates that linears, attention and whole steps reach through an Executor.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ from . import kernel_probes
 from .machine_load import MAX_OTHER_LOAD
 
 MAX_AGE = timedelta(days=1)
-MAX_PROBE_BYTES, MIN_PROBE_BYTES = (
-    2 << 30,
-    1 << 30,
-)  # bytes to go over: caches of half a GB have been seen
-STORES = ("write", "copy")  # the kinds of `Ceiling.rates` that are not reading alone
-_VERSION = 3  # of what is kept: others are not read
-_CACHE_FILE, _MOST = CacheFile("ceilings.json"), 1 << 20  # bytes
+# Working set of the memory probes. Caches of up to half a GB exist.
+MAX_PROBE_BYTES, MIN_PROBE_BYTES = 2 << 30, 1 << 30
+STORES = ("write", "copy")  # the kinds of `Ceilings.rates` that write
+_VERSION = 3  # of the cache entry; other versions are ignored
+_CACHE_FILE, _MAX_FILE_BYTES = CacheFile("ceilings.json"), 1 << 20
 
 Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """One measurement. Tables are: what was run -> how many took part -> a rate, the best of some
-    repeats. Which figure binds what:
+    """Measured ceilings of one backend.
 
-    - `bytes_s`, from ``rates``: what a step must move and finds in no cache: the weights and the
-      keys and values of a token's step, the intermediates of many tokens. ``write`` and ``copy``
-      (both directions counted) are past the caches; stores that go through them reach about half.
-    - ``caches``: rereading what fits a level of cache: the intermediates of one token.
-    - `flop_s` of ``float``, ``integer`` (quantised activations) and ``attention``, from ``flops``:
-      what the kernels for many tokens reach today. A step of many tokens takes its operations at
-      that rate; a prediction wants this one.
-    - `peak_flop_s` of ``float`` and ``integer``: what no kernel can exceed. From ``peaks``,
-      multiply-adds (two operations each) of ``f32``, ``f16`` and ``int8`` in registers only.
-      ``roofs``: which of them. ``how``: by which instructions, or why there are none.
-    - ``steps``: seconds that a step costs beside its bytes. ``shares`` and ``many``: by format, the
-      part of `bytes_s` that linears of one token reach, and of `flop_s` those of many.
+    Tables map what was run to {count of threads: rate}, the best of several repetitions.
 
-    ``counted``: what took part: threads; of a GPU, blocks a processor. ``spreads``: for each rate,
-    by how much the median of the repeats was below it. ``others``: the part of the machine's
-    processors that other processes had meanwhile, None where that is not known or of no account.
+    Attributes:
+        rates: memory bandwidth in bytes/s (`bytes_s`). Bounds what is in no cache: weights, keys
+            and values of a decode step, intermediates of a prefill. ``write`` and ``copy`` (both
+            directions counted) bypass the caches; stores through the caches reach about half.
+        caches: bandwidth of rereading a buffer that fits a cache level. Bounds the intermediates of
+            a decode step.
+        flops: operations/s of the kernels at `kernel_probes.TOKENS` tokens, of kind ``float``,
+            ``integer`` (quantized activations), ``attention`` and ``elementwise`` (`flop_s`).
+            Predictions of prefill use these.
+        peaks: operations/s of multiply-adds (two operations each) in registers, of kind ``f32``,
+            ``f16`` and ``int8``. No kernel can exceed them (`peak_flop_s`).
+        roofs: the entries of ``peaks`` that bound ``float`` and ``integer`` arithmetic.
+        how: instructions of each peak, or why it was not measured.
+        steps: fixed overhead of a step in seconds, by count of threads.
+        shares: by weight format, the share of `bytes_s` that a linear of 1 token reaches.
+        many: by weight format, the share of `flop_s` that a linear of many tokens reaches.
+        counted: what the counts are of: threads, or on a GPU blocks per multiprocessor.
+        spreads: for each rate, the excess of the best over the median repetition, as a share.
+        others: share of the processors' time that other processes used meanwhile; None if unknown
+            or irrelevant.
     """
 
     backend: str
     machine: str
     date: str  # ISO 8601, UTC
-    nbytes: int  # gone over in each run
+    nbytes: int  # working set of the memory probes
     rates: Mapping[str, Mapping[int, float]]
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
@@ -78,25 +81,24 @@ class Ceilings:
     others: float | None = None
 
     def bytes_s(self, threads: int = 0) -> float:
-        """Bytes a second of reading, with at most ``threads`` threads (0: any count); 0.0 if none
-        fits. Where counts are of something else, ``threads`` means nothing, here and below."""
+        """Return the read bandwidth in bytes/s with at most ``threads`` threads; 0.0 if unknown.
+
+        0 threads means any number. ``threads`` is ignored here and below if the counts are not of
+        threads.
+        """
         reads = (row for kind, row in self.rates.items() if kind not in STORES)
         return max((self._best(row, threads) for row in reads), default=0.0)
 
     def flop_s(self, kind: str, threads: int = 0) -> float:
-        """Operations a second of a kind of ``flops`` or ``peaks``; 0.0: not known.
-
-        ``threads`` as in `bytes_s`.
-        """
+        """Return the operations/s of a kind of ``flops`` or ``peaks``; 0.0 if unknown."""
         return self._best(self.flops.get(kind) or self.peaks.get(kind, {}), threads)
 
     def peak_flop_s(self, kind: str, threads: int = 0) -> float:
-        """Operations a second that no kernel exceeds, for ``float`` or ``integer`` arithmetic; 0.0
-        if not known. ``threads`` as in `bytes_s`."""
+        """Return the peak operations/s of ``float`` or ``integer`` arithmetic; 0.0 if unknown."""
         return max((self.flop_s(name, threads) for name in self.roofs[kind]), default=0.0)
 
     def step_overhead(self, threads: int = 0) -> float:
-        """Seconds of a step beside its bytes, with the nearest smaller count of threads."""
+        """Return the fixed overhead of a step in seconds, for at most ``threads`` threads."""
         counts = [n for n in self.steps if self._fits(n, threads)]
         return self.steps[max(counts)] if counts else 0.0
 
@@ -107,22 +109,22 @@ class Ceilings:
         return self.counted != THREADS or not threads or count <= threads
 
     def is_fresh(self, now: datetime | None = None) -> bool:
-        """Whether it was taken on this machine within a day."""
+        """Whether it was measured on this machine within `MAX_AGE`."""
         return self.machine == machine_name() and timedelta() <= self._age(now) < MAX_AGE
 
     def remeasure_reason(self, now: datetime | None = None) -> str:
-        """Why it should be measured again; empty if it should not."""
+        """Why it should be measured again, or an empty string."""
         found = []
         if self.machine != machine_name():
-            found.append("on another machine")
+            found.append("measured on another machine")
         if self._age(now) >= MAX_AGE:
-            found.append(f"{self._age(now).days} days ago")
+            found.append(f"measured {self._age(now).days} days ago")
         if self.others is not None and self.others > MAX_OTHER_LOAD:
-            found.append(f"while {self.others:.0%} of the machine was busy with other work")
-        return f"taken {', '.join(found)}: measure again" if found else ""
+            found.append(f"other processes used {self.others:.0%} of the processor time")
+        return f"unreliable: {', '.join(found)}; measure again" if found else ""
 
     def provenance(self, now: datetime | None = None) -> str:
-        """When and where, and the `remeasure_reason` if there is one."""
+        """Date and machine of the measurement, and the `remeasure_reason` if there is one."""
         return "; ".join(
             filter(None, [f"measured {self.date} on {self.machine}", self.remeasure_reason(now)])
         )
@@ -131,20 +133,20 @@ class Ceilings:
         return (now or _now()) - datetime.fromisoformat(self.date)
 
     def lines(self) -> list[str]:
-        """As `doctor` shows it."""
-        best = f"memory gives {self.bytes_s() / 1e9:.1f} GB/s"
+        """Return the lines that `graphllm doctor` shows."""
+        best = f"memory bandwidth {self.bytes_s() / 1e9:.1f} GB/s"
         first = f"{best}, measured {self.date} on {self.machine}"
         return [*filter(None, [first, self.remeasure_reason()]), *_table(self), *_notes(self)]
 
 
 def _table(c: Ceilings) -> Iterator[str]:
-    """Rates by what was run and by count."""
-    steps = {"a step beside its bytes, us": c.steps} if c.steps else {}
+    """Yield a table of rates, one column per count."""
+    steps = {"fixed overhead of a step, us": c.steps} if c.steps else {}
     kinds: list[tuple[str, Mapping[str, Mapping[int, float]], float, int]] = [
         ("{}, GB/s", c.rates, 1e-9, 1),
         ("{}, GB/s", c.caches, 1e-9, 1),
         ("{} multiply-add, GFLOP/s", c.peaks, 1e-9, 0),
-        ("{} of many tokens, GFLOP/s", c.flops, 1e-9, 0),
+        (f"{{}} at {kernel_probes.TOKENS} tokens, GFLOP/s", c.flops, 1e-9, 0),
         ("{}", steps, 1e6, 1),
     ]
     counts = sorted({n for _, table, *_ in kinds for by in table.values() for n in by})
@@ -161,8 +163,8 @@ def _table(c: Ceilings) -> Iterator[str]:
 
 def _notes(c: Ceilings) -> Iterator[str]:
     for what, parts in (
-        ("of memory's rate, linears of one token reach", c.shares),
-        (f"of arithmetic's, linears of {kernel_probes.TOKENS}", c.many),
+        ("share of memory bandwidth of a linear at 1 token", c.shares),
+        (f"share of FLOP/s of a linear at {kernel_probes.TOKENS} tokens", c.many),
     ):
         if parts:
             yield f"{what}: " + ", ".join(f"{n} {part:.0%}" for n, part in parts.items())
@@ -171,12 +173,12 @@ def _notes(c: Ceilings) -> Iterator[str]:
 
 
 def machine_name() -> str:
-    """Processor, count of its threads, host: where a measurement holds."""
+    """Return processor, number of its threads and host name: where a measurement is valid."""
     return f"{cpu_name()}, {os.cpu_count()} processors, {platform.node()}"
 
 
 def cpu_name() -> str:
-    """The processor's name, as the system gives it."""
+    """Return the processor's name, as reported by the system."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -185,7 +187,7 @@ def cpu_name() -> str:
 
 
 def load_cached(backend: str) -> Ceilings | None:
-    """The last measurement, from this machine or another; None where there is no sound one."""
+    """Return the last measurement of any machine; None if there is no valid one."""
     try:
         return _read(_entries()[backend])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -193,15 +195,15 @@ def load_cached(backend: str) -> Ceilings | None:
 
 
 def _entries() -> Any:
-    """What the file holds, by backend if it is sound."""
+    """Return the content of the cache file: entries by backend if it is valid."""
     try:
-        return json.loads(_CACHE_FILE.read(_MOST) or b"{}")
+        return json.loads(_CACHE_FILE.read(_MAX_FILE_BYTES) or b"{}")
     except (ValueError, RecursionError):
         return {}
 
 
 def load_or_measure(backend: str, show: Show) -> Ceilings | None:
-    """The kept measurement if it is fresh, else a new one; None where the backend has none."""
+    """Return the cached measurement if fresh, else a new one; None if it cannot be measured."""
     found = load_cached(backend)
     if found is not None and found.is_fresh():
         return found
@@ -209,13 +211,19 @@ def load_or_measure(backend: str, show: Show) -> Ceilings | None:
 
 
 def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
-    """Measure now, and keep the result. ``nbytes``: to go over; 0: as `probe_bytes` says.
+    """Measure the ceilings of ``backend`` and cache them.
 
-    RequestError for a backend that cannot.
+    Args:
+        backend: name of the backend.
+        show: progress callback.
+        nbytes: working set of the memory probes; 0 for `probe_bytes`.
+
+    Raises:
+        RequestError: the backend has no probes, or too little memory is free.
     """
     run = find(backend).measure
     if run is None:
-        raise RequestError(f"the backend {backend} does not measure its memory")
+        raise RequestError(f"the backend {backend} has no probes to measure its ceilings")
     size = nbytes or probe_bytes()
     date, others = _now().isoformat(timespec="seconds"), OtherProcesses()
     own = run(size, show)
@@ -241,7 +249,7 @@ def probe_bytes() -> int:
     """
     free = free_bytes()
     if free < MIN_PROBE_BYTES * 5 // 4:
-        raise RequestError(f"measuring memory needs 1.3 GB; {free / 1e9:.1f} GB are free")
+        raise RequestError(f"measuring memory bandwidth needs 1.3 GB; {free / 1e9:.1f} GB are free")
     return max(MIN_PROBE_BYTES, min(MAX_PROBE_BYTES, free // 2))
 
 
@@ -250,7 +258,10 @@ def _now() -> datetime:
 
 
 def _read(entry: Mapping[str, Any]) -> Ceilings:
-    """What `_save` wrote. KeyError, TypeError, ValueError or AttributeError for anything else."""
+    """Parse an entry that `_save` wrote.
+
+    Raises KeyError, TypeError, ValueError or AttributeError if it is anything else.
+    """
     if entry["version"] != _VERSION:
         raise ValueError(entry["version"])
     fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
@@ -278,7 +289,7 @@ def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, flo
 
 
 def _save(ceiling: Ceilings) -> None:
-    """Write it beside those of other backends."""
+    """Add ``ceiling`` to the cache file, replacing the entry of its backend."""
     entries = _entries()
     if not isinstance(entries, dict):
         entries = {}

@@ -1,9 +1,9 @@
 """A profile as a trace for chrome://tracing and ui.perfetto.dev.
 
-In the Trace Event Format (Chromium's document of that name, JSON object form): complete events
-(`X`), counters (`C`) and metadata (`M`), times in microseconds. Processes are the host and each
-backend. The host's tracks are the phases with their passes, Python, and the time in which no step
-runs, by its reason; a backend's are its steps inside their runs, and its rates.
+The Trace Event Format (Chromium's document of that name, JSON object form) with complete events
+(`X`), counters (`C`) and metadata (`M`); times in microseconds. The processes are the host and each
+backend. The host has three tracks: phases and passes, Python, and gaps between steps by cause. A
+backend has a track of steps nested in their runs, and counters of its bandwidth and FLOP/s.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 Event = dict[str, Any]
 Step = tuple[Mapping[str, Any], int, int]  # a row, begin and end of one of its runs
 
-HOST = 1  # process; backends follow
-PHASES, PYTHON, IDLE = 1, 2, 3  # its tracks
-STEPS = 1  # a backend's track
-PAUSE = 1_000_000  # ns between phases, whose clocks begin at 0 each
+HOST = 1  # process id of the host; backends follow
+PHASES, PYTHON, IDLE = 1, 2, 3  # tracks of the host
+STEPS = 1  # track of a backend
+PAUSE = 1_000_000  # nanoseconds between phases, each of whose clocks begins at 0
 
 
 def trace(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace of a report (docs/profile-format.md), to be written as JSON.
+    """Return the trace of a report (docs/profile-format.md), to be written as JSON.
 
-    Prefill and decode stand one after the other. What a report has only in sum over a step's runs
-    (bytes, operations, what they would take at the ceiling) is shared out evenly among them.
+    Prefill comes first, then decode. Quantities that a report has only as sums over the runs of a
+    step (bytes, operations, time at the ceiling) are divided evenly among the runs.
     """
     pids = {name: HOST + i for i, name in enumerate(_backends(report), 1)}
     events: list[Event] = []
@@ -39,7 +39,7 @@ def trace(report: Mapping[str, Any]) -> dict[str, Any]:
         for run in runs:
             writer.steps(run, pids)
         zero += end + PAUSE
-    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # what holds others comes before them
+    events.sort(key=lambda e: (e["ts"], -e.get("dur", 0.0)))  # enclosing events come first
     return {
         "traceEvents": [*_metadata(report, pids), *events],
         "displayTimeUnit": "ms",
@@ -56,12 +56,12 @@ class TimedRun:
 
     @property
     def end(self) -> int:
-        """When its last step is over and the host has it back."""
+        """Time at which the last step has ended and the host has control back."""
         return max(self.run["returned"], self.segments[-1][-1][2])
 
 
 def timed_runs(phase: Mapping[str, Any]) -> Iterator[TimedRun]:
-    """The runs of a phase, in order."""
+    """Yield the runs of a phase in order, with the times of their steps."""
     plans: dict[int, list[Mapping[str, Any]]] = {}
     for row in phase["rows"]:
         plans.setdefault(row["plan"], []).append(row)
@@ -80,7 +80,7 @@ def timed_runs(phase: Mapping[str, Any]) -> Iterator[TimedRun]:
 
 
 class _Writer:
-    """Adds the events of a phase whose clock begins at ``zero``."""
+    """Append the events of a phase whose clock begins at ``zero`` nanoseconds."""
 
     def __init__(self, events: list[Event], zero: int) -> None:
         self.events, self.zero = events, zero
@@ -93,9 +93,9 @@ class _Writer:
         self.events.append({**where, **times, "args": args})
 
     def phase(self, phase: Mapping[str, Any], runs: Sequence[TimedRun], end: int) -> None:
-        """The host's tracks."""
-        closing = {f"{name}_ns": ns for name, ns in phase["closing"].items()}
-        self.slice(phase["name"], "phase", HOST, PHASES, 0, end, tokens=phase["tokens"], **closing)
+        """Emit the tracks of the host."""
+        times = {f"{name}_ns": ns for name, ns in phase["closing"].items()}
+        self.slice(phase["name"], "phase", HOST, PHASES, 0, end, tokens=phase["tokens"], **times)
         for index, window in enumerate(phase["passes"]):
             begin, end = window["start"], window["end"]
             plain = window["plain"] / 1e3
@@ -107,7 +107,7 @@ class _Writer:
                 self.slice("Python", "host", HOST, IDLE, last, end)
 
     def _emit_host(self, begin: int, runs: Sequence[TimedRun]) -> tuple[int, int]:
-        """What Python did and why no step ran from ``begin``; until when either is told."""
+        """Emit Python and gap events from ``begin`` on; return the ends of both tracks."""
         python = idle = begin
         for timed_run in runs:
             run = timed_run.run
@@ -123,7 +123,7 @@ class _Writer:
         return python, idle
 
     def _emit_gaps(self, timed_run: TimedRun, at: int) -> int:
-        """When no step of a run runs, from ``at`` on; until when that is told."""
+        """Emit the gaps between steps after time ``at``; return the end of the last gap."""
         before = ""
         for steps in timed_run.segments:
             backend, begin = steps[0][0]["backend"], steps[0][1]
@@ -136,7 +136,7 @@ class _Writer:
         return max(at, timed_run.run["returned"])
 
     def steps(self, timed_run: TimedRun, pids: Mapping[str, int]) -> None:
-        """A run on the tracks of its backends."""
+        """Emit a run and its steps on the tracks of its backends."""
         run = timed_run.run
         for backend in dict.fromkeys(steps[0][0]["backend"] for steps in timed_run.segments):
             own = [steps for steps in timed_run.segments if steps[0][0]["backend"] == backend]
@@ -165,38 +165,40 @@ class _Writer:
             "GFLOP/s": round(gflop_s, 3),
         }
         if row["limit"] is not None and ns:
-            args |= {"share of limit": round(row["limit"] / calls / ns, 4), "bound": row["bound"]}
+            args |= {"share of ceiling": round(row["limit"] / calls / ns, 4), "bound": row["bound"]}
         args |= {key: row[key] for key in ("parts", "why") if row[key]}
         name, cat = f"{row['op']} {row['weight']}".strip(), "copy" if row["copy"] else "op"
         self.slice(name, cat, pid, STEPS, begin, end, **args)
         self._emit_counters(pid, begin, gb_s, gflop_s)
 
     def _emit_counters(self, pid: int, at: int, gb_s: float, gflop_s: float) -> None:
-        """What the counters stand at from ``at`` on."""
+        """Set the counters from time ``at`` on."""
         for name, value in (("GB/s", gb_s), ("GFLOP/s", gflop_s)):
             where = {"ph": "C", "name": name, "pid": pid, "tid": STEPS, "ts": _us(self.zero + at)}
             self.events.append({**where, "args": {name: round(value, 3)}})
 
 
 def _us(ns: int) -> float:
-    """Microseconds that are the same nanoseconds to a viewer that cuts off what is behind them:
-    a step must not seem to end after its run."""
+    """Convert to microseconds such that truncation to whole nanoseconds is exact.
+
+    Viewers truncate; a step must not seem to end after its run.
+    """
     us = ns / 1e3
     return us if us * 1e3 >= ns else math.nextafter(us, math.inf)
 
 
-# ------------------------------------------------------------------------------------------- names
+# ---------------------------------------------------------------------------------------- metadata
 
 
 def _backends(report: Mapping[str, Any]) -> list[str]:
-    """The usable ones, first asked first, and any other that has steps."""
+    """Return the usable backends in order of priority, then any other that has steps."""
     used = (row["backend"] for phase in report["phases"] for row in phase["rows"])
     return list(dict.fromkeys([*report["machine"]["backends"], *used]))
 
 
 def _metadata(report: Mapping[str, Any], pids: Mapping[str, int]) -> Iterator[Event]:
-    """What processes and tracks are called, and their order."""
-    host = {PHASES: "phases and passes", PYTHON: "Python", IDLE: "no step runs"}
+    """Yield the names and the order of processes and tracks."""
+    host = {PHASES: "phases and passes", PYTHON: "Python", IDLE: "gaps between steps"}
     yield from _process_metadata(HOST, f"host: {report['model']['type']}", host)
     for name, pid in pids.items():
         about = report["machine"]["backends"].get(name, "")

@@ -289,7 +289,7 @@ def test_the_summary_closes(report, opened):
     )
     assert not count(shown, ".busy")
     assert "loading the model1.90" in texts(shown, ".card:nth-child(3)")[0]
-    assert "taken 3 days ago: measure again" in texts(shown, ".card:nth-child(3)")[0]
+    assert "measured 3 days ago; measure again" in texts(shown, ".card:nth-child(3)")[0]
 
 
 @pytest.mark.browser

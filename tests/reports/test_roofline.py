@@ -1,4 +1,4 @@
-"""What memory gives at best: measured, kept, read back, shown."""
+"""Ceilings: measured, cached, read back, shown by `doctor` and `bench`."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_memory_that_is_not_there(monkeypatch):
     for free, size in ((3 << 29, 1 << 30), (3 << 30, 3 << 29), (64 << 30, 2 << 30)):
         monkeypatch.setattr(roofline, "free_bytes", lambda free=free: free)
         assert roofline.probe_bytes() == size
-    with pytest.raises(RequestError, match="reference does not measure"):
+    with pytest.raises(RequestError, match="reference has no probes"):
         roofline.measure("reference", nobody)
 
 
@@ -190,15 +190,15 @@ def test_doctor_shows_it(cache, capsys):
     kept = roofline.load_cached("cpu")
     for measure in (None, False):
         out = capsys.readouterr().out if measure is None else shown(capsys)
-        first = f"memory gives {kept.bytes_s() / 1e9:.1f} GB/s, measured {kept.date} on "
+        first = f"memory bandwidth {kept.bytes_s() / 1e9:.1f} GB/s, measured {kept.date} on "
         assert first + roofline.machine_name() in out and "multiply-adds: f16 " in out
-        for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "a step beside its bytes, us"):
+        for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "fixed overhead of a step, us"):
             (row,) = (line for line in out.splitlines() if line.strip().startswith(title))
             assert len(row.split(title)[1].split()) >= usable_cores()
     roofline._save(made(machine="another box"))
     lines = [line.strip() for line in shown(capsys).splitlines()]
     (at,) = (i for i, line in enumerate(lines) if line.endswith(" on another box"))
-    assert lines[at + 1] == "taken on another machine: measure again"
+    assert lines[at + 1] == "unreliable: measured on another machine; measure again"
 
 
 def test_as_a_table():
@@ -208,15 +208,15 @@ def test_as_a_table():
         spreads={"read": {1: 0.011, 2: 0.25}}, how={"int8": "vpdpbusd", "f16": "not here"},
     )  # fmt: skip
     assert found.lines()[1:] == [
-        "by threads                           1        2        4  spread",
-        "read, GB/s                        10.0     30.0     20.0     25%",
-        "float, GB/s                       20.0",
-        "L2 2 MB, GB/s                    200.0",
-        "int8 multiply-add, GFLOP/s                          3000",
-        "float of many tokens, GFLOP/s      500",
-        "a step beside its bytes, us        4.0      5.0",
-        "of memory's rate, linears of one token reach: q4_0 50%",
-        "of arithmetic's, linears of 512: q4_0 102%",
+        "by threads                          1        2        4  spread",
+        "read, GB/s                       10.0     30.0     20.0     25%",
+        "float, GB/s                      20.0",
+        "L2 2 MB, GB/s                   200.0",
+        "int8 multiply-add, GFLOP/s                         3000",
+        "float at 512 tokens, GFLOP/s      500",
+        "fixed overhead of a step, us      4.0      5.0",
+        "share of memory bandwidth of a linear at 1 token: q4_0 50%",
+        "share of FLOP/s of a linear at 512 tokens: q4_0 102%",
         "multiply-adds: f16 not here; int8 vpdpbusd",
     ]
 
@@ -228,12 +228,12 @@ def test_what_makes_a_measurement_doubtful():
     assert made(date=now.isoformat(), others=0.04).provenance() == plain
     busy = made(date=now.isoformat(), others=0.38).provenance()
     assert busy == (
-        f"{plain}; taken while 38% of the machine was busy with other work: measure again"
+        f"{plain}; unreliable: other processes used 38% of the processor time; measure again"
     )
     old = made(machine="a box", others=0.5).provenance(now + timedelta(days=3))
     assert old.endswith(
-        "on a box; taken on another machine, 3 days ago, while 50% of the machine was busy with "
-        "other work: measure again"
+        "on a box; unreliable: measured on another machine, measured 3 days ago, other processes "
+        "used 50% of the processor time; measure again"
     )
 
 

@@ -138,7 +138,7 @@ def test_each_step_has_its_times_bytes_and_operations(report, events):
             assert sum(e["args"][name] for e in own) == pytest.approx(row[name])
         assert {e["args"]["scope"] for e in own} == {row["scope"]}
         assert {e["args"].get("why", "") for e in own} == {row["why"]}
-        assert all(("share of limit" in e["args"]) == (row["limit"] is not None) for e in own)
+        assert all(("share of ceiling" in e["args"]) == (row["limit"] is not None) for e in own)
 
 
 def test_runs_hold_the_steps_of_their_backends(report, events):

@@ -175,7 +175,7 @@ def _report(phases: list[dict[str, Any]], ceilings: bool) -> dict[str, Any]:
     roofs = {
         name: {
             "date": "2026-11-20T10:00:00Z", "stale": name == "cpu", "bytes_s": bytes_s,
-            "doubt": "taken 3 days ago: measure again" if name == "cpu" else "",
+            "doubt": "measured 3 days ago; measure again" if name == "cpu" else "",
             "float_flop_s": float_s, "integer_flop_s": integer_s,
         }
         for name, (bytes_s, float_s, integer_s) in ROOFS.items()
