@@ -16,7 +16,7 @@ from graphllm.compiler import fusion
 from graphllm.errors import GraphError
 from graphllm.formats import quantization
 from graphllm.graph.dtype import Q4_K, Q8_0
-from graphllm.graph.fused_op import parts, results
+from graphllm.graph.fused_op import decompose, results
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
@@ -97,7 +97,7 @@ def test_every_rule_finds_its_own_parts(name):
 def test_price_of_a_fused_op(name):
     """As many operations as its parts have, and no more bytes."""
     for group in grouped(name):
-        own = parts(group.node)
+        own = decompose(group.node)
         for case in group.cases:
             env = case.sample.env
             joint = ops.get(name).node_cost(group.node, env)
