@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
-from ..formats.quantization import FORMATS
+from ..formats import BLOCK_FORMATS
 from ..graph.dtype import DTYPES, DType
 
 
@@ -89,19 +89,12 @@ SHAPES = {
     ),
 }  # fmt: skip
 MIX = "q4_k_m"  # of q4_k and q6_k, as llama.cpp's quantiser mixes them
-TYPES = (MIX, *FORMATS, "f16", "bf16", "f32")
+TYPES = (MIX, *BLOCK_FORMATS, "f16", "bf16", "f32")
 # `general.file_type`: what a file is called by most of its matrices (llama.cpp, `llama_ftype`).
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K",
-    11: "Q3_K - Small", 12: "Q3_K - Medium", 13: "Q3_K - Large", 14: "Q4_K - Small",
-    15: "Q4_K - Medium", 16: "Q5_K - Small", 17: "Q5_K - Medium", 18: "Q6_K", 25: "IQ4_NL",
-    30: "IQ4_XS", 32: "BF16", 38: "MXFP4",
-}  # fmt: skip
+FILE_TYPES: dict[int, str] = {0: "F32", 1: "F16", 32: "BF16"}
+for _form in BLOCK_FORMATS.values():
+    FILE_TYPES |= _form.file_types
 _MIX_NAME = "Q4_K - Medium"
-FALLBACK_FORMATS = {  # where rows are not whole blocks
-    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1",
-    "q6_k": "q8_0",
-}  # fmt: skip
 Stored = tuple[str, tuple[int, ...], DType]  # name in the file, shape, format
 
 
@@ -221,7 +214,7 @@ def _matrix(name: str, rows: int, columns: int, kind: str, experts: int = 0) -> 
     """A matrix, or one for each expert."""
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
-        form = DTYPES[FALLBACK_FORMATS.get(form.name, "f16")]
+        form = DTYPES[BLOCK_FORMATS[form.name].fallback or "f16"]
     if columns % form.block:
         form = DTYPES["f16"]
     axes = (experts,) if experts else ()

@@ -13,11 +13,11 @@ from .. import backends as registry
 from .. import ops
 from ..backends import Backend, Bound, Device, Header, Kernel, Operand, Options
 from ..errors import GraphllmError, ModelFileError, PlacementError, RequestError, quote
-from ..formats.quantization import WEIGHT_FORMATS, Blocks
+from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from ..formats.quantization import Blocks
 from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..weights import Weights
-from .model_shapes import FALLBACK_FORMATS
 
 KINDS = WEIGHT_FORMATS  # what weights can be converted to: every format has a quantiser
 _PLAIN = ("f32", "f16", "bf16")  # what they can be converted from
@@ -68,10 +68,15 @@ class QuantizedWeights:
         """The format that the weight gets."""
         if not self._is_matrix(name, stored) or self._keep(name):
             return stored.dtype
-        for form in (self.kind, DTYPES[FALLBACK_FORMATS.get(self.kind.name, self.kind.name)]):
+        for form in (self.kind, self._fallback()):
             if stored.shape[-1] % form.block == 0:  # type: ignore[operator]
                 return form
         return stored.dtype
+
+    def _fallback(self) -> DType:
+        """The format of matrices whose rows are not whole blocks of ``kind``."""
+        form = BLOCK_FORMATS.get(self.kind.name)
+        return DTYPES[form.fallback] if form and form.fallback else self.kind
 
     @staticmethod
     def _is_matrix(name: str, stored: Meta) -> bool:
@@ -114,7 +119,7 @@ class QuantizedWeights:
                 counts["ragged" if stays else "instead"] += 1
         why = f"their rows are not whole blocks of {self.kind.block}"
         texts = {
-            "instead": f"{FALLBACK_FORMATS.get(self.kind.name)} in place of {self.kind}: {why}",
+            "instead": f"{self._fallback()} in place of {self.kind}: {why}",
             "ragged": f"as stored, not {self.kind}: {why}",
             "blocks": f"as stored, not {self.kind}: they are in blocks already",
         }

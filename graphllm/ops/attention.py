@@ -11,8 +11,10 @@ from math import prod
 
 import numpy as np
 
-from ..formats.quantization import ACT_TINY, Blocks, quantise
-from ..graph.dtype import CACHED, F16, F32, I32, Q8_0, DType
+from ..formats import Q8_0
+from ..formats.activations import ACT_TINY
+from ..formats.quantization import Blocks, quantise
+from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 
 _SCORES = 16 << 20  # bytes of scores that live at one time

@@ -5,27 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..errors import ModelFileError
-from ..formats import quantization
-from ..formats.quantization import WEIGHT_FORMATS, Blocks
-from ..graph.dtype import (  # fmt: skip
-    BF16,
-    F16,
-    F32,
-    I32,
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q4_1,
-    Q4_K,
-    Q5_0,
-    Q5_1,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-)
+from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS, blocks_of
+from ..formats.quantization import Blocks
+from ..graph.dtype import BF16, F16, F32, I32
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out
 from ..graph.tensor import Meta, current_scope
 
@@ -35,7 +17,7 @@ def expect_weight(w: Meta, axes: int = 2) -> None:
 
     ModelFileError for a block format that no code here can read.
     """
-    if w.dtype.quantised and w.dtype.name not in quantization.FORMATS:
+    if w.dtype.quantised and w.dtype.name not in BLOCK_FORMATS:
         where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
         raise ModelFileError(f"{where}: weights in {w.dtype} are not supported, only in {known}")
     expect("w", w, axes, *WEIGHT_FORMATS)
@@ -68,11 +50,14 @@ def _sample(rows, shape, kind):
     tol={"f32": 0.0},
     samples=[
         *grid(_sample, rows=(0, 1, 9), shape=((1, 1), (13, 63), (50, 640)), kind=(F32, F16, BF16)),
-        *grid(_sample, rows=(0, 1, 9), shape=((1, 32), (13, 96), (50, 640)), kind=(Q8_0, Q5_0)),
-        *grid(_sample, rows=(0, 1, 9), shape=((1, 256), (37, 768)), kind=(Q4_K, Q6_K)),
+        *grid(_sample, rows=(0, 1, 9), shape=((1, 32), (13, 96), (50, 640)),
+              kind=blocks_of(32, common=True)),
+        *grid(_sample, rows=(0, 1, 9), shape=((1, 256), (37, 768)),
+              kind=blocks_of(256, common=True)),
         *grid(_sample, rows=(1, 9), shape=((13, 96), (50, 640)),
-              kind=(Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4)),
-        *grid(_sample, rows=(1, 9), shape=((37, 768),), kind=(Q2_K, Q3_K, Q5_K, IQ4_XS)),
+              kind=blocks_of(32, common=False)),
+        *grid(_sample, rows=(1, 9), shape=((37, 768),),
+              kind=blocks_of(256, common=False)),
     ],
 )  # fmt: skip
 def embedding(ids, w):

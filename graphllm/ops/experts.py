@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..graph.dtype import (  # fmt: skip
-    A8_32,
-    A8_256,
-    BF16,
-    F16,
-    F32,
-    I32,
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q4_1,
-    Q4_K,
-    Q5_0,
-    Q5_1,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-)
+from ..formats import A8_32, A8_256, Q8_0
+from ..graph.dtype import BF16, F16, F32, I32
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
 from .embedding import expect_weight
-from .linear import ACTIVATION_DTYPES, TOL, matmul, to_float32, unit_variance
+from .linear import (
+    ACTIVATION_DTYPES,
+    COMMON_32,
+    COMMON_256,
+    RARE_32,
+    RARE_256,
+    TOL,
+    matmul,
+    to_float32,
+    unit_variance,
+)
 
 _LAYOUTS = ("contiguous", "strided")
 _ROWS = (0, 1, 7)
@@ -245,12 +236,12 @@ _BOTH = (False, True)
         *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 17, 63), (8, 32, 100)),
               kind=(F32, F16, BF16), each=_BOTH, bias=_BOTH),
         *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((3, 17, 64), (8, 48, 320)),
-              kind=(Q8_0, Q5_0), x=(F32, A8_32), each=_BOTH),
-        *grid(_expert_sample, rows=(1, 33), shape=((5, 20, 512),), kind=(Q4_K, Q6_K),
+              kind=COMMON_32, x=(F32, A8_32), each=_BOTH),
+        *grid(_expert_sample, rows=(1, 33), shape=((5, 20, 512),), kind=COMMON_256,
               x=(F32, A8_256), each=_BOTH),
         *grid(_expert_sample, rows=(1, 33), shape=((5, 33, 96),),
-              kind=(Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4), x=(F32, A8_32), bias=(True,)),
-        *grid(_expert_sample, rows=(1, 33), shape=((3, 33, 512),), kind=(Q2_K, Q3_K, Q5_K, IQ4_XS),
+              kind=RARE_32, x=(F32, A8_32), bias=(True,)),
+        *grid(_expert_sample, rows=(1, 33), shape=((3, 33, 512),), kind=RARE_256,
               x=(F32, A8_256)),
         *grid(_expert_sample, rows=(1, 70), shape=((64, 32, 64),), kind=(F16, Q8_0), k=(8,),
               each=_BOTH),

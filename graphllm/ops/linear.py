@@ -4,28 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formats import quantization
+from ..formats import A8_32, A8_256, BLOCK_FORMATS, Q8_0, blocks_of
+from ..formats import activations as activation_formats
 from ..formats.quantization import Blocks
-from ..graph.dtype import (  # fmt: skip
-    A8_32,
-    A8_256,
-    BF16,
-    F16,
-    F32,
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    Q2_K,
-    Q3_K,
-    Q4_0,
-    Q4_1,
-    Q4_K,
-    Q5_0,
-    Q5_1,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-)
+from ..graph.dtype import BF16, F16, F32
 from ..graph.dtype import dtype as dtype_of
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
@@ -65,15 +47,14 @@ def _sample(rows, shape, kind, x=F32, layout="contiguous", bias=False):
     return Sample(args, {}, {"T": rows})
 
 
-# A float activation times an integer format may be quantised on the way (`Options.linear`): then
-# each element is off by up to amax / 254 of its block. With quantised x nothing is left to choose
-# but the order of the sum.
+# A backend may quantise float activations that meet a block format (`Options.linear`): then each
+# element is off by up to amax / 254 of its block. With quantised x only the order of sums varies.
 TOL = {
-    "f32": 1e-5, "f16": 1e-5, "bf16": 1e-5, "a8_32": 1e-5, "a8_256": 1e-5,
-    "q8_0": 4e-2, "q4_0": 4e-2, "q4_1": 4e-2, "q5_0": 4e-2, "q5_1": 4e-2, "iq4_nl": 4e-2,
-    "mxfp4": 4e-2, "q2_k": 5e-2, "q3_k": 5e-2, "q4_k": 5e-2, "q5_k": 5e-2, "q6_k": 5e-2,
-    "iq4_xs": 5e-2,
-}  # fmt: skip
+    **dict.fromkeys(("f32", "f16", "bf16", "a8_32", "a8_256"), 1e-5),
+    **{n: 4e-2 if f.activation == A8_32 else 5e-2 for n, f in BLOCK_FORMATS.items()},
+}
+COMMON_32, COMMON_256 = blocks_of(32, common=True), blocks_of(256, common=True)
+RARE_32, RARE_256 = blocks_of(32, common=False), blocks_of(256, common=False)
 
 _ROWS = (0, 1, 2, 5, 33)
 _PLAIN = ((1, 1), (3, 63), (65, 100), (48, 256))
@@ -89,15 +70,16 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     tol=TOL,
     samples=[
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
-        *grid(_sample, rows=_ROWS, shape=_BY_32, kind=(Q8_0, Q5_0), x=(F32, A8_32)),
-        *grid(_sample, rows=_ROWS, shape=_BY_256, kind=(Q4_K, Q6_K), x=(F32, A8_256)),
+        *grid(_sample, rows=_ROWS, shape=_BY_32, kind=COMMON_32, x=(F32, A8_32)),
+        *grid(_sample, rows=_ROWS, shape=_BY_256, kind=COMMON_256, x=(F32, A8_256)),
         *grid(_sample, rows=(1, 33), shape=((13, 96), (64, 320)),
-              kind=(Q4_0, Q4_1, Q5_1, IQ4_NL, MXFP4), x=(F32, A8_32)),
-        *grid(_sample, rows=(1, 33), shape=((13, 768),), kind=(Q2_K, Q3_K, Q5_K, IQ4_XS),
+              kind=RARE_32, x=(F32, A8_32)),
+        *grid(_sample, rows=(1, 33), shape=((13, 768),), kind=RARE_256,
               x=(F32, A8_256)),
-        *grid(_sample, rows=(1, 7), shape=((300, 1024),), kind=(F32, F16, Q8_0, Q5_0, Q4_K, Q6_K)),
+        *grid(_sample, rows=(1, 7), shape=((300, 1024),),
+              kind=(F32, F16, *COMMON_32, *COMMON_256)),
         *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
-        *grid(_sample, shape=((64, 256),), kind=(Q8_0, Q5_0, Q4_K, Q6_K), **_STRIDED),
+        *grid(_sample, shape=((64, 256),), kind=(*COMMON_32, *COMMON_256), **_STRIDED),
         *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
     ],
 )  # fmt: skip
@@ -114,7 +96,7 @@ def linear(x, w, bias=None):
 def to_float32(x):
     """What an operand [T, ..., K] as `quantise_act` gives it, or float32, stands for."""
     if isinstance(x, Blocks):
-        return quantization.dequantise_act(x.raw, x.dtype, x.elements)
+        return activation_formats.dequantise_act(x.raw, x.dtype, x.elements)
     return np.ascontiguousarray(x, np.float32)
 
 
@@ -158,9 +140,9 @@ def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
     samples=[
         *grid(_heads_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 33, 63), (4, 48, 100)),
               kind=(F32, F16, BF16)),
-        *grid(_heads_sample, rows=(0, 1, 5), shape=((3, 33, 64), (2, 16, 320)), kind=(Q8_0, Q5_0),
+        *grid(_heads_sample, rows=(0, 1, 5), shape=((3, 33, 64), (2, 16, 320)), kind=COMMON_32,
               x=(F32, A8_32)),
-        *grid(_heads_sample, rows=(1, 33), shape=((2, 20, 512),), kind=(Q4_K, Q6_K),
+        *grid(_heads_sample, rows=(1, 33), shape=((2, 20, 512),), kind=COMMON_256,
               x=(F32, A8_256)),
         *grid(_heads_sample, rows=(1, 5), shape=((3, 33, 64),), kind=(F32, F16, Q8_0),
               layout=("strided", "permuted")),
@@ -230,11 +212,11 @@ def quantise_act(x, *, dtype):
     """Activations in fewer bits: int8 in blocks along the last axis, or halves. x [T, ..., K] f32
     -> [T, ..., K] a8_32, a8_256, f16 or bf16.
 
-    Bit-exact on every backend; int8 as in `graphllm.formats.quantization.quantise_act`. Halves are
+    Bit-exact on every backend; int8 as in `graphllm.formats.activations.quantise_act`. Halves are
     rounded to nearest even; values beyond the range of f16 become its largest number.
     """
     kind = dtype_of(dtype)
     if kind.numpy is not None:
         most = np.float32(65504 if kind == F16 else np.inf)
         return np.clip(x, -most, most).astype(kind.numpy)
-    return Blocks(quantization.quantise_act(x, kind), kind, x.shape[-1])
+    return Blocks(activation_formats.quantise_act(x, kind), kind, x.shape[-1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..formats import quantization
-from ..formats.quantization import FORMATS, Blocks
+from ..formats import BLOCK_FORMATS, quantization
+from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32
 from ..graph.dtype import dtype as dtype_of
 from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
@@ -16,7 +16,7 @@ _TILE = 1 << 18  # elements that are quantised at a time: NumPy needs some 30 by
 def _infer(x, *, dtype):
     expect("x", x, 2, "f32", "f16", "bf16")
     kind = dtype_of(dtype)
-    require(kind.name in FORMATS, f"dtype is {kind}, not {', '.join(FORMATS)}")
+    require(kind.name in BLOCK_FORMATS, f"dtype is {kind}, not {', '.join(BLOCK_FORMATS)}")
     kind.row_nbytes(x.shape[1])
     return out(x.shape, kind)
 
@@ -42,8 +42,8 @@ def _sample(rows, elements, source, target, layout="contiguous"):
     return Sample((arg,), {"dtype": target}, {"T": rows})
 
 
-_BY_32 = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4")
-_BY_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+_BY_32 = tuple(name for name, form in BLOCK_FORMATS.items() if form.dtype.block == 32)
+_BY_256 = tuple(name for name, form in BLOCK_FORMATS.items() if form.dtype.block == 256)
 
 
 @op(
@@ -62,8 +62,8 @@ _BY_256 = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 def quantise(x, *, dtype):
     """A weight's floats as blocks of a weight format. x [T, K] f32, f16 or bf16 -> [T, K].
 
-    Bit-exact on every backend; the formulas are those of `graphllm.formats.gguf_blocks`. Raises
-    GraphllmError for infinity and NaN.
+    Bit-exact on every backend; each format's encoder is in the module of its family in
+    `graphllm.formats`. Raises GraphllmError for infinity and NaN.
     """
     kind = dtype_of(dtype)
     made = np.empty((x.shape[0], kind.row_nbytes(x.shape[1])), np.uint8)

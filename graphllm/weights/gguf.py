@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ModelFileError, quote
-from ..formats.quantization import WEIGHT_FORMATS
+from ..formats import WEIGHT_FORMATS
 from .gguf_format import (
     Cursor,
     StringArray,

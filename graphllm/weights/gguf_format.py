@@ -18,14 +18,13 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from ..errors import ModelFileError, quote
+from ..formats import BLOCK_FORMATS
 from ..graph.dtype import DTYPES, DType
 from .mapped_file import TensorInfo
 
-# ggml_type -> name, for the formats that graphllm has a dtype for.
-_FORMATS: dict[int, str] = {
-    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 10: "q2_k",
-    11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k", 20: "iq4_nl", 23: "iq4_xs", 24: "i8", 25: "i16",
-    26: "i32", 27: "i64", 28: "f64", 30: "bf16", 39: "mxfp4",
+# ggml_type -> name of a plain dtype. The block formats declare their own numbers.
+_PLAIN: dict[int, str] = {
+    0: "f32", 1: "f16", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
 }  # fmt: skip
 
 # The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
@@ -256,6 +255,14 @@ def read_tensors(cursor: Cursor, count: int, alignment: int, data: bool) -> dict
     return tensors
 
 
+def _dtype_of(kind: int) -> DType | None:
+    """The dtype of a ggml_type; None if it is unknown."""
+    for form in BLOCK_FORMATS.values():
+        if form.gguf_type == kind:
+            return form.dtype
+    return DTYPES[_PLAIN[kind]] if kind in _PLAIN else _UNSUPPORTED.get(kind)
+
+
 def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:
     """Shape outermost first, dtype, and offset from the start of the data."""
     dims = cursor.number("I")
@@ -263,7 +270,7 @@ def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:
         raise cursor.error(f"{dims} dimensions (at most {_MAX_DIMS})")
     shape = tuple(cursor.number("Q") for _ in range(dims))[::-1] or (1,)
     kind, offset = cursor.number("I"), cursor.number("Q")
-    dtype = DTYPES[_FORMATS[kind]] if kind in _FORMATS else _UNSUPPORTED.get(kind)
+    dtype = _dtype_of(kind)
     if dtype is None:
         raise cursor.error(f"unknown tensor type {kind}")
     if 0 in shape:

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -101,7 +102,7 @@ class TensorFiles:
 
     path: Path
     tensors: dict[str, TensorInfo]
-    formats: tuple[str, ...]  # what can be read, as errors say it
+    formats: Collection[str]  # names of the readable dtypes, for error messages
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -14,8 +14,7 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.compiler import fusion
 from graphllm.errors import GraphError
-from graphllm.formats import quantization
-from graphllm.graph.dtype import Q4_K, Q8_0
+from graphllm.formats import Q4_K, Q8_0, activations, quantization
 from graphllm.graph.fused_op import decompose, results
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
 from graphllm.runtime.executor import Executor
@@ -44,7 +43,7 @@ def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
     if not node.dtype.name.startswith("a8_"):
         return array, 0.0
     k = int(node.shape[-1])
-    found = quantization.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
+    found = activations.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
     return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
 
 

@@ -11,7 +11,7 @@ from graphllm.backends import Bound, Header, Operand, Options, find
 from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import GraphllmError
-from graphllm.formats import quantization
+from graphllm.formats import activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, weight
 from graphllm.runtime.executor import Executor
@@ -94,8 +94,8 @@ class Experts:
         """What the product reads in place of ``x``, float64."""
         node = self.steps[0].node
         if node.op == "quantise_act":
-            return quantization.dequantise_act(
-                quantization.quantise_act(x, node.dtype), node.dtype, self.k
+            return activations.dequantise_act(
+                activations.quantise_act(x, node.dtype), node.dtype, self.k
             )
         return x.astype(np.float64)
 

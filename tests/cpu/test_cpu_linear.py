@@ -15,7 +15,7 @@ from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import ModelFileError
-from graphllm.formats import quantization
+from graphllm.formats import BLOCK_FORMATS, activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, scope, weight
 
@@ -24,12 +24,8 @@ TOKENS = (0, 1, 2, 5, 7, 8, MOST)
 ROWS = (1, 15, 16, 33, 640)
 CANARY = np.float32(77)
 PLAIN = ("f32", "f16", "bf16")
-# The block formats, and where the scales of a block are: float16, but a byte in mxfp4.
-SCALES = {
-    "q8_0": (0, 2), "q4_0": (0, 2), "q4_1": (0, 4), "q5_0": (0, 2), "q5_1": (0, 4),
-    "q2_k": (80, 84), "q3_k": (108, 110), "q4_k": (0, 4), "q5_k": (0, 4), "q6_k": (208, 210),
-    "iq4_nl": (0, 2), "iq4_xs": (0, 2), "mxfp4": (0, 1),
-}  # fmt: skip
+# (offset, end) of the scales of a block, by format: float16, or exponents of one byte.
+SCALES = {name: form.span(*form.scales) for name, form in BLOCK_FORMATS.items()}
 BLOCKS = tuple(SCALES)
 FOREIGN = DType("iq2_xxs", 256, 66)  # a format that nothing here reads
 COLUMNS = {1: (1, 63, 300), 32: (32, 320), 256: (256, 768)}
@@ -124,8 +120,8 @@ def compare(product: Product, raw: np.ndarray, kind: DType, x: np.ndarray, bias:
     a = x.astype(np.float64)
     if len(product.steps) > 1:  # exactly what the integer kernel was given
         stored, form = product.activations()
-        assert np.array_equal(stored, quantization.quantise_act(x, form))
-        a = quantization.dequantise_act(stored, form, product.k).astype(np.float64)
+        assert np.array_equal(stored, activations.quantise_act(x, form))
+        a = activations.dequantise_act(stored, form, product.k).astype(np.float64)
     offsets = product.bias.astype(np.float64) if bias else np.zeros(1)
     size = np.abs(a) @ np.abs(w).T + np.abs(offsets)
     np.testing.assert_array_less(np.abs(got - (a @ w.T + offsets)), 1e-6 * size + 1e-30)

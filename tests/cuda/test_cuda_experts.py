@@ -15,8 +15,8 @@ from test_ops_generated import report
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.engine.request import Sampling
-from graphllm.formats import quantization
-from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS, quantization
+from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import I32, dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
@@ -94,7 +94,7 @@ def test_float_activations(kind):
     assert not wrong_ones("expert_linear", few, Options(linear="float"))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_quantised_activations(kind):
     """Exact but for the order of the sum, at any count of tokens."""
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"

@@ -10,7 +10,8 @@ from test_ops_generated import report
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels.linear import FEW
-from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks, quantise
+from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
@@ -58,7 +59,7 @@ def test_few_tokens_are_exact(kind):
     assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_quantised_activations(kind):
     """Exact but for the order of the sum, at any count of tokens."""
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"
@@ -78,7 +79,7 @@ def depths(kind: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_one_token_of_any_depth(kind):
     """Exact but for the order of the sum."""
-    x = "f32" if kind not in FORMATS else "a8_32" if dtype(kind).block == 32 else "a8_256"
+    x = "f32" if kind not in BLOCK_FORMATS else "a8_32" if dtype(kind).block == 32 else "a8_256"
     own = [sample(t, (rows, k), kind, x) for t in (0, 1) for rows in ROWS for k in depths(kind)]
     wrong = run_bounded("linear", own, least=3e-5 if kind == "bf16" else 0.0)
     assert not wrong, report(wrong)

@@ -23,7 +23,8 @@ from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext, Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
-from graphllm.formats.quantization import FORMATS, WEIGHT_FORMATS, Blocks
+from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
+from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import build_decoder
@@ -182,7 +183,7 @@ def test_a_table_that_is_the_head_too_is_kept_once(name, tokens, paper):
     paper((9, 0))
     kind, t = dtype(name), Var("T", 1, tokens)
     w, stored = weight("w", (4, 256), kind), np.zeros((4, kind.row_nbytes(256)), np.uint8)
-    stored = Blocks(stored, kind, 256) if name in FORMATS else stored.view(kind.numpy)
+    stored = Blocks(stored, kind, 256) if name in BLOCK_FORMATS else stored.view(kind.numpy)
     y = ops.linear(ops.embedding(feed("ids", (t,), "i32"), w), w)
     executor = Executor(Arrays({"w": stored}), ("cuda",))
     executor.bind(executor.compile({"y": y}))

@@ -16,7 +16,8 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.checkpoints.gguf import GGUF
 from graphllm.errors import ModelFileError
-from graphllm.formats import quantization
+from graphllm.formats import BLOCK_FORMATS, quantization
+from graphllm.formats import activations as activation_formats
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import Tensor, Var, feed, weight
@@ -92,12 +93,12 @@ def activations(k: int, size: float) -> np.ndarray:
 def test_linear(name, kind):
     """Float, integer, and integer with activations that are given; of one block and of several."""
     form, tol = dtype(name), ops.get("linear").tol
-    act = dtype("a8_32" if form.block == 32 else "a8_256")
+    act = BLOCK_FORMATS[name].activation
     for blocks in (1, 3):
         k, raw = blocks * form.block, make_blocks(form, kind, blocks)
         size = 1.0 if kind == "random" else EXTREMES[kind][2]
         x, w = activations(k, size), dequantised(form, raw)
-        exact = quantization.dequantise_act(quantization.quantise_act(x, act), act, k)
+        exact = activation_formats.dequantise_act(activation_formats.quantise_act(x, act), act, k)
         xs, ws = feed("x", (T, k), "f32"), weight("w", (ROWS, k), form)
         given = ops.quantise_act(xs, dtype=act.name)
         for node, linear, values, allowed in (
@@ -156,7 +157,7 @@ def test_scales_are_looked_at_in_pieces(name, monkeypatch):
     raw = make_blocks(form, "largest", 3)[2:]
     monkeypatch.setattr(quantization, "_CHECKED", 4 * raw.shape[1])
     quantization.check_scales(raw, form)
-    last = quantization.SCALES[name][-1]
+    last = BLOCK_FORMATS[name].scale_spans()[-1]
     for row in (17, 9, 8):
         at = form.nbytes + last[0]
         raw[row, at : at + last[1]] = 255

@@ -7,20 +7,11 @@ import numpy as np
 import pytest
 
 from graphllm.errors import GraphError
-from graphllm.formats.quantization import (
-    Blocks,
-    dequantise,
-    dequantise_act,
-    quantise,
-    quantise_act,
-    split_act,
-)
-from graphllm.graph.dtype import A8_32, A8_256, DTYPES, F32, Q4_K, Q8_0, DType
+from graphllm.formats import A8_32, A8_256, BLOCK_FORMATS, Q4_K, Q8_0
+from graphllm.formats.activations import dequantise_act, quantise_act, split_act
+from graphllm.formats.quantization import Blocks, dequantise, quantise
+from graphllm.graph.dtype import DTYPES, F32, DType
 
-BLOCKED = [
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
-    "iq4_nl", "iq4_xs", "mxfp4",
-]  # fmt: skip
 FOREIGN = DType("iq2_xxs", 256, 66)  # a format without formulas
 
 
@@ -28,7 +19,7 @@ def random_bytes(dtype: DType, rows: int, blocks: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 256, (rows, blocks * dtype.nbytes), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("name", [*BLOCKED, "bf16", "f16", "f32"])
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "bf16", "f16", "f32"])
 def test_dequantise_is_bit_equal(name: str) -> None:
     dtype = DTYPES[name]
     raw = random_bytes(dtype, 67, 6)

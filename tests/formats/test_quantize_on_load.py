@@ -16,7 +16,8 @@ from graphllm.backends import Options
 from graphllm.checkpoints import quantize_on_load
 from graphllm.checkpoints.quantize_on_load import KINDS, QuantizedWeights
 from graphllm.errors import ModelFileError, RequestError
-from graphllm.formats.quantization import FORMATS, Blocks, dequantise, quantise
+from graphllm.formats import BLOCK_FORMATS
+from graphllm.formats.quantization import Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES
 from graphllm.graph.tensor import feed, weight
 from graphllm.runtime.executor import Executor
@@ -94,7 +95,7 @@ def hard(name: str) -> np.ndarray:
      "wide rows"],
 )  # fmt: skip
 def test_hard_values(name: str) -> None:
-    for kind in FORMATS:
+    for kind in BLOCK_FORMATS:
         x = hard(name).reshape(-1, 1056 if DTYPES[kind].block == 32 else 1536)
         found = QuantizedWeights(Arrays({"x": x, "one": x[:1]}), kind)
         wanted = quantise(x, DTYPES[kind])
@@ -197,7 +198,7 @@ def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
 
 
 def test_every_format_can_be_asked_for() -> None:
-    assert set(KINDS) == {"f32", "f16", "bf16", *FORMATS}
+    assert set(KINDS) == {"f32", "f16", "bf16", *BLOCK_FORMATS}
     with pytest.raises(RequestError, match=re.escape("'q4_k_m' of weights; known: f32, f16, bf16")):
         QuantizedWeights(Arrays({}), "q4_k_m")
 
@@ -234,7 +235,7 @@ def test_no_format_has_values_that_are_not_finite(backend: str, value: float) ->
                 QuantizedWeights(source, kind, backends=(backend,)).raw("x")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_scales_beyond_float16(kind: str) -> None:
     """They are written, and stop the load; mxfp4 has powers of two for scales, up to 2^126."""
     x = values(20, 256)

@@ -33,7 +33,7 @@ import graphllm
 from graphllm.checkpoints.gguf import GGUF
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError, ModelFileError, NumericError
-from graphllm.formats.gguf_blocks import SCALES
+from graphllm.formats import BLOCK_FORMATS
 from graphllm.weights.mapped_file import TensorInfo
 from graphllm.weights.safetensors import Safetensors
 
@@ -41,7 +41,7 @@ IDS = [5, 77, 3, 19, 64, 8, 101, 42]
 VALUES = (np.nan, -np.float32(np.nan), np.inf, -np.inf)
 CLOSE = 1e-3  # of logits that infinities have no part in, as a share of their range
 TOKENS = 2
-BLOCKS = tuple(SCALES)
+BLOCKS = tuple(BLOCK_FORMATS)
 # Of tiny_models: rows of whole blocks.
 WIDE = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256, "LAYERS": 1}
 
@@ -82,7 +82,8 @@ def scale_faults(tensors: Mapping[str, TensorInfo]) -> Iterator[Fault]:
     rng = np.random.default_rng(0)
     for name in kinds(tensors, rng):
         info = tensors[name]
-        for offset, size in SCALES.get(info.dtype.name, ()):
+        form = BLOCK_FORMATS.get(info.dtype.name)
+        for offset, size in form.scale_spans() if form else ():
             for bits in (0x7C00, 0xFC00, 0x7E00, 0xFFFF) if size == 2 else (0xFF,):
                 block = int(rng.integers(info.nbytes // info.dtype.nbytes))
                 at = info.offset + block * info.dtype.nbytes + offset

@@ -15,8 +15,8 @@ import pytest
 import tiny_models as tiny
 
 import graphllm
+from graphllm import formats
 from graphllm.errors import ConfigError, GraphllmError, ModelFileError, RequestError
-from graphllm.formats import quantization
 
 COMMAND = [sys.executable, "-m", "graphllm"]
 FUZZ = Path(fuzz_gguf.__file__)
@@ -127,7 +127,7 @@ def test_a_format_that_nothing_reads_is_named(tmp_path, number, kind):
     path.write_bytes(file.header() + file.data)
     done = python("-m", "graphllm", "run", str(path), "-p", "hello")
     fails(done, f"x.gguf: tensor 'blk.1.ffn_up.weight': format {kind} is not supported, only f32,")
-    assert all(name in done.stderr for name in quantization.WEIGHT_FORMATS)
+    assert all(name in done.stderr for name in formats.WEIGHT_FORMATS)
 
 
 # ------------------------------------------------------------------------------- files and folders

@@ -15,7 +15,8 @@ from gguf_files import write_tensors
 
 from graphllm.checkpoints.gguf import GGUF
 from graphllm.errors import ModelFileError
-from graphllm.graph.dtype import F16, F32, Q8_0
+from graphllm.formats import Q8_0
+from graphllm.graph.dtype import F16, F32
 from graphllm.weights.gguf import StringArray
 
 

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 import graphllm
 from graphllm.errors import ConfigError, ModelFileError, RequestError
+from graphllm.formats import MXFP4, Q8_0
 from graphllm.formats.quantization import dequantise, quantise
-from graphllm.graph.dtype import F32, MXFP4, Q8_0
+from graphllm.graph.dtype import F32
 from graphllm.graph.tensor import Meta
 from graphllm.weights.safetensors_format import U8
 from graphllm.weights.weight_rules import Mxfp4, Rows, View

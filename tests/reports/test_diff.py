@@ -18,8 +18,9 @@ from graphllm.backends import Backend, Kernel, find
 from graphllm.compiler.placement import Choice
 from graphllm.compiler.plan import Step
 from graphllm.errors import PlacementError, RequestError
-from graphllm.formats.quantization import quantise_act
-from graphllm.graph.dtype import A8_32, F32
+from graphllm.formats import A8_32
+from graphllm.formats.activations import quantise_act
+from graphllm.graph.dtype import F32
 from graphllm.graph.tensor import Meta, Tensor, feed
 from graphllm.profiler.diff import replay
 from graphllm.profiler.diff.deviation import as_float64, deviation, error_bounds

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...graph.dtype import A8_32, A8_256, F16, F32, I32, MXFP4, Q4_K, Q5_0, Q8_0
+from ...formats import A8_32, A8_256, MXFP4, Q4_K, Q5_0, Q8_0
+from ...graph.dtype import F16, F32, I32
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...compiler.plan import Step
-from ...formats import quantization
+from ...formats import activations, quantization
 from ...graph.dtype import BF16, F16, DType
 from ...graph.tensor import WEIGHT, Meta, Tensor
 from ...ops import get
@@ -54,7 +54,7 @@ def as_float64(array: np.ndarray, meta: Meta) -> np.ndarray:
         return array.astype(np.float64)
     if kind.name.startswith("a8_"):
         k = meta.inner[-1]
-        found = quantization.dequantise_act(array.reshape(-1, kind.row_nbytes(k)), kind, k)
+        found = activations.dequantise_act(array.reshape(-1, kind.row_nbytes(k)), kind, k)
     else:
         found = quantization.dequantise(array, kind)
     return found.reshape(len(array), *meta.inner).astype(np.float64)

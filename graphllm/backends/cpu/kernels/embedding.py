@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numba import float32, int32
 
-from ....formats.gguf_blocks import IQ4_VALUES, MXFP4_VALUES
+from ....formats.iq4 import IQ4_VALUES
+from ....formats.mxfp4 import MXFP4_VALUES
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import (  # fmt: skip

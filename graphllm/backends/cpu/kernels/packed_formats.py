@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....formats.gguf_blocks import IQ4_VALUES, MXFP4_VALUES
+from ....formats.iq4 import IQ4_VALUES
+from ....formats.mxfp4 import MXFP4_VALUES
 from .block_unpacking import Block32, BlockK, Codes, Format, Plain
 from .block_unpacking_32 import Q8, Coded, Mx, Nibbles
 from .block_unpacking_k import IQ4XS, Q2K, Q3K, Q4K, Q5K, Q6K

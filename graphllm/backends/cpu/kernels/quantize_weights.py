@@ -1,4 +1,4 @@
-"""From floats to GGUF's blocks, bit for bit as `graphllm.formats.gguf_blocks` writes them.
+"""From floats to GGUF's blocks, bit for bit as `graphllm.formats` writes them.
 
 Here: the formats with blocks of 32, and what those with blocks of 256 (`encode_k.py`) need, too.
 Vectors are sixteen elements of a row. A *run* is what has a scale of its own, 16 or 32 elements.
@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from llvmlite import ir
 
-from ....formats.gguf_blocks import IQ4_VALUES, MXFP4_VALUES
+from ....formats.iq4 import IQ4_VALUES
+from ....formats.mxfp4 import MXFP4_VALUES
 from ..simd.emitter import F32S, I8, I8S, I16, I16S, I32, I32S, I64, LANES, Emit, Value
 from ..simd.vectors import F16S
 

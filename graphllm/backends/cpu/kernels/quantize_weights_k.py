@@ -1,4 +1,4 @@
-"""From floats to GGUF's blocks of 256, bit for bit as `graphllm.formats.gguf_blocks` writes them.
+"""From floats to GGUF's blocks of 256, bit for bit as `graphllm.formats` writes them.
 
 A block is sixteen vectors, and a run one or two of these; its scale, of four to eight bits, is in
 steps of the block's. Of eight runs, lanes 8 and on repeat the first. See `encode.py`.
@@ -12,7 +12,7 @@ from functools import reduce
 
 from llvmlite import ir
 
-from ....formats.gguf_blocks import IQ4_VALUES
+from ....formats.iq4 import IQ4_VALUES
 from ..simd.emitter import I16S, I32S, LANES, Value
 from .quantize_weights import Encode, Encoder
 

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ....formats.quantization import endless_scale
+from ....formats.quantization import bad_scale
 from ....graph.tensor import Meta
 from ..runtime.isa import usable_cores
 from ..runtime.jit import Kernel, args, i64s, kernel
@@ -235,5 +235,5 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     with ThreadPoolExecutor(threads) as pool:  # native code, without the interpreter's lock
         list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
     if report.max() >= 0:
-        raise endless_scale(int(report[report >= 0].min()), meta.dtype)
+        raise bad_scale(int(report[report >= 0].min()), meta.dtype)
     return packed

@@ -1,0 +1,65 @@
+"""GGUF's formats whose four bits index a table of values: iq4_nl and iq4_xs.
+
+Layouts and the order of the float32 operations follow ggml, `ggml-common.h` and `ggml-quants.c`.
+The encoders write valid blocks; ggml's also search for the scales with the least error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .bit_packing import nibbles, pack_nibbles
+from .block_format import declare
+from .scale_fitting import F32, fit_largest, inverse, largest, nearest
+
+Array = np.ndarray
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _iq4_nl(b: Array) -> Array:
+    return b["d"].astype(F32) * np.array(IQ4_VALUES, F32)[nibbles(b["q"])]
+
+
+def _to_iq4_nl(x: Array) -> dict[str, Array]:
+    d = largest(x) / F32(-127)
+    return {"d": d, "q": pack_nibbles(nearest(x * inverse(d), IQ4_VALUES))}
+
+
+IQ4_NL = declare(
+    "iq4_nl", 32, (("d", "f2", 1), ("q", "u1", 16)),
+    scales=("d",), planes=(("q",), ("d",)), decode=_iq4_nl, encode=_to_iq4_nl,
+    gguf_type=20, file_types={25: "IQ4_NL"},
+)  # fmt: skip
+
+
+# Scales: eight six-bit numbers, the top bit pairs of all in "high" and the nibbles in "scales", two
+# neighbours in a byte.
+
+
+def _iq4_xs(b: Array) -> Array:
+    pair = np.arange(0, 16, 2, dtype=np.uint16)
+    top = (b["high"] >> pair & 3).astype(np.uint8)
+    low = np.stack([b["scales"] & 15, b["scales"] >> 4], axis=-1).reshape(-1, 8)
+    d = b["d"].astype(F32) * ((low | top << 4).astype(np.int8) - 32).astype(F32)
+    q = nibbles(b["q"].reshape(-1, 8, 16))
+    return (d[..., None] * np.array(IQ4_VALUES, F32)[q]).reshape(-1, 256)
+
+
+def _to_iq4_xs(x: Array) -> dict[str, Array]:
+    steps, scale, d = fit_largest(x.reshape(-1, 8, 32), -127, 32)
+    six = (scale + 32).astype(np.uint8)
+    top = np.bitwise_or.reduce((six >> 4).astype(np.uint16) << np.arange(0, 16, 2), axis=-1)
+    return {
+        "d": d,
+        "high": top[:, None],
+        "scales": six[:, ::2] & 15 | six[:, 1::2] << 4,
+        "q": pack_nibbles(nearest(steps, IQ4_VALUES)).reshape(-1, 128),
+    }
+
+
+IQ4_XS = declare(
+    "iq4_xs", 256, (("d", "f2", 1), ("high", "u2", 1), ("scales", "u1", 4), ("q", "u1", 128)),
+    scales=("d",), planes=(("q",), ("d", "high", "scales")), decode=_iq4_xs, encode=_to_iq4_xs,
+    gguf_type=23, file_types={30: "IQ4_XS"}, fallback="iq4_nl",
+)  # fmt: skip
