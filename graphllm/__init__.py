@@ -47,7 +47,7 @@ __all__ = [
     "validate",
 ]
 
-_HOME = {
+_MODULE_OF = {
     "load": "api",
     "LLM": "api",
     "Completion": "engine.request",
@@ -61,11 +61,11 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names that are imported at first use, so that ``import graphllm`` stays light."""
+    """Import public names at first use, so that ``import graphllm`` stays light."""
     from importlib import import_module
 
-    if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     if name in ("ops", "models"):
         return import_module(f".{name}", __name__)
     raise AttributeError(f"module 'graphllm' has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""Checks of arguments: a rule for each says what it accepts, and makes a plain Python value of it.
+"""Argument checks: one rule per argument validates it and converts it to a plain Python value.
 
-A rule is called with the argument's name and value. It returns the value as the type that the code
-works with (NumPy scalars become Python's), or raises a RequestError of one line that names the
-argument, shows the value and says what is wanted.
+A rule is called with the name and the value of an argument. It returns the value in the type that
+the code uses (NumPy scalars become Python's), or raises a one-line RequestError that names the
+argument, shows the value and states what is accepted.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 
 from .errors import RequestError
 
-Rule = Callable[[str, Any], Any]  # name, value -> value
-MAX_MAGNITUDE = 1e30  # what float32 holds, with room for products
-_SHOWN = 80  # characters of a value in an error
+Rule = Callable[[str, Any], Any]  # (name, value) -> value
+MAX_MAGNITUDE = 1e30  # fits float32, with headroom for products
+_SHOWN = 80  # maximum number of characters of a value in an error
 
 
 def quote(value: object) -> str:
-    """A value as errors show it: on one line, and not longer than a line."""
+    """Format a value for an error: on one line, with at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # whatever a user's __repr__ may raise
+    except Exception:  # a user's __repr__ may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def invalid_argument(name: str, value: object, wanted: str) -> RequestError:
-    """The error for a value that is not what is ``wanted``."""
-    return RequestError(f"{name} = {quote(value)} must be {wanted}", argument=name)
+def invalid_argument(name: str, value: object, expected: str) -> RequestError:
+    """Return the error "``name`` = ``value`` must be ``expected``"."""
+    return RequestError(f"{name} = {quote(value)} must be {expected}", argument=name)
 
 
 def as_int(value: object) -> int | None:
-    """An int, or what NumPy has for one, as an int; None for anything else, bools included."""
+    """Convert a Python or NumPy integer to int; return None for anything else, bools included."""
     if type(value) is int:
         return value
     if _is_bool(value):
@@ -50,14 +50,14 @@ def as_int(value: object) -> int | None:
 
 
 def _is_bool(value: object) -> bool:
-    """Whether it is Python's or NumPy's, without an import of NumPy."""
+    """Return whether ``value`` is a Python or NumPy bool, without importing NumPy."""
     kind = type(value)
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from ``least`` to ``most``, by default without an upper bound."""
+    """An integer from ``least`` to ``most``, by default without an upper bound."""
 
     least: int = 0
     most: int | None = None
@@ -65,7 +65,7 @@ class Integer:
     def __call__(self, name: str, value: Any) -> int:
         number = as_int(value)
         if number is None:
-            raise invalid_argument(name, value, "a whole number")
+            raise invalid_argument(name, value, "an integer")
         if number < self.least or (self.most is not None and number > self.most):
             bits = (self.most or 0).bit_length()
             within = f"in {self.least}..2^{bits}-1" if self.most else f"at least {self.least}"
@@ -75,7 +75,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Real:
-    """A finite number from ``least`` (not ``least`` itself, if ``above``) to ``most``."""
+    """A finite number from ``least`` (exclusive if ``above``) to ``most``."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -106,21 +106,21 @@ class Real:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, or what NumPy has for them."""
+    """A Python or NumPy bool."""
     if not _is_bool(value):
         raise invalid_argument(name, value, "True or False")
     return bool(value)
 
 
 def text(name: str, value: Any) -> str:
-    """A str that is not empty."""
+    """A non-empty string."""
     if not isinstance(value, str) or not value:
-        raise invalid_argument(name, value, "a text that is not empty")
+        raise invalid_argument(name, value, "a non-empty string")
     return str(value)
 
 
 def path(name: str, value: Any) -> str | os.PathLike[str]:
-    """A str or a path, not empty and without NUL characters."""
+    """A non-empty string or path without NUL characters."""
     if isinstance(value, (str, os.PathLike)):
         as_text = os.fspath(value)
         if isinstance(as_text, str) and as_text and "\0" not in as_text:
@@ -129,7 +129,7 @@ def path(name: str, value: Any) -> str | os.PathLike[str]:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Anything that can be called."""
+    """Any callable."""
     if not callable(value):
         raise invalid_argument(name, value, "a function")
     return value
@@ -137,7 +137,7 @@ def function(name: str, value: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some texts."""
+    """One of the strings ``choices``."""
 
     choices: tuple[str, ...]
 
@@ -150,7 +150,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Optional:
-    """None, or what ``rule`` accepts."""
+    """None, or a value that ``rule`` accepts."""
 
     rule: Rule
 
@@ -159,59 +159,69 @@ class Optional:
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """A text, or any iterable of texts, none of them empty."""
+    """A non-empty string, or an iterable of non-empty strings."""
     items = (value,) if isinstance(value, str) else _items(value)
     if items is None or not all(isinstance(item, str) and item for item in items):
-        raise invalid_argument(name, value if items is None else items, "texts that are not empty")
+        raise invalid_argument(name, value if items is None else items, "non-empty strings")
     return tuple(map(str, items))
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Any iterable of whole numbers from 0 on."""
+    """An iterable of integers of at least 0."""
     items = _items(value)
     ids = None if items is None else [as_int(item) for item in items]
     if ids is None or any(i is None or i < 0 for i in ids):
         raise invalid_argument(
-            name, value if items is None else items, "token ids, whole numbers from 0 on"
+            name, value if items is None else items, "token ids, integers of at least 0"
         )
     return tuple(i for i in ids if i is not None)
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:
-    """A mapping whose keys are texts."""
+    """A mapping with string keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise invalid_argument(name, value, "a mapping with texts as keys")
+        raise invalid_argument(name, value, "a mapping with string keys")
     return dict(value)
 
 
 def text_mapping(name: str, value: Any) -> dict[str, str]:
-    """A mapping of texts to texts."""
+    """A mapping of strings to strings."""
     found = mapping(name, value)
     if not all(isinstance(item, str) for item in found.values()):
-        raise invalid_argument(name, value, "a mapping of texts to texts")
+        raise invalid_argument(name, value, "a mapping of strings to strings")
     return found
 
 
 def _items(value: Any) -> tuple[Any, ...] | None:
-    """The elements of an iterable, which is gone through once; None for what is none, and for
-    texts, bytes and mappings, whose elements nobody means."""
+    """Return the elements of an iterable, read once.
+
+    None for values that are not iterable, and for strings, bytes and mappings, which are not meant
+    as sequences.
+    """
     if isinstance(value, (str, bytes, bytearray, Mapping)) or not isinstance(value, Iterable):
         return None
     try:
         return tuple(value)
-    except TypeError:  # a NumPy array without axes
+    except TypeError:  # a 0-d NumPy array
         return None
 
 
 def check(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` as the rules of the same names turn them. RequestError as these raise it."""
+    """Apply to each of ``values`` the rule of the same name. Raises RequestError."""
     return {name: rules[name](name, value) for name, value in values.items()}
 
 
 def unknown_argument(
     name: str, known: Iterable[str], aliases: Mapping[str, str], where: str
 ) -> RequestError:
-    """The error for an argument that ``where`` does not have, with the nearest that it has."""
+    """Return the error for an argument that ``where`` does not have, with the closest known name.
+
+    Args:
+        name: the unknown argument.
+        known: names of the arguments that exist.
+        aliases: other names of arguments, such as another library's -> the name here.
+        where: what was called, as in "llm.generate".
+    """
     names = [*known, *aliases]
     near = difflib.get_close_matches(name, names, 1, 0.5)
     hint = f"nearest: {aliases.get(near[0], near[0])}; " if near else ""

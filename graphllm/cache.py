@@ -1,12 +1,12 @@
-"""Files in the cache directory, which hold native code among other things.
+"""Files in the cache directory; some of them hold native code.
 
-Every cache of graphllm reads and writes its files here. A file is read only if nobody else can have
-written it: it and each directory from the cache directory down to it belong to the user (or to
-root, who can change the program itself) and are writable by their owner alone, and it is a regular
-file of bounded size. The cache directory may be reached through symbolic links; below it none is
-followed. Anything else is a miss, with one line on standard error per process. Directories are made
-with mode 0700 and files with mode 0600; a file appears under its name when it is complete, so
-that processes that write at once do not disturb each other or a reader.
+All caches of graphllm read and write their files here. A file is read only if no other user can
+have written it: the file and every directory from the cache directory down to it belong to the
+user (or to root, who can change the program itself) and are writable by their owner only, and the
+file is a regular file of bounded size. The path to the cache directory may contain symbolic links;
+below it no link is followed. Anything else is a cache miss, reported with one line on standard
+error per process. Directories are created with mode 0700 and files with mode 0600. A file is renamed to its
+final name when it is complete, so concurrent writers and readers do not disturb each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .debug import debug
 from .env import cache_dir
 from .terminal import warn
 
-LIMIT = 64 << 20  # bytes of a file that is read as a whole; the largest kernels have 4 MB
+LIMIT = 64 << 20  # maximum number of bytes that `CacheFile.read` reads; kernels have up to 4 MB
 _FORMAT = b"graphllm cache 2\n"
 _SEAL = len(_FORMAT) + hashlib.sha256().digest_size
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -33,7 +33,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class CacheFile:
-    """One file of the cache directory (or of ``root``); ``parts``: the names that lead to it."""
+    """One file below the cache directory (or ``root``), at the path made of ``parts``."""
 
     def __init__(self, *parts: str, root: Path | None = None) -> None:
         self._folders, self._name, self._root = parts[:-1], parts[-1], root
@@ -49,7 +49,7 @@ class CacheFile:
     # -------------------------------------------------------------------------------- reading
 
     def size(self, limit: int | None = LIMIT) -> int | None:
-        """The size of the file in bytes; None if it is missing or may not be used."""
+        """Return the size of the file in bytes; None if it is missing or unsafe."""
         opened = self._open(limit)
         if opened is None:
             return None
@@ -58,7 +58,7 @@ class CacheFile:
         return size
 
     def read(self, limit: int = LIMIT) -> bytes | None:
-        """The contents, at most ``limit`` bytes; None if the file is missing or may not be used."""
+        """Return the contents; None if the file is missing, unsafe or beyond ``limit`` bytes."""
         opened = self._open(limit)
         if opened is None:
             return None
@@ -72,7 +72,7 @@ class CacheFile:
             os.close(file)
 
     def load(self, key: bytes) -> bytes | None:
-        """What `save` kept under ``key``; None if there is nothing, or something else."""
+        """Return the body that `save` stored under ``key``; None if there is none."""
         data = self.read()
         if data is None:
             return None
@@ -83,14 +83,14 @@ class CacheFile:
         return None
 
     def reject(self, reason: str) -> None:
-        """Report, once per process, that the file is there and not used."""
+        """Report, once per process, that the file exists and is not used."""
         _report(f"cache file not used: {self.path}: {reason}")
 
     def _open(self, limit: int | None) -> tuple[int, int] | None:
-        """A descriptor of the checked file, and its size; None if it is missing or not used."""
+        """Return (descriptor, size) of the checked file; None if it is missing or unsafe."""
         try:
             folder = _open_folder(self._top, self._folders)
-        except OSError:  # which the attempt to write reports
+        except OSError:  # a later write reports it
             return None
         file = -1
         try:
@@ -110,11 +110,11 @@ class CacheFile:
     # -------------------------------------------------------------------------------- writing
 
     def save(self, key: bytes, body: bytes) -> None:
-        """Keep ``body`` so that `load` finds it, but only under the same ``key``."""
+        """Store ``body`` for `load` with the same ``key``."""
         self.write(_seal(key, body) + body)
 
     def write(self, data: bytes) -> None:
-        """Replace the contents. If that fails, one line per process says why."""
+        """Replace the contents. A failure is reported once per process."""
 
         def fill(part: Path) -> None:
             with open(os.open(part, _NEW, 0o600), "wb") as file:
@@ -126,10 +126,10 @@ class CacheFile:
             _report(f"cache not used: {error.filename}: {_reason(error)}")
 
     def replace(self, fill: Callable[[Path], None]) -> None:
-        """Replace the file by one that ``fill`` makes under the path that it is given.
+        """Replace the file by the one that ``fill`` creates at the path passed to it.
 
-        Raises OSError, whose ``filename`` is a path of the cache, if that is impossible; and what
-        ``fill`` raises.
+        Raises OSError, with a path of the cache as ``filename``, if that is impossible, and every
+        error of ``fill``.
         """
         folder = _open_folder(self._top, self._folders, create=True)
         name = f".{self._name}.{os.getpid()}.{secrets.token_hex(4)}.part"
@@ -146,15 +146,17 @@ class CacheFile:
 
 
 def _seal(key: bytes, body: bytes) -> bytes:
-    """What stands before ``body`` in a file that was saved under ``key``."""
+    """Return the header of a file with ``body`` that is stored under ``key``: magic and SHA-256."""
     digest = hashlib.sha256(len(key).to_bytes(8, "little") + key)
     digest.update(body)
     return _FORMAT + digest.digest()
 
 
 def _open_folder(path: Path, names: tuple[str, ...], create: bool = False) -> int:
-    """A descriptor of ``path``, or of the directory that ``names`` lead to from there. OSError,
-    whose ``filename`` is a directory's path, if one is missing or may not be used."""
+    """Return a descriptor of the directory ``names`` below ``path``.
+
+    Raises OSError, with the path of a directory as ``filename``, if one is missing or unsafe.
+    """
     opened = -1
     try:
         if create:
@@ -181,20 +183,20 @@ def _open_folder(path: Path, names: tuple[str, ...], create: bool = False) -> in
 
 
 def _make(path: Path) -> None:
-    """Make a directory, and those above it that are missing, for this user alone."""
+    """Create a directory and its missing parents, accessible to this user only."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
         pass
     except FileNotFoundError:
-        if path.parent.exists():  # a file system that makes no directories
+        if path.parent.exists():  # a file system that cannot create directories
             raise
         _make(path.parent)
         _make(path)
 
 
 def _check_owner(found: os.stat_result) -> None:
-    """OSError for what somebody else may have written."""
+    """Raise OSError for a file or directory that another user may have written."""
     user = os.geteuid()
     if found.st_uid not in (user, 0):
         reason = f"it belongs to user {found.st_uid}, not to user {user}"
@@ -207,7 +209,7 @@ def _check_owner(found: os.stat_result) -> None:
 
 
 def _check_file(found: os.stat_result, limit: int | None) -> None:
-    """OSError for a file that may not be used."""
+    """Raise OSError for a file that is unsafe, or larger than ``limit`` bytes."""
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file")
     _check_owner(found)
@@ -216,7 +218,7 @@ def _check_file(found: os.stat_result, limit: int | None) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """An error in words."""
+    """Describe an error in words."""
     if error.errno == errno.ELOOP:
         return "it is a symbolic link"
     return error.strerror or str(error)
@@ -226,7 +228,7 @@ _reported: list[str] = []
 
 
 def _report(text: str) -> None:
-    """Print the first report of a process; the others at debug level 1 only."""
+    """Print the first report of this process; later ones only at debug level 1."""
     if _reported:
         debug(1, text)
     else:

@@ -153,12 +153,12 @@ class TimestampLog:
     """Times of a segment's runs, in nanoseconds on the clock of `time.perf_counter_ns`.
 
     ``runs``: of each run int64 (begin and ends [n + 1], starts [n]): when it began and each step
-    ended; when each step started, which may be before the one before it has ended. ``settle`` waits
+    ended; when each step started, which may be before the one before it has ended. ``collect`` waits
     for the runs that are not over, and adds theirs.
     """
 
     runs: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    settle: Callable[[], None] = lambda: None
+    collect: Callable[[], None] = lambda: None
 
 
 class Segment(Protocol):
@@ -173,7 +173,7 @@ class Ring(Protocol):
     """Copies of one operand on their way to the host. Copies, runs and `Device.copy_in` take effect
     in the order in which they were asked for."""
 
-    ahead: int  # runs that may be begun before the copy of an earlier one is taken
+    lookahead: int  # runs that may be begun before the copy of an earlier one is taken
 
     def put(self) -> None:
         """Begin a copy of the operand, as the runs before leave it."""

@@ -25,7 +25,7 @@ ALL = "all"  # every rule, where rules are switched off by name
 class KernelSelector(Protocol):
     """What the pass asks of whoever knows backends and kernels."""
 
-    def join(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
+    def select_fused(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
         """Whether the backend of all ``parts`` has a kernel for the fused ``node``; if so it will
         run there."""
 
@@ -120,7 +120,7 @@ class _Pass:
         if not all(self._readable(e, new, own) for e, new in zip(ends, results(node))):
             return None
         real = [p for p in parts if not p.is_view]
-        return _Match(node, parts, ends) if self.selector.join(node, real) else None
+        return _Match(node, parts, ends) if self.selector.select_fused(node, real) else None
 
     def _look_up(
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]

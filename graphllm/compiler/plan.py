@@ -43,7 +43,7 @@ class Step:
     @property
     def weight_formats(self) -> str:
         """The formats of its weight matrices, joined by ``+``; empty if it has none."""
-        return "+".select_fused(dict.fromkeys(kind.name for kind in self._matrices()))
+        return "+".join(dict.fromkeys(kind.name for kind in self._matrices()))
 
     @property
     def integer(self) -> bool:
@@ -207,9 +207,7 @@ class Copies:
     users: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        users = ", ".select_fused(
-            f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common()
-        )
+        users = ", ".join(f"{op} ({n})" if n > 1 else op for op, n in self.users.most_common())
         what = f"{self.count}, of {self.nbytes:,} bytes in all{', for ' if users else ''}{users}"
         return f"copies from {self.source} to {self.target}: {what}"
 
@@ -220,7 +218,7 @@ class Plan:
 
     outputs: dict[str, Tensor]
     steps: list[Step]
-    places: dict[Tensor, Allocation]  # of intermediates, by the node that owns the buffer
+    allocations: dict[Tensor, Allocation]  # of intermediates, by the node that owns the buffer
     scratch: dict[int, Allocation]  # of workspaces, by index of the step
     arena: dict[str, int]  # bytes of each memory's arena
     memory: dict[Tensor, str]  # the memory of every buffer, by its root
@@ -290,7 +288,7 @@ class Plan:
         lines += [f"  {n:5d}  {op} ran on {b}: {why}" for (op, b, why), n in self.misses().items()]
         lines += [f"  {copies}" for copies in self.copies()]
         lines += [f"  arena {m}: {n / 1e6:.1f} MB" for m, n in self.arena.items()]
-        return "\n".select_fused(lines)
+        return "\n".join(lines)
 
 
 def compile_plan(
@@ -337,7 +335,7 @@ def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
 
 
 def _allocate(plan: Plan) -> None:
-    """Fill in ``places``, ``scratch`` and ``arena`` from the lifetimes."""
+    """Fill in ``allocations``, ``scratch`` and ``arena`` from the lifetimes."""
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):

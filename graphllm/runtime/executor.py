@@ -251,7 +251,7 @@ class Executor:
         own = rewrite.root(node)
         if not own.is_leaf:
             return _in_arena(node, plan.allocations[own], arenas)
-        leaf = self.buffers.place(own.name, memory)
+        leaf = self.buffers.operand(own.name, memory)
         return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
 
     # -------------------------------------------------------------------------------------- state

@@ -101,7 +101,9 @@ def fusion(case: Case) -> Check:
 def backends(case: Case) -> Check:
     """The first backend against each usable one behind it."""
     first = case.llm.device
-    behind = [n for n in registry.behind(first) if n != first and registry.find(n).available()[0]]
+    behind = [
+        n for n in registry.fallbacks(first) if n != first and registry.find(n).available()[0]
+    ]
     if not behind:
         return Check("backends", SKIPPED, f"none but {first} can be used")
     checks = [_diff_check("backends", case, (first, other)) for other in behind]

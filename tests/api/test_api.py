@@ -70,13 +70,13 @@ NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty"
 WHOLES = ("max_tokens", "top_k", "seed", "min_tokens")
 NO_NUMBER = ["1", b"1", None, [1], {}, 1j, True, np.True_, np.array([0.5]), Odd(), Odd("")]
 BAD = [
-    *((name, value, "must be a whole number") for name in WHOLES
+    *((name, value, "must be an integer") for name in WHOLES
       for value in (1.5, "1", [1], np.float32(1), True, np.False_, Odd(), Fraction(1, 2))),
     *((name, value, "must be a number") for name in NUMBERS for value in NO_NUMBER),
     *((name, value, "must be a finite number") for name in NUMBERS
       for value in (float("nan"), float("inf"), np.float32("nan"))),
     *((name, 1e30, "must be below 1e+30 in size") for name in ("temperature", "repeat_penalty")),
-    *((name, None, "must be a whole number") for name in ("max_tokens", "top_k", "min_tokens")),
+    *((name, None, "must be an integer") for name in ("max_tokens", "top_k", "min_tokens")),
     ("temperature", -0.1, "temperature = -0.1 must be at least 0"),
     ("temperature", 10**400, "must be below 1e+30 in size"),
     ("presence_penalty", -1e30, "must be below 1e+30 in size"),
@@ -89,7 +89,7 @@ BAD = [
     ("seed", -1, "seed = -1 must be in 0..2^63-1"),
     ("seed", 2**63, "must be in 0..2^63-1"),
     *(("ignore_eos", value, "must be True or False") for value in ("no", 0, 1, None, [])),
-    *(("stop", value, "must be texts that are not empty")
+    *(("stop", value, "must be non-empty strings")
       for value in ("", ["a", ""], [1], 1, None, b"a", {"a": 1}, (s for s in ["x", ""]))),
     *(("stop_ids", value, "must be token ids")
       for value in (1, "12", [1.5], [-1], [True], ["1"], None, {1: 2}, np.array(3))),
@@ -184,18 +184,18 @@ def test_each_of_several_prompts_draws_its_own_seed(llm):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        *(("context", value, "must be a whole number") for value in (1.5, "8", None, True, [8])),
+        *(("context", value, "must be an integer") for value in (1.5, "8", None, True, [8])),
         ("context", 0, "context = 0 must be at least 1"),
         ("context", -(10**30), "must be at least 1"),
-        *(("threads", value, "must be a whole number") for value in (1.5, "2", None, False)),
+        *(("threads", value, "must be an integer") for value in (1.5, "2", None, False)),
         ("threads", -1, "threads = -1 must be at least 0"),
         *(("gpu_layers", v, "must be auto, all or a number of layers from 0 on")
           for v in (1.5, None, -1, "-1", "many", "", "1.5", "\u0663", True, [1])),
         *(("kv_type", value, "must be f32, f16 or q8_0") for value in ("q3", 8, ["f16"], "")),
         *(("linear", value, "must be auto, integer or float") for value in ("int", None, 1)),
         *(("strict", value, "must be True or False") for value in ("no", 0, None)),
-        *(("device", value, "must be a text that is not empty") for value in (None, "", ["cpu"])),
-        *(("type", value, "must be a text that is not empty") for value in (8, "", ["q8_0"])),
+        *(("device", value, "must be a non-empty string") for value in (None, "", ["cpu"])),
+        *(("type", value, "must be a non-empty string") for value in (8, "", ["q8_0"])),
         *(("no_fuse", v, "must be texts") for v in (None, 1, [1], "", b"all", {"all": 1})),
         *(("no_kernels", value, "must be texts") for value in (None, 1, [1], "")),
         *(("place", v, "must be a mapping") for v in ("a=cpu", ["a"], {1: "cpu"}, {"a": 1})),
@@ -306,7 +306,7 @@ def test_other_arguments_are_checked(llm):
         (lambda: llm.logits([3], last="no"), "last = 'no' must be True or False"),
         (lambda: llm.trace([3], 5), "scopes = 5 must be texts"),
         (lambda: llm.trace([3], "lm_head", ["x"]), "must be a mapping"),
-        (lambda: llm.profile([3], decode=1.5), "decode = 1.5 must be a whole number"),
+        (lambda: llm.profile([3], decode=1.5), "decode = 1.5 must be an integer"),
         (lambda: llm.profile([3], repeat=0), "repeat = 0 must be at least 1"),
         (lambda: llm.encode(5), "prompt = 5 must be a string"),
         (lambda: llm.decode("12"), "ids = '12' must be token ids"),

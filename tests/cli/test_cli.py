@@ -152,7 +152,7 @@ def test_a_template_in_the_file_is_mentioned_and_used(tmp_path, monkeypatch):
         (["chat", "MODEL", *CHAT], b"ab\xff\n", "standard input is not valid UTF-8"),
         (["run", "MODEL", "-p", b"ab\xff"], b"", "-p: character 2 is not valid UTF-8"),
         (["run", "MODEL", "-p", "x", "--repeat-penalty", "0"], b"", "must be above 0"),
-        (["run", "MODEL", "-p", "x", "--stop", ""], b"", "must be texts that are not empty"),
+        (["run", "MODEL", "-p", "x", "--stop", ""], b"", "must be non-empty strings"),
     ],
 )
 def test_an_error_of_a_chat_is_one_line(model, words, typed, message):

@@ -190,7 +190,7 @@ def test_a_stop_text_across_tokens(llm):
         ({"presence_penalty": float("nan")}, "presence_penalty = nan must be a finite number"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty = inf must be a finite number"),
         ({"min_tokens": -1}, "min_tokens = -1 must be in"),
-        ({"stop": [""]}, "must be texts that are not empty"),
+        ({"stop": [""]}, "must be non-empty strings"),
         ({"stop_ids": [-3]}, "must be token ids"),
         ({"stop_ids": [10**6]}, "token id 1000000 is not in 0.."),
         ({"max_tokens": -1}, "max_tokens = -1 must be at least 0"),
