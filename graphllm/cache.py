@@ -5,8 +5,9 @@ have written it: the file and every directory from the cache directory down to i
 user (or to root, who can change the program itself) and are writable by their owner only, and the
 file is a regular file of bounded size. The path to the cache directory may contain symbolic links;
 below it no link is followed. Anything else is a cache miss, reported with one line on standard
-error per process. Directories are created with mode 0700 and files with mode 0600. A file is renamed to its
-final name when it is complete, so concurrent writers and readers do not disturb each other.
+error per process. Directories are created with mode 0700 and files with mode 0600. A file is
+renamed to its final name when it is complete, so concurrent writers and readers do not disturb each
+other.
 """
 
 from __future__ import annotations

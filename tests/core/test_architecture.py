@@ -23,6 +23,7 @@ CORE = sorted(
         *(ROOT / "graphllm" / "runtime").glob("*.py"),
         ROOT / "graphllm" / "ops" / "__init__.py",
         ROOT / "graphllm" / "backends" / "__init__.py",
+        ROOT / "graphllm" / "backends" / "contract.py",
     ]
 )
 SOURCES = sorted([*(ROOT / "graphllm").rglob("*.py"), *(ROOT / "models").rglob("*.py")])

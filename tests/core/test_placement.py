@@ -267,7 +267,7 @@ def test_an_op_is_switched_off_by_name(remote, tiny, plain):  # noqa: F811
     [
         ("rms_norm", "begin with one of"),
         ("gpu:rms_norm", "begin with one of"),
-        ("cpu:rmsnorm", "end in an op; 'rmsnorm' is none"),
+        ("cpu:rmsnorm", "end in the name of an op, which 'rmsnorm' is not"),
         ("cpu:copy", "name another op"),
         ("cpu:contiguous", "name another op"),
     ],
