@@ -94,7 +94,7 @@ def discard_output() -> None:
 
 def show(line: str) -> None:
     """Print one line on standard output, at once."""
-    print(escape_control(line, most=None), flush=True)
+    print(escape_control(line, limit=None), flush=True)
 
 
 def show_table(text: str) -> None:

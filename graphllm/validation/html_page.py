@@ -94,4 +94,4 @@ def _cells(kind: str, values: Iterable[str]) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(escape_control(text, most=None))
+    return escape(escape_control(text, limit=None))
