@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from graphllm.backends import find
+from graphllm.backends.cpu.runtime.atomics import clock_ns, pause
 from graphllm.backends.cpu.runtime.device import KernelContext, Launch
 from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
-from graphllm.backends.cpu.runtime.step_interpreter import clock_ns, pause
 from graphllm.cli import main as graphllm
 from graphllm.profiler.compare.comparison import WALL, Comparison, compare
 

@@ -228,7 +228,7 @@ def test_command_line(model):
     assert done.stdout.count("\n") == 3 and "pp8" in done.stdout
     many = call(model, "-p", "0", "-n", "2", "-r", "1", "-t", "99", "--no-ceiling", "-o", "csv")
     assert many.returncode == 0
-    assert said(many).count("\n") == 1 and "99 threads wanted, " in many.stderr
+    assert said(many).count("\n") == 1 and "threads = 99: using " in many.stderr
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_without_control_groups_there_is_no_quota(tmp_path):
 
 @pytest.mark.parametrize(("allowed", "cores"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
 def test_part_of_a_core_counts_as_one(monkeypatch, allowed, cores):
-    monkeypatch.setattr(isa, "quota", lambda: allowed)
+    monkeypatch.setattr(isa, "cgroup_cores", lambda: allowed)
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores.__wrapped__() == min(affinity, cores or affinity)
 
@@ -232,7 +232,7 @@ def test_more_threads_than_cores_is_one_line_of_warning():
     ask += "print(*(threads_for(Options(threads=n)) for n in (0, 1, 9, 9)))"
     done = _python(ask, PYTHONPATH=str(PACKAGE.parent))
     assert done.stdout.split() == ["1"] * 4
-    assert done.stderr == "graphllm: 9 threads wanted, 1 used: there are no more cores\n"
+    assert done.stderr == "graphllm: threads = 9: using 1, the number of usable cores\n"
     assert thread_count(Options(threads=10 * MAX_THREADS)) <= MAX_THREADS
 
 

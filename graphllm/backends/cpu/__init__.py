@@ -1,7 +1,8 @@
-"""The CPU backend: SIMD kernels compiled by Numba, run by a team of threads.
+"""CPU backend: SIMD kernels compiled by Numba and run by a thread pool.
 
-File names of kernels mirror `graphllm.ops`. jit.py: what kernels are written with; team.py and
-walk.py: the threads; device.py: operands and programs; isa.py: what the processor can do.
+``kernels/`` mirrors `graphllm.ops`, one module per op family. ``runtime/`` holds the device
+(device.py), the thread pool (thread_pool.py, step_interpreter.py, barriers.py), the compiler
+(jit.py, argument_block.py), the kernel cache and the roofline probes. ``simd/`` emits vector code.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _open(options: Options) -> Device:
 
 BACKEND: Backend = Backend("cpu", _probe, _open)
 
-for _module in pkgutil.iter_modules(kernels.__path__):  # they register their kernels
+for _module in pkgutil.iter_modules(kernels.__path__):  # importing a module registers its kernels
     importlib.import_module(f"{kernels.__name__}.{_module.name}")
 
-from .kernels.elementwise import elementwise  # noqa: E402  (the function, in place of its module)
+from .kernels.elementwise import elementwise  # noqa: E402  (the function replaces its module)
 
 __all__ = ["BACKEND", "elementwise"]

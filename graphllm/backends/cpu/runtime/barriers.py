@@ -1,9 +1,9 @@
-"""Where the threads of a program must meet, and which steps one thread runs alone.
+"""Barriers between the steps of a program, and the steps that a single thread runs.
 
-A step that is over in about a microsecond costs more to share out than to run, above all on a busy
-machine, where waiting for a thread that has lost its core takes twenty. Such steps are run by one
-thread, one after the other; the team meets only where a step touches what another thread may not
-have finished with.
+Sharing out a step of about a microsecond costs more than running it, above all on a busy machine,
+where waiting for a preempted thread takes 20 microseconds. One thread runs such steps, one after
+the other. All threads wait at a barrier only where a step touches memory that another thread may
+still be using.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from ... import Bound, Operand
 from .step_interpreter import BARRIER, ONE_THREAD
 
 # What one thread does in about two microseconds: bytes within its caches, and operations.
-_BYTES, _FLOPS = 64 << 10, 128 << 10
+_SMALL_BYTES, _SMALL_FLOPS = 64 << 10, 128 << 10
 
-# What a team does in less than 0.2 s where 8 GB and 20 GFLOP a second are to be had.
+# What the thread pool does in less than 0.2 s at 8 GB/s and 20 GFLOP/s.
 _SHORT_BYTES, _SHORT_FLOPS = 3 << 29, 4 << 30
 
-Span = tuple[int, int]  # addresses: first, one after the last
+Span = tuple[int, int]  # addresses: of the first byte, and behind the last
 
 
 @dataclass(frozen=True)
-class _Touched:
+class _Accesses:
+    """Memory that a step reads and writes, and whether a single thread runs the step."""
+
     reads: list[Span]
     writes: list[Span]
-    alone: bool
+    one_thread: bool
 
-    def conflicts(self, later: _Touched) -> bool:
+    def conflicts(self, later: _Accesses) -> bool:
         """Whether ``later`` must wait until every thread has finished this step."""
-        if self.alone and later.alone:
-            return False  # one thread, in order
+        if self.one_thread and later.one_thread:
+            return False  # the same thread runs both in order
         return (
             _overlap(self.writes, later.reads)
             or _overlap(self.writes, later.writes)
@@ -45,20 +47,20 @@ class _Touched:
 def barrier_flags(steps: Sequence[Bound]) -> list[int]:
     """Flags (ONE_THREAD, BARRIER) of each step's last entry; the program ends with BARRIER."""
     flags: list[int] = []
-    pending: list[_Touched] = []  # steps since the last meeting
+    pending: list[_Accesses] = []  # of the steps since the last barrier
     for step in steps:
-        now = _touched(step)
+        now = _accesses(step)
         if any(before.conflicts(now) for before in pending):
             flags[-1] |= BARRIER
             pending = []
         pending.append(now)
-        flags.append(ONE_THREAD if now.alone else 0)
+        flags.append(ONE_THREAD if now.one_thread else 0)
     if flags:
         flags[-1] |= BARRIER
     return flags
 
 
-def _touched(step: Bound) -> _Touched:
+def _accesses(step: Bound) -> _Accesses:
     written = get(step.node.op).written(step.node)
     reads = [_span(o) for o in step.inputs if o is not None]
     writes = [_span(o) for i, o in enumerate(step.inputs) if o is not None and i in written]
@@ -66,36 +68,35 @@ def _touched(step: Bound) -> _Touched:
         writes.append(_span(step.out))
     if step.scratch is not None:
         writes.append(_span(step.scratch))
-    return _Touched(reads, writes, _small(step))
+    return _Accesses(reads, writes, _is_small(step))
 
 
-def _small(step: Bound) -> bool:
-    """Whether the step is small at the upper bounds of its Vars."""
-    price = _price(step)
-    return price.bytes <= _BYTES and price.flops <= _FLOPS
+def _is_small(step: Bound) -> bool:
+    """Whether one thread runs the step in microseconds, at the upper bounds of its Vars."""
+    cost = _cost(step)
+    return cost.bytes <= _SMALL_BYTES and cost.flops <= _SMALL_FLOPS
 
 
 def is_short(steps: Sequence[Bound]) -> bool:
-    """Whether the steps together are over too soon for anybody to wish to interrupt them."""
-    prices = [_price(step) for step in steps]
+    """Whether the steps take less than about 0.2 s together, so that Ctrl-C may wait for them."""
+    costs = [_cost(step) for step in steps]
     return (
-        sum(p.bytes for p in prices) <= _SHORT_BYTES
-        and sum(p.flops for p in prices) <= _SHORT_FLOPS
+        sum(c.bytes for c in costs) <= _SHORT_BYTES and sum(c.flops for c in costs) <= _SHORT_FLOPS
     )
 
 
-def _price(step: Bound) -> Cost:
-    """What the step costs at the upper bounds of its Vars."""
+def _cost(step: Bound) -> Cost:
+    """Cost of the step at the upper bounds of its Vars."""
     metas = [s.meta for s in (step.node, *step.node.sources)]
     env = {m.rows.name: m.rows.hi for m in metas if isinstance(m.rows, Var)}
     return get(step.node.op).node_cost(step.node, env)
 
 
 def _span(operand: Operand) -> Span:
-    """The addresses between which the operand's elements lie, at its widest."""
+    """Address range of the operand's elements at the upper bounds of its Vars."""
     meta = operand.meta.bound()
     start = int(operand.buffer.ctypes.data) + meta.offset
-    counts = [d for d in meta.shape if isinstance(d, int)]  # all, at their bounds
+    counts = [d for d in meta.shape if isinstance(d, int)]  # all of them, since Vars are bound
     if 0 in counts:
         return start, start
     if counts:

@@ -1,9 +1,10 @@
-"""The CPU as a device: host memory, kernels bound to operands, programs for the thread team."""
+"""The CPU as a device: host memory, kernels bound to operands, programs for the thread pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from ....graph.tensor import Dim, Meta, Var
 from ....system_info import free_bytes
 from ... import Bound, Header, Operand, Options, TimestampLog, kernel_context
 from ..kernels.weight_packing import allocate
+from .argument_block import argument_words
 from .barriers import barrier_flags, is_short
 from .isa import thread_count
 from .jit import HEADER_WORDS, Kernel
-from .step_interpreter import BARRIER, COUNTER_WORDS, ENTRY_WORDS, ONE_THREAD, TIMESTAMPS
+from .step_interpreter import BARRIER, COUNTER_WORDS, ONE_THREAD, TIMESTAMPS, Entry, ProgramHeader
 from .thread_pool import THREAD_POOL
 
 _ALIGN = 64
@@ -23,13 +25,17 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and the 64-bit words of its argument block.
+    """A kernel and its argument block.
 
-    ``joined``: a thread may begin with it before the others have finished the step's launch before.
+    Attributes:
+        arguments: a NamedTuple that the kernel reads by name (see `argument_block`), or plain
+            64-bit words.
+        overlaps_previous: a thread may start this launch before the other threads have finished the
+            previous launch of the step.
     """
 
     kernel: Kernel
-    words: Sequence[int]
+    arguments: Sequence[Any]
     overlaps_previous: bool = False
 
 
@@ -37,14 +43,14 @@ class OperandRef(kernel_context.OperandRef):
     """See `graphllm.backends.kernel_context`."""
 
     def array(self) -> np.ndarray:
-        """The values now, for an operand whose shape has no Var (a small weight, say)."""
+        """Present values of an operand whose shape has no Var, such as a small weight."""
         return _array(self.operand)
 
 
 class KernelContext(kernel_context.KernelContext[OperandRef]):
     """One step as a kernel builder receives it; see `graphllm.backends.kernel_context`.
 
-    A builder returns a `Launch`, or several that run one after the other.
+    A builder returns a `Launch`, or several, which run in order.
     """
 
     def __init__(self, bound: Bound, header: Header, threads: int) -> None:
@@ -57,22 +63,26 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
         return OperandRef(start + operand.meta.offset, operand.meta, operand)
 
     def live(self, dim: Dim) -> int:
-        """The address of an int64 that holds the dimension's value in each run."""
+        """Address of an int64 that holds the value of the dimension during each run."""
         if isinstance(dim, Var):
             return int(self._header.values.ctypes.data) + 8 * self._header.slot(dim)
         return self.keep(np.array([dim], np.int64))
 
     def keep(self, table: np.ndarray) -> int:
-        """The address of an array that lives as long as the plan."""
+        """Keep an array alive as long as the plan, and return its address."""
         self.kept.append(table)
         return int(table.ctypes.data)
 
 
 class CompiledProgram:
-    """Steps ready for the team: entries and argument blocks that stay where they are.
+    """A program for the thread pool: entries and argument blocks at fixed addresses.
 
-    ``launches`` and ``flags`` (see meetings.py): one for each step. ``keep``: what the argument
-    blocks, which hold nothing but addresses, point at. ``short``: see `Team.run`.
+    Args:
+        threads: number of threads that run the program.
+        launches: launches of each step.
+        flags: flags of the last entry of each step; see `barriers.barrier_flags`.
+        keep: objects that the addresses in the argument blocks point into.
+        short: see `ThreadPool.run`.
     """
 
     def __init__(
@@ -87,29 +97,36 @@ class CompiledProgram:
         self._keep = (keep, _kernels(launches))
         self._blocks: list[np.ndarray] = []
         count = len(self._keep[1])
-        self._tickets = np.zeros((count, COUNTER_WORDS), np.int64)
-        entries: list[tuple[int, int, int, int]] = []
+        self._counters = np.zeros((count, COUNTER_WORDS), np.int64)
+        entries: list[Entry] = []
         for index, (parts, flag) in enumerate(zip(launches, flags), 1):
             for launch in parts:
-                tickets = int(self._tickets[len(self._blocks)].ctypes.data)
-                block = np.array([tickets, THREAD_POOL.control, *launch.words], np.int64)
+                counter = int(self._counters[len(self._blocks)].ctypes.data)
+                words = argument_words(launch.arguments)
+                block = np.array([counter, THREAD_POOL.control, *words], np.int64)
                 self._blocks.append(block)
                 address = int(block.ctypes.data) + 8 * HEADER_WORDS
                 if launch.overlaps_previous:
-                    entries[-1] = (*entries[-1][:3], flag & ONE_THREAD)
-                # Parts of a step wait for each other, unless one thread runs them all.
+                    entries[-1] = entries[-1]._replace(flags=flag & ONE_THREAD)
+                # Launches of a step wait for each other, unless one thread runs them all.
                 between = flag & ONE_THREAD or BARRIER
-                entries.append((launch.kernel.address, address, -1, between))
-            address, words = entries.pop()[:2] if parts else (0, 0)
-            entries.append((address, words, index, flag))
-        self._entries = np.array(entries, np.int64).reshape(-1, ENTRY_WORDS)
+                entries.append(Entry(launch.kernel.address, address, -1, between))
+            last = entries.pop() if parts else Entry(0, 0, -1, 0)
+            entries.append(last._replace(timestamp=index, flags=flag))
+        self._entries = np.array(entries, np.int64).reshape(-1, len(Entry._fields))
         self._size = len(flags)
-        where = int(self._entries.ctypes.data), int(self._tickets.ctypes.data)
-        self._words = np.array([where[0], len(entries), 0, where[1], count], np.int64)
+        header = ProgramHeader(
+            entries=int(self._entries.ctypes.data),
+            entry_count=len(entries),
+            timestamps=0,
+            counters=int(self._counters.ctypes.data),
+            counter_count=count,
+        )
+        self._words = np.array(header, np.int64)
         self._address = int(self._words.ctypes.data)
 
     def run(self, log: TimestampLog | None) -> None:
-        """See `graphllm.backends.Segment`. Without a log the program has no place for times."""
+        """See `graphllm.backends.Segment`. Without a log no timestamps are taken."""
         if log is None:
             THREAD_POOL.run(self._address, self._threads, self._short)
             return
@@ -127,7 +144,10 @@ def _kernels(launches: Sequence[Sequence[Launch]]) -> list[Kernel]:
 
 
 class CpuDevice:
-    """Host memory and a team of threads. ``progress``, if set, is told of kernels to compile."""
+    """Host memory and the thread pool.
+
+    ``progress``, if set, is called with (activity, done, total) while kernels are prepared.
+    """
 
     memory = "host"
 
@@ -136,7 +156,7 @@ class CpuDevice:
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
     def alloc(self, nbytes: int) -> np.ndarray:
-        """A zeroed uint8 array, aligned to 64 bytes; a large one in huge pages if possible."""
+        """Zeroed uint8 array, aligned to 64 bytes; in huge pages if it is large and they exist."""
         return allocate(nbytes)
 
     def free(self) -> int | None:
@@ -155,12 +175,12 @@ class CpuDevice:
         return _array(operand).copy
 
     def ring(self, operand: Operand) -> None:
-        """See `graphllm.backends.Device`: nothing runs ahead."""
+        """See `graphllm.backends.Device`; the CPU never runs ahead of the host."""
 
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> np.ndarray:
-        """The stored bytes where they lie (mapped, if they are), or as ``pack`` rearranges them."""
+        """Return the stored bytes themselves (mapped if they are), or rearranged by ``pack``."""
         if pack is None:
             check_scales(raw, meta.dtype)
             return raw
@@ -172,19 +192,19 @@ class CpuDevice:
         return aligned
 
     def build(self, steps: Sequence[Bound], header: Header) -> CompiledProgram:
-        """A program for the team. Compiles, or loads from the cache, the kernels that it needs."""
+        """Build a program; compile the kernels it needs, or load them from the cache."""
         contexts = [KernelContext(step, header, self.threads) for step in steps]
         launches = []
-        for step, place in zip(steps, contexts):
-            made = step.kernel.build(place)
-            launches.append([made] if isinstance(made, Launch) else list(made))
+        for step, context in zip(steps, contexts):
+            built = step.kernel.build(context)
+            launches.append([built] if isinstance(built, Launch) else list(built))
         pending = {k: None for k in _kernels(launches) if not k.compiled}
         total = len(pending)
-        for done, each in enumerate(pending):
-            loaded = each.load()
+        for done, kernel in enumerate(pending):
+            loaded = kernel.load()
             self.progress("loading kernels" if loaded else "compiling kernels", done, total)
             if not loaded:
-                each.compile()
+                kernel.compile()
         if total:
             self.progress("compiling kernels", total, total)
         keep = (list(steps), contexts, header)
@@ -192,8 +212,8 @@ class CpuDevice:
 
 
 def _array(operand: Operand) -> np.ndarray:
-    """The operand, whose shape has no Var, as an array; a block format as uint8 rows."""
+    """View an operand whose shape has no Var as an array; a block format as rows of uint8."""
     shape, strides, kind = kernel_context.numpy_layout(operand.meta)
-    if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
+    if 0 in shape:  # NumPy checks the offset against a buffer that may be empty
         return np.empty(shape, kind)
     return np.ndarray(shape, kind, operand.buffer.data, operand.meta.offset, strides)

@@ -1,4 +1,4 @@
-"""What the processor that kernels are compiled for can do, and how many cores may be used."""
+"""Instruction sets of the processor that kernels are compiled for, and the usable cores."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CPU_NAME, CPU_FEATURES = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 
 @dataclass(frozen=True)
 class ISA:
-    """Instruction sets of the target. ``width``: bytes of the widest vectors worth using."""
+    """Instruction sets of the target."""
 
     name: str
     x86: bool
     avx2: bool  # with FMA
     avx512: bool  # F, BW, VL and DQ
     vnni: bool  # AVX512-VNNI
-    f16c: bool  # float16 conversion in hardware; without it LLVM calls a library that is not there
-    width: int
+    f16c: bool  # float16 conversion in hardware; LLVM's software fallback cannot be linked here
+    width: int  # bytes of the widest vectors worth using
     fp16: bool = False  # arithmetic on float16 vectors
 
     @property
     def lanes(self) -> int:
-        """float32 elements in a vector."""
+        """Number of float32 elements in a vector."""
         return self.width // 4
 
     def __str__(self) -> str:
@@ -41,10 +41,10 @@ class ISA:
 
 @cache
 def target() -> tuple[str, str]:
-    """CPU name and feature string that Numba compiles for.
+    """Return the CPU name and the feature string that Numba compiles for.
 
-    As in Numba: $NUMBA_CPU_NAME alone changes the name but not the features (except "generic",
-    which has none); $NUMBA_CPU_FEATURES replaces the host's features, and may be empty.
+    As in Numba, NUMBA_CPU_NAME alone changes the name but not the features (except "generic", which
+    has none); NUMBA_CPU_FEATURES replaces the host's features, and may be empty.
     """
     from llvmlite import binding
 
@@ -55,7 +55,7 @@ def target() -> tuple[str, str]:
     return name, features
 
 
-# What names imply that somebody may force with an empty feature string.
+# Features that a CPU name implies if NUMBA_CPU_FEATURES is empty.
 _F16C = ("ivybridge",)
 _AVX2 = ("haswell", "broadwell", "skylake", "alderlake", "znver1", "znver2", "znver3", "x86-64-v3")
 _AVX512 = ("skylake-avx512", "x86-64-v4")
@@ -74,7 +74,7 @@ def _implied(name: str) -> set[str]:
 
 @cache
 def isa() -> ISA:
-    """The instruction sets of the target: the host's, unless Numba's environment forces another."""
+    """Instruction sets of the target: the host's unless Numba's variables name another CPU."""
     name, features = target()
     x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     flags = features.split(",")
@@ -93,24 +93,24 @@ def isa() -> ISA:
 
 
 def _group_cores(folder: Path) -> float:
-    """Cores that one control group allows, infinity where it does not limit them."""
+    """Cores that one control group allows; infinity if it sets no limit."""
     try:
         limit, period = (folder / "cpu.max").read_text().split()[:2]
     except (OSError, ValueError):
-        try:  # version 1
+        try:  # cgroup version 1
             limit, period = ((folder / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period"))
         except OSError:
             return inf
-    limited = limit.strip().isdigit() and period.strip().isdigit()  # not "max" or -1
+    limited = limit.strip().isdigit() and period.strip().isdigit()  # neither "max" nor -1
     return int(limit) / max(1, int(period)) if limited else inf
 
 
 def _control_groups(process: Path) -> Iterator[Path]:
-    """The folders of the process's control groups that may limit it, those around them included.
+    """Yield the folders of the control groups of a process, and of the groups that contain them.
 
-    ``process``: /proc/self. A container may see its groups mounted as if they were the root.
+    ``process`` is its folder in /proc. In a container the process's group may be mounted as root.
     """
-    own = {}  # by controllers, "" for version 2
+    own = {}  # path by controller; the controller of version 2 is ""
     for line in (process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         own.update(dict.fromkeys(controllers.split(","), path))
@@ -127,19 +127,19 @@ def _control_groups(process: Path) -> Iterator[Path]:
 
 
 def cgroup_cores(process: Path = Path("/proc/self")) -> float:
-    """Cores that the process's control groups allow, infinity where they do not limit it."""
+    """Cores that the control groups of a process allow; infinity if they set no limit."""
     try:
         return min(map(_group_cores, _control_groups(process)), default=inf)
-    except (OSError, ValueError):  # no Linux
+    except (OSError, ValueError):  # not on Linux
         return inf
 
 
 @cache
 def usable_cores() -> int:
-    """Cores this process may run on, by affinity and by the control groups' quota.
+    """Number of cores this process may use, by affinity and by control group quota.
 
-    A fraction of a core counts as one: a thread more is held up now and then, a thread less never
-    uses what is there. Asked once: a plan's buffers are made for a count of threads.
+    A fraction of a core counts as a core: one thread too many is throttled now and then, one too
+    few leaves capacity unused. The result is cached, as buffers of plans are sized by it.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -152,9 +152,9 @@ MAX_THREADS = 256
 
 
 def thread_count(options: Options) -> int:
-    """The size of the thread team that these options ask for: at most one thread a core.
+    """Number of threads that the options ask for, at most one per core.
 
-    Threads that share cores are held up by each other at every meeting and compute nothing sooner.
+    Threads that share a core delay each other at every barrier, so more of them are never faster.
     """
     return min(
         _at_most_cores(options.threads) if options.threads > 0 else usable_cores(), MAX_THREADS
@@ -163,8 +163,8 @@ def thread_count(options: Options) -> int:
 
 @cache
 def _at_most_cores(threads: int) -> int:
-    """As many of the threads asked for as there are cores; a line of warning if that is fewer."""
+    """Limit ``threads`` to the number of usable cores, with a warning if that is fewer."""
     cores = usable_cores()
     if threads > cores:
-        warn(f"{threads} threads wanted, {cores} used: there are no more cores")
+        warn(f"threads = {threads}: using {cores}, the number of usable cores")
     return min(threads, cores)

@@ -1,19 +1,20 @@
-"""Kernels compiled by Numba, and the few things they are written with.
+"""Kernels compiled by Numba, and the primitives they are written with.
 
     @kernel
     def double(p, thread, threads):
         x, y, n_at = args(p, 3)              # the argument block: 64-bit integers
         a, b, n = f32s(x), f32s(y), load_i64(n_at)
-        c = next_chunk(p)                    # tickets 0, 1, 2, ... shared out among the team
+        c = next_chunk(p)                    # chunks 0, 1, 2, ... are shared out among the threads
         while c * 1024 < n:
             for i in range(c * 1024, min(n, c * 1024 + 1024)):
                 b[i] = a[i] * float32(2)
             c = next_chunk(p)
 
-Every thread of the team calls the kernel, or one thread alone as ``(p, 0, 1)`` where it is small;
-each launch has tickets of its own. A kernel never raises and never allocates. It is compiled, or
-loaded from the disk cache, when its address is first asked for. Two words before an argument block
-are the addresses of the team's control block and of the ticket counter.
+Every thread of the pool calls the kernel, or a single thread as ``(p, 0, 1)`` if the step is small;
+each launch has its own chunk counter. A kernel never raises and never allocates. It is compiled, or
+loaded from the disk cache, when its address is first needed. The two words before an argument block
+are the addresses of the launch's chunk counter and of the thread pool's control block. See
+`argument_block` for blocks with named fields.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from .kernel_key import code_key
 
 # ----------------------------------------------------------------------------------- control block
 
-# Words of the control block that kernels know; team.py knows the others. A cache line each.
+# Words of the control block that kernels use, a cache line each; step_interpreter.py has the rest.
 ABORT, STATUS = 0, 8
-# Hidden words before an argument block: the control block, and the launch's ticket counter.
+# Words before an argument block: addresses of the control block and of the chunk counter.
 CONTROL_WORD, COUNTER_WORD, HEADER_WORDS = -1, -2, 2
-NO_CHUNK = 1 << 40  # the ticket that nobody has work for
+NO_CHUNK = 1 << 40  # beyond every chunk: no work is left
 
 # --------------------------------------------------------------------------------------- compiling
 
-# Not nnan or ninf: masks are infinities, and NaN must come through.
+# Neither nnan nor ninf: masks are infinities, and NaN must propagate.
 FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 OPTIONS: dict[str, Any] = {
     "fastmath": FASTMATH,
@@ -69,17 +70,17 @@ SIGNATURE = types.void(int64, int64, int64)
 _PLAIN = (int, str, bool, float, type(None))
 
 
-_PROCESS, _made = secrets.token_hex(6), itertools.count()
+_PROCESS, _serial = secrets.token_hex(6), itertools.count()
 
 
 def with_unique_name(function: Any) -> Any:
-    """Give a function a name that no other has, in this process or in another.
+    """Give a function a name that no other function has, in this process or another.
 
-    Numba makes symbols of a function's name and a count of the functions seen so far. Siblings from
-    one factory that come from the disk cache, compiled by different processes, may have the same
-    count; then one would be called for the other.
+    Numba derives symbols from the name of a function and a count of functions seen so far. Two
+    functions of one factory, compiled by different processes and loaded from the disk cache, may
+    have the same count; then one would be called in place of the other.
     """
-    function.__qualname__ += f"_{_PROCESS}_{next(_made)}"
+    function.__qualname__ += f"_{_PROCESS}_{next(_serial)}"
     return function
 
 
@@ -87,12 +88,12 @@ _HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Decorator for a function that kernels call. It is compiled into each of them."""
+    """Decorator for a function that kernels call. It is compiled into each kernel."""
     return njit(**_HELPER)(with_unique_name(function))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """As `helper`, for what a loop calls: with a call left in it, a loop is not vectorised."""
+    """As `helper`, for functions called in loops: a loop with a call in it is not vectorised."""
     return njit(**_HELPER, forceinline=True)(with_unique_name(function))
 
 
@@ -102,11 +103,11 @@ def exact_helper(function: Callable[..., Any]) -> Any:
 
 
 class _SelfContainedLibrary(JITCodeLibrary):
-    """A kernel's machine code, with the functions that it calls as its own.
+    """Machine code of a kernel that includes its own copies of the functions it calls.
 
-    Numba has them found by their names in the process: those that were compiled first, for another
-    kernel or for none, and perhaps so that they round in another order. Code from the disk would
-    find others than the process that compiled it.
+    Numba resolves them by name in the process, to whichever copy was compiled first, perhaps for
+    another kernel and with another order of rounding. Code from the disk cache would then call
+    other copies than the process that compiled it.
     """
 
     def _optimize_final_module(self) -> None:
@@ -117,19 +118,19 @@ class _SelfContainedLibrary(JITCodeLibrary):
 
 
 def _pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
-    """Numba's compiler, at work on a library of ours."""
+    """Numba's compiler with a `_SelfContainedLibrary`."""
     library = _SelfContainedLibrary(target.codegen(), name)
     library.enable_object_caching()
     return Compiler(typing, target, library, *rest)
 
 
 class Kernel:
-    """A function ``f(p, thread, threads)`` that becomes machine code when it is first needed."""
+    """A function ``f(p, thread, threads)`` that is compiled when it is first needed."""
 
     def __init__(self, function: Callable[..., Any], key: tuple[Any, ...] | None = None) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.seconds = 0.0  # spent compiling or loading
-        self._library: Any = None  # owns the machine code
+        self._library: Any = None  # owner of the machine code
         self._address = 0
         own = _closure(function) if key is None else key
         self.label = f"{self.name}[{', '.join(map(str, own))}]" if own else self.name
@@ -138,14 +139,14 @@ class Kernel:
 
     @property
     def compiled(self) -> bool:
-        """Whether it is in memory already."""
+        """Whether the machine code is in memory."""
         return self._address != 0
 
     def load(self) -> bool:
-        """Load the machine code from the disk cache. Return whether it is in memory now."""
+        """Load the machine code from the disk cache. Returns whether it is in memory now."""
         start = time.perf_counter()
         with global_compiler_lock:
-            # Machine code has no source to show: with level 4 it is compiled anew.
+            # Debug level 4 prints LLVM code, which exists only while compiling.
             if self._address == 0 and debug_level() < 4:
                 found = self._cache.load(_codegen())
                 if found is not None:
@@ -154,7 +155,7 @@ class Kernel:
         return self._address != 0
 
     def compile(self) -> None:
-        """Compile, unless the machine code is in memory, and keep the result in the disk cache."""
+        """Compile unless the machine code is in memory, and save the result in the disk cache."""
         start = time.perf_counter()
         with global_compiler_lock:
             if self._address == 0:
@@ -164,7 +165,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Where the machine code begins; loads or compiles it at the first call."""
+        """Address of the machine code, which is loaded or compiled at the first call."""
         if self._address == 0 and not self.load():
             self.compile()
         return self._address
@@ -192,7 +193,7 @@ class Kernel:
 
 @cache
 def _codegen() -> Any:
-    """What loads machine code, with the symbols of Numba's runtime."""
+    """Numba's code generator, with the symbols of its runtime."""
     context: Any = cpu_target.target_context
     context.refresh()
     return context.codegen()
@@ -202,20 +203,21 @@ SIGNATURE_PARTS = (SIGNATURE.args, SIGNATURE.return_type)
 
 
 def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """The values a kernel closes over, which tell it apart from its siblings."""
+    """Values that a kernel closes over; they distinguish kernels made by one factory."""
     cells = function.__closure__ or ()
     values = tuple(cell.cell_contents for cell in cells)
-    vague = [v for v in values if not isinstance(v, _PLAIN)]
-    if vague:
-        raise TypeError(f"{function.__qualname__} closes over {vague}: give kernel(key=...)")
+    other = [v for v in values if not isinstance(v, _PLAIN)]
+    if other:
+        raise TypeError(f"{function.__qualname__} closes over {other}: pass kernel(key=...)")
     return values
 
 
 def kernel(function: Any = None, *, key: tuple[Any, ...] | None = None) -> Any:
-    """Decorator: a function of this package as a lazy `Kernel`.
+    """Decorator that makes a function of this package a lazy `Kernel`.
 
-    A function made in a factory is told apart by the numbers and strings it closes over; one that
-    closes over anything else (an intrinsic made for a shape) needs a ``key`` of such values.
+    Functions made by one factory are distinguished by the numbers and strings they close over. One
+    that closes over anything else (such as an intrinsic made for a shape) needs a ``key`` of
+    numbers and strings.
     """
     if function is None:
         return lambda f: Kernel(f, key)
@@ -226,7 +228,7 @@ def kernel(function: Any = None, *, key: tuple[Any, ...] | None = None) -> Any:
 
 
 def f32_bits(value: float) -> int:
-    """A float32 as the integer that `as_f32` undoes."""
+    """Bits of a float32 as an integer; the inverse of `as_f32`."""
     return struct.unpack("<i", struct.pack("<f", np.float32(value)))[0]
 
 
@@ -234,14 +236,14 @@ I64 = ir.IntType(64)
 
 
 def _word(builder: Any, address: Any, index: int) -> Any:
-    """Pointer to a 64-bit word, ``index`` words after ``address``."""
+    """Pointer to the 64-bit word ``index`` words after ``address``."""
     pointer = builder.inttoptr(address, I64.as_pointer())
     return builder.gep(pointer, [ir.Constant(I64, index)])
 
 
 @intrinsic(prefer_literal=True)
 def args(typingctx, p, n):
-    """The first ``n`` (a literal) words of the argument block, as a tuple of int64."""
+    """Return the first ``n`` (a literal) words of the argument block as a tuple of int64."""
     if not isinstance(n, types.IntegerLiteral):
         raise RequireLiteralValue("args(p, n) needs a literal n")
     count = n.literal_value
@@ -255,8 +257,7 @@ def args(typingctx, p, n):
 
 @intrinsic(prefer_literal=True)
 def f32_args(typingctx, p, first, n):
-    """``n`` words of the argument block from ``first`` on (literals), a tuple of float32: the low
-    32 bits of each."""
+    """Return the low halves of ``n`` words from ``first`` on (literals) as a tuple of float32."""
     if not all(isinstance(each, types.IntegerLiteral) for each in (first, n)):
         raise RequireLiteralValue("f32_args(p, first, n) needs literals")
     start, count = first.literal_value, n.literal_value
@@ -271,23 +272,23 @@ def f32_args(typingctx, p, first, n):
 
 @intrinsic
 def next_chunk(typingctx, p):
-    """The next ticket, int64 from 0; a huge one once the run is being stopped."""
+    """Take the next chunk, an int64 counted from 0; `NO_CHUNK` once the run is being stopped."""
 
     def generate(context, builder, sig, values):
         control = builder.load(_word(builder, values[0], CONTROL_WORD))
         counter = builder.load(_word(builder, values[0], COUNTER_WORD))
         abort = builder.load_atomic(_word(builder, control, ABORT), "monotonic", 8)
         one = ir.Constant(I64, 1)
-        ticket = builder.atomic_rmw("add", _word(builder, counter, 0), one, "monotonic")
+        chunk = builder.atomic_rmw("add", _word(builder, counter, 0), one, "monotonic")
         go = builder.icmp_signed("==", abort, ir.Constant(I64, 0))
-        return builder.select(go, ticket, ir.Constant(I64, NO_CHUNK))
+        return builder.select(go, chunk, ir.Constant(I64, NO_CHUNK))
 
     return int64(int64), generate
 
 
 @intrinsic
 def set_status(typingctx, p, code):
-    """Report that this run went wrong: the first code other than 0 is kept and raised later."""
+    """Report an error of this run; the first code other than 0 is raised when the run ends."""
 
     def generate(context, builder, sig, values):
         control = builder.load(_word(builder, values[0], CONTROL_WORD))
@@ -302,7 +303,7 @@ def set_status(typingctx, p, code):
 
 
 def _bits(result: Any, cast: Callable[[Any, Any], Any], operand: Any = int64) -> Any:
-    """An intrinsic that reinterprets one value."""
+    """Make an intrinsic that reinterprets one value."""
 
     @intrinsic
     def reinterpret(typingctx, value):
@@ -338,7 +339,7 @@ load_i64 = _bits(int64, lambda b, v: b.load(_word(b, v, 0)))
 
 
 def _view(element: Any) -> Any:
-    """An intrinsic that makes an address a pointer, indexed like an array without any check."""
+    """Make an intrinsic that turns an address into a pointer, indexed without bounds checks."""
 
     @intrinsic
     def view(typingctx, address, n=None):
@@ -353,7 +354,7 @@ def _view(element: Any) -> Any:
 
 
 f32s, f64s = _view(float32), _view(float64)
-f16s = u16s = _view(uint16)  # float16 is carried as its bits: see f16_to_f32
+f16s = u16s = _view(uint16)  # a float16 is represented by its bits; see f16_to_f32
 u8s, i8s = _view(types.uint8), _view(types.int8)
 i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
 u32s = _view(types.uint32)
@@ -361,13 +362,13 @@ u32s = _view(types.uint32)
 
 @inlined
 def bf16_to_f32(bits):
-    """The value of a bfloat16 given as uint16."""
+    """Convert a bfloat16, given by its bits as uint16, to float32."""
     return f32_of_bits(types.int32(types.uint32(bits) << types.uint32(16)))
 
 
 @inlined
 def f32_to_bf16(value):
-    """Bits of the nearest bfloat16 (ties to even), as uint16; NaN stays NaN."""
+    """Round to the nearest bfloat16 (ties to even); returns its bits as uint16. NaN stays NaN."""
     bits = types.uint32(bits_f32(value))
     if value != value:
         return types.uint16((bits >> types.uint32(16)) | types.uint32(0x40))
@@ -377,7 +378,7 @@ def f32_to_bf16(value):
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Ask for the cache line at ``address``."""
+    """Prefetch the cache line at ``address``."""
 
     def generate(context, builder, sig, values):
         pointer = builder.inttoptr(values[0], ir.IntType(8).as_pointer())

@@ -1,10 +1,10 @@
-"""Compiled kernels on disk.
+"""Disk cache of compiled kernels.
 
 Numba's own cache returns stale code after an edit in a file that a kernel calls into, and never
-hits for a closure over an intrinsic. Here the folder's name is a hash of everything that code can
-depend on (all sources of this directory, the compiler's version, the target), so that within a
-folder a kernel is known by its name alone; of a kernel from elsewhere the name holds its own code
-(`identity.py`).
+hits for a closure over an intrinsic. Here the name of the folder is a hash of everything that the
+code can depend on (all sources of this backend, the compiler's version, the target), so that within
+a folder the name of a kernel identifies it. The name of a kernel defined elsewhere includes a hash
+of its code (`kernel_key`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def fingerprint(sources: Path = _SOURCES) -> str:
-    """A hash of all kernel sources below ``sources``, of the compiler and of the target."""
+    """Hash all kernel sources below ``sources``, the compiler's version and the target."""
     import llvmlite
     import numba
 
@@ -44,11 +44,11 @@ def _version() -> str:
 
 
 class DiskCache:
-    """The file of one compiled kernel: machine code, and no pickle.
+    """Cache file of one compiled kernel: machine code, and no pickle.
 
-    The file is kept by `graphllm.cache` under the whole name of the kernel and the fingerprint. It
-    holds a line of JSON (the library's name, the entry's symbol, bytes of machine code), the
-    machine code, and the bitcode that says which symbols it defines.
+    `graphllm.cache` stores the file under the full name of the kernel and the fingerprint. It holds
+    a line of JSON (name of the library, symbol of the entry, bytes of machine code), the machine
+    code, and the bitcode that lists the symbols it defines.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,20 +65,19 @@ class DiskCache:
         return f"{_version()}\0{self._name}".encode()
 
     def load(self, codegen: Any) -> tuple[Any, int, bytes] | None:
-        """(library, address of its entry, machine code), None if the file is missing or cannot be
-        used."""
+        """Return (library, address of its entry, machine code), or None without a usable file."""
         body = self._file.load(self._key)
         if body is None:
             return None
         try:
             return _loaded(codegen, body)
-        except Exception as error:  # Numba and LLVM raise errors of any kind
+        except Exception as error:  # Numba and LLVM raise exceptions of many types
             self._file.reject(f"it cannot be loaded: {error}")
             return None
 
     def save(self, library: Any, symbol: str) -> None:
-        """Keep a compiled library whose entry is ``symbol``."""
-        if library.has_dynamic_globals:  # holds addresses of this process
+        """Save a compiled library whose entry is ``symbol``."""
+        if library.has_dynamic_globals:  # its code contains addresses of this process
             return
         name, _, (code, bitcode) = library.serialize_using_object_code()
         line = json.dumps([name, symbol, len(code)]).encode() + b"\n"
@@ -86,18 +85,18 @@ class DiskCache:
 
 
 def machine_code(library: Any) -> bytes:
-    """The object file of a library that was compiled here."""
+    """Return the object file of a library compiled in this process."""
     _, _, (code, _) = library.serialize_using_object_code()
     return code
 
 
 def _loaded(codegen: Any, body: bytes) -> tuple[Any, int, bytes]:
-    """What `DiskCache.save` wrote, ready to be called. Any exception for something else."""
+    """Load what `DiskCache.save` wrote; raises an exception of any type for other bytes."""
     line, code = body.split(b"\n", 1)
     name, symbol, size = json.loads(line)
     if not (isinstance(name, str) and isinstance(symbol, str) and 0 < size < len(code)):
         raise ValueError(f"its first line is {line[:80]!r}")
-    # LLVM ends the process if this is no ELF file that it can read.
+    # LLVM aborts the process if this is not a valid ELF file.
     if not code.startswith(b"\x7fELF"):
         raise ValueError("its code is no ELF file")
     ObjectFileRef.from_data(code[:size]).close()

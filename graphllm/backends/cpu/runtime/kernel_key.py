@@ -1,8 +1,8 @@
-"""What the code of a kernel from outside this package depends on, as a key for the disk cache.
+"""Cache keys of kernels defined outside this package: a hash of all that their code depends on.
 
-The sources of this package are hashed into the name of the cache's folder. A user's function is
-told apart by its bytecode and by all that the compiler freezes into it: constants, defaults, what
-it closes over, the globals that it reads, and the functions that it calls, recursively.
+The sources of this package are hashed into the name of the cache folder. A user's function is
+identified by its bytecode and by everything that the compiler freezes into it: constants, defaults,
+closure values, the globals that it reads, and the functions that it calls, recursively.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ....errors import GraphllmError
 _PACKAGE = __name__.rsplit(".", 2)[0]  # graphllm.backends.cpu
 _FOLDER = Path(__file__).resolve().parents[1]
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), np.dtype, np.ufunc, Type)
-# Modules whose code changes only with a version that the fingerprint holds.
+# Modules whose code changes only with a version that is part of the fingerprint.
 _STABLE = {*sys.stdlib_module_names, "numba", "llvmlite"} - {"__main__"}
 
 
 def code_key(function: Callable[..., Any], closure: bool = True) -> str:
-    """A hash of all that the machine code of ``function`` depends on; "" for this package's own.
+    """Hash everything that the machine code of ``function`` depends on.
 
-    Without ``closure`` the values that it closes over are left out. GraphllmError for a value of
-    which it cannot be told when it changes.
+    Returns "" for a function of this package. ``closure`` = False leaves out closure values. Raises
+    GraphllmError for a value whose changes cannot be detected.
     """
     if _is_own(function):
         return ""
@@ -48,7 +48,7 @@ def _is_own(function: Callable[..., Any]) -> bool:
 
 
 def _function(f: Any, seen: set[Any], closure: bool = True) -> Iterator[str]:
-    """All that a Python function depends on. ``seen``: functions that are described already."""
+    """Describe what a Python function depends on; ``seen`` holds the functions described so far."""
     if f in seen:
         yield f"again {f.__name__}"
         return
@@ -66,7 +66,7 @@ def _function(f: Any, seen: set[Any], closure: bool = True) -> Iterator[str]:
 
 
 def _code(code: CodeType) -> Iterator[str]:
-    """Instructions and constants, without names of files or numbers of lines."""
+    """Describe instructions and constants, without file names and line numbers."""
     yield from (code.co_code.hex(), repr(code.co_names), repr(code.co_varnames))
     yield from (repr(code.co_freevars), repr(code.co_argcount), repr(code.co_flags))
     for value in code.co_consts:
@@ -77,7 +77,7 @@ def _code(code: CodeType) -> Iterator[str]:
 
 
 def _globals(code: CodeType) -> set[str]:
-    """The names of globals that the code reads."""
+    """Names of the globals that the code reads."""
     found = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
@@ -88,7 +88,7 @@ def _globals(code: CodeType) -> set[str]:
 
 
 def _value(value: Any, user: Any, seen: set[Any]) -> Iterator[str]:
-    """A value that ``user`` reads."""
+    """Describe a value that the function ``user`` reads."""
     own = _own_name(value)
     module = (getattr(value, "__module__", None) or "").partition(".")[0]
     if isinstance(value, _PLAIN):
@@ -124,7 +124,7 @@ def _value(value: Any, user: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _module(module: ModuleType, user: Any, seen: set[Any]) -> Iterator[str]:
-    """A module, and what ``user`` may read of it."""
+    """Describe a module and those of its attributes that ``user`` may read."""
     top = module.__name__.partition(".")[0]
     yield module.__name__
     if top == "numpy":
@@ -135,7 +135,7 @@ def _module(module: ModuleType, user: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _own_name(value: Any) -> str:
-    """The name of something that this package defines: its sources are in the fingerprint."""
+    """Qualified name of an object that this package defines, else ""; the fingerprint covers it."""
     if isinstance(value, ModuleType):
         return ""
     for module in [m for n, m in sys.modules.items() if n.startswith(_PACKAGE)]:

@@ -1,9 +1,9 @@
-"""Names of compiled kernels for `perf`, which finds no symbols for code that was made in memory.
+"""Symbols of compiled kernels for Linux `perf`, which cannot find names of code made in memory.
 
 With ``GRAPHLLM_PERF_MAP=1`` every kernel that is compiled or loaded adds its functions to
-``/tmp/perf-PID.map``: a line each of address and size in hexadecimal, and a name. That is the file
-that `perf report` reads (Linux, tools/perf/Documentation/jit-interface.txt), and that Python writes
-for itself with ``-X perf``.
+``/tmp/perf-PID.map``, one line each: address and size in hexadecimal, and a name. `perf report`
+reads this file (Linux, tools/perf/Documentation/jit-interface.txt); Python adds its own functions
+to it with ``-X perf``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ....errors import RequestError
 
-FOLDER = Path("/tmp")  # perf looks nowhere else
-_SYMTAB, _FUNCTION, _GLOBAL = 2, 2, 1  # of ELF: kind of section, kind and binding of symbol
+FOLDER = Path("/tmp")  # the only place where perf looks
+_SYMTAB, _FUNCTION, _GLOBAL = 2, 2, 1  # ELF section type, symbol type and symbol binding
 
 
 class _Function(NamedTuple):
@@ -29,13 +29,18 @@ class _Function(NamedTuple):
 
 
 def add_symbols(name: str, library: Any, code: bytes) -> None:
-    """Add the functions of a kernel's library, all under the kernel's ``name``. ``code``: the
-    library's object file.
+    """Add the functions of a kernel's library to the map.
 
-    RequestError if the file cannot be written, or the machine code is not ELF.
+    Args:
+        name: name of the kernel, under which all functions are listed.
+        library: Numba's library, which is in memory.
+        code: object file of the library.
+
+    Raises:
+        RequestError: the map cannot be written, or the object file is not ELF.
     """
     found = list(_functions(code))
-    starts = {  # address of each section, from a function that can be looked up
+    starts = {  # address of each section, from a global function, which can be looked up
         f.section: library.get_pointer_to_function(f.name) - f.offset
         for f in found
         if f.binding == _GLOBAL
@@ -58,9 +63,11 @@ def add_symbols(name: str, library: Any, code: bytes) -> None:
 
 
 def _functions(code: bytes) -> Iterator[_Function]:
-    """The functions that an ELF object for 64 bits defines, by its symbol table."""
+    """Functions that a 64-bit ELF object file defines, from its symbol table."""
     if code[:6] != b"\x7fELF\x02\x01":
-        raise RequestError("GRAPHLLM_PERF_MAP: kernels have a symbol table on Linux alone")
+        raise RequestError(
+            "GRAPHLLM_PERF_MAP: only supported on Linux, where kernels are ELF files"
+        )
     (table,) = struct.unpack_from("<Q", code, 0x28)
     size, count = struct.unpack_from("<HH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
