@@ -29,7 +29,7 @@ class DType:
         return self.numpy is None
 
     def row_nbytes(self, elements: int) -> int:
-        """Bytes of ``elements`` consecutive elements. GraphError if they are not whole blocks."""
+        """Return the bytes of ``elements`` elements. GraphError if these are not whole blocks."""
         if elements % self.block:
             raise GraphError(
                 f"{elements} elements are not whole {self.name} blocks of {self.block}"
@@ -66,7 +66,7 @@ CACHED = ("f32", "f16", "q8_0")  # dtypes of a KV cache
 
 
 def dtype(name: str | DType) -> DType:
-    """The dtype called ``name``. GraphError lists the known names otherwise."""
+    """Return the dtype called ``name``. GraphError if there is none."""
     if isinstance(name, DType):
         return name
     if name not in DTYPES:

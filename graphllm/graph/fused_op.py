@@ -1,4 +1,4 @@
-"""What fused ops are made of: the declaration of one, its parts, its results."""
+"""Fused ops: declaration, decomposition into other ops, and results."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from .dtype import dtype
 from .op import Cost, Fusion, OpDef, Proposal, Sample, Users, get, register
 from .tensor import INPUT, VIEW, Env, Meta, Tensor
 
-_ALIGN = 64  # bytes: where a result begins in a row
+_ALIGN = 64  # bytes: alignment of each result within a row
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The parts of a fused node over stand-ins for its operands."""
+    """The decomposition of a fused node over placeholders for its operands."""
 
     leaves: tuple[Tensor | None, ...]
-    nodes: tuple[Tensor, ...]  # in order, views left out
+    nodes: tuple[Tensor, ...]  # in topological order, without views
     results: tuple[Tensor, ...]
-    states: tuple[int | None, ...]  # for each result, the operand that it is
-    offsets: tuple[int, ...]  # for each result, bytes from the start of a row
+    states: tuple[
+        int | None, ...
+    ]  # for each result, the index of the state operand that it aliases
+    offsets: tuple[int, ...]  # for each result, its byte offset in a row
     row_nbytes: int
 
     @property
     def packed(self) -> bool:
-        """Whether several results share the node's buffer."""
+        """Whether several results share the node's buffer, each in its columns of a row."""
         return sum(s is None for s in self.states) > 1
 
 
 def decompose(node: Tensor) -> Decomposition:
-    """What the fused ``node`` is made of."""
+    """Return the decomposition of the fused ``node``."""
     metas = tuple(None if s is None else s.meta for s in node.src)
     return _decompose(node.op, metas, tuple(sorted(node.attrs.items())))
 
@@ -63,7 +65,7 @@ def _decompose(
 
 
 def results(node: Tensor) -> tuple[Tensor, ...]:
-    """The results of a fused node, as views of its buffer and of the states that it writes."""
+    """Return the results of a fused node: views of its buffer and of the states it writes."""
     own = decompose(node)
     found = []
     for result, state, offset in zip(own.results, own.states, own.offsets):
@@ -96,7 +98,15 @@ def fused_op(
     writes: Callable[[int], tuple[int, ...]] | None = None,
     grouped: bool = False,
 ) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare a fused op: the decorated function builds its parts; see `Fusion`."""
+    """Declare a fused op; the decorated function builds its decomposition.
+
+    Args:
+        name: name of the op.
+        anchor, propose, grouped: see `graphllm.graph.op.Fusion`.
+        tol: tolerance by dtype.
+        samples: test inputs.
+        writes: see `graphllm.graph.op.OpDef`.
+    """
 
     def infer(*metas: Meta | None, **attrs: Any) -> Meta:
         own = _decompose(name, metas, tuple(sorted(attrs.items())))
@@ -107,7 +117,7 @@ def fused_op(
         return _joint_cost(_decompose(name, metas, tuple(sorted(attrs.items()))), env)
 
     def body(*operands: Any, **attrs: Any) -> Any:
-        raise GraphError(f"{name} has no body; its parts have")
+        raise GraphError(f"{name} is a fused op and has no NumPy body")
 
     def declare(build: Callable[..., Any]) -> OpDef:
         return register(
@@ -119,7 +129,7 @@ def fused_op(
 
 
 def _joint_cost(own: Decomposition, env: Env) -> Cost:
-    """The parts' costs, without the bytes that stay inside or that several parts read."""
+    """Sum the costs of the parts, without internal traffic and counting shared reads once."""
     nodes = set(own.nodes)
     ends = set(map(rewrite.root, own.results))
     total, seen = Cost(0, 0), set()

@@ -1,8 +1,8 @@
 """Op declarations and their registry. Each op is declared once, in the module of its family.
 
-`@op` takes the op's shape rule (``infer``), its price (``cost``), its tolerance by dtype (``tol``)
-and its test inputs (``samples``); the decorated NumPy body is the oracle and the last backend. The
-decorated name becomes a builder: called with Tensors it returns a graph node.
+`@op` takes the op's shape rule (``infer``), cost model (``cost``), tolerance by dtype (``tol``) and
+test inputs (``samples``). The decorated function is the NumPy body: the oracle in tests and the
+kernel of the reference backend. The decorated name becomes a builder that returns a graph node.
 
     @op("scale", infer=lambda x, *, factor: same(x), ...)
     def scale(x, *, factor):
@@ -11,10 +11,11 @@ decorated name becomes a builder: called with Tensors it returns a graph node.
     y = ops.scale(x, factor=2.0)        # a node
     REGISTRY["scale"].reference         # the NumPy body
 
-A fused op is declared with `graphllm.graph.fused_op.fused`: its function builds the parts, which is
-what a call returns; `graphllm.compiler.fusion` replaces them by the op where there is a kernel.
+A fused op is declared with `graphllm.graph.fused_op.fused_op`. Its function builds the
+decomposition, which is what a call returns; `graphllm.compiler.fusion` replaces it by the op where
+a backend has a kernel.
 
-Every module of `graphllm.ops` is a family, imported with the package; a new op needs no other file.
+All modules of `graphllm.ops` are imported with the package, so a new op touches no other file.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .tensor import Dim, Env, Meta, Tensor
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of an op must do: floating or integer operations, and bytes of memory moved."""
+    """Cost of one run of an op: arithmetic operations, and bytes of memory read and written."""
 
     flops: float
     bytes: float
@@ -48,12 +49,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Arg:
-    """A test operand. ``shape`` may begin with a Var's name. ``layout``: contiguous, strided (a
-    slice of wider rows), leading (the first columns of rows with 64 more, of any dtype), permuted
-    (axes 1.. stored in reverse) or expanded (axis 1 grouped).
+    """A test operand.
 
-    ``leaf`` says what it is in the graph: input, state or weight. ``make(rng, shape)`` gives its
-    values (float32 or integers; quantised dtypes are quantised from them); normal by default.
+    Attributes:
+        shape: dimensions; the first may be the name of a Var.
+        dtype: element type.
+        layout: "contiguous", "strided" (a slice of wider rows), "leading" (the first columns of
+            rows with 64 more), "permuted" (axes 1.. stored in reverse) or "expanded" (axis 1 has
+            stride 0).
+        leaf: kind of leaf in the graph: "input", "state" or "weight".
+        make: ``make(rng, shape)`` returns float32 or integer values, which are quantised for a
+            quantised dtype; None draws from a normal distribution.
     """
 
     shape: tuple[int | str, ...]
@@ -65,7 +71,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class Sample:
-    """One test call of an op: operands (None where left out), attributes, values of the Vars."""
+    """One test call of an op: operands (None where omitted), attributes, live values of Vars."""
 
     args: tuple[Arg | None, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +92,7 @@ class Sample:
 
 
 def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
-    """``make`` called on every combination of the named axes."""
+    """Call ``make`` with every combination of values of the named axes."""
     return [
         make(**dict(zip(axes, values))) for values in itertools.product(*map(list, axes.values()))
     ]
@@ -94,16 +100,32 @@ def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
 
 @dataclass(frozen=True, eq=False)
 class OpDef:
-    """One op: see the module's docstring. ``writes`` gives, for a count of operands, the indices of
-    those that it changes in place; its result then is the first of them (a fused op's own result is
-    not). ``role`` marks the ops that the compiler itself inserts."""
+    """Declaration of one op; see the module's docstring.
+
+    Attributes:
+        name: name of the op.
+        file: source file of the declaration.
+        params: names of the operands in order, without the variadic ones.
+        optional: number of trailing operands that may be None or omitted.
+        variadic: whether more operands may follow ``params``.
+        defaults: attributes and their defaults, `inspect.Parameter.empty` where required.
+        infer: shape rule: Metas of the operands and attributes -> Meta of the result.
+        cost: Metas of the result and the operands, live values and attributes -> `Cost`.
+        tol: tolerance by dtype.
+        samples: test inputs.
+        reference: NumPy body.
+        writes: number of operands -> indices of those that the op modifies in place. The first of
+            them is the op's result, except for a fused op.
+        role: marks an op that the compiler inserts; see `role`.
+        fusion: set for a fused op.
+    """
 
     name: str
-    file: str  # where it is declared
-    params: tuple[str, ...]  # operand names, in order, without the variadic rest
-    optional: int  # how many trailing operands may be None or left out
+    file: str
+    params: tuple[str, ...]
+    optional: int
     variadic: bool
-    defaults: Mapping[str, Any]  # attributes; inspect.Parameter.empty where required
+    defaults: Mapping[str, Any]
     infer: Callable[..., Meta]
     cost: Callable[..., Cost]
     tol: Mapping[str, float]
@@ -114,32 +136,34 @@ class OpDef:
     fusion: Fusion | None = None
 
     def __repr__(self) -> str:
-        return f"<op {self.name}>"  # all samples would be pages of it
+        return f"<op {self.name}>"  # the default would print all samples
 
     def written(self, node: Tensor) -> tuple[int, ...]:
-        """Indices of the operands of ``node`` that it changes in place."""
+        """Return the indices of the operands that ``node`` modifies in place."""
         return self.writes(len(node.src)) if self.writes else ()
 
     def alias(self, node: Tensor) -> Tensor | None:
-        """The operand that ``node``'s result is, where it has no buffer of its own."""
+        """Return the operand that the result of ``node`` aliases; None if it has its own buffer."""
         written = () if self.fusion else self.written(node)
         return node.src[written[0]] if written else None
 
     def operand(self, index: int) -> str:
-        """The name of operand ``index``; variadic ones share the name ``rest``, or repeat."""
+        """Return the name of operand ``index``; variadic ones are "rest", or named by group."""
         if self.fusion and self.fusion.grouped:
             return self.params[index % len(self.params)]
         return self.params[index] if index < len(self.params) else "rest"
 
     def __call__(self, *src: Tensor | None, **attrs: Any) -> Any:
-        """A node; of a fused op its parts' results, as its function returns them."""
+        """Return a node, or for a fused op the results of its decomposition."""
         if self.fusion:
             return self.fusion.build(*src, **attrs)
         return self.node(*src, **attrs)
 
     def node(self, *src: Tensor | None, **attrs: Any) -> Tensor:
-        """One node of this op. GraphError names the line of the model, the scope, the shapes and
-        what does not fit."""
+        """Return one node of this op.
+
+        Raises GraphError with the line of the model, the scope, the shapes and what is wrong.
+        """
         try:
             full = self._operands(src)
             values = self._attributes(attrs)
@@ -152,27 +176,27 @@ class OpDef:
     def _operands(self, src: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         count = len(self.params)
         for value in src:
-            require(value is None or isinstance(value, Tensor), f"{value!r} is no tensor")
+            require(value is None or isinstance(value, Tensor), f"{value!r} is not a Tensor")
         if len(src) < count:
             src = (*src, *[None] * (count - len(src)))
         needed = count - self.optional
         if (len(src) > count and not self.variadic) or any(s is None for s in src[:needed]):
             given = sum(s is not None for s in src)
-            raise GraphError(f"it takes {', '.join(self.params)}, got {given} operands")
+            raise GraphError(f"takes {', '.join(self.params)}; got {given} operands")
         return src
 
     def _attributes(self, attrs: dict[str, Any]) -> dict[str, Any]:
         unknown = set(attrs) - set(self.defaults)
         if unknown:
-            raise GraphError(f"it has no attribute {', '.join(sorted(unknown))}")
+            raise GraphError(f"has no attribute {', '.join(sorted(unknown))}")
         values = {**self.defaults, **attrs}
         missing = [k for k, v in values.items() if v is inspect.Parameter.empty]
         if missing:
-            raise GraphError(f"it needs the attribute {', '.join(missing)}")
+            raise GraphError(f"needs the attribute {', '.join(missing)}")
         return values
 
     def node_cost(self, node: Tensor, env: Env) -> Cost:
-        """The cost of ``node`` in a run with these values of its Vars."""
+        """Return the cost of ``node`` in a run with these live values of Vars."""
         metas = (s.meta.at(env) if s is not None else None for s in node.src)
         return self.cost(node.meta.at(env), *metas, env=env, **node.attrs)
 
@@ -190,10 +214,12 @@ def op(
     writes: Callable[[int], tuple[int, ...]] | None = None,
     role: str | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
-    """Declare an op: the decorated function is its NumPy body, positional operands first.
+    """Declare an op; the decorated function is its NumPy body.
 
-    A body receives arrays of the live shape (`Blocks` of `graphllm.formats.quantization` for
-    block-quantised operands) and returns the result; nothing if it ``writes`` operands.
+    Positional parameters of the body are operands, keyword-only ones are attributes. The body
+    receives arrays of the live shape (`Blocks` of `graphllm.formats.quantization` for
+    block-quantised operands) and returns the result, or nothing if it ``writes`` operands. For the
+    arguments see `OpDef`.
     """
 
     def declare(body: Callable[..., Any]) -> OpDef:
@@ -206,12 +232,14 @@ def op(
 
 
 def register(name: str, function: Callable[..., Any], **fields: Any) -> OpDef:
-    """Declare an op whose operands and attributes are those of ``function``. A file that is run
-    again (a model file that is loaded again, say) declares its own ops anew; GraphError for others.
+    """Register an op whose operands and attributes are the parameters of ``function``.
+
+    A file that is executed again, such as a model file that is loaded again, replaces its own ops.
+    Raises GraphError if another file declares an op of this name.
     """
     file = function.__code__.co_filename
     if name in _REGISTRY and _REGISTRY[name].file != file:
-        raise GraphError(f"op {name!r} is declared twice: in {_REGISTRY[name].file}, too")
+        raise GraphError(f"op {name!r} is already declared in {_REGISTRY[name].file}")
     params = inspect.signature(function).parameters.values()
     operands = [p for p in params if p.kind in (p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     _REGISTRY[name] = OpDef(
@@ -234,14 +262,17 @@ Proposal = tuple[tuple[Tensor | None, ...], dict[str, Any]]  # operands and attr
 
 @dataclass(frozen=True)
 class Fusion:
-    """What makes an op a fused one.
+    """The part of a declaration that fused ops have.
 
-    ``build`` makes the parts and returns their results, one Tensor or a tuple. Results of which one
-    is a state that the op writes are that state; the others share a buffer, side by side in each
-    row, so all have the same axis 0. ``propose(node, users)`` may name operands and attributes
-    that would have ``node``, whose op is ``anchor``, among the parts: the compiler builds the parts
-    from them and looks whether the graph has just these, so a proposal cannot be wrong, only vain.
-    ``grouped``: variadic operands come in groups named as the first ones.
+    Attributes:
+        build: builds the decomposition and returns its results, one Tensor or a tuple. A result
+            that is a state written by the op aliases this state. The other results share one
+            buffer, each with its own columns of every row, so all have the same axis 0.
+        anchor: op at which the rule is tried.
+        propose: ``propose(node, users)`` returns operands and attributes of a fused node whose
+            decomposition may contain ``node``, an op of kind ``anchor``. The compiler builds the
+            decomposition and compares it with the graph, so a wrong proposal is rejected.
+        grouped: variadic operands come in groups with the names of the first operands.
     """
 
     build: Callable[..., Any]
@@ -254,30 +285,30 @@ class Fusion:
 
 
 def _shape(operand: object) -> str:
-    """An operand as messages show it."""
+    """Format an operand for messages."""
     if isinstance(operand, Tensor):
         return str(operand.meta)
     return "-" if operand is None else f"a {type(operand).__name__}"
 
 
 def same(x: Meta) -> Meta:
-    """A contiguous result with the shape and dtype of ``x``."""
+    """Return the Meta of a contiguous result with the shape and dtype of ``x``."""
     return Meta.of(x.shape, x.dtype)
 
 
 def out(shape: tuple[Dim, ...], kind: DType | str = F32) -> Meta:
-    """A contiguous result."""
+    """Return the Meta of a contiguous result."""
     return Meta.of(shape, dtype(kind))
 
 
 def require(condition: bool, message: str) -> None:
-    """A line of a shape rule: GraphError with ``message`` unless ``condition``."""
+    """Raise GraphError with ``message`` unless ``condition``. For shape rules."""
     if not condition:
         raise GraphError(message)
 
 
 def expect(name: str, x: Meta, axes: int | None = None, *kinds: str) -> None:
-    """A line of a shape rule: GraphError unless ``x`` has so many axes and one of these dtypes."""
+    """Raise GraphError unless ``x`` has ``axes`` axes and one of the dtypes ``kinds``."""
     require(axes is None or x.ndim == axes, f"{name} has {x.ndim} axes, not {axes}")
     require(not kinds or x.dtype.name in kinds, f"{name} is {x.dtype}, not {' or '.join(kinds)}")
 
@@ -286,12 +317,12 @@ def expect(name: str, x: Meta, axes: int | None = None, *kinds: str) -> None:
 
 
 def registry() -> Mapping[str, OpDef]:
-    """Every declared op by name."""
+    """Return every declared op by name."""
     return _REGISTRY
 
 
 def get(name: str) -> OpDef:
-    """The op called ``name``. GraphError when there is none."""
+    """Return the op called ``name``. GraphError if there is none."""
     found = _REGISTRY.get(name)
     if found is None:
         raise GraphError(f"unknown op {name!r}")
@@ -299,8 +330,11 @@ def get(name: str) -> OpDef:
 
 
 def role(name: str) -> OpDef:
-    """The op that plays a compiler's role: ``layout`` (make contiguous) or ``transfer`` (between
-    memories)."""
+    """Return the op with a role in the compiler.
+
+    Roles: "layout" (makes an operand contiguous), "transfer" (copies between memories), "call"
+    (calls a Python function).
+    """
     for declared in _REGISTRY.values():
         if declared.role == name:
             return declared

@@ -1,4 +1,4 @@
-"""Passes over a lazy graph: order, merge, verify, rewrite, print."""
+"""Passes over a lazy graph: topological order, merging, verification, rewriting, printing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ def toposort(
     stop: Collection[Tensor] = (),
     sources: Callable[[Tensor], Sequence[Tensor]] = attrgetter("sources"),
 ) -> list[Tensor]:
-    """Every node that ``outputs`` need, sources before users, in a deterministic order.
+    """Return every node that ``outputs`` need, sources before users, in a deterministic order.
 
-    ``stop``: nodes that are left out, with what only they need. ``sources``: what a node
-    needs, if not its own sources.
+    Args:
+        outputs: nodes to start from.
+        stop: nodes to leave out, with every node that only they need.
+        sources: returns the sources of a node, by default its operands.
     """
     order: list[Tensor] = []
     seen = set(stop)
@@ -36,10 +38,10 @@ def toposort(
 
 
 def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list[Tensor]:
-    """As `toposort`, ordered by distance from the leaves: what is independent stands together.
+    """Return the nodes of `toposort` ordered by depth, so that independent nodes are adjacent.
 
-    A device then need not wait between, say, the linears that read one activation. ``first``: what
-    comes before the others at its distance.
+    A device then need not wait between, for example, the linears of one activation. Nodes for which
+    ``first`` is true precede the others of their depth.
     """
     order = toposort(outputs)
     depth: dict[Tensor, int] = {}
@@ -50,7 +52,7 @@ def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list
 
 
 class Interner:
-    """Keeps one node of each kind (equal op, attributes, sources), with the scopes of all."""
+    """Keeps one of several equal nodes (same op, attributes and sources), with all their scopes."""
 
     def __init__(self, nodes: Iterable[Tensor] = ()) -> None:
         self._nodes: dict[tuple, Tensor] = {}
@@ -58,7 +60,7 @@ class Interner:
             self(node)
 
     def find(self, node: Tensor, src: Sequence[Tensor | None]) -> Tensor | None:
-        """The kept node that is as ``node`` would be over other sources."""
+        """Return the kept node that equals ``node`` over the sources ``src``, or None."""
         return self._nodes.get(_identity(node, src))
 
     def __call__(self, node: Tensor) -> Tensor:
@@ -75,9 +77,9 @@ def _identity(node: Tensor, src: Sequence[Tensor | None]) -> tuple:
 def rewrite(
     outputs: Mapping[str, Tensor], rule: Callable[[Tensor], Tensor]
 ) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """``outputs`` with ``rule`` applied to every node once, sources first.
+    """Apply ``rule`` to every node once, sources first.
 
-    Also returns the new node of each old one.
+    Returns the new outputs, and the new node of each old node.
     """
     new: dict[Tensor, Tensor] = {}
     for node in toposort(outputs.values()):
@@ -87,14 +89,14 @@ def rewrite(
 
 
 def merge(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Equal nodes shared."""
+    """Merge equal nodes (common-subexpression elimination)."""
     return rewrite(outputs, Interner())[0]
 
 
 def narrow(
     outputs: Mapping[str, Tensor], bounds: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """The graph with tighter ranges for its Vars."""
+    """Rebuild the graph with tighter ranges for its Vars; returns as `rewrite`."""
 
     def rule(node: Tensor) -> Tensor:
         rows = node.meta.rows
@@ -114,7 +116,7 @@ def narrow(
 
 
 def root(node: Tensor) -> Tensor:
-    """The node that owns the buffer: views look at their base, a writer's result at its state."""
+    """Return the owner of the buffer of ``node``: the base of a view, the state of a writer."""
     node = node.base
     while node.op not in LEAVES:
         target = get(node.op).alias(node)
@@ -125,7 +127,11 @@ def root(node: Tensor) -> Tensor:
 
 
 def verify(outputs: Mapping[str, Tensor]) -> None:
-    """GraphError when shapes contradict the ops' rules, leaves disagree, or state is misordered."""
+    """Check a graph.
+
+    Raises GraphError if a shape contradicts its op's rule, two leaves of one name differ, or a
+    state is read after it may have been overwritten.
+    """
     order = toposort(outputs.values())
     leaves: dict[str, Tensor] = {}
     for node in order:
@@ -142,11 +148,13 @@ def _verify_shape(node: Tensor) -> None:
     metas = (s.meta if s is not None else None for s in node.src)
     wanted = get(node.op).infer(*metas, **node.attrs)
     if wanted != node.meta:
-        raise GraphError(f"{node.scope}: {node.op} is {node.meta}, its rule says {wanted}")
+        raise GraphError(
+            f"{node.scope}: {node.op} is {node.meta}, but its shape rule gives {wanted}"
+        )
 
 
 def _verify_state(order: Sequence[Tensor]) -> None:
-    """A version of a state is written once, and whoever reads it runs before the write."""
+    """Check that each version of a state is written once, and read only before that write."""
     users: dict[Tensor, list[Tensor]] = {}
     for node in order:
         for source in node.sources:
@@ -179,7 +187,7 @@ def _readers(target: Tensor, users: Mapping[Tensor, list[Tensor]]) -> list[Tenso
 
 
 def dump(outputs: Mapping[str, Tensor]) -> str:
-    """The graph as text, a line a node."""
+    """Format the graph as text, one line per node."""
     order = toposort(outputs.values())
     label = {n: f"%{i}" for i, n in enumerate(order)}
     lines = []
@@ -192,12 +200,12 @@ def dump(outputs: Mapping[str, Tensor]) -> str:
 
 
 def show(stage: str, outputs: Mapping[str, Tensor]) -> None:
-    """Print the graph as it is at this stage, on the third rung of GRAPHLLM_DEBUG."""
+    """Print the graph after a compiler stage, at level 3 of GRAPHLLM_DEBUG."""
     debug(3, lambda: f"graph, {stage}:\n{dump(outputs)}")
 
 
 def dot(outputs: Mapping[str, Tensor]) -> str:
-    """The graph in Graphviz' language."""
+    """Format the graph in Graphviz' DOT language."""
     order = toposort(outputs.values())
     label = {n: f"n{i}" for i, n in enumerate(order)}
     lines = ["digraph graphllm {", "  node [shape=box, fontname=monospace];"]

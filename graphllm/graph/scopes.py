@@ -1,5 +1,4 @@
-"""Where in a model a node is made, as the path of a weight and as a line of code; what each such
-place returns."""
+"""Scopes (paths such as ``model.layers.0.mlp``) and source lines of graph nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _ScopeValues:
-    made: list[Tensor] = field(default_factory=list)  # in the order of their making
+    created: list[Tensor] = field(default_factory=list)  # in order of creation
     values: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -28,17 +27,17 @@ _recording: ContextVar[_ScopeValues | None] = ContextVar("graphllm_notes", defau
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Nodes made inside carry ``name`` appended, with a dot, to the scope around it."""
+    """Append ``name``, after a dot, to the scope of nodes created inside."""
     path = f"{_scope.get()}.{name}".lstrip(".") if name else _scope.get()
-    token, notes = _scope.set(path), _recording.get()
-    before = len(notes.made) if notes else 0
+    token, recording = _scope.set(path), _recording.get()
+    before = len(recording.created) if recording else 0
     try:
         yield
     finally:
         _scope.reset(token)
-    if notes and len(notes.made) > before:
-        notes.values.pop(path, None)  # the order is that of the last time
-        notes.values[path] = notes.made[-1]
+    if recording and len(recording.created) > before:
+        recording.values.pop(path, None)  # ordered by the last exit
+        recording.values[path] = recording.created[-1]
 
 
 def current_scope() -> str:
@@ -47,25 +46,25 @@ def current_scope() -> str:
 
 @contextmanager
 def record_scope_values() -> Iterator[dict[str, Tensor]]:
-    """The value of every scope that is left inside, in the order in which they are left.
+    """Record the value of every scope, ordered by exit from the scope.
 
-    It is what a module returns: the last result that was made in the scope's block. What has no
-    varying axis 0 does not count (states, and what is computed from weights alone). A scope that is
-    entered several times has the value of the last time that made one.
+    The value of a scope is what its module returns: the last node created in its block whose axis 0
+    varies (states, and values computed from weights only, do not count). A scope that is entered
+    several times has the value of the last time that created one.
     """
-    notes = _ScopeValues()
-    token = _recording.set(notes)
+    recording = _ScopeValues()
+    token = _recording.set(recording)
     try:
-        yield notes.values
+        yield recording.values
     finally:
         _recording.reset(token)
 
 
 def record_result(result: Tensor) -> None:
-    """A result with a varying axis 0 was made."""
-    notes = _recording.get()
-    if notes:
-        notes.made.append(result)
+    """Note that a result with a varying axis 0 was created."""
+    recording = _recording.get()
+    if recording:
+        recording.created.append(result)
 
 
 # ---------------------------------------------------------------------------------- lines of code
@@ -78,15 +77,18 @@ _MAKERS = tuple(
 
 
 def find_origin() -> str:
-    """``file:line`` of the model code that made a node: the nearest frame outside the package, or
-    of the shared decoder where a model leaves that to it."""
+    """Return ``file:line`` of the model code that is creating a node.
+
+    That is the nearest frame outside the package; for a node that a model leaves to the shared
+    decoder it is the decoder's line.
+    """
     frame, shared = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) or name.startswith(_MODELS):
             return f"{name}:{frame.f_lineno}"
         if shared and not name.startswith(_MAKERS):
-            break  # whoever had the model built is not meant
+            break  # the caller of the model builder is not model code
         if name == _MAKERS[0]:
             shared = shared or f"graphllm/model/decoder.py:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
@@ -94,16 +96,15 @@ def find_origin() -> str:
 
 
 def relative_origin(origin: str) -> str:
-    """``file:line`` for messages: from the working directory, if it is in there."""
+    """Return ``file:line`` for messages, relative to the working directory if it is inside."""
     return origin.removeprefix(os.getcwd() + os.sep)
 
 
 def current_origin() -> str:
-    """The line of the model file that asks for a node, for messages."""
+    """Return the line of model code that is creating a node, for messages."""
     return relative_origin(find_origin())
 
 
 def error_location() -> str:
-    """The line and the scope that ask for a node, as messages begin: ``my_model.py:31:
-    model.layers.0.self_attn``."""
+    """Return the prefix of error messages: ``my_model.py:31: model.layers.0.self_attn``."""
     return ": ".join(filter(None, (current_origin(), current_scope())))

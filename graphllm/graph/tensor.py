@@ -1,7 +1,7 @@
-"""The lazy graph's node: shape, strides and dtype, and a recipe. Nothing here holds data.
+"""Nodes of the lazy graph: shape, strides, dtype, op and operands, but no data.
 
-Shapes count elements; strides count bytes, as ggml's ``nb`` does. For a block-quantised dtype the
-last stride is the bytes of one block. Axis 0 may be a `Var`, whose value is known at each run only.
+Shapes count elements; strides count bytes, as ``nb`` in ggml. For a block-quantised dtype the last
+stride is the size of one block. Axis 0 may be a `Var`, whose value is known only at each run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INPUT, STATE, WEIGHT = LEAVES = ("input", "state", "weight")
 
 @dataclass(frozen=True)
 class Var:
-    """A dimension that varies from run to run, within ``lo..hi``. Equal by name and range."""
+    """A dimension that varies from run to run, within ``lo..hi``. Compared by name and range."""
 
     name: str
     lo: int
@@ -37,13 +37,13 @@ Env = Mapping[str, int]
 
 
 def live(dim: Dim, env: Env) -> int:
-    """The value of ``dim`` in this run."""
+    """Return the value of ``dim`` in a run with the live values ``env``."""
     return env[dim.name] if isinstance(dim, Var) else dim
 
 
 @dataclass(frozen=True)
 class Meta:
-    """Shape (elements), dtype, strides and offset (bytes) of a tensor, without its data."""
+    """Shape (elements), dtype, strides and offset (bytes) of a tensor."""
 
     shape: tuple[Dim, ...]
     dtype: DType
@@ -52,7 +52,7 @@ class Meta:
 
     @classmethod
     def of(cls, shape: tuple[Dim, ...], kind: DType | str) -> Meta:
-        """A contiguous Meta. Only axis 0 may be a Var; the last axis must be whole blocks."""
+        """Return a contiguous Meta. GraphError unless only axis 0 is a Var and blocks are whole."""
         if any(isinstance(d, Var) for d in shape[1:]):
             raise GraphError(f"only axis 0 may vary, got shape {shape}")
         if any(isinstance(d, int) and d < 0 for d in shape):
@@ -80,7 +80,7 @@ class Meta:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """All dimensions but the first; these never vary."""
+        """All dimensions but the first; none of them is a Var."""
         return self.shape[1:]  # type: ignore[return-value]
 
     @property
@@ -101,27 +101,27 @@ class Meta:
         )
 
     def at(self, env: Env) -> Meta:
-        """This Meta with its Var replaced by its live value."""
+        """Return this Meta with the live value of its Var."""
         if not self.shape or not isinstance(self.shape[0], Var):
             return self
         return replace(self, shape=(live(self.shape[0], env), *self.inner))
 
     def bound(self) -> Meta:
-        """This Meta at the upper bound of its Var."""
+        """Return this Meta at the upper bound of its Var."""
         if not self.shape or not isinstance(self.shape[0], Var):
             return self
         return replace(self, shape=(self.shape[0].hi, *self.inner))
 
     @property
     def size(self) -> int:
-        """Elements; only without a Var (see `at` and `bound`)."""
+        """Number of elements. GraphError if the shape has a Var (see `at` and `bound`)."""
         if self.shape and isinstance(self.shape[0], Var):
             raise GraphError(f"size of {self.shape} needs the value of {self.shape[0]}")
         return prod(self.shape)  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (not of the span they are strided over); only without a Var."""
+        """Bytes of the elements, without gaps between them; not defined for a shape with a Var."""
         return self.size // self.dtype.block * self.dtype.nbytes
 
     def __str__(self) -> str:
@@ -133,13 +133,18 @@ class Meta:
 
 
 class Tensor:
-    """One node: an op (or a leaf, or a view), its sources, its attributes, and the Meta they imply.
+    """One node: an op, a leaf or a view.
 
-    ``scopes`` are the weight paths of the sites that asked for it: one, or several once equal nodes
-    were merged. ``origin`` is the model file and line.
+    Nodes compare by identity, and tables are keyed by nodes rather than by `id`: a key keeps its
+    node alive, whereas the id of a deleted node may be reused.
 
-    A node equals itself alone, so tables are keyed by nodes, never by their ids: a key holds its
-    node, and the id of a node that is gone may be another one's.
+    Attributes:
+        op: name of the op, or "input", "state", "weight" or "view".
+        src: operands; None where an optional one is omitted.
+        attrs: attributes.
+        meta: shape, dtype and strides of the result.
+        scopes: scopes that created the node: one, or several after equal nodes were merged.
+        origin: model file and line.
     """
 
     __slots__ = ("__weakref__", "attrs", "meta", "op", "origin", "scopes", "src")
@@ -162,7 +167,7 @@ class Tensor:
         if op not in LEAVES and isinstance(meta.rows, Var):
             record_result(self)
 
-    # -- what it is
+    # -- properties
     @property
     def scope(self) -> str:
         return self.scopes[0] if self.scopes else ""
@@ -185,17 +190,17 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        """The name of a leaf: a feed, a state or a weight."""
+        """Name of a leaf: an input, a state or a weight."""
         return self.attrs["name"]
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """The operands that are present."""
+        """Operands that are not omitted."""
         return tuple(s for s in self.src if s is not None)
 
     @property
     def base(self) -> Tensor:
-        """The node whose buffer this one looks at: itself, or what it is a view of."""
+        """The node itself, or for a view the node whose buffer it views."""
         node = self
         while node.is_view:
             node = node.sources[0]
@@ -205,9 +210,9 @@ class Tensor:
         label = self.attrs["name"] if self.is_leaf else self.op
         return f"<{label} {self.meta} {self.scope}>"
 
-    # -- views: they change Meta alone
+    # -- views, which change only the Meta
     def _refused(self, view: str, why: str) -> GraphError:
-        """The error of a view that cannot be."""
+        """Return the error for an impossible view."""
         return GraphError(f"{error_location()}: {view}({self.meta}): {why}")
 
     def _view(self, shape: tuple[Dim, ...], strides: tuple[int, ...], offset: int = 0) -> Tensor:
@@ -215,9 +220,9 @@ class Tensor:
         return Tensor(VIEW, (self,), {"shape": shape, "strides": strides, "offset": offset}, meta)
 
     def reshape(self, *shape: Dim) -> Tensor:
-        """The same elements in another shape; axis 0 is kept when it varies.
+        """Return the same elements in another shape; a varying axis 0 must stay.
 
-        A view where the strides allow it, a view of a contiguous copy where they do not.
+        The result is a view if the strides allow it, else a view of a contiguous copy.
         """
         try:
             strides = _reshaped_strides(self.meta, shape)
@@ -225,7 +230,7 @@ class Tensor:
             raise self._refused("reshape", str(error)) from None
         if strides is not None:
             return self._view(shape, strides)
-        from .op import role  # here: ops import this module
+        from .op import role  # imported here because op imports this module
 
         return role("layout")(self).reshape(*shape)
 
@@ -241,21 +246,21 @@ class Tensor:
         return self.reshape(self.shape[0], prod(self.meta.inner))
 
     def permute(self, *axes: int) -> Tensor:
-        """Axes in another order; a varying axis 0 stays where it is."""
+        """Reorder axes; a varying axis 0 must stay first."""
         if sorted(axes) != list(range(self.meta.ndim)):
-            raise self._refused("permute", f"{axes} are not its {self.meta.ndim} axes")
+            raise self._refused("permute", f"{axes} is not a permutation of {self.meta.ndim} axes")
         if isinstance(self.shape[0], Var) and axes[0] != 0:
             raise self._refused("permute", "a varying axis 0 cannot move")
         if self.dtype.block > 1 and axes[-1] != self.meta.ndim - 1:
-            raise self._refused("permute", "the last axis of blocks cannot move")
+            raise self._refused("permute", "the last axis of a block format cannot move")
         return self._view(
             tuple(self.shape[a] for a in axes), tuple(self.meta.strides[a] for a in axes)
         )
 
     def slice(self, axis: int, start: int, stop: int) -> Tensor:
-        """Elements ``start:stop`` of one axis that does not vary."""
+        """Return elements ``start:stop`` of an axis that does not vary."""
         if not -self.meta.ndim <= axis < self.meta.ndim:
-            raise self._refused("slice", f"it has no axis {axis}")
+            raise self._refused("slice", f"there is no axis {axis}")
         axis %= self.meta.ndim
         width = self.shape[axis]
         if isinstance(width, Var):
@@ -269,10 +274,12 @@ class Tensor:
         return self._view(shape, self.meta.strides, start // block * self.meta.strides[axis])
 
     def expand(self, *shape: Dim) -> Tensor:
-        """Axes of one element repeated (stride 0), as NumPy's broadcast_to does."""
+        """Repeat axes of one element (stride 0), like `numpy.broadcast_to`."""
         fits = len(shape) == self.meta.ndim
         if not fits or any(h not in (w, 1) for h, w in zip(self.shape, shape)):
-            raise self._refused("expand", f"only axes of one element repeat, not to {shape}")
+            raise self._refused(
+                "expand", f"only axes of one element can repeat; cannot become {shape}"
+            )
         strides = []
         for have, want, stride in zip(self.shape, shape, self.meta.strides):
             strides.append(stride if have == want else 0)
@@ -280,7 +287,7 @@ class Tensor:
 
 
 def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | None:
-    """Strides of ``shape`` over the same memory, None where that needs a copy."""
+    """Return strides of ``shape`` over the same memory; None if that needs a copy."""
     old, new = list(zip(meta.shape, meta.strides)), list(shape)
     head: list[int] = []
     if old and new and old[0][0] == new[0] and len(old) > 1 and len(new) > 1:
@@ -291,7 +298,7 @@ def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | N
             raise GraphError(f"a varying axis 0 must stay, not become {shape}")
         return tuple(head + [s for _, s in old])
     if prod(sizes[0]) != prod(new):  # type: ignore[arg-type]
-        raise GraphError(f"its elements are not those of {shape}")
+        raise GraphError(f"number of elements differs from {shape}")
     if meta.dtype.block > 1 and (not old or not new or old[-1][0] != new[-1]):
         raise GraphError(f"blocks must keep their last axis, not become {shape}")
     if 0 in new:
@@ -301,7 +308,7 @@ def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | N
 
 
 def _merge_axes(axes: list[tuple[int, int]], kind: DType) -> list[tuple[int, int]]:
-    """Neighbouring axes that are dense with respect to each other, joined; axes of one dropped."""
+    """Merge adjacent axes that are dense with respect to each other; drop axes of one element."""
     merged: list[tuple[int, int]] = []
     for size, stride in axes:
         if size == 1:
@@ -314,7 +321,7 @@ def _merge_axes(axes: list[tuple[int, int]], kind: DType) -> list[tuple[int, int
 
 
 def _split_axes(axes: list[tuple[int, int]], shape: list[int]) -> list[int] | None:
-    """Strides of ``shape`` cut out of ``axes``; None when a new axis would span two of them."""
+    """Split ``axes`` into ``shape``, and return its strides; None if an axis spans two of them."""
     strides: list[int] = []
     pending, axes = list(reversed(shape)), list(axes)
     size, stride = axes.pop()
@@ -341,27 +348,27 @@ def _leaf(kind: str, name: str, shape: tuple[Dim, ...], of: DType | str) -> Tens
 
 
 def feed(name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
-    """A value that the caller feeds before a run."""
+    """Return an input: a value that the caller feeds before a run."""
     return _leaf(INPUT, name, shape, of)
 
 
 def state(name: str, shape: tuple[Dim, ...], of: DType | str) -> Tensor:
-    """A value that lives from run to run (KV pools, the step's own ids and positions)."""
+    """Return a state: a value that persists between runs (KV pools, the step's ids, positions)."""
     return _leaf(STATE, name, shape, of)
 
 
 def weight(name: str, shape: tuple[int, ...], of: DType | str) -> Tensor:
-    """A constant of the model, found by name in the weight source."""
+    """Return a weight: a constant of the model, found by name in the weight source."""
     return _leaf(WEIGHT, name, shape, of)
 
 
 def replica(node: Tensor) -> Tensor:
-    """Another node that is as this one."""
+    """Return a new node equal to this one."""
     return Tensor(node.op, node.src, node.attrs, node.meta, node.scopes, node.origin)
 
 
 def substitute(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
-    """``node`` over other sources of the same kind. A view is recomputed over its new base."""
+    """Return ``node`` over other sources of the same kind; views are recomputed over their base."""
     if src == node.src:
         return node
     meta = node.meta
