@@ -85,7 +85,7 @@ class Layers:
                 self.executor.run(plan, {"x": x}, env, profile=recorder, fetch=())
         ((segment, _),) = self.executor._programs[plan].segments
         gpu = self.executor.devices["cuda"].gpu
-        times = gpu.seconds(lambda: segment.run(None), ROUNDS)
+        times = gpu.time_runs(lambda: segment.run(None), ROUNDS)
         return median(times) / self.count, distinct
 
     def mixture(self, counts: list[int]) -> Iterator[str]:

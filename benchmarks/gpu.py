@@ -167,7 +167,7 @@ def host() -> Lines:
         executor.run(plan, feeds)
     ((segment, _),) = executor._programs[plan].segments
     gpu = executor.devices["cuda"].gpu
-    each = median(gpu.seconds(lambda: segment.run(None), ROUNDS)) / 300
+    each = median(gpu.time_runs(lambda: segment.run(None), ROUNDS)) / 300
     yield f"GPU, a step: {1e6 * each:.2f} us"
     yield f"host, to launch the graph: {host_time(lambda: segment.run(None)):.1f} us"
     gpu.stream.synchronize()
@@ -196,7 +196,7 @@ def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[floa
     ((segment, _),) = executor._programs[plan].segments
     gpu = executor.devices["cuda"].gpu
     nbytes = sum(ops.get(step.node.op).node_cost(step.node, env).bytes for step in plan.steps)
-    return 1e6 * median(gpu.seconds(lambda: segment.run(None), ROUNDS)), nbytes
+    return 1e6 * median(gpu.time_runs(lambda: segment.run(None), ROUNDS)), nbytes
 
 
 PARTS: dict[str, Part] = {

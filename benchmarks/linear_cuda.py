@@ -49,21 +49,22 @@ SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
 def products(given: argparse.Namespace) -> Iterator[str]:
     """Microseconds of a product, by the library's first choice and by the fastest."""
     device = cuda().open_device(Options())
-    own = cublaslt.of(device)
+    own = cublaslt.instance(device)
     room = [device.alloc(n) for n in (BYTES, 64 << 20, 128 << 20, 128 << 20)]
     yield f"{'product':<16} {'first, us':>10} {'TFLOP/s':>8} {'fastest, us':>12} {'choice':>7}"
     sums = [0.0, 0.0]
     for name, (rows, depth, count, result, added) in SHAPES_OF_A_LAYER.items():
-        size, wide = 2 * rows * depth, result.nbytes * rows * count
-        p = cublaslt.Product(
+        size, row_nbytes = 2 * rows * depth, result.nbytes * rows * count
+        p = cublaslt.Matmul(
             F16, result, rows, depth, room[1].address, 2 * depth, room[0].address,
-            room[2].address, wide, 0, room[3].address if added else 0, wide if added else 0,
-            count, size if count > 1 else 0, wide // count if count > 1 else 0,
+            room[2].address, row_nbytes, 0,
+            room[3].address if added else 0, row_nbytes if added else 0,
+            count, size if count > 1 else 0, row_nbytes // count if count > 1 else 0,
         )  # fmt: skip
         each = [replace(p, w=p.w + i * size * count) for i in range(BYTES // (size * count))]
         times = [
-            1e6 * median(device.gpu.seconds(partial(run, own, each, way), ROUNDS)) / len(each)
-            for way in own.choices(p, given.tokens, 8)
+            1e6 * median(device.gpu.time_runs(partial(run, own, each, way), ROUNDS)) / len(each)
+            for way in own.candidates(p, given.tokens, 8)
         ]
         rate = 2e-6 * count * rows * depth * given.tokens / times[0]
         best = min(times)
@@ -72,9 +73,9 @@ def products(given: argparse.Namespace) -> Iterator[str]:
     yield f"{'a layer':<16} {sums[0]:10.1f} {'':>8} {sums[1]:12.1f}"
 
 
-def run(own: cublaslt.Library, each: Sequence[cublaslt.Product], way: cublaslt.Way) -> None:
+def run(own: cublaslt.CublasLt, each: Sequence[cublaslt.Matmul], way: cublaslt.MatmulPlan) -> None:
     for p in each:
-        own.go(p, way)
+        own.launch(p, way)
 
 
 def counts(given: argparse.Namespace) -> Iterator[str]:
@@ -83,14 +84,14 @@ def counts(given: argparse.Namespace) -> Iterator[str]:
     rng = np.random.default_rng(0)
     plain = rng.standard_normal((14336, 4096), np.float32).astype(np.float16)
     for count in (1, 2, 4, 8, 9, 12, 16, 24, 32, 48):
-        own = linear_time(plain, count, linear.FEW, max(count, linear.SOME))
+        own = linear_time(plain, count, linear.MAX_F32_TOKENS, max(count, linear.MAX_SMALL_BATCH))
         yield f"{'f16':<8} {count:>6} {own:9.1f} {linear_time(plain, count, 0, 0):12.1f}"
 
 
 def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
     """With these bounds of the own kernels."""
-    kept = linear.FEW, linear.SOME
-    linear.FEW, linear.SOME = few, some
+    kept = linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH
+    linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH = few, some
     try:
         t, (_, depth) = Var("T", count, count), matrix.shape
         weights = {f"w{i}": matrix for i in range(8)}
@@ -100,7 +101,7 @@ def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
         feeds = {"x": np.ones((count, depth), np.float32)}
         return run_time(made, feeds, weights, {"T": count})[0] / len(weights)
     finally:
-        linear.FEW, linear.SOME = kept
+        linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH = kept
 
 
 def layers(given: argparse.Namespace) -> Iterator[str]:

@@ -43,7 +43,7 @@ def _gpu():
 def captured(request, monkeypatch):
     """Plans as CUDA graphs from their second run on, and all launched one by one."""
     if not request.param:
-        monkeypatch.setattr("graphllm.backends.cuda.runtime.device.GRAPH_ROWS", -1)
+        monkeypatch.setattr("graphllm.backends.cuda.runtime.device.MAX_GRAPH_ROWS", -1)
     return request.param
 
 
@@ -239,4 +239,4 @@ def test_a_token_is_one_replay(arch, tmp_path):
     plan = llm.engine.decode_plan()
     assert {s.backend.name for s in plan.steps} == {"cuda"}
     ((segment, _),) = llm.engine.executor._programs[plan].segments
-    assert segment.pieces == 1 and segment.replays
+    assert segment.submissions == 1 and segment.replays

@@ -12,12 +12,11 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from graphllm.backends import cuda
-from graphllm.backends.cuda import LEAST
+from graphllm.backends.cuda import MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
 from graphllm.errors import GraphllmError
 
@@ -43,7 +42,7 @@ def targets(made: source.Module) -> tuple[str, ...]:
         return ARCHS[2:]
     if needs_tensor_cores(made):
         return ARCHS[1:]
-    alone = made.file == "experts_few.cu" and macros["HALVES"] != "0"
+    alone = made.file == "experts_gemv.cu" and macros["HALVES"] != "0"
     return ARCHS[:1] if alone else ARCHS
 
 
@@ -69,52 +68,57 @@ def logs():
 def test_compiles_without_spills(module, arch, logs):
     log = logs[module, arch]
     assert not isinstance(log, GraphllmError), log
-    used = source.resources(log)
+    used = source.resource_usage(log)
     assert used
     assert not {name: local for name, (_, local) in used.items() if local}
 
 
-def timed_builds() -> list[source.Module]:
+def sampled_timed_builds() -> list[source.Module]:
     """Of the first and the last module of each file whose kernels are steps' of plans."""
     files: dict[str, list[source.Module]] = {}
     for made in source.MODULES:
-        if "STAMPED" in made.text:
+        if "RECORD_TIMESTAMPS" in made.text:
             files.setdefault(made.file, []).append(made)
     assert len(files) > 15
     some = {each: None for modules in files.values() for each in (modules[0], modules[-1])}
-    return [source.stamped(made) for made in some]
+    return [source.timed_build(made) for made in some]
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("made", timed_builds(), ids=str)
+@pytest.mark.parametrize("made", sampled_timed_builds(), ids=str)
 def test_timed_builds_compile_without_spills(made):
-    used = source.resources(source.compile_module(made, "sm_90a").log)
+    used = source.resource_usage(source.compile_module(made, "sm_90a").log)
     assert used and not {name: local for name, (_, local) in used.items() if local}
 
 
 @pytest.mark.nvrtc
 def test_only_timed_builds_read_the_clock():
     """By the instructions that the compiler leaves: PTX of a kernel of each file."""
-    for made in timed_builds()[::2]:
+    for made in sampled_timed_builds()[::2]:
         plain = source.Module(made.file, made.defines[:-1])
-        assert source.stamped(plain) == made
+        assert source.timed_build(plain) == made
         texts = [source.compile_module(each, "compute_90").code for each in (plain, made)]
         assert [b"globaltimer" in text for text in texts] == [False, True], made
 
 
 def test_every_kernel_of_a_step_can_be_timed():
-    for path in sorted(Path(source.__file__).parent.glob("*.cu")):
-        if path.stem in ("support", "layouts", "ceiling", "ceiling_tensor"):  # no steps of plans
+    for path in sorted(source.SOURCES.glob("*.cu")):
+        if path.stem in (
+            "support",
+            "layouts",
+            "roofline_probes",
+            "roofline_probes_tensor",
+        ):  # no steps of plans
             continue
         text = path.read_text("utf-8")
         kernels = len(re.findall("__global__", text))
-        assert kernels == len(re.findall(r" STAMPS\)", text)), path.name
-        assert kernels == len(re.findall(r"^ +STAMPED\b", text, re.M)), path.name
+        assert kernels == len(re.findall(r" TIMESTAMPS\)", text)), path.name
+        assert kernels == len(re.findall(r"^ +RECORD_TIMESTAMPS\b", text, re.M)), path.name
 
 
 @pytest.mark.nvrtc
 def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "_FOLDER", tmp_path)
+    monkeypatch.setattr(source, "SOURCES", tmp_path)
     (tmp_path / "common.cuh").write_text("typedef int i32;\n")
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void f(i32* x) { *x = y; }\n')
     monkeypatch.setattr(source, "_headers", lambda: {"common.cuh": "typedef int i32;\n"})
@@ -126,14 +130,14 @@ def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
 def test_code_is_kept_on_disk_and_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path))
     made = source.module("support")
-    code = source.image(made, "sm_80")
+    code = source.load_or_compile(made, "sm_80")
     (file,) = (tmp_path / "cuda").iterdir()
-    assert source.kept(made, "sm_80") and not source.kept(made, "sm_90a")
+    assert source.is_cached(made, "sm_80") and not source.is_cached(made, "sm_90a")
     monkeypatch.setattr(source, "compile_module", None)  # whoever compiles now, fails
-    assert source.image(made, "sm_80") == code
+    assert source.load_or_compile(made, "sm_80") == code
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(TypeError):
-        source.image(made, "sm_80")
+        source.load_or_compile(made, "sm_80")
 
 
 def test_what_is_missing_is_said_in_one_line():
@@ -175,8 +179,10 @@ def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
     monkeypatch.setattr(runtime, "driverGetVersion", lambda: driver)
     monkeypatch.setattr(runtime, "getDeviceCount", lambda: count)
     monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: found)
-    ok, reason = probe.__wrapped__(LEAST)
-    assert re.match(words, reason) and ok == (capability > LEAST and count == 1 and driver > 12000)
+    ok, reason = probe.__wrapped__(MIN_CAPABILITY)
+    assert re.match(words, reason) and ok == (
+        capability > MIN_CAPABILITY and count == 1 and driver > 12000
+    )
 
 
 @pytest.mark.nvrtc

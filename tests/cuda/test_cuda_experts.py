@@ -172,7 +172,7 @@ def test_replayed_graphs_follow_the_ids(most):
         got = executor.run(plan, {"x": x, "ids": ids})["y"]
         assert not mismatch(got, np.einsum("tk,tjnk->tjn", x, w[ids]), 1e-5)
     ((segment, _),) = executor._programs[plan].segments
-    assert segment.replays and segment.pieces == 1
+    assert segment.replays and segment.submissions == 1
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -281,4 +281,4 @@ def test_a_token_of_a_mixture_is_one_replay():
     plan = gpu.decode_plan()
     assert {s.backend.name for s in plan.steps} == {"cuda"}
     ((segment, _),) = gpu.executor._programs[plan].segments
-    assert segment.pieces == 1 and segment.replays
+    assert segment.submissions == 1 and segment.replays

@@ -1,4 +1,4 @@
-"""Shapes of linear.cu for one token: only such as the kernel can have."""
+"""Shapes of gemv.cu for one token: only such as the kernel can have."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_attention_gives_halves(width, pool, kind):
 @pytest.mark.parametrize("side", [64, 32, 16])
 def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
     """Matrices together and alone, with what is added, in plans for 9 to 16 tokens."""
-    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SIDES", {side: 0.0})
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SMALL_BATCH_ROWS", {side: 0.0})
     rng, depths = np.random.default_rng(5), (96, 544)
     x = {d: feed(f"x{d}", (Var("T", 9, 16), d), "f32") for d in depths}
     r = feed("r", (Var("T", 9, 16), 150), "f32")
@@ -201,7 +201,7 @@ def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_gate_and_up_in_one_pass(kind, side, bias, monkeypatch):
     """For 9 to 16 tokens, to halves or float32, with rows that are not whole blocks."""
-    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SIDES", {side: 0.0})
+    monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SMALL_BATCH_ROWS", {side: 0.0})
     rng, t = np.random.default_rng(7), Var("T", 9, 16)
     weights = {n: normal(rng, (150, 96)).astype(dtype(kind).numpy) for n in ("gate", "up")}
     weights |= {f"{n}.b": rng.standard_normal(150).astype(np.float32) for n in ("gate", "up")}
@@ -227,4 +227,4 @@ def test_a_plan_of_sixteen_tokens_is_one_graph():
     for _ in range(3):
         executor.run(plan, {"x": rows(rng, 16, 256)})
     ((segment, _),) = executor._programs[plan].segments
-    assert segment.pieces == 1 and segment.replays
+    assert segment.submissions == 1 and segment.replays

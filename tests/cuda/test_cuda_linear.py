@@ -9,7 +9,7 @@ from test_ops_generated import report
 
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.backends.cuda.kernels.linear import FEW
+from graphllm.backends.cuda.kernels.linear import MAX_F32_TOKENS
 from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
 from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
@@ -38,7 +38,7 @@ def sample(tokens: int, shape: tuple[int, int], kind: str, x: str = "f32", bias:
     return Sample(args, {}, {"T": tokens})
 
 
-def wide(kind: str, **more):
+def samples_of(kind: str, **more):
     """A row more than kernels take at a time, and rows of odd and even counts of blocks."""
     shapes = [(65, 768), (130, 1024)]
     shapes += [] if dtype(kind).block == 256 else [(33, 96)]
@@ -47,14 +47,14 @@ def wide(kind: str, **more):
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_counts_of_tokens(kind):
-    wrong = run_bounded("linear", wide(kind, bias=True), least=HALF.get(kind, 4e-3))
+    wrong = run_bounded("linear", samples_of(kind, bias=True), least=HALF.get(kind, 4e-3))
     assert not wrong, report(wrong)
 
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_few_tokens_are_exact(kind):
     """Float activations lose nothing but by the order of the sum."""
-    few = [s for s in wide(kind) if s.env["T"] <= FEW]
+    few = [s for s in samples_of(kind) if s.env["T"] <= MAX_F32_TOKENS]
     wrong = run_bounded("linear", few, Options(linear="float"), 0.0 if kind != "bf16" else 3e-5)
     assert not wrong, report(wrong)
 
@@ -63,7 +63,7 @@ def test_few_tokens_are_exact(kind):
 def test_quantised_activations(kind):
     """Exact but for the order of the sum, at any count of tokens."""
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"
-    wrong = run_bounded("linear", wide(kind, x=x, bias=True))
+    wrong = run_bounded("linear", samples_of(kind, x=x, bias=True))
     assert not wrong, report(wrong)
 
 

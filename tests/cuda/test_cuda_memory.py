@@ -50,9 +50,9 @@ def gpu(**more):
 
 @pytest.mark.parametrize("driver", [False, True])
 def test_other_errors_are_left_alone(driver):
-    from graphllm.backends.cuda.runtime.memory import room
+    from graphllm.backends.cuda.runtime.memory import allocating
 
-    with pytest.raises(RuntimeError) as caught, room("a thing"):
+    with pytest.raises(RuntimeError) as caught, allocating("a thing"):
         failing(1, driver)()
     assert caught.value.status == 1
 
@@ -60,7 +60,7 @@ def test_other_errors_are_left_alone(driver):
 def test_no_room_for_kernels(monkeypatch):
     from graphllm.backends.cuda.runtime import launch
 
-    monkeypatch.setattr(launch, "image", lambda made, arch: bytes(30_000_000))
+    monkeypatch.setattr(launch, "load_or_compile", lambda made, arch: bytes(30_000_000))
     monkeypatch.setattr(launch, "Loaded", lambda: SimpleNamespace(load=failing(2, driver=True)))
     with pytest.raises(OutOfMemory) as caught:
         gpu().function(KERNEL)
@@ -76,15 +76,15 @@ def test_no_room_for_kernels(monkeypatch):
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])
 def test_no_room_for_a_graph(fails):
     """The launches have been made once; a later run may try again."""
-    from graphllm.backends.cuda.runtime.launch import _Sequence
+    from graphllm.backends.cuda.runtime.launch import LaunchSequence
 
     calls = {name: lambda *args: None for name in ("begin_capture", "end_capture", "upload")}
     graph = SimpleNamespace(upload=calls["upload"], launch=lambda stream: made.append("graph"))
     stream = SimpleNamespace(begin_capture=calls["begin_capture"], end_capture=lambda: graph)
     setattr(graph if fails == "upload" else stream, fails, failing(2))
     made = []
-    held = gpu(stream=stream, prepared=lambda launch: lambda: made.append(launch))
-    sequence = _Sequence(held, [LAUNCH, LAUNCH], True)
+    held = gpu(stream=stream, prepare=lambda launch: lambda: made.append(launch))
+    sequence = LaunchSequence(held, [LAUNCH, LAUNCH], True)
     sequence()
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="a CUDA graph of 2 launches: more is needed in the"):
@@ -97,12 +97,12 @@ def test_no_room_for_a_graph(fails):
 
 
 def test_no_room_for_a_launch():
-    from graphllm.backends.cuda.runtime.launch import Prepared
+    from graphllm.backends.cuda.runtime.launch import PreparedLaunch
 
     def prepared(status):
         held = gpu(capability=(9, 0), stream=SimpleNamespace(ptr=0))
         held.library = SimpleNamespace(cuLaunchKernelEx=lambda *args: status)
-        return Prepared(LAUNCH, 0, held)
+        return PreparedLaunch(LAUNCH, 0, held)
 
     with pytest.raises(OutOfMemory, match=r"the launch of stamp <<<\(1,\), \(1,\), 0>>>: more is"):
         prepared(2)()

@@ -174,7 +174,7 @@ def test_a_layer_on_the_cpu_changes_no_token(files, reference, arch):
     assert [steps[0].backend.name for _, steps in segments] == ["cuda", "cpu", "cuda"]
     for segment, steps in segments[::2]:
         copies = sum(s.node.op == "copy" for s in steps)
-        assert segment.replays and segment.pieces <= 1 + copies
+        assert segment.replays and segment.submissions <= 1 + copies
 
 
 def test_a_profile_of_two_memories(files):

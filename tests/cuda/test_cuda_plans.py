@@ -18,7 +18,7 @@ from test_ops_generated import OPS
 from graphllm import ops
 from graphllm.api import LLM
 from graphllm.backends import Kernel, Options
-from graphllm.backends.cuda import BACKEND, LEAST
+from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
 from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext, Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
@@ -75,7 +75,7 @@ def paper(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("capability", [LEAST, (8, 0)])
+@pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0)])
 def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
     device = paper(capability)
     for name in OPS:
@@ -97,7 +97,9 @@ class Empty(RandomCheckpoint):
         return np.broadcast_to(np.zeros(1, np.uint8), shape)
 
 
-@pytest.mark.parametrize("capability, shape", [(LEAST, ALL), *(((9, 0), name) for name in SHAPES)])
+@pytest.mark.parametrize(
+    "capability, shape", [(MIN_CAPABILITY, ALL), *(((9, 0), name) for name in SHAPES)]
+)
 def test_known_models_ask_for_known_modules_only(shape, capability, paper):
     """Plans of one token, of some and of many; of one shape for all formats of weights."""
     device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
@@ -161,7 +163,7 @@ def test_a_mixture_is_few_steps(name, paper):
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 
 
-@pytest.mark.parametrize("capability", [LEAST, (8, 0), (9, 0)])
+@pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_experts_of_every_format_have_known_modules(kind, capability, paper):
     """Few tokens are multiplied one by one, many in groups where there are tensor cores."""
@@ -172,7 +174,7 @@ def test_experts_of_every_format_have_known_modules(kind, capability, paper):
         made.executor.bind(made._plan(["logits"], tokens))
         own = {part.file for part in device.modules if part.file.startswith("experts_")}
         grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
-        assert own == {"experts_many.cu" if grouped else "experts_few.cu"}
+        assert own == {"experts_gemm.cu" if grouped else "experts_gemv.cu"}
         device.modules |= before
     assert not {str(made) for made in device.modules - KNOWN}
 

@@ -91,7 +91,7 @@ def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
         ids, runs = noted(ahead, 40)
         assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
     ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
-    assert segment._timed._sequence.captured and segment._timed._sequence.pieces == 1
+    assert segment._timed._sequence.captured and segment._timed._sequence.submissions == 1
 
 
 def test_times_are_in_order_on_the_clock_of_the_host(ahead):
@@ -108,9 +108,9 @@ def test_times_are_in_order_on_the_clock_of_the_host(ahead):
 
 
 def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
-    from graphllm.backends.cuda.runtime.launch import Timed
+    from graphllm.backends.cuda.runtime.launch import TimedSequence
 
-    monkeypatch.setattr(Timed, "PLACES", 3)
+    monkeypatch.setattr(TimedSequence, "RING_SIZE", 3)
     ids, runs = noted(ahead, 17)
     assert len(ids) == 17 and len(runs) >= 16
     ends = [int(run.ends[0][-1]) for run in runs]
@@ -132,4 +132,4 @@ def test_runs_without_times_have_nothing_of_them(ahead):
     ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
     assert segment._timed is None
     work = [w for part in segment._work for w in part]
-    assert not any("STAMPED_BUILD" in str(w.function.module) for w in work)
+    assert not any("TIMED_BUILD" in str(w.function.module) for w in work)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphllm.backends.cuda.runtime.timestamps import STAMPS, ends_and_starts
+from graphllm.backends.cuda.runtime.timestamps import TIMESTAMPS, ends_and_starts
 
 
 def of(*notes: tuple[int, int, int]) -> tuple[list[int], list[int]]:
-    ends, starts = ends_and_starts(np.array(list(notes), STAMPS))
+    ends, starts = ends_and_starts(np.array(list(notes), TIMESTAMPS))
     return ends.tolist(), starts.tolist()
 
 
@@ -31,7 +31,7 @@ def test_steps_of_libraries_and_without_work():
 
 
 def test_the_notes_given_are_left_alone():
-    notes = np.array([(100, -1, 100), (90, 160, 1000), (900, 1040, 3000)], STAMPS)
+    notes = np.array([(100, -1, 100), (90, 160, 1000), (900, 1040, 3000)], TIMESTAMPS)
     before = notes.copy()
     ends_and_starts(notes)
     assert (notes == before).all()

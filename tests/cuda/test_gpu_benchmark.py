@@ -38,7 +38,7 @@ class Event:
 class Gpu(lazy_device.LazyDevice):
     def __init__(self) -> None:
         super().__init__()
-        self.gpu = SimpleNamespace(stream=self, seconds=lambda work, rounds: [1e-6] * rounds)
+        self.gpu = SimpleNamespace(stream=self, time_runs=lambda work, rounds: [1e-6] * rounds)
 
 
 @pytest.fixture

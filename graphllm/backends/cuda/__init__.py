@@ -15,7 +15,7 @@ import pkgutil
 from .. import Backend, Device, Options
 from . import kernels
 
-LEAST = (7, 5)  # the lowest compute capability that the kernels are written for
+MIN_CAPABILITY = (7, 5)  # the lowest compute capability that the kernels are written for
 
 
 def _installed() -> bool:
@@ -33,7 +33,7 @@ def _probe() -> tuple[bool, str]:
         return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
     from .runtime.detect import probe
 
-    return probe(LEAST)
+    return probe(MIN_CAPABILITY)
 
 
 def _open(options: Options) -> Device:

@@ -1,5 +1,5 @@
 #pragma once
-// What kernels of attention share: their argument, and what a token sees.
+// What kernels of attention share: their argument, and what a token visible.
 
 struct Attention {
     const u8* q;
@@ -13,15 +13,15 @@ struct Attention {
     const float *sinks, *slopes;
     const int* prefix_len;  // these three may be null
     const i64 *tokens, *sequences;
-    float *out, *parts;
+    float *out, *partials;
     i64 heads, kv_heads, block, shift, causal, window, splits;  // block is 1 << shift, if it can be
     i64 settled;  // q_start, kv_len and table are: see common.cuh
     float scale, softcap;
 };
 
-// The keys low..high of a sequence, that the query at `position` sees; those before `old` were written
+// The keys low..high of a sequence, that the query at `position` visible; those before `old` were written
 // by runs before this one.
-struct Sight {
+struct VisibleKeys {
     int sequence, position, low, high, old;
 };
 
@@ -32,28 +32,28 @@ __device__ __forceinline__ int sequence_of(const Attention& a, int token) {
     return s;
 }
 
-__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int length, int first,
+__device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int sequence, int length, int first,
                                        int end, int token) {
     int position = length - (end - token);
-    Sight sees = {sequence, position, 0, length, length - (end - first)};
+    VisibleKeys visible = {sequence, position, 0, length, length - (end - first)};
     if (a.causal) {
         int prefix = a.prefix_len ? a.prefix_len[sequence] : 0;
-        sees.high = min(length, position < prefix ? prefix : position + 1);
+        visible.high = min(length, position < prefix ? prefix : position + 1);
     }
-    if (a.window) sees.low = max(0, position - (int)a.window + 1);
-    return sees;
+    if (a.window) visible.low = max(0, position - (int)a.window + 1);
+    return visible;
 }
 
-__device__ __forceinline__ Sight sight(const Attention& a, int sequence, int token) {
+__device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int sequence, int token) {
     const int *first = a.q_start + sequence;
-    return sight(a, sequence, a.kv_len[sequence], first[0], first[1], token);
+    return visible_keys(a, sequence, a.kv_len[sequence], first[0], first[1], token);
 }
 
 // The same for a token of any sequence. What a lone sequence needs is loaded at once.
-__device__ __forceinline__ Sight sight(const Attention& a, int token) {
+__device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int token) {
     int count = (int)*a.sequences, length = a.kv_len[0], end = a.q_start[1];
-    if (count > 1) return sight(a, sequence_of(a, token), token);
-    return sight(a, 0, length, 0, end, token);
+    if (count > 1) return visible_keys(a, sequence_of(a, token), token);
+    return visible_keys(a, 0, length, 0, end, token);
 }
 
 // Where key j of a sequence lies: a slot of the pools, whose blocks are 1 << shift long.
@@ -68,8 +68,8 @@ __device__ __forceinline__ float logit(const Attention& a, float x, int distance
     return a.slopes ? x + slope * distance : x;
 }
 
-// A row of results: total of exp(logit - top), and the values mixed accordingly.
-__device__ __forceinline__ float share_of(const Attention& a, int head, float top, float total) {
+// A row of results: total of exp(logit - top), and the values acc accordingly.
+__device__ __forceinline__ float normalizer(const Attention& a, int head, float top, float total) {
     if (!a.sinks) return total > 0 ? 1 / total : 0;
     float sink = a.sinks[head], most = fmaxf(top, sink);
     float own = total > 0 ? __expf(top - most) : 0;

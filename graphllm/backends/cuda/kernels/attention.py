@@ -17,14 +17,14 @@ from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import Module, module
 from .quantize import HALVES, quantise, target, unit
 
-_TILED = 17  # tokens, from which the kernel of tiles takes over
-_QUERIES = _KEYS = 64  # of a tile
-_DEPTHS = (64, 96, 128, 256)  # that the kernel of tiles is made for
-_WIDTHS = range(64, 577, 8)  # that the kernel of pieces can do
-_LATENT = (576, 512)  # depth and width of latent attention (DeepSeek)
+_MIN_TILED_TOKENS = 17  # tokens, from which the kernel of tiles takes over
+_TILE_QUERIES = _TILE_KEYS = 64  # of a tile
+_TILED_DEPTHS = (64, 96, 128, 256)  # that the kernel of tiles is made for
+_SPLIT_WIDTHS = range(64, 577, 8)  # that the kernel of pieces can do
+_MLA_SIZES = (576, 512)  # depth and width of latent attention (DeepSeek)
 _SPAN = 256  # of a row, in which a thread of that kernel has eight elements
-_BLOCKS = 264  # of threads, about as many as a GPU has room for at a time
-_SHORTEST, _MOST_PIECES = 32, 64  # keys of a piece at least; pieces that can be merged
+_TARGET_BLOCKS = 264  # of threads, about as many as a GPU has room for at a time
+_MIN_SPLIT_KEYS, _MAX_SPLITS = 32, 64  # keys of a piece at least; pieces that can be merged
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
@@ -34,15 +34,15 @@ def _sizes(node: Tensor) -> tuple[int, int, int, int]:
     return heads, kv_heads, depth, width
 
 
-def _context(node: Tensor) -> int:
+def _context_keys(node: Tensor) -> int:
     """Keys that a table has room for."""
     table = node.src[5]
     assert table is not None
     return int(table.meta.bound().shape[1]) * int(node.attrs["block"])  # type: ignore[arg-type]
 
 
-def _most(node: Tensor) -> int:
-    return KernelContext.most(node.sources[0].meta.rows)
+def _max_tokens(node: Tensor) -> int:
+    return KernelContext.upper_bound(node.sources[0].meta.rows)
 
 
 def _kind(node: Tensor) -> str:
@@ -54,7 +54,7 @@ def _kind(node: Tensor) -> str:
 # -------------------------------------------------------------------------------------- choices
 
 
-def _usual(node: Tensor) -> bool:
+def _vector_readable(node: Tensor) -> bool:
     """Pools of one dtype, rows that are read 16 bytes at a time, and blocks of a power of two."""
     block, kind = node.attrs["block"], _kind(node)
     places = [at for pool in node.sources[1:3] for at in (pool.meta.offset, pool.meta.strides[0])]
@@ -62,43 +62,55 @@ def _usual(node: Tensor) -> bool:
     return kind != "mixed" and read and block & (block - 1) == 0
 
 
-def _in_pieces(node: Tensor) -> bool:
+def _can_split_kv(node: Tensor) -> bool:
     _, _, depth, width = _sizes(node)
-    return depth in _WIDTHS and width in _WIDTHS and _usual(node)
+    return depth in _SPLIT_WIDTHS and width in _SPLIT_WIDTHS and _vector_readable(node)
 
 
-def _in_tiles(ctx: KernelContext) -> bool:
+def _can_tile(ctx: KernelContext) -> bool:
     _, _, depth, width = _sizes(ctx.node)
     cores = ctx.device.gpu.capability >= (8, 0)
-    shaped = depth == width and depth in _DEPTHS and _kind(ctx.node) in ("f16", "q8_0")
-    return bool(cores and shaped and _usual(ctx.node) and _most(ctx.node) >= _TILED)
+    shaped = depth == width and depth in _TILED_DEPTHS and _kind(ctx.node) in ("f16", "q8_0")
+    return bool(
+        cores
+        and shaped
+        and _vector_readable(ctx.node)
+        and _max_tokens(ctx.node) >= _MIN_TILED_TOKENS
+    )
 
 
-def _biased(node: Tensor) -> bool:
+def _has_logit_bias(node: Tensor) -> bool:
     """Whether logits are more than products: capped, or with slopes."""
     return bool(node.attrs["softcap"] > 0 or (len(node.src) > 7 and node.src[7] is not None))
 
 
-def _together(node: Tensor) -> int:
+def _heads_per_block(node: Tensor) -> int:
     """Heads that go over a kv head's keys together."""
     heads, kv_heads, depth, width = _sizes(node)
     few = _kind(node) == "f32" or max(depth, width) > _SPAN  # registers
-    most = 2 if _most(node) == 1 else 4 if few else 8  # a lone token: more blocks
+    most = 2 if _max_tokens(node) == 1 else 4 if few else 8  # a lone token: more blocks
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 
-def _splits(node: Tensor) -> int:
+def _split_count(node: Tensor) -> int:
     """Pieces of a token's keys, at most."""
     heads, kv_heads, *_ = _sizes(node)
-    items = kv_heads * ceil(heads // kv_heads, _together(node)) * max(1, _most(node))
-    return max(1, min(ceil(_BLOCKS, items), ceil(_context(node), _SHORTEST), _MOST_PIECES))
+    items = kv_heads * ceil(heads // kv_heads, _heads_per_block(node)) * max(1, _max_tokens(node))
+    return max(
+        1,
+        min(
+            ceil(_TARGET_BLOCKS, items),
+            ceil(_context_keys(node), _MIN_SPLIT_KEYS),
+            _MAX_SPLITS,
+        ),
+    )
 
 
-def _parts(node: Tensor) -> int:
+def _partials_nbytes(node: Tensor) -> int:
     """Bytes of the pieces' results."""
     heads, _, _, width = _sizes(node)
-    count = _splits(node)
-    return 0 if count == 1 else 4 * max(1, _most(node)) * heads * count * (width + 4)
+    count = _split_count(node)
+    return 0 if count == 1 else 4 * max(1, _max_tokens(node)) * heads * count * (width + 4)
 
 
 # ------------------------------------------------------------------------------------- launches
@@ -112,49 +124,49 @@ def _argument(ctx: KernelContext, out: int, parts: int, splits: int) -> bytes:
     words += [ctx.q_start.address, ctx.kv_len.address, ctx.table.address]
     words += [ctx.table.meta.bound().shape[1]]
     words += [ctx.address(name) for name in ("sinks", "slopes", "prefix_len")]
-    words += [ctx.live(q.meta.rows), ctx.live(ctx.kv_len.meta.rows), out, parts]
+    words += [ctx.live_address(q.meta.rows), ctx.live_address(ctx.kv_len.meta.rows), out, parts]
     block = attrs["block"]
     words += [heads, kv_heads, block, block.bit_length() - 1, int(attrs["causal"])]
     words += [attrs["window"], splits, ctx.settled("q_start", "kv_len", "table")]
     return struct.pack("<25q2f", *words, attrs["scale"], attrs["softcap"])
 
 
-def _pieces_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
-    return module("attention", POOL=kind.upper(), DEPTH=depth, WIDTH=width, HEADS=together,
+def _split_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
+    return module("attention_split_kv", POOL=kind.upper(), DEPTH=depth, WIDTH=width, HEADS=together,
                   BIASED=int(biased))  # fmt: skip
 
 
-def _tiles_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_tile", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
+    return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
-def _plain_module(k: str, v: str) -> Module:
-    return module("attention_plain", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
+def _generic_module(k: str, v: str) -> Module:
+    return module("attention_generic", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
 
 
-def _tiles(ctx: KernelContext, out: int, kind: int = 0) -> Launch:
+def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> Launch:
     """``kind``: 0: float32 results, else as in `HALVES`."""
     heads, _, depth, _ = _sizes(ctx.node)
-    count = ceil(_most(ctx.node), _QUERIES) + ctx.most(ctx.kv_len.meta.rows)
-    shared = 2 * (_QUERIES + 2 * _KEYS) * (depth + 8)
-    kernel = _tiles_module(_kind(ctx.node), depth, _biased(ctx.node))["attend"]
+    count = ceil(_max_tokens(ctx.node), _TILE_QUERIES) + ctx.upper_bound(ctx.kv_len.meta.rows)
+    shared = 2 * (_TILE_QUERIES + 2 * _TILE_KEYS) * (depth + 8)
+    kernel = _tiled_module(_kind(ctx.node), depth, _has_logit_bias(ctx.node))["attend"]
     args = (_argument(ctx, out, 0, 1), kind)
     return Launch(kernel, (count, heads), (128,), args, shared)
 
 
-def _plain(ctx: KernelContext, out: int) -> Launch:
+def _generic(ctx: KernelContext, out: int) -> Launch:
     heads, _, depth, width = _sizes(ctx.node)
-    kernel = _plain_module(ctx.k.dtype.name, ctx.v.dtype.name)["attend"]
+    kernel = _generic_module(ctx.k.dtype.name, ctx.v.dtype.name)["attend"]
     args = (_argument(ctx, out, 0, 1), depth, width)
-    return Launch(kernel, (heads, _most(ctx.node)), (128,), args, 4 * width)
+    return Launch(kernel, (heads, _max_tokens(ctx.node)), (128,), args, 4 * width)
 
 
-def _pieces(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[Launch]:
+def _split(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[Launch]:
     """``result``: where merged pieces go, quantised if it is; one piece goes to ``out``."""
     node = ctx.node
     heads, kv_heads, depth, width = _sizes(node)
-    together, count, tokens = _together(node), _splits(node), _most(node)
-    made = _pieces_module(_kind(node), depth, width, together, _biased(node))
+    together, count, tokens = _heads_per_block(node), _split_count(node), _max_tokens(node)
+    made = _split_module(_kind(node), depth, width, together, _has_logit_bias(node))
     arg = _argument(ctx, out, room, count)
     grid = (kv_heads * ceil(heads // kv_heads, together), tokens, count)
     launches = [Launch(made["attend"], grid, (128,), (arg,))]
@@ -171,56 +183,56 @@ def _pieces(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list
 _LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # of a token, of a slot
 
 
-@BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _parts(node))
+@BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node))
 def attention(ctx: KernelContext) -> list[Launch]:
-    if _in_tiles(ctx):
-        return [_tiles(ctx, ctx.out.address)]
-    if _in_pieces(ctx.node):
-        return _pieces(ctx, ctx.out.address, ctx.scratch, ctx.out)
-    return [_plain(ctx, ctx.out.address)]
+    if _can_tile(ctx):
+        return [_tiled(ctx, ctx.out.address)]
+    if _can_split_kv(ctx.node):
+        return _split(ctx, ctx.out.address, ctx.scratch, ctx.out)
+    return [_generic(ctx, ctx.out.address)]
 
 
-def _floats(node: Tensor) -> int:
+def _float_result_nbytes(node: Tensor) -> int:
     """Bytes of a result that waits to be quantised."""
     heads, _, _, width = _sizes(node)
-    return aligned(4 * max(1, _most(node)) * heads * width)
+    return aligned(4 * max(1, _max_tokens(node)) * heads * width)
 
 
 @BACKEND.kernel(
     "attention_quantise", layout=_LAYOUT,
-    scratch=lambda node, options: _floats(node) + _parts(node),
+    scratch=lambda node, options: _float_result_nbytes(node) + _partials_nbytes(node),
 )  # fmt: skip
 def attention_quantise(ctx: KernelContext) -> list[Launch]:
     heads, _, _, width = _sizes(ctx.node)
-    floats, room = ctx.scratch, ctx.scratch + _floats(ctx.node)
+    floats, room = ctx.scratch, ctx.scratch + _float_result_nbytes(ctx.node)
     halves = HALVES.get(ctx.out.dtype.name, 0)
-    if halves and _in_tiles(ctx):
-        return [_tiles(ctx, ctx.out.address, halves)]
-    if not _in_tiles(ctx) and _in_pieces(ctx.node) and _splits(ctx.node) > 1:
-        return _pieces(ctx, floats, room, ctx.out)
-    if _in_tiles(ctx):
-        made = [_tiles(ctx, floats)]
-    elif _in_pieces(ctx.node):
-        made = _pieces(ctx, floats, room, ctx.out)
+    if halves and _can_tile(ctx):
+        return [_tiled(ctx, ctx.out.address, halves)]
+    if not _can_tile(ctx) and _can_split_kv(ctx.node) and _split_count(ctx.node) > 1:
+        return _split(ctx, floats, room, ctx.out)
+    if _can_tile(ctx):
+        made = [_tiled(ctx, floats)]
+    elif _can_split_kv(ctx.node):
+        made = _split(ctx, floats, room, ctx.out)
     else:
-        made = [_plain(ctx, floats)]
+        made = [_generic(ctx, floats)]
     return [*made, quantise(ctx, floats, 4 * heads * width, ctx.out)]
 
 
 def _all_instances() -> None:
     """Modules that common models ask for are known from the start: tests compile them."""
     for kind in CACHED:
-        for depth in _DEPTHS:
+        for depth in _TILED_DEPTHS:
             for together in (1, 2, 4) if kind == "f32" else (1, 2, 4, 8):
                 for biased in (False, True):
-                    _pieces_module(kind, depth, depth, together, biased)
+                    _split_module(kind, depth, depth, together, biased)
             if kind != "f32":
-                _tiles_module(kind, depth, False)
-                _tiles_module(kind, depth, True)
+                _tiled_module(kind, depth, False)
+                _tiled_module(kind, depth, True)
         for together in (2, 4):
-            _pieces_module(kind, *_LATENT, together, False)
+            _split_module(kind, *_MLA_SIZES, together, False)
         for other in CACHED:
-            _plain_module(kind, other)
+            _generic_module(kind, other)
 
 
 _all_instances()

@@ -26,7 +26,7 @@ typedef unsigned long long u64;
 
 // When a step started, when what is before it was over, and when it ended, in nanoseconds of the GPU's
 // clock.
-struct Stamps {
+struct Timestamps {
     u64 start, ready, end;
 };
 
@@ -39,29 +39,29 @@ __device__ __forceinline__ u64 clock_ns() {
 // In a build for timed runs each kernel's last parameter is the place for its step's times: start and
 // ready are those of the first block, the end that of the last thread 0 of a block. Kernels overlap as
 // they do in other builds, which have none of this.
-#if STAMPED_BUILD
-__shared__ Stamps* stamped_at;  // thread 0 alone knows it
+#if TIMED_BUILD
+__shared__ Timestamps* timestamps_of_step;  // thread 0 alone knows it
 
 __device__ __forceinline__ bool first_thread() {
     return threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0;
 }
 
-struct Stamped {
-    Stamps* const to;
-    __device__ __forceinline__ Stamped(Stamps* stamps) : to(stamps) {
-        if (first_thread()) stamped_at = to, atomicMin(&to->start, clock_ns());
+struct TimestampScope {
+    Timestamps* const to;
+    __device__ __forceinline__ TimestampScope(Timestamps* timestamps) : to(timestamps) {
+        if (first_thread()) timestamps_of_step = to, atomicMin(&to->start, clock_ns());
     }
-    __device__ __forceinline__ ~Stamped() {
+    __device__ __forceinline__ ~TimestampScope() {
         if (threadIdx.x == 0) atomicMax(&to->end, clock_ns());
     }
 };
-#define STAMPS , Stamps* stamps
-#define STAMPED Stamped stamped(stamps);
-#define STAMP_READY if (first_thread()) atomicMin(&stamped_at->ready, clock_ns());
+#define TIMESTAMPS , Timestamps* timestamps
+#define RECORD_TIMESTAMPS TimestampScope timestamp_scope(timestamps);
+#define RECORD_READY if (first_thread()) atomicMin(&timestamps_of_step->ready, clock_ns());
 #else
-#define STAMPS
-#define STAMPED
-#define STAMP_READY
+#define TIMESTAMPS
+#define RECORD_TIMESTAMPS
+#define RECORD_READY
 #endif
 
 // ----------------------------------------------------------------------------------- launches
@@ -76,7 +76,7 @@ __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-    STAMP_READY
+    RECORD_READY
 }
 
 __device__ __forceinline__ void begin() {

@@ -8,13 +8,13 @@ from math import prod
 from ....graph.tensor import Tensor
 from ... import ANY, ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Call, KernelContext, Launch, ceil
+from ..runtime.device import HostCall, KernelContext, Launch, ceil
 from ..runtime.source import module
 from .elementwise import rows_grid
 
-_MODULE = module("layout")
+_MODULE = module("copy")
 _THREADS = 256
-_FLOATS = ("f32", "f16", "bf16")  # as `FloatKind` of layout.cu counts them
+_FLOATS = ("f32", "f16", "bf16")  # as `FloatKind` of copy.cu counts them
 _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
 
 
@@ -25,7 +25,7 @@ def contiguous(ctx: KernelContext) -> Launch:
     missing = 3 - len(dims)
     dims, strides = [1] * missing + dims, [0] * missing + strides
     shape = struct.pack("<4q4i", ctx.x.row_stride, *strides, *dims, ctx.x.width)
-    args = (ctx.x.address, shape, ctx.out.address, ctx.live(meta.rows))
+    args = (ctx.x.address, shape, ctx.out.address, ctx.live_address(meta.rows))
     kernel = _MODULE[f"contiguous_{meta.dtype.nbytes}"]
     return Launch(kernel, rows_grid(ctx, ctx.x, _THREADS), (_THREADS,), args)
 
@@ -37,17 +37,24 @@ def cast(ctx: KernelContext) -> Launch:
     if x.meta.contiguous and isinstance(rows, int):  # a vector's elements are its rows
         rows, width, stride = 1, rows * width, 0
     kinds = _FLOATS.index(x.dtype.name), _FLOATS.index(out.dtype.name)
-    args = (x.address, stride, out.address, ctx.live(rows), width, *kinds)
-    grid = (ctx.most(rows), ceil(width, _THREADS))
+    args = (x.address, stride, out.address, ctx.live_address(rows), width, *kinds)
+    grid = (ctx.upper_bound(rows), ceil(width, _THREADS))
     return Launch(_MODULE["cast"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("gather_rows", layout={"x": ROWS}, dtypes={"x": _PLAIN})
 def gather_rows(ctx: KernelContext) -> Launch:
     x, rows = ctx.x, ctx.rows.meta.rows
-    args = (x.address, x.row_stride, ctx.rows.address, ctx.out.address, ctx.live(rows), x.width)
+    args = (
+        x.address,
+        x.row_stride,
+        ctx.rows.address,
+        ctx.out.address,
+        ctx.live_address(rows),
+        x.width,
+    )
     kernel = _MODULE[f"gather_{x.dtype.nbytes}"]
-    return Launch(kernel, (ctx.most(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
+    return Launch(kernel, (ctx.upper_bound(rows), ceil(x.width, _THREADS)), (_THREADS,), args)
 
 
 @BACKEND.kernel("concat", layout={"a": ROWS, "b": ROWS}, dtypes={"a": "f32", "b": "f32"})
@@ -55,7 +62,7 @@ def concat(ctx: KernelContext) -> Launch:
     a, b = ctx.a, ctx.b
     *lines, width = a.meta.inner
     args = (a.address, a.row_stride, b.address, b.row_stride, ctx.out.address,
-            ctx.live(a.meta.rows), prod(lines), width, b.meta.inner[-1])  # fmt: skip
+            ctx.live_address(a.meta.rows), prod(lines), width, b.meta.inner[-1])  # fmt: skip
     return Launch(_MODULE["concat"], rows_grid(ctx, ctx.out, _THREADS), (_THREADS,), args)
 
 
@@ -66,15 +73,15 @@ def _beside_the_host(node: Tensor, options: Options) -> str | None:
 
 
 @BACKEND.kernel("copy", when=_beside_the_host)
-def copy(ctx: KernelContext) -> Call:
+def copy(ctx: KernelContext) -> HostCall:
     """Between the host's memory and this GPU's: as many rows as there are in the run."""
     source, target, rows = ctx.x, ctx.out, ctx.x.meta.rows
     row = source.dtype.row_nbytes(source.width)
     to_host = ctx.attrs["memory"] == "host"
-    ctx.live(rows)  # so that the header has it
+    ctx.live_address(rows)  # so that the header has it
 
     def run() -> None:
-        count = ctx.now(rows)
+        count = ctx.live_value(rows)
         ctx.device.transfer(source.address, target.address, count * row, to_host)
 
-    return Call(run)
+    return HostCall(run)

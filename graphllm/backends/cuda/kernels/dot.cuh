@@ -66,7 +66,7 @@ __device__ __forceinline__ float4 floats4(const u8* row, int at) {
 // An item's part of a token's sum: activations that are not quantised.
 template <class W, int COUNT>
 __device__ __forceinline__ float dot(const Floats<COUNT>& u, const u8* row, int k, int j,
-                                     bool wide) {
+                                     bool aligned) {
     float sum = 0;
 #pragma unroll
     for (int e = 0; e < COUNT; e += 4) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ float dot(const Floats<COUNT>& u, const u8* row, int 
 #if !INTEGER
 template <class W, int PARTS>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
-                                     bool wide) {
+                                     bool aligned) {
     float sum = 0;
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
@@ -101,8 +101,8 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
     return sum;
 }
 #else
-__device__ __forceinline__ int4 bytes16(const u8* address, bool wide) {
-    if (wide) return *(const int4*)address;
+__device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
+    if (aligned) return *(const int4*)address;
     const int* q = (const int*)address;
     return make_int4(q[0], q[1], q[2], q[3]);
 }
@@ -111,11 +111,11 @@ __device__ __forceinline__ int4 bytes16(const u8* address, bool wide) {
 // (int16) of the int8.
 template <class W, int PARTS>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
-                                     bool wide) {
+                                     bool aligned) {
     int products[PARTS];
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
-        int4 x = bytes16(row + W::at(j, p), wide);
+        int4 x = bytes16(row + W::at(j, p), aligned);
         int sum = __dp4a(u.v[4 * p], x.x, 0);
         sum = __dp4a(u.v[4 * p + 1], x.y, sum);
         sum = __dp4a(u.v[4 * p + 2], x.z, sum);
@@ -147,14 +147,14 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 template <class W, class VALUES = typename W::Values> struct Activations {
     const u8* row;
     int j;
-    __device__ __forceinline__ void load(const u8* from, int k, int at, int lane, bool wide) {
+    __device__ __forceinline__ void load(const u8* from, int k, int at, int lane, bool aligned) {
         row = from, j = at;
     }
 };
 
 template <class W, int COUNT> struct Activations<W, Floats<COUNT>> {
     float4 x[COUNT / 4];
-    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool wide) {
+    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool aligned) {
 #pragma unroll
         for (int e = 0; e < COUNT; e += 4) x[e / 4] = floats4(row, COUNT * j + e);
     }
@@ -194,8 +194,8 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations
     return sum;
 }
 #else
-__device__ __forceinline__ int4 bytes16(const u8* address, bool wide) {
-    if (wide) return *(const int4*)address;
+__device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
+    if (aligned) return *(const int4*)address;
     const int* q = (const int*)address;
     return make_int4(q[0], q[1], q[2], q[3]);
 }
@@ -207,11 +207,11 @@ template <class W> struct Activations {
     float d;
     int sums[W::PARTS];
 
-    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool wide) {
+    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool aligned) {
         const int whole = W::ITEM * (j - lane);  // elements
         const u8 *scales = row + k, *all = scales + k / W::BLOCK * 4;
 #pragma unroll
-        for (int p = 0; p < W::PARTS; p++) x[p] = bytes16(row + W::at(lane, p) + whole, wide);
+        for (int p = 0; p < W::PARTS; p++) x[p] = bytes16(row + W::at(lane, p) + whole, aligned);
         d = *(const float*)(scales + W::at(lane, 0) / W::BLOCK * 4 + whole / W::BLOCK * 4);
         if (!W::OFFSET) return;
         if (W::BLOCK == 32) {

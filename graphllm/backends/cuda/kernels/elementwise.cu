@@ -25,8 +25,8 @@ __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const
 #define UNARY_EACH(NAME, EACH, EXPRESSION)                                                      \
     extern "C" __global__ void NAME##_##EACH(const u8* at, i64 stride, float* out,             \
                                              const i64* live, int width,                        \
-                                             float parameter STAMPS) {                          \
-        STAMPED                                                                                 \
+                                             float parameter TIMESTAMPS) {                          \
+        RECORD_TIMESTAMPS                                                                                 \
         unary<EACH>(at, stride, out, live, width, [=](float x) { return EXPRESSION; });         \
     }
 #define UNARY(NAME, EXPRESSION)                                                                 \
@@ -66,8 +66,8 @@ __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i
 #define BINARY_EACH(NAME, EACH, EXPRESSION)                                                     \
     extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,           \
                                              i64 b_stride, float* out, const i64* live,        \
-                                             int width, int inner STAMPS) {                     \
-        STAMPED                                                                                 \
+                                             int width, int inner TIMESTAMPS) {                     \
+        RECORD_TIMESTAMPS                                                                                 \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, inner,                         \
                      [](float x, float y) { return EXPRESSION; });                              \
     }
@@ -81,8 +81,8 @@ BINARY(mul, x * y)
 #define CLAMPED(EACH)                                                                           \
     extern "C" __global__ void clamped_glu_##EACH(                                              \
         const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out, const i64* live,     \
-        int width, float alpha, float limit STAMPS) {                                           \
-        STAMPED                                                                                 \
+        int width, float alpha, float limit TIMESTAMPS) {                                           \
+        RECORD_TIMESTAMPS                                                                                 \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, 0,                             \
                      [=](float x, float y) { return act_clamped(x, y, alpha, limit); });       \
     }

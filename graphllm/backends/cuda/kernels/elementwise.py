@@ -22,17 +22,17 @@ ACTIVATIONS = {("silu", ""): 0, ("gelu", "tanh"): 1, ("gelu", "erf"): 2}
 
 def rows_grid(ctx: KernelContext, x: OperandRef, columns: int) -> tuple[int, int]:
     """A block for each row and each so many columns of ``x``."""
-    return ctx.most(x.meta.rows), ceil(x.width, columns)
+    return ctx.upper_bound(x.meta.rows), ceil(x.width, columns)
 
 
 def _launch(ctx: KernelContext, x: OperandRef, name: str, args: Sequence[Arg]) -> Launch:
-    each = 4 if ctx.most(x.meta.rows) * x.width >= _MUCH else 1
+    each = 4 if ctx.upper_bound(x.meta.rows) * x.width >= _MUCH else 1
     grid = rows_grid(ctx, x, _THREADS * each)
     return Launch(_MODULE[f"{name}_{each}"], grid, (_THREADS,), args)
 
 
 def _unary(ctx: KernelContext, name: str, parameter: float = 0.0) -> Launch:
-    x, rows = ctx.x, ctx.live(ctx.x.meta.rows)
+    x, rows = ctx.x, ctx.live_address(ctx.x.meta.rows)
     args = (x.address, x.row_stride, ctx.out.address, rows, x.width, float(parameter))
     return _launch(ctx, x, name, args)
 
@@ -83,8 +83,8 @@ _PAIR: dict[str, Any] = {
 
 def _binary(ctx: KernelContext, name: str, stride: int, inner: int) -> Launch:
     a, b = ctx.a, ctx.b
-    args = (a.address, a.row_stride, b.address, stride, ctx.out.address, ctx.live(a.meta.rows),
-            a.width, inner)  # fmt: skip
+    args = (a.address, a.row_stride, b.address, stride, ctx.out.address,
+            ctx.live_address(a.meta.rows), a.width, inner)  # fmt: skip
     return _launch(ctx, a, name, args)
 
 
@@ -114,6 +114,6 @@ def mul_row(ctx: KernelContext) -> Launch:
 def clamped_glu(ctx: KernelContext) -> Launch:
     gate, up = ctx.gate, ctx.up
     args = (gate.address, gate.row_stride, up.address, up.row_stride, ctx.out.address,
-            ctx.live(gate.meta.rows), gate.width, float(ctx.attrs["alpha"]),
+            ctx.live_address(gate.meta.rows), gate.width, float(ctx.attrs["alpha"]),
             float(ctx.attrs["limit"]))  # fmt: skip
     return _launch(ctx, gate, "clamped_glu", args)

@@ -160,8 +160,8 @@ __device__ __forceinline__ void embed(const int* ids, const Planes& w, i64 count
 #define EMBED(NAME, FORMAT)                                                                     \
     extern "C" __global__ void embedding_##NAME(const int* ids, Planes w, i64 count,           \
                                                 float* out, const i64* live,                    \
-                                                int width STAMPS) {                             \
-        STAMPED                                                                                 \
+                                                int width TIMESTAMPS) {                             \
+        RECORD_TIMESTAMPS                                                                                 \
         embed<FORMAT>(ids, w, count, out, live, width);                                         \
     }
 EMBED(f32, F32)

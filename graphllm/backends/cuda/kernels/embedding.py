@@ -21,6 +21,6 @@ def embedding(ctx: KernelContext) -> Launch:
     w, ids = ctx.w, ctx.ids
     count, width = w.meta.shape
     table = struct.pack("<4Q", *planes(w.address, w.meta))
-    args = (ids.address, table, count, ctx.out.address, ctx.live(ids.meta.rows), width)
-    grid = (ctx.most(ids.meta.rows), ceil(width, _THREADS))
+    args = (ids.address, table, count, ctx.out.address, ctx.live_address(ids.meta.rows), width)
+    grid = (ctx.upper_bound(ids.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE[f"embedding_{w.dtype.name}"], grid, (_THREADS,), args)

@@ -1,5 +1,5 @@
 // Mixtures of experts: the choice, its weights, the order of rows by expert, the sum. Products with
-// experts are in experts_few.cu and experts_many.cu.
+// experts are in experts_gemv.cu and experts_gemm.cu.
 
 #include "experts.cuh"
 
@@ -71,8 +71,8 @@ __device__ __forceinline__ void choose(u32* keys, u32* worth, int columns, int k
 // A block does one row.
 extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int* out,
                                  const i64* live, int columns, int k, int groups, int kept,
-                                 int best STAMPS) {
-    STAMPED
+                                 int best TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(u32, keys);
     u32* worth = keys + columns;
     const i64 rows = begin(live);
@@ -86,8 +86,8 @@ extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int
 
 // A thread does one of `k` results of a row.
 extern "C" __global__ void pick(const u8* x, i64 stride, const int* ids, float* out,
-                                const i64* live, int columns, int k STAMPS) {
-    STAMPED
+                                const i64* live, int columns, int k TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live), i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= rows * k) return;
     const int id = ids[i];
@@ -97,8 +97,8 @@ extern "C" __global__ void pick(const u8* x, i64 stride, const int* ids, float* 
 
 // A warp does one row.
 extern "C" __global__ void sum_norm(const u8* x, i64 stride, float* out, const i64* live, int width,
-                                    float eps STAMPS) {
-    STAMPED
+                                    float eps TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     const i64 row = (i64)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     if (row >= rows) return;
@@ -128,8 +128,8 @@ __device__ __forceinline__ void soften(float* v, int count, int lane, int all, R
 extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8* ids, u8* weights,
                                  i64 ids_stride, i64 weights_stride, const i64* live, int columns,
                                  int k, int groups, int kept, int best, int score, int normalised,
-                                 float eps, float factor STAMPS) {
-    STAMPED
+                                 float eps, float factor TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(u32, keys);
     u32* worth = keys + columns;
     float *scores = (float*)(worth + groups), *chosen = scores + columns;
@@ -164,8 +164,8 @@ extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8*
 // A block does one row (x) and some columns of it (y), a thread one of them; r: to add, or null.
 extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, i64 weights_stride,
                                    const u8* r, i64 r_stride, float* out, const i64* live,
-                                   int each, int width STAMPS) {
-    STAMPED
+                                   int each, int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live), row = blockIdx.x;
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (row >= rows || column >= width) return;
@@ -232,8 +232,8 @@ __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, 
 // matrix; groups that there is no use for are empty.
 extern "C" __global__ void __launch_bounds__(1024)
     group(const u8* ids, i64 stride, const i64* live, int each, int matrices, int size, Group* groups,
-          int most, int* order STAMPS) {
-    STAMPED
+          int most, int* order TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(int, counts);  // of each warp and matrix, then of all warps
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, buckets = matrices + 1;
     int* const begins = counts + warps * buckets;

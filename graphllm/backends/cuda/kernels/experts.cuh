@@ -3,7 +3,7 @@
 // is called a pair: one of a token and one of its matrices, number token * each + choice.
 
 #include "blocks.cuh"
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 struct Experts {
     const u8* x;
@@ -15,7 +15,7 @@ struct Experts {
     i64 ids_stride;  // bytes from token to token
     const i64* live;  // tokens
     int each, matrices, rows, depth;
-    int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantise.cuh has it
+    int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantize.cuh has it
     int act;          // of gated kernels: as common.cuh counts them, or CLAMPED, with:
     float alpha, limit;
     int early;  // whether the ids are there before the kernel before this one is over

@@ -1,5 +1,4 @@
-"""Mixtures of experts: the choice, products with a few of many matrices, the sum; and head_linear,
-whose rows meet a matrix each.
+"""Mixture of experts: routing, expert products and their weighted sum; and head_linear.
 
 A row of results is called a pair: one of a token and one of its matrices. Few pairs go along the
 rows of their matrices one by one, as `linear` does for one token. Of many, those of one matrix are
@@ -22,18 +21,21 @@ from ...kernel_context import address
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import Function, Module, module
-from .gemm import PLAIN, wide
-from .gemv_shapes import few_shape, next_one
-from .linear import ITEM, WARPS, activation, lowered, tensor_cores
+from .gemm import PLAIN, matmul_dtype
+from .gemv_shapes import default_next, default_tile
+from .linear import ITEM, WARPS, activation, has_tensor_cores, lower_activation
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, planes
 
 _MODULE = module("experts")
 _THREADS = 256
-_OFTEN = 2  # pairs of a matrix, on average: up to here each reads it for itself
-_SIDE, _PIECE = 128, 64  # of experts_many.cu: rows of a block, depth at a time
-_SIZES, _CROWD = (32, 128), 24  # pairs of a group; of a matrix on average: small groups up to here
-# Ops of which each token has its experts' products; ops that may stand between two of these.
+_MAX_PAIRS_PER_MATRIX = 2  # pairs of a matrix, on average: up to here each reads it for itself
+_TILE_ROWS, _TILE_DEPTH = 128, 64  # of experts_gemm.cu: rows of a block, depth at a time
+_GROUP_SIZES, _SMALL_GROUP_LOAD = (
+    (32, 128),
+    24,
+)  # pairs of a group; of a matrix on average: small groups up to here
+# Ops of which each token has its experts' expert_products; ops that may stand between two of these.
 _PRODUCTS = ("expert_linear", "expert_gated", "expert_clamped")
 _BETWEEN = ("glu", "clamped_glu", "silu", "gelu", "mul", "quantise_act", "contiguous")
 _COUNTERS = 8192  # in shared memory, of the kernel that makes groups
@@ -46,121 +48,121 @@ _GROUP = 16  # bytes of the struct Group of experts.cuh
 def top_k(ctx: KernelContext) -> Launch:
     x, a = ctx.x, ctx.attrs
     args = (x.address, x.row_stride, ctx.address("bias"), ctx.out.address,
-            ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
+            ctx.live_address(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
             a["top_per_group"])  # fmt: skip
     warps = min(8, a["groups"])
     shared = 4 * (x.width + a["groups"])
-    return Launch(_MODULE["top_k"], (ctx.most(x.meta.rows),), (32 * warps,), args, shared)
+    return Launch(_MODULE["top_k"], (ctx.upper_bound(x.meta.rows),), (32 * warps,), args, shared)
 
 
 @BACKEND.kernel("pick", layout={"x": ROWS}, dtypes={"x": "f32"})
 def pick(ctx: KernelContext) -> Launch:
     x, ids = ctx.x, ctx.ids
-    args = (x.address, x.row_stride, ids.address, ctx.out.address, ctx.live(x.meta.rows),
+    args = (x.address, x.row_stride, ids.address, ctx.out.address, ctx.live_address(x.meta.rows),
             x.width, ids.width)  # fmt: skip
-    grid = (ceil(ctx.most(x.meta.rows) * ids.width, _THREADS),)
+    grid = (ceil(ctx.upper_bound(x.meta.rows) * ids.width, _THREADS),)
     return Launch(_MODULE["pick"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("sum_norm", layout={"x": ROWS}, dtypes={"x": "f32"})
 def sum_norm(ctx: KernelContext) -> Launch:
     x = ctx.x
-    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width,
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width,
             float(ctx.attrs["eps"]))  # fmt: skip
-    return Launch(_MODULE["sum_norm"], (ceil(ctx.most(x.meta.rows), 4),), (128,), args)
+    return Launch(_MODULE["sum_norm"], (ceil(ctx.upper_bound(x.meta.rows), 4),), (128,), args)
 
 
 @BACKEND.kernel(
     "combine", layout={"y": ROWS, "weights": ROWS}, dtypes={"y": "f32", "weights": "f32"}
 )
 def combine(ctx: KernelContext) -> Launch:
-    return combined(ctx, None)
+    return combine_launch(ctx, None)
 
 
-def combined(ctx: KernelContext, r: OperandRef | None) -> Launch:
+def combine_launch(ctx: KernelContext, r: OperandRef | None) -> Launch:
     """The op combine's result, and ``r``."""
     y, weights = ctx.y, ctx.weights
     each, width = y.meta.inner
     args = (
         y.address, y.row_stride, weights.address, weights.row_stride, address(r),
-        r.row_stride if r else 0, ctx.out.address, ctx.live(y.meta.rows), each, width,
+        r.row_stride if r else 0, ctx.out.address, ctx.live_address(y.meta.rows), each, width,
     )  # fmt: skip
-    grid = (ctx.most(y.meta.rows), ceil(width, _THREADS))
+    grid = (ctx.upper_bound(y.meta.rows), ceil(width, _THREADS))
     return Launch(_MODULE["combine"], grid, (_THREADS,), args)
 
 
 # ------------------------------------------------------------------------------------------ sizes
 
 
-def _each(node: Tensor) -> int:
+def _pairs_per_token(node: Tensor) -> int:
     """Pairs of a token."""
     ids = next((s for s in node.sources if s.dtype == I32), node)
     return int(ids.meta.inner[0])
 
 
-def _pairs(node: Tensor) -> int:
+def _max_pairs(node: Tensor) -> int:
     """Of a step, at most."""
-    return KernelContext.most(node.meta.rows) * _each(node)
+    return KernelContext.upper_bound(node.meta.rows) * _pairs_per_token(node)
 
 
-def _matrices(node: Tensor) -> int:
+def _matrix_count(node: Tensor) -> int:
     return int(node.sources[1].shape[0])  # type: ignore[arg-type]
 
 
-def _few(node: Tensor) -> bool:
-    return _pairs(node) <= _OFTEN * _matrices(node)
+def _few_pairs(node: Tensor) -> bool:
+    return _max_pairs(node) <= _MAX_PAIRS_PER_MATRIX * _matrix_count(node)
 
 
-def _size(node: Tensor) -> int:
+def _group_size(node: Tensor) -> int:
     """Pairs of a group, at most."""
-    return _SIZES[_pairs(node) > _CROWD * _matrices(node)]
+    return _GROUP_SIZES[_max_pairs(node) > _SMALL_GROUP_LOAD * _matrix_count(node)]
 
 
-def _groups(node: Tensor) -> int:
+def _max_groups(node: Tensor) -> int:
     """As many as there can be: of each matrix one may be smaller. Ids that are too large are one
     more."""
-    pairs = _pairs(node)
-    return pairs // _size(node) + min(pairs, _matrices(node) + 1)
+    pairs = _max_pairs(node)
+    return pairs // _group_size(node) + min(pairs, _matrix_count(node) + 1)
 
 
-def order_nbytes(node: Tensor, options: Options) -> int:
+def groups_nbytes(node: Tensor, options: Options) -> int:
     """Bytes for groups, and for pairs in their order."""
     if node.sources[0].dtype.name not in HALVES:
         return 0
-    return aligned(_GROUP * _groups(node)) + 4 * _pairs(node)
+    return aligned(_GROUP * _max_groups(node)) + 4 * _max_pairs(node)
 
 
 # ----------------------------------------------------------------------------------------- kernels
 
 
-def _few_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
-    rows, depth = few_shape(name, integer, 1, gated)
+def _gemv_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
+    rows, depth = default_tile(name, integer, 1, gated)
     return module(
-        "experts_few", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
-        DEPTH=depth, NEXT=next_one(name), GATED=int(gated),
+        "experts_gemv", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
+        DEPTH=depth, NEXT=default_next(name), GATED=int(gated),
     )  # fmt: skip
 
 
-def _ragged_kernel(name: str) -> Function:
-    return module("experts_ragged", FORMAT=PLAIN.index(name))["multiply"]
+def _unaligned_kernel(name: str) -> Function:
+    return module("experts_unaligned", FORMAT=PLAIN.index(name))["multiply"]
 
 
-def _many_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
+def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
     """``groups``: of four warps multiply together, as tensor cores of capability 9.0 do."""
     plain = kind.name in PLAIN
     return module(
-        "experts_many", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
-        TOKENS=size, GATED=int(gated), WARPS=_many_warps(size, groups),
+        "experts_gemm", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
+        TOKENS=size, GATED=int(gated), WARPS=_gemm_warps(size, groups),
         STAGES=_stages(size, plain, groups), WGMMA=int(groups),
     )  # fmt: skip
 
 
-def _grouped(kind: DType, size: int) -> bool:
+def _has_wgmma_kernel(kind: DType, size: int) -> bool:
     """Whether there is such a kernel: of formats whose items leave registers for it."""
     return size >= 64 and kind.name not in ("q2_k", "q3_k")
 
 
-def _many_warps(size: int, groups: bool) -> int:
+def _gemm_warps(size: int, groups: bool) -> int:
     """Of a block. Few large parts of a product use what they read most often; small ones are many
     for the memory's sake."""
     return 8 if size < 64 or groups else 4
@@ -172,7 +174,7 @@ def _stages(size: int, plain: bool, groups: bool) -> int:
     return 4 if size < 64 else 3 if plain or groups else 2
 
 
-def _lines(x: Meta) -> list[int]:
+def _x_strides(x: Meta) -> list[int]:
     """Bytes from token to token, and from a token's row to the next: 0 where it has one."""
     return [x.strides[0], x.strides[1] if x.ndim == 3 else 0]
 
@@ -197,10 +199,10 @@ def _argument(
     x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
     up = planes(gate.w.address, gate.w.meta) if gate else (0, 0, 0, 0)
-    words = [x.address, *_lines(x.meta), *planes(w.address, w.meta), *up, address(bias)]
+    words = [x.address, *_x_strides(x.meta), *planes(w.address, w.meta), *up, address(bias)]
     words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
-    words.append(ctx.live(x.meta.rows))
-    numbers = [_each(ctx.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
+    words.append(ctx.live_address(x.meta.rows))
+    numbers = [_pairs_per_token(ctx.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
     numbers += [HALVES.get(gate.form.name, 0), gate.act] if gate else [0, 0]
     more = (gate.alpha, gate.limit) if gate else (0.0, 0.0)
     return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(ctx.node))
@@ -218,70 +220,72 @@ def _early(node: Tensor) -> bool:
     return False
 
 
-def _whole(x: OperandRef, by: int) -> bool:
+def _rows_aligned(x: OperandRef, by: int) -> bool:
     """Whether all rows begin at multiples of ``by`` bytes."""
-    lone = KernelContext.most(x.meta.rows) <= 1
-    return all(at % by == 0 for at in (x.address, *_lines(x.meta)[int(lone) :]))
+    lone = KernelContext.upper_bound(x.meta.rows) <= 1
+    return all(at % by == 0 for at in (x.address, *_x_strides(x.meta)[int(lone) :]))
 
 
-def _one_by_one(ctx: KernelContext, arg: bytes, gated: bool) -> Launch:
+def _gemv(ctx: KernelContext, arg: bytes, gated: bool) -> Launch:
     """Each pair goes along its matrix for itself."""
-    x, name, pairs = ctx.x, ctx.w.dtype.name, _pairs(ctx.node)
+    x, name, pairs = ctx.x, ctx.w.dtype.name, _max_pairs(ctx.node)
     _, n, depth = ctx.w.meta.shape
     halves = HALVES.get(x.dtype.name, 0)
-    if name in PLAIN and (depth % ITEM[name] or not _whole(x, 16)):
-        return Launch(_ragged_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
+    if name in PLAIN and (depth % ITEM[name] or not _rows_aligned(x, 16)):
+        return Launch(_unaligned_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
     integer = x.dtype.quantised
-    rows, _ = few_shape(name, integer, 1, gated)
-    kernel = _few_module(name, integer, halves, gated)[
-        "narrow" if integer and not _whole(x, 16) else "wide"
+    rows, _ = default_tile(name, integer, 1, gated)
+    kernel = _gemv_module(name, integer, halves, gated)[
+        "unaligned" if integer and not _rows_aligned(x, 16) else "aligned"
     ]
     return Launch(kernel, (pairs, ceil(n, WARPS * rows)), (32 * WARPS,), (arg,))
 
 
-def _together(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool) -> list[Launch]:
+def _grouped_gemm(
+    ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool
+) -> list[Launch]:
     """Pairs of one matrix are multiplied together."""
-    node, size, live = ctx.node, _size(ctx.node), ctx.live(ctx.x.meta.rows)
+    node, size, live = ctx.node, _group_size(ctx.node), ctx.live_address(ctx.x.meta.rows)
     matrices, n, _ = ctx.w.meta.shape
-    order = ctx.scratch + aligned(_GROUP * _groups(node))
-    grouped = _grouped(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
-    kernel = _many_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
+    order = ctx.scratch + aligned(_GROUP * _max_groups(node))
+    grouped = _has_wgmma_kernel(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
+    kernel = _gemm_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
     work = []
     if ids is not None:
-        count = _groups(node)
+        count = _max_groups(node)
         warps = min(32, _COUNTERS // (matrices + 1) - 1)
-        args = (ids.address, ids.row_stride, live, _each(node), matrices, size, ctx.scratch, count,
-                order)  # fmt: skip
+        args = (ids.address, ids.row_stride, live, _pairs_per_token(node), matrices, size,
+                ctx.scratch, count, order)  # fmt: skip
         shared = 4 * (warps + 1) * (matrices + 1)
         work = [Launch(_MODULE["group"], (1,), (32 * warps,), args, shared)]
         places = (arg, ctx.scratch, order)
     else:
-        count = matrices * ceil(ctx.most(ctx.x.meta.rows), size)
+        count = matrices * ceil(ctx.upper_bound(ctx.x.meta.rows), size)
         places = (arg, 0, 0)
-    grid = (count, ceil(n, _SIDE // (1 + gated)))
+    grid = (count, ceil(n, _TILE_ROWS // (1 + gated)))
     plain = ctx.w.dtype.name in PLAIN
-    threads = (32 * _many_warps(size, grouped),)
-    return [*work, Launch(kernel, grid, threads, places, _shared(size, plain, grouped))]
+    threads = (32 * _gemm_warps(size, grouped),)
+    return [*work, Launch(kernel, grid, threads, places, _shared_nbytes(size, plain, grouped))]
 
 
-def _shared(size: int, plain: bool, groups: bool) -> int:
-    """Bytes of the struct Shared of experts_many.cu, and to its aligned begin."""
+def _shared_nbytes(size: int, plain: bool, groups: bool) -> int:
+    """Bytes of the struct Shared of experts_gemm.cu, and to its aligned begin."""
     stages = _stages(size, plain, groups)
-    lines = _SIDE * (stages if plain else 2) + size * stages
-    return 2 * (_PIECE + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
+    lines = _TILE_ROWS * (stages if plain else 2) + size * stages
+    return 2 * (_TILE_DEPTH + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
 
 
-def _fits_groups(ctx: KernelContext) -> bool:
-    """Whether experts_many.cu can multiply these halves."""
+def _can_group(ctx: KernelContext) -> bool:
+    """Whether experts_gemm.cu can multiply these halves."""
     x, w = ctx.x, ctx.w
-    whole = int(w.meta.shape[2]) % 8 == 0 and _whole(x, 16)
-    return tensor_cores(ctx) and whole and 2 * (_matrices(ctx.node) + 1) <= _COUNTERS
+    whole = int(w.meta.shape[2]) % 8 == 0 and _rows_aligned(x, 16)
+    return has_tensor_cores(ctx) and whole and 2 * (_matrix_count(ctx.node) + 1) <= _COUNTERS
 
 
 # ------------------------------------------------------------------------------------ registration
 
 
-def products(
+def expert_products(
     ctx: KernelContext,
     ids: OperandRef | None,
     bias: OperandRef | None,
@@ -290,17 +294,17 @@ def products(
 ) -> list[Launch]:
     """Of each pair with its matrix ``ctx.w``, or a gated unit of it, to the address ``y``."""
     arg = _argument(ctx, ids, bias, y, gate)
-    if ctx.x.dtype.name in HALVES and _fits_groups(ctx):
-        return _together(ctx, arg, ids, gate is not None)
-    return [_one_by_one(ctx, arg, gate is not None)]
+    if ctx.x.dtype.name in HALVES and _can_group(ctx):
+        return _grouped_gemm(ctx, arg, ids, gate is not None)
+    return [_gemv(ctx, arg, gate is not None)]
 
 
-def unmatched(node: Tensor, options: Options) -> str | None:
+def dtype_mismatch(node: Tensor, options: Options) -> str | None:
     """Why the weight does not meet these activations, as `_lower` leaves them."""
     x, w = node.sources[:2]
     if x.dtype == F32:
         return None
-    fits = x.dtype == wide(w.dtype)
+    fits = x.dtype == matmul_dtype(w.dtype)
     if x.dtype.quantised:
         fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
@@ -309,29 +313,33 @@ def unmatched(node: Tensor, options: Options) -> str | None:
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lowered(x, w, _few(node), options), w, *rest)
+    return (lower_activation(x, w, _few_pairs(node), options), w, *rest)
 
 
-_RULES: dict[str, Any] = {"layout": {"x": ROWS, "ids": ROWS}, "when": unmatched, "lower": _lower}
+_RULES: dict[str, Any] = {
+    "layout": {"x": ROWS, "ids": ROWS},
+    "when": dtype_mismatch,
+    "lower": _lower,
+}
 _BLOCKS: dict[str, Any] = {"pack": {"w": PACK}, **_RULES}
 
 
 @BACKEND.kernel(
     "expert_linear", name="experts_plain", dtypes={"w": PLAIN, "bias": "f32"},
-    scratch=order_nbytes, **_RULES,
+    scratch=groups_nbytes, **_RULES,
 )  # fmt: skip
 @BACKEND.kernel(
     "expert_linear", name="experts_blocks", dtypes={"w": tuple(PLANES), "bias": "f32"},
-    scratch=order_nbytes, **_BLOCKS,
+    scratch=groups_nbytes, **_BLOCKS,
 )  # fmt: skip
 def expert_linear(ctx: KernelContext) -> list[Launch]:
-    return products(ctx, ctx.ids, ctx.op("bias"), ctx.out.address)
+    return expert_products(ctx, ctx.ids, ctx.op("bias"), ctx.out.address)
 
 
 @BACKEND.kernel("head_linear", name="heads_plain", dtypes={"w": PLAIN}, **_RULES)
 @BACKEND.kernel("head_linear", name="heads_blocks", dtypes={"w": tuple(PLANES)}, **_BLOCKS)
 def head_linear(ctx: KernelContext) -> list[Launch]:
-    return products(ctx, None, None, ctx.out.address)
+    return expert_products(ctx, None, None, ctx.out.address)
 
 
 def _all_instances() -> None:
@@ -339,17 +347,17 @@ def _all_instances() -> None:
     for gated in (False, True):
         for name in PLANES:
             for integer in (True, False):
-                _few_module(name, integer, 0, gated)
-            _few_module(name, False, HALVES["f16"], gated)
+                _gemv_module(name, integer, 0, gated)
+            _gemv_module(name, False, HALVES["f16"], gated)
         for name in PLAIN:
             for halves in {0, HALVES.get(name, 0)}:
-                _few_module(name, False, halves, gated)
+                _gemv_module(name, False, halves, gated)
         for name in (*HALVES, *PLANES):
-            for size, groups in product(_SIZES, (False, True)):
-                if not groups or _grouped(dtype(name), size):
-                    _many_module(dtype(name), size, gated, groups)
+            for size, groups in product(_GROUP_SIZES, (False, True)):
+                if not groups or _has_wgmma_kernel(dtype(name), size):
+                    _gemm_module(dtype(name), size, gated, groups)
     for name in PLAIN:
-        _ragged_kernel(name)
+        _unaligned_kernel(name)
 
 
 _all_instances()

@@ -13,7 +13,7 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.source import module
 from .elementwise import ACTIVATIONS
-from .experts import Gate, combined, order_nbytes, products, unmatched
+from .experts import Gate, combine_launch, dtype_mismatch, expert_products, groups_nbytes
 from .fused_norm import two_at_most
 from .gemm import PLAIN
 from .quantize import HALVES, quantise
@@ -30,16 +30,18 @@ def route(ctx: KernelContext) -> Launch:
     normalised = a["eps"] is not None
     args = (
         x.address, x.row_stride, ctx.address("bias"), ids.address, weights.address, ids.row_stride,
-        weights.row_stride, ctx.live(x.meta.rows), x.width, a["k"], a["groups"], a["top_groups"],
-        a["top_per_group"], _SCORES[a["score"]], int(normalised), float(a["eps"] or 0),
-        float(a["factor"]),
+        weights.row_stride, ctx.live_address(x.meta.rows), x.width, a["k"], a["groups"],
+        a["top_groups"], a["top_per_group"], _SCORES[a["score"]], int(normalised),
+        float(a["eps"] or 0), float(a["factor"]),
     )  # fmt: skip
     shared = 4 * (2 * x.width + a["groups"] + a["k"])
     threads = (32 * min(8, a["groups"]),)
-    return Launch(module("experts")["route"], (ctx.most(x.meta.rows),), threads, args, shared)
+    return Launch(
+        module("experts")["route"], (ctx.upper_bound(x.meta.rows),), threads, args, shared
+    )
 
 
-def _made(node: Tensor) -> Meta:
+def _result_meta(node: Tensor) -> Meta:
     """What the kernel gives: halves if these are wanted, else float32, to be quantised."""
     _, w, _, ids = node.sources[:4]
     forms = node.attrs["dtypes"]
@@ -52,17 +54,18 @@ def _when(node: Tensor, options: Options) -> str | None:
     x, w, w2 = node.sources[:3]
     if w.meta.shape != w2.meta.shape or w.dtype != w2.dtype:
         return f"w is {w.meta}, w2 {w2.meta}"
-    depth = w.dtype.row_nbytes(int(w.shape[2])) if w.dtype.name in PLAIN else 0  # type: ignore[arg-type]
+    columns = int(w.shape[2])  # type: ignore[arg-type]
+    depth = w.dtype.row_nbytes(columns) if w.dtype.name in PLAIN else 0
     vectors = () if x.dtype.quantised else (x.meta.offset, *x.meta.strides[:-1])
     if any(at % 16 for at in (depth, *vectors)):
         return "rows do not begin at multiples of 16 bytes"
-    return unmatched(node, options) or two_at_most(node, options)
+    return dtype_mismatch(node, options) or two_at_most(node, options)
 
 
 def _scratch(node: Tensor, options: Options) -> int:
-    plain = node.attrs["dtypes"] and _made(node).dtype == F32
-    order = aligned(order_nbytes(node, options))
-    return order + (aligned(_made(node).bound().nbytes) if plain else 0)
+    plain = node.attrs["dtypes"] and _result_meta(node).dtype == F32
+    order = aligned(groups_nbytes(node, options))
+    return order + (aligned(_result_meta(node).bound().nbytes) if plain else 0)
 
 
 def _gated(op: str) -> Callable[[Build], Build]:
@@ -81,25 +84,25 @@ def _gated(op: str) -> Callable[[Build], Build]:
     return register
 
 
-def _unit(ctx: KernelContext, *act: Any) -> list[Launch]:
+def _gated_unit(ctx: KernelContext, *act: Any) -> list[Launch]:
     """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
-    forms, made = ctx.results, _made(ctx.node)
+    forms, made = ctx.results, _result_meta(ctx.node)
     gate = Gate(ctx.w2, ctx.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:
-        return products(ctx, ctx.ids, ctx.op("bias"), forms[0].address, gate)
-    y = ctx.scratch + aligned(order_nbytes(ctx.node, Options()))
-    work = products(ctx, ctx.ids, ctx.op("bias"), y, gate)
+        return expert_products(ctx, ctx.ids, ctx.op("bias"), forms[0].address, gate)
+    y = ctx.scratch + aligned(groups_nbytes(ctx.node, Options()))
+    work = expert_products(ctx, ctx.ids, ctx.op("bias"), y, gate)
     return [*work, *(quantise(ctx, y, int(made.strides[0]), form) for form in forms)]
 
 
 @_gated("expert_gated")
 def expert_gated(ctx: KernelContext) -> list[Launch]:
-    return _unit(ctx, ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])
+    return _gated_unit(ctx, ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])
 
 
 @_gated("expert_clamped")
 def expert_clamped(ctx: KernelContext) -> list[Launch]:
-    return _unit(ctx, _CLAMPED, float(ctx.attrs["alpha"]), float(ctx.attrs["limit"]))
+    return _gated_unit(ctx, _CLAMPED, float(ctx.attrs["alpha"]), float(ctx.attrs["limit"]))
 
 
 @BACKEND.kernel(
@@ -107,4 +110,4 @@ def expert_clamped(ctx: KernelContext) -> list[Launch]:
     dtypes=dict.fromkeys(("y", "weights", "r"), "f32"),
 )  # fmt: skip
 def combine_add(ctx: KernelContext) -> Launch:
-    return combined(ctx, ctx.r)
+    return combine_launch(ctx, ctx.r)

@@ -14,8 +14,16 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef, Work
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
-from .gemm import PLAIN, Job, room_for
-from .linear import SOME, few_rows, fits_some, fused_pair, launches, some, unmatched
+from .gemm import PLAIN, Job, workspace_nbytes
+from .linear import (
+    MAX_SMALL_BATCH,
+    can_fuse_gate,
+    dtype_mismatch,
+    fits_small_batch,
+    gemv,
+    launches,
+    small_batch,
+)
 from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
@@ -41,7 +49,7 @@ def _pairs(node: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
 
 
 def _all_matched(node: Tensor, options: Options) -> str | None:
-    return next(filter(None, (unmatched(*pair) for pair in _pairs(node))), None)
+    return next(filter(None, (dtype_mismatch(*pair) for pair in _pairs(node))), None)
 
 
 def _job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
@@ -52,7 +60,7 @@ def _job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
 
 @_kernels(
     "linears", when=_all_matched, layout={"x": ROWS},
-    scratch=lambda node, options: room_for(*_pairs(node)),
+    scratch=lambda node, options: workspace_nbytes(*_pairs(node)),
 )  # fmt: skip
 def linears(ctx: KernelContext) -> list[Work]:
     jobs = [_job(ctx, i, out) for i, out in enumerate(ctx.results)]
@@ -60,9 +68,9 @@ def linears(ctx: KernelContext) -> list[Work]:
 
 
 @_kernels(
-    "linear_add", when=lambda node, options: unmatched(*node.src[:2]),
+    "linear_add", when=lambda node, options: dtype_mismatch(*node.src[:2]),
     layout={"x": ROWS, "r": ROWS},
-    scratch=lambda node, options: room_for((node.src[0], node.src[1])),
+    scratch=lambda node, options: workspace_nbytes((node.src[0], node.src[1])),
 )  # fmt: skip
 def linear_add(ctx: KernelContext) -> list[Work]:
     job = Job(ctx.x, ctx.w, ctx.op("bias"), ctx.out, ctx.r)
@@ -78,7 +86,7 @@ def _half(node: Tensor) -> Meta:
     bias = node.src[2] is not None or node.src[5] is not None
     narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
     made = Meta.of((rows, columns), F32)
-    fits = made.inner[0] % 8 == 0 and KernelContext.most(rows) > SOME
+    fits = made.inner[0] % 8 == 0 and KernelContext.upper_bound(rows) > MAX_SMALL_BATCH
     return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
@@ -87,7 +95,7 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_half(node).bound().nbytes) + room_for(*_pairs(node))
+    return 2 * aligned(_half(node).bound().nbytes) + workspace_nbytes(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
@@ -99,14 +107,14 @@ def gated(ctx: KernelContext) -> list[Work]:
     pair = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
     jobs = [_job(ctx, i, half) for i, half in enumerate(pair)]
     narrow = any(form.dtype.name in HALVES for form in forms)
-    if ctx.most(meta.rows) == 1 and fused_pair(*jobs) and not narrow:
+    if ctx.upper_bound(meta.rows) == 1 and can_fuse_gate(*jobs) and not narrow:
         if not ctx.attrs["dtypes"]:
-            return [few_rows(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
+            return [gemv(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]
-        return [few_rows(ctx, jobs, act),
+        return [gemv(ctx, jobs, act),
                 *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip
     if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(ctx, jobs, forms):
-        return [some(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+        return [small_batch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
 
@@ -115,4 +123,4 @@ def _alike(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool
     """Whether one kernel can go along both matrices at a time, for some tokens."""
     gate, up = jobs
     same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
-    return same and len(forms) == 1 and fits_some(ctx, gate)
+    return same and len(forms) == 1 and fits_small_batch(ctx, gate)

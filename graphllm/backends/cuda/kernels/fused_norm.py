@@ -15,7 +15,7 @@ from .elementwise import ACTIVATIONS
 from .norm import held
 from .quantize import targets, unit
 
-_MODULE = module("fused")
+_MODULE = module("fused_norm")
 _WARPS = 4
 _HALVES_THREADS = 256
 
@@ -46,21 +46,23 @@ def _rules(*rows: str, **more: Any) -> dict[str, Any]:
 def _launch(name: str, ctx: KernelContext, width: int, args: Sequence[Arg]) -> Launch:
     """A block for each row, which its threads hold in registers."""
     each, threads = held(width)
-    return Launch(_MODULE[f"{name}_{each}"], (ctx.most(ctx.out.meta.rows),), (threads,), args)
+    return Launch(
+        _MODULE[f"{name}_{each}"], (ctx.upper_bound(ctx.out.meta.rows),), (threads,), args
+    )
 
 
 @BACKEND.kernel("norm_add", **_rules("h", "x", when=_fits))
 def norm_add(ctx: KernelContext) -> Launch:
     h, x, rows, width = ctx.h, ctx.x, ctx.h.meta.rows, ctx.h.width
     args = (h.address, h.row_stride, ctx.w.address, x.address, x.row_stride, ctx.out.address,
-            ctx.out.row_stride, ctx.live(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
+            ctx.out.row_stride, ctx.live_address(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
     return _launch("norm_add", ctx, width, args)
 
 
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
 def norm_quantise(ctx: KernelContext) -> Launch:
     x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
-    args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live(rows), width,
+    args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
             float(ctx.attrs["eps"]))  # fmt: skip
     return _launch("norm_quantise", ctx, width, args)
 
@@ -71,7 +73,7 @@ def norm_add_norm(ctx: KernelContext) -> Launch:
     total, *forms = ctx.results
     args = (
         h.address, h.row_stride, ctx.w.address, x.address, x.row_stride, ctx.w2.address,
-        total.address, total.row_stride, targets(forms), ctx.live(rows), width,
+        total.address, total.row_stride, targets(forms), ctx.live_address(rows), width,
         float(ctx.attrs["eps"]), float(ctx.attrs["eps2"]),
     )  # fmt: skip
     return _launch("norm_add_norm", ctx, width, args)
@@ -88,16 +90,16 @@ def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
     rows, (*lines, width) = gate.meta.rows, gate.meta.inner
     size, count = unit(forms), prod(lines)
     args = (gate.address, gate.row_stride, up.address, up.row_stride, targets(forms),
-            ctx.live(rows), count, width,
+            ctx.live_address(rows), count, width,
             ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip
-    grid = (ctx.most(rows) * count, ceil(width, 32 * size * _WARPS))
+    grid = (ctx.upper_bound(rows) * count, ceil(width, 32 * size * _WARPS))
     return Launch(_MODULE[f"glu_{size}"], grid, (32 * _WARPS,), args)
 
 
 def gated_halves(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
     """The same for halves of one kind, dense, to halves: a thread does eight columns."""
     rows, width, (out,) = gate.meta.rows, gate.width, ctx.results
-    args = (gate.address, up.address, out.address, out.row_stride, ctx.live(rows), width,
+    args = (gate.address, up.address, out.address, out.row_stride, ctx.live_address(rows), width,
             ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip
-    grid = (ctx.most(rows), ceil(width, 8 * _HALVES_THREADS))
+    grid = (ctx.upper_bound(rows), ceil(width, 8 * _HALVES_THREADS))
     return Launch(_MODULE[f"glu_{gate.dtype.name}"], grid, (_HALVES_THREADS,), args)

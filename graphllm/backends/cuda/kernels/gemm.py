@@ -14,13 +14,13 @@ from ....backends.alignment import aligned
 from ....graph.dtype import F16, F32, DType
 from ....graph.tensor import Tensor
 from ..runtime import cublaslt
-from ..runtime.device import Call, KernelContext, Launch, OperandRef, Work, ceil
+from ..runtime.device import HostCall, KernelContext, Launch, OperandRef, Work, ceil
 from ..runtime.source import module
 from .weight_packing import planes
 
 PLAIN = ("f32", "f16", "bf16")
 _TILE = 128 << 20  # bytes of expanded weights at a time
-_FAR = 1 << 38  # bytes between two matrices of one product, at most
+_MAX_BATCH_STRIDE = 1 << 38  # bytes between two matrices of one product, at most
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Job:
         return int(self.w.meta.shape[1])  # type: ignore[arg-type]
 
 
-def wide(kind: DType) -> DType:
+def matmul_dtype(kind: DType) -> DType:
     """What weights of ``kind`` are multiplied as."""
     return kind if kind.name in PLAIN else F16
 
 
-def expand_module(kind: DType) -> Any:
-    return module("linear_many", FORMAT=kind.name.upper())
+def dequantize_module(kind: DType) -> Any:
+    return module("gemm", FORMAT=kind.name.upper())
 
 
-def items_of(kind: DType) -> int:
+def item_elements(kind: DType) -> int:
     """Elements of an item of a block format: see blocks.cuh."""
     return {"q8_0": 16, "q2_k": 64, "q3_k": 64}.get(kind.name, 32)
 
@@ -59,33 +59,33 @@ def items_of(kind: DType) -> int:
 # ---------------------------------------------------------------------------------------- products
 
 
-def many(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
+def gemms(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
     """Linears of one activation, which is of the kind that each weight is multiplied as."""
     work: list[Work] = []
-    ready: list[cublaslt.Product] = []
+    ready: list[cublaslt.Matmul] = []
     at = room
     for job in jobs:
         if job.w.dtype.name in PLAIN:
             ready.append(_product(job, job.w.address))
             continue
-        size = _expanded(job.rows, job.depth)
+        size = _dequantized_nbytes(job.rows, job.depth)
         if at + size > room + _TILE:
             work += _multiply(ctx, job.x, ready)
             ready, at = [], room
         if size > _TILE:
             work += _in_tiles(ctx, job, room)
             continue
-        work.append(_expand(job, 0, job.rows, at))
+        work.append(_dequantize(job, 0, job.rows, at))
         ready.append(_product(job, at))
         at += size
     return work + _multiply(ctx, jobs[0].x, ready)
 
 
-def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Product:
+def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Matmul:
     """The job's, or of its ``count`` rows from ``first`` on, which lie at ``w``."""
     bias, added = job.bias, job.added
     shift = F32.nbytes * first
-    return cublaslt.Product(
+    return cublaslt.Matmul(
         job.x.dtype, job.out.dtype, count or job.rows, job.depth, job.x.address, job.x.row_stride,
         w, job.out.address + job.out.dtype.nbytes * first, job.out.row_stride,
         bias.address + shift if bias else 0,
@@ -93,49 +93,53 @@ def _product(job: Job, w: int, first: int = 0, count: int = 0) -> cublaslt.Produ
     )  # fmt: skip
 
 
-def _multiply(
-    ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Product]
-) -> list[Work]:
+def _multiply(ctx: KernelContext, x: OperandRef, products: Sequence[cublaslt.Matmul]) -> list[Work]:
     """The products in order, two of one shape together."""
     work: list[Work] = []
     left = list(products)
     while left:
         p = left.pop(0)
-        both = _both(p, left[0]) if left else None
+        both = _as_batch(p, left[0]) if left else None
         if both:
             left.pop(0)
         work.append(_call(ctx, x, both or p))
     return work
 
 
-def _call(ctx: KernelContext, x: OperandRef, p: cublaslt.Product) -> Call:
+def _call(ctx: KernelContext, x: OperandRef, p: cublaslt.Matmul) -> HostCall:
     rows = x.meta.rows
-    ctx.live(rows)  # so that its value is known in each run
-    return Call(lambda: cublaslt.product(ctx.device, p, ctx.now(rows)))
+    ctx.live_address(rows)  # so that its value is known in each run
+    return HostCall(lambda: cublaslt.matmul(ctx.device, p, ctx.live_value(rows)))
 
 
-def _both(a: cublaslt.Product, b: cublaslt.Product) -> cublaslt.Product | None:
+def _as_batch(a: cublaslt.Matmul, b: cublaslt.Matmul) -> cublaslt.Matmul | None:
     """One product in the place of two: small ones would leave processors without work."""
     if b.w < a.w:
         a, b = b, a
-    two = replace(a, count=2, w_step=b.w - a.w, y_step=b.y - a.y)
-    fits = not (a.bias or a.added) and replace(a, w=b.w, y=b.y) == b
-    return two if fits and 0 < two.w_step < _FAR and 0 < two.y_step < _FAR else None
+    two = replace(a, batch=2, w_batch_stride=b.w - a.w, y_batch_stride=b.y - a.y)
+    fits = not (a.bias or a.residual) and replace(a, w=b.w, y=b.y) == b
+    return (
+        two
+        if fits
+        and 0 < two.w_batch_stride < _MAX_BATCH_STRIDE
+        and 0 < two.y_batch_stride < _MAX_BATCH_STRIDE
+        else None
+    )
 
 
 # --------------------------------------------------------------------------------------- expansion
 
 
-def _expanded(rows: int, depth: int) -> int:
+def _dequantized_nbytes(rows: int, depth: int) -> int:
     return aligned(2 * rows * depth)
 
 
-def _expand(job: Job, first: int, count: int, to: int) -> Launch:
+def _dequantize(job: Job, first: int, count: int, to: int) -> Launch:
     """Rows of the matrix as f16."""
-    items = job.depth // items_of(job.w.dtype)
+    items = job.depth // item_elements(job.w.dtype)
     parts = struct.pack("<4Q", *planes(job.w.address, job.w.meta))
     args = (parts, first * items, count * items, items, to)
-    kernel = expand_module(job.w.dtype)["expand"]
+    kernel = dequantize_module(job.w.dtype)["dequantize"]
     return Launch(kernel, (ceil(count * items, 128),), (128,), args)
 
 
@@ -145,12 +149,12 @@ def _in_tiles(ctx: KernelContext, job: Job, room: int) -> list[Work]:
     rows = max(1, _TILE // (2 * job.depth))
     for first in range(0, job.rows, rows):
         count = min(rows, job.rows - first)
-        work.append(_expand(job, first, count, room))
+        work.append(_dequantize(job, first, count, room))
         work.append(_call(ctx, job.x, _product(job, room, first, count)))
     return work
 
 
-def room_for(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
+def workspace_nbytes(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
     """Bytes of workspace for linears of these activations and weights, in one step."""
     total = 0
     for x, w in pairs:
@@ -159,5 +163,5 @@ def room_for(*pairs: tuple[Tensor | None, Tensor | None]) -> int:
             continue
         rows, depth = w.meta.bound().shape
         assert isinstance(rows, int) and isinstance(depth, int)
-        total += _expanded(rows, depth)
+        total += _dequantized_nbytes(rows, depth)
     return min(total, _TILE)

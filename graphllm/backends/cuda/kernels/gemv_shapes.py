@@ -1,4 +1,4 @@
-"""How linear.cu divides a matrix among warps, by format: the fastest shapes tried on an H200.
+"""How gemv.cu divides a matrix among warps, by format: the fastest shapes tried on an H200.
 
 For one token (GEMV) they were measured in decode steps of a Mistral-7B; docs/design/cuda.md says
 what was learned.
@@ -18,7 +18,7 @@ DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # for each shape of a format one tha
 
 @dataclass(frozen=True)
 class Shape:
-    """Values for the macros of linear.cu that have these names."""
+    """Values for the macros of gemv.cu that have these names."""
 
     rows: int
     depth: int
@@ -49,10 +49,10 @@ _SHAPES = {
 
 def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Shape:
     """The shape for matrices of depth ``k`` in format ``name``; ``integer``: int8 activations."""
-    rows, depth = few_shape(name, integer, tokens, gated)
+    rows, depth = default_tile(name, integer, tokens, gated)
     if tokens > 1:
         return Shape(rows, depth, 0)
-    usual = Shape(rows, depth, next_one(name), split=name in PLAIN and not gated)
+    usual = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
     if (not integer and name not in ("f16", "bf16")) or (name == "q6_k" and k < _Q6_K):
         return usual
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
@@ -60,8 +60,8 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     return found if k % 64 == 0 else replace(found, staged=False)  # copied 16 bytes at a time
 
 
-def next_one(name: str) -> int:
-    """When the next kernel may begin, the NEXT of linear.cu, for formats without a shape of their
+def default_next(name: str) -> int:
+    """When the next kernel may begin, the NEXT of gemv.cu, for formats without a shape of their
     own. The sooner it is, the more there is to do while this one ends, and the more is in its way.
     """
     if name in (*PLAIN, "q8_0"):
@@ -69,7 +69,7 @@ def next_one(name: str) -> int:
     return 1 if dtype(name).block == 32 else 0
 
 
-def few_shape(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
+def default_tile(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
     """(rows, depth): of the matrix to a warp, and items of each on their way, for formats without a
     shape of their own; more would not fit in registers."""
     if tokens > 1:

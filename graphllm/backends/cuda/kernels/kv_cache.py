@@ -11,9 +11,9 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 from .elementwise import rows_grid
-from .rope import turn
+from .rope import rotation
 
-_MODULE = module("kv")
+_MODULE = module("kv_cache")
 _THREADS = 128
 _WARPS = 4  # of a block of the kernels for heads that are turned as a whole
 _BLOCKS = 2048  # that a GPU of 132 processors has room for at a time
@@ -21,7 +21,7 @@ _WHOLE = (64, 128, 256)  # widths of heads that they are for
 
 
 def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
-    """The struct Pool of kv.cuh."""
+    """The struct Pool of kv_cache.cuh."""
     kind = CACHED.index(pool.dtype.name)
     return struct.pack("<QqQii", pool.address, pool.row_stride, slot.address, kind, 0)
 
@@ -29,12 +29,18 @@ def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
 @BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
 def kv_write(ctx: KernelContext) -> Launch:
     x = ctx.x
-    args = (_pool(ctx.pool, ctx.slot), x.address, x.row_stride, ctx.live(x.meta.rows), x.width)
+    args = (
+        _pool(ctx.pool, ctx.slot),
+        x.address,
+        x.row_stride,
+        ctx.live_address(x.meta.rows),
+        x.width,
+    )
     return Launch(_MODULE["kv_write"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
 def _heads(x: OperandRef, norm: int) -> bytes:
-    """The struct Heads of kv.cu."""
+    """The struct Heads of kv_cache.cu."""
     return struct.pack("<QqQii", x.address, x.row_stride, norm, x.meta.inner[0], 0)
 
 
@@ -43,8 +49,8 @@ def _one_width(node: Tensor, options: Options) -> str | None:
     return None if len(widths) == 1 else f"heads are of {len(widths)} widths"
 
 
-def _turned_whole(ctx: KernelContext) -> bool:
-    """Whether the heads are such as the kernels for whole heads turn."""
+def _rotates_whole_heads(ctx: KernelContext) -> bool:
+    """Whether the heads are such as the kernels for whole heads rotation."""
     width, attrs = ctx.q.meta.inner[-1], ctx.attrs
     return attrs["dims"] in (0, width) and width in _WHOLE
 
@@ -57,19 +63,19 @@ def _turned_whole(ctx: KernelContext) -> bool:
 )
 def rope_write(ctx: KernelContext) -> Launch:
     q, k, width, attrs = ctx.q, ctx.k, ctx.q.meta.inner[-1], ctx.attrs
-    heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], ctx.most(q.meta.rows)
-    eps, live = float(attrs["eps"]), ctx.live(q.meta.rows)
+    heads, rows = q.meta.inner[0] + 2 * k.meta.inner[0], ctx.upper_bound(q.meta.rows)
+    eps, live = float(attrs["eps"]), ctx.live_address(q.meta.rows)
     args = (
         _heads(q, ctx.address("q_norm")), _heads(k, ctx.address("k_norm")),
         _heads(ctx.v, 0),
         ctx.out.address, _pool(ctx.k_pool, ctx.slot), _pool(ctx.v_pool, ctx.slot), live,
     )  # fmt: skip
-    if _turned_whole(ctx):
+    if _rotates_whole_heads(ctx):
         # Many tokens: a warp turns many heads by the angles that it has found once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
-        more = (eps, ctx.settled("slot", "pos"), turn(ctx, width))
+        more = (eps, ctx.settled("slot", "pos"), rotation(ctx, width))
         return Launch(kernel, (rows, blocks), (32 * _WARPS,), (*args, *more))
     threads = min(256, 32 * ceil(width, 32))
-    last = (width, eps, turn(ctx, width))
+    last = (width, eps, rotation(ctx, width))
     return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)

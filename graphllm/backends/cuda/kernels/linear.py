@@ -1,8 +1,8 @@
-"""linear: own kernels for few tokens; for many, see `linear_many`.
+"""linear: own kernels for few tokens; for gemms, see `linear_many`.
 
 Few: integer kernels on quantised activations for block formats (or float ones, as `Options.linear`
-says), tensor cores for f16 and bf16. From `FEW` on these take activations as halves, as the
-library does.
+says), tensor cores for f16 and bf16. Above `MAX_F32_TOKENS` these take activations in half
+precision, as cuBLASLt does.
 """
 
 from __future__ import annotations
@@ -20,56 +20,63 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef, Work, ceil
 from ..runtime.source import Function, module
 from . import gemv_shapes
-from .gemm import PLAIN, Job, expand_module, many, room_for, wide
+from .gemm import PLAIN, Job, dequantize_module, gemms, matmul_dtype, workspace_nbytes
 from .gemv_shapes import Shape
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, planes
 
-FEW = 8  # tokens, up to which plain weights meet activations of float32
-SOME = 16  # tokens, up to which own kernels multiply; above the library is faster
-TOGETHER = 3  # matrices in one launch
-WARPS = 4  # of a block of linear_ragged.cu and experts_few.cu
-_SHARED, _BUSY = (1, 2, 4), 20  # warps that may share a row; warps that keep a processor busy
+MAX_F32_TOKENS = 8  # tokens, up to which plain weights meet activations of float32
+MAX_SMALL_BATCH = 16  # tokens, up to which own kernels multiply; above the library is faster
+MAX_FUSED_LINEARS = 3  # matrices in one launch
+WARPS = 4  # of a block of gemv_unaligned.cu and experts_gemv.cu
+_WARPS_PER_ROW, _BUSY_WARPS = (
+    (1, 2, 4),
+    20,
+)  # warps that may share a row; warps that keep a processor busy
 ITEM = {"f32": 4, "f16": 8, "bf16": 8, "q8_0": 16}  # elements that a thread loads at a time
-_STEP = 32  # depth that a warp of linear_tensor.cu or linear_some.cu takes at a time
-_SIDES = {64: 2.0, 32: 1.4, 16: 0.0}  # rows of a block of linear_some.cu: blocks a processor, then
-_FEW_SIZES = (1, 2, 4, 8)  # tokens at a time
+_STEP = 32  # depth that a warp of small_batch_f32.cu or small_batch.cu takes at a time
+_SMALL_BATCH_ROWS = {
+    64: 2.0,
+    32: 1.4,
+    16: 0.0,
+}  # rows of a block of small_batch.cu: blocks a processor, then
+_GEMV_TOKENS = (1, 2, 4, 8)  # tokens at a time
 
 
 # ---------------------------------------------------------------------------------- few tokens
 
 
-def _few_kernel(
+def _gemv_kernel(
     name: str, integer: bool, shape: Shape, tokens: int = 1, gated: bool = False, shared: int = 1
 ) -> Function:
-    """linear.cu for a format; see there for the macros."""
+    """gemv.cu for a format; see there for the macros."""
     made = module(
-        "linear", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=shape.rows,
+        "gemv", FORMAT=name.upper(), INTEGER=int(integer), TOKENS=tokens, ROWS=shape.rows,
         DEPTH=shape.depth, GATED=int(gated), NEXT=shape.next, SHARED_BY=shared, WARPS=shape.warps,
         AHEAD=int(shape.ahead), STAGED=int(shape.staged), RESIDENT=shape.resident,
     )  # fmt: skip
-    return made["linear"]
+    return made["gemv"]
 
 
-def _tensor_kernel(kind: DType) -> Function:
-    return module("linear_tensor", BFLOAT=int(kind == BF16))["linear"]
+def _small_batch_f32_kernel(kind: DType) -> Function:
+    return module("small_batch_f32", BFLOAT=int(kind == BF16))["small_batch"]
 
 
-def _some_kernel(kind: DType, side: int, gated: bool = False) -> Function:
-    made = module("linear_some", BFLOAT=int(kind == BF16), SIDE=side, GATED=int(gated))
-    return made["linear"]
+def _small_batch_kernel(kind: DType, side: int, gated: bool = False) -> Function:
+    made = module("small_batch", BFLOAT=int(kind == BF16), SIDE=side, GATED=int(gated))
+    return made["small_batch"]
 
 
-def _ragged_kernel(name: str) -> Function:
-    return module("linear_ragged", FORMAT=PLAIN.index(name))["linear"]
+def _unaligned_kernel(name: str) -> Function:
+    return module("gemv_unaligned", FORMAT=PLAIN.index(name))["gemv"]
 
 
-def _sizes(name: str, integer: bool) -> tuple[int, ...]:
+def _token_counts(name: str, integer: bool) -> tuple[int, ...]:
     """Counts of tokens that there are kernels for: as many as fit in registers."""
-    return _FEW_SIZES if integer or name in PLAIN else _FEW_SIZES[:3]
+    return _GEMV_TOKENS if integer or name in PLAIN else _GEMV_TOKENS[:3]
 
 
-def _matrices(jobs: Sequence[Job]) -> bytes:
+def _matrices_argument(jobs: Sequence[Job]) -> bytes:
     """The struct Matrices of matrices.cuh."""
     packed = b""
     for job in jobs:
@@ -79,54 +86,63 @@ def _matrices(jobs: Sequence[Job]) -> bytes:
             "<6QqQqq", *planes(job.w.address, job.w.meta), bias, job.out.address,
             job.out.row_stride, *added, job.rows,
         )  # fmt: skip
-    return packed.ljust(80 * TOGETHER, b"\0")
+    return packed.ljust(80 * MAX_FUSED_LINEARS, b"\0")
 
 
-def few_rows(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
-    """Up to three linears of one activation and format; or of a `fused_pair`, ``act`` of the first
-    times the second, to where the first goes."""
+def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
+    """Up to three linears of one activation and format; or with ``act`` a gated unit (see
+    `can_fuse_gate`), act(first) * second, written to the first one's result."""
     gated = act >= 0
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
-    name, most = w.dtype.name, ctx.most(x.meta.rows)
+    name, most = w.dtype.name, ctx.upper_bound(x.meta.rows)
     args: list[int | float | bytes] = [
-        x.address, x.row_stride, ctx.live(x.meta.rows), k, _matrices(jobs)
+        x.address, x.row_stride, ctx.live_address(x.meta.rows), k, _matrices_argument(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
     if name in PLAIN and (k % ITEM[name] or unaligned):
-        return _launch(_ragged_kernel(name), jobs, 1, WARPS, most, args)
-    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and tensor_cores(ctx):
+        return _launch(_unaligned_kernel(name), jobs, 1, WARPS, most, args)
+    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and has_tensor_cores(ctx):
         grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
-        return Launch(_tensor_kernel(w.dtype), grid, (256,), args)
-    sizes = _sizes(name, x.dtype != F32)
+        return Launch(_small_batch_f32_kernel(w.dtype), grid, (256,), args)
+    sizes = _token_counts(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
     shape = gemv_shapes.shape(name, x.dtype != F32, k, gated, tokens)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
     items = k // ITEM.get(name, 32)
-    shared = _shared_by(groups, items, shape.depth, ctx) if shape.split else 1
-    kernel = _few_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
+    shared = _warps_per_row(groups, items, shape.depth, ctx) if shape.split else 1
+    kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
     grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
     staged = k + k // 4 if shape.staged else 0  # int8, and 8 bytes a block of 32
     return Launch(kernel, grid, (32 * shape.warps,), args, staged)
 
 
-def _shared_by(groups: int, items: int, depth: int, ctx: KernelContext) -> int:
+def _warps_per_row(groups: int, items: int, depth: int, ctx: KernelContext) -> int:
     """Warps that share the depth of some rows, of which there are so many groups: as many as keep
     every processor busy."""
-    wanted = _BUSY * ctx.device.gpu.processors
-    return next((n for n in _SHARED if groups * n >= wanted or items < 64 * depth * n), _SHARED[-1])
+    wanted = _BUSY_WARPS * ctx.device.gpu.processors
+    return next(
+        (n for n in _WARPS_PER_ROW if groups * n >= wanted or items < 64 * depth * n),
+        _WARPS_PER_ROW[-1],
+    )
 
 
-def fits_some(ctx: KernelContext, job: Job) -> bool:
-    """Whether linear_some.cu can multiply these halves."""
+def fits_small_batch(ctx: KernelContext, job: Job) -> bool:
+    """Whether small_batch.cu can multiply these halves."""
     x = job.x
     aligned = job.depth % _STEP == 0 and x.address % 16 == 0 and x.row_stride % 16 == 0
-    fits = ctx.most(x.meta.rows) <= SOME and job.w.dtype == x.dtype and job.rows >= min(_SIDES)
-    return fits and aligned and tensor_cores(ctx)
+    fits = (
+        ctx.upper_bound(x.meta.rows) <= MAX_SMALL_BATCH
+        and job.w.dtype == x.dtype
+        and job.rows >= min(_SMALL_BATCH_ROWS)
+    )
+    return fits and aligned and has_tensor_cores(ctx)
 
 
-def some(ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False) -> Launch:
+def small_batch(
+    ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False
+) -> Launch:
     """Up to three linears of one activation in halves; or of two ``gated`` ones, ``act`` of the
     first times the second, to where the first goes."""
     x, processors = jobs[0].x, ctx.device.gpu.processors
@@ -136,13 +152,13 @@ def some(ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = Fa
         return sum(ceil(count, side) for count in rows)
 
     least = min(job.rows for job in jobs) * (1 + gated)
-    sides = (s for s, n in _SIDES.items() if s <= least and blocks(s) >= n * processors)
+    sides = (s for s, n in _SMALL_BATCH_ROWS.items() if s <= least and blocks(s) >= n * processors)
     side = next(sides)
     kind = HALVES.get(jobs[0].out.dtype.name, 0)
-    args = (x.address, x.row_stride, ctx.live(x.meta.rows), jobs[0].depth, _matrices(jobs), act,
-            kind)  # fmt: skip
-    grid = (blocks(side), ceil(ctx.most(x.meta.rows), SOME))
-    return Launch(_some_kernel(x.dtype, side, gated), grid, (256,), args)
+    args = (x.address, x.row_stride, ctx.live_address(x.meta.rows), jobs[0].depth,
+            _matrices_argument(jobs), act, kind)  # fmt: skip
+    grid = (blocks(side), ceil(ctx.upper_bound(x.meta.rows), MAX_SMALL_BATCH))
+    return Launch(_small_batch_kernel(x.dtype, side, gated), grid, (256,), args)
 
 
 def _launch(
@@ -153,7 +169,7 @@ def _launch(
     return Launch(kernel, (ceil(groups, warps), y), (32 * WARPS,), args)
 
 
-def tensor_cores(ctx: KernelContext) -> bool:
+def has_tensor_cores(ctx: KernelContext) -> bool:
     """Whether there are those of capability 8.0, with bf16 and 16 deep."""
     return bool(ctx.device.gpu.capability >= (8, 0))
 
@@ -161,9 +177,11 @@ def tensor_cores(ctx: KernelContext) -> bool:
 # ------------------------------------------------------------------------------------ registration
 
 
-def few(x: Tensor | OperandRef, w: Tensor | OperandRef) -> bool:
+def few_tokens(x: Tensor | OperandRef, w: Tensor | OperandRef) -> bool:
     """Whether a step has so few rows that own kernels multiply them as float32 or int8."""
-    return KernelContext.most(x.meta.rows) <= (SOME if w.dtype.quantised else FEW)
+    return KernelContext.upper_bound(x.meta.rows) <= (
+        MAX_SMALL_BATCH if w.dtype.quantised else MAX_F32_TOKENS
+    )
 
 
 def launches(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
@@ -171,21 +189,24 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], room: int) -> list[Work]:
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in jobs:
         if job.x.dtype.name in HALVES:
-            kind = "some" if fits_some(ctx, job) else "many"
+            kind = "small_batch" if fits_small_batch(ctx, job) else "gemm"
         else:
-            kind = job.w.dtype.name if job.x.dtype.quantised or few(job.x, job.w) else "many"
+            kind = job.w.dtype.name if job.x.dtype.quantised or few_tokens(job.x, job.w) else "gemm"
         groups.setdefault((job.x.address, kind), []).append(job)
     work: list[Work] = []
     for (_, kind), own in groups.items():
-        if kind == "many":
-            work += many(ctx, own, room)
+        if kind == "gemm":
+            work += gemms(ctx, own, room)
             continue
-        launch = some if kind == "some" else few_rows
-        work += [launch(ctx, own[i : i + TOGETHER]) for i in range(0, len(own), TOGETHER)]
+        launch = small_batch if kind == "small_batch" else gemv
+        work += [
+            launch(ctx, own[i : i + MAX_FUSED_LINEARS])
+            for i in range(0, len(own), MAX_FUSED_LINEARS)
+        ]
     return work
 
 
-def fused_pair(gate: Job, up: Job) -> bool:
+def can_fuse_gate(gate: Job, up: Job) -> bool:
     """Whether one kernel can go along both matrices at a time."""
     kind = gate.w.dtype
     if gate.x.dtype.name in HALVES:
@@ -200,30 +221,34 @@ def activation(w: DType) -> str:
     return "a8_32" if w.block == 32 else "a8_256"
 
 
-def unmatched(x: Tensor | None, w: Tensor | None) -> str | None:
+def dtype_mismatch(x: Tensor | None, w: Tensor | None) -> str | None:
     """Why the weight does not meet these activations, as `_lower` leaves them."""
     assert x is not None and w is not None
     if x.dtype.quantised:
         fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
     elif x.dtype == F32:
-        fits = few(x, w) or w.dtype == F32
+        fits = few_tokens(x, w) or w.dtype == F32
     else:
-        fits = x.dtype == wide(w.dtype)
+        fits = x.dtype == matmul_dtype(w.dtype)
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
 
 
 def _when(node: Tensor, options: Options) -> str | None:
     x, w = node.src[:2]
-    return None if x is not None and x.dtype == F32 else unmatched(x, w)
+    return None if x is not None and x.dtype == F32 else dtype_mismatch(x, w)
 
 
-def lowered(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
+def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
     """Few rows quantised for a block format, many in the kind that weights are multiplied as; float
     rows where vectors can be loaded from them."""
     if x.dtype != F32:
         return x
     if not few:
-        return x if wide(w.dtype) == F32 else ops.quantise_act(x, dtype=wide(w.dtype).name)
+        return (
+            x
+            if matmul_dtype(w.dtype) == F32
+            else ops.quantise_act(x, dtype=matmul_dtype(w.dtype).name)
+        )
     if w.dtype.name not in PLANES:
         return x
     if options.linear != "float":
@@ -235,11 +260,11 @@ def lowered(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lowered(x, w, few(x, w), options), w, *rest)
+    return (lower_activation(x, w, few_tokens(x, w), options), w, *rest)
 
 
 def _scratch(node: Tensor, options: Options) -> int:
-    return room_for((node.src[0], node.src[1]))
+    return workspace_nbytes((node.src[0], node.src[1]))
 
 
 _RULES: dict[str, Any] = {
@@ -261,20 +286,20 @@ def linear(ctx: KernelContext) -> list[Work]:
 def _all_instances() -> None:
     """Every module that a plan may ask for is known from the start: tests compile them all."""
     for name, integer in [*product(PLANES, (True, False)), *((name, False) for name in PLAIN)]:
-        for tokens in _sizes(name, integer)[1:]:
-            _few_kernel(name, integer, gemv_shapes.shape(name, integer, 0, False, tokens), tokens)
+        for tokens in _token_counts(name, integer)[1:]:
+            _gemv_kernel(name, integer, gemv_shapes.shape(name, integer, 0, False, tokens), tokens)
         for k, gated in product(gemv_shapes.DEPTHS, (False, True)):
             shape = gemv_shapes.shape(name, integer, k, gated)
-            for shared in _SHARED if shape.split else (1,):
-                _few_kernel(name, integer, shape, gated=gated, shared=shared)
+            for shared in _WARPS_PER_ROW if shape.split else (1,):
+                _gemv_kernel(name, integer, shape, gated=gated, shared=shared)
     for name in PLANES:
-        expand_module(dtype(name))
+        dequantize_module(dtype(name))
     for name in PLAIN:
-        _ragged_kernel(name)
+        _unaligned_kernel(name)
     for kind in (F16, BF16):
-        _tensor_kernel(kind)
-        for side, gated in product(_SIDES, (False, True)):
-            _some_kernel(kind, side, gated)
+        _small_batch_f32_kernel(kind)
+        for side, gated in product(_SMALL_BATCH_ROWS, (False, True)):
+            _small_batch_kernel(kind, side, gated)
 
 
 _all_instances()

@@ -32,8 +32,8 @@ __device__ __forceinline__ void rms_norm(const u8* x, i64 stride, const float* w
 #define RMS_NORM(U)                                                                             \
     extern "C" __global__ void __launch_bounds__(1024)                                          \
         rms_norm_##U(const u8* x, i64 stride, const float* w, float* out, const i64* live,     \
-                     int lines, int width, float eps STAMPS) {                                  \
-        STAMPED                                                                                 \
+                     int lines, int width, float eps TIMESTAMPS) {                                  \
+        RECORD_TIMESTAMPS                                                                                 \
         rms_norm<U>(x, stride, w, out, live, lines, width, eps);                                \
     }
 RMS_NORM(1)
@@ -41,8 +41,8 @@ RMS_NORM(2)
 
 // Rows of any width.
 extern "C" __global__ void rms_norm_0(const u8* x, i64 stride, const float* w, float* out,
-                                      const i64* live, int lines, int width, float eps STAMPS) {
-    STAMPED
+                                      const i64* live, int lines, int width, float eps TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     Line line = line_of(x, stride, out, live, lines, width);
     if (!line.live) return;
     float sum = 0;
@@ -54,8 +54,8 @@ extern "C" __global__ void rms_norm_0(const u8* x, i64 stride, const float* w, f
 // b may be null.
 extern "C" __global__ void layer_norm(const u8* x, i64 stride, const float* w, const float* b,
                                       float* out, const i64* live, int lines, int width,
-                                      float eps STAMPS) {
-    STAMPED
+                                      float eps TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     Line line = line_of(x, stride, out, live, lines, width);
     if (!line.live) return;
     float sum = 0;
@@ -71,8 +71,8 @@ extern "C" __global__ void layer_norm(const u8* x, i64 stride, const float* w, c
 }
 
 extern "C" __global__ void softmax(const u8* x, i64 stride, float* out, const i64* live, int lines,
-                                   int width STAMPS) {
-    STAMPED
+                                   int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     Line line = line_of(x, stride, out, live, lines, width);
     if (!line.live) return;
     float most = -INFINITE;

@@ -1,7 +1,7 @@
 #pragma once
 // A row held in the registers of a block of threads: warp w has the units w, w + warps, .. of 256
 // elements, lane l of it the elements 32 i + l. So a norm reads its row once, and a warp has what
-// quantise.cuh wants. U units a warp: rows of 8192 U elements at most.
+// quantize.cuh wants. U units a warp: rows of 8192 U elements at most.
 
 #define UNIT 256
 

@@ -37,9 +37,9 @@ def _launch(
     *parts, width = x.meta.inner
     lines = prod(parts)
     args = (x.address, x.row_stride, *map(ctx.address, weights), ctx.out.address,
-            ctx.live(x.meta.rows), lines, width, *extra)  # fmt: skip
+            ctx.live_address(x.meta.rows), lines, width, *extra)  # fmt: skip
     block = block or threads(width)
-    return Launch(_MODULE[name], (ctx.most(x.meta.rows) * lines,), (block,), args)
+    return Launch(_MODULE[name], (ctx.upper_bound(x.meta.rows) * lines,), (block,), args)
 
 
 def _with_rows(node: Tensor, options: Options) -> str | None:

@@ -9,8 +9,8 @@ struct Penalties {
 
 // A block does some columns (y) of a row (x), and those of the ids that lie among them.
 extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i64* live,
-                                    int width, Penalties p STAMPS) {
-    STAMPED
+                                    int width, Penalties p TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;

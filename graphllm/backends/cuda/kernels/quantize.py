@@ -11,15 +11,15 @@ from .. import BACKEND
 from ..runtime.device import KernelContext, Launch, OperandRef, ceil
 from ..runtime.source import module
 
-_MODULE = module("quantise")
+_MODULE = module("quantize")
 _WARPS = 4  # of a block of threads; each does one block of activations
-HALVES = {"f16": 1, "bf16": 2}  # what quantise.cuh calls them
+HALVES = {"f16": 1, "bf16": 2}  # what quantize.cuh calls them
 
 
 def quantise(ctx: KernelContext, x: int, stride: int, out: OperandRef) -> Launch:
     """Float rows at address ``x``, ``stride`` bytes apart, to ``out``, whose dtype says how."""
-    kind, rows = HALVES.get(out.dtype.name, 0), ctx.most(out.meta.rows)
-    args: list[int] = [x, stride, out.address, out.row_stride, ctx.live(out.meta.rows)]
+    kind, rows = HALVES.get(out.dtype.name, 0), ctx.upper_bound(out.meta.rows)
+    args: list[int] = [x, stride, out.address, out.row_stride, ctx.live_address(out.meta.rows)]
     if kind:
         grid = (rows, ceil(out.width, 256 * _WARPS))
         return Launch(_MODULE["narrow"], grid, (32 * _WARPS,), [*args, out.width, kind])
@@ -36,18 +36,18 @@ def quantise_act(ctx: KernelContext) -> Launch:
 
 
 def target(ref: OperandRef) -> bytes:
-    """The struct Target of quantise.cuh."""
+    """The struct Target of quantize.cuh."""
     block = ref.dtype.block if ref.dtype.quantised else HALVES.get(ref.dtype.name, 0)
     line = ref.dtype.row_nbytes(ref.meta.inner[-1])
     return struct.pack("<Qqii", ref.address, ref.row_stride, block, line)
 
 
 def targets(refs: Sequence[OperandRef]) -> bytes:
-    """The struct Targets of quantise.cuh for at most two results."""
+    """The struct Targets of quantize.cuh for at most two results."""
     assert len(refs) <= 2, refs
     return b"".join(map(target, refs)).ljust(48, b"\0") + struct.pack("<ii", len(refs), 0)
 
 
 def unit(refs: Sequence[OperandRef]) -> int:
-    """The N of quantise.cuh: a warp emits 32 N elements at a time."""
+    """The N of quantize.cuh: a warp emits 32 N elements at a time."""
     return 8 if any(s.dtype.name in ("a8_256", *HALVES) for s in refs) else 1

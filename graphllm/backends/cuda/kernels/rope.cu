@@ -3,22 +3,22 @@
 #include "rope.cuh"
 
 extern "C" __global__ void rope(const u8* x, i64 stride, float* out, const i64* live, int width,
-                                int head, Turn turn STAMPS) {
-    STAMPED
+                                int head, Rotation rotation TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (row >= rows || column >= width) return;
     int in_head = column % head;
     const float* from = (const float*)(x + row * stride) + (column - in_head);
-    out[row * width + column] = turned(turn, row, from, in_head);
+    out[row * width + column] = rotated(rotation, row, from, in_head);
 }
 
 // A thread does one token; `part` of its two positions: graphllm.ops.rope has the formula.
 extern "C" __global__ void positions_2d(const int* pos, const int* q_start, const int* prefix_len,
                                         int* out, const i64* live, const i64* sequences,
-                                        int part STAMPS) {
-    STAMPED
+                                        int part TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 token = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= rows) return;
@@ -30,8 +30,8 @@ extern "C" __global__ void positions_2d(const int* pos, const int* q_start, cons
 }
 
 extern "C" __global__ void sinusoids(const int* pos, const float* frequency, float* out,
-                                     const i64* live, int width, int offset STAMPS) {
-    STAMPED
+                                     const i64* live, int width, int offset TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x, half = width / 2;

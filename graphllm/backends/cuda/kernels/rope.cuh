@@ -1,7 +1,7 @@
 #pragma once
 // Rotary position embedding of one head. Pair p of an element: (p, p + half) or (2p, 2p + 1).
 
-struct Turn {
+struct Rotation {
     const int* pos;        // of each token
     const float* inverse;  // radians a position, for each pair
     const float* factors;  // that they are divided by, or null
@@ -17,8 +17,8 @@ __device__ __forceinline__ void angle_of(int pos, float inverse, float& s, float
     sincospif((float)(angle - 2 * rint(0.5 * angle)), &s, &c);
 }
 
-// Element i of the turned head, from the head before.
-__device__ __forceinline__ float turned(const Turn& t, i64 token, const float* x, int i) {
+// Element i of the rotated head, from the head before.
+__device__ __forceinline__ float rotated(const Rotation& t, i64 token, const float* x, int i) {
     if (i >= 2 * t.half) return x[i];
     int pair = t.interleaved ? i >> 1 : i % t.half;
     bool second = t.interleaved ? i & 1 : i >= t.half;

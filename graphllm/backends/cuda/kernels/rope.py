@@ -15,11 +15,11 @@ _MODULE = module("rope")
 _THREADS = 128
 
 
-def turn(ctx: KernelContext, head: int) -> bytes:
+def rotation(ctx: KernelContext, head: int) -> bytes:
     """The struct Turn of rope.cuh for heads of ``head`` elements."""
     attrs = ctx.attrs
     dims = attrs["dims"] or head
-    inverse = ctx.keep(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
+    inverse = ctx.constant(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
     interleaved = attrs["style"] == "interleaved"
     addresses = ctx.need("pos").address, inverse, ctx.address("factors")
     return struct.pack("<QQQiifi", *addresses, dims // 2, interleaved, attrs["attention_factor"], 0)
@@ -28,8 +28,8 @@ def turn(ctx: KernelContext, head: int) -> bytes:
 @BACKEND.kernel("rope", layout={"x": ROWS}, dtypes={"x": "f32"})
 def rope(ctx: KernelContext) -> Launch:
     x, head = ctx.x, ctx.x.meta.inner[-1]
-    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width, head,
-            turn(ctx, head))  # fmt: skip
+    args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width, head,
+            rotation(ctx, head))  # fmt: skip
     return Launch(_MODULE["rope"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
 
 
@@ -37,15 +37,21 @@ def rope(ctx: KernelContext) -> Launch:
 def positions_2d(ctx: KernelContext) -> Launch:
     rows, sequences = ctx.pos.meta.rows, ctx.prefix_len.meta.rows
     addresses = [ctx.address(name) for name in ("pos", "q_start", "prefix_len")]
-    args = (*addresses, ctx.out.address, ctx.live(rows), ctx.live(sequences), ctx.attrs["part"])
-    grid = (ceil(ctx.most(rows), _THREADS),)
+    args = (
+        *addresses,
+        ctx.out.address,
+        ctx.live_address(rows),
+        ctx.live_address(sequences),
+        ctx.attrs["part"],
+    )
+    grid = (ceil(ctx.upper_bound(rows), _THREADS),)
     return Launch(_MODULE["positions_2d"], grid, (_THREADS,), args)
 
 
 @BACKEND.kernel("sinusoids")
 def sinusoids(ctx: KernelContext) -> Launch:
     width, rows = ctx.out.width, ctx.pos.meta.rows
-    frequencies = ctx.keep(sinusoid_frequencies(width))
-    args = (ctx.pos.address, frequencies, ctx.out.address, ctx.live(rows), width,
+    frequencies = ctx.constant(sinusoid_frequencies(width))
+    args = (ctx.pos.address, frequencies, ctx.out.address, ctx.live_address(rows), width,
             ctx.attrs["offset"])  # fmt: skip
     return Launch(_MODULE["sinusoids"], rows_grid(ctx, ctx.out, _THREADS), (_THREADS,), args)

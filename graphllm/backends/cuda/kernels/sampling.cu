@@ -30,8 +30,8 @@ struct Wide {
 
 // The largest key of each slice, to out [rows, THREADS]. A warp does a slice.
 extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings settings,
-                                 const i64* live, u32* out, Wide* wide STAMPS) {
-    STAMPED
+                                 const i64* live, u32* out, Wide* wide TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     int slice = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, size = slice_of(width);
@@ -308,8 +308,8 @@ __device__ __forceinline__ int largest(const Row& row, u32 peak, u32 most) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
-         Wide* wide, int* out STAMPS) {
-    STAMPED
+         Wide* wide, int* out TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];  // of candidates, or of bins
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
@@ -339,8 +339,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
-           Wide* wide, int* out STAMPS) {
-    STAMPED
+           Wide* wide, int* out TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];
     const i64 rows = begin(live);
     i64 n = blockIdx.x;

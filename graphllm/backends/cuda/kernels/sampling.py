@@ -22,20 +22,28 @@ _COLUMNS = 256  # threads of a block of `penalise`; each copies four logits
 
 def _peaks(node: Tensor) -> int:
     """Bytes of the largest keys of all slices."""
-    return aligned(4 * _THREADS * KernelContext.most(node.meta.rows))
+    return aligned(4 * _THREADS * KernelContext.upper_bound(node.meta.rows))
 
 
 def _wide(node: Tensor) -> int:
     """Bytes that the blocks of wide rows share."""
-    return _WIDE * KernelContext.most(node.meta.rows)
+    return _WIDE * KernelContext.upper_bound(node.meta.rows)
 
 
 def _chosen(ctx: KernelContext, x: OperandRef, settings: bytes, pieces: int = 0) -> list[Launch]:
     """The kernels that find an id for each row; ``pieces`` of wide rows, if there may be such."""
-    rows, slice_ = ctx.most(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
+    rows, slice_ = ctx.upper_bound(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
     blocks = ceil(ceil(x.width, slice_), _WARPS)
     wide = ctx.scratch + _peaks(ctx.node) if pieces else 0
-    row = (x.address, x.row_stride, x.width, settings, ctx.live(x.meta.rows), ctx.scratch, wide)
+    row = (
+        x.address,
+        x.row_stride,
+        x.width,
+        settings,
+        ctx.live_address(x.meta.rows),
+        ctx.scratch,
+        wide,
+    )
     drawing, out = (rows, max(1, pieces)), (*row, ctx.out.address)
     made = [
         Launch(_MODULE["peaks"], (rows, blocks), (32 * _WARPS,), row),
@@ -65,6 +73,13 @@ def penalise(ctx: KernelContext) -> Launch:
     penalties = struct.pack(
         "<7Q2i", *map(ctx.address, names), ctx.history.meta.inner[0], ctx.stop.meta.shape[0]
     )
-    args = (x.address, x.row_stride, ctx.out.address, ctx.live(x.meta.rows), x.width, penalties)
-    grid = (ctx.most(x.meta.rows), ceil(x.width, 4 * _COLUMNS))
+    args = (
+        x.address,
+        x.row_stride,
+        ctx.out.address,
+        ctx.live_address(x.meta.rows),
+        x.width,
+        penalties,
+    )
+    grid = (ctx.upper_bound(x.meta.rows), ceil(x.width, 4 * _COLUMNS))
     return Launch(_PENALTIES["penalise"], grid, (_COLUMNS,), args)

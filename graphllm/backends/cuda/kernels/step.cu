@@ -11,8 +11,8 @@ struct State {
     int stops, ring, block, groups;
 };
 
-extern "C" __global__ void advance(State state, const Group* groups, const i64* live STAMPS) {
-    STAMPED
+extern "C" __global__ void advance(State state, const Group* groups, const i64* live TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 s = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (s >= rows) return;

@@ -24,6 +24,6 @@ def advance(ctx: KernelContext) -> Launch:
         ctx.history.meta.inner[0], ctx.attrs["block"], len(slots),
     )  # fmt: skip
     groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables)]
-    kept = ctx.keep(np.array(groups, np.int64)) if groups else 0
-    grid = (ceil(ctx.most(rows), _THREADS),)
-    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, ctx.live(rows)))
+    kept = ctx.constant(np.array(groups, np.int64)) if groups else 0
+    grid = (ceil(ctx.upper_bound(rows), _THREADS),)
+    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, ctx.live_address(rows)))

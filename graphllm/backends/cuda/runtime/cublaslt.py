@@ -1,4 +1,4 @@
-"""Matrix products of many tokens by cuBLASLt, which is loaded when the first one runs."""
+"""Matrix products of many tokens through cuBLASLt, which is loaded by the first product."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from ....errors import GraphllmError
 from ....graph.dtype import BF16, F16, F32, DType
 from .device import CudaDevice
 
-_KINDS = {F32.name: 0, F16.name: 2, BF16.name: 14}  # cudaDataType
-_FLOAT, _SUMS_IN_FLOAT, _TURNED, _ADD_BIAS = 0, 68, 1, 4  # of cublasLt's enumerations
+# Values of enumerations: cudaDataType, then those of cublasLt.h.
+_CUDA_DTYPES = {F32.name: 0, F16.name: 2, BF16.name: 14}
+_R_32F, _COMPUTE_32F, _OP_T, _EPILOGUE_BIAS = 0, 68, 1, 4
 _DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS = 3, 7, 8
-_LAYOUT_COUNT, _LAYOUT_STEP = 5, 6
-_WISH_WORKSPACE, _WISH_ALIGNMENTS = 1, (5, 6, 7, 8)
+_LAYOUT_BATCH, _LAYOUT_BATCH_STRIDE = 5, 6
+_PREF_WORKSPACE, _PREF_ALIGNMENTS = 1, (5, 6, 7, 8)
 _WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper
-_WORD, _LONG, _AT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_INT, _INT64, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
 @dataclass(frozen=True)
-class Product:
-    """y = x w^T + bias + added for dense w [rows, depth], x [T, depth], added and y [T, rows].
+class Matmul:
+    """y = x w^T + bias + residual: dense w [rows, depth], x [T, depth], residual and y [T, rows].
 
-    x and w are of ``kind``, y of ``result``, bias and added float32; 0: none. Addresses, and bytes
-    from row to row. ``count`` such products of one x go together: ``w_step`` and ``y_step`` bytes
-    lead from one matrix, and from its y, to the next.
+    Operands are device addresses (0: none); strides are bytes from one row to the next. x and w are
+    of ``dtype``, y of ``out_dtype``, bias and residual are float32. ``batch`` products of one x are
+    computed together; matrix i is ``i * w_batch_stride`` bytes after w, and its result
+    ``i * y_batch_stride`` bytes after y.
     """
 
-    kind: DType
-    result: DType
+    dtype: DType
+    out_dtype: DType
     rows: int
     depth: int
     x: int
@@ -40,54 +42,56 @@ class Product:
     y: int
     y_stride: int
     bias: int = 0
-    added: int = 0
-    added_stride: int = 0
-    count: int = 1
-    w_step: int = 0
-    y_step: int = 0
+    residual: int = 0
+    residual_stride: int = 0
+    batch: int = 1
+    w_batch_stride: int = 0
+    y_batch_stride: int = 0
 
     @cached_property
-    def aligned(self) -> tuple[int, int, int, int]:
-        """Bytes that divide all addresses of w, x, added and y, 256 at most."""
-        y = (self.y, self.y_stride, self.y_step)
-        added = (self.added, self.added_stride) if self.added else y
-        parts = ((self.w, self.w_step), (self.x, self.x_stride), added, y)
-        w, x, added_to, to = (min(256, *(n & -n or 256 for n in part)) for part in parts)
-        return w, x, added_to, to
+    def alignments(self) -> tuple[int, int, int, int]:
+        """Alignment in bytes (at most 256) of every row of w, x, residual and y."""
+        y = (self.y, self.y_stride, self.y_batch_stride)
+        residual = (self.residual, self.residual_stride) if self.residual else y
+        parts = ((self.w, self.w_batch_stride), (self.x, self.x_stride), residual, y)
+        aligned_w, aligned_x, aligned_residual, aligned_y = (
+            min(256, *(n & -n or 256 for n in part)) for part in parts
+        )
+        return aligned_w, aligned_x, aligned_residual, aligned_y
 
     @cached_property
-    def shape(self) -> tuple[Any, ...]:
-        """What the library's choice depends on, but for the count of tokens."""
+    def key(self) -> tuple[Any, ...]:
+        """Everything that the choice of an algorithm depends on, except the number of tokens."""
         return (
-            self.kind.name, self.result.name, self.rows, self.depth, self.x_stride, self.y_stride,
-            bool(self.bias), bool(self.added), self.added_stride, self.count, self.w_step,
-            self.y_step, self.aligned,
+            self.dtype.name, self.out_dtype.name, self.rows, self.depth, self.x_stride,
+            self.y_stride, bool(self.bias), bool(self.residual), self.residual_stride, self.batch,
+            self.w_batch_stride, self.y_batch_stride, self.alignments,
         )  # fmt: skip
 
 
-class _Found(ctypes.Structure):
+class _HeuristicResult(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", _WORD),
-        ("waves", ctypes.c_float), ("reserved", _WORD * 4),
+        ("algorithm", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", _INT),
+        ("waves", ctypes.c_float), ("reserved", _INT * 4),
     )  # fmt: skip
 
 
 @dataclass
-class Way:
-    """How the library goes about products of one shape."""
+class MatmulPlan:
+    """Descriptors and the algorithm for products of one shape."""
 
     task: Any  # cublasLtMatmulDesc_t
     w: Any  # cublasLtMatrixLayout_t, this and the next three
     x: Any
-    added: Any
+    residual: Any
     y: Any
-    found: _Found
+    found: _HeuristicResult
 
 
-class Library:
-    """cuBLASLt on one device. Matrices are its columns first: y^T = w x^T."""
+class CublasLt:
+    """A cuBLASLt handle on one device. The library's matrices are column-major: y^T = w x^T."""
 
     def __init__(self, device: CudaDevice) -> None:
         from cupy.cuda import runtime
@@ -96,103 +100,105 @@ class Library:
         device.gpu.use()
         self._stream = device.gpu.stream.ptr
         self._lib = ctypes.CDLL(f"libcublasLt.so.{runtime.runtimeGetVersion() // 1000}")
-        self._lib.cublasLtMatmul.argtypes = (
-            _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT, _AT,
-            ctypes.c_size_t, _AT,
-        )  # fmt: skip
-        self._handle = self._made("cublasLtCreate")
+        self._lib.cublasLtMatmul.argtypes = (*[_POINTER] * 14, ctypes.c_size_t, _POINTER)
+        self._handle = self._create("cublasLtCreate")
         self._workspace = device.alloc(_WORKSPACE)
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
-        self._ways: dict[tuple[Any, ...], Way] = {}
+        self._plans: dict[tuple[Any, ...], MatmulPlan] = {}
 
-    def run(self, p: Product, tokens: int) -> None:
-        """Put the product of so many tokens on the stream."""
+    def run(self, p: Matmul, tokens: int) -> None:
+        """Enqueue the product for ``tokens`` rows of x on the device's stream."""
         if tokens:
-            self.go(p, self._way(p, tokens))
+            self.launch(p, self._plan(p, tokens))
 
-    def go(self, p: Product, way: Way) -> None:
+    def launch(self, p: Matmul, plan: MatmulPlan) -> None:
+        """Enqueue the product with a given plan."""
         if p.bias:
-            self._set("MatmulDesc", way.task, _DESC_BIAS, ctypes.c_uint64(p.bias))
+            self._set("MatmulDesc", plan.task, _DESC_BIAS, ctypes.c_uint64(p.bias))
         self._check("product", p, self._lib.cublasLtMatmul(
-            self._handle, way.task, byref(self._one), p.w, way.w, p.x, way.x,
-            byref(self._one if p.added else self._zero), p.added or p.y, way.added, p.y, way.y,
-            byref(way.found.algorithm), self._workspace.address, _WORKSPACE, self._stream,
+            self._handle, plan.task, byref(self._one), p.w, plan.w, p.x, plan.x,
+            byref(self._one if p.residual else self._zero), p.residual or p.y, plan.residual,
+            p.y, plan.y, byref(plan.found.algorithm), self._workspace.address, _WORKSPACE,
+            self._stream,
         ))  # fmt: skip
 
-    def _way(self, p: Product, tokens: int) -> Way:
-        """The library's choice, remembered by all that it depends on."""
-        key = (p.shape, tokens)
-        if key not in self._ways:
-            self._ways[key] = self.choices(p, tokens, 1)[0]
-        return self._ways[key]
+    def _plan(self, p: Matmul, tokens: int) -> MatmulPlan:
+        """The library's first choice, cached."""
+        key = (p.key, tokens)
+        if key not in self._plans:
+            self._plans[key] = self.candidates(p, tokens, 1)[0]
+        return self._plans[key]
 
-    def choices(self, p: Product, tokens: int, most: int) -> list[Way]:
-        """What the library would do, the best first by its own estimate."""
-        task = self._made("cublasLtMatmulDescCreate", _SUMS_IN_FLOAT, _FLOAT)
-        self._set("MatmulDesc", task, _DESC_TRANSA, _WORD(_TURNED))
+    def candidates(self, p: Matmul, tokens: int, limit: int) -> list[MatmulPlan]:
+        """At most ``limit`` plans, sorted by the library's own estimate, the fastest first."""
+        task = self._create("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
+        self._set("MatmulDesc", task, _DESC_TRANSA, _INT(_OP_T))
         if p.bias:
-            self._set("MatmulDesc", task, _DESC_EPILOGUE, _WORD(_ADD_BIAS))
+            self._set("MatmulDesc", task, _DESC_EPILOGUE, _INT(_EPILOGUE_BIAS))
             self._set("MatmulDesc", task, _DESC_BIAS, ctypes.c_uint64(p.bias))
+        y_step = p.y_batch_stride
         layouts = (
-            self._layout(p, p.kind, p.depth, p.rows, p.kind.nbytes * p.depth, p.w_step),
-            self._layout(p, p.kind, p.depth, tokens, p.x_stride, 0),
-            self._layout(p, p.result, p.rows, tokens, p.added_stride or p.y_stride, p.y_step),
-            self._layout(p, p.result, p.rows, tokens, p.y_stride, p.y_step),
+            self._layout(p, p.dtype, p.depth, p.rows, p.dtype.nbytes * p.depth, p.w_batch_stride),
+            self._layout(p, p.dtype, p.depth, tokens, p.x_stride, 0),
+            self._layout(p, p.out_dtype, p.rows, tokens, p.residual_stride or p.y_stride, y_step),
+            self._layout(p, p.out_dtype, p.rows, tokens, p.y_stride, y_step),
         )
-        wish, found, given = (
-            self._made("cublasLtMatmulPreferenceCreate"),
-            (_Found * most)(),
-            _WORD(),
-        )
-        self._set("MatmulPreference", wish, _WISH_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
-        for attribute, least in zip(_WISH_ALIGNMENTS, p.aligned):
-            self._set("MatmulPreference", wish, attribute, ctypes.c_uint32(least))
+        preference = self._create("cublasLtMatmulPreferenceCreate")
+        found, count = (_HeuristicResult * limit)(), _INT()
+        self._set("MatmulPreference", preference, _PREF_WORKSPACE, ctypes.c_size_t(_WORKSPACE))
+        for attribute, alignment in zip(_PREF_ALIGNMENTS, p.alignments):
+            self._set("MatmulPreference", preference, attribute, ctypes.c_uint32(alignment))
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, task, *layouts, wish, most, found, byref(given)
+            self._handle, task, *layouts, preference, limit, found, byref(count)
         )
-        self._lib.cublasLtMatmulPreferenceDestroy(wish)
-        ways = [Way(task, *layouts, each) for each in found[: given.value] if not each.state]
-        self._check("choice", p, status or (0 if ways else -1))
-        return ways
+        self._lib.cublasLtMatmulPreferenceDestroy(preference)
+        plans = [
+            MatmulPlan(task, *layouts, each) for each in found[: count.value] if not each.state
+        ]
+        self._check("choice of an algorithm", p, status or (0 if plans else -1))
+        return plans
 
     def _layout(
-        self, p: Product, kind: DType, rows: int, columns: int, stride: int, step: int
+        self, p: Matmul, dtype: DType, rows: int, columns: int, stride: int, batch_stride: int
     ) -> Any:
-        made = self._made(
-            "cublasLtMatrixLayoutCreate", _KINDS[kind.name], ctypes.c_uint64(rows),
-            ctypes.c_uint64(columns), _LONG(stride // kind.nbytes),
+        """A layout descriptor; strides in bytes."""
+        layout = self._create(
+            "cublasLtMatrixLayoutCreate", _CUDA_DTYPES[dtype.name], ctypes.c_uint64(rows),
+            ctypes.c_uint64(columns), _INT64(stride // dtype.nbytes),
         )  # fmt: skip
-        if p.count > 1:
-            self._set("MatrixLayout", made, _LAYOUT_COUNT, _WORD(p.count))
-            self._set("MatrixLayout", made, _LAYOUT_STEP, _LONG(step // kind.nbytes))
-        return made
+        if p.batch > 1:
+            elements = batch_stride // dtype.nbytes
+            self._set("MatrixLayout", layout, _LAYOUT_BATCH, _INT(p.batch))
+            self._set("MatrixLayout", layout, _LAYOUT_BATCH_STRIDE, _INT64(elements))
+        return layout
 
-    def _made(self, function: str, *args: Any) -> Any:
-        """What ``function`` creates."""
-        made = _AT()
-        status = getattr(self._lib, function)(byref(made), *args)
+    def _create(self, function: str, *args: Any) -> Any:
+        """The handle or descriptor that the library's ``function`` creates."""
+        handle = _POINTER()
+        status = getattr(self._lib, function)(byref(handle), *args)
         if status:
             raise GraphllmError(f"cuBLASLt error {status} in {function}")
-        return made
+        return handle
 
-    def _set(self, what: str, of: Any, attribute: int, value: Any) -> None:
+    def _set(self, kind: str, handle: Any, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        name = f"cublasLt{what}SetAttribute"
-        status = getattr(self._lib, name)(of, attribute, byref(value), size)
+        name = f"cublasLt{kind}SetAttribute"
+        status = getattr(self._lib, name)(handle, attribute, byref(value), size)
         if status:
             raise GraphllmError(f"cuBLASLt error {status} in {name}, attribute {attribute}")
 
     @staticmethod
-    def _check(what: str, p: Product, status: int) -> None:
+    def _check(what: str, p: Matmul, status: int) -> None:
         if status:
-            raise GraphllmError(f"cuBLASLt error {status} at the {what} of {p}")
+            raise GraphllmError(f"cuBLASLt error {status} in the {what} for {p}")
 
 
 @cache
-def of(device: CudaDevice) -> Library:
-    return Library(device)
+def instance(device: CudaDevice) -> CublasLt:
+    """The handle of ``device``, created at the first call."""
+    return CublasLt(device)
 
 
-def product(device: CudaDevice, p: Product, tokens: int) -> None:
-    """Put the product with so many tokens on the device's stream. Sums are float32."""
-    of(device).run(p, tokens)
+def matmul(device: CudaDevice, p: Matmul, tokens: int) -> None:
+    """Enqueue the product for ``tokens`` rows of x on the device's stream; sums are float32."""
+    instance(device).run(p, tokens)

@@ -19,9 +19,9 @@ from ....graph.tensor import Dim, Meta, Var
 from ....ops import get
 from ... import Bound, Header, Operand, Options, kernel_context
 from ...kernel_context import OperandRef
-from .source import Function, compile_all
+from .source import Function, load_or_compile_all
 
-GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
+MAX_GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
 
 # An argument of a kernel: an address or an integer, a float32, or bytes (a struct by value).
 Arg = int | float | bytes
@@ -42,11 +42,11 @@ class Launch:
     block: Sequence[int]
     args: Sequence[Arg]
     shared: int = 0
-    early: bool = True
+    programmatic: bool = True
 
 
 @dataclass(frozen=True)
-class Call:
+class HostCall:
     """Work that the host puts on the device's stream itself: a library call, a copy.
 
     ``run`` is called in each run, outside of CUDA graphs; it may look at the live values
@@ -56,7 +56,7 @@ class Call:
     run: Callable[[], None]
 
 
-Work = Launch | Call
+Work = Launch | HostCall
 
 
 def ceil(count: int, by: int) -> int:
@@ -67,7 +67,7 @@ def ceil(count: int, by: int) -> int:
 class KernelContext(kernel_context.KernelContext[OperandRef]):
     """One step as a kernel builder receives it; see `graphllm.backends.kernel_context`.
 
-    A builder returns a `Launch` or a `Call`, or a list of them that run one after the other.
+    A builder returns a `Launch` or a `HostCall`, or a list of them that run one after the other.
     """
 
     def __init__(self, bound: Bound, header: Header, device: CudaDevice) -> None:
@@ -80,27 +80,27 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
         return OperandRef(int(start) + operand.meta.offset, operand.meta, operand)
 
-    def live(self, dim: Dim) -> int:
+    def live_address(self, dim: Dim) -> int:
         """The device address of an int64 that holds the dimension's value in each run."""
         if isinstance(dim, Var):
             return self.device.live(self._header, dim)
-        return self.keep(np.array([dim], np.int64))
+        return self.constant(np.array([dim], np.int64))
 
     def settled(self, *names: str) -> bool:
         """Whether the operands are inputs or states as the run finds them: see common.cuh."""
         operands = zip(get(self.node.op).params, self.node.src)
         return all(s is None or s.is_leaf for name, s in operands if name in names)
 
-    def now(self, dim: Dim) -> int:
-        """The dimension's value in the present run; for a `Call`."""
+    def live_value(self, dim: Dim) -> int:
+        """The dimension's value in the present run; for a `HostCall`."""
         return self._header.live(dim)
 
     @staticmethod
-    def most(dim: Dim) -> int:
+    def upper_bound(dim: Dim) -> int:
         """The largest value of the dimension: what grids are made for."""
         return dim.hi if isinstance(dim, Var) else dim
 
-    def keep(self, table: np.ndarray) -> int:
+    def constant(self, table: np.ndarray) -> int:
         """The device address of a copy of ``table``; equal tables share one."""
         return self.device.constant(table)
 
@@ -202,7 +202,7 @@ class CudaDevice:
     def _packed(self, pack: DevicePack, raw: np.ndarray, meta: Meta) -> Any:
         source, buffer = self.prepare(None, raw, meta), self.alloc(pack.nbytes(meta))
         for launch in pack.launches(source.address, buffer.address, meta):
-            self.gpu.prepared(launch)()
+            self.gpu.prepare(launch)()
         self.gpu.stream.synchronize()  # the stored form is freed on return
         return buffer
 
@@ -235,19 +235,21 @@ class CudaDevice:
         work = []
         for step, place in zip(steps, contexts):
             made = step.kernel.build(place)
-            work.append([made] if isinstance(made, (Launch, Call)) else list(made))
+            work.append([made] if isinstance(made, (Launch, HostCall)) else list(made))
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
-        small = all(row.hi <= GRAPH_ROWS for row in rows if isinstance(row, Var))
+        small = all(row.hi <= MAX_GRAPH_ROWS for row in rows if isinstance(row, Var))
         return Segment(
             self.gpu, work, lambda: self._header, small, self._load, (list(steps), contexts)
         )
 
     def _load(self, functions: Sequence[Function]) -> None:
         """Have the functions' modules on the GPU, telling of those that must be compiled."""
-        pending = list(dict.fromkeys(f.module for f in functions if not self.gpu.has(f.module)))
-        new = [made for made in pending if not self.gpu.kept(made)]
-        for done, _ in enumerate(compile_all(new, self.gpu.arch)):
+        pending = list(
+            dict.fromkeys(f.module for f in functions if not self.gpu.is_loaded(f.module))
+        )
+        new = [made for made in pending if not self.gpu.is_cached(made)]
+        for done, _ in enumerate(load_or_compile_all(new, self.gpu.arch)):
             self.progress("compiling kernels", done, len(new))
         for made in pending:
             debug(4, f"{made}:\n{made.text}")

@@ -15,8 +15,8 @@ from ....errors import OutOfMemory
 from ....graph.tensor import Meta
 from ...kernel_context import numpy_layout, span
 
-_STAGE = 32 << 20  # bytes of each of the two pinned halves
-_COPIERS, _SHARE = 4, 1 << 20  # threads that fill a half; bytes that are worth one
+_STAGING_BYTES = 32 << 20  # bytes of each of the two pinned halves
+_COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that fill a half; bytes that are worth one
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -25,20 +25,20 @@ def free_bytes() -> int:
     return int(runtime.memGetInfo()[0])
 
 
-def no_room(what: str, nbytes: int | None = None) -> OutOfMemory:
+def out_of_memory(what: str, nbytes: int | None = None) -> OutOfMemory:
     """The error where there is none for ``what`` on this thread's GPU."""
     return OutOfMemory(what, "the GPU", nbytes, free_bytes(), "other programs may hold some")
 
 
 @contextmanager
-def room(what: str, nbytes: int | None = None) -> Iterator[None]:
+def allocating(what: str, nbytes: int | None = None) -> Iterator[None]:
     """OutOfMemory where the driver has no memory for ``what``."""
     try:
         yield
     except (CUDARuntimeError, CUDADriverError) as error:
         if error.status != OUT_OF_MEMORY:
             raise
-        raise no_room(what, nbytes) from None
+        raise out_of_memory(what, nbytes) from None
 
 
 class Buffer:
@@ -50,7 +50,7 @@ class Buffer:
 
     def __init__(self, nbytes: int, stream: Stream) -> None:
         self.nbytes = nbytes
-        with room("a buffer", nbytes):
+        with allocating("a buffer", nbytes):
             self._memory = Memory(max(nbytes, 1))
         self.address = int(self._memory.ptr)
         self._stream = stream
@@ -114,7 +114,7 @@ class Stager:
     large: one alone is slower than the bus, the more so where pages of a file must be mapped."""
 
     def __init__(self, stream: Stream) -> None:
-        self._stream, self._copiers = stream, ThreadPoolExecutor(_COPIERS)
+        self._stream, self._copy_pool = stream, ThreadPoolExecutor(_COPY_THREADS)
         self._halves: list[np.ndarray] = []
         self._sent = [Event(disable_timing=True), Event(disable_timing=True)]
         self._half = self._used = 0
@@ -123,13 +123,13 @@ class Stager:
         """Put uint8 ``data`` at ``address``, in order with all work on the stream."""
         if not self._halves:
             for _ in range(2):
-                memory = alloc_pinned_memory(_STAGE)
-                self._halves.append(np.frombuffer(memory, np.uint8, _STAGE))
+                memory = alloc_pinned_memory(_STAGING_BYTES)
+                self._halves.append(np.frombuffer(memory, np.uint8, _STAGING_BYTES))
         at = 0
         while at < data.nbytes:
-            if self._used == _STAGE:
+            if self._used == _STAGING_BYTES:
                 self._swap()
-            count = min(data.nbytes - at, _STAGE - self._used)
+            count = min(data.nbytes - at, _STAGING_BYTES - self._used)
             stage = self._halves[self._half][self._used : self._used + count]
             self._copy(stage, data[at : at + count])
             runtime.memcpyAsync(
@@ -139,12 +139,12 @@ class Stager:
             at, self._used = at + count, self._used + count
 
     def _copy(self, stage: np.ndarray, data: np.ndarray) -> None:
-        share = data.nbytes // _COPIERS + 1
-        if share < _SHARE:
+        share = data.nbytes // _COPY_THREADS + 1
+        if share < _MIN_CHUNK:
             stage[:] = data
             return
         starts = range(0, data.nbytes, share)
-        for _ in self._copiers.map(
+        for _ in self._copy_pool.map(
             lambda at: np.copyto(stage[at : at + share], data[at : at + share]), starts
         ):
             pass

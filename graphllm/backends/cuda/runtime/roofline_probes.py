@@ -13,8 +13,8 @@ from .device import Arg, CudaDevice, Launch
 from .source import Function, module
 
 ROUNDS = 20  # that count
-_OWN, _TENSOR = module("ceiling"), module("ceiling_tensor")
-_THREADS, _PIECE, _SUMS = 512, 64 << 10, 8  # as in ceiling.cu
+_OWN, _TENSOR = module("roofline_probes"), module("roofline_probes_tensor")
+_THREADS, _PIECE, _SUMS = 512, 64 << 10, 8  # as in roofline_probes.cu
 _TURNS = 4096  # of multiply-adds
 _BLOCKS = (1, 2, 4)  # a processor
 _CORES = (8, 0)  # the compute capability from which on there is the instruction
@@ -85,7 +85,7 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
         for blocks in _BLOCKS:
             grid = blocks * device.gpu.processors
             launch = Launch(each.function, (grid,), (_THREADS,), each.args, early=False)
-            seconds = device.gpu.seconds(device.gpu.prepared(launch), ROUNDS)
+            seconds = device.gpu.time_runs(device.gpu.prepare(launch), ROUNDS)
             work = each.work * grid if each.each else each.work
             found.add(getattr(found, each.table), each.kind, blocks, work, seconds)
     show("measuring the GPU's memory, cache and arithmetic", len(tries), len(tries))

@@ -22,7 +22,7 @@ from ....cache import CacheFile
 from ....debug import debug
 from ....errors import GraphllmError
 
-_FOLDER = Path(__file__).parents[1] / "kernels"
+SOURCES = Path(__file__).parents[1] / "kernels"
 _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
 
@@ -41,7 +41,7 @@ class Module:
     def text(self) -> str:
         """The source, without the headers."""
         macros = "".join(f"#define {name} {value}\n" for name, value in self.defines)
-        own = (_FOLDER / self.file).read_text("utf-8")
+        own = (SOURCES / self.file).read_text("utf-8")
         return f'{macros}#include "common.cuh"\n#line 1 "{self.file}"\n{own}'
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ def module(family: str, **defines: object) -> Module:
     return MODULES.setdefault(made) or made
 
 
-def stamped(made: Module) -> Module:
+def timed_build(made: Module) -> Module:
     """The module's build for timed runs: see common.cuh."""
-    return Module(made.file, (*made.defines, ("STAMPED_BUILD", "1")))
+    return Module(made.file, (*made.defines, ("TIMED_BUILD", "1")))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def target(capability: tuple[int, int]) -> str:
 @cache
 def _headers() -> dict[str, str]:
     """All headers of this directory by name."""
-    return {path.name: path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.cuh"))}
+    return {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.cuh"))}
 
 
 @cache
@@ -123,40 +123,40 @@ def compile_module(made: Module, arch: str) -> Image:
     return Image(code if isinstance(code, bytes) else code.encode("latin-1"), log)
 
 
-def image(made: Module, arch: str) -> bytes:
+def load_or_compile(made: Module, arch: str) -> bytes:
     """The module's code for ``arch``: from the disk, or compiled and kept there."""
-    file, key = _place(made, arch)
-    return file.load(key) or fresh_image(made, arch)
+    file, key = _cache_file(made, arch)
+    return file.load(key) or recompile(made, arch)
 
 
-def fresh_image(made: Module, arch: str) -> bytes:
+def recompile(made: Module, arch: str) -> bytes:
     """The module's code for ``arch``, compiled now, in place of what the disk may hold."""
     debug(1, f"compiling {made} for {arch}")
     code = compile_module(made, arch).code
-    file, key = _place(made, arch)
+    file, key = _cache_file(made, arch)
     file.save(key, code)
     return code
 
 
-def compile_all(modules: Sequence[Module], arch: str) -> Iterator[bytes]:
-    """The `image` of each, in order; the compiler runs on all processors."""
+def load_or_compile_all(modules: Sequence[Module], arch: str) -> Iterator[bytes]:
+    """The `load_or_compile` of each, in order; the compiler runs on all processors."""
     with ThreadPoolExecutor(min(len(modules), os.cpu_count() or 1) or 1) as pool:
-        yield from pool.map(lambda made: image(made, arch), modules)
+        yield from pool.map(lambda made: load_or_compile(made, arch), modules)
 
 
-def kept(made: Module, arch: str) -> bool:
+def is_cached(made: Module, arch: str) -> bool:
     """Whether the disk has the module's code."""
-    return _place(made, arch)[0].size() is not None
+    return _cache_file(made, arch)[0].size() is not None
 
 
-def _place(made: Module, arch: str) -> tuple[CacheFile, bytes]:
+def _cache_file(made: Module, arch: str) -> tuple[CacheFile, bytes]:
     """The file for the module's code, and its key: all that the code depends on."""
     parts = [made.text, *_headers().values(), arch, *_OPTIONS, _compiler()]
     key = "\0".join(parts).encode()
     return CacheFile("cuda", f"{hashlib.sha256(b'2' + key).hexdigest()[:32]}.bin"), key
 
 
-def resources(log: str) -> Mapping[str, tuple[int, int]]:
+def resource_usage(log: str) -> Mapping[str, tuple[int, int]]:
     """For each kernel in the assembler's report: (registers, bytes of local memory)."""
     found: dict[str, tuple[int, int]] = {}
     name, local = "", 0

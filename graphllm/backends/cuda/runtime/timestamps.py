@@ -1,27 +1,29 @@
-"""What kernels of the timed build note, and what it says of their steps."""
+"""Start and end of every step, from the timestamps that kernels of the timed build record."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# When a step started, when what is before it was over, and when it ended: Stamps of common.cuh.
-# What was not noted is -1 (0 for an end).
-STAMPS = np.dtype([("start", np.int64), ("ready", np.int64), ("end", np.int64)])
+# struct Timestamps of common.cuh, in nanoseconds: when the step started, when the results of its
+# predecessor were available, and when its last block ended. -1 (0 for `end`) where nothing was
+# recorded.
+TIMESTAMPS = np.dtype([("start", np.int64), ("ready", np.int64), ("end", np.int64)])
 
 
-def ends_and_starts(stamps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """When the run began and each step ended [n + 1], and when each started [n].
+def ends_and_starts(timestamps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Times at which the run began and each step ended [n + 1], and at which each started [n].
 
-    A step is over when its results are there for the next one, a good part of a microsecond after
-    its last thread. Where the next has started by then, its `ready` tells; elsewhere it is as long
-    after the last thread as it is there, but not after the next one's start.
+    A step ends when its results are available to the next step, which is a good part of a
+    microsecond after its last thread ends. If the next step had started by then, its `ready` is
+    that time. Elsewhere the same delay is assumed (the median of those observed), but the end is
+    not later than the next step's start.
     """
-    starts, ready, ends = (stamps[name].copy() for name in STAMPS.names or ())
-    ends = np.maximum.accumulate(ends)  # a step without work ends with the one before
+    starts, ready, ends = (timestamps[name].copy() for name in TIMESTAMPS.names or ())
+    ends = np.maximum.accumulate(ends)  # a step without work ends with its predecessor
     seen = (starts[1:] >= 0) & (starts[1:] < ends[:-1]) & (ready[1:] >= ends[:-1])
-    later = np.full(len(ends), int(np.median((ready[1:] - ends[:-1])[seen])) if seen.any() else 0)
-    later[:-1][seen] = (ready[1:] - ends[:-1])[seen]
+    delay = np.full(len(ends), int(np.median((ready[1:] - ends[:-1])[seen])) if seen.any() else 0)
+    delay[:-1][seen] = (ready[1:] - ends[:-1])[seen]
     begun = starts[1:] >= ends[:-1]
-    later[:-1][begun] = np.minimum(later[:-1], starts[1:] - ends[:-1])[begun]
-    ends = np.maximum.accumulate(ends + later)
-    return ends, np.where(starts[1:] < 0, ends[:-1], starts[1:])  # libraries note no start
+    delay[:-1][begun] = np.minimum(delay[:-1], starts[1:] - ends[:-1])[begun]
+    ends = np.maximum.accumulate(ends + delay)
+    return ends, np.where(starts[1:] < 0, ends[:-1], starts[1:])  # library calls record no start

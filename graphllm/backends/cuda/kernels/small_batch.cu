@@ -3,14 +3,14 @@
 //
 // A block takes SIDE rows of a matrix, which has as many, and reads all activations for them: the more
 // rows, the less of that. GATED: half of the rows are of one matrix, the others the same ones of a
-// second, and give act(first) * second, float32 or of a kind of quantise.cuh. A block's warps share
+// second, and give act(first) * second, float32 or of a kind of quantize.cuh. A block's warps share
 // out the depth, 32 at a time; thread q of four takes numbers 8 q .. 8 q + 7 of these, as in
-// linear_tensor.cu. A warp has 8 KB of weights on their way, the first of them before the activations
+// small_batch_f32.cu. A warp has 8 KB of weights on their way, the first of them before the activations
 // are there.
 
 #include "matrices.cuh"
-#include "quantise.cuh"
-#include "tensor.cuh"
+#include "quantize.cuh"
+#include "tensor_cores.cuh"
 
 #define STEP 32
 #define MANY 16  // tokens
@@ -21,9 +21,9 @@
 #define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: those at hand, and the next ones
 
 extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
-    linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act,
-           int kind STAMPS) {
-    STAMPED
+    small_batch(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act,
+           int kind TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ float sums[WARPS][MANY][SIDE + 1];
     launch_next();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;

@@ -1,12 +1,12 @@
 // Writes into the pools of keys and values.
 
-#include "kv.cuh"
+#include "kv_cache.cuh"
 #include "rope.cuh"
 
 // A block does one row (x) and some elements of it (y).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
-                                    int width STAMPS) {
-    STAMPED
+                                    int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int column = blockIdx.y * blockDim.x + threadIdx.x;
@@ -22,12 +22,12 @@ struct Heads {
     int count, unused;
 };
 
-// Heads normed, if they are, and turned, of any width. A block does one head (y) of one token (x):
+// Heads normed, if they are, and rotated, of any width. A block does one head (y) of one token (x):
 // first the queries, then the keys, then the values, which are only stored.
 extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Pool k_pool,
                                       Pool v_pool, const i64* live, int width, float eps,
-                                      Turn turn STAMPS) {
-    STAMPED
+                                      Rotation rotation TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(float, head);
     const i64 rows = begin(live);
     i64 token = blockIdx.x;
@@ -52,9 +52,9 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         if (query) {
-            out[(token * q.count + own) * width + i] = turned(turn, token, head, i);
+            out[(token * q.count + own) * width + i] = rotated(rotation, token, head, i);
         } else if (key) {
-            store_kv(k_pool, slot, own * width + i, turned(turn, token, head, i));
+            store_kv(k_pool, slot, own * width + i, rotated(rotation, token, head, i));
         } else {
             store_kv(v_pool, slot, own * width + i, head[i]);
         }
@@ -62,18 +62,18 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
 }
 
 // Heads of 64 P elements. A warp does one after the other; lane l turns the pairs 32 j + l.
-template <int P> struct Turning {
+template <int P> struct WarpRotation {
     static constexpr int WIDE = 64 * P;
     float inverse[P], s[P], c[P], attention_factor;
     int interleaved;
 
-    __device__ __forceinline__ Turning(const Turn& turn)
-        : attention_factor(turn.attention_factor), interleaved(turn.interleaved) {
+    __device__ __forceinline__ WarpRotation(const Rotation& rotation)
+        : attention_factor(rotation.attention_factor), interleaved(rotation.interleaved) {
         int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int j = 0; j < P; j++) {
-            inverse[j] = turn.inverse[32 * j + lane];
-            if (turn.factors) inverse[j] = __fdiv_rn(inverse[j], turn.factors[32 * j + lane]);
+            inverse[j] = rotation.inverse[32 * j + lane];
+            if (rotation.factors) inverse[j] = __fdiv_rn(inverse[j], rotation.factors[32 * j + lane]);
         }
     }
 
@@ -158,18 +158,18 @@ template <int P> struct Turning {
     }
 };
 
-// The same for heads of 64 P elements that are turned as a whole: warps of gridDim.y blocks to a
+// The same for heads of 64 P elements that are rotated as a whole: warps of gridDim.y blocks to a
 // token.
 template <int P>
 __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const Heads& v,
                                             float* out, const Pool& k_pool, const Pool& v_pool,
                                             const i64* live, float eps, bool settled,
-                                            const Turn& turn) {
+                                            const Rotation& rotation) {
     int warps = blockDim.x / WARP, first = blockIdx.y * warps + threadIdx.x / WARP;
-    Turning<P> angles(turn);
+    WarpRotation<P> angles(rotation);
     const i64 rows = begin(live, settled), token = blockIdx.x;
     const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
-    angles.at(turn.pos[token]);
+    angles.at(rotation.pos[token]);
     wait_for_previous();
     if (token >= rows) return;
     angles.heads(q, k, v, out, k_pool, v_pool, k_slot, v_slot, token, eps, first,
@@ -179,9 +179,9 @@ __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const
 #define WHOLE(P)                                                                               \
     extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
                                               Pool k_pool, Pool v_pool, const i64* live,       \
-                                              float eps, int settled, Turn turn STAMPS) {       \
-        STAMPED                                                                                 \
-        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, settled, turn);                 \
+                                              float eps, int settled, Rotation rotation TIMESTAMPS) {       \
+        RECORD_TIMESTAMPS                                                                                 \
+        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, settled, rotation);                 \
     }
 WHOLE(1)
 WHOLE(2)

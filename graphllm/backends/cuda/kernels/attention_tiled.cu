@@ -5,8 +5,8 @@
 // capped, or have slopes.
 
 #include "attention.cuh"
-#include "quantise.cuh"
-#include "tensor.cuh"
+#include "quantize.cuh"
+#include "tensor_cores.cuh"
 
 #define THREADS 128
 #define QUERIES 64
@@ -55,9 +55,9 @@ __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence
     return false;
 }
 
-// blockIdx: (tile of queries, head). kind: of the results, as quantise.cuh has them.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind STAMPS) {
-    STAMPED
+// blockIdx: (tile of queries, head). kind: of the results, as quantize.cuh has them.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(Tile, memory);
     Tile& s = *memory;
     begin();
@@ -77,20 +77,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
         }
     }
     // A thread has results of two queries: lane / 4 of its warp's 16, and the one 8 further.
-    Sight mine[2];
+    VisibleKeys mine[2];
     int low = 0x7fffffff, high = 0, clear_low = 0, clear_high = 0x7fffffff;
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        mine[r] = sight(a, sequence, first + min(warp * 16 + lane / 4 + 8 * r, queries - 1));
+        mine[r] = visible_keys(a, sequence, first + min(warp * 16 + lane / 4 + 8 * r, queries - 1));
     {
-        Sight start = sight(a, sequence, first), end = sight(a, sequence, first + queries - 1);
+        VisibleKeys start = visible_keys(a, sequence, first), end = visible_keys(a, sequence, first + queries - 1);
         // Both ends of what is seen never fall from one query to the next, but for a prefix.
         low = start.low, high = max(start.high, end.high);
         clear_low = end.low, clear_high = min(start.high, end.high);
         if (a.causal && a.prefix_len) clear_high = min(clear_high, start.position + 1);
     }
     const float slope = a.slopes ? a.slopes[head] : 0;
-    float scores[KEYS / 8][4], mixed[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
+    float scores[KEYS / 8][4], acc[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
     u32 mine_q[DEPTH <= 128 ? STEPS : 1][4];
 
     const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile lies in one block of the table
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
             for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const Sight& m = mine[e / 2];
+                    const VisibleKeys& m = mine[e / 2];
                     int j = at + 8 * n + lane % 4 * 2 + e % 2;
                     float x = scores[n][e];
                     if (BIASED) x = logit(a, x, j - m.position, slope);
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
 #pragma unroll
             for (int n = 0; n < PIECES; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) mixed[n][e] *= shrink[e / 2];
+                for (int e = 0; e < 4; e++) acc[n][e] *= shrink[e / 2];
         wait_copies<0>();
         __syncthreads();  // values are there, and the keys have been used
         if (at + KEYS < high) bring_tile(s.k, a.k, a.k_stride, at + KEYS);
@@ -183,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
 #pragma unroll
             for (int n = 0; n < PIECES / 2; n++) {
                 u32 values[4];
-                load_turned(values, &s.v[16 * t + lane % 16][16 * n + lane / 16 * 8]);
-                multiply(mixed[2 * n], weights, values[0], values[1]);
-                multiply(mixed[2 * n + 1], weights, values[2], values[3]);
+                load_matrices_transposed(values, &s.v[16 * t + lane % 16][16 * n + lane / 16 * 8]);
+                multiply(acc[2 * n], weights, values[0], values[1]);
+                multiply(acc[2 * n + 1], weights, values[2], values[3]);
             }
         }
     }
@@ -194,13 +194,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
         float total = totals[r];
         total += __shfl_xor_sync(FULL, total, 1);
         total += __shfl_xor_sync(FULL, total, 2);
-        float share = share_of(a, head, tops[r], total);
+        float share = normalizer(a, head, tops[r], total);
         int row = warp * 16 + lane / 4 + 8 * r;
         if (row >= queries) continue;
         i64 to = ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
-            float x = mixed[n][2 * r] * share, y = mixed[n][2 * r + 1] * share;
+            float x = acc[n][2 * r] * share, y = acc[n][2 * r + 1] * share;
             if (kind)
                 *(u32*)((u16*)a.out + to + 8 * n) = to_half(kind, x) | (u32)to_half(kind, y) << 16;
             else

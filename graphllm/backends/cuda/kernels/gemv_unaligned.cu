@@ -16,9 +16,9 @@ __device__ __forceinline__ float weight(const u8* row, int at) {
 }
 
 // blockIdx: (some rows of the matrices, token).
-extern "C" __global__ void linear(const u8* x, i64 x_stride, const i64* live, int k,
-                                  Matrices all STAMPS) {
-    STAMPED
+extern "C" __global__ void gemv(const u8* x, i64 x_stride, const i64* live, int k,
+                                  Matrices all TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     int row = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, token = blockIdx.y;
     Matrix m = all.m[0];

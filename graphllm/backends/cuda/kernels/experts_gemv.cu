@@ -1,9 +1,9 @@
 // Products of each row with a matrix of its own, for few rows: a warp goes along a few rows of a matrix
-// for one pair, as in linear.cu for one token. Pairs are neighbours in the grid, so that those of one
+// for one pair, as in gemv.cu for one token. Pairs are neighbours in the grid, so that those of one
 // expert find its rows in the second-level cache.
 //
 // FORMAT: a struct of blocks.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
-// HALVES. ROWS, DEPTH, NEXT: as in linear.cu. GATED: each row of two matrices, act(first) * second.
+// HALVES. ROWS, DEPTH, NEXT: as in gemv.cu. GATED: each row of two matrices, act(first) * second.
 
 #define LONE 1
 #include "dot.cuh"
@@ -12,8 +12,8 @@
 #define WARPS 4
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
-// WIDE: rows of x begin at multiples of 16 bytes.
-template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) {
+// ALIGNED: rows of x begin at multiples of 16 bytes.
+template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& e) {
     if (NEXT == 0 && !e.ids) launch_next();
     const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int pair = blockIdx.x, row = (int)(blockIdx.y * WARPS + warp) * ROWS;
@@ -49,7 +49,7 @@ template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) 
             int j = at + WARP * d;
             if (j >= items) break;
             Activations<FORMAT> a;
-            a.load(x, e.depth, j, lane, WIDE);
+            a.load(x, e.depth, j, lane, ALIGNED);
 #pragma unroll
             for (int s = 0; s < STREAMS; s++)
 #pragma unroll
@@ -69,14 +69,14 @@ template <bool WIDE> __device__ __forceinline__ void multiply(const Experts& e) 
     }
 }
 
-extern "C" __global__ void wide(Experts e STAMPS) {
-    STAMPED
+extern "C" __global__ void aligned(Experts e TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     multiply<true>(e);
 }
 
 #if INTEGER
-extern "C" __global__ void narrow(Experts e STAMPS) {
-    STAMPED
+extern "C" __global__ void unaligned(Experts e TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     multiply<false>(e);
 }
 #endif

@@ -8,7 +8,7 @@
 // agree.
 
 #include "matrices.cuh"
-#include "tensor.cuh"
+#include "tensor_cores.cuh"
 
 #define STEP 32
 #define SIDE 16  // rows of a block
@@ -33,8 +33,8 @@ __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARP* WARPS)
-    linear(const u8* x, i64 x_stride, const i64* live, int k, Matrices all STAMPS) {
-    STAMPED
+    small_batch(const u8* x, i64 x_stride, const i64* live, int k, Matrices all TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ float sums[WARPS][MANY][SIDE + 1];
     launch_next();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;

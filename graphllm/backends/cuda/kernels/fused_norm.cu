@@ -1,7 +1,7 @@
 // Norms with a residual before or after them, and gated units, float32 or quantised on the way out.
 
 #include "norm.cuh"
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 __device__ __forceinline__ const float* row_of(const u8* x, i64 stride) {
     return (const float*)(x + (i64)blockIdx.x * stride);
@@ -112,22 +112,22 @@ __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* o
 #define NORMS(U)                                                                                \
     extern "C" __global__ void __launch_bounds__(1024, 1)                                       \
         norm_quantise_##U(const u8* h, i64 h_stride, const float* w, Targets targets,          \
-                          const i64* live, int width, float eps STAMPS) {                       \
-        STAMPED                                                                                 \
+                          const i64* live, int width, float eps TIMESTAMPS) {                       \
+        RECORD_TIMESTAMPS                                                                                 \
         norm_quantise<U>(h, h_stride, w, targets, live, width, eps);                            \
     }                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                          \
         norm_add_##U(const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride,     \
-                     u8* sum, i64 sum_stride, const i64* live, int width, float eps STAMPS) {   \
-        STAMPED                                                                                 \
+                     u8* sum, i64 sum_stride, const i64* live, int width, float eps TIMESTAMPS) {   \
+        RECORD_TIMESTAMPS                                                                                 \
         norm_add<U, false>(h, h_stride, w, x, x_stride, 0, sum, sum_stride, Targets(), live,    \
                            width, eps, 0);                                                      \
     }                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024) norm_add_norm_##U(                       \
         const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride, const float* w2, \
         u8* sum, i64 sum_stride, Targets targets, const i64* live, int width, float eps,       \
-        float eps2 STAMPS) {                                                                    \
-        STAMPED                                                                                 \
+        float eps2 TIMESTAMPS) {                                                                    \
+        RECORD_TIMESTAMPS                                                                                 \
         norm_add<U, true>(h, h_stride, w, x, x_stride, w2, sum, sum_stride, targets, live,      \
                           width, eps, eps2);                                                    \
     }
@@ -137,8 +137,8 @@ NORMS(2)
 #define GLU(N)                                                                                  \
     extern "C" __global__ void glu_##N(const u8* gate, i64 gate_stride, const u8* up,          \
                                        i64 up_stride, Targets targets, const i64* live,        \
-                                       int lines, int width, int act STAMPS) {                  \
-        STAMPED                                                                                 \
+                                       int lines, int width, int act TIMESTAMPS) {                  \
+        RECORD_TIMESTAMPS                                                                                 \
         glu<N>(gate, gate_stride, up, up_stride, targets, live, lines, width, act);             \
     }
 GLU(1)
@@ -147,8 +147,8 @@ GLU(8)
 #define GLU_HALVES(NAME, KIND)                                                                  \
     extern "C" __global__ void glu_##NAME(const u16* gate, const u16* up, u8* out,             \
                                           i64 out_stride, const i64* live, int width,          \
-                                          int act STAMPS) {                                     \
-        STAMPED                                                                                 \
+                                          int act TIMESTAMPS) {                                     \
+        RECORD_TIMESTAMPS                                                                                 \
         glu_halves<KIND>(gate, up, out, out_stride, live, width, act);                          \
     }
 GLU_HALVES(f16, 1)

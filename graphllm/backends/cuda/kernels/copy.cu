@@ -18,8 +18,8 @@ __device__ __forceinline__ void pack_rows(const u8* x, const Shape& s, T* out, c
 }
 
 #define PACK(NAME, T)                                                                           \
-    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live STAMPS) {     \
-        STAMPED                                                                                 \
+    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live TIMESTAMPS) {     \
+        RECORD_TIMESTAMPS                                                                                 \
         pack_rows(x, s, out, live);                                                             \
     }
 PACK(contiguous_1, u8)
@@ -30,8 +30,8 @@ PACK(contiguous_8, u64)
 enum FloatKind { KIND_F32, KIND_F16, KIND_BF16 };
 
 extern "C" __global__ void cast(const u8* x, i64 stride, u8* out, const i64* live, int width,
-                                int source, int target STAMPS) {
-    STAMPED
+                                int source, int target TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void gather(const u8* x, i64 stride, const int* rows,
 
 #define GATHER(NAME, T)                                                                         \
     extern "C" __global__ void NAME(const u8* x, i64 stride, const int* rows, T* out,          \
-                                    const i64* live, int width STAMPS) {                        \
-        STAMPED                                                                                 \
+                                    const i64* live, int width TIMESTAMPS) {                        \
+        RECORD_TIMESTAMPS                                                                                 \
         gather(x, stride, rows, out, live, width);                                              \
     }
 GATHER(gather_1, u8)
@@ -72,8 +72,8 @@ GATHER(gather_8, u64)
 
 // Lines of a and b side by side: `lines` of them in a row, a_width and b_width elements each.
 extern "C" __global__ void concat(const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out,
-                                  const i64* live, int lines, int a_width, int b_width STAMPS) {
-    STAMPED
+                                  const i64* live, int lines, int a_width, int b_width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int i = blockIdx.y * blockDim.x + threadIdx.x, width = a_width + b_width;

@@ -9,7 +9,7 @@
 // cores of capability 9.0, which read shared memory themselves.
 
 #include "experts.cuh"
-#include "tensor.cuh"
+#include "tensor_cores.cuh"
 
 #define THREADS (WARP * WARPS)
 #define SIDE 128
@@ -279,8 +279,8 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
 
 // blockIdx: (group, some rows of its matrix). Without groups each matrix meets a row of every token.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    multiply_groups(Experts e, const Group* groups, const int* order STAMPS) {
-    STAMPED
+    multiply_groups(Experts e, const Group* groups, const int* order TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     DYNAMIC_SHARED(u8, memory);
     Shared& s = *(Shared*)(WGMMA ? memory + (-shared_address(memory) & 1023) : memory);
     const int tokens = (int)*(volatile const i64*)e.live;

@@ -1,6 +1,6 @@
 // What tensor cores give at best to the instruction that kernels here multiply halves with.
 #define BFLOAT 0
-#include "tensor.cuh"
+#include "tensor_cores.cuh"
 
 #define SUMS 8  // tiles of 16 x 8 that a warp adds to in turns
 

@@ -5,8 +5,8 @@
 // `count` items of a matrix, whole rows from item `first` on, as float16. The 32 items of a warp are
 // neighbours: they are put in order in shared memory, and leave it as whole lines.
 extern "C" __global__ void __launch_bounds__(128)
-    expand(Planes w, i64 first, i64 count, int items, u16* y STAMPS) {
-    STAMPED
+    dequantize(Planes w, i64 first, i64 count, int items, u16* y TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ uint4 stage[4][WARP * FORMAT::ITEM / 8];
     begin();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;

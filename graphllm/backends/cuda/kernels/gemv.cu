@@ -22,9 +22,9 @@
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
 
 // y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
-extern "C" __global__ void BOUNDS linear(const u8* x, i64 x_stride, const i64* live, int k,
-                                         Matrices all, int act STAMPS) {
-    STAMPED
+extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* live, int k,
+                                         Matrices all, int act TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     if (NEXT == 0) launch_next();
     const int items = k / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int start = lane + WARP * DEPTH * (warp % SHARED_BY);
@@ -51,7 +51,7 @@ extern "C" __global__ void BOUNDS linear(const u8* x, i64 x_stride, const i64* l
     const int first = blockIdx.y * TOKENS, tokens = (int)*live;
     wait_for_previous();
     // Whether rows begin at multiples of 16 bytes; a lone one always does.
-    const bool wide = TOKENS == 1 || ((u64)x % 16 == 0 && x_stride % 16 == 0);
+    const bool aligned = TOKENS == 1 || ((u64)x % 16 == 0 && x_stride % 16 == 0);
     if (first >= tokens) return;
     const u8* lone = x;
 #if STAGED
@@ -68,7 +68,7 @@ extern "C" __global__ void BOUNDS linear(const u8* x, i64 x_stride, const i64* l
     auto load_activations = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
-            if (at + WARP * d < items) a[d].load(lone, k, at + WARP * d, lane, wide);
+            if (at + WARP * d < items) a[d].load(lone, k, at + WARP * d, lane, aligned);
     };
 #else
     auto load_activations = [](int at) {};
@@ -90,7 +90,7 @@ extern "C" __global__ void BOUNDS linear(const u8* x, i64 x_stride, const i64* l
 #pragma unroll
                     for (int t = 0; t < TOKENS; t++) {
                         const u8* token = x + min(first + t, tokens - 1) * x_stride;
-                        sums[s][r][t] += dot<FORMAT>(u, token, k, j, wide);
+                        sums[s][r][t] += dot<FORMAT>(u, token, k, j, aligned);
                     }
 #endif
                 }

@@ -10,8 +10,8 @@ __device__ __forceinline__ float number(int kind, const u8* row, int at) {
 }
 
 // blockIdx: (pair, some rows of its matrix).
-extern "C" __global__ void multiply(Experts e STAMPS) {
-    STAMPED
+extern "C" __global__ void multiply(Experts e TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 tokens = *(volatile const i64*)e.live;
     wait_and_launch_next();
     const int pair = blockIdx.x, row = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;

@@ -1,7 +1,7 @@
 // Activations in fewer bits. A warp does one block of a line, of which rows have one or several, or
 // 256 columns of a row.
 
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 template <int N>
 __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 out_stride,
@@ -21,21 +21,21 @@ __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 o
 
 extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out_stride,
                                        const i64* live, int lines, int width,
-                                       int out_line STAMPS) {
-    STAMPED
+                                       int out_line TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     quantise<1>(x, stride, out, out_stride, live, lines, width, out_line);
 }
 
 extern "C" __global__ void quantise_256(const u8* x, i64 stride, u8* out, i64 out_stride,
                                         const i64* live, int lines, int width,
-                                        int out_line STAMPS) {
-    STAMPED
+                                        int out_line TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     quantise<8>(x, stride, out, out_stride, live, lines, width, out_line);
 }
 
 extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stride,
-                                  const i64* live, int width, int kind STAMPS) {
-    STAMPED
+                                  const i64* live, int width, int kind TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 row = blockIdx.x;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 256;

@@ -14,30 +14,30 @@ template <int POOL> __device__ __forceinline__ float element(const u8* slot, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth,
-                                                                int width STAMPS) {
-    STAMPED
-    DYNAMIC_SHARED(float, mixed);  // the values' sum so far
+                                                                int width TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    DYNAMIC_SHARED(float, acc);  // the values' sum so far
     __shared__ float weights[THREADS];
     __shared__ i64 slots[THREADS];
     begin();
     const int head = blockIdx.x, token = blockIdx.y, thread = threadIdx.x;
     if (token >= *a.tokens) return;
     const int kv = head / ((int)a.heads / (int)a.kv_heads);
-    const Sight sees = sight(a, sequence_of(a, token), token);
+    const VisibleKeys visible = visible_keys(a, sequence_of(a, token), token);
     const float* q = (const float*)(a.q + token * a.q_stride) + head * depth;
     const float slope = a.slopes ? a.slopes[head] : 0;
     float top = -INFINITE, total = 0;
-    for (int e = thread; e < width; e += THREADS) mixed[e] = 0;
-    for (int at = sees.low; at < sees.high; at += THREADS) {
-        int j = at + thread, count = min(THREADS, sees.high - at);
+    for (int e = thread; e < width; e += THREADS) acc[e] = 0;
+    for (int at = visible.low; at < visible.high; at += THREADS) {
+        int j = at + thread, count = min(THREADS, visible.high - at);
         float x = -INFINITE;
-        if (j < sees.high) {
+        if (j < visible.high) {
             int block = (int)a.block, page = j / block;
-            slots[thread] = (i64)a.table[sees.sequence * a.table_width + page] * block + j % block;
+            slots[thread] = (i64)a.table[visible.sequence * a.table_width + page] * block + j % block;
             const u8* key = a.k + slots[thread] * a.k_stride;
             float sum = 0;
             for (int e = 0; e < depth; e++) sum = fmaf(q[e], element<K_POOL>(key, kv * depth + e), sum);
-            x = logit(a, sum * a.scale, j - sees.position, slope);
+            x = logit(a, sum * a.scale, j - visible.position, slope);
         }
         float most = fmaxf(top, block_max(x)), shrink = top == -INFINITE ? 0 : __expf(top - most);
         weights[thread] = x == -INFINITE ? 0 : __expf(x - most);
@@ -45,15 +45,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int
         top = most;
         __syncthreads();
         for (int e = thread; e < width; e += THREADS) {
-            float sum = mixed[e] * shrink;
+            float sum = acc[e] * shrink;
             for (int i = 0; i < count; i++)
                 sum = fmaf(weights[i],
                            element<V_POOL>(a.v + slots[i] * a.v_stride, kv * width + e), sum);
-            mixed[e] = sum;
+            acc[e] = sum;
         }
         __syncthreads();
     }
-    float share = share_of(a, head, top, total);
+    float share = normalizer(a, head, top, total);
     for (int e = thread; e < width; e += THREADS)
-        a.out[((i64)token * a.heads + head) * width + e] = mixed[e] * share;
+        a.out[((i64)token * a.heads + head) * width + e] = acc[e] * share;
 }

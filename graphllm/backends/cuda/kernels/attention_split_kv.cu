@@ -1,4 +1,4 @@
-// Attention of few tokens: the keys of each are split, every piece goes to a block.
+// Attention of few tokens: the keys of each are split, every split_keys goes to a block.
 //
 // POOL: F32, F16 or Q8_0, what keys and values are kept in. DEPTH: of a query and a key; WIDTH: of a
 // value; both multiples of 8 from 64 to 576. HEADS: that share a kv head and are taken together, 1,
@@ -6,7 +6,7 @@
 // K_LANES threads to a key and V_LANES to a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 #define THREADS 128
 #define SPAN 256
@@ -63,7 +63,7 @@ constexpr int WARPS = THREADS / WARP, K_ROWS = WARP / K_LANES, V_ROWS = WARP / V
 constexpr int TILE = EACH * (K_ROWS > V_ROWS ? K_ROWS : V_ROWS);
 constexpr int K_EACH = TILE / K_ROWS, V_EACH = TILE / V_ROWS;
 constexpr int K_SPANS = SPANS(DEPTH), V_SPANS = SPANS(WIDTH);
-constexpr int PART = WIDTH + 4;  // floats of a piece's result: mixed values, top, total
+constexpr int PARTIAL = WIDTH + 4;  // floats of a split_keys's result: acc values, top, total
 
 // Sums of `v` over groups of LANES threads; each thread gets that of one head, as v[0].
 template <int LANES> __device__ __forceinline__ void spread_sums(float (&v)[HEADS], int lane) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ float weight_of(const float (&weights)[K_EACH], int r
     return found;
 }
 
-// The keys of a token in pieces of equal length, a whole tile for every warp.
-__device__ __forceinline__ int piece_of(const Attention& a, int count) {
+// The keys of a token in splits_used of equal length, a whole tile for every warp.
+__device__ __forceinline__ int keys_per_split(const Attention& a, int count) {
     int tiles = (count + TILE * WARPS - 1) / (TILE * WARPS), splits = (int)a.splits;
     return (tiles + splits - 1) / splits * TILE * WARPS;
 }
@@ -118,31 +118,31 @@ constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 
 
 struct Shared {
     float tops[WARPS][HEADS], totals[WARPS][HEADS];
-    float mixed[WARPS][HEADS][WIDTH];
+    float acc[WARPS][HEADS][WIDTH];
 };
 
-// blockIdx: (kv head and part of its heads, token, piece). Every warp goes along keys of its own,
+// blockIdx: (kv head and partial of its heads, token, split_keys). Every warp goes along keys of its own,
 // with a softmax of its own; at the end they are merged.
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a STAMPS) {
-    STAMPED
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     __shared__ Shared s;
     const int tokens = (int)begin(a.tokens, a.settled);
     const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const Sight sees = sight(a, token);
+    const VisibleKeys visible = visible_keys(a, token);
     const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
     const int kv = blockIdx.x / per, first = kv * shared + blockIdx.x % per * HEADS;
     const int heads = min(HEADS, (kv + 1) * shared - first);
-    const int piece = piece_of(a, sees.high - sees.low);
-    const int from = sees.low + blockIdx.z * piece, to = min(sees.high, from + piece);
-    if (token >= tokens || (from >= to && (blockIdx.z || sees.high > sees.low))) {
+    const int split_keys = keys_per_split(a, visible.high - visible.low);
+    const int from = visible.low + blockIdx.z * split_keys, to = min(visible.high, from + split_keys);
+    if (token >= tokens || (from >= to && (blockIdx.z || visible.high > visible.low))) {
         wait_for_previous();  // or this kernel could end before the one before it
         return;
     }
     // Keys of runs before are settled: the first of them are on their way while this kernel waits.
-    const bool ahead = AHEAD && a.settled && min(to, from + TILE * WARPS) <= sees.old;
+    const bool ahead = AHEAD && a.settled && min(to, from + TILE * WARPS) <= visible.old;
     if (!ahead) wait_for_previous();
 
-    // Threads that have no part of a row, and keys beyond the end, repeat what others do, and do not
+    // Threads that have no partial of a row, and keys beyond the end, repeat what others do, and do not
     // count: without branches the code is a third as long.
     const int k_row = warp * TILE + lane / K_LANES, v_row = warp * TILE + lane / V_LANES;
     bool k_mine[K_SPANS], v_mine[V_SPANS];
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         int own = n * SPAN + lane % V_LANES * 8;
         v_mine[n] = own < WIDTH, v_at[n] = v_mine[n] ? own : 0;
     }
-    float q[HEADS][K_SPANS][8], mixed[HEADS][V_SPANS][8] = {};
+    float q[HEADS][K_SPANS][8], acc[HEADS][V_SPANS][8] = {};
     auto load_queries = [&]() {
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll 1
     for (int at = from; at < to; at += TILE * WARPS) {
         POOL keys[K_EACH][K_SPANS], values[V_EACH][V_SPANS];
-        auto slot = [&](int j) { return slot_of(a, sees.sequence, min(at + j, to - 1)); };
+        auto slot = [&](int j) { return slot_of(a, visible.sequence, min(at + j, to - 1)); };
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
             const u8* row = a.k + slot(i * K_ROWS + k_row) * a.k_stride;
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                     for (int e = 0; e < 8; e++) sums[h] = fmaf(q[h][n][e], key[e], sums[h]);
             }
             spread_sums<K_LANES>(sums, lane);
-            if (BIASED) sums[0] = logit(a, sums[0], j - sees.position, slope);
+            if (BIASED) sums[0] = logit(a, sums[0], j - visible.position, slope);
             weights[i] = j < to ? sums[0] : -INFINITE;
             most = fmaxf(most, weights[i]);
         }
@@ -230,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
             for (int n = 0; n < V_SPANS; n++)
 #pragma unroll
-                for (int e = 0; e < 8; e++) mixed[h][n][e] *= less;
+                for (int e = 0; e < 8; e++) acc[h][n][e] *= less;
         }
 #pragma unroll
         for (int i = 0; i < V_EACH; i++) {
@@ -244,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                 for (int n = 0; n < V_SPANS; n++)
 #pragma unroll
                     for (int e = 0; e < 8; e++)
-                        mixed[h][n][e] = fmaf(weight, value[n][e], mixed[h][n][e]);
+                        acc[h][n][e] = fmaf(weight, value[n][e], acc[h][n][e]);
             }
         }
     }
@@ -258,10 +258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         for (int n = 0; n < V_SPANS; n++)
 #pragma unroll
             for (int e = 0; e < 8; e++) {
-                float& x = mixed[h][n][e];
+                float& x = acc[h][n][e];
 #pragma unroll
                 for (int o = V_LANES; o < WARP; o <<= 1) x += __shfl_xor_sync(FULL, x, o);
-                if (lane < V_LANES && v_mine[n]) s.mixed[warp][h][v_at[n] + e] = x;
+                if (lane < V_LANES && v_mine[n]) s.acc[warp][h][v_at[n] + e] = x;
             }
     __syncthreads();
 #pragma unroll 1
@@ -273,32 +273,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             float weight = s.tops[w][h] == -INFINITE ? 0 : __expf(s.tops[w][h] - most);
-            sum = fmaf(s.mixed[w][h][e], weight, sum);
+            sum = fmaf(s.acc[w][h][e], weight, sum);
             all = fmaf(s.totals[w][h], weight, all);
         }
         i64 row = (i64)token * a.heads + first + h;
         if (a.splits == 1) {
-            a.out[row * WIDTH + e] = sum * share_of(a, first + h, most, all);
+            a.out[row * WIDTH + e] = sum * normalizer(a, first + h, most, all);
         } else {
-            float* part = a.parts + (row * a.splits + blockIdx.z) * PART;
-            part[e] = sum;
-            if (e == 0) part[WIDTH] = most, part[WIDTH + 1] = all;
+            float* partial = a.partials + (row * a.splits + blockIdx.z) * PARTIAL;
+            partial[e] = sum;
+            if (e == 0) partial[WIDTH] = most, partial[WIDTH + 1] = all;
         }
     }
 }
 
-#define MOST_PIECES 64  // attention.py keeps to it
+#define MAX_SPLITS 64  // attention.py keeps to it
 
-// What each piece weighs in a token's result for a head; lanes share the work. Into `weights`.
-__device__ __forceinline__ void weigh(const Attention& a, const float* part, int head, int pieces,
+// What each split_keys weighs in a token's result for a head; lanes share the work. Into `weights`.
+__device__ __forceinline__ void split_weights(const Attention& a, const float* partial, int head, int splits_used,
                                       float* weights) {
     int lane = threadIdx.x % WARP;
     float tops[2], totals[2], top = -INFINITE, total = 0;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         int n = lane + WARP * i;
-        tops[i] = n < pieces ? part[n * PART + WIDTH] : -INFINITE;
-        totals[i] = n < pieces ? part[n * PART + WIDTH + 1] : 0;
+        tops[i] = n < splits_used ? partial[n * PARTIAL + WIDTH] : -INFINITE;
+        totals[i] = n < splits_used ? partial[n * PARTIAL + WIDTH + 1] : 0;
         top = fmaxf(top, tops[i]);
     }
     top = warp_max(top);
@@ -307,7 +307,7 @@ __device__ __forceinline__ void weigh(const Attention& a, const float* part, int
         tops[i] = tops[i] == -INFINITE ? 0 : __expf(tops[i] - top);
         total += totals[i] * tops[i];
     }
-    float share = share_of(a, head, top, warp_sum(total));
+    float share = normalizer(a, head, top, warp_sum(total));
 #pragma unroll
     for (int i = 0; i < 2; i++) weights[lane + WARP * i] = tops[i] * share;
     __syncwarp();
@@ -315,28 +315,28 @@ __device__ __forceinline__ void weigh(const Attention& a, const float* part, int
 
 // blockIdx: (token, 256 of its results), a thread to each: float32 or quantised, as `target` says.
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
-    constexpr int MET = 256 / WIDTH + 2;  // heads that a block may meet
-    __shared__ float weights[MET][MOST_PIECES], results[256];
+    constexpr int MAX_HEADS = 256 / WIDTH + 2;  // heads that a block may meet
+    __shared__ float weights[MAX_HEADS][MAX_SPLITS], results[256];
     const i64 tokens = begin(a.tokens, a.settled);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
     int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
-    const Sight sees = sight(a, token);
+    const VisibleKeys visible = visible_keys(a, token);
     wait_for_previous();
     if (token >= tokens) return;
-    int count = sees.high - sees.low, piece = piece_of(a, count);
-    int pieces = count > 0 ? (count + piece - 1) / piece : 0;
-    const float* parts = a.parts + (i64)token * a.heads * a.splits * PART;
+    int count = visible.high - visible.low, split_keys = keys_per_split(a, count);
+    int splits_used = count > 0 ? (count + split_keys - 1) / split_keys : 0;
+    const float* partials = a.partials + (i64)token * a.heads * a.splits * PARTIAL;
     int head = start / WIDTH + threadIdx.x / WARP;
-    if (threadIdx.x / WARP < MET && head < a.heads)
-        weigh(a, parts + head * a.splits * PART, head, pieces, weights[threadIdx.x / WARP]);
+    if (threadIdx.x / WARP < MAX_HEADS && head < a.heads)
+        split_weights(a, partials + head * a.splits * PARTIAL, head, splits_used, weights[threadIdx.x / WARP]);
     __syncthreads();
     float v[N];
     v[0] = 0;
     if (at < width) {
-        const float* part = parts + at / WIDTH * a.splits * PART + at % WIDTH;
+        const float* partial = partials + at / WIDTH * a.splits * PARTIAL + at % WIDTH;
         const float* weight = weights[at / WIDTH - start / WIDTH];
 #pragma unroll 4
-        for (int i = 0; i < pieces; i++) v[0] = fmaf(part[i * PART], weight[i], v[0]);
+        for (int i = 0; i < splits_used; i++) v[0] = fmaf(partial[i * PARTIAL], weight[i], v[0]);
     }
     if (N > 1) {
         first = start;
@@ -349,11 +349,11 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
     if (first < width) emit_to<N>(v, target, token, first, width);
 }
 
-extern "C" __global__ void merge_1(Attention a, Target target STAMPS) {
-    STAMPED
+extern "C" __global__ void merge_1(Attention a, Target target TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     merge<1>(a, target);
 }
-extern "C" __global__ void merge_8(Attention a, Target target STAMPS) {
-    STAMPED
+extern "C" __global__ void merge_8(Attention a, Target target TIMESTAMPS) {
+    RECORD_TIMESTAMPS
     merge<8>(a, target);
 }

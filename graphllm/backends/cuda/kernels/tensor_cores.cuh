@@ -25,13 +25,13 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
 }
 
 // Four matrices of 8 x 8 halves, of which lane l says where row l % 8 of number l / 8 lies; as they are,
-// or turned.
+// or rotated.
 __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-__device__ __forceinline__ void load_turned(u32* r, const u16* row) {
+__device__ __forceinline__ void load_matrices_transposed(u32* r, const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
