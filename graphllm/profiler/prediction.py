@@ -1,7 +1,7 @@
-"""What a model would do, before anything of it is loaded: placement, copies, memory, time.
+"""Dry run of a model before any weight is loaded: placement, copies, memory and predicted time.
 
-A dry run compiles the plans that a generation needs, from a model's header alone. Backends that
-cannot be used here take part if they are asked for: kernels are selected without a device.
+A dry run compiles the plans that a generation needs, from a model's header alone. A backend that is
+not usable here can be asked for: kernels are selected without a device.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from ..weights import Weights
 
 
-# ------------------------------------------------------------------------ devices that are not here
+# --------------------------------------------------------------------------------- planned devices
 
 
 @dataclass
 class _PlannedDevice:
-    """A device that is only planned for: the name of its memory, and what is free there."""
+    """A device that exists only in the plan; ``room``: free bytes of its memory."""
 
     memory: str
     room: int | None
@@ -52,8 +52,11 @@ class _PlannedDevice:
 
 
 class _PlannedDevices(Devices):
-    """Devices that need not be there. ``skipped``: backends that are not usable here; ``free``:
-    bytes of a memory beside the host's, instead of what its device says."""
+    """Devices that need not exist.
+
+    ``skipped``: backends that are not usable here; ``free``: free bytes of device memory, instead
+    of what the device reports.
+    """
 
     def __init__(self, skipped: Container[str], free: int | None, *more: Any) -> None:
         super().__init__(*more)
@@ -71,9 +74,9 @@ class _PlannedDevices(Devices):
 
 
 class _Planner(Executor):
-    """An Executor for plans alone: ``asked``, first in the order, need not be usable here.
+    """An Executor that only compiles plans.
 
-    ``free``: see `_PlannedDevices`.
+    ``asked``, the first backend, need not be usable here. ``free``: see `_PlannedDevices`.
     """
 
     def __init__(
@@ -98,12 +101,12 @@ def _planned_device(memory: str, room: int | None) -> Device:
     return _PlannedDevice(memory, room)  # type: ignore[return-value]  # no plan is bound to it
 
 
-# -------------------------------------------------------------------------------------------- facts
+# ------------------------------------------------------------------------------------------ results
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Steps of one op that the first backend does not run, and why."""
+    """Steps of one op that do not run on the first backend, and why."""
 
     op: str
     backend: str
@@ -113,10 +116,15 @@ class Miss:
 
 @dataclass(frozen=True)
 class Phase:
-    """One step of a generation: ``tokens`` of one sequence after ``cached`` ones.
+    """Prediction of one step: ``tokens`` tokens of one sequence after ``cached`` ones.
 
-    ``ops``: steps by backend and op. ``nbytes``: of weights and cache; ``flops``: operations.
-    ``seconds``: predicted, None where something to predict it from is missing.
+    Attributes:
+        ops: number of steps by backend and op.
+        misses: steps that do not run on the first backend.
+        copies: copies between memories.
+        nbytes: bytes of weights and cache.
+        flops: operations.
+        seconds: predicted time; None if a measurement that it needs is missing.
     """
 
     name: str
@@ -130,14 +138,14 @@ class Phase:
     seconds: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         copies = [{**vars(copy), "users": dict(copy.users)} for copy in self.copies]
         return {**vars(self), "misses": list(map(asdict, self.misses)), "copies": copies}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one memory: weights, keys and values, other inputs and state, intermediates."""
+    """Bytes in one memory: weights, KV cache, other inputs and state, intermediates."""
 
     weights: int = 0
     kv: int = 0
@@ -151,8 +159,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `dry_run` found. ``notes``: where layers go, and what is not used; ``lacking``: why no
-    time is predicted, or not for all; ``basis``: the measurements that times come from."""
+    """Result of `dry_run`.
+
+    Attributes:
+        notes: GPU offload, and backends that are not usable.
+        prefill: prediction of a prefill step.
+        token: prediction of a decode step.
+        memory: bytes by memory.
+        basis: measurements that the predicted times are based on.
+        lacking: why a time is not predicted.
+    """
 
     model: str
     model_type: str
@@ -168,7 +184,7 @@ class DryRun:
     lacking: Sequence[str] = field(default_factory=tuple)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         memory = {name: {**vars(m), "total": m.total} for name, m in self.memory.items()}
         phases = {"prefill": self.prefill.as_dict(), "token": self.token.as_dict()}
         return {**vars(self), **phases, "memory": memory}
@@ -179,24 +195,24 @@ class DryRun:
 
 @dataclass(frozen=True)
 class TimePredictor:
-    """The kept ceilings of backends, and how many threads of the host's are used."""
+    """Predicts step times from the cached ceilings of backends at a number of CPU threads."""
 
     known: Mapping[str, Ceilings]
     threads: int
 
     @classmethod
     def of(cls, plans: Sequence[Plan], threads: int) -> TimePredictor:
-        """Those of the plans' backends that were measured."""
+        """Return a predictor with the cached ceilings of the backends of ``plans``."""
         names = {step.backend.name for plan in plans for step in plan.steps}
         found = {name: roofline.load_cached(name) for name in sorted(names)}
         return cls({name: c for name, c in found.items() if c is not None}, threads)
 
     def seconds(self, plan: Plan, env: Mapping[str, int]) -> float | None:
-        """Of one run; None where a ceiling that it needs is missing.
+        """Predict the seconds of one run of ``plan``; None if a ceiling is missing.
 
-        Each step takes as long as its bytes or its operations, whichever is longer, and what every
-        step costs beside them. Intermediates count only where they are of many tokens: one token's
-        stay in the nearest caches.
+        A step takes the longer of the times of its bytes and of its operations, plus the fixed
+        overhead. Intermediates count only in steps of many tokens, since those of one token stay in
+        the L1 and L2 caches.
         """
         total = 0.0
         for step in plan.steps:
@@ -221,21 +237,21 @@ class TimePredictor:
         return max(moved / best, computes or 0.0) + ceiling.step(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
-        """A line for each backend of which something was not measured."""
+        """Return a line for each backend with a missing measurement."""
         lines = []
-        how = "graphllm doctor --measure, where it runs"
+        how = "run graphllm doctor --measure on that machine"
         for name in sorted({step.backend.name for plan in plans for step in plan.steps}):
             if registry.find(name).measure is None:
-                lines.append(f"no prediction: nothing is known of the speed of {name}")
+                lines.append(f"no prediction: {name} has no speed measurement")
             elif name not in self.known:
                 lines.append(f"no prediction: {name} was not measured ({how})")
             elif not self.known[name].flops:
-                lines.append(f"no prediction of a prompt: {name}'s arithmetic was not measured "
+                lines.append(f"no prediction of prefill: the arithmetic of {name} was not measured "
                              f"({how})")  # fmt: skip
         return lines
 
     def basis(self) -> list[str]:
-        """Where the ceilings come from."""
+        """Return bandwidth and provenance of each ceiling."""
         return [
             f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.provenance()}"
             for name, c in self.known.items()
@@ -245,19 +261,19 @@ class TimePredictor:
 def _compute_seconds(
     step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
 ) -> float | None:
-    """Seconds of the step's operations, each kind at its rate; None where one is not known."""
+    """Return the seconds of the step's operations, by kind; None if a rate is unknown."""
     seconds = 0.0
     for kind, form, flops in operations(step.node, env):
-        # What was not measured is taken for float linears: a third party's backend may lack an op.
-        gives = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
-        if not gives:
+        # A backend may lack an op that the probe needs; then the rate of float linears is used.
+        rate = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
+        if not rate:
             return None
-        seconds += flops / gives / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
+        seconds += flops / rate / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
     return seconds
 
 
 def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
-    """How much longer than at the memory's rate the step's weights take, by their formats."""
+    """Return the slowdown of reading the step's weights against memory bandwidth, by format."""
     sizes = [
         (s.meta.bound().nbytes, ceiling.shares.get(s.dtype.name, 1.0))
         for s in step.node.sources
@@ -268,13 +284,13 @@ def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
 
 
 def step_env(tokens: int, cached: int) -> dict[str, int]:
-    """The Vars of a step of ``tokens`` of one sequence, whose last one's logits are wanted."""
+    """Return the Vars of a step of one sequence that computes the last token's logits."""
     kv_sum = tokens * cached + tokens * (tokens + 1) // 2
     return {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}
 
 
 def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
-    """Seconds of a test of `bench`, predicted; None where something for that was not measured."""
+    """Predict the seconds of a test of `bench`; None if a measurement is missing."""
     prompt, token = plans = engine.generation_plans()
     predictor = TimePredictor.of(plans, threads)
     if test.gen:
@@ -307,10 +323,16 @@ def dry_run(
     no_kernels: str | Sequence[str] = (),
     free: int | None = None,
 ) -> DryRun:
-    """What `load` and a generation would do with ``model``, from its header: no tensor is read.
+    """Predict placement, memory and time of ``model`` from its header; no tensor is read.
 
-    Arguments as in `load`; ``device`` may be one that is not usable here. ``free``: bytes that are
-    free in a memory beside the host's; None: what its device says, and enough where there is none.
+    Args:
+        model: path or open model file. Other arguments are those of `load`.
+        device: may be a backend that is not usable here.
+        free: free bytes of device memory; None for what the device reports, or unlimited if the
+            device does not exist.
+
+    Raises:
+        GraphllmError: as in `load`.
     """
     own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
     file = open_checkpoint(model, data=False) if isinstance(model, (str, os.PathLike)) else model
@@ -342,8 +364,8 @@ def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: _Pla
         kv_type=engine.limits.kv_dtype,
         threads=predictor.threads,
         notes=notes,
-        prefill=_phase(f"a prompt of {most}", prefill, most, 0, predictor),
-        token=_phase("a token", token, 1, min(most, engine.limits.context - 1), predictor),
+        prefill=_phase(f"prefill of {most} tokens", prefill, most, 0, predictor),
+        token=_phase("decode step", token, 1, min(most, engine.limits.context - 1), predictor),
         memory=_memory(plans, kv),
         basis=predictor.basis(),
         lacking=predictor.lacking(plans),
@@ -369,7 +391,7 @@ def _phase(name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredi
 
 
 def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, Memory]:
-    """What the plans need in each memory, weights as they are stored."""
+    """Return the bytes that the plans need in each memory."""
     buffers: dict[str, dict[tuple[str, object], tuple[str, int]]] = {}
     for plan in plans:
         for step in plan.steps:

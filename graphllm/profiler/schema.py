@@ -1,4 +1,4 @@
-"""Files of `profile` and `bench`: read, and checked before anything relies on what is in them."""
+"""Schema of profile and bench files: reading and validation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 from ..errors import RequestError
 
 SCHEMA, VERSION = "graphllm.profile", 2
-READABLE_VERSIONS = (1, VERSION)  # version 1 lacks nothing that a comparison needs
+READABLE_VERSIONS = (1, VERSION)  # version 1 has all that `compare` needs
 
 _NUMBER, _NULL = (int, float), type(None)
 
-# What must be there: a type, or several; [of each element]; {under each name}. More may be there.
+# Required keys: a type or a tuple of types; [type of each element]; {key: type}. Other keys are
+# allowed.
 _ROW = {
     "plan": int, "step": int, "op": str, "parts": [str], "scope": str, "layer": (int, _NULL),
     "origin": str, "shape": str, "inputs": [str], "weight": str, "backend": str, "kernel": str,
@@ -51,14 +52,15 @@ _TEST = {
     "n_prompt": int, "n_gen": int, "n_depth": int, "samples_ns": [int],
     "model_type": str, "model_size": int, "model_n_params": int,
 }  # fmt: skip
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false",
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "a boolean",
           dict: "an object", list: "a list", _NULL: "null"}  # fmt: skip
 
 
 def read_profile(path: str | Path) -> dict[str, Any]:
-    """A profile, as `Profile.as_dict` gives it and docs/profile-format.md describes it.
+    """Read a profile (docs/profile-format.md).
 
-    RequestError names the file, and what in it is not as it must be.
+    Raises:
+        RequestError: names the file and the first key that is missing or invalid.
     """
     found = _json(Path(path))
     _check_profile(found, str(path))
@@ -66,16 +68,16 @@ def read_profile(path: str | Path) -> dict[str, Any]:
 
 
 def read_profile_or_bench(path: str | Path) -> dict[str, Any] | list[dict[str, Any]]:
-    """A profile, or the tests of `graphllm bench -o json`. RequestError as `read_profile`."""
+    """Read a profile, or the tests of `graphllm bench -o json`. Raises as `read_profile`."""
     found = _json(Path(path))
     if not isinstance(found, list):
         _check_profile(found, str(path))
         return found
     if not found:
-        raise RequestError(f"{path}: holds no test")
-    _check(found, [_TEST], f"{path}: not of `bench -o json`: ")
+        raise RequestError(f"{path}: contains no test")
+    _check(found, [_TEST], f"{path}: not written by `bench -o json`: ")
     if not all(test["samples_ns"] and min(test["samples_ns"]) > 0 for test in found):
-        raise RequestError(f"{path}: a test has no samples, or one that took no time")
+        raise RequestError(f"{path}: a test has no samples, or a sample of 0 ns")
     return found
 
 
@@ -85,19 +87,19 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{path}: is not JSON: {error}") from None
+        raise RequestError(f"{path}: not JSON: {error}") from None
 
 
 def _reject_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _check_profile(found: Any, name: str) -> None:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise RequestError(f"{name}: is not a profile (`graphllm profile MODEL -o {name}`)")
+        raise RequestError(f"{name}: not a profile (written by `graphllm profile MODEL -o {name}`)")
     if found.get("version") not in READABLE_VERSIONS:
         raise RequestError(
-            f"{name}: a profile of schema version {found.get('version')}; "
+            f"{name}: schema version {found.get('version')} is not supported; "
             f"this graphllm reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
     _check(found, _PROFILE, f"{name}: ")
@@ -108,13 +110,13 @@ def _check_profile(found: Any, name: str) -> None:
 
 
 def _check(found: Any, spec: Any, before: str, at: str = "") -> None:
-    """RequestError, beginning with ``before``, for the first thing that is not as in ``spec``."""
+    """Raise RequestError, prefixed with ``before``, for the first deviation from ``spec``."""
     wanted = type(spec) if isinstance(spec, (dict, list)) else spec
     kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-    # A bool is an int to Python, not here.
+    # bool is a subclass of int, but not valid in its place.
     if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         words = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
-        raise RequestError(f"{before}{at or 'the whole'} is not {words}")
+        raise RequestError(f"{before}{at or 'the document'} is not {words}")
     if isinstance(spec, dict):
         for key, inner in spec.items():
             inside = f"{at}.{key}" if at else key
@@ -123,22 +125,22 @@ def _check(found: Any, spec: Any, before: str, at: str = "") -> None:
             _check(found[key], inner, before, inside)
     elif isinstance(spec, list):
         if spec[0] is int and all(type(each) is int for each in found):
-            return  # times, of which there are many
+            return  # fast path for long lists of times
         for index, each in enumerate(found):
             _check(each, spec[0], before, f"{at}[{index}]")
 
 
 def _inconsistency(phase: Mapping[str, Any]) -> str:
-    """What does not agree within a phase; empty where all does."""
+    """Return the first inconsistency within a phase, or an empty string."""
     if not phase["passes"] or phase["tokens"] < 1:
-        return "holds no pass, or passes of no token"
+        return "has no passes, or passes without tokens"
     if min(each["plain"] for each in phase["passes"]) < 1:
-        return "holds a pass that took no time"
+        return "has a pass of 0 ns"
     runs = Counter(run["plan"] for run in phase["runs"])
     for index, row in enumerate(phase["rows"]):
         if len(row["times"]) != runs[row["plan"]]:
             times, plan = len(row["times"]), row["plan"]
-            return f"rows[{index}] has {times} times, and plan {plan} ran {runs[plan]} times"
+            return f"rows[{index}] has {times} times, but plan {plan} has {runs[plan]} runs"
     if any(not 0 <= run["pass"] < len(phase["passes"]) for run in phase["runs"]):
-        return "a run is in no pass"
+        return "a run belongs to no pass"
     return ""

@@ -266,10 +266,10 @@ def test_nothing_is_predicted_without_ceilings(tiny, measured):
     measured += [GPU, CPU]
     found = graphllm.dry_run(tiny, device=CPU)
     assert found.token.seconds is found.prefill.seconds is None and not found.basis
-    how = "(graphllm doctor --measure, where it runs)"
+    how = "(run graphllm doctor --measure on that machine)"
     assert found.lacking == [f"no prediction: {CPU} was not measured {how}"]
     (line,) = graphllm.dry_run(tiny, device="reference").lacking
-    assert line == "no prediction: nothing is known of the speed of reference"
+    assert line == "no prediction: reference has no speed measurement"
 
 
 def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
@@ -277,7 +277,7 @@ def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
     monkeypatch.setattr(roofline, "load_cached", lambda name: old)
     found = graphllm.dry_run(tiny, device=CPU)
     assert found.prefill.seconds is None and found.token.seconds is not None
-    assert found.lacking[0].startswith(f"no prediction of a prompt: {CPU}'s arithmetic was not")
+    assert found.lacking[0].startswith(f"no prediction of prefill: the arithmetic of {CPU} was not")
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -289,8 +289,8 @@ def test_command_line(tiny):
     lines = done.stdout.splitlines()
     assert lines[0] == f"{tiny}: llama 0M F32"
     assert lines[1].startswith("context 128, cache in f16, ")
-    assert f"a token, on {CPU}: sample (1): {GPU}: switched off ({GPU}:sample)" in lines
-    assert any(line.startswith("a token needs copies from ") for line in lines)
+    assert f"decode step, on {CPU}: sample (1): {GPU}: switched off ({GPU}:sample)" in lines
+    assert any(line.startswith("decode step needs copies from ") for line in lines)
     (row,) = (line.split() for line in lines if line.startswith("sample "))
     assert row == ["sample", "1", "1"]
 

@@ -1,1 +1,1 @@
-"""Comparison of profiles or benches, with statistics that tell changes from noise."""
+"""Comparison of profiles or benches, with statistics that separate changes from noise."""

@@ -1,16 +1,16 @@
-"""Two profiles or benches, or several of each taken in turns: `graphllm.compare`.
+"""`graphllm.compare`: compare two profiles or benches, or several interleaved runs of each.
 
-A process counts once (`timed.py`), the k-th files of both sides are a pair, and a change is told
-from noise by how far pairs lie apart (`noise.py`). What all kinds of ops share is the machine's,
-unless it is more than machines do; it is taken out of the rows of steps and reported apart. The
-wall time is as measured.
+A process counts once (`samples`), the k-th files of both sides are a pair, and the spread between
+pairs separates changes from noise (`statistics`). A change that all kinds of ops share is reported
+separately; if it is no larger than machine drift, it is removed from the rows of steps. The wall
+time is as measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from ...errors import RequestError
 from ..machine_load import MAX_INTERFERENCE, MIN_MEASURED_NS
 from ..speed import speed
+from .result import WALL, ComparePhase, CompareRow, Comparison, SharedChange
 from .samples import PhaseSample, ProcessSample, load_samples
 from .statistics import (
     DRIFT,
@@ -31,100 +32,12 @@ from .statistics import (
 )
 from .step_matching import LABELS, label, match_steps
 
-MIN_EFFECT = 0.03  # changes that are not worth a word
+MIN_EFFECT = 0.03  # smaller changes are not reported
 ENOUGH_PAIRS = 5  # pairs that measure the noise of any machine
-_MAX_MARGIN = math.log(1e9)  # of a margin: nothing is known
-_MIN_KINDS = 3  # kinds of ops that cannot tell what all share
-WALL = "wall time"
+_MAX_MARGIN = math.log(1e9)  # upper bound of a margin, to avoid overflow
+_MIN_KINDS = 3  # kinds of ops below which the shared change is not estimated
 
 Files = str | Path | Sequence[str | Path]
-
-
-@dataclass(frozen=True, eq=False)
-class CompareRow:
-    """One kind of steps, or the wall time. Times: nanoseconds per token, means over files.
-
-    ``change`` is B / A - 1, for steps without what was taken out, and lies between ``low`` and
-    ``high`` with 95 % confidence for itself. ``verdict``: ``slower`` or ``faster`` (by more than
-    the least effect, with 95 % confidence over all rows together), ``same`` (``low`` and ``high``
-    are within it), ``unclear``, or ``only in A``, ``only in B``. ``fails``: slower by more than is
-    allowed.
-    """
-
-    label: str
-    a_ns: float
-    b_ns: float
-    change: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    verdict: str = "unclear"
-    fails: bool = False
-
-    @property
-    def changed(self) -> bool:
-        """Whether it is slower or faster."""
-        return self.verdict in ("slower", "faster")
-
-
-@dataclass(frozen=True)
-class SharedChange:
-    """The change that all kinds of ops have in common. ``taken_out`` of the rows of steps: it may
-    be the machine's. Otherwise it is more than that, and all rows are as measured."""
-
-    change: float
-    low: float
-    high: float
-    taken_out: bool
-
-
-@dataclass(frozen=True)
-class ComparePhase:
-    """``prefill`` or ``decode``, or a test of a bench. ``spreads``: of the wall times of A and B,
-    as `Speed.spread`: of the passes of one file, or of the medians of several. ``hidden``: why
-    there are no verdicts, or empty."""
-
-    name: str
-    tokens: int
-    spreads: tuple[float, float]
-    shared: SharedChange | None
-    hidden: str
-    rows: tuple[CompareRow, ...]  # the wall time first, then what takes longest
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A, which comes first, and B, each of so many ``files``. ``notes``: how they differ."""
-
-    sides: tuple[str, str]
-    files: int
-    min_effect: float
-    fail_above: float | None
-    notes: tuple[str, ...]
-    phases: tuple[ComparePhase, ...]
-
-    @property
-    def changed(self) -> list[tuple[str, CompareRow]]:
-        """Rows that are slower or faster, with the names of their phases."""
-        return [(p.name, row) for p in self.phases for row in p.rows if row.changed]
-
-    @property
-    def failed(self) -> bool:
-        """Whether a row is slower by more than ``fail_above``, with confidence."""
-        return any(row.fails for phase in self.phases for row in phase.rows)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: no number is NaN."""
-        found = {"schema": "graphllm.comparison", "version": 2, **asdict(self)}
-        for phase in found["phases"]:
-            for row in phase["rows"]:
-                row |= {k: None for k, v in row.items() if isinstance(v, float) and math.isnan(v)}
-        return found
-
-    def table(self, top: int = 0, colour: bool = False) -> str:
-        """As text. ``top``: so many rows of each phase besides those that changed; 0: all."""
-        from .table import lines
-
-        return "\n".join(lines(self, top, colour))
 
 
 def compare(
@@ -137,20 +50,30 @@ def compare(
     force: bool = False,
     names: tuple[str, str] | None = None,
 ) -> Comparison:
-    """What changed from ``a`` to ``b``, files of `graphllm profile -o` or `graphllm bench -o json`.
+    """Compare files of `graphllm profile -o` or `graphllm bench -o json`.
 
-    Several files a side are runs in turns, the k-th ones of both a pair. ``by``: op, scope, layer,
-    backend or format. ``min_effect``, ``fail_above``: shares, 0.03 for 3 %. ``force``: also of
-    different models or shapes. RequestError says what is wrong with a file, or keeps two apart.
+    Args:
+        a: file, or files of interleaved runs, of the baseline.
+        b: file or files to compare with; the k-th files of both sides are a pair.
+        by: group steps by op, scope, layer, backend or format.
+        min_effect: minimum effect of a verdict, as a share (0.03 is 3 %).
+        fail_above: slowdown that fails the comparison, as a share.
+        force: allow different models, shapes or phases.
+        names: names of the sides; None for the paths of the files.
+
+    Raises:
+        RequestError: a file is invalid, or the files are not comparable.
     """
     if by not in LABELS:
         raise RequestError(f"by = {by!r} must be one of {', '.join(LABELS)}")
     sides = [[each] if isinstance(each, (str, Path)) else list(each) for each in (a, b)]
     count = len(sides[0])
     if not count or len(sides[1]) != count:
-        raise RequestError(f"{count} files against {len(sides[1])}: give as many on both sides")
+        raise RequestError(
+            f"{count} files against {len(sides[1])}: both sides need the same number"
+        )
     processes = load_samples([*sides[0], *sides[1]])
-    if names is not None:  # of the sides, for errors
+    if names is not None:  # for error messages
         processes = [replace(p, path=names[i >= count]) for i, p in enumerate(processes)]
     for other in processes[1:]:
         _check(processes[0], other, force)
@@ -158,8 +81,8 @@ def compare(
     phases = [name for name in left[0].phases if all(name in p.phases for p in processes)]
     if not phases:
         raise RequestError(f"{left[0].path} and {right[0].path} have no phase or test in common")
-    asked = _Options(by, math.log1p(min_effect), LEVEL / len(phases))
-    found = [_phase(name, left, right, asked) for name in phases]
+    options = _Options(by, math.log1p(min_effect), LEVEL / len(phases))
+    found = [_phase(name, left, right, options) for name in phases]
     return Comparison(
         names or (left[0].path, right[0].path),
         count,
@@ -171,18 +94,18 @@ def compare(
 
 
 def _check(a: ProcessSample, b: ProcessSample, force: bool) -> None:
-    """RequestError unless both did the same work, or need not."""
+    """Raise RequestError unless both ran the same workload, or ``force`` is set."""
     for key in [*a.workload, *b.workload] if not force else ():
         had, has = (side.workload.get(key, "none") for side in (a, b))
         if had != has:
-            raise RequestError(f"{b.path}: {key} is {has}, in {a.path} it is {had}", "force")
+            raise RequestError(f"{b.path}: {key} is {has}, but {had} in {a.path}", "force")
     if (a.phases.keys() != b.phases.keys()) and not force:
         names = [", ".join(side.phases) for side in (a, b)]
-        raise RequestError(f"{b.path}: has {names[1]}; {a.path} has {names[0]}", "force")
+        raise RequestError(f"{b.path}: has phases {names[1]}, but {a.path} has {names[0]}", "force")
 
 
 def _notes(a: ProcessSample, b: ProcessSample) -> list[str]:
-    """How the runs differed besides in what is compared."""
+    """Return the differences between the settings of both sides."""
     keys = dict.fromkeys([*a.workload, *b.workload, *a.settings, *b.settings])
     both = [
         (key, {**a.workload, **a.settings}.get(key), {**b.workload, **b.settings}.get(key))
@@ -198,16 +121,16 @@ Groups = dict[str, tuple[list[int], list[int]]]  # label -> indices of the rows 
 
 @dataclass(frozen=True)
 class _Options:
-    """``least``: the effect, as a logarithm; ``level``: of saying wrongly that all has changed."""
+    """Options of the analysis: grouping, logarithm of the minimum effect, significance level."""
 
     by: str
-    least: float
+    min_log: float
     level: float
 
 
 @dataclass(frozen=True)
 class _PhaseEstimate:
-    """A phase whose rows have no verdicts yet; ``logs`` are their changes."""
+    """A phase before verdicts; ``logs``: changes of its rows; ``only``: rows of one side."""
 
     phase: ComparePhase
     logs: Changes
@@ -215,14 +138,14 @@ class _PhaseEstimate:
 
 
 def _phase(
-    name: str, left: Sequence[ProcessSample], right: Sequence[ProcessSample], asked: _Options
+    name: str, left: Sequence[ProcessSample], right: Sequence[ProcessSample], options: _Options
 ) -> _PhaseEstimate:
     a, b = [p.phases[name] for p in left], [p.phases[name] for p in right]
     for side, processes in ((a, left), (b, right)):
         _check_steps(name, side, processes)
-    groups, kinds = _groups(a[0], b[0], asked.by)
+    groups, kinds = _groups(a[0], b[0], options.by)
     both = {label: own for label, own in groups.items() if own[0] and own[1]}
-    shared, logs = _changes(a, b, both, kinds, asked)
+    shared, logs = _changes(a, b, both, kinds, options)
     walls_ns = [_mean([t.speed.token_ns for t in side]) for side in (a, b)]
     rows = [CompareRow(WALL, walls_ns[0], walls_ns[1])]
     rows += [_timed_row(label, a, b, own) for label, own in both.items()]
@@ -243,10 +166,12 @@ def _changes(
     b: Sequence[PhaseSample],
     groups: Groups,
     kinds: Groups,
-    asked: _Options,
+    options: _Options,
 ) -> tuple[SharedChange | None, Changes]:
-    """Of the wall time as measured; of each group less what all kinds of ops share, if that is
-    drift."""
+    """Estimate the shared change, and the changes of the wall time and of each group.
+
+    The shared change is removed from the groups if it is small enough to be machine drift.
+    """
     walls = np.array([[math.log(y.speed.ns / x.speed.ns)] for x, y in zip(a, b)])
     logs, variance = _logs(a, b, groups)
     logs, variance = np.hstack([walls, logs]), np.append(_wall_variance(a, b), variance)
@@ -254,7 +179,7 @@ def _changes(
         return None, estimate_changes(logs, variance + 2 * DRIFT**2)
     drifts = shared_change(*_logs(a, b, kinds))
     own = estimate_changes(logs - drifts[:, None], variance)
-    shared, drift = _shared(drifts, asked)
+    shared, drift = _shared(drifts, options)
     taken_out = np.full(len(own.mean), shared.taken_out)
     taken_out[0] = False
     mean = np.where(taken_out, own.mean, own.mean + drift.mean)
@@ -263,7 +188,7 @@ def _changes(
 
 
 def _wall_variance(a: Sequence[PhaseSample], b: Sequence[PhaseSample]) -> float:
-    """Of a pair's log(B / A) of the wall time: the usual one, and what passes differed by."""
+    """Variance of a pair's log(B / A) of the wall time: prior plus variance between passes."""
     return sum(
         _mean([float(prior_variance(t.wall_floor, t.speed.ns)) + t.speed.error**2 for t in side])
         for side in (a, b)
@@ -273,31 +198,31 @@ def _wall_variance(a: Sequence[PhaseSample], b: Sequence[PhaseSample]) -> float:
 def _check_steps(
     name: str, side: Sequence[PhaseSample], processes: Sequence[ProcessSample]
 ) -> None:
-    """RequestError unless all files of a side ran the same steps."""
+    """Raise RequestError unless all files of a side ran the same steps."""
     keys = [[(row["op"], row["scope"], row["shape"]) for row in timed.rows] for timed in side]
     for other, process in zip(keys, processes):
         if other != keys[0]:
             raise RequestError(
-                f"{process.path}: other steps of {name} than in {processes[0].path}, of its side"
+                f"{process.path}: the steps of {name} differ from those in {processes[0].path}"
             )
 
 
 def _groups(a: PhaseSample, b: PhaseSample, by: str) -> tuple[Groups, Groups]:
-    """What the rows of a report stand for; and the kinds of ops, of steps that both sides have."""
+    """Group the steps as asked; and group the steps that both sides have by kind of op."""
     groups: Groups = {}
     kinds: Groups = {}
-    for stretch in match_steps(a.rows, b.rows):
-        for found, key in ((groups, by), (kinds, "op"))[: 1 + stretch.same]:
-            own = found.setdefault(label(stretch, a.rows, b.rows, key), ([], []))
-            own[0].extend(stretch.a)
-            own[1].extend(stretch.b)
+    for matched in match_steps(a.rows, b.rows):
+        for found, key in ((groups, by), (kinds, "op"))[: 1 + matched.same]:
+            own = found.setdefault(label(matched, a.rows, b.rows, key), ([], []))
+            own[0].extend(matched.a)
+            own[1].extend(matched.b)
     return groups, kinds
 
 
 def _logs(
     a: Sequence[PhaseSample], b: Sequence[PhaseSample], groups: Groups
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each pair log(B / A) [pairs, groups], and its usual variance [groups]."""
+    """Return log(B / A) of each pair [pairs, groups] and its prior variance [groups]."""
     times, variances = [], []
     for index, side in enumerate((a, b)):
         wanted = [group[index] for group in groups.values()]
@@ -308,25 +233,30 @@ def _logs(
     return np.log(times[1] / times[0]), variances[0] + variances[1]
 
 
-def _shared(drifts: np.ndarray, asked: _Options) -> tuple[SharedChange, Changes]:
-    """What all kinds of ops of the pairs share, [pairs]: whether it is more than machines drift."""
+def _shared(drifts: np.ndarray, options: _Options) -> tuple[SharedChange, Changes]:
+    """Judge the shared changes of the pairs [pairs]: machine drift, or more?"""
     drift = estimate_changes(drifts[:, None], np.array([2 * DRIFT**2]), pooled=False)
-    change, margin = float(drift.mean[0]), float(drift.margin(asked.level)[0])
+    change, margin = float(drift.mean[0]), float(drift.margin(options.level)[0])
     low, high = math.expm1(change - margin), math.expm1(change + margin)
-    return SharedChange(math.expm1(change), low, high, abs(change) - margin <= asked.least), drift
+    taken_out = abs(change) - margin <= options.min_log
+    return SharedChange(math.expm1(change), low, high, taken_out), drift
 
 
 def _hidden(left: Sequence[ProcessSample], right: Sequence[ProcessSample], name: str) -> str:
-    """Why these pairs can tell nothing, or empty. Enough of them do by how far they lie apart."""
+    """Return why these pairs allow no verdicts, or an empty string.
+
+    Enough pairs measure the noise by their spread, whatever the machine did.
+    """
     if len(left) >= ENOUGH_PAIRS:
         return ""
     for process in (*left, *right):
         measured = process.phases[name].measured
         if measured < MIN_MEASURED_NS:
             return (
-                f"{process.path}: {measured / 1e9:.2f} s of {name} are too short for so few files"
+                f"{process.path}: {measured / 1e9:.2f} s of {name} are too short for fewer than "
+                f"{ENOUGH_PAIRS} pairs"
             )
-        # The longest phase knows best.
+        # The longest phase measures the interference best.
         longest = max(process.phases, key=lambda each: process.phases[each].speed.ns)
         worst = max((name, longest), key=lambda each: process.phases[each].interference)
         disturbed = process.phases[worst].interference
@@ -341,7 +271,7 @@ def _hidden(left: Sequence[ProcessSample], right: Sequence[ProcessSample], name:
 def _timed_row(
     label: str, a: Sequence[PhaseSample], b: Sequence[PhaseSample], own: Any
 ) -> CompareRow:
-    """With its times; the verdict is for later, unless one side has nothing of it."""
+    """Return a row with times; its verdict is still open unless only one side has the group."""
     ns = [
         _mean([t.times[indices].sum() / t.speed.tokens for t in side]) if indices else 0.0
         for side, indices in zip((a, b), own)
@@ -360,14 +290,14 @@ def _mean(values: Sequence[float]) -> float:
 def _with_verdicts(
     found: Sequence[_PhaseEstimate], min_effect: float, fail_above: float | None
 ) -> Iterator[ComparePhase]:
-    """The phases with verdicts, which hold over all rows of all of them."""
-    chances = _p_values(found, min_effect)
-    failing = _p_values(found, fail_above) if fail_above is not None else [1.0] * len(chances)
+    """Yield the phases with verdicts, which hold jointly over all rows of all phases."""
+    p_values = _p_values(found, min_effect)
+    failing = _p_values(found, fail_above) if fail_above is not None else [1.0] * len(p_values)
     at = 0
     for each in found:
         count, phase = len(each.phase.rows), each.phase
         rows = [
-            _verdict(row, each.logs, index, min_effect, chances[at + index], failing[at + index])
+            _verdict(row, each.logs, index, min_effect, p_values[at + index], failing[at + index])
             for index, row in enumerate(phase.rows)
         ]
         if phase.hidden:
@@ -378,28 +308,28 @@ def _with_verdicts(
 
 
 def _p_values(found: Sequence[_PhaseEstimate], effect: float) -> list[float]:
-    """For all rows in order: the chance of being wrong about any, if those so far are believed.
+    """Return the Holm-adjusted p-values of all rows in order.
 
-    A row that took longer is not called faster because others took longer still.
+    A row that took longer is never called faster because others took even longer.
     """
     each = []
     for part in found:
         beyond = part.logs.p_values(math.log1p(effect))
-        for row, mean, chance in zip(part.phase.rows, part.logs.mean, beyond):
-            told = not part.phase.hidden and (row.b_ns > row.a_ns) == (mean > 0)
-            each.append(chance if told else 1.0)
+        for row, mean, p in zip(part.phase.rows, part.logs.mean, beyond):
+            valid = not part.phase.hidden and (row.b_ns > row.a_ns) == (mean > 0)
+            each.append(p if valid else 1.0)
     return holm_adjust(each)
 
 
 def _verdict(
-    row: CompareRow, logs: Changes, index: int, effect: float, chance: float, failing: float
+    row: CompareRow, logs: Changes, index: int, effect: float, p_value: float, failing: float
 ) -> CompareRow:
     mean, margin = float(logs.mean[index]), min(_MAX_MARGIN, float(logs.margin()[index]))
-    if chance < LEVEL:
-        word = "slower" if mean > 0 else "faster"
+    if p_value < LEVEL:
+        verdict = "slower" if mean > 0 else "faster"
     else:
-        word = "same" if abs(mean) + margin < math.log1p(effect) else "unclear"
+        verdict = "same" if abs(mean) + margin < math.log1p(effect) else "unclear"
     change, low, high = (math.expm1(mean + sign * margin) for sign in (0, -1, 1))
     return replace(
-        row, change=change, low=low, high=high, verdict=word, fails=mean > 0 and failing < LEVEL
+        row, change=change, low=low, high=high, verdict=verdict, fails=mean > 0 and failing < LEVEL
     )

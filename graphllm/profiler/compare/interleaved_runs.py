@@ -1,7 +1,7 @@
-"""Runs of `graphllm profile` in turns, for `graphllm compare --against`.
+"""Interleaved runs of `graphllm profile`, for `graphllm compare --against`.
 
-Each run is a process of its own: two plans in one process would share its luck with memory. The
-order is A B B A A B ..., so that a machine that grows slower takes as much from both sides.
+Each run is a separate process, since times within one process share its memory placement. The order
+is A B B A A B ..., so that a machine that slows down affects both sides alike.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ...errors import RequestError
 
 Show = Callable[[str, int, int], None]  # what, done, total
 
-_ROOT = Path(__file__).parents[3]  # where this graphllm is imported from
+_ROOT = Path(__file__).parents[3]  # the folder that graphllm is imported from
 _START = "import sys; sys.path[0] = sys.argv.pop(1); from graphllm.cli import main; main()"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One side: a graphllm, and what its `profile` is asked for."""
+    """One side of a comparison: a graphllm checkout and the arguments of its `profile`."""
 
     name: str
     root: Path
@@ -34,10 +34,17 @@ class Variant:
 
 @contextmanager
 def variants(arguments: Sequence[str], against: str) -> Iterator[tuple[Variant, Variant]]:
-    """What is compared, the baseline first. ``arguments``: of the command line of `profile`.
+    """Yield both sides of a comparison, the baseline first.
 
-    ``against``: ``backend=NAME``, ``commit=REV`` of the repository that graphllm runs from, or
-    other flags of `profile`. The commit is there as long as the context. RequestError.
+    A commit is checked out for the duration of the context.
+
+    Args:
+        arguments: command line arguments of `profile`.
+        against: ``backend=NAME``, ``commit=REV`` of the repository that graphllm runs from, or
+            additional flags of `profile`.
+
+    Raises:
+        RequestError: ``against`` is invalid, or git failed.
     """
     kind, _, value = against.partition("=")
     given = tuple(arguments)
@@ -59,7 +66,7 @@ def variants(arguments: Sequence[str], against: str) -> Iterator[tuple[Variant, 
 
 
 def split_arguments(flag: str, text: str) -> list[str]:
-    """Words as a shell takes them. RequestError names the flag."""
+    """Split ``text`` as a shell does; RequestError names ``flag``."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -68,13 +75,15 @@ def split_arguments(flag: str, text: str) -> list[str]:
 
 @contextmanager
 def _checkout(revision: str) -> Iterator[tuple[Path, str]]:
-    """A folder with that commit of graphllm's own repository, and what the commit is called."""
+    """Check out a commit of the repository of graphllm; yield its folder and title."""
     try:
         top = _git("rev-parse", "--show-toplevel")
     except (OSError, RequestError):
         top = ""
     if not top or Path(top).resolve() != _ROOT.resolve():
-        raise RequestError(f"--against commit={revision}: {_ROOT} is no git checkout of graphllm")
+        raise RequestError(
+            f"--against commit={revision}: {_ROOT} is not a git checkout of graphllm"
+        )
     try:
         commit = _git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     except RequestError:
@@ -83,7 +92,7 @@ def _checkout(revision: str) -> Iterator[tuple[Path, str]]:
     with TemporaryDirectory(prefix="graphllm-") as folder:
         root = Path(folder) / commit
         _git("worktree", "add", "--quiet", "--detach", str(root), commit)
-        models = root / "graphllm" / "models"  # where an installation has them
+        models = root / "graphllm" / "models"  # their place in an installation
         if (root / "models").is_dir() and not models.exists():
             models.symlink_to(root / "models")
         try:
@@ -102,37 +111,47 @@ def _git(*arguments: str) -> str:
 def run_interleaved(
     sides: tuple[Variant, Variant], pairs: int, folder: Path, show: Show
 ) -> tuple[list[Path], list[Path]]:
-    """Profile both ``pairs`` times in turns; the files of each side. RequestError of a run.
+    """Profile both sides ``pairs`` times, interleaved; return the files of each side.
 
-    Before that each is run once for the caches of files and kernels.
+    One more run of each side before warms the caches of files and kernels.
+
+    Args:
+        sides: the baseline and the variant.
+        pairs: number of runs of each side.
+        folder: folder for the profiles.
+        show: progress callback.
+
+    Raises:
+        RequestError: a run failed.
     """
     total, done = 2 * (pairs + 1), 0
     files: tuple[list[Path], list[Path]] = ([], [])
     for turn in range(pairs + 1):
         for side in (0, 1) if turn % 2 else (1, 0):
-            show("runs in turns", done, total)
+            show("interleaved runs", done, total)
             path = folder / f"{'AB'[side]}{turn}.json"
             _profile(sides[side], path)
             done += 1
             if turn:
                 files[side].append(path)
-    show("runs in turns", total, total)
+    show("interleaved runs", total, total)
     return files
 
 
-def _profile(way: Variant, path: Path) -> None:
+def _profile(variant: Variant, path: Path) -> None:
+    """Profile one variant in a process of its own; write the profile to ``path``."""
     arguments = [
         sys.executable,
         "-c",
         _START,
-        str(way.root),
+        str(variant.root),
         "profile",
-        *way.arguments,
+        *variant.arguments,
         "-o",
         str(path),
     ]
     done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        why = said[-1].removeprefix("error: ").removeprefix("Error: ")
-        raise RequestError(f"{way.name}: {why}")
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        why = lines[-1].removeprefix("error: ").removeprefix("Error: ")
+        raise RequestError(f"{variant.name}: {why}")

@@ -1,8 +1,8 @@
-"""What one process measured, from the file of a profile or of a bench: a time for each step.
+"""Samples of a comparison: the times that one process measured, read from a profile or bench file.
 
-Noise makes runs longer, hardly ever shorter. So a step's time in a pass is the median of its runs,
-and in a process that of its best pass. The wall time is the median of the passes without profiling,
-as `profile` and `bench` show it.
+Noise makes runs longer, hardly ever shorter. So the time of a step in a pass is the median of its
+runs, and its time in a process is that of the best pass. The wall time is the median of the passes
+without profiling, as `profile` and `bench` show it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ _EMPTY = np.zeros(0)
 class PhaseSample:
     """One phase in one process, or one test of a bench.
 
-    ``speed``: of the passes without profiling, and ``wall_floor`` (`noise.wall_floor`) of its wall
-    time; ``measured``: nanoseconds of all these passes. ``interference``: by how much a bad run of
-    four was longer than the best. ``rows``: of the profile, with ``times`` [rows] a pass and their
-    ``floor`` [rows] (`noise.step_floor`).
+    Attributes:
+        speed: speed of the passes without profiling.
+        wall_floor: `statistics.wall_floor` of the wall time.
+        measured: nanoseconds of all passes without profiling.
+        interference: excess of slow runs over the fastest (`machine_load`).
+        rows: rows of the profile.
+        times: nanoseconds per pass of each row.
+        floor: `statistics.step_floor` of each row.
     """
 
     speed: Speed
@@ -44,7 +48,7 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class ProcessSample:
-    """A file. ``workload``: what was run, of which model; ``settings``: how, and where."""
+    """One file. ``workload``: model and token counts; ``settings``: machine, backends, options."""
 
     path: str
     workload: Mapping[str, Any]
@@ -53,9 +57,10 @@ class ProcessSample:
 
 
 def load_samples(paths: Sequence[str | Path]) -> list[ProcessSample]:
-    """The files of one comparison, with steps of as many passes of each as all have.
+    """Read the files of one comparison.
 
-    Wall times are of all passes. RequestError as `read_profile_or_bench`.
+    Times of steps come from the same number of passes of every file, the smallest of all; wall
+    times come from all passes. Raises RequestError as `read_profile_or_bench`.
     """
     found = [read_profile_or_bench(path) for path in paths]
     passes = min((len(p["passes"]) for f in found for p in _phases(f)), default=1)
@@ -71,16 +76,16 @@ def _process_sample(
 ) -> ProcessSample:
     if isinstance(found, list):
         return _bench_sample(path, found)
-    model, settings = found["model"], dict(found["settings"])
-    work = {f"model {key}": model[key] for key in ("type", "bytes", "parameters")}
+    model, options = found["model"], dict(found["settings"])
+    workload = {f"model {key}": model[key] for key in ("type", "bytes", "parameters")}
     for key in ("prompt_tokens", "depth", "decode_tokens"):
-        work[key] = settings.pop(key, 0)
-    settings.pop("repeat", None)
+        workload[key] = options.pop(key, 0)
+    options.pop("repeat", None)
     used = dict.fromkeys(row["backend"] for phase in found["phases"] for row in phase["rows"])
-    ways = {"machine": found["machine"]["name"], "backends": ", ".join(used), **settings}
-    ways |= {key: model.get(key) for key in ("context", "kv_type")}
+    settings = {"machine": found["machine"]["name"], "backends": ", ".join(used), **options}
+    settings |= {key: model.get(key) for key in ("context", "kv_type")}
     phases = {phase["name"]: _phase_sample(phase, passes) for phase in found["phases"]}
-    return ProcessSample(path, work, ways, phases)
+    return ProcessSample(path, workload, settings, phases)
 
 
 def _phase_sample(phase: Mapping[str, Any], passes: int) -> PhaseSample:
@@ -93,7 +98,7 @@ def _phase_sample(phase: Mapping[str, Any], passes: int) -> PhaseSample:
         each = machine_load.times_by_pass(every, within, passes)
         if not each:
             continue
-        calls = each[0].shape[1]  # a pass
+        calls = each[0].shape[1]  # per pass
         times[own] = calls * np.min([np.median(some, axis=1) for some in each], axis=0)
         first = [rows[index]["step"] < FIRST_STEPS for index in own]
         floor[own] = [step_floor(calls, calls * len(each), begins) for begins in first]
@@ -104,17 +109,20 @@ def _phase_sample(phase: Mapping[str, Any], passes: int) -> PhaseSample:
 
 
 def _bench_sample(path: str, tests: Sequence[Mapping[str, Any]]) -> ProcessSample:
-    """Each test is a phase without rows. Where several setups were measured, their names tell."""
+    """Return a sample whose phases are the tests, without rows.
+
+    Names of phases contain the settings in which a test differs from the first.
+    """
     from ..bench import Test
 
     first = tests[0]
-    work = {f"model {key}": first[f"model_{key}"] for key in ("type", "size", "n_params")}
-    said = ("cpu_info", "backends", "n_threads", "type_k", "n_gpu_layers")
-    ways = {key: first.get(key) for key in said}
+    workload = {f"model {key}": first[f"model_{key}"] for key in ("type", "size", "n_params")}
+    keys = ("cpu_info", "backends", "n_threads", "type_k", "n_gpu_layers")
+    settings = {key: first.get(key) for key in keys}
     phases = {}
     for test in tests:
         what = Test(test["n_prompt"], test["n_gen"], test["n_depth"])
-        own = [f"{key} {test[key]}" for key in said if test.get(key) != first.get(key)]
+        own = [f"{key} {test[key]}" for key in keys if test.get(key) != first.get(key)]
         name, samples = ", ".join([what.name, *own]), test["samples_ns"]
         known = (
             wall_floor(len(samples)),
@@ -122,4 +130,4 @@ def _bench_sample(path: str, tests: Sequence[Mapping[str, Any]]) -> ProcessSampl
             machine_load.interference_of_samples(samples),
         )
         phases[name] = PhaseSample(speed(what.tokens, samples), *known)
-    return ProcessSample(path, work, ways, phases)
+    return ProcessSample(path, workload, settings, phases)

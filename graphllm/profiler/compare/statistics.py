@@ -1,10 +1,11 @@
-"""How sure a change of times is: the statistics of `graphllm compare`.
+"""Statistics of `graphllm compare`: estimates of changes and their confidence.
 
-Times of one process agree with each other more than with those of the next: memory lies elsewhere,
-the machine has other guests. So a process gives one number for a step, and changes are logarithms
-of ratios between processes that ran in turns. Few pairs say little about their own spread; what the
-spread usually is counts as `PRIOR_DF` more of them. With one pair nothing is known of it, and twice
-the usual is assumed. docs/architecture.md says where the constants come from.
+Times of one process agree with each other more than with those of another, since memory placement
+and the load of the machine differ. So a process counts as one sample per step, and a change is the
+logarithm of the ratio between two interleaved processes. Few pairs say little about their own
+variance, so a prior variance counts as `PRIOR_DF` further degrees of freedom. A single pair says
+nothing about it, so twice the prior standard deviation is assumed. docs/design/profiling.md has the
+measurements behind the constants.
 """
 
 from __future__ import annotations
@@ -18,65 +19,71 @@ from typing import Any
 
 import numpy as np
 
-# The usual standard deviation between processes, of a step's time: a share of it, some nanoseconds,
-# and some more over the root of the runs that were taken.
+# Prior standard deviation of a step's time between processes: a share of the time, a constant in
+# nanoseconds per call, and a constant that decreases with the square root of the number of runs.
 RELATIVE_SD, STEP_NS, RUN_NS = 0.0125, 250.0, 2000.0
-# A pass wakes threads, which may be late by a slice of the scheduler's. In a pass of `FEW_RUNS` or
-# more the median does not see that; in a shorter one the first steps of a run do.
+# A pass wakes up threads, which may be late by a time slice of the scheduler. The median over
+# `FEW_RUNS` or more runs hides that; with fewer, the first steps of a run show it.
 WAKE_NS, FEW_RUNS, FIRST_STEPS = 4e6, 8, 4
-DRIFT = 0.025  # of what all steps of a process have in common
+DRIFT = 0.025  # standard deviation of the change that all steps of a process share
 PRIOR_DF = 4
-SINGLE_PAIR_FACTOR, SINGLE_PAIR_DF = (
-    2.0,
-    30,
-)  # where there is one pair: times the usual, and degrees of freedom
-LEVEL = 0.05  # of a verdict being wrong, over all rows of a report
-_MIN_POOLED_ROWS = 4  # rows that tell nothing of the others' spread
+# With a single pair: factor on the prior standard deviation, and degrees of freedom.
+SINGLE_PAIR_FACTOR, SINGLE_PAIR_DF = 2.0, 30
+LEVEL = 0.05  # significance level, over all rows of a report together
+_MIN_POOLED_ROWS = 4  # with fewer rows, their variances are not pooled
 
-# Of the size of normal numbers, three quarters are below it.
+# 75th percentile of the absolute value of a standard normal variable.
 _NORMAL_Q75 = NormalDist().inv_cdf(0.875)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Logarithms of ratios with their standard errors, each of t's distribution with ``df``."""
+    """Log-ratios with standard errors, following Student's t-distribution with ``df``."""
 
     mean: np.ndarray  # [rows]
     error: np.ndarray  # [rows]
     df: int
 
     def margin(self, level: float = LEVEL) -> np.ndarray:
-        """Half of the interval that holds each, but for ``level``: [rows]."""
+        """Return the half width of the confidence interval at level ``1 - level``: [rows]."""
         return t_quantile(level / 2, self.df) * self.error
 
     def p_values(self, effect: float) -> list[float]:
-        """For each the chance of being as far from 0 if it truly were ``effect`` at most."""
+        """Return the p-values of the hypotheses that the true change is at most ``effect``."""
         z = (np.abs(self.mean) - effect) / self.error
         return [min(1.0, 2 * t_tail(float(each), self.df)) for each in z]
 
 
 def prior_variance(floor: Any, times: Any) -> Any:
-    """The usual variance of log(time) between processes, of numbers or arrays. ``floor``: see
-    `step_floor`."""
+    """Return the prior variance of log(time) between processes; scalars or arrays.
+
+    ``floor``: see `step_floor`.
+    """
     return RELATIVE_SD**2 + np.minimum(1.0, floor / times) ** 2
 
 
 def step_floor(calls: int, runs: int, first: bool) -> float:
-    """Nanoseconds by which a step's time a pass usually differs between processes beside its share:
-    of ``calls`` a pass, and ``runs`` that were timed; ``first``: it begins a run."""
+    """Return the absolute part of the prior standard deviation of a step's time, in nanoseconds.
+
+    Args:
+        calls: calls of the step per pass.
+        runs: number of profiled runs.
+        first: whether the step is among the first of a run.
+    """
     late = WAKE_NS if first and calls < FEW_RUNS else 0.0
     return calls * math.hypot(STEP_NS, math.hypot(RUN_NS, late) / math.sqrt(runs))
 
 
 def wall_floor(passes: int) -> float:
-    """As `step_floor`, of the wall time of a pass."""
+    """Return the absolute part of the prior standard deviation of a pass's wall time."""
     return WAKE_NS / math.sqrt(passes)
 
 
 def shared_change(logs: np.ndarray, variance: np.ndarray) -> np.ndarray:
-    """What the columns of ``logs`` [pairs, kinds] share: their weighted median, [pairs].
+    """Return the weighted median over the columns of ``logs`` [pairs, kinds]: [pairs].
 
-    Of kinds of ops, not of steps: a slower kernel is one of them, however many steps it has.
+    Columns are kinds of ops, not steps, so that a slower kernel counts once however many steps it
+    has.
     """
     order = np.argsort(logs, axis=1)
     weight = np.cumsum((1 / variance)[order], axis=1)
@@ -86,9 +93,12 @@ def shared_change(logs: np.ndarray, variance: np.ndarray) -> np.ndarray:
 
 
 def estimate_changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True) -> Changes:
-    """Means over pairs. logs [pairs, rows]; variance [rows]: the usual one of a pair.
+    """Estimate the mean change of each row over pairs.
 
-    ``pooled``: rows tell of each other whether the machine is noisier than usual.
+    Args:
+        logs: log-ratios [pairs, rows].
+        variance: prior variance of a pair [rows].
+        pooled: scale the prior by the noise of all rows, if it is higher than usual.
     """
     pairs = len(logs)
     pooled = pooled and logs.shape[1] >= _MIN_POOLED_ROWS
@@ -107,12 +117,15 @@ def estimate_changes(logs: np.ndarray, variance: np.ndarray, pooled: bool = True
     return Changes(logs.mean(axis=0), error, PRIOR_DF + df)
 
 
-def holm_adjust(chances: Sequence[float]) -> list[float]:
-    """Chances adjusted for there being many (Holm 1979): below a level, all such verdicts together
-    are wrong no more often than that."""
-    adjusted, least = [0.0] * len(chances), 0.0
-    for done, index in enumerate(sorted(range(len(chances)), key=lambda i: chances[i])):
-        least = max(least, min(1.0, (len(chances) - done) * chances[index]))
+def holm_adjust(p_values: Sequence[float]) -> list[float]:
+    """Adjust p-values for multiple comparisons (Holm 1979).
+
+    The verdicts whose adjusted p-values are below a level are all correct with at least the
+    probability 1 - level.
+    """
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for done, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        least = max(least, min(1.0, (len(p_values) - done) * p_values[index]))
         adjusted[index] = least
     return adjusted
 
@@ -122,9 +135,10 @@ def holm_adjust(chances: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def _student(df: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points t > 0, ascending, and the logarithms of the chance to lie above them.
+    """Tabulate the t-distribution: ascending points t > 0 and log-probabilities of exceeding them.
 
-    With t = sqrt(df) / tan(x), that chance is the integral of sin^(df - 1) from 0 to x.
+    With t = sqrt(df) / tan(x), that probability is proportional to the integral of sin^(df - 1)
+    from 0 to x.
     """
     x = np.exp(np.linspace(math.log(1e-9), math.log(math.pi / 2), 1 << 14))
     height = np.sin(x) ** (df - 1)
@@ -137,13 +151,13 @@ def _student(df: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def t_tail(t: float, df: int) -> float:
-    """The chance that a number of Student's distribution is above ``t``."""
-    points, chances = _student(df)
-    above = math.exp(float(np.interp(abs(t), points, chances)))
+    """Return the probability that a t-distributed variable exceeds ``t``."""
+    points, log_tails = _student(df)
+    above = math.exp(float(np.interp(abs(t), points, log_tails)))
     return above if t >= 0 else 1 - above
 
 
-def t_quantile(chance: float, df: int) -> float:
-    """Where `t_tail` is ``chance``, of at most a half."""
-    points, chances = _student(df)
-    return float(np.interp(-math.log(chance), -chances, points))
+def t_quantile(p: float, df: int) -> float:
+    """Return the point at which `t_tail` is ``p``; ``p`` is at most 0.5."""
+    points, log_tails = _student(df)
+    return float(np.interp(-math.log(p), -log_tails, points))

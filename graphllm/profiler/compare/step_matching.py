@@ -1,4 +1,4 @@
-"""Which steps of two profiles are the same, and which stand for each other."""
+"""Matching of the steps of two profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 Row = Mapping[str, Any]  # of a profile's JSON
 Key = Callable[[Row], Hashable]
 
-# A step is the same one where all of this is; what is left over is asked for its op and scope only.
+# Steps match if all of these are equal; the steps left over are matched by op and scope only.
 _KEYS: tuple[Key, ...] = (
     lambda row: (row["op"], row["scope"], row["weight"], row["shape"]),
     lambda row: (row["op"], row["scope"]),
@@ -26,16 +26,19 @@ LABELS: dict[str, Callable[[Row], str]] = {
 
 @dataclass(frozen=True)
 class MatchedSteps:
-    """Steps of two plans that do the same work, by their indices: one of each, or the steps between
-    two such pairs (fused on one side, say). One side has none where the other does more."""
+    """Indices of steps of two plans that do the same work.
+
+    Either one step of each plan, or all steps between two such pairs, for instance because they are
+    fused on one side. A side is empty if the other does additional work.
+    """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
-    same: bool  # one step, on both sides
+    same: bool  # the same step on both sides
 
 
 def match_steps(a: Sequence[Row], b: Sequence[Row]) -> list[MatchedSteps]:
-    """The steps of two plans in the order of running, all of them, matched."""
+    """Match all steps of two plans, in execution order."""
     return list(_match_ranges(a, b, range(len(a)), range(len(b)), _KEYS))
 
 
@@ -47,7 +50,7 @@ def _match_ranges(
             yield MatchedSteps(tuple(at), tuple(bt), False)
         return
     left, right = [keys[0](a[i]) for i in at], [keys[0](b[i]) for i in bt]
-    # The last block is empty, at the ends.
+    # The last block is an empty one at the ends.
     blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
     i = j = 0
     for block in blocks:
@@ -58,12 +61,12 @@ def _match_ranges(
         )
 
 
-def label(stretch: MatchedSteps, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
-    """What a stretch is called in a report: an op, or where it is."""
+def label(matched: MatchedSteps, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
+    """Return the label of matched steps in a report; ``by``: a key of `LABELS`."""
     name = LABELS[by]
     sides = [
         _listed(name(rows[i]) for i in indices)
-        for rows, indices in ((a, stretch.a), (b, stretch.b))
+        for rows, indices in ((a, matched.a), (b, matched.b))
         if indices
     ]
     return " -> ".join(dict.fromkeys(sides))

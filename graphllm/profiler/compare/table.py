@@ -1,4 +1,4 @@
-"""A comparison in words and figures."""
+"""A comparison as text."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterator
 
 from ...terminal import escape_control
-from .comparison import WALL, ComparePhase, CompareRow, Comparison, SharedChange
+from .result import WALL, ComparePhase, CompareRow, Comparison, SharedChange
 
 _BOLD, _COLOURS, _PLAIN = "\033[1m", {"slower": "\033[31m", "faster": "\033[32m"}, "\033[0m"
-_WIDE = math.log(2)  # half an interval that tells nothing
+_WIDE = math.log(2)  # half width of an interval that is too wide to print
 
 
 def lines(found: Comparison, top: int, colour: bool) -> Iterator[str]:
-    """See `Comparison.table`."""
-    turns = f", {found.files} runs" if found.files > 1 else ""
-    yield escape_control(f"A: {found.sides[0]}{turns}")
-    yield escape_control(f"B: {found.sides[1]}{turns}")
+    """Yield the lines of `Comparison.table`."""
+    runs = f", {found.files} runs" if found.files > 1 else ""
+    yield escape_control(f"A: {found.sides[0]}{runs}")
+    yield escape_control(f"B: {found.sides[1]}{runs}")
     yield from map(escape_control, found.notes)
     for phase in found.phases:
         yield ""
@@ -47,13 +47,13 @@ def _phase(phase: ComparePhase, top: int, colour: bool) -> Iterator[str]:
 
 
 def _shared(shared: SharedChange, hidden: bool) -> Iterator[str]:
-    """What all ops share, where it is worth a word."""
+    """Yield a line on the shared change, unless it was removed and is below 1 %."""
     if shared.taken_out and abs(shared.change) < 0.01:
         return
-    why = "the machine, or a change of them all; taken out of the rows of steps"
+    why = "machine drift or a change common to all ops; removed from the rows of steps"
     if not shared.taken_out:
-        why = "rows are as measured" if hidden else "more than the machine; rows are as measured"
-    yield f"all ops are {_worded(shared)}: {why}"
+        why = "rows are as measured" if hidden else "more than machine drift; rows are as measured"
+    yield f"all ops are {_describe(shared)}: {why}"
 
 
 def _figures(row: CompareRow) -> str:
@@ -70,7 +70,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.1f}%" if share < 9 else f"x{1 + share:.1f}"
 
 
-def _worded(found: SharedChange | CompareRow) -> str:
+def _describe(found: SharedChange | CompareRow) -> str:
     word = "slower" if found.change > 0 else "faster"
     size = f"{abs(found.change):.1%}" if found.change < 9 else f"{1 + found.change:.1f} times"
     return f"{size} {word} ({_percent(found.low)} to {_percent(found.high)})"
@@ -81,15 +81,15 @@ def _coloured(text: str, row: CompareRow, colour: bool) -> str:
 
 
 def _verdict(found: Comparison, colour: bool) -> Iterator[str]:
-    """What changed, in a line for each row, or that nothing did."""
+    """Yield a line for each row that changed, or one that nothing did."""
     rows = [row for phase in found.phases for row in phase.rows]
     known = sum(row.verdict == "same" for row in rows)
     if not found.changed:
         yield (
-            f"nothing is slower or faster by more than {100 * found.min_effect:g} % with "
-            f"confidence; {known} of {len(rows)} rows are the same within that"
+            f"no row is slower or faster by more than {100 * found.min_effect:g} % with "
+            f"confidence; {known} of {len(rows)} rows are the same within that bound"
         )
     for name, row in found.changed:
         what = escape_control(name if row.label == WALL else f"{name}: {row.label}")
         fails = f", above {100 * found.fail_above:g} %" if found.fail_above and row.fails else ""
-        yield _coloured(f"{what} is {_worded(row)}{fails}", row, colour)
+        yield _coloured(f"{what} is {_describe(row)}{fails}", row, colour)
