@@ -1,4 +1,4 @@
-"""BLOOM (BigScience 2022): ALiBi for positions, and a norm behind the embedding."""
+"""BLOOM (BigScience 2022): ALiBi instead of rotary positions, and a norm after the embedding."""
 
 from graphllm.model.config_keys import Keys, mha_sizes
 from graphllm.model.decoder import Attention, Decoder, DecoderConfig, Layer, Mlp, ModuleNames, Norm
@@ -20,7 +20,7 @@ TINY = (
     {"hidden_size": 44, "n_head": 11, "tie_word_embeddings": False, "slow_but_exact": True},
     {"hidden_size": 20, "n_head": 1},
 )  # fmt: skip
-# Of Megatron, which trained it: how sums are rounded or kernels cut, not what is computed.
+# Settings of Megatron kernels that do not change the result.
 TRAINING = (
     "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi",
     "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
@@ -28,8 +28,10 @@ TRAINING = (
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's of each head (Press et al. 2022): 2^(-8 i / n) for n heads, a power of two; what
-    heads there are beyond it take every other one of 2 n."""
+    """Return the ALiBi slope of each head (Press et al. 2022).
+
+    For a power of two n they are 2^(-8 i / n); heads beyond n take every other slope of 2 n.
+    """
     n = 1 << (heads.bit_length() - 1)
     first = (2 ** (-8 * i / n) for i in range(1, n + 1))
     rest = (2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2))
@@ -41,12 +43,12 @@ def config(keys: Keys) -> DecoderConfig:
     keys.rename(max_position_embeddings="seq_length", intermediate_size="n_inner")
     keys.ignore(*TRAINING)
     dim, heads, width = mha_sizes(keys)
-    fused = "rows" if keys.gguf else "heads"  # the converter sorts them
+    fused = "rows" if keys.gguf else "heads"  # llama.cpp's converter sorts the rows
     normed = keys("apply_residual_connection_post_layernorm", bool, False)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=keys.positive("max_position_embeddings", 2048),  # what all were trained with
+        context=keys.positive("max_position_embeddings", 2048),  # of all published models
         layers=(Layer(None),) * keys.layers(),
         attention=Attention(
             heads, heads, width, bias=True, out_bias=True, fused=fused, slopes=slopes(heads)

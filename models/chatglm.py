@@ -1,6 +1,6 @@
-"""ChatGLM-6B (Du et al. 2022, GLM): a prompt that sees all of itself, and two positions a token.
+"""ChatGLM-6B (GLM; Du et al. 2022): a bidirectional prefix, and two positions for each token.
 
-Its successors state the same model_type; they are in `chatglm2`.
+Its successors have the same model_type; their configurations are read by `chatglm2`.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,17 @@ TINY = (
 
 class Model(Decoder):
     def bidirectional_prefix(self, tokens: Sequence[int]) -> int:
-        """The tokens before sop, if one of them is the mask that the answer stands for: it must be
-        the last, as the tokenizer has it. With one elsewhere positions would be others."""
+        """Return the number of tokens before sop if the last of them is a mask token.
+
+        RequestError for a mask elsewhere, which would change the positions.
+        """
         sop, *masks = self.cfg.attention.prefix_token_ids or (-1,)
         before = list(tokens[: list(tokens).index(sop)]) if sop in tokens else []
         at = next((before.index(mask) for mask in masks if mask in before), -1)
         if -1 < at < len(before) - 1:
-            raise RequestError(f"token {at + 1}, {before[at]}, is a mask: sop ({sop}) must be next")
+            raise RequestError(
+                f"token {at + 1}, {before[at]}, is a mask and must be followed by sop ({sop})"
+            )
         return at + 1
 
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:

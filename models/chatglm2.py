@@ -1,6 +1,6 @@
-"""ChatGLM2, ChatGLM3 and GLM-4 9B as first published, whose model_type is chatglm, too.
+"""ChatGLM2, ChatGLM3 and GLM-4 9B as first published, with model_type chatglm.
 
-Their GGUF files, whose names are those of all architectures, are read by `glm`.
+Their GGUF files have the usual tensor names and are read by `glm`.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ TINY = (
 
 
 def common(keys: Keys) -> None:
-    """Neither weights that are quantised in a way of its own nor prompts that were trained."""
+    """Read keys that all ChatGLM models have; reject quantised weights and prefix tuning."""
     keys.rename(num_hidden_layers="num_layers")
     keys.require("quantization_bit", 0)
     keys.require("pre_seq_len", None)
@@ -49,7 +49,7 @@ def config(keys: Keys) -> DecoderConfig:
     common(keys)
     keys.rename(vocab_size="padded_vocab_size")
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    keys.ignore(  # how sums are rounded or kernels cut, not what is computed
+    keys.ignore(  # settings of kernels that do not change the result
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion",
         "fp32_residual_connection", "original_rope",
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention, many small experts. And V3's GGUF files."""
+"""DeepSeek-V2 (DeepSeek-AI 2024): latent attention and fine-grained experts.
+
+GGUF files of DeepSeek-V3 have the same architecture name and are read here as well.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -35,36 +38,38 @@ TINY = (
 def config(keys: Keys) -> DecoderConfig:
     keys.interleaved = True
     keys.set_defaults(q_lora_rank=1536, first_k_dense_replace=0, max_position_embeddings=2048)
-    # llama.cpp's name for what V3 and V2 do; it has groups wherever it has their count.
+    # GGUF files state the scoring: 1 is V2's softmax, 2 is V3's sigmoid. They do not state the
+    # method; llama.cpp uses groups wherever their number is given.
     sigmoid = keys.gguf and keys("expert_gating_func", int, 1) == 2
     methods = "greedy", "group_limited_greedy"
     grouped = keys.choice("topk_method", methods, methods[keys.gguf]) == methods[1]
     keys.require("scoring_func", "softmax")
-    if not keys.gguf:  # published code then leaves the scale out, transformers the norm
+    if not keys.gguf:  # with true, the published code and transformers differ
         keys.require("norm_topk_prob", False)
     return deepseek(keys, sigmoid, grouped)
 
 
 def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
-    """DeepSeek's layers, which score experts by V3's sigmoid or V2's softmax."""
+    """Read the keys that V2 and V3 share; ``sigmoid``: experts are scored as in V3."""
     c, hidden = mla_config(keys), keys.positive("moe_intermediate_size")
     keys.require("moe_layer_freq", 1)
-    keys.ignore("ep_size")  # how it was trained
+    keys.ignore("ep_size")  # expert parallelism of the training
     dense = keys("first_k_dense_replace", int)
-    groups, kept = keys.positive("n_group", 1), keys.positive("topk_group", 1)
-    facts: dict[str, Any] = {"groups": groups, "kept": kept} if grouped else {}
+    groups, top_groups = keys.positive("n_group", 1), keys.positive("topk_group", 1)
+    moe: dict[str, Any] = {"groups": groups, "top_groups": top_groups} if grouped else {}
     if sigmoid:
         corrected = not keys.gguf or any("exp_probs_b" in name for name in keys.tensors)
-        facts |= {"score": "sigmoid", "best": 2, "correction": corrected}
+        moe |= {"score": "sigmoid", "top_per_group": 2, "correction": corrected}
     return replace(
         c,
         layers=tuple(replace(layer, moe=i >= dense) for i, layer in enumerate(c.layers)),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
         moe=moe_config(
-            keys, hidden, "n_routed_experts", shared=hidden * keys("n_shared_experts", int, 0),
+            keys, hidden, "n_routed_experts",
+            shared_intermediate_size=hidden * keys("n_shared_experts", int, 0),
             normalise=keys("norm_topk_prob", bool, False),
             scale=keys.factor("routed_scaling_factor", 1.0),
-            **facts,
+            **moe,
         ),
         names=replace(c.names, shared="shared_experts"),
     )  # fmt: skip

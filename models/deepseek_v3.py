@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): a deepseek_v2 whose experts are scored by a sigmoid."""
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024): DeepSeek-V2 with experts scored by a sigmoid."""
 
 from dataclasses import replace
 

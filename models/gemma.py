@@ -1,4 +1,4 @@
-"""Gemma (Gemma Team 2024): scaled embeddings, and norms stored as their distance from one."""
+"""Gemma (Gemma Team 2024): scaled embeddings, and norm weights stored minus one."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ def config(keys: Keys) -> DecoderConfig:
         tie_word_embeddings=True,
     )  # fmt: skip
     keys.require("use_bidirectional_attention", False)
-    keys.require("hidden_activation", "gelu_pytorch_tanh")  # beside hidden_act, which counts
+    keys.require("hidden_activation", "gelu_pytorch_tanh")  # hidden_act takes precedence
     c, bias = base_config(keys, act="gelu_pytorch_tanh"), keys.bias("attention_bias")
-    # The first files say "gelu", and mean what the later ones call by its name.
+    # The first published files say "gelu" but were trained with the tanh approximation.
     act = "gelu_pytorch_tanh" if c.mlp.act == "gelu" else c.mlp.act
     return replace(
         c,

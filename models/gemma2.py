@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team 2024): every other layer windowed, and scores and logits capped."""
+"""Gemma 2 (Gemma Team 2024): sliding windows in every other layer, capped scores and logits."""
 
 from dataclasses import replace
 
@@ -31,16 +31,16 @@ def config(keys: Keys) -> DecoderConfig:
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
     )  # fmt: skip
     keys.require("use_bidirectional_attention", False)
-    keys.ignore("sliding_window_size", "hidden_act")  # of the first files, the same again
+    keys.ignore("sliding_window_size", "hidden_act")  # duplicates in the first files
     c = base_config(keys, act="gelu_pytorch_tanh", act_key="hidden_activation")
     bias = keys.bias("attention_bias")
-    near, a = sliding_windows(keys, lambda i: i % 2 == 0), c.attention
-    # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
-    width = a.head_dim if len(near) != 46 else c.dim // a.heads
-    caps = (50.0, 30.0) if keys.gguf else (0.0, 0.0)  # the first GGUF files do not state them
+    windows, a = sliding_windows(keys, lambda i: i % 2 == 0), c.attention
+    # GGUF has no key for the scale. llama.cpp recognises the 27B, which differs, by its 46 layers.
+    width = a.head_dim if len(windows) != 46 else c.dim // a.heads
+    caps = (50.0, 30.0) if keys.gguf else (0.0, 0.0)  # missing in the first GGUF files
     return replace(
         c,
-        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),
+        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, windows)),
         attention=replace(
             a, bias=bias, out_bias=bias, softcap=keys.factor("attn_logit_softcapping", caps[0]),
             scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,

@@ -1,4 +1,4 @@
-"""Gemma 3, text only (Gemma Team 2025): five windowed layers to each global one."""
+"""Gemma 3, text only (Gemma Team 2025): five layers with a window to each one without."""
 
 from dataclasses import replace
 
@@ -39,18 +39,22 @@ def config(keys: Keys) -> DecoderConfig:
     keys.require("use_bidirectional_attention", False)
     keys.require("attn_logit_softcapping", None)
     c = base_config(
-        keys, act="gelu_pytorch_tanh", act_key="hidden_activation", group=FULL_ATTENTION, base=1e6
+        keys,
+        act="gelu_pytorch_tanh",
+        act_key="hidden_activation",
+        layer_type=FULL_ATTENTION,
+        base=1e6,
     )
     a, wide, period = c.attention, c.layers[0].rope, keys.positive("sliding_window_pattern", 6)
-    # Beside what counts: layer_types, hidden_activation.
+    # layer_types and hidden_activation take precedence over these.
     keys.ignore("_sliding_window_pattern", "hidden_act")
     local = rope_config(keys, a.head_dim, "sliding_attention", theta="rope_local_base_freq")
-    near = sliding_windows(keys, lambda i: i % period != period - 1)
-    # GGUF has no key for the scale: llama.cpp knows the 27B, which has another one, by its layers.
-    width = a.head_dim if len(near) != 62 else c.dim // a.heads
+    windows = sliding_windows(keys, lambda i: i % period != period - 1)
+    # GGUF has no key for the scale. llama.cpp recognises the 27B, which differs, by its 62 layers.
+    width = a.head_dim if len(windows) != 62 else c.dim // a.heads
     return replace(
         c,
-        layers=tuple(Layer(local if w else wide, w) for w in near),
+        layers=tuple(Layer(local if w else wide, w) for w in windows),
         attention=replace(
             a, qk_norm="head", scale=keys.factor("query_pre_attn_scalar", width) ** -0.5,
             bias=keys.bias("attention_bias"), out_bias=keys.bias("attention_bias"),

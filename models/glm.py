@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-Edge, as transformers has them (GLM Team 2024): half of each head rotates."""
+"""GLM-4 and GLM-Edge in transformers' form (GLM Team 2024): half of each head is rotated."""
 
 from dataclasses import replace
 

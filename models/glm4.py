@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1 (Z.ai 2025): `glm` with norms after attention and MLP, too."""
+"""GLM-4-0414 and GLM-Z1 (Z.ai 2025): `glm` with norms also after attention and MLP."""
 
 from dataclasses import replace
 

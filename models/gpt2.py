@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, and matrices stored as [in, out]."""
+"""GPT-2 (Radford et al. 2019): learned positions, and weight matrices stored as [in, out]."""
 
 from graphllm.model.config import ACTIVATIONS
 from graphllm.model.config_keys import Keys, mha_sizes
@@ -13,7 +13,7 @@ NAMES = ModuleNames(
 GGUF = ("gpt2",)
 GGUF_KEYS = {"layer_norm_epsilon": "attention.layer_norm_epsilon"}
 HF = (
-    WeightRule("", "{*}.attn.bias"),  # of the causal mask
+    WeightRule("", "{*}.attn.bias"),  # the causal mask
     WeightRule("", "{*}.attn.masked_bias"),
     *(
         WeightRule(f"transformer.h.{{i}}.{name}.weight", f"{root}h.{{i}}.{name}.weight", TRANSPOSE)
@@ -39,9 +39,11 @@ def config(keys: Keys) -> DecoderConfig:
     )  # fmt: skip
     keys.set_defaults(max_position_embeddings=1024)
     keys.require("add_cross_attention", False)
-    keys.ignore("reorder_and_upcast_attn")  # rounding of halves
-    keys.ignore("n_ctx", *(f"summary_{k}" for k in _SUMMARY))  # n_positions; another task
-    keys.ignore("n_special", "predict_special_tokens")  # of GPT-1
+    keys.ignore("reorder_and_upcast_attn")  # float16 rounding
+    keys.ignore(
+        "n_ctx", *(f"summary_{k}" for k in _SUMMARY)
+    )  # n_ctx duplicates n_positions; others: another task
+    keys.ignore("n_special", "predict_special_tokens")  # GPT-1 settings
     dim, heads, width = mha_sizes(keys)
     scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0
     by_layer = keys("scale_attn_by_inverse_layer_idx", bool, False)

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (Black et al. 2022): attention and MLP side by side, rotary in part."""
+"""GPT-NeoX and Pythia (Black et al. 2022): parallel attention and MLP, partly rotated heads."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ GGUF = ("gptneox",)
 GGUF_KEYS = {"use_parallel_residual": "use_parallel_residual"}
 HF = (
     WeightRule("lm_head.{*}", "embed_out.{*}"),
-    WeightRule("", "{*}.attention.bias"),  # of the causal mask
+    WeightRule("", "{*}.attention.bias"),  # the causal mask
     WeightRule("", "{*}.attention.masked_bias"),
     WeightRule("", "{*}.rotary_emb.inv_freq"),
 )
@@ -35,14 +35,14 @@ TINY = (
 
 def config(keys: Keys) -> DecoderConfig:
     names = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
-    for common, own in names.items():  # some files have both, but only their own counts
+    for common, own in names.items():  # transformers reads only GPT-NeoX's own keys
         if not keys.gguf and keys.has(common) and not keys.has(own):
-            raise keys.error(common, f"is not read without {own}")
+            raise keys.error(common, f"is ignored by transformers without {own}")
     keys.rename(**names)
     keys.set_defaults(max_position_embeddings=2048, layer_norm_eps=1e-5)
     c = base_config(keys, "layer_norm_eps", "gelu", partial=0.25)
     bias = keys.bias("attention_bias", True)
-    fused = "rows" if keys.gguf else "heads"  # the converter sorts them
+    fused = "rows" if keys.gguf else "heads"  # llama.cpp's converter sorts the rows
     return replace(
         c,
         attention=replace(c.attention, bias=bias, out_bias=bias, fused=fused),

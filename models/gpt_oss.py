@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with biases and clamped units, attention sinks, MXFP4 weights."""
+"""gpt-oss (OpenAI 2025): experts with biases and clamped SwiGLU, attention sinks, MXFP4."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,13 +9,24 @@ from graphllm.model.moe import moe_config
 from graphllm.weights.weight_rules import TRANSPOSE, Mxfp4, Transform, View, WeightRule
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
-_GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up take turns
+_GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up are interleaved
 
 
-def _gate_up(end: str, kind: str, of: Callable[[slice], Transform], part: int = 0) -> WeightRule:
-    """``of``: what is done to the tensor for the rows that are wanted."""
+def _gate_up(
+    suffix: str, kind: str, transform: Callable[[slice], Transform], part: int = 0
+) -> WeightRule:
+    """Return the rule that splits a tensor of gate_up_proj.
+
+    Args:
+        suffix: End of the tensor's name.
+        kind: "weight" or "bias".
+        transform: Transform that selects the given rows.
+        part: Part of the weight that the tensor is.
+    """
     gate, up = (f"{_EXPERTS}.{name}_proj.{kind}" for name in ("gate", "up"))
-    return WeightRule(gate, f"{_EXPERTS}.gate_up_proj{end}", of(_GATE), part, ((up, of(_UP)),))
+    return WeightRule(
+        gate, f"{_EXPERTS}.gate_up_proj{suffix}", transform(_GATE), part, ((up, transform(_UP)),)
+    )
 
 
 HF = (
@@ -52,11 +63,11 @@ def config(keys: Keys) -> DecoderConfig:
     keys.set_defaults(
         head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0
     )
-    # As the model was trained; llama.cpp, whose files do not say it, truncates.
-    c = base_config(keys, truncate=not keys.gguf, stated=True)
+    # The model was trained without truncation; llama.cpp, whose files do not state it, truncates.
+    c = base_config(keys, truncate=not keys.gguf, required=True)
     bias = keys.bias("attention_bias", True)
     keys.require("experts_per_token", keys.positive("num_experts_per_tok"))
-    keys.ignore("initial_context_length")  # stands in rope_scaling, too
+    keys.ignore("initial_context_length")  # duplicate of a rope_scaling value
     return replace(
         c,
         layers=tuple(
@@ -65,9 +76,10 @@ def config(keys: Keys) -> DecoderConfig:
         ),
         attention=replace(c.attention, bias=bias, out_bias=bias, sinks=True),
         moe=moe_config(
-            keys, keys.positive("moe_intermediate_size", c.mlp.hidden),
-            "num_experts" if keys.gguf else "num_local_experts", score="chosen", bias=True,
-            alpha=keys.factor("swiglu_alpha", 1.702), limit=keys.factor("swiglu_limit", 7.0),
+            keys, keys.positive("moe_intermediate_size", c.mlp.intermediate_size),
+            "num_experts" if keys.gguf else "num_local_experts", score="topk_softmax", bias=True,
+            swiglu_alpha=keys.factor("swiglu_alpha", 1.702),
+            swiglu_limit=keys.factor("swiglu_limit", 7.0),
         ),
         names=replace(c.names, router="router"),
     )  # fmt: skip

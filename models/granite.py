@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): a llama with factors of embedding, scores, residual and logits."""
+"""Granite 3 (IBM 2024): a llama with factors on embedding, scores, residual and logits."""
 
 from dataclasses import replace
 
@@ -29,10 +29,10 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.interleaved = keys.gguf  # the converter permutes rows of q and k
+    keys.interleaved = keys.gguf  # llama.cpp's converter permutes q and k
     keys.set_defaults(rms_norm_eps=1e-6, max_position_embeddings=2048)
     c, bias = base_config(keys), keys.bias("attention_bias")
-    # llama.cpp has the usual scale where there is none, transformers one.
+    # For a missing key llama.cpp scales scores by head_dim ** -0.5, transformers by 1.
     scale = keys.factor("attention_multiplier", c.attention.head_dim**-0.5 if keys.gguf else 1.0)
     return replace(
         c,

@@ -1,4 +1,4 @@
-"""Llama 1, 2 and 3 (Touvron et al. 2023), and what GGUF files call llama."""
+"""Llama 1, 2 and 3 (Touvron et al. 2023), and all models with GGUF architecture llama."""
 
 from dataclasses import replace
 
@@ -30,19 +30,20 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.interleaved = keys.interleaved or keys.gguf  # the converter permutes rows of q and k
+    keys.interleaved = keys.interleaved or keys.gguf  # llama.cpp's converter permutes q and k
     keys.set_defaults(rms_norm_eps=1e-6, max_position_embeddings=2048)
     keys.require("rope_interleaved", False)
     keys.ignore("is_llama_config")
-    c, longer = base_config(keys), keys.positive("max_sequence_length", 1)  # of the first files
+    c = base_config(keys)
+    context = max(c.context, keys.positive("max_sequence_length", 1))  # key of the first files
     bias = keys.bias("attention_bias")
-    if keys.gguf and keys.has("num_experts"):  # a mixtral
-        hidden = keys.positive("moe_intermediate_size", c.mlp.hidden)
+    if keys.gguf and keys.has("num_experts"):  # Mixtral
+        hidden = keys.positive("moe_intermediate_size", c.mlp.intermediate_size)
         layers = tuple(replace(layer, moe=True) for layer in c.layers)
         c = replace(c, layers=layers, moe=moe_config(keys, hidden))
     return replace(
         c,
-        context=max(c.context, longer),
+        context=context,
         attention=replace(c.attention, bias=bias, out_bias=bias),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
     )

@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin (Jiang et al. 2023): a llama with a window. GGUF calls it llama."""
+"""Mistral 7B (Jiang et al. 2023): a llama with a sliding window. Its GGUF architecture is llama."""
 
 from dataclasses import replace
 

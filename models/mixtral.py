@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): a mistral whose MLPs are mixtures. GGUF files call it llama."""
+"""Mixtral (Jiang et al. 2024): a Mistral with experts as MLPs. Its GGUF architecture is llama."""
 
 from dataclasses import replace
 
@@ -38,5 +38,5 @@ def config(keys: Keys) -> DecoderConfig:
     return replace(
         c,
         layers=tuple(replace(layer, window=window, moe=True) for layer in c.layers),
-        moe=moe_config(keys, c.mlp.hidden, "num_local_experts"),
+        moe=moe_config(keys, c.mlp.intermediate_size, "num_local_experts"),
     )

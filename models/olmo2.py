@@ -1,4 +1,4 @@
-"""OLMo 2 (Walsh et al. 2024): norms after attention and MLP, and of whole queries and keys."""
+"""OLMo 2 (Walsh et al. 2024): norms after attention and MLP, and over all heads of q and k."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): q, k, v in one linear, gate and up in another."""
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al. 2024): fused q, k and v, and fused gate and up."""
 
 from dataclasses import replace
 
@@ -30,10 +30,10 @@ def config(keys: Keys) -> DecoderConfig:
     )
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         keys.require(name, False)
-    for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4 mini
+    for name in ("full_attn_mod", "interpolate_factor"):  # keys of Phi-4 mini
         keys.require(name, 1)
     c, window = base_config(keys, partial=1.0), keys.positive("sliding_window", 0)
-    keys.ignore("original_max_position_embeddings")  # without scaling
+    keys.ignore("original_max_position_embeddings")  # unused without scaling
     return replace(
         c,
         layers=tuple(replace(layer, window=window) for layer in c.layers),

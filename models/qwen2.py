@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): a llama with biases on q, k and v."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): a llama with biases of q, k and v."""
 
 from dataclasses import replace
 
@@ -28,11 +28,13 @@ def config(keys: Keys) -> DecoderConfig:
         sliding_window=4096,
     )  # fmt: skip
     keys.require("use_mrope", False)
-    keys.ignore("dual_chunk_attention_config")  # another model beyond 256k: not in transformers
+    keys.ignore("dual_chunk_attention_config")  # for contexts above 256k; not in transformers
     c, first = base_config(keys), keys("max_window_layers", int, 28)
-    near = sliding_windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
+    windows = sliding_windows(
+        keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False)
+    )
     return replace(
         c,
-        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),
+        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, windows)),
         attention=replace(c.attention, bias=True),
     )

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): experts, and a gated MLP that all tokens pass."""
+"""Qwen1.5-MoE and Qwen2-MoE (Yang et al. 2024): experts and a gated shared expert."""
 
 from dataclasses import replace
 
@@ -31,8 +31,8 @@ def config(keys: Keys) -> DecoderConfig:
     keys.set_defaults(shared_expert_intermediate_size=5632, sliding_window=4096)
     c, last = base_config(keys), keys("max_window_layers", int, 28)
     used = keys("use_sliding_window", bool, False)
-    near = sliding_windows(keys, lambda i: i < last and i % 2 == 0, used=used)
-    each = zip(c.layers, near, sparse_layers(keys))
+    windows = sliding_windows(keys, lambda i: i < last and i % 2 == 0, used=used)
+    each = zip(c.layers, windows, sparse_layers(keys))
     return replace(
         c,
         layers=tuple(replace(layer, window=w, moe=m) for layer, w, m in each),
@@ -40,6 +40,7 @@ def config(keys: Keys) -> DecoderConfig:
         moe=moe_config(
             keys, keys.positive("moe_intermediate_size"),
             normalise=keys("norm_topk_prob", bool, False),
-            shared=keys.positive("shared_expert_intermediate_size"), shared_gate=True,
+            shared_intermediate_size=keys.positive("shared_expert_intermediate_size"),
+            shared_gate=True,
         ),
     )  # fmt: skip

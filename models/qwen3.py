@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): norms of each head's queries and keys, and no biases."""
+"""Qwen3 (Yang et al. 2025): a norm of each query and key head, and no biases by default."""
 
 from dataclasses import replace
 
@@ -29,10 +29,12 @@ def config(keys: Keys) -> DecoderConfig:
         sliding_window=4096,
     )  # fmt: skip
     c, first = base_config(keys), keys("max_window_layers", int, 28)
-    near = sliding_windows(keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False))
+    windows = sliding_windows(
+        keys, lambda i: i >= first, used=keys("use_sliding_window", bool, False)
+    )
     bias = keys.bias("attention_bias")
     return replace(
         c,
-        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, near)),
+        layers=tuple(replace(e, window=w) for e, w in zip(c.layers, windows)),
         attention=replace(c.attention, bias=bias, out_bias=bias, qk_norm="head"),
     )

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (Yang et al. 2025): a qwen3 without shared experts."""
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with experts, none of them shared."""
 
 from dataclasses import replace
 
@@ -32,9 +32,9 @@ def config(keys: Keys) -> DecoderConfig:
     c, bias = base_config(keys), keys.bias("attention_bias")
     used = keys("use_sliding_window", bool, False)
     window = keys.positive("sliding_window", 0) if used else 0
-    # A key of Qwen2's, which says nothing here; as does the width of a window that is not used.
+    # max_window_layers is Qwen2's, and the size of a window that is not used has no effect.
     keys.ignore("sliding_window", "max_window_layers")
-    keys.require("use_qk_norm", True)  # what Qwen3-Coder's files state beside it
+    keys.require("use_qk_norm", True)  # stated by Qwen3-Coder
     keys.require("qkv_bias", bias)
     keys.require("shared_expert_intermediate_size", 0)
     experts = "num_local_experts" if keys.has("num_local_experts") else "num_experts"
@@ -47,6 +47,6 @@ def config(keys: Keys) -> DecoderConfig:
         attention=replace(c.attention, qk_norm="head", bias=bias, out_bias=bias),
         moe=moe_config(
             keys, keys.positive("moe_intermediate_size"), experts,
-            normalise=keys("norm_topk_prob", bool, keys.gguf),  # llama.cpp always does
+            normalise=keys("norm_topk_prob", bool, keys.gguf),  # llama.cpp always normalises
         ),
     )  # fmt: skip

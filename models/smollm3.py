@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): a llama of which every fourth layer has no positions."""
+"""SmolLM3 (Hugging Face 2025): a llama with every fourth layer without rotary positions."""
 
 from dataclasses import replace
 
@@ -23,24 +23,24 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.interleaved = keys.gguf  # the converter permutes rows of q and k
+    keys.interleaved = keys.gguf  # llama.cpp's converter permutes q and k
     keys.set_defaults(
         num_key_value_heads=4, rms_norm_eps=1e-6, max_position_embeddings=32768,
         tie_word_embeddings=True, rope_theta=2e6,
     )  # fmt: skip
-    keys.ignore("max_window_layers")  # of the Qwen that its configuration was made from
+    keys.ignore("max_window_layers")  # left over from a Qwen configuration
     c, bias = base_config(keys), keys.bias("attention_bias")
     period, count = keys.positive("no_rope_layer_interval", 4), len(c.layers)
     rotates = keys("no_rope_layers", list, [int((i + 1) % period != 0) for i in range(count)])
     if len(rotates) < count or any(flag not in (0, 1) for flag in rotates):
-        raise keys.error("no_rope_layers", f"is no list of {count} flags")
+        raise keys.error("no_rope_layers", f"is not a list of {count} flags (0 or 1)")
     used = keys("use_sliding_window", bool, False)
-    near = sliding_windows(keys, lambda i: not rotates[i], used=used)
+    windows = sliding_windows(keys, lambda i: not rotates[i], used=used)
     return replace(
         c,
         layers=tuple(
             replace(e, rope=e.rope if flag else None, window=w)
-            for e, flag, w in zip(c.layers, rotates, near)
+            for e, flag, w in zip(c.layers, rotates, windows)
         ),
         attention=replace(c.attention, bias=bias, out_bias=bias),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),

@@ -1,4 +1,4 @@
-"""StableLM 3B and 2 (Bellagamba et al. 2024): layer norms, and a quarter of each head rotates."""
+"""StableLM 3B and 2 (Bellagamba et al. 2024): layer norms; a quarter of each head is rotated."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ class Model(Decoder):
     def norm(self, x: Tensor, name: str) -> Tensor:
         if name not in (self.cfg.names.q_norm, self.cfg.names.k_norm):
             return super().norm(x, name)
-        a = self.cfg.attention  # each head has weights of its own
+        a = self.cfg.attention  # each head has its own norm weights
         heads = a.heads if name == self.cfg.names.q_norm else a.kv_heads
         with scope(name):
             ones = self.constant(f"ones.{a.head_dim}", [1.0] * a.head_dim)
@@ -48,7 +48,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.require("rotary_scaling_factor", 1.0)
     c = base_config(keys, eps="layer_norm_eps", partial=1.0)
     normed, parallel = (keys(n, bool, False) for n in ("qk_layernorm", "use_parallel_residual"))
-    if keys.gguf:  # where the tensors tell: the converter says "parallel" of all
+    if keys.gguf:  # the tensors tell; the key "parallel" is always set
         normed = "blk.0.attn_q_norm.weight" in keys.tensors
         parallel = "blk.0.ffn_norm.weight" not in keys.tensors
     bias, a, names = keys.bias("use_qkv_bias"), c.attention, c.names

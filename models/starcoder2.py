@@ -1,4 +1,4 @@
-"""StarCoder2 (Lozhkov et al. 2024): layer norms, biases, a plain MLP, and a window."""
+"""StarCoder2 (Lozhkov et al. 2024): layer norms, biases, an ungated MLP and a sliding window."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.require("norm_type", "layer_norm")
     keys.require("mlp_type", "default")
     keys.require("scale_attn_weights", True)
-    # norm_epsilon and hidden_act again; how sums are rounded
+    # The first two duplicate norm_epsilon and hidden_act; the others do not change the result.
     keys.ignore("layer_norm_epsilon", "activation_function", "attention_softmax_in_fp32")
     keys.ignore("scale_attention_softmax_in_fp32")
     c = base_config(keys, eps="norm_epsilon", act="gelu_pytorch_tanh")

@@ -1,4 +1,4 @@
-"""XGLM (Lin et al. 2022): sinusoidal positions, which no file holds, and a scaled embedding."""
+"""XGLM (Lin et al. 2022): sinusoidal positions and a scaled embedding."""
 
 from graphllm.model.config import ACTIVATIONS
 from graphllm.model.config_keys import Keys, mha_sizes
@@ -27,8 +27,8 @@ def config(keys: Keys) -> DecoderConfig:
     )  # fmt: skip
     keys.require("add_cross_attention", False)
     keys.ignore("dropout", "activation_dropout", "layerdrop", "init_std")  # training
-    if keys("pad_token_id", int, 1) > 1:  # the table has zeros there, before the first position
-        raise keys.error("pad_token_id", "above 1 is not supported: it takes a position away")
+    if keys("pad_token_id", int, 1) > 1:  # the position table is zero at that row
+        raise keys.error("pad_token_id", "above 1 is not supported: it would replace a position")
     dim, heads, width = mha_sizes(keys)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),

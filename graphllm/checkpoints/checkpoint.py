@@ -100,6 +100,6 @@ def open_checkpoint(model: str | Path, data: bool = True) -> Checkpoint:
         raise ModelFileError(
             f"{path}: is Python; a file that defines a model is model_def", "model_def"
         )
-    from .gguf import GGUF
+    from .gguf import GgufCheckpoint
 
-    return GGUF(path, data)
+    return GgufCheckpoint(path, data)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 
-class GGUF(GgufFile):
+class GgufCheckpoint(GgufFile):
     """An open GGUF file as a `Checkpoint`."""
 
     has_vocabulary = True  # a model file without one is malformed

@@ -10,7 +10,7 @@ import numpy as np
 from ..formats.quantization import quantise
 from ..graph.dtype import DType
 from ..weights.mapped_file import TensorInfo
-from .gguf import GGUF
+from .gguf import GgufCheckpoint
 from .model_shapes import ModelShape, metadata, model_shape, tensors
 
 _SPREAD = 0.02  # standard deviation of a weight, as models are made
@@ -19,7 +19,7 @@ _SPREAD = 0.02  # standard deviation of a weight, as models are made
 _PATTERN = {1: 1_048_573, 32: 32_749, 256: 4_093}
 
 
-class RandomCheckpoint(GGUF):
+class RandomCheckpoint(GgufCheckpoint):
     """What an open file of that shape would be, but for a vocabulary.
 
     Matrices of one format share their bytes, a repeated block of normally distributed numbers that

@@ -1,4 +1,4 @@
-"""What a step reads and where it caches: the inputs of a decoder's graph."""
+"""Inputs of a decoder's graph: the tokens of one step, its limits, and the KV cache groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from ..graph.tensor import Var, feed, state
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Layers that cache alike: shapes of what one token adds, and how far back they look (0: all).
+    """A group of layers with the same KV cache layout, slots and block table.
 
-    Each has slots and a block table of its own; with a window, only as many as `Limits.kept` says.
+    Attributes:
+        name: Name of the group.
+        layers: Indices of its layers.
+        entries: Shape of what a layer caches for one token, by the entry's name ("k", "v").
+        window: Sliding window in tokens; 0 for none. With a window, a sequence keeps
+            `Limits.kept` blocks at a time.
     """
 
     name: str
@@ -23,30 +28,31 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest step and cache that a graph is built for."""
+    """Maximum sizes of a step and of the KV cache that a graph is built for."""
 
     tokens: int = 512  # T: tokens of one step
     sequences: int = 1  # S
     context: int = 4096  # tokens of one sequence
-    block: int = 64  # tokens of one entry of a block table
+    block: int = 64  # tokens of one KV cache block
     kv_dtype: str = "f16"
-    stops: int = 32  # ids that end a sequence
-    history: int = 64  # tokens that penalties look back on
+    stops: int = 32  # stop token ids of a step
+    history: int = 64  # last tokens of a sequence that penalties consider
 
     def within(self, context: int) -> Limits:
-        """With sequences of ``context`` tokens at most: no model is run beyond its own."""
+        """Return the limits for sequences of at most ``context`` tokens, the model's maximum."""
         length = min(self.context, context)
         return replace(self, context=length, tokens=min(self.tokens, length))
 
     @property
     def blocks(self) -> int:
-        """Blocks of one sequence."""
+        """KV cache blocks of one sequence."""
         return -(-self.context // self.block)
 
     def kept(self, window: int) -> int:
-        """Blocks of one sequence that layers with this window (0: none) keep at a time.
+        """Return the number of blocks of one sequence that a layer keeps at a time.
 
-        Those before a step that its first token sees, the step's own, and the next token's.
+        With a ``window`` (0: none) these are the blocks that the first token of a step attends to,
+        the blocks of the step itself, and the block of the next token.
         """
         if not window:
             return self.blocks
@@ -54,12 +60,18 @@ class Limits:
 
 
 class Batch:
-    """The inputs of one step: T tokens of S sequences, packed without padding.
+    """Graph inputs of one step: T tokens of S sequences, packed without padding.
 
-    ids, pos [T]; q_start [S + 1]: where each sequence's tokens begin; kv_len [S]: its tokens in the
-    cache, this step's included; rows [N]: the tokens whose logits are wanted; and for each cache
-    group, slot [T]: where a token's entry goes, and table [S, B]: the blocks of each sequence.
-    prefix_len [S]: how many first tokens of a sequence see one another; 0 for most models.
+    Attributes:
+        ids, pos: Token ids and positions [T].
+        q_start: Index of each sequence's first token in the step, and T [S + 1].
+        kv_len: Tokens of each sequence in the cache, including this step's [S].
+        rows: Indices of the tokens whose logits are computed [N].
+        prefix_len: Length of each sequence's bidirectional prefix [S]; 0 for causal models.
+        slot: Cache slot of each token [T], by cache group.
+        table: Block table of each sequence [S, B], by cache group.
+        count, done, history, stop: State of generation; see `ops.advance`.
+        temperature and the following: Sampling parameters of each sequence [S].
     """
 
     def __init__(self, caches: tuple[CacheSpec, ...], limits: Limits) -> None:
@@ -75,7 +87,6 @@ class Batch:
         self.count, self.done = state("count", (s,), "i32"), state("done", (s,), "i32")
         self.history = state("history", (s, limits.history), "i32")
         self.stop = feed("stop", (limits.stops,), "i32")
-        # sampling parameters, one a sequence
         self.temperature = feed("temperature", (s,), "f32")
         self.top_k = feed("top_k", (s,), "i32")
         self.top_p = feed("top_p", (s,), "f32")

@@ -1,10 +1,14 @@
-"""What a decoder is made of, as data: a model file's ``config`` returns a `DecoderConfig`."""
+"""Configuration of a decoder as plain data: `DecoderConfig` and its parts.
+
+A model file's ``config`` function returns a `DecoderConfig`; `graphllm.model.decoder` builds the
+graph from it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# How Hugging Face calls the activations: the op, and its attributes.
+# Hugging Face's names of activations: the op and its attributes.
 ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "silu": ("silu", {}),
     "swish": ("silu", {}),
@@ -17,19 +21,29 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: ``dims`` of each head rotate (0: all), positions are times ``scale``.
+    """Rotary position embedding (Su et al. 2021).
 
-    A context of more than ``original`` tokens (0: none) turns as ``long`` says, or by a base that
-    grows with it where ``dynamic`` (a factor) is above 0; see `within`. ``reach``: tokens that it
-    was stretched to, where that is more than the model was trained for (0: nothing says so).
+    Attributes:
+        base: Base of the frequencies (``rope_theta``).
+        dims: Columns of each head that are rotated; 0 for all.
+        style: "half" pairs columns (i, i + dims/2), as GPT-NeoX; "interleaved" (2i, 2i + 1).
+        scale: Factor on positions.
+        factors: Divisors of the frequencies, one per pair: numbers, or the name of a weight.
+        attention_factor: Factor on cosine and sine.
+        original_context: Longest context that these values apply to; 0: no limit.
+        long_context: Rotation for contexts longer than ``original_context`` (LongRoPE).
+        dynamic_factor: Above 0, the base grows with the context beyond ``original_context``
+            ("dynamic NTK").
+        extended_context: Context length in tokens that the scaling extends the model to; 0 if the
+            configuration does not state it.
     """
 
     base: float = 10_000.0
     dims: int = 0
-    style: str = "half"  # pairs (i, i + dims/2), or "interleaved": pairs (2i, 2i + 1)
+    style: str = "half"
     scale: float = 1.0
-    factors: tuple[float, ...] | str = ()  # divide each frequency: numbers, or a weight's name
-    attention_factor: float = 1.0  # cosine and sine are times this
+    factors: tuple[float, ...] | str = ()
+    attention_factor: float = 1.0
     original_context: int = 0
     long_context: Rope | None = None
     dynamic_factor: float = 0.0
@@ -37,29 +51,35 @@ class Rope:
 
     @property
     def factor_weights(self) -> set[str]:
-        """The weights that hold factors, for contexts of any length."""
+        """Names of the weights that hold frequency factors, for any context length."""
         own = {self.factors} if isinstance(self.factors, str) else set()
         return own | (self.long_context.factor_weights if self.long_context else set())
 
     def for_context(self, context: int) -> Rope:
-        """What turns sequences of at most ``context`` tokens."""
+        """Return the rotation for sequences of at most ``context`` tokens."""
         if not self.original_context or context <= self.original_context:
             return self
         if self.long_context is not None:
             return self.long_context
         if not self.dynamic_factor:
             return self
-        # "Dynamic NTK": as transformers has it, for the longest sequence rather than each one.
+        # As in transformers, the base follows from the longest allowed sequence, not from each one.
         stretch = self.dynamic_factor * context / self.original_context - (self.dynamic_factor - 1)
         return replace(self, base=self.base * stretch ** (self.dims / (self.dims - 2)))
 
 
 @dataclass(frozen=True)
 class Mla:
-    """Attention whose keys and values are made of one vector a token (DeepSeek-V2, section 2.1).
+    """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-    ``rank``: of that vector, ``query_rank`` of the queries' (0: they are made directly). A head's
-    query and key have ``nope`` columns without and ``rope`` with positions, its value ``value``.
+    Keys and values of all heads are linear functions of one latent vector per token.
+
+    Attributes:
+        rank: Width of the latent vector (``kv_lora_rank``).
+        query_rank: Width of the queries' latent vector (``q_lora_rank``); 0 if there is none.
+        nope: Columns of a head's query and key without rotary positions.
+        rope: Columns of a head's query and key with rotary positions.
+        value: Columns of a head's value.
     """
 
     rank: int
@@ -71,19 +91,21 @@ class Mla:
 
 @dataclass(frozen=True)
 class Attention:
+    """Attention with ``heads`` query heads that share ``kv_heads`` key and value heads."""
+
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float = 0.0  # of the scores; 0: head_dim ** -0.5
-    softcap: float = 0.0
+    scale: float = 0.0  # factor on the scores; 0: head_dim ** -0.5
+    softcap: float = 0.0  # cap of the scores; 0: none
     qk_norm: str = ""  # RMS norm of queries and keys: of each "head", or of the whole "row"
     bias: bool | None = False  # of q, k and v; None: if the file has one
     out_bias: bool | None = False
-    # One linear for q, k and v: its "rows" are those of q, then k, then v; or by "heads", for each
-    # KV head its queries, its key, its value.
+    # One linear for q, k and v. "rows": the rows of q, then k, then v. "heads": for each KV head
+    # the rows of its queries, its key and its value.
     fused: str = ""
-    sinks: bool = False  # a logit of each head that no value belongs to
-    slopes: tuple[float, ...] = ()  # ALiBi: of each head
+    sinks: bool = False  # one logit per head without a value (attention sinks)
+    slopes: tuple[float, ...] = ()  # ALiBi slope of each head
     mla: Mla | None = None
     # Token ids by which `Decoder.bidirectional_prefix` finds the end of a prompt's prefix in which
     # attention is not causal; empty for causal models.
@@ -92,8 +114,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    hidden: int
-    act: str = "silu"  # a name of `ACTIVATIONS`
+    """Feed-forward network of a layer."""
+
+    intermediate_size: int
+    act: str = "silu"  # a name in `ACTIVATIONS`
     gated: bool = True
     fused: bool = False  # one linear for gate and up, the gate's rows first
     bias: bool | None = False
@@ -101,27 +125,44 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Moe:
-    """A mixture of experts in place of the MLP: ``active`` of ``experts`` for each token.
+    """Mixture of experts in place of the MLP.
 
-    ``score``: "softmax" or "sigmoid" of all logits of the router, or "chosen": a softmax of those
-    that are chosen. ``limit`` above 0: experts are gpt-oss's clamped units.
+    Attributes:
+        experts: Number of experts.
+        experts_per_token: Number of experts that the router selects for each token.
+        intermediate_size: Intermediate size of each expert.
+        score: "softmax" or "sigmoid" of all router logits, or "topk_softmax", a softmax of the
+            selected logits.
+        normalise: Whether the weights of the selected experts are scaled to sum to 1.
+        scale: Factor on the weights of the selected experts.
+        bias: Whether router and experts have biases.
+        correction: Whether a learned bias is added to the scores for the selection only
+            (``e_score_correction_bias``).
+        groups: Number of expert groups; see `ops.top_k`.
+        top_groups: Number of groups from which experts are selected.
+        top_per_group: Number of best scores that rank a group.
+        shared_intermediate_size: Intermediate size of the shared expert, an MLP that every token
+            passes; 0 if there is none.
+        shared_gate: Whether the shared expert's output is multiplied by a sigmoid gate.
+        swiglu_limit: Above 0, experts use gpt-oss's clamped SwiGLU with this limit.
+        swiglu_alpha: Factor inside the sigmoid of the clamped SwiGLU.
     """
 
     experts: int
-    active: int
-    hidden: int  # of each expert
+    experts_per_token: int
+    intermediate_size: int
     score: str = "softmax"
-    normalise: bool = True  # the weights of the chosen sum to one
+    normalise: bool = True
     scale: float = 1.0
-    bias: bool = False  # of router and experts
-    correction: bool = False  # added to the scores for choosing only
-    groups: int = 1  # see `ops.top_k`
-    kept: int = 1
-    best: int = 1
-    shared: int = 0  # width of an MLP that every token passes
-    shared_gate: bool = False  # its result is times the sigmoid of a linear
-    limit: float = 0.0
-    alpha: float = 1.702
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    top_per_group: int = 1
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.702
 
 
 @dataclass(frozen=True)
@@ -133,7 +174,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What modules are called, on Hugging Face's paths. An empty name: there is no such module."""
+    """Names of the modules on Hugging Face's weight paths. Empty: the model has no such module."""
 
     model: str = "model"
     embed: str = "embed_tokens"
@@ -163,7 +204,7 @@ class ModuleNames:
     shared: str = "shared_expert"
 
 
-SANDWICH_NORMS = {  # norms before and after both halves of a layer, by their usual names
+SANDWICH_NORMS = {  # names of the norms where attention and MLP have one before and one after
     "post_attn_norm": "post_attention_layernorm",
     "pre_mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
@@ -172,20 +213,21 @@ SANDWICH_NORMS = {  # norms before and after both halves of a layer, by their us
 
 @dataclass(frozen=True)
 class Layer:
-    """What may differ from layer to layer: rotary positions (None: no positions), a window (0:
-    none), whether the MLP is a mixture, and the scale of the scores (0: `Attention.scale`)."""
+    """Properties that may differ from layer to layer."""
 
-    rope: Rope | None
-    window: int = 0
-    moe: bool = False
-    scale: float = 0.0
+    rope: Rope | None  # None: no rotary positions
+    window: int = 0  # sliding window in tokens; 0: none
+    moe: bool = False  # whether the layer has a mixture of experts in place of the MLP
+    scale: float = 0.0  # factor on the scores; 0: `Attention.scale`
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
+    """Architecture of a decoder-only model."""
+
     vocab: int
-    dim: int
-    context: int  # the longest that the model was made for, in tokens
+    dim: int  # hidden size
+    context: int  # maximum sequence length in tokens
     layers: tuple[Layer, ...]
     attention: Attention
     mlp: Mlp
@@ -193,13 +235,13 @@ class DecoderConfig:
     names: ModuleNames = ModuleNames()
     moe: Moe | None = None
     embed_scale: float = 1.0
-    # Added to the embedding: "learned" (rows of a table) or "sinusoidal"; "": none.
-    positions: str = ""
-    position_offset: int = 0  # of the first token
-    parallel: bool = False  # attention and MLP read the same x, side by side
-    residual_scale: float = 1.0  # of what is added to the residual
-    post_layernorm_residual: float = 0.0  # above 0: the residual is the normed x times this, not x
-    tied: bool = True  # the head is the embedding
-    mtp_layers: int = 0  # layers behind the last, which predict further tokens and are not read
+    positions: str = ""  # added to the embedding: "learned" (a table) or "sinusoidal"; "": none
+    position_offset: int = 0  # position of the first token
+    parallel: bool = False  # attention and MLP read the same input
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP
+    # Above 0, the residual is the norm's output times this (post-layer-norm residual), not x.
+    post_layernorm_residual: float = 0.0
+    tied: bool = True  # the output head is the embedding matrix
+    mtp_layers: int = 0  # trailing multi-token prediction layers, which are not loaded
     logit_scale: float = 1.0
-    logit_softcap: float = 0.0
+    logit_softcap: float = 0.0  # cap of the logits; 0: none

@@ -1,4 +1,4 @@
-"""A model's configuration, read strictly, under Hugging Face's names whatever the file is."""
+"""Strict reading of a model's configuration under Hugging Face's key names."""
 
 from __future__ import annotations
 
@@ -13,62 +13,66 @@ from .config import ACTIVATIONS, Attention, DecoderConfig, Layer, Mlp, Norm
 
 T = TypeVar("T")
 
-# Keys of a config.json that say nothing about what is computed, and why.
+# Keys of a config.json that do not change what the model computes, and why.
 IGNORED = {
-    "architectures": "the class that trained it", "model_type": "chose the model file",
-    "_name_or_path": "where it came from", "transformers_version": "what wrote it",
+    "architectures": "class that trained the model", "model_type": "selects the model file",
+    "_name_or_path": "origin of the model", "transformers_version": "writer of the file",
     "auto_map": "code that is not run", "custom_pipelines": "code that is not run",
-    "torch_dtype": "the tensors say theirs", "dtype": "the tensors say theirs",
-    "bos_token_id": "the tokenizer's",
-    "eos_token_id": "the tokenizer's", "pad_token_id": "the tokenizer's",
-    "sep_token_id": "the tokenizer's", "decoder_start_token_id": "not of a decoder alone",
+    "torch_dtype": "stated by the tensors", "dtype": "stated by the tensors",
+    "bos_token_id": "read by the tokenizer",
+    "eos_token_id": "read by the tokenizer", "pad_token_id": "read by the tokenizer",
+    "sep_token_id": "read by the tokenizer", "decoder_start_token_id": "for encoder-decoders",
     "use_cache": "the cache is always used", "initializer_range": "training",
     "attention_dropout": "training", "hidden_dropout": "training", "resid_pdrop": "training",
     "embd_pdrop": "training", "attn_pdrop": "training", "attention_probs_dropout_prob": "training",
     "hidden_dropout_prob": "training", "residual_dropout": "training",
     "embedding_dropout": "training", "classifier_dropout": "another task",
-    "pretraining_tp": "how it was trained, not what", "output_attentions": "what is returned",
-    "cache_implementation": "how, not what", "_attn_implementation_autoset": "how, not what",
-    "tokenizer_class": "the tokenizer's", "is_decoder": "always", "num_labels": "another task",
-    "_num_labels": "another task", "output_past": "what is returned",
-    "torchscript": "how, not what", "tie_encoder_decoder": "not of a decoder alone",
+    "pretraining_tp": "parallelism of the training", "output_attentions": "requests outputs",
+    "cache_implementation": "implementation", "_attn_implementation_autoset": "implementation",
+    "tokenizer_class": "read by the tokenizer", "is_decoder": "always true",
+    "num_labels": "another task", "_num_labels": "another task", "output_past": "requests outputs",
+    "torchscript": "implementation", "tie_encoder_decoder": "for encoder-decoders",
     "task_specific_params": "another task", "finetuning_task": "another task",
-    "_commit_hash": "where it came from",
-    "output_hidden_states": "what is returned", "return_dict": "what is returned",
+    "_commit_hash": "origin of the model",
+    "output_hidden_states": "requests outputs", "return_dict": "requests outputs",
     "id2label": "another task", "label2id": "another task", "problem_type": "another task",
-    "chunk_size_feed_forward": "memory, not results",
-    "is_encoder_decoder": "no such model_type is known",
-    "attn_implementation": "how, not what", "_attn_implementation": "how, not what",
+    "chunk_size_feed_forward": "saves memory, same results",
+    "is_encoder_decoder": "no known model_type is one",
+    "attn_implementation": "implementation", "_attn_implementation": "implementation",
     "router_aux_loss_coef": "training", "output_router_logits": "training",
     "router_jitter_noise": "training", "aux_loss_alpha": "training", "seq_aux": "training",
-    "gradient_checkpointing": "training", "unk_token_id": "the tokenizer's",
-    "transformers.js_config": "another program's",
-    "unsloth_version": "what wrote it", "unsloth_fixed": "what wrote it",
+    "gradient_checkpointing": "training", "unk_token_id": "read by the tokenizer",
+    "transformers.js_config": "for another program",
+    "unsloth_version": "writer of the file", "unsloth_fixed": "writer of the file",
     "quantization_config": "read with the tensors",
     **dict.fromkeys(
         ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
          "max_length", "max_new_tokens", "min_length", "num_beams", "num_return_sequences",
          "early_stopping", "length_penalty", "no_repeat_ngram_size", "bad_words_ids",
          "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"),
-        "how to draw tokens",
+        "default of the sampling",
     ),
 }  # fmt: skip
 
 
 @dataclass
 class Keys:
-    """A configuration's values by Hugging Face's names. Every one must be read, or it is an error.
+    """Values of a configuration by Hugging Face's names. A key that nothing reads is an error.
 
-    ``source``: the file, for messages; ``shown``: what it calls a key, where that is another name;
-    ``tensors``: the names of its tensors. ``gguf``: it is a GGUF file, whose weights are laid out
-    as llama.cpp's converter does. ``interleaved``: rows of q and k stand so that what rotates
-    together are neighbours.
+    Attributes:
+        source: The file, for error messages.
+        values: Values by Hugging Face's names.
+        tensors: Names of the file's tensors.
+        stored_names: The file's own name of each key whose name differs.
+        gguf: Whether the file is a GGUF file, with the weight layout of llama.cpp's converter.
+        interleaved: Whether the rows of q and k are ordered so that rotary pairs are neighbours,
+            (2i, 2i + 1).
     """
 
     source: str
     values: Mapping[str, Any]
     tensors: Iterable[str]
-    shown: Mapping[str, str]
+    stored_names: Mapping[str, str]
     gguf: bool = False
     interleaved: bool = False
 
@@ -77,15 +81,18 @@ class Keys:
         self._defaults: dict[str, Any] = {}
 
     def set_defaults(self, **values: Any) -> None:
-        """What keys stand for that a config.json leaves out, which is not what null stands for: as
-        transformers has it. A GGUF file's keys that are not there stand for other things."""
+        """Set the defaults of keys missing from config.json, as transformers does.
+
+        A key that is present with the value null does not get its default. Keys missing from a
+        GGUF file have other meanings, so that there the defaults do not apply.
+        """
         if not self.gguf:
             self._defaults.update(values)
 
     def rename(self, **names: str) -> None:
-        """Read under the common name what a family calls by its own: ``hidden_size="n_embd"``.
+        """Read a key under its common name: ``rename(hidden_size="n_embd")``.
 
-        ConfigError where the file has both, and they differ.
+        ConfigError if the file has both names with different values.
         """
         for common, own in names.items():
             values = dict(self.values)
@@ -95,21 +102,23 @@ class Keys:
             if value is not None and known is not None and value != known:
                 raise self.error(common, f"= {quote(known)}, but {own} = {quote(value)}")
             if known is None:
-                values[common], self.shown = value, {**self.shown, common: own}
+                values[common], self.stored_names = value, {**self.stored_names, common: own}
             self.values = values
 
     def __call__(self, name: str, kind: type[T], default: Any = ...) -> T:
-        """The value of ``name``; null is no value. ConfigError if there is none (unless there is a
-        default) or of another type."""
+        """Return the value of ``name`` as ``kind``; null counts as missing.
+
+        ConfigError if the value has another type, or is missing and there is no default.
+        """
         value = self._look(name)
         if value is None:
             if default is ...:
-                raise ConfigError(f"{self.source}: missing key {quote(self.called(name))}")
+                raise ConfigError(f"{self.source}: missing key {quote(self.stored_name(name))}")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            text = f"{self.called(name)} = {quote(value)} is not {kind.__name__}"
+            text = f"{self.stored_name(name)} = {quote(value)} is not {kind.__name__}"
             raise ConfigError(f"{self.source}: {text}")
         return value
 
@@ -118,41 +127,41 @@ class Keys:
         return self.values.get(name, self._defaults.get(name))
 
     def has(self, name: str) -> bool:
-        """Whether there is a value; that does not read it."""
+        """Return whether the key has a value. The key does not count as read."""
         return self.values.get(name) is not None
 
     def positive(self, name: str, default: Any = ...) -> int:
-        """A count: at least 1, and within the 32 bits that positions and sizes of steps have."""
+        """Return a positive int32, such as a size; ConfigError otherwise."""
         value = self(name, int, default)
-        # A GGUF file may say 0 for none, which is what the default stands for.
+        # In a GGUF file 0 may stand for "none", which the default means as well.
         stated = value is not default or (self.has(name) and not self.gguf)
         if stated and not 1 <= value < 2**31:
             raise self.error(name, f"= {value} is not in 1..2^31-1")
         return value
 
     def factor(self, name: str, default: Any = ...) -> float:
-        """A number above 0, of a size that float32 can compute with."""
+        """Return a positive float between 1e-12 and 1e12; ConfigError otherwise."""
         value = self(name, float, default)
         if value is not default and not 1e-12 < value < 1e12:
             raise self.error(name, f"= {value} is not in 1e-12..1e12")
         return value
 
     def eps(self, name: str, default: Any = ...) -> float:
-        """What a norm adds to the mean square."""
+        """Return the epsilon of a norm, in [0, 1); ConfigError otherwise."""
         value = self(name, float, default)
         if not 0 <= value < 1:
             raise self.error(name, f"= {value} is not in [0, 1)")
         return value
 
     def choice(self, name: str, known: Iterable[str], default: Any = ...) -> str:
-        """A text out of ``known``."""
+        """Return a string that is one of ``known``; ConfigError otherwise."""
         value = self(name, str, default)
         if value not in (known := list(known)):
             raise self.error(name, f"= {quote(value)} is not supported, only {', '.join(known)}")
         return value
 
     def require(self, name: str, value: Any) -> None:
-        """A key of which one value alone is supported, which is what its absence means, too."""
+        """Accept only ``value`` for key ``name``; a missing key counts as ``value``."""
         if self.has(name) and self._look(name) != value:
             raise self.error(
                 name, f"= {quote(self._look(name))} is not supported, only {quote(value)}"
@@ -160,20 +169,30 @@ class Keys:
         self._read.add(name)
 
     def bias(self, name: str, default: bool = False) -> bool | None:
-        """A flag of biases; of a GGUF file None: they are there if it has them."""
+        """Return whether a linear has a bias; None for a GGUF file, whose tensors state it."""
         return None if self.gguf else self(name, bool, default)
 
     def layers(self) -> int:
-        """The count of layers, of which the file has the last: it may be any number in the key."""
+        """Return the number of layers.
+
+        A count is trusted only if the tensors of the last layer exist in the file; a
+        ModelFileError otherwise.
+        """
         count = self.positive("num_hidden_layers")
         last = re.compile(rf"(^|\.){count - 1}\.")
         if not any(last.search(name) for name in self.tensors):
-            text = f"missing tensor '*.{count - 1}.*', of the last of {count} layers"
+            text = f"missing tensor '*.{count - 1}.*' of the last of {count} layers"
             raise ModelFileError(f"{self.source}: {text}")
         return count
 
     def each_layer(self, name: str, kinds: Mapping[str, T], default: Iterable[T]) -> list[T]:
-        """A list with a text for each layer, as what the texts stand for; ``default`` without."""
+        """Return a list with one entry per layer, each string replaced by its value in ``kinds``.
+
+        Args:
+            name: Key of a list with one string per layer, such as ``layer_types``.
+            kinds: Value of each known string.
+            default: Entries for a missing key.
+        """
         found = self(name, list, None)
         if found is None:
             return list(default)
@@ -184,19 +203,19 @@ class Keys:
                 raise self.error(name, f"has {quote(value)}, not {' or '.join(kinds)}")
         return [kinds[value] for value in found]
 
-    def called(self, name: str) -> str:
-        """What the file calls a key."""
-        return self.shown.get(name, name)
+    def stored_name(self, name: str) -> str:
+        """Return the file's own name of a key."""
+        return self.stored_names.get(name, name)
 
     def error(self, name: str, text: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {self.called(name)} {text}")
+        return ConfigError(f"{self.source}: {self.stored_name(name)} {text}")
 
     def ignore(self, *names: str) -> None:
-        """Keys that say nothing about what is computed."""
+        """Count keys as read that do not change what the model computes."""
         self._read.update(names)
 
     def finish(self) -> None:
-        """ConfigError for keys that nothing read, unless they are null; it names all of them."""
+        """Raise ConfigError with all keys that have a value and were not read."""
         unknown = [
             name
             for name, value in self.values.items()
@@ -207,48 +226,57 @@ class Keys:
 
         def text(name: str) -> str:
             near = difflib.get_close_matches(name, self._read, 1, 0.8)
-            hint = f" (it reads {quote(self.called(near[0]))})" if near else ""
-            return quote(self.called(name)) + hint
+            hint = f" (it reads {quote(self.stored_name(near[0]))})" if near else ""
+            return quote(self.stored_name(name)) + hint
 
         keys = f"key{'s' * (len(unknown) > 1)} {join_names(unknown, text)}"
         raise ConfigError(f"{self.source}: the model does not know the {keys}")
 
     @property
-    def read(self) -> set[str]:
-        """The names that were asked for."""
+    def read_names(self) -> set[str]:
+        """Names of the keys that were read, present or not."""
         return set(self._read)
 
 
-def sliding_windows(keys: Keys, usual: Callable[[int], bool], used: bool = True) -> list[int]:
-    """The window of each layer, 0 where it has none: those of layer_types have the model's one, or
-    where no key tells, those of which ``usual`` is true. ``used``: whether it counts at all."""
+def sliding_windows(keys: Keys, default: Callable[[int], bool], used: bool = True) -> list[int]:
+    """Return the sliding window of each layer, 0 for layers without one.
+
+    Args:
+        keys: Configuration, of which ``sliding_window`` and ``layer_types`` are read.
+        default: Whether layer ``i`` has a window, for files without ``layer_types``.
+        used: Whether the model uses ``sliding_window`` at all.
+    """
     window = keys.positive("sliding_window", 0) if used else 0
     keys.ignore("sliding_window")
-    near = keys.each_layer(
+    windowed = keys.each_layer(
         "layer_types",
         {"sliding_attention": True, "full_attention": False},
-        (bool(window) and usual(i) for i in range(keys.layers())),
+        (bool(window) and default(i) for i in range(keys.layers())),
     )
-    if any(near) and not window:
+    if any(windowed) and not window:
         raise keys.error("layer_types", "has windows, but there is no sliding_window in use")
-    return [window if each else 0 for each in near]
+    return [window if each else 0 for each in windowed]
 
 
 def mha_sizes(keys: Keys) -> tuple[int, int, int]:
-    """Columns of x, heads, and columns of a head, where heads share them evenly. ConfigError."""
+    """Return the hidden size, the number of heads and the head size of multi-head attention.
+
+    ConfigError if the number of heads does not divide the hidden size.
+    """
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     if dim % heads:
-        raise keys.error("num_attention_heads", f"= {heads} is no divisor of {dim} columns")
-    if keys.gguf:  # which may state what is so anyway
+        raise keys.error("num_attention_heads", f"= {heads} does not divide the hidden size {dim}")
+    if keys.gguf:  # where the number of KV heads may be stated as well
         keys.require("num_key_value_heads", heads)
     return dim, heads, dim // heads
 
 
 def kv_head_count(keys: Keys, heads: int, name: str = "num_key_value_heads") -> int:
-    """How many KV heads so many heads share. ConfigError where they do not."""
+    """Return the number of KV heads, ``heads`` by default; ConfigError if it does not divide it."""
     count = keys.positive(name, heads)
     if heads % count:
-        raise ConfigError(f"{keys.source}: {heads} heads do not share {count} KV heads")
+        text = f"{heads} attention heads are not a multiple of {count} KV heads"
+        raise ConfigError(f"{keys.source}: {text}")
     return count
 
 
@@ -260,23 +288,31 @@ def base_config(
     head_dim: int = 0,
     **rope: Any,
 ) -> DecoderConfig:
-    """What the families of llama's kin have in common, under llama's names; ``eps``: the key of the
-    norms', ``act``: the activation where its key does not state it; ``head_dim``: in place of the
-    key; ``rope``: what else `rope_config` is told."""
+    """Return the configuration of a llama-like decoder, read from the keys that llama has.
+
+    Args:
+        keys: Configuration.
+        eps: Key of the norms' epsilon.
+        act: Activation for files that do not state it.
+        act_key: Key of the activation.
+        head_dim: Head size in place of the key ``head_dim``; 0 reads the key.
+        rope: Further arguments of `rope_config`.
+    """
     from .rope import rope_config
 
     dim, heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    # Where heads do not divide dim, this is 0 or gives weights of another shape than the file's.
+    # If heads does not divide dim, the default is 0, or the weights have other shapes: both are
+    # errors later.
     head_dim = head_dim or keys.positive("head_dim", dim // heads)
     kv_heads = kv_head_count(keys, heads)
-    stated = None if keys.gguf else False  # biases
-    count, turns = keys.layers(), rope_config(keys, head_dim, **rope)
+    bias = None if keys.gguf else False
+    count, rotation = keys.layers(), rope_config(keys, head_dim, **rope)
     return DecoderConfig(
         vocab=keys.positive("vocab_size"),
         dim=dim,
-        context=max(keys.positive("max_position_embeddings"), turns.extended_context),
-        layers=(Layer(turns),) * count,
-        attention=Attention(heads, kv_heads, head_dim, bias=stated, out_bias=stated),
+        context=max(keys.positive("max_position_embeddings"), rotation.extended_context),
+        layers=(Layer(rotation),) * count,
+        attention=Attention(heads, kv_heads, head_dim, bias=bias, out_bias=bias),
         mlp=Mlp(keys.positive("intermediate_size"), keys.choice(act_key, ACTIVATIONS, act)),
         norm=Norm(keys.eps(eps)),
         tied=keys("tie_word_embeddings", bool, False),

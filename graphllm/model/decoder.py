@@ -1,4 +1,7 @@
-"""The one shared decoder. A model file fills in `DecoderConfig`, and overrides what is new."""
+"""The decoder that all models share.
+
+A model file fills in a `DecoderConfig`, and overrides the methods in which its model differs.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +52,12 @@ __all__ = [
 
 
 class Decoder(Module):
-    """A decoder whose parts `DecoderConfig` describes: norms, attention in groups of heads, an MLP
-    or a mixture of experts.
+    """Decoder-only transformer that a `DecoderConfig` describes.
 
-    `build` makes the graph: its outputs are ``logits`` [N, vocab], ``ids`` [T] (sampled and written
-    into the step's state, so that the next step can run at once), ``ids.penalised`` (the same, by
-    way of `ops.penalise`), and ``kv.*`` (the written pools, for a step that wants nothing else).
+    `build` makes the graph of one step. Its outputs are ``logits`` [N, vocab]; ``ids`` [T], the
+    sampled tokens, written to the step's state so that the next step can start at once;
+    ``ids.penalised``, the same after `ops.penalise`; and ``kv.*``, the updated KV pools, which are
+    enough for a prefill chunk without sampling.
     """
 
     def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
@@ -63,7 +66,7 @@ class Decoder(Module):
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
-        """The layers grouped by window."""
+        """KV cache groups: layers with the same window."""
         groups: dict[int, list[int]] = {}
         for i, layer in enumerate(self.cfg.layers):
             groups.setdefault(layer.window, []).append(i)
@@ -73,14 +76,16 @@ class Decoder(Module):
         )
 
     def cache_entries(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what a layer caches of each token."""
+        """Return the shape of each cache entry of one token in one layer."""
         a = self.cfg.attention
         shape = a.kv_heads, a.head_dim
         return {"k": shape} if a.mla else {"k": shape, "v": shape}
 
     def limits(self, wanted: Limits) -> Limits:
-        """``wanted``, within what the model was made for; a step takes a whole prompt where
-        `bidirectional_prefix` may need it."""
+        """Return ``wanted`` reduced to the model's maximum context.
+
+        A model with a bidirectional prefix must take a whole prompt in one step.
+        """
         limits = wanted.within(self.cfg.context)
         return (
             replace(limits, tokens=limits.context)
@@ -98,16 +103,20 @@ class Decoder(Module):
 
     # -- the graph
     def build(self, limits: Limits) -> dict[str, Tensor]:
-        """The outputs of one step, by name. ModelFileError names a missing or unused weight,
-        RequestError a cache dtype that the entries do not fit."""
+        """Build the graph of one step and return its outputs by name.
+
+        Raises:
+            ModelFileError: A weight is missing, has another shape, or is not used.
+            RequestError: The KV cache dtype does not fit the head size.
+        """
         self._check_cache(limits)
         batch = Batch(self.caches, limits)
         self._group = {i: c for c in self.caches for i in c.layers}
         self.pools: dict[str, Tensor] = {}
         hidden = self.forward(batch)
         logits = self.head(ops.gather_rows(hidden, batch.rows))
-        spare = set().union(*(e.rope.factor_weights for e in self.cfg.layers if e.rope))
-        unused = sorted(set(self.weights.names()) - self.used - spare)
+        optional = set().union(*(e.rope.factor_weights for e in self.cfg.layers if e.rope))
+        unused = sorted(set(self.weights.names()) - self.used - optional)
         if unused:
             raise UnusedTensors(unused)
         penalised = ops.penalise(
@@ -126,17 +135,17 @@ class Decoder(Module):
         kind, mla = dtype(limits.kv_dtype), self.cfg.attention.mla
         widths = {s[-1] for group in self.caches for s in group.entries.values()}
         if mla:
-            widths.add(mla.rank)  # the columns that are values, too
+            widths.add(mla.rank)  # the columns that are values as well
         for width in sorted(widths):
             if width % kind.block:
                 raise RequestError(
-                    f"kv_type = {kind.name!r} keeps blocks of {kind.block}, and a head size of "
-                    f"{width} is no multiple of that",
+                    f"kv_type = {kind.name!r} has blocks of {kind.block} elements, but the head "
+                    f"size is {width}",
                     "kv_type",
                 )
 
     def _next(self, logits: Tensor, batch: Batch) -> Tensor:
-        """The ids drawn from ``logits``, as the next step's tokens."""
+        """Sample token ids from ``logits`` and make them the tokens of the next step."""
         ids = ops.sample(
             logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed,
             batch.count,
@@ -147,9 +156,9 @@ class Decoder(Module):
             batch.history, *groups, block=batch.limits.block,
         )  # fmt: skip
 
-    # -- what a model file may override
+    # -- methods that a model file may override
     def forward(self, batch: Batch) -> Tensor:
-        """The hidden states [T, dim] of all tokens, before the final norm."""
+        """Return the hidden states [T, dim] of all tokens, before the final norm."""
         with scope(self.cfg.names.model):
             x = self.embed(batch)
             for i in range(len(self.cfg.layers)):
@@ -158,7 +167,7 @@ class Decoder(Module):
         return x
 
     def embed(self, batch: Batch) -> Tensor:
-        """What the first layer reads: [T, dim]."""
+        """Return the input of the first layer [T, dim]."""
         c, n = self.cfg, self.cfg.names
         x = self.embedding(batch.ids, n.embed, c.vocab, c.dim)
         if c.embed_scale != 1.0:
@@ -171,7 +180,7 @@ class Decoder(Module):
         return self.norm(x, n.embed_norm) if n.embed_norm else x
 
     def layer(self, x: Tensor, i: int, batch: Batch) -> Tensor:
-        """One block: x [T, dim] -> [T, dim]."""
+        """Apply layer ``i``: x [T, dim] -> [T, dim]."""
         c, n = self.cfg, self.cfg.names
         before = self.norm(x, n.pre_attn_norm)
         with scope(n.attn):
@@ -205,7 +214,7 @@ class Decoder(Module):
         return self.linear(h, n.out, self.cfg.dim, c.out_bias)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [T, H, D], keys and values [T, Hkv, D] of x [T, dim]."""
+        """Return queries [T, H, D], keys and values [T, Hkv, D] of x [T, dim]."""
         c, n, d = self.cfg.attention, self.cfg.names, self.cfg.attention.head_dim
         counts = (c.heads, c.kv_heads, c.kv_heads)
         if c.fused == "heads":
@@ -222,12 +231,12 @@ class Decoder(Module):
         return q, k, v
 
     def mlp(self, x: Tensor) -> Tensor:
-        """The MLP: x [T, dim] -> [T, dim]."""
-        return self.feed_forward(x, self.cfg.mlp.hidden)
+        """Apply the MLP: x [T, dim] -> [T, dim]."""
+        return self.feed_forward(x, self.cfg.mlp.intermediate_size)
 
-    def feed_forward(self, x: Tensor, hidden: int) -> Tensor:
-        """An MLP of this width, as `config.Mlp` has it otherwise: x [T, dim] -> [T, dim]."""
-        c, n = self.cfg.mlp, self.cfg.names
+    def feed_forward(self, x: Tensor, intermediate_size: int) -> Tensor:
+        """Apply an MLP of `config.Mlp`'s kind with another width: x [T, dim] -> [T, dim]."""
+        c, n, hidden = self.cfg.mlp, self.cfg.names, intermediate_size
         if c.fused:
             gate, up = _columns(self.linear(x, n.gate_up, 2 * hidden, c.bias), (hidden, hidden))
             h = ops.mul(activation(gate, c.act), up)
@@ -239,11 +248,11 @@ class Decoder(Module):
         return self.linear(h, n.down, self.cfg.dim, c.bias)
 
     def moe(self, x: Tensor) -> Tensor:
-        """The mixture of experts: x [T, dim] -> [T, dim]."""
+        """Apply the mixture of experts: x [T, dim] -> [T, dim]."""
         return moe_mlp(self, x)
 
     def head(self, x: Tensor) -> Tensor:
-        """Final norm and logits: x [N, dim] -> [N, vocab]."""
+        """Apply the final norm and the output head: x [N, dim] -> logits [N, vocab]."""
         c, n = self.cfg, self.cfg.names
         with scope(n.model):
             x = self.norm(x, n.norm)
@@ -256,9 +265,9 @@ class Decoder(Module):
                 logits = ops.scale(logits, factor=c.logit_scale)
             return ops.softcap(logits, cap=c.logit_softcap) if c.logit_softcap else logits
 
-    # -- pieces for model files
+    # -- building blocks for model files
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """The norm ``name`` over the last axis; x as it is if the name is empty."""
+        """Apply the norm ``name`` over the last axis; return x if the name is empty."""
         c = self.cfg.norm
         if not name:
             return x
@@ -267,14 +276,14 @@ class Decoder(Module):
         return self.layer_norm(x, name, c.eps, c.bias)
 
     def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
-        """Rotary positions of layer ``i``, if it has them, on x [T, H, D]."""
+        """Apply the rotary positions of layer ``i``, if it has any, to x [T, H, D]."""
         rope = self.cfg.layers[i].rope
         if rope is None:
             return x
         return self.rotate(x, batch.pos, rope.for_context(batch.limits.context))
 
     def rotate(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
-        """x [T, H, D] turned by the positions ``pos`` [T]."""
+        """Rotate x [T, H, D] by the positions ``pos`` [T]."""
         factors = None
         if isinstance(rope.factors, str):
             pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
@@ -290,14 +299,17 @@ class Decoder(Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
     ) -> Tensor:
-        """Cache k and v [T, Hkv, D] of layer ``i``, and attend with q [T, H, D]: [T, H * D]."""
+        """Cache k and v [T, Hkv, D] of layer ``i`` and attend with q [T, H, D]: [T, H * D].
+
+        ``scale``: factor on the scores; 0 uses the configuration's.
+        """
         k, v = self.cache(i, "k", k, batch), self.cache(i, "v", v, batch)
         return self.attention(q, k, v, i, batch, scale)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
     ) -> Tensor:
-        """Attend with q [T, H, D] over the pools of layer ``i``: [T, H * Dv]."""
+        """Attend with q [T, H, D] to the KV pools ``k`` and ``v`` of layer ``i``: [T, H * Dv]."""
         c, group = self.cfg.attention, self._group[i]
         scale = scale or self.cfg.layers[i].scale or c.scale or c.head_dim**-0.5
         sinks = self.vector("sinks", c.heads) if c.sinks else None
@@ -310,7 +322,7 @@ class Decoder(Module):
         return out.flatten()
 
     def cache(self, i: int, entry: str, x: Tensor, batch: Batch) -> Tensor:
-        """Layer ``i``'s pool [slots, H, D] with x [T, H, D] written to it."""
+        """Write x [T, H, D] to layer ``i``'s KV pool [slots, H, D] and return the pool."""
         group, limits = self._group[i], batch.limits
         slots = limits.sequences * limits.kept(group.window) * limits.block
         name = f"{group.name}.{i}.{entry}"
@@ -324,9 +336,9 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _columns(x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
-    """The last axis cut into pieces of these widths."""
-    axis, at, pieces = x.meta.ndim - 1, 0, []
+    """Split the last axis into parts of these widths."""
+    axis, at, parts = x.meta.ndim - 1, 0, []
     for width in widths:
-        pieces.append(x.slice(axis, at, at + width))
+        parts.append(x.slice(axis, at, at + width))
         at += width
-    return pieces
+    return parts

@@ -1,4 +1,4 @@
-"""From a GGUF file to a model: its configuration keys, read strictly, and its tensors' names."""
+"""Configuration keys and tensor names of GGUF files, mapped to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .spec import ModelSpec
 
 
-def gguf_names(config: DecoderConfig) -> list[WeightRule]:
-    """What GGUF calls the weights of a model whose modules are called as ``config`` says.
+def gguf_weight_rules(config: DecoderConfig) -> list[WeightRule]:
+    """Return the rules from GGUF's tensor names to the weights of a model with this configuration.
 
     Source: gguf-py, `constants.py` and `tensor_mapping.py`.
     """
@@ -27,46 +27,48 @@ def gguf_names(config: DecoderConfig) -> list[WeightRule]:
     layer = f"{n.model}.{n.layers}.{{i}}"
     return [
         WeightRule(f"{n.head}.{{*}}", "output.{*}"),
-        *_within(n.model, "", {
+        *_modules(n.model, "", {
             n.embed: "token_embd", n.embed_norm: "token_embd_norm", n.positions: "position_embd",
             n.norm: "output_norm",
         }),
-        *_within(layer, "blk.{i}.", {
+        *_modules(layer, "blk.{i}.", {
             n.pre_attn_norm: "attn_norm", n.post_attn_norm: "post_attention_norm",
             n.pre_mlp_norm: "ffn_norm", n.post_mlp_norm: "post_ffw_norm",
         }),
-        *_within(f"{layer}.{n.attn}", "blk.{i}.", {
+        *_modules(f"{layer}.{n.attn}", "blk.{i}.", {
             n.q: "attn_q", n.k: "attn_k", n.v: "attn_v", n.qkv: "attn_qkv", n.out: "attn_output",
             n.q_norm: "attn_q_norm", n.k_norm: "attn_k_norm", **_MLA_NAMES,
         }),
         WeightRule(f"{layer}.{n.attn}.sinks", "blk.{i}.attn_sinks.weight"),
-        *(_mixture(f"{layer}.{n.mlp}", n) if config.moe else ()),
-        *_within(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
+        *(_moe_rules(f"{layer}.{n.mlp}", n) if config.moe else ()),
+        *_modules(f"{layer}.{n.mlp}".rstrip("."), "blk.{i}.", {
             n.gate: "ffn_gate", up: "ffn_up", n.down: "ffn_down",
         }),
         *(WeightRule(name, name) for name in (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)),
     ]  # fmt: skip
 
 
-def _mixture(path: str, n: ModuleNames) -> Iterator[WeightRule]:
-    """Of a mixture of experts. Files older than stacked experts have a tensor for each; some newer
-    ones have gate and up in one."""
+def _moe_rules(path: str, n: ModuleNames) -> Iterator[WeightRule]:
+    """Rules for a mixture of experts.
+
+    Old files store each expert in its own tensor; some new ones store gate and up in one tensor.
+    """
     yield WeightRule(f"{path}.{n.router}.e_score_correction_bias", "blk.{i}.exp_probs_b.bias")
-    yield from _within(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
+    yield from _modules(path, "blk.{i}.", {n.router: "ffn_gate_inp"})
     for name, kind in ((n.gate, "gate"), (n.up, "up"), (n.down, "down")):
         expert = f"{path}.experts.{name}"
         yield WeightRule(f"{expert}.weight", f"blk.{{i}}.ffn_{kind}.{{e}}.weight", STACK)
-        yield from _within(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
-        yield from _within(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
+        yield from _modules(f"{path}.experts", "blk.{i}.", {name: f"ffn_{kind}_exps"})
+        yield from _modules(f"{path}.{n.shared}", "blk.{i}.", {name: f"ffn_{kind}_shexp"})
     gate, up = (f"{path}.experts.{name}.weight" for name in (n.gate, n.up))
     both = "blk.{i}.ffn_gate_up_exps.weight"
     yield WeightRule(gate, both, FIRST_HALF, also=((up, SECOND_HALF),))
-    # The converter leaves axes of one element out.
+    # llama.cpp's converter drops axes of length 1.
     gate = f"{path}.{n.shared}_gate.weight"
     yield WeightRule(gate, "blk.{i}.ffn_gate_inp_shexp.weight", STACK)
 
 
-_MLA_NAMES = {  # of latent attention: see `graphllm.model.mla`
+_MLA_NAMES = {  # modules of `graphllm.model.mla`
     "q_a_proj": "attn_q_a",
     "q_a_layernorm": "attn_q_a_norm",
     "q_b_proj": "attn_q_b",
@@ -77,14 +79,15 @@ _MLA_NAMES = {  # of latent attention: see `graphllm.model.mla`
 }
 
 
-def _within(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
-    """For modules under ``path``."""
-    for name, to in names.items():
+def _modules(path: str, stored: str, names: Mapping[str, str]) -> Iterator[WeightRule]:
+    """Rules for modules under ``path``, by their names in the file, which begin with ``stored``."""
+    for name, stored_name in names.items():
         if name:
-            yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{to}.{{*}}")
+            yield WeightRule(f"{path}.{name}.{{*}}", f"{stored}{stored_name}.{{*}}")
 
 
-# What GGUF calls Hugging Face's keys, after `<architecture>.`; a family's GGUF_KEYS come on top.
+# Hugging Face's keys and GGUF's, without the prefix `<architecture>.`. A model file's GGUF_KEYS add
+# to these.
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -106,7 +109,7 @@ GGUF_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
-MLA_KEYS = {  # where there is latent attention
+MLA_KEYS = {  # GGUF_KEYS of models with latent attention
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
     "qk_head_dim": "attention.key_length_mla",
@@ -119,7 +122,7 @@ MLA_KEYS = {  # where there is latent attention
     "norm_topk_prob": "expert_weights_norm",
     "first_k_dense_replace": "leading_dense_block_count",
 }
-_SCALING: dict[str, tuple[str, type]] = {  # of Hugging Face's rope_scaling, with their types
+_SCALING: dict[str, tuple[str, type]] = {  # keys of rope_scaling, and types of the values
     "rope_type": ("rope.scaling.type", str),
     "factor": ("rope.scaling.factor", float),
     "original_max_position_embeddings": ("rope.scaling.original_context_length", int),
@@ -128,21 +131,21 @@ _SCALING: dict[str, tuple[str, type]] = {  # of Hugging Face's rope_scaling, wit
     "beta_fast": ("rope.scaling.yarn_beta_fast", float),
     "beta_slow": ("rope.scaling.yarn_beta_slow", float),
 }
-_OLD_FACTOR = "rope.scale_linear"  # of files older than rope.scaling.factor
-# What says nothing about the computation; the layout is that of llama.cpp's converter in any case.
+_OLD_FACTOR = "rope.scale_linear"  # in files older than rope.scaling.factor
+# Keys that do not change the computation. The layout is always that of llama.cpp's converter.
 _IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
 def gguf_keys(file: GgufFile, spec: ModelSpec) -> Keys:
-    """The file's configuration under Hugging Face's names. ConfigError."""
+    """Return the file's configuration under Hugging Face's names. ConfigError if malformed."""
     prefix = f"{file.architecture}."
     found = {
         key[len(prefix) :]: _plain(value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    usual = {name: s for name, s in GGUF_KEYS.items() if name not in spec.gguf_keys}
-    names = {**spec.gguf_keys, **usual}
+    common = {name: s for name, s in GGUF_KEYS.items() if name not in spec.gguf_keys}
+    names = {**spec.gguf_keys, **common}
     called = {name: prefix + stored for name, stored in names.items()}
     called |= {stored: prefix + stored for stored in found}
     values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
@@ -155,26 +158,29 @@ def gguf_keys(file: GgufFile, spec: ModelSpec) -> Keys:
     for name in _IGNORED:
         found.pop(name, None)
     values |= found
-    values["vocab_size"] = _vocab(file)
+    values["vocab_size"] = _vocab_size(file)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
     if "v_head_dim" not in spec.gguf_keys and keys.has("v_head_dim"):
         width = keys.positive("v_head_dim")
         if keys.positive("head_dim", width) != width:
-            raise ConfigError(f"{file.path}: key_length and value_length differ")
+            raise ConfigError(f"{file.path}: key_length and value_length must be equal")
     return keys
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have it: of arrays lists, so that values compare as such."""
+    """Return a value as JSON would represent it: arrays become lists."""
     if isinstance(value, StringArray):
         return value[:]
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
-    """Hugging Face's rope_scaling of the file's keys, empty without any. As in llama.cpp
-    (`load_hparams`) a factor without a type is linear, and one of 0 is none."""
+    """Return the file's keys of RoPE scaling as Hugging Face's rope_scaling; empty without any.
+
+    As in llama.cpp (`load_hparams`), a factor without a type is linear, and a factor of 0 means no
+    scaling.
+    """
     found: dict[str, Any] = {
         name: file.value(prefix + stored, kind) for name, (stored, kind) in _SCALING.items()
     }
@@ -188,8 +194,8 @@ def _scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _vocab(file: GgufFile) -> int:
-    """The rows of the embedding, one for each token: else there were ids without a piece."""
+def _vocab_size(file: GgufFile) -> int:
+    """Return the rows of the embedding; ModelFileError unless there is one for each token."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFileError(f"{file.path}: missing tensor 'token_embd.weight'")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token passes the few MLPs that its router chooses."""
+"""Mixture of experts (MoE): each token passes the few MLPs that its router selects."""
 
 from __future__ import annotations
 
@@ -14,72 +14,89 @@ if TYPE_CHECKING:
     from .decoder import Decoder
 
 
-def moe_config(keys: Keys, hidden: int, experts: str = "num_experts", **facts: Any) -> Moe:
-    """A mixture of experts of width ``hidden``, whose count is the key ``experts``; ``facts``: what
-    else `Moe` states. ConfigError."""
-    c = Moe(keys.positive(experts), keys.positive("num_experts_per_tok"), hidden, **facts)
-    if c.experts % c.groups or c.kept > c.groups or c.best > c.experts // c.groups:
+def moe_config(
+    keys: Keys, intermediate_size: int, experts: str = "num_experts", **fields: Any
+) -> Moe:
+    """Read the configuration of a mixture of experts.
+
+    Args:
+        keys: Configuration.
+        intermediate_size: Intermediate size of each expert.
+        experts: Key of the number of experts.
+        fields: Further fields of `Moe`.
+
+    Raises:
+        ConfigError: Groups do not fit the number of experts, or too few can be selected.
+    """
+    c = Moe(
+        keys.positive(experts), keys.positive("num_experts_per_tok"), intermediate_size, **fields
+    )
+    if c.experts % c.groups or c.top_groups > c.groups or c.top_per_group > c.experts // c.groups:
         raise keys.error(
-            experts, f"= {c.experts} do not fall in {c.groups} groups of which {c.kept} count"
+            experts, f"= {c.experts} cannot form {c.groups} groups with {c.top_groups} selected"
         )
-    if c.active > c.experts // c.groups * c.kept:
-        raise keys.error("num_experts_per_tok", f"= {c.active} are more than there are to choose")
+    if c.experts_per_token > (most := c.experts // c.groups * c.top_groups):
+        raise keys.error("num_experts_per_tok", f"= {c.experts_per_token} is above {most}")
     return c
 
 
 def sparse_layers(keys: Keys) -> list[bool]:
-    """Whether each layer has a mixture, as Qwen's keys say it: all by default."""
+    """Return which layers have a mixture of experts, by Qwen's keys; all by default."""
     dense, step = keys("mlp_only_layers", list, []), keys.positive("decoder_sparse_step", 1)
     return [i not in dense and (i + 1) % step == 0 for i in range(keys.layers())]
 
 
-def moe_mlp(of: Decoder, x: Tensor) -> Tensor:
-    """The mixture of the decoder's configuration under the current scope: [T, dim] -> [T, dim].
+def moe_mlp(decoder: Decoder, x: Tensor) -> Tensor:
+    """Mixture of experts of the decoder's configuration in the current scope.
 
-    Shazeer et al. 2017; shared experts: Dai et al. 2024 (DeepSeekMoE).
+    x [T, dim] -> [T, dim]. Shazeer et al. 2017; shared experts: Dai et al. 2024 (DeepSeekMoE).
     """
-    c, n = of.cfg.moe, of.cfg.names
+    c, n = decoder.cfg.moe, decoder.cfg.names
     assert c is not None
-    logits = of.linear(x, n.router, c.experts, c.bias)  # [T, E]
+    logits = decoder.linear(x, n.router, c.experts, c.bias)  # [T, E]
     with scope(n.router):
-        ids, weights = route(of, logits, c)  # [T, k]
+        ids, weights = route(decoder, logits, c)  # [T, k]
     with scope("experts"):
-        chosen = _experts(of, x, ids, c)  # [T, k, dim]
-        y = ops.combine(chosen, weights)
-    if not c.shared:
+        selected = _experts(decoder, x, ids, c)  # [T, k, dim]
+        y = ops.combine(selected, weights)
+    if not c.shared_intermediate_size:
         return y
     with scope(n.shared):
-        every = of.feed_forward(x, c.shared)
+        shared = decoder.feed_forward(x, c.shared_intermediate_size)
     if c.shared_gate:
-        gate = ops.sigmoid(of.linear(x, f"{n.shared}_gate", 1))  # [T, 1]
-        every = ops.combine(every.reshape(every.shape[0], 1, of.cfg.dim), gate)
-    return ops.add(y, every)
+        gate = ops.sigmoid(decoder.linear(x, f"{n.shared}_gate", 1))  # [T, 1]
+        shared = ops.combine(shared.reshape(shared.shape[0], 1, decoder.cfg.dim), gate)
+    return ops.add(y, shared)
 
 
-def route(of: Decoder, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
-    """Which experts a token passes, and the weights of their results, both [T, k], from the
-    router's ``logits`` [T, E]."""
+def route(decoder: Decoder, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
+    """Select the experts of each token from the router's ``logits`` [T, E].
+
+    Returns:
+        Expert indices and the weights of their outputs, both [T, k].
+    """
     scores = logits
-    if c.score != "chosen":
+    if c.score != "topk_softmax":
         scores = ops.softmax(logits) if c.score == "softmax" else ops.sigmoid(logits)
-    correction = of.vector("e_score_correction_bias", c.experts) if c.correction else None
+    correction = decoder.vector("e_score_correction_bias", c.experts) if c.correction else None
     ids = ops.top_k(
-        scores, correction, k=c.active, groups=c.groups, top_groups=c.kept, top_per_group=c.best
-    )
+        scores, correction, k=c.experts_per_token, groups=c.groups, top_groups=c.top_groups,
+        top_per_group=c.top_per_group,
+    )  # fmt: skip
     weights = ops.pick(scores, ids)
-    if c.score == "chosen":
+    if c.score == "topk_softmax":
         weights = ops.softmax(weights)
     elif c.normalise:
         weights = ops.sum_norm(weights, eps=1e-20)
     return ids, weights if c.scale == 1.0 else ops.scale(weights, factor=c.scale)
 
 
-def _experts(of: Decoder, x: Tensor, ids: Tensor, c: Moe) -> Tensor:
-    """x [T, dim] through the experts ``ids`` [T, k]: [T, k, dim]."""
-    n, inner = of.cfg.names, (c.experts, c.hidden)
-    gate, up = (of.experts(x, name, ids, inner, c.bias) for name in (n.gate, n.up))
-    if c.limit:
-        h = ops.clamped_glu(gate, up, alpha=c.alpha, limit=c.limit)
+def _experts(decoder: Decoder, x: Tensor, ids: Tensor, c: Moe) -> Tensor:
+    """Apply the experts ``ids`` [T, k] to x [T, dim]: [T, k, dim]."""
+    n, shape = decoder.cfg.names, (c.experts, c.intermediate_size)
+    gate, up = (decoder.expert_linear(x, name, ids, shape, c.bias) for name in (n.gate, n.up))
+    if c.swiglu_limit:
+        h = ops.clamped_glu(gate, up, alpha=c.swiglu_alpha, limit=c.swiglu_limit)
     else:
-        h = ops.mul(activation(gate, of.cfg.mlp.act), up)
-    return of.experts(h, n.down, ids, (c.experts, of.cfg.dim), c.bias)
+        h = ops.mul(activation(gate, decoder.cfg.mlp.act), up)
+    return decoder.expert_linear(h, n.down, ids, (c.experts, decoder.cfg.dim), c.bias)

@@ -1,4 +1,4 @@
-"""The building blocks of a model file: scoped modules whose weights are found by path."""
+"""Building blocks of model files: modules whose weights are found by scope and name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .config import ACTIVATIONS
 
 
 class Module:
-    """Makes weight leaves under the current scope, and checks them against the weight source.
+    """Creates weight leaves in the current scope and checks them against the weight source.
 
-    A weight called ``w`` inside ``scope("model.layers.3.self_attn")`` is the weight
-    ``model.layers.3.self_attn.w`` of the source; its dtype is whatever the source holds.
+    The weight ``w`` inside ``scope("model.layers.3.self_attn")`` is the source's weight
+    ``model.layers.3.self_attn.w``. Its dtype is that of the source.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -28,40 +28,40 @@ class Module:
 
     # -- weights
     def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
-        """The weight ``name`` of the current scope, or with ``root`` of none.
+        """Return the weight ``name`` of the current scope, or with ``root`` of no scope.
 
-        ModelFileError if it is missing or misshapen.
+        ModelFileError if it is missing or has another shape.
         """
         path = _path(name, root)
         meta = self.weights.meta(path)
         if meta is None:
-            raise ModelFileError(f"missing tensor {path!r}{_wanted()}")
+            raise ModelFileError(f"missing tensor {path!r}{_requested_at()}")
         if meta.shape != shape:
             text = f"tensor {path!r} is {meta.shape}, the model wants {shape}"
-            raise ModelFileError(f"{text}{_wanted()}")
+            raise ModelFileError(f"{text}{_requested_at()}")
         self.used.add(path)
         return weight(path, shape, meta.dtype)
 
     def has(self, name: str) -> bool:
-        """Whether the source has the weight ``name`` of the current scope."""
+        """Return whether the source has the weight ``name`` of the current scope."""
         return self.weights.meta(_path(name)) is not None
 
     def vector(self, name: str, *shape: int, root: bool = False) -> Tensor:
-        """The weight ``name`` of the current scope, or with ``root`` of none, as float32.
+        """Return the weight ``name`` of the current scope (``root``: of no scope) as float32.
 
-        It is converted while it is loaded, which raises ModelFileError if it holds NaN or infinity.
-        ModelFileError if it is in blocks.
+        It is upcast on load, which raises ModelFileError for NaN or infinity. ModelFileError if it
+        has a block format.
         """
         path = self.weight(name, *shape, root=root).name
         if not self.weights.add_vector(path):
-            text = f"tensor {path!r} is {self.weights.meta(path)}, no array of floats"
-            raise ModelFileError(f"{text}{_wanted()}")
+            text = f"tensor {path!r} is {self.weights.meta(path)}, not an array of floats"
+            raise ModelFileError(f"{text}{_requested_at()}")
         return weight(path, shape, F32)
 
     def constant(self, name: str, values: Sequence[float] | np.ndarray) -> Tensor:
-        """Numbers that the model computes with and no file holds, as a float32 weight ``name``.
+        """Return a float32 weight whose values come from the model, not from a file.
 
-        Equal ones of several layers are one: give the same name.
+        Layers with equal values share one weight if they give it the same name.
         """
         array = np.asarray(values, np.float32)
         self.weights.add(name, array)
@@ -69,9 +69,9 @@ class Module:
 
     # -- modules
     def linear(self, x: Tensor, name: str, out: int, bias: bool | None = False) -> Tensor:
-        """x [T, K] times the transposed ``name.weight`` [out, K], plus ``name.bias``: [T, out].
+        """Linear layer: x [T, K] @ ``name.weight`` [out, K] transposed + ``name.bias``: [T, out].
 
-        ``bias`` None: if the file has one.
+        A ``bias`` of None adds the bias if the file has one.
         """
         with scope(name):
             w = self.weight("weight", out, x.shape[-1])  # type: ignore[arg-type]
@@ -79,12 +79,12 @@ class Module:
             return ops.linear(x, w, self.vector("bias", out) if biased else None)
 
     def rms_norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        """RMS norm over the last axis of x [..., D] with ``name.weight`` [D]."""
+        """RMS norm over the last axis of x [..., D], scaled by ``name.weight`` [D]."""
         with scope(name):
             return ops.rms_norm(x, self.vector("weight", x.shape[-1]), eps=eps)  # type: ignore[arg-type]
 
     def layer_norm(self, x: Tensor, name: str, eps: float, bias: bool = True) -> Tensor:
-        """Layer norm over the last axis of x [..., D] with ``name.weight`` and ``.bias`` [D]."""
+        """Layer norm over the last axis of x [..., D], with ``name.weight`` and ``.bias`` [D]."""
         with scope(name):
             width: int = x.shape[-1]  # type: ignore[assignment]
             b = self.vector("bias", width) if bias else None
@@ -96,23 +96,36 @@ class Module:
             return ops.embedding(ids, self.weight("weight", count, width))
 
     def head_linear(self, x: Tensor, name: str, out: int) -> Tensor:
-        """Heads x [T, H, K], each by its own matrix of ``name.weight`` [H, out, K]: [T, H, out]."""
+        """Multiply each head of x [T, H, K] by its own matrix of ``name.weight`` [H, out, K].
+
+        Returns [T, H, out].
+        """
         with scope(name):
             w = self.weight("weight", x.shape[1], out, x.shape[2])  # type: ignore[arg-type]
             return ops.head_linear(x, w)
 
-    def experts(self, x: Tensor, name: str, ids: Tensor, of: tuple[int, int], bias: bool) -> Tensor:
-        """x [T, K] or [T, k, K] through the experts ``ids`` [T, k]: [T, k, out].
+    def expert_linear(
+        self, x: Tensor, name: str, ids: Tensor, shape: tuple[int, int], bias: bool
+    ) -> Tensor:
+        """Apply the linears of the selected experts.
 
-        Of ``name.weight`` [E, out, K] and ``name.bias`` [E, out]; ``of``: E and out.
+        Args:
+            x: Input of all experts of a token [T, K], or of each [T, k, K].
+            name: Module with ``weight`` [E, out, K] and ``bias`` [E, out].
+            ids: Selected experts [T, k].
+            shape: Number of experts E and output columns out.
+            bias: Whether the experts have biases.
+
+        Returns:
+            [T, k, out].
         """
         with scope(name):
-            w = self.weight("weight", *of, x.shape[-1])  # type: ignore[arg-type]
-            return ops.expert_linear(x, w, ids, self.vector("bias", *of) if bias else None)
+            w = self.weight("weight", *shape, x.shape[-1])  # type: ignore[arg-type]
+            return ops.expert_linear(x, w, ids, self.vector("bias", *shape) if bias else None)
 
 
 def activation(x: Tensor, name: str) -> Tensor:
-    """``name`` of `config.ACTIVATIONS` on each element."""
+    """Apply the activation ``name`` of `config.ACTIVATIONS` to each element."""
     op, attrs = ACTIVATIONS[name]
     return ops.get(op)(x, **attrs)
 
@@ -121,6 +134,6 @@ def _path(name: str, root: bool = False) -> str:
     return name if root else f"{current_scope()}.{name}".lstrip(".")
 
 
-def _wanted() -> str:
-    """The line of the model file that wants a tensor, to end a message with."""
+def _requested_at() -> str:
+    """Return the line of the model file that requested a tensor, for the end of an error."""
     return f" ({current_origin()})"

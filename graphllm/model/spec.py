@@ -1,4 +1,4 @@
-"""What a model file says of its family."""
+"""Model spec: what a model file declares, and the import of user files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelFileError
 from ..weights.weight_rules import WeightRule
 from .config import DecoderConfig
-from .gguf_config import gguf_names
+from .gguf_config import gguf_weight_rules
 
 if TYPE_CHECKING:
     from .config_keys import Keys
@@ -24,41 +24,43 @@ Rules = Sequence[WeightRule] | Callable[["DecoderConfig"], Sequence[WeightRule]]
 
 
 def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], DecoderConfig]:
-    """``config`` of a model file, which may have forgotten to return what it made."""
+    """Wrap ``config`` of a model file to check the type of its result."""
 
     @wraps(config)
     def read(keys: Keys) -> DecoderConfig:
         found = config(keys)
         if not isinstance(found, DecoderConfig):
             kind = type(found).__name__
-            raise ModelFileError(f"{path}: config(keys) returned {kind}, no DecoderConfig")
+            raise ModelFileError(f"{path}: config(keys) returned {kind}, not a DecoderConfig")
         return found
 
     return read
 
 
-_run: set[str] = set()  # the files of users that were run
+_imported: set[str] = set()  # paths of user files
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """A user's Python file as a module, run anew. ModelFileError where there is none; what it
-    raises itself is passed on."""
+    """Import a user's Python file as a new module.
+
+    ModelFileError if the file does not exist; exceptions of the file itself propagate.
+    """
     found = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(found.stem, found)
     if spec is None or spec.loader is None or not found.is_file():
-        raise ModelFileError(f"{path}: is not a Python file")
-    _run.add(str(found))
+        raise ModelFileError(f"{path}: not a Python file")
+    _imported.add(str(found))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def user_line(error: BaseException) -> str | None:
-    """``file:line`` of the user's file that an exception comes from, None if from none."""
-    if isinstance(error, SyntaxError) and error.filename in _run:
+    """Return ``file:line`` in the user's file that raised an exception, None if none did."""
+    if isinstance(error, SyntaxError) and error.filename in _imported:
         return f"{error.filename}:{error.lineno}"
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((f"{f.filename}:{f.lineno}" for f in frames if f.filename in _run), None)
+    return next((f"{f.filename}:{f.lineno}" for f in frames if f.filename in _imported), None)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class ModelSpec:
 
     @classmethod
     def from_module(cls, module: ModuleType, path: str) -> ModelSpec:
-        """ModelFileError names what the module lacks."""
+        """Read a model file's module. ModelFileError names missing or malformed variables."""
         missing = [name for name in ("Model", "config") if not hasattr(module, name)]
         if missing:
             raise ModelFileError(f"{path}: a model file needs {' and '.join(missing)}")
@@ -106,18 +108,20 @@ class ModelSpec:
         stated["types"] = (name, *stated.get("types", ()))
         tiny = stated.get("tiny", ())
         if not isinstance(tiny, Sequence) or not all(isinstance(e, Mapping) for e in tiny):
-            raise ModelFileError(f"{path}: TINY is no tuple of dicts (one alone needs a comma)")
+            raise ModelFileError(
+                f"{path}: TINY is not a tuple of dicts (a single dict needs a comma)"
+            )
         own = getattr(module, "oracle", None)
         return cls(name, module.Model, _checked(module.config, path), oracle=own, **stated)
 
     def hf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
-        """Those of Hugging Face files."""
+        """Return the weight rules for Hugging Face files."""
         rules, n = self.hf(config) if callable(self.hf) else self.hf, config.names
-        further = range(len(config.layers), len(config.layers) + config.mtp_layers)
-        unread = (WeightRule("", f"{n.model}.{n.layers}.{i}.{{*}}") for i in further)
+        mtp = range(len(config.layers), len(config.layers) + config.mtp_layers)
+        unread = (WeightRule("", f"{n.model}.{n.layers}.{i}.{{*}}") for i in mtp)
         return *unread, *rules
 
     def gguf_rules(self, config: DecoderConfig) -> Sequence[WeightRule]:
-        """Those of GGUF files."""
+        """Return the weight rules for GGUF files."""
         own = self.rules(config) if callable(self.rules) else self.rules
-        return [*own, *gguf_names(config)]
+        return [*own, *gguf_weight_rules(config)]

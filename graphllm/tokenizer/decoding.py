@@ -30,7 +30,7 @@ class BaseTokenizer:
 
     def piece(self, token: int) -> bytes:
         """See `Tokenizer.piece`."""
-        return self.shown(token, skip_special=False)
+        return self.token_bytes(token, skip_special=False)
 
     def shown(self, token: int, skip_special: bool) -> bytes:
         """The bytes that decoding shows for a token. RequestError for an id out of range."""
@@ -66,7 +66,7 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that became complete with this token; often empty."""
-        data = self._vocabulary.shown(token, self._skip_special)
+        data = self._vocabulary.token_bytes(token, self._skip_special)
         if self._strip and data:
             self._strip = False
             data = self._vocabulary.strip_prefix(data)

@@ -19,7 +19,7 @@ from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFI
 
 
 @dataclass(frozen=True)
-class Pieces:
+class VocabularyData:
     """A vocabulary in the form of GGUF's keys."""
 
     path: Path
@@ -49,7 +49,7 @@ def from_llama2c(pieces: list[bytes], scores: Sequence[float], source: Path) -> 
         scores=np.asarray(scores, np.float32),
         token_type=np.array(kinds, np.uint8),
     )
-    return Llama2cTokenizer(Pieces(source, values))
+    return Llama2cTokenizer(VocabularyData(source, values))
 
 
 class SentencePieceModelTokenizer(SentencePieceTokenizer):
@@ -89,7 +89,7 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         self._tokens += [b""] * (directory.rows - len(self._tokens))
         self._types += [UNUSED] * (len(self._tokens) - len(self._types))
         ids = {key: self._id_of(named.get(f"{key}_token")) for key in ("bos", "eos")}
-        super().__init__(Pieces(path, self._keys(proto, ids)))
+        super().__init__(VocabularyData(path, self._keys(proto, ids)))
 
     def _id_of(self, token: AddedToken | None) -> int | None:
         return None if token is None else self._known[token.content.encode()]

@@ -77,8 +77,8 @@ def config(case: Case) -> Check:
     keys = case.file.keys(case.spec)
     case.spec.config(keys)
     keys.finish()
-    used = sorted(k for k in keys.values if k in keys.read)
-    ignored = sorted(k for k in keys.values if k not in keys.read)
+    used = sorted(k for k in keys.values if k in keys.read_names)
+    ignored = sorted(k for k in keys.values if k not in keys.read_names)
     lines = [f"used: {', '.join(used)}", *(f"ignored: {k} ({IGNORED[k]})" for k in ignored)]
     text = f"{len(used)} keys are used, {len(ignored)} ignored"
     return Check("config", PASSED, text, tuple(lines))

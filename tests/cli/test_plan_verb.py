@@ -17,7 +17,7 @@ from tiny_models import DIM, KV, LAYERS, WIDTH, llama_weights, write_llama
 import graphllm
 from graphllm import backends, ops
 from graphllm.backends.order import ORDER
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import ModelFileError, PlacementError, RequestError
 from graphllm.profiler import bench, kernel_probes, prediction, roofline
@@ -43,7 +43,7 @@ def tiny(tmp_path_factory):
 
 def header_of(path: Path, to: Path) -> Path:
     """A file with the header of another, and no data."""
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         end = min(t.offset for t in file.tensors.values())
     with open(path, "rb") as whole:
         to.write_bytes(whole.read(end))
@@ -82,7 +82,7 @@ def test_a_header_is_enough(tiny, tmp_path):
 
 
 def test_no_tensor_can_be_read(tiny):
-    with GGUF(tiny, data=False) as file, pytest.raises(ModelFileError) as error:
+    with GgufCheckpoint(tiny, data=False) as file, pytest.raises(ModelFileError) as error:
         file.raw("token_embd.weight")
     want = f"{tiny}: tensor 'token_embd.weight': the file was opened without its data"
     assert str(error.value) == want

@@ -14,7 +14,7 @@ from test_fusion import nmse
 import graphllm
 from graphllm import tokenizer
 from graphllm.backends.cuda.runtime.device import CudaDevice
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.checkpoints.model_shapes import ModelShape
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.request import Sampling
@@ -248,7 +248,7 @@ def test_an_endless_scale_stops_the_load(files, tmp_path):
     """As on the CPU, with the tensor's name and the row."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(files("llama", "q4_k").read_bytes())
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         info = file.info("blk.1.ffn_up.weight")
     with open(path, "r+b") as raw:
         raw.seek(info.offset + 7 * info.dtype.row_nbytes(256))

@@ -158,7 +158,7 @@ def test_a_mixture_is_few_steps(name, paper):
         assert had["route"] == had["expert_linear"] == layers
         assert had["expert_gated"] + had["expert_clamped"] == layers
         mixture = model.cfg.moe
-        apart = mixture.shared and not mixture.shared_gate
+        apart = mixture.shared_intermediate_size and not mixture.shared_gate
         assert had["combine_add"] == (0 if apart else layers)
         assert not {"top_k", "pick", "sum_norm", "softmax"} & set(had)
 

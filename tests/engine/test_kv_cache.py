@@ -8,7 +8,7 @@ import tiny_models as tiny
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
@@ -49,7 +49,7 @@ def path(tmp_path_factory):
 
 def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
     """Steps of 16 tokens, blocks of 8: a window of 20 keeps 6 of the 15 blocks of the context."""
-    decoder = build_decoder(GGUF(path), path.parent / "windowed.py")
+    decoder = build_decoder(GgufCheckpoint(path), path.parent / "windowed.py")
     executor = Executor(decoder.weights, backends, Options(threads=threads), strict=True)
     wanted = {"tokens": 16, "context": CONTEXT, "block": 8, "kv_dtype": "f32", **limits}
     return Engine(decoder, executor, Limits(**wanted))

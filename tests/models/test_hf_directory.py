@@ -145,10 +145,10 @@ def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
         ({"num_hidden_layers": 0}, r"num_hidden_layers = 0 is not in 1\.\."),
         ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported, only silu"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope_type 'spiral' is not suppo"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor = None is no number"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor = None is not a number"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, "unknown keys: 'twist'"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 is not above 0"),
-        ({"num_key_value_heads": 4}, "6 heads do not share 4 KV heads"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0.0 must be above 0"),
+        ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4 KV heads"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq' are not supported"),
     ],
 )

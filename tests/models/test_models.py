@@ -125,7 +125,7 @@ def test_a_model_file_of_ones_own(tmp_path, llama):
     capped = graphllm.load(llama, model_def=own, device="reference").logits(IDS)
     plain = graphllm.load(llama, device="reference").logits(IDS)
     np.testing.assert_allclose(capped, 0.5 * np.tanh(plain / 0.5), rtol=1e-5)
-    with pytest.raises(ModelFileError, match="is not a Python file"):
+    with pytest.raises(ModelFileError, match="not a Python file"):
         graphllm.load(llama, model_def=tmp_path / "none.py")
 
 

@@ -303,11 +303,11 @@ def test_keys_of_published_files(name, tmp_path):
 
 
 REFUSED = [
-    ("qwen3_moe", {"num_experts_per_tok": 10}, "num_experts_per_tok = 10 are more"),
+    ("qwen3_moe", {"num_experts_per_tok": 10}, "num_experts_per_tok = 10 is above"),
     ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0 is not in"),
-    ("deepseek_v3", {"n_group": 3}, "n_routed_experts = 8 do not fall in 3 groups"),
-    ("deepseek_v3", {"topk_group": 5}, "n_routed_experts = 8 do not fall in 4 groups"),
-    ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok = 3 are more"),
+    ("deepseek_v3", {"n_group": 3}, "n_routed_experts = 8 cannot form 3 groups"),
+    ("deepseek_v3", {"topk_group": 5}, "n_routed_experts = 8 cannot form 4 groups"),
+    ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok = 3 is above"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),

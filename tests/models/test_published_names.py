@@ -75,7 +75,7 @@ def test_published_names_and_keys(tmp_path: Path, kind: str) -> None:
     ("kind", "change", "message"),
     [
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
-        ("gpt2", {"n_head": 7}, "n_head = 7 is no divisor of 60"),
+        ("gpt2", {"n_head": 7}, "n_head = 7 does not divide the hidden size 60"),
         ("gpt2", {"activation_function": "relu6"}, "activation_function = 'relu6'"),
         ("gpt2", {"hidden_size": 61}, "hidden_size = 61, but n_embd = 60"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5}, "rotary_pct makes 5 of 10"),

@@ -12,7 +12,7 @@ import tiny_models
 from gguf_files import finish
 
 import graphllm
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.errors import LISTED, SHOWN, ConfigError, GraphllmError, ModelFileError, quote
 from graphllm.model.config_keys import Keys
 
@@ -41,7 +41,7 @@ def tiny(path, **keys):
 
 
 def config(path):
-    with GGUF(path) as file:
+    with GgufCheckpoint(path) as file:
         spec = file.spec()
         keys = file.keys(spec)
         found = spec.config(keys)

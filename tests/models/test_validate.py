@@ -50,7 +50,7 @@ def config(keys):
 SWAPPED = """
 class Model(Decoder):
     def mlp(self, x):
-        hidden = self.cfg.mlp.hidden
+        hidden = self.cfg.mlp.intermediate_size
         gate, up = self.linear(x, "gate_proj", hidden), self.linear(x, "up_proj", hidden)
         h = ops.mul(ops.silu(up), gate)  # the fault
         return self.linear(h, "down_proj", self.cfg.dim)
@@ -371,7 +371,7 @@ class Model(Decoder):
 @pytest.mark.parametrize(
     ("key", "config", "message"),
     [
-        ("intermediate_size", "llama.config(keys)", "returned NoneType, no DecoderConfig"),
+        ("intermediate_size", "llama.config(keys)", "returned NoneType, not a DecoderConfig"),
         ("intermediate_sise", "return llama.config(keys)",
          "first.py: TINY: the model does not know the key 'intermediate_sise' (it reads "
          "'intermediate_size')"),
@@ -391,7 +391,7 @@ def test_what_a_first_model_file_gets_wrong(key, config, message, tmp_path):
 def test_a_tiny_that_is_no_tuple_of_configurations(tiny, tmp_path):
     path = tmp_path / "first.py"
     path.write_text(f"from graphllm.models.llama import Decoder as Model, config\nTINY = {tiny}\n")
-    with pytest.raises(ModelFileError, match="TINY is no tuple of dicts"):
+    with pytest.raises(ModelFileError, match="TINY is not a tuple of dicts"):
         models.spec_of_file(path)
 
 

@@ -11,7 +11,7 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.order import ORDER
 from graphllm.checkpoints.checkpoint import checkpoint_path
-from graphllm.checkpoints.gguf import GGUF
+from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
@@ -24,7 +24,7 @@ HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
 EXPERT = "_exps."  # in the names of experts' tensors
 
 
-def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engine:
+def engine_of(file: GgufCheckpoint, device: str, kv_type: str = "f16", **options) -> Engine:
     """Plans of a file, of which no data is read, for a device that need not be here."""
     decoder = build_decoder(file)
     limits = graph_limits(4096, kv_type, device).within(decoder.cfg.context)
@@ -34,7 +34,7 @@ def engine_of(file: GGUF, device: str, kv_type: str = "f16", **options) -> Engin
     return engine
 
 
-def keys_of(file: GGUF, length: int) -> list[int]:
+def keys_of(file: GgufCheckpoint, length: int) -> list[int]:
     """How many keys a query that ends a sequence of ``length`` tokens sees in each layer."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     window = own.get("attention.sliding_window", 0)
@@ -46,20 +46,20 @@ def keys_of(file: GGUF, length: int) -> list[int]:
     ]
 
 
-def heads_of(file: GGUF) -> tuple[int, int, int]:
+def heads_of(file: GgufCheckpoint) -> tuple[int, int, int]:
     """Heads of queries, of keys, and their width."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     names = ("head_count", "head_count_kv", "key_length")
     return tuple(own[f"attention.{name}"] for name in names)
 
 
-def used(file: GGUF) -> float:
+def used(file: GgufCheckpoint) -> float:
     """The share of the experts that a token passes."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     return own.get("expert_used_count", 1) / own.get("expert_count", 1)
 
 
-def bytes_of(file: GGUF, length: int, element: float) -> float:
+def bytes_of(file: GgufCheckpoint, length: int, element: float) -> float:
     """Of a token's step: all tensors, but of experts those that it passes, and of an embedding that
     is not the head one row; the keys and values that are seen are read, and one of each written."""
     embedding = file.tensors["token_embd.weight"]
@@ -71,7 +71,7 @@ def bytes_of(file: GGUF, length: int, element: float) -> float:
     return weights + embedding.nbytes / embedding.shape[0] + 2 * rows * kv_heads * width * element
 
 
-def flops_of(file: GGUF, start: int, count: int) -> float:
+def flops_of(file: GgufCheckpoint, start: int, count: int) -> float:
     """Of a step of ``count`` tokens after ``start``: two a weight and token (of experts those that
     a token passes), of the head for the last token alone; two a query's element and key that it
     sees, and as many for the values."""
@@ -87,7 +87,7 @@ def flops_of(file: GGUF, start: int, count: int) -> float:
     return 2 * (inner * count + matrices[head]) + 4 * heads * width * pairs
 
 
-def check(file: GGUF, engine: Engine, element: float) -> None:
+def check(file: GgufCheckpoint, engine: Engine, element: float) -> None:
     token: Plan = engine.decode_plan()
     for length in (1, 1000):
         found = bench.step_bytes(token, length)
@@ -121,7 +121,7 @@ def test_unfused_and_with_a_cache_in_blocks():
 
 @pytest.mark.realmodel
 def test_of_the_demo():
-    file = GGUF(checkpoint_path("demo"), data=False)
+    file = GgufCheckpoint(checkpoint_path("demo"), data=False)
     check(file, engine_of(file, "cpu"), HALF)
     told = graphllm.dry_run("demo", device="cpu", context=1001).token
     assert told.nbytes == pytest.approx(bytes_of(file, told.cached + 1, HALF), rel=0.02)

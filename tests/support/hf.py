@@ -28,7 +28,7 @@ def gemma3(config: DecoderConfig, weights: Weights):
     hf_config = Gemma3TextConfig(
         vocab_size=config.vocab,
         hidden_size=config.dim,
-        intermediate_size=config.mlp.hidden,
+        intermediate_size=config.mlp.intermediate_size,
         num_hidden_layers=len(layers),
         num_attention_heads=a.heads,
         num_key_value_heads=a.kv_heads,
