@@ -123,7 +123,7 @@ class LoadedModel:
 
         Args:
             model: a GGUF file, a Hugging Face directory, ``demo``, ``org/name`` of the Hugging Face
-                hub, or an open model file such as `graphllm.checkpoints.random_weights.RandomFile`.
+                hub, or an open `Checkpoint` such as a `RandomCheckpoint`.
             model_def: Python file that defines the model, instead of a built-in family.
             type: weight format to quantise float matrices to while loading, such as ``q8_0``.
             device: ``auto`` (for each op the first backend that supports it) or the name of a

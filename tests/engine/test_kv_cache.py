@@ -198,7 +198,7 @@ def test_q8_0_needs_whole_blocks(tmp_path):
     file = tiny.write_llama(tmp_path / "m.gguf", tiny.llama_weights())  # heads of 10
     with pytest.raises(RequestError) as caught:
         graphllm.load(file, kv_type="q8_0")
-    assert "kv_type = 'q8_0'" in str(caught.value) and "head size of 10" in str(caught.value)
+    assert "kv_type = 'q8_0'" in str(caught.value) and "head size is 10" in str(caught.value)
 
 
 @pytest.mark.realmodel
