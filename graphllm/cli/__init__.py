@@ -1,8 +1,8 @@
-"""The command line: one module for each verb, or a few; ``graphllm --help`` lists them.
+"""Command line: one module per verb; ``graphllm --help`` lists the verbs.
 
-Errors are one line on standard error with exit code 1 (2 for wrong usage); a traceback shows only
-with GRAPHLLM_DEBUG set. Nothing here computes: each verb calls the Python API and prints by way of
-`output`.
+An error is one line on standard error, with exit code 1 (2 for wrong usage); a traceback is printed
+only if GRAPHLLM_DEBUG is set. The verbs compute nothing themselves: they call the Python API and
+print its results with `output`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 def __getattr__(name: str) -> Any:
-    """``app``, imported at first use, so that `main` catches Ctrl-C while it is imported."""
+    """Import ``app`` at first use, so that `main` handles Ctrl-C during the import."""
     if name == "app":
         from .verbs import app
 
@@ -24,14 +24,14 @@ def __getattr__(name: str) -> Any:
 
 
 class Terminated(BaseException):
-    """SIGTERM was received. Temporary files and child processes go as the exception rises."""
+    """SIGTERM was received. Propagation removes temporary files and ends child processes."""
 
 
 def main() -> None:
-    """Run a verb, and turn its failure into one line and an exit code."""
+    """Run a verb; report its failure as one line and an exit code."""
     try:
         _run()
-    except KeyboardInterrupt:  # a second one, or one while a failure was handled
+    except KeyboardInterrupt:  # a second one, or one during error handling
         _end("interrupted", 128 + signal.SIGINT)
 
 
@@ -40,12 +40,12 @@ def _run() -> None:
         signal.signal(signal.SIGTERM, _terminate)
         sys.unraisablehook = _unraisable
         _call()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done and written
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is done and written
     except KeyboardInterrupt:
         _end("interrupted", 128 + signal.SIGINT)
     except Terminated:
         _end("terminated", 128 + signal.SIGTERM)
-    except BrokenPipeError:  # the reader has gone
+    except BrokenPipeError:  # the reader of the pipe has exited
         from .output import discard_output
 
         discard_output()
@@ -54,7 +54,7 @@ def _run() -> None:
 
 
 def _unraisable(unraisable: Any) -> None:
-    """End at a signal that came while Python ran a callback, in which exceptions are ignored."""
+    """Exit on a signal that arrived in a callback, where Python ignores exceptions."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _end("interrupted", 128 + signal.SIGINT)
     if issubclass(unraisable.exc_type, Terminated):
@@ -69,7 +69,7 @@ def _terminate(number: int, frame: Any) -> NoReturn:
 def _call() -> None:
     """Parse the arguments and call the verb.
 
-    The library's own ``main`` is not used, since it handles Ctrl-C and closed pipes in its own way.
+    Typer's own ``main`` is not used, since it handles Ctrl-C and closed pipes differently.
     """
     from .output import open_streams
 
@@ -85,17 +85,17 @@ def _call() -> None:
 
 
 def _end(text: str, code: int) -> NoReturn:
-    """Leave at once: taking the interpreter down would give weights back one by one."""
+    """Exit at once: shutting down the interpreter would free all weights one by one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.stderr is not None:
-        lead = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal shows
+        lead = "\n" if sys.stderr.isatty() else ""  # after the ^C that the terminal echoes
         with suppress(OSError):
             os.write(2, f"{lead}{text}\n".encode())
     os._exit(code)
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Print an error, and exit."""
+    """Print an error and exit."""
     from ..env import debug_level
     from .error_messages import error_message, is_interrupt, usage_message
     from .output import StdoutError, discard_output, note, note_traceback

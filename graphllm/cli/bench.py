@@ -1,4 +1,4 @@
-"""``bench``: tokens a second of reading prompts and of generating, beside the memory's ceiling."""
+"""The verb ``bench``: prefill and decode speed, compared with the memory bandwidth ceiling."""
 
 from __future__ import annotations
 
@@ -28,35 +28,49 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
-_MOST = 1000  # values of one list
+_MAX_VALUES = 1000  # in one list
 _LIST = "LIST"
 
 
 @dataclass
 class BenchGrid:
-    """What is measured: every combination of the lists."""
+    """The tests to run: every combination of the lists."""
 
     prompts: Annotated[
         str,
-        typer.Option("-p", "--n-prompt", metavar=_LIST, help="Tokens to read; 0: no such test."),
+        typer.Option("-p", "--n-prompt", metavar=_LIST, help="Prompt length; 0 disables it."),
     ] = "512"
     gens: Annotated[
         str,
-        typer.Option("-n", "--n-gen", metavar=_LIST, help="Tokens to generate; 0: no such test."),
+        typer.Option(
+            "-n", "--n-gen", metavar=_LIST, help="Number of tokens to generate; 0 disables it."
+        ),
     ] = "128"
     depths: Annotated[
-        str, typer.Option("-d", "--n-depth", metavar=_LIST, help="Tokens in the cache before.")
+        str,
+        typer.Option(
+            "-d", "--n-depth", metavar=_LIST, help="Number of tokens in the KV cache before."
+        ),
     ] = "0"
     threads: Annotated[
-        str, typer.Option("-t", "--threads", metavar=_LIST, help="CPU threads; 0: usable cores.")
+        str,
+        typer.Option(
+            "-t", "--threads", metavar=_LIST, help="Number of CPU threads; 0 uses every core."
+        ),
     ] = "0"
     kv_types: Annotated[
-        str, typer.Option("--kv-type", metavar=_LIST, help="Of the cache, as in run.")
+        str,
+        typer.Option("--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16 or q8_0."),
     ] = ""
-    repeat: Annotated[int, typer.Option("-r", "--repetitions", help="Runs of each test.")] = 5
+    repeat: Annotated[
+        int, typer.Option("-r", "--repetitions", help="Number of runs of each test.")
+    ] = 5
 
     def tests(self) -> list[Test]:
-        """Prompts before generation, at each depth. RequestError for a bad list, or no test."""
+        """Return the tests: at each depth, prefill before decode.
+
+        RequestError: a list is invalid, or there is nothing to test.
+        """
         from ..profiler.bench import Test
 
         lists = [
@@ -73,55 +87,61 @@ class BenchGrid:
             if count
         ]
         if not found:
-            raise RequestError("-p and -n are 0: nothing to measure")
+            raise RequestError("-p 0 and -n 0: nothing to measure")
         return found
 
     def setups(self) -> list[tuple[str | None, int]]:
-        """(type of the cache, threads): each is loaded for itself."""
+        """Return pairs (KV cache type, threads). The model is loaded once for each."""
         kinds = [kind.strip() or None for kind in self.kv_types.split(",")]
         return list(itertools.product(kinds, parse_numbers("-t", self.threads)))
 
 
 def parse_numbers(flag: str, text: str) -> list[int]:
-    """The values of a list: ``512``, ``1,2,4``, ``1-8``, ``8-64+8``, ``1-64*2``. RequestError."""
+    """Return the values of a list: ``512``, ``1,2,4``, ``1-8``, ``8-64+8`` or ``1-64*2``.
+
+    RequestError: the list is invalid.
+    """
     values: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
             raise RequestError(
-                f"{flag} {text!r} must be numbers with commas, or first-last, first-last+step, "
-                "first-last*factor"
+                f"{flag} {text!r} must be comma-separated integers or ranges: first-last, "
+                "first-last+step or first-last*factor"
             )
         first, last, sign, step = match.groups()
         at, end, by = int(first), int(last or first), int(step or 1)
         if at > end or by < 1 or (sign == "*" and (by < 2 or at < 1)):
-            raise RequestError(f"{flag} {part.strip()!r} is an empty or endless range")
-        while at <= end and len(values) <= _MOST:
+            raise RequestError(f"{flag} {part.strip()!r} is an empty or infinite range")
+        while at <= end and len(values) <= _MAX_VALUES:
             values.append(at)
             at = at * by if sign == "*" else at + by
-    if len(values) > _MOST:
-        raise RequestError(f"{flag} {text!r} has more than {_MOST} values")
+    if len(values) > _MAX_VALUES:
+        raise RequestError(f"{flag} {text!r} has more than {_MAX_VALUES} values")
     return values
 
 
 @verb
 def bench(
-    placing: PlacementOptions,
+    placement: PlacementOptions,
     grid: BenchGrid,
     source: ModelSource,
     ceiling: Annotated[
-        bool, typer.Option("--ceiling/--no-ceiling", help="Compare with what memory gives at best.")
+        bool,
+        typer.Option("--ceiling/--no-ceiling", help="Compare with the memory bandwidth ceiling."),
     ] = True,
-    output: Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")] = "md",
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Output format: md, json or csv.")
+    ] = "md",
 ) -> None:
-    """Time reading and generating apart, with the meaning and the JSON keys of llama-bench.
+    """Measure prefill and decode speed; tests and JSON keys are those of llama-bench.
 
-    A LIST is values with commas, or first-last+step, or first-last*factor.
-    Each test runs once before it counts. t/s: the median of the runs, and
-    their standard deviation as a share of it. GB/s: the weights and the cache
-    that a generated token moves; the ceiling is the best that memory gave
-    with as many threads or fewer, measured at most once a day. Predicted:
-    tok/s from what each step moves and computes, as `plan` has it.
+    A LIST is comma-separated values or ranges: first-last, first-last+step or
+    first-last*factor. Each test has a warm-up run. t/s: median of the runs and
+    their relative standard deviation. predicted: t/s predicted as by `plan`.
+    GB/s: bytes of weights and KV cache read per generated token. ceiling: GB/s
+    as a share of the highest memory bandwidth measured on this machine with
+    at most as many threads; it is measured at most once a day.
 
     graphllm bench demo -p 128,512 -n 64 -d 0,4096 -t 1,2
 
@@ -130,10 +150,10 @@ def bench(
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
     tests, setups = grid.tests(), grid.setups()
-    file = source.open(placing)
-    best = _ceiling(placing.device) if ceiling else None
+    file = source.open(placement)
+    best = _ceiling(placement.device) if ceiling else None
     rows = itertools.chain.from_iterable(
-        _rows(partial(placing.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
+        _rows(partial(placement.load, file, kv_type=kv, threads=t), t, tests, grid.repeat, best)
         for kv, t in setups
     )
     formats = {"json": as_json, "csv": as_csv}
@@ -142,7 +162,7 @@ def bench(
 
 
 def _ceiling(device: str) -> Ceilings | None:
-    """What the memory of the first backend gives; None, with a note, where that is not known."""
+    """Return the ceilings of the first backend; None, with a note, if they are unknown."""
     from ..backends import find, names
     from ..profiler import roofline
 
@@ -150,25 +170,25 @@ def _ceiling(device: str) -> Ceilings | None:
     backend = usable[0] if device == "auto" else device
     before = roofline.load_cached(backend)
     try:
-        with progress_line("measuring the memory") as progress:
+        with progress_line("measuring memory bandwidth") as progress:
             found = roofline.load_or_measure(backend, progress)
     except GraphllmError as error:
         note(f"note: no ceiling: {error}")
         return None
     if found is not None:
-        how = "kept: " if found == before else ""
+        how = "cached: " if found == before else ""
         note(f"ceiling: {found.bytes_s() / 1e9:.1f} GB/s, {how}{found.provenance()}")
     return found
 
 
-def _told(show: Callable[[str, int, int], None], name: str, total: int, done: int) -> None:
+def _report(show: Callable[[str, int, int], None], name: str, total: int, done: int) -> None:
     show(name, done, total)
 
 
 def _rows(
     load: Callable[..., LLM], threads: int, tests: list[Test], repeat: int, best: Ceilings | None
 ) -> Iterator[Row]:
-    """One row for each test on a model that is loaded for them, under llama-bench's names."""
+    """Load the model, run the tests, and yield a row for each, with the keys of llama-bench."""
     from ..backends import Options
     from ..backends.cpu.runtime.isa import thread_count
     from ..profiler import bench, prediction
@@ -177,12 +197,12 @@ def _rows(
     count = thread_count(Options(threads=threads))
     for test in tests:
         bench.check_context(llm, test)
-    threads_matter = not llm.gpu_offload  # they do not to a device with a memory of its own
+    threads_matter = not llm.gpu_offload  # not for a device with its own memory
     roof = best.bytes_s(count if threads_matter else 0) / 1e9 if best is not None else None
     for test in tests:
         with progress_line(test.name) as progress:
-            told = partial(_told, progress, test.name, repeat + 1)
-            result = bench.run(llm, test, repeat, told)
+            report = partial(_report, progress, test.name, repeat + 1)
+            result = bench.run(llm, test, repeat, report)
         share = result.gb_s / roof if result.gb_s and roof else None
         took = prediction.predict_test(llm.engine, test, count) if best is not None else None
         predicted = test.tokens / took if took else None
@@ -191,14 +211,14 @@ def _rows(
             note(f"note: {test.name}: {result.load_note}")
         yield {**bench.describe(llm, count), **result.as_dict(), **own}
     del llm
-    gc.collect()  # before the next is loaded
+    gc.collect()  # free the model before the next one is loaded
 
 
 # ------------------------------------------------------------------------------------------ output
 
 
 def as_json(rows: Iterable[Row]) -> Iterator[str]:
-    """An array of objects, one on each line."""
+    """Yield the lines of a JSON array, one object per line."""
     before = "["
     for row in rows:
         yield before + json.dumps(row)
@@ -207,7 +227,7 @@ def as_json(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def as_csv(rows: Iterable[Row]) -> Iterator[str]:
-    """A line of names, then every value in quotes; without the single samples, as llama-bench."""
+    """Yield a header and quoted values; without the samples, as llama-bench does."""
     for number, row in enumerate(rows):
         short = {key: value for key, value in row.items() if not key.startswith("samples")}
         if not number:
@@ -237,7 +257,7 @@ def _size(row: Row) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
-# Title (with a colon at the end where numbers stand), width, text.
+# Title (a trailing colon right-aligns the column), width, text.
 _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("model", 30, lambda row: row["model_type"]),
     ("size:", 10, _size),
@@ -254,7 +274,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
 
 
 def as_table(rows: Iterable[Row], kv: bool) -> Iterator[str]:
-    """A Markdown table; ``kv``: with a column for the type of the cache."""
+    """Yield the lines of a Markdown table. ``kv``: include the type of the KV cache."""
     columns = [column for column in _COLUMNS if kv or column[0] != "kv"]
     widths = [width for _, width, _ in columns]
     right = [title.endswith(":") for title, _, _ in columns]

@@ -1,4 +1,4 @@
-"""``chat``: talk with a model."""
+"""The verb ``chat``: multi-turn chat in the terminal or with piped messages."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
     from ..engine.request import Completion
 
 HELP = '''\
-/reset       forget what was said
+/reset       forget the conversation
 /save FILE   write the messages to a file, as JSON
-/help        show this
-/exit        end; so does Ctrl-D
-A line that ends in \\ goes on; a line of """ begins and ends a block of lines; a pasted text of
-several lines is one message, where Python has GNU readline.
-Ctrl-C stops the answer only.'''
+/help        show this help
+/exit        end the chat, like Ctrl-D
+A line that ends in \\ continues on the next line; a line of """ begins and ends a block of lines.
+Pasted text of several lines is one message if Python has GNU readline.
+Ctrl-C stops the answer, not the chat.'''
 QUOTES = '"""'
 
 
 @verb
 def chat(
     model: Model,
-    drawing: ChatSamplingOptions,
-    loading: LoadOptions,
+    options: ChatSamplingOptions,
+    load_options: LoadOptions,
     chat_template: Template = None,
     system: System = None,
     parse_special: Annotated[
         bool,
         typer.Option(
             "--parse-special",
-            help="Read special tokens written out in messages as control tokens: pasted text can "
-            "then open a turn of the model.",
+            help="Encode special tokens written out in messages as control tokens; pasted text can "
+            "then begin a turn of the model.",
         ),
     ] = False,
 ) -> None:
-    """Talk with a model: each line is a message; /help shows what else can be typed.
+    """Chat with a model: each line is a message; /help lists the commands.
 
-    Without a terminal on standard input its lines are the messages, and the answers are all that is
-    printed. An answer ends at -n tokens.
+    If standard input is not a terminal, each of its lines is a message, and only the answers are
+    printed.
 
     graphllm chat model.gguf --system "Answer in one sentence."
 
@@ -58,21 +58,24 @@ def chat(
     """
     from ..chat import PROCESS
 
-    sampling = drawing.sampling()
+    sampling = options.sampling()
     PROCESS.start()  # while the model loads
-    llm = loading.load(model, chat_template=chat_template)
+    llm = load_options.load(model, chat_template=chat_template)
     settings = {name: getattr(sampling, name) for name in vars(sampling)}
-    if drawing.seed is None:
+    if options.seed is None:
         del settings["seed"]
     conversation = llm.conversation(system, parse_special=parse_special, **settings)
-    talk = ChatLoop(conversation, sys.stdin.isatty())
+    loop = ChatLoop(conversation, sys.stdin.isatty())
     for line in llm.misses():
         note(f"note: {line}")
-    talk.run()
+    loop.run()
 
 
 class ChatLoop:
-    """Reads messages and commands, and prints answers. ``terminal``: whether anybody types."""
+    """Reads messages and commands and prints answers.
+
+    ``terminal``: whether standard input is a terminal.
+    """
 
     def __init__(self, conversation: Conversation, terminal: bool) -> None:
         self._conversation, self._terminal = conversation, terminal
@@ -84,15 +87,15 @@ class ChatLoop:
         }
 
     def run(self) -> None:
-        """Until /exit or the end of the input."""
+        """Handle messages until /exit or the end of the input."""
         if self._terminal:
-            _edit_lines()
-            note("/help shows the commands; Ctrl-D ends")
-        goes_on = True
-        while goes_on:
+            _enable_line_editing()
+            note("/help lists the commands; Ctrl-D ends the chat")
+        running = True
+        while running:
             try:
                 text = self.read()
-            except KeyboardInterrupt:  # at the prompt: drop what was typed
+            except KeyboardInterrupt:  # at the prompt: discard the line
                 note("")
                 if not self._terminal:
                     raise
@@ -100,14 +103,14 @@ class ChatLoop:
             if text is None:
                 return
             try:
-                goes_on = self.turn(text)
+                running = self.handle(text)
             except GraphllmError as error:
                 if not self._terminal:
                     raise
                 note(f"error: {with_flag(error)}")
 
     def read(self) -> str | None:
-        """A message: a line, lines that go on with a backslash, or a block; None at the end."""
+        """Read a message: a line, lines continued with a backslash, or a block; None at the end."""
         line = self._line("> ")
         if line is None:
             return None
@@ -133,15 +136,15 @@ class ChatLoop:
                 note("")
                 return None
             except UnicodeDecodeError:
-                raise RequestError("what was typed is not valid UTF-8") from None
+                raise RequestError("the input is not valid UTF-8") from None
         data = sys.stdin.buffer.readline()
         try:
             return data.decode("utf-8").rstrip("\r\n") if data else None
         except UnicodeDecodeError:
             raise RequestError("standard input is not valid UTF-8") from None
 
-    def turn(self, text: str) -> bool:
-        """Answer a message or do what a command says; whether to go on."""
+    def handle(self, text: str) -> bool:
+        """Answer a message or execute a command; return whether the chat continues."""
         word, _, rest = text.strip().partition(" ")
         if word in self._commands:
             return self._commands[word](rest.strip())
@@ -167,7 +170,7 @@ class ChatLoop:
             return
         write_text("\n")
         if self._terminal:
-            _tell(done)
+            _print_timings(done)
 
     # -- commands
     def _reset(self, rest: str) -> bool:
@@ -181,7 +184,7 @@ class ChatLoop:
 
     def _save(self, name: str) -> bool:
         if not name:
-            raise RequestError("/save needs a file's name")
+            raise RequestError("/save needs a file name")
         text = json.dumps(self._conversation.messages, ensure_ascii=False, indent=1)
         try:
             Path(name).expanduser().write_text(text + "\n", "utf-8")
@@ -190,11 +193,11 @@ class ChatLoop:
         return True
 
 
-def _edit_lines() -> None:
-    """Arrow keys, history and bracketed paste at the prompt, where Python has them.
+def _enable_line_editing() -> None:
+    """Enable arrow keys, history and bracketed paste at the prompt if Python has readline.
 
-    GNU readline asks the terminal to bracket pasted text while it reads a line, and puts the
-    terminal back after each. Python switches that off unless it is asked for.
+    Python disables the bracketed paste of GNU readline by default. Readline restores the terminal
+    after each line.
     """
     with suppress(ImportError):
         import readline
@@ -203,9 +206,9 @@ def _edit_lines() -> None:
             readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-def _tell(done: Completion) -> None:
+def _print_timings(done: Completion) -> None:
     t = done.timings
-    cut = {"length": ", cut at -n tokens"}.get(done.finish_reason, "")
+    cut = {"length": ", cut off at -n tokens"}.get(done.finish_reason, "")
     cut = f", {'; '.join(done.notes)}: /reset" if done.notes else cut
     note(
         f"[{t.prefill_tokens} new + {len(done.ids)} tokens, "

@@ -1,4 +1,4 @@
-"""``compare``: what changed from one profile or bench to another, and whether it is noise."""
+"""The verb ``compare``: changes between two profiles or benchmarks, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -19,29 +19,39 @@ from .progress import progress_line
 if TYPE_CHECKING:
     from ..profiler.compare.comparison import Comparison
 
-_A = "A file, or several with commas, of `profile -o` or `bench -o json`. With --against: MODEL."
+_A = (
+    "One or more comma-separated files written by `profile -o` or `bench -o json`; with --against, "
+    "a MODEL."
+)
 
 
 @dataclass
 class InterleavedOptions:
-    """Runs that are made now."""
+    """Options of interleaved runs (--against)."""
 
     against: Annotated[
         str | None,
         typer.Option(
             "--against",
             metavar="WHAT",
-            help="Profile MODEL in turns with commit=REV, backend=NAME, or '--other --flags'.",
+            help="Profile MODEL interleaved with commit=REV, backend=NAME or other flags.",
         ),
     ] = None
     flags: Annotated[
         str,
-        typer.Option("--with", metavar="FLAGS", help="Of profile, for both sides: '-n 32 -t 2'."),
+        typer.Option(
+            "--with", metavar="FLAGS", help="Flags of profile for both runs, such as '-n 32 -t 2'."
+        ),
     ] = ""
-    repeat: Annotated[int, typer.Option("-r", "--repetitions", help="Turns of --against.")] = 5
+    repeat: Annotated[
+        int,
+        typer.Option(
+            "-r", "--repetitions", help="Number of interleaved pairs of runs of --against."
+        ),
+    ] = 5
 
-    def compared(self, model: str | None, other: str | None, asked: dict[str, Any]) -> Comparison:
-        """Runs of the model in turns, and what they tell. RequestError."""
+    def compare(self, model: str | None, other: str | None, options: dict[str, Any]) -> Comparison:
+        """Profile the model in interleaved runs and compare them. RequestError: invalid option."""
         from ..profiler.compare.comparison import compare
         from ..profiler.compare.interleaved_runs import run_interleaved, split_arguments, variants
 
@@ -56,27 +66,31 @@ class InterleavedOptions:
         ):
             with progress_line("profiling") as progress:
                 files = run_interleaved((a, b), self.repeat, Path(folder), progress)
-            return compare(*files, names=(a.name, b.name), **asked)
+            return compare(*files, names=(a.name, b.name), **options)
 
 
 @dataclass
 class ReportOptions:
-    """What is asked of the numbers."""
+    """Options of the comparison."""
 
-    by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op"
+    by: Annotated[
+        str, typer.Option("--by", help="Group rows by op, scope, layer, backend or format.")
+    ] = "op"
     min_effect: Annotated[
-        str, typer.Option("--min-effect", help="Changes up to this do not matter.")
+        str, typer.Option("--min-effect", help="Smallest change to report as slower or faster.")
     ] = "3%"
     fail_above: Annotated[
         str | None,
-        typer.Option("--fail-above", metavar="5%", help="Exit with 1 if a row is slower by more."),
+        typer.Option(
+            "--fail-above", metavar="5%", help="Exit with code 1 if a row is slower by more."
+        ),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Compare different models or shapes, too.")
-    ] = False
+    force: Annotated[bool, typer.Option("--force", help="Allow different models or shapes.")] = (
+        False
+    )
 
-    def asked(self) -> dict[str, Any]:
-        """As `graphllm.compare` takes it. RequestError."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `graphllm.compare`. RequestError: invalid percentage."""
         found = {"by": self.by, "force": self.force}
         found["min_effect"] = parse_percentage("--min-effect", self.min_effect)
         if self.fail_above is not None:
@@ -86,21 +100,26 @@ class ReportOptions:
 
 @verb
 def compare(
-    turns: InterleavedOptions,
+    interleaved: InterleavedOptions,
     report: ReportOptions,
     first: Annotated[str | None, typer.Argument(metavar="A", help=_A, show_default=False)] = None,
     second: Annotated[
-        str | None, typer.Argument(metavar="B", help="As many files.", show_default=False)
+        str | None, typer.Argument(metavar="B", help="As many files as A.", show_default=False)
     ] = None,
-    top: Annotated[int, typer.Option("--top", help="Rows besides those that changed; 0: all.")] = 0,
-    output: Annotated[str, typer.Option("-o", "--output", help="text or json.")] = "text",
+    top: Annotated[
+        int, typer.Option("--top", help="Number of unchanged rows to show; 0 shows all.")
+    ] = 0,
+    output: Annotated[
+        str, typer.Option("-o", "--output", help="Output format: text or json.")
+    ] = "text",
 ) -> None:
-    """Compare the times of two runs step by step, and tell changes from noise.
+    """Compare two profiles or benchmarks step by step, and distinguish changes from noise.
 
-    Slower and faster are said with 95 % confidence over all rows together,
-    of changes above --min-effect; unclear: the interval is wider than that.
-    Two files know little of the machine's noise; --against makes runs in
-    turns, where A is what it names, and B is MODEL as it is here and now.
+    A row is slower or faster if it changed by more than --min-effect at a
+    joint confidence level of 95 %, and unclear if its confidence interval is
+    too wide to tell. Two single runs cannot show the noise of the machine:
+    --against profiles MODEL in interleaved runs. A is then the version or
+    configuration that --against names, B the current one.
 
     graphllm compare before.json after.json --fail-above 5%
 
@@ -114,15 +133,15 @@ def compare(
         raise RequestError(f"-o {output} must be text or json")
     if top < 0:
         raise RequestError(f"--top {top} must be at least 0")
-    asked = report.asked()
-    if turns.against is not None:
-        found = turns.compared(first, second, asked)
+    options = report.arguments()
+    if interleaved.against is not None:
+        found = interleaved.compare(first, second, options)
     elif first is None or second is None:
         raise RequestError("give two files, A and B, or a MODEL and --against WHAT")
-    elif turns.flags:
-        raise RequestError(f"--with {turns.flags!r} needs --against")
+    elif interleaved.flags:
+        raise RequestError(f"--with {interleaved.flags!r} needs --against")
     else:
-        found = compared(first.split(","), second.split(","), **asked)
+        found = compared(first.split(","), second.split(","), **options)
     colour = sys.stdout.isatty()
     if output == "json":
         show_json(found.as_dict())
@@ -133,8 +152,8 @@ def compare(
 
 
 def parse_percentage(flag: str, text: str) -> float:
-    """0.05 of ``5%`` or ``5``. RequestError names the flag."""
+    """Return 0.05 for ``5%`` or ``5``. RequestError: not a percentage."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?) ?%?", text.strip(), re.ASCII)
     if match is None:
-        raise RequestError(f"{flag} {text!r} must be a percentage, as 5%")
+        raise RequestError(f"{flag} {text!r} must be a percentage, such as 5%")
     return float(match[1]) / 100

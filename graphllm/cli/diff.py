@@ -1,4 +1,4 @@
-"""``diff``: two backends, or two files, op by op on one prompt."""
+"""The verb ``diff``: compare two backends or two files op by op on one prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def diff(
     backends: Annotated[
         str,
         typer.Option(
-            "--backends", metavar="A,B", help="Backend whose plan runs, and the one that checks it."
+            "--backends",
+            metavar="A,B",
+            help="Backend to check, and the backend to check it against.",
         ),
     ] = "cpu,reference",
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="Prompt.")] = (
@@ -26,12 +28,12 @@ def diff(
     ),
     ids: Annotated[
         str | None,
-        typer.Option("--ids", metavar="LIST", help="Prompt as token ids, separated by commas."),
+        typer.Option("--ids", metavar="LIST", help="Prompt as comma-separated token ids."),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", metavar="FILE", help="Compare with another file, on the first backend."
+            "--against", metavar="FILE", help="Compare with another file on the first backend."
         ),
     ] = None,
     fused: Annotated[
@@ -47,11 +49,12 @@ def diff(
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two backends op by op on a prompt, and name the first divergence.
+    """Compare two backends op by op on a prompt and report the first divergence.
 
-    B runs each step of A's plan on A's operands (alone) and on its own (chain).
-    The exit code is 1 if a step that runs alone exceeds its op's tolerance.
-    Two files are compared by chain only.
+    Backend B runs each step of A's plan twice: on A's operands (alone) and on
+    its own results of earlier steps (chain). The exit code is 1 if a step that
+    runs alone exceeds the tolerance of its op. Two files are compared by chain
+    only.
 
     graphllm diff demo --backends cpu,reference
 
@@ -76,8 +79,8 @@ def diff(
 
 
 def _ids(text: str | None) -> list[int] | None:
-    """The ids of a list with commas. RequestError."""
+    """Parse comma-separated token ids. RequestError: not integers."""
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise RequestError(f"--ids {text!r} must be numbers with commas") from None
+        raise RequestError(f"--ids {text!r} must be comma-separated integers") from None

@@ -18,11 +18,11 @@ def doctor(
         bool,
         typer.Option(
             "--measure",
-            help="Measure the bandwidth of memory and caches and the peak arithmetic (30 seconds).",
+            help="Measure memory and cache bandwidth and peak arithmetic throughput (30 seconds).",
         ),
     ] = False,
 ) -> None:
-    """List the usable backends, why others are not, and this machine's measured ceilings.
+    """List usable backends, why others are not usable, and the ceilings of this machine.
 
     graphllm doctor
 
@@ -40,7 +40,7 @@ def doctor(
         ok, reason = backend.available()
         show(f"{name:<10} {'usable' if ok else 'not usable'}: {reason}")
         if ok and backend.kernels:
-            names = [op for op in registry() if get(op).role != CALL]  # which is no kernel's
+            names = [op for op in registry() if get(op).role != CALL]  # not an op with a kernel
             without = sorted(op for op in names if op not in backend.kernels)
             have = len(names) - len(without)
             show(f"{'':<10} kernels for {have} of {len(names)} ops")
@@ -52,7 +52,7 @@ def doctor(
 
 
 def _ceiling(backend: str, measure: bool) -> list[str]:
-    """What the backend reaches at best, measured now or before, as lines."""
+    """Return the ceilings of a backend, measured now or earlier, as lines."""
     from ..profiler import roofline
 
     if not measure:

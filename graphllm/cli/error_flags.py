@@ -1,4 +1,4 @@
-"""Errors of the Python API with the flag that sets the argument they name."""
+"""Names the command-line flag of the argument that an error of the Python API is about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.models import OptionInfo
 from ..errors import GraphllmError
 from .options import LoadOptions, SamplingOptions
 
-# Arguments that are an option of one verb, or have another name there.
+# Arguments whose flag is not in the common option groups, or has another name.
 _OTHERS = {
     "chat_template": "--chat-template",
     "force": "--force",
@@ -20,20 +20,20 @@ _OTHERS = {
 
 
 def with_flag(error: GraphllmError) -> str:
-    """The error's text, and in brackets the flag for what it is about, if there is one."""
+    """Return the error's text, followed by the flag of its argument in brackets, if any."""
     flag = _flags().get(error.argument or "")
     return f"{error} ({flag})" if flag else str(error)
 
 
 def _flags() -> dict[str, str]:
-    """The first flag of each argument that the groups of options have."""
+    """Return the first flag of each argument in the common option groups."""
     found = dict(_OTHERS)
     for group in (LoadOptions, SamplingOptions):
         hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
             kind = hints[each.name]
             option = get_args(kind)[1] if get_origin(kind) is Annotated else None
-            # typer takes the first flag of an option in an annotation for its default.
+            # typer stores the first flag of an annotated option as its default.
             if isinstance(option, OptionInfo) and isinstance(option.default, str):
                 found[each.name] = option.default
     return found

@@ -1,4 +1,4 @@
-"""From an exception to one line and an exit code."""
+"""One-line messages for exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..errors import GraphllmError
 
 
 def error_message(error: Exception) -> str:
-    """What went wrong, as one line after ``error: ``."""
+    """Return the text after ``error: ``, on one line."""
     if isinstance(error, GraphllmError):
         from .error_flags import with_flag
 
@@ -17,7 +17,7 @@ def error_message(error: Exception) -> str:
 
 
 def _unexpected(error: Exception) -> str:
-    """An exception that is not graphllm's own, after the line of the user's file that raised it."""
+    """Return the message for another exception, with the user's line of code that raised it."""
     from ..graph.scopes import relative_origin
     from ..model.spec import user_line
 
@@ -30,8 +30,10 @@ def _unexpected(error: Exception) -> str:
 
 
 def usage_message(error: Exception) -> str:
-    """Wrong usage, as typer states it, in one line that names the help to read. It is empty where
-    typer has printed that help: there was no verb."""
+    """Return typer's message for wrong usage on one line, with the command that shows the help.
+
+    It is empty if typer has printed the help already, because no verb was given.
+    """
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     context = getattr(error, "ctx", None)
@@ -41,7 +43,7 @@ def usage_message(error: Exception) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether it was Ctrl-C, or another error that a library made of that."""
+    """Whether Ctrl-C caused the error, directly or through an exception of a library."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, KeyboardInterrupt):

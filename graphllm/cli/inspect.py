@@ -11,7 +11,7 @@ from .output import show, show_json
 
 @verb
 def inspect(model: Model, as_json: AsJson = False) -> None:
-    """Show the architecture, configuration and tensors of a model file.
+    """Show the architecture, metadata and tensors of a model file.
 
     graphllm inspect demo
 
@@ -41,7 +41,7 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
 
 
 def _short(value: Any) -> Any:
-    """A metadata value as shown: long arrays by their kind and length only."""
+    """Return a metadata value for display; long arrays are replaced by their length."""
     if isinstance(value, dict):
         return {k: _short(v) for k, v in value.items()}
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The verb ``new``: a model file to begin with."""
+"""The verb ``new``: write a model file to start from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def new(
     like: Annotated[str, typer.Option("--like", help="Model family to start from.")] = "llama",
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write a model file to start from: a copy of a family, with comments on what to change.
+    """Write a model file to start from: a copy of a model family, with comments on what to change.
 
     graphllm new my_model --like llama
 
@@ -27,5 +27,5 @@ def new(
     from .scaffold import write_model_file
 
     path, replaced = write_model_file(name, like, force)
-    show(f"{path}: {'overwritten' if replaced else 'written'}, as {like} is")
+    show(f"{path}: {'overwritten' if replaced else 'written'} as a copy of {like}")
     show(f"try it: graphllm validate --tiny --model-def {path}")

@@ -1,4 +1,4 @@
-"""What the verbs have in common: groups of options, loading a model, reading texts."""
+"""Option groups that several verbs share, registration of verbs, and loading of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run decoder language models, and profile them op by op.",
+    help="Run decoder language models and profile them op by op.",
 )
 
 
@@ -39,14 +39,17 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def general(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Take the options that come before a verb."""
+    """Handle the options before a verb."""
 
 
 MODEL = (
-    "A .gguf file (the first part of a split one), a Hugging Face directory or ORG/NAME, a "
+    "A .gguf file (the first part of a split file), a Hugging Face directory or ORG/NAME, a "
     ".safetensors file, a llama2.c .bin file, or 'demo'."
 )
 Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
@@ -63,8 +66,8 @@ LinearMode = Annotated[
     str,
     typer.Option(
         "--linear",
-        help="Products with quantised weights: integer (activations are quantised, too), float, or "
-        "auto.",
+        help="Matrix products with quantised weights: integer (activations are quantised, too), "
+        "float, or auto.",
     ),
 ]
 NoFuse = Annotated[
@@ -80,13 +83,14 @@ KvType = Annotated[
     str | None,
     typer.Option(
         "--kv-type",
-        help="Type of the KV cache: f32, f16 or q8_0; f16 by default, f32 on the reference.",
+        help="Type of the KV cache: f32, f16 or q8_0; f16 by default, f32 on the reference "
+        "backend.",
     ),
 ]
 ModelDef = Annotated[
     Path | None,
     typer.Option(
-        "--model-def", help="Python file that defines the model, in place of a built-in family."
+        "--model-def", help="Python file that defines the model, instead of a built-in family."
     ),
 ]
 System = Annotated[str | None, typer.Option("--system", help="System message.")]
@@ -94,7 +98,7 @@ System = Annotated[str | None, typer.Option("--system", help="System message.")]
 
 @dataclass
 class PlacementOptions:
-    """Where a model's ops run, and how."""
+    """Options that choose backends, kernels and weight formats."""
 
     device: Annotated[
         str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
@@ -105,7 +109,8 @@ class PlacementOptions:
             "-ngl",
             "--gpu-layers",
             "--n-gpu-layers",
-            help="Number of layers on the GPU, the last ones first; all, or auto for what fits.",
+            help="Number of layers to offload to the GPU, the last ones first; all, or auto for as "
+            "many as fit.",
         ),
     ] = "auto"
     linear: LinearMode = "auto"
@@ -123,7 +128,7 @@ class PlacementOptions:
         typer.Option(
             "--no-kernel",
             metavar="BACKEND:OP",
-            help="Do not run the op on this backend; may be repeated.",
+            help="Do not run this op on this backend; may be repeated.",
             show_default=False,
         ),
     ] = None
@@ -157,7 +162,10 @@ class PlacementOptions:
         return own
 
     def load(self, model: str | Checkpoint, **more: Any) -> LLM:
-        """The model, with a progress bar while it loads; ``more`` as in `graphllm.load`."""
+        """Load the model with a progress bar and print its notes.
+
+        ``more``: further keyword arguments of `graphllm.load`.
+        """
         from ..api import load
 
         with progress_line() as show:
@@ -169,14 +177,14 @@ class PlacementOptions:
 
 @dataclass
 class LoadOptions(PlacementOptions):
-    """How to load a model."""
+    """Options of loading a model."""
 
     context: Annotated[
         int | None,
         typer.Option(
             "-c",
             "--ctx-size",
-            help="Size of the context in tokens; 4096 by default, at most the model's own.",
+            help="Context size in tokens; 4096 by default, at most the model's own.",
             show_default=False,
         ),
     ] = None
@@ -191,22 +199,22 @@ class LoadOptions(PlacementOptions):
         return own
 
     def load(self, model: str | Checkpoint, **more: Any) -> LLM:
-        """Load as `PlacementOptions.load`; note that the model's context is shorter than -c."""
+        """Load as `PlacementOptions.load`; print a note if the model's context is below -c."""
         loaded = super().load(model, **more)
         for line in self.notes(loaded.limits.context):
             note(f"note: {line}")
         return loaded
 
     def notes(self, context: int) -> list[str]:
-        """What to say of a model that has this ``context``."""
+        """Return the notes for a model whose ``context`` is shorter than asked for."""
         if self.context is None or self.context <= context:
             return []
-        return [f"-c {self.context} is more than the model's context: {context} tokens are used"]
+        return [f"-c {self.context} exceeds the model's context: {context} tokens are used"]
 
 
 @dataclass
 class ModelSource:
-    """A model file, or a shape without one."""
+    """The model to use: a file, or random weights."""
 
     model: Annotated[
         str | None,
@@ -215,13 +223,21 @@ class ModelSource:
     random: Annotated[
         str | None,
         typer.Option(
-            "--random", metavar="SHAPE", help="Random weights in the shape of a real model."
+            "--random", metavar="SHAPE", help="Use random weights in the shape of a known model."
         ),
     ] = None
 
-    def open(self, placing: PlacementOptions, data: bool = True) -> Checkpoint:
-        """The file, with its tensors' ``data`` or without, or random weights, which are made in the
-        type that ``placing`` asks for, and so not converted to it. RequestError."""
+    def open(self, placement: PlacementOptions, data: bool = True) -> Checkpoint:
+        """Open the model file or create random weights.
+
+        Args:
+            placement: its ``type`` is the format of random weights; it is reset to None, since they
+                need no conversion.
+            data: whether the data of the tensors are needed, not only their shapes.
+
+        Raises:
+            RequestError: not exactly one of MODEL and --random is given.
+        """
         from ..checkpoints.checkpoint import open_checkpoint
         from ..checkpoints.model_shapes import MIX
         from ..checkpoints.random_weights import RandomCheckpoint
@@ -229,14 +245,14 @@ class ModelSource:
         if self.model is not None and self.random is None:
             return open_checkpoint(self.model, data)
         if self.random is not None and self.model is None:
-            kind, placing.type = placing.type or MIX, None
+            kind, placement.type = placement.type or MIX, None
             return RandomCheckpoint(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
 
 
 @dataclass
 class SamplingOptions:
-    """How tokens are drawn, and when to end; the fields are those of `Sampling`."""
+    """Sampling options and stop conditions; the fields are those of `Sampling`."""
 
     max_tokens: Annotated[
         int,
@@ -249,7 +265,8 @@ class SamplingOptions:
         ),
     ] = 128
     seed: Annotated[
-        int | None, typer.Option("-s", "--seed", help="Seed of the sampling; random by default.")
+        int | None,
+        typer.Option("-s", "--seed", help="Seed of the random numbers; random by default."),
     ] = None
     temperature: Annotated[
         float,
@@ -263,7 +280,7 @@ class SamplingOptions:
         typer.Option(
             "--repeat-penalty",
             "--repetition-penalty",
-            help="Penalty on the last 64 tokens; 1 disables it.",
+            help="Repeat penalty on the last 64 tokens; 1 disables it.",
         ),
     ] = 1.0
     presence_penalty: Annotated[
@@ -298,7 +315,7 @@ class SamplingOptions:
     )
 
     def sampling(self) -> Sampling:
-        """The request. RequestError names a value out of range."""
+        """Return the sampling settings. RequestError: a value is out of range."""
         from ..engine.request import Sampling
 
         own = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -308,7 +325,7 @@ class SamplingOptions:
 
 @dataclass
 class ChatSamplingOptions(SamplingOptions):
-    """As `SamplingOptions`, for answers, which end by themselves."""
+    """Sampling options of ``chat``, whose answers may be longer by default."""
 
     max_tokens: Annotated[
         int,
@@ -323,10 +340,10 @@ class ChatSamplingOptions(SamplingOptions):
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a verb. A parameter whose type is a group stands for all options of the group."""
+    """Register a verb. A parameter typed as an option group becomes the options of the group."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
-    # Not get_type_hints: Python 3.10's hides Annotated below Optional where the default is None.
+    # get_type_hints of Python 3.10 would hide Annotated below Optional if the default is None.
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
         kind = parameter.annotation
         if not is_dataclass(kind):
@@ -353,7 +370,10 @@ def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def read_text(file: Path | None) -> str:
-    """A file, or standard input for None. RequestError for what is not there or no UTF-8."""
+    """Return the text of a file, or of standard input if ``file`` is None.
+
+    RequestError: it cannot be read, or is not valid UTF-8.
+    """
     try:
         data = file.read_bytes() if file is not None else sys.stdin.buffer.read()
         return data.decode("utf-8")

@@ -1,9 +1,9 @@
-"""Everything that the command line prints.
+"""Output of the command line.
 
-On a terminal, control characters are escaped in everything (`graphllm.terminal`), so that no error,
-path, argument, name in a file or answer of a model can make the terminal do anything. Names, paths
-and messages are escaped in a pipe, too, since they may end in a log. An answer is written to a pipe
-as it is, in UTF-8.
+On a terminal, control characters in all output are escaped (`graphllm.terminal`), so that no error,
+path, argument, name in a file or model output can send control sequences to the terminal. Names,
+paths and messages are escaped in a pipe, too, since they may end up in a log. Generated text is
+written to a pipe unchanged, in UTF-8.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import GraphllmError
 from ..terminal import escape_control, escape_control_lines
 
-# The styles that graphllm's own tables have, whose names are escaped before they are coloured.
+# Escape sequences of graphllm's own tables; the names in them are escaped before styling.
 _STYLE = re.compile("(\033\\[(?:0|1|2|31|32)m)")
 _NOT_IN_JSON = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -36,7 +36,7 @@ class StdoutError(OutputError):
 
 
 class _Stdout(io.FileIO):
-    """Standard output, whose errors say that they are its errors."""
+    """Standard output whose write errors are `StdoutError`."""
 
     def write(self, data: Any) -> int:
         try:
@@ -48,7 +48,7 @@ class _Stdout(io.FileIO):
 
 
 class _ClosedStdin:
-    """In place of a standard input that was closed before the process began."""
+    """Replacement for a standard input that was closed when the process started."""
 
     def isatty(self) -> bool:
         return False
@@ -59,10 +59,13 @@ class _ClosedStdin:
 
 
 def open_streams() -> None:
-    """Prepare standard input, output and error. OutputError if there is no standard output.
+    """Prepare standard input, output and error.
 
-    Where one of them is closed its number is taken, so that no other file gets it. An encoding that
-    cannot express all characters escapes the rest on a terminal; into a pipe goes UTF-8.
+    The descriptor of a closed stream is reserved, so that no other file gets its number. Output to
+    a pipe is UTF-8; on a terminal, characters that its encoding cannot express are escaped.
+
+    Raises:
+        OutputError: standard output is closed.
     """
     with suppress(OSError):
         while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -76,7 +79,7 @@ def open_streams() -> None:
         raise OutputError("standard output is closed")
     try:
         number = sys.stdout.fileno()
-    except (AttributeError, OSError):  # a stream in memory, as a notebook has it
+    except (AttributeError, OSError):  # an in-memory stream, as in a notebook
         return
     terminal = sys.stdout.isatty()
     sys.stdout = io.TextIOWrapper(
@@ -88,19 +91,19 @@ def open_streams() -> None:
 
 
 def discard_output() -> None:
-    """Drop what could not be written, so that the interpreter's last flush does not fail, too."""
+    """Discard buffered output, so that the interpreter's last flush does not fail, too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(line: str) -> None:
-    """Print one line on standard output, at once."""
+    """Print one line on standard output and flush it."""
     print(escape_control(line, limit=None), flush=True)
 
 
 def show_table(text: str) -> None:
-    """Print lines on standard output, at once, with their styles if that is a terminal.
+    """Print the lines of a table on standard output; styles are kept on a terminal only.
 
-    A newline or a style that is in a name stays: a table escapes its names itself.
+    Newlines and styles are not escaped here: a table escapes the names in it itself.
     """
     parts = _STYLE.split(text) if sys.stdout.isatty() else [text]
     parts[::2] = map(escape_control_lines, parts[::2])
@@ -108,7 +111,7 @@ def show_table(text: str) -> None:
 
 
 def show_json(value: Any, ascii: bool = True) -> None:
-    """Print a value as a line of JSON, at once; ``ascii``: with all other characters escaped."""
+    """Print a value as one line of JSON; ``ascii`` escapes all non-ASCII characters."""
     text = json.dumps(value, ensure_ascii=ascii)
     if sys.stdout.isatty():
         text = _NOT_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -116,13 +119,13 @@ def show_json(value: Any, ascii: bool = True) -> None:
 
 
 def write_text(text: str) -> None:
-    """Write a piece of an answer, or of a prompt, to standard output at once."""
+    """Write a piece of generated text or of a prompt to standard output and flush it."""
     sys.stdout.write(escape_control_lines(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file of ``-o`` that cannot be written, before its contents are made. OutputError."""
+    """Raise OutputError if the file of ``-o`` cannot be written, before the work is done."""
     parent = path.parent
     if path.is_dir():
         code = errno.EISDIR
@@ -136,7 +139,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file of ``-o``. OutputError."""
+    """Write the file of ``-o``. OutputError: it cannot be written."""
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
@@ -144,12 +147,12 @@ def write_file(path: Path, text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line beside the output, on standard error."""
-    with suppress(OSError):  # nobody can be told where standard error cannot be written
+    """Print a line on standard error."""
+    with suppress(OSError):  # a failure of standard error cannot be reported anywhere
         print(escape_control(text), file=sys.stderr, flush=True)
 
 
 def note_traceback() -> None:
-    """Print the traceback of the exception that is being handled, on standard error."""
+    """Print the traceback of the current exception on standard error."""
     with suppress(OSError):
         print(escape_control_lines(traceback.format_exc()), file=sys.stderr, end="", flush=True)

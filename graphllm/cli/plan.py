@@ -1,4 +1,4 @@
-"""``plan``: where a model would run, in which memory, and how fast, from its header alone."""
+"""The verb ``plan``: placement, memory and predicted speed of a model, from its header alone."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 @verb
 def plan(
-    loading: LoadOptions,
+    load_options: LoadOptions,
     source: ModelSource,
     free: Annotated[
         float | None,
         typer.Option(
             "--free",
-            help="Free GPU memory in GB; by default that of the GPU, or enough without one.",
+            help="Free GPU memory in GB; by default that of the GPU, or unlimited without a GPU.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where a model would run and how fast, without loading its weights.
+    """Predict placement, memory and speed of a model without loading its weights.
 
-    Prints the steps by op and backend, why ops miss the first backend, copies,
-    memory, and the time of prefill and decode, predicted from the ceilings
-    that `doctor --measure` found. --device may name a device that this machine
-    does not have.
+    Prints the number of steps by op and backend, the reasons why ops miss the
+    first backend, copies between memories, memory by purpose, and the times of
+    prefill and decode, predicted from the ceilings of `doctor --measure`.
+    --device may be a device that this machine does not have.
 
     graphllm plan demo
 
@@ -41,11 +41,11 @@ def plan(
     from ..profiler.prediction import dry_run
 
     room = None if free is None else round(free * 1e9)
-    found = dry_run(source.open(loading, data=False), **loading.arguments(), free=room)
+    found = dry_run(source.open(load_options, data=False), **load_options.arguments(), free=room)
     if as_json:
         show_json(found.as_dict())
         return
-    for line in loading.notes(found.context):
+    for line in load_options.notes(found.context):
         note(f"note: {line}")
     for line in _lines(found):
         show(line)
@@ -74,7 +74,7 @@ def _lines(found: DryRun) -> Iterator[str]:
 
 
 def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
-    """Steps by op, for each backend those of a prompt's chunk and of a token."""
+    """Yield a table of step counts by op, with columns for prefill and decode by backend."""
     columns = [
         (f"{backend} {'prompt' if phase.tokens > 1 else 'token'}", phase.ops.get(backend, {}))
         for backend in dict.fromkeys(b for phase in phases for b in phase.ops)
@@ -89,7 +89,7 @@ def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
 
 
 def _misses(phase: Phase) -> Iterator[str]:
-    """The ops that the first backend does not run, a line for each reason."""
+    """Yield the ops that miss the first backend, one line per reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for miss in phase.misses:
         reasons.setdefault((miss.backend, miss.why), []).append(f"{miss.op} ({miss.steps})")
@@ -98,7 +98,7 @@ def _misses(phase: Phase) -> Iterator[str]:
 
 
 def _time(phase: Phase) -> str:
-    """What a phase moves and computes, and how long that takes."""
+    """Return a line with the bytes and FLOPs of a phase, and its predicted time."""
     does = f"{phase.nbytes / 1e6:.1f} MB, {phase.flops / 1e9:.2f} GFLOP"
     after = f" after {phase.cached}" if phase.cached else ""
     if phase.seconds is None:

@@ -1,4 +1,4 @@
-"""The verb ``profile``: where the time of a prompt and of the tokens after it goes."""
+"""The verb ``profile``: time, bandwidth and share of the roofline of every op."""
 
 from __future__ import annotations
 
@@ -24,30 +24,34 @@ _PROMPT = "The capital of France is"
 @verb
 def profile(
     source: ModelSource,
-    loading: LoadOptions,
+    load_options: LoadOptions,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help=f"The text to continue; {_PROMPT!r}.")
+        str | None, typer.Option("-p", "--prompt", help=f"Prompt; {_PROMPT!r} by default.")
     ] = None,
     prompt_tokens: Annotated[
         int,
-        typer.Option("--prompt-tokens", help="Instead of a text, so many tokens without meaning."),
+        typer.Option("--prompt-tokens", help="Use this many arbitrary tokens as the prompt."),
     ] = 0,
     max_tokens: Annotated[
-        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Tokens after the prompt.")
+        int, typer.Option("-n", "--max-tokens", "--n-predict", help="Number of tokens to generate.")
     ] = 64,
-    repeat: Annotated[int, typer.Option("-r", "--repeat", help="Passes over all of it.")] = 3,
-    by: Annotated[str, typer.Option("--by", help="op, scope, layer, backend or format.")] = "op",
-    top: Annotated[int, typer.Option("--top", help="Rows of each table; 0: all.")] = 0,
+    repeat: Annotated[int, typer.Option("-r", "--repeat", help="Number of profiled passes.")] = 3,
+    by: Annotated[
+        str, typer.Option("--by", help="Group rows by op, scope, layer, backend or format.")
+    ] = "op",
+    top: Annotated[
+        int, typer.Option("--top", help="Number of rows of each table; 0 shows all.")
+    ] = 0,
     output: Annotated[
         list[Path] | None,
         typer.Option(
             "-o",
             "--output",
-            help="Also write NAME.html, .json or .trace.json (for Perfetto); repeatable.",
+            help="Also write NAME.html, NAME.json or NAME.trace.json (Perfetto); may be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Show what each op of a prompt and of the tokens after it costs, and the rest of the time.
+    """Profile prefill and decode: time, bandwidth and share of the roofline for every op.
 
     graphllm profile demo -n 64
 
@@ -55,9 +59,9 @@ def profile(
 
     graphllm profile --random mistral-7b --type q4_0 --prompt-tokens 512
 
-    The speed is the median of passes without profiling. Share: of the profiled passes' wall time.
-    Limit: the time at the ceiling that binds the op (doctor --measure) as a share of its time. To
-    gain: ms a token above that.
+    Speed: median of passes without profiling. Share: of the wall time of profiled passes.
+    Roofline: time at the ceiling that bounds the op (doctor --measure) as a share of its time.
+    Headroom: time above that, in ms per token.
     """
     from ..profiler.record import GROUP_KEYS
 
@@ -72,15 +76,15 @@ def profile(
         raise RequestError("give --prompt or --prompt-tokens, not both")
     if prompt is None and source.random is not None:
         prompt_tokens = prompt_tokens or 512
-    found = _taken(source, loading, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
+    found = _measure(source, load_options, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         write_file(path, write(found))
 
 
-def _taken(
+def _measure(
     source: ModelSource,
-    loading: LoadOptions,
+    load_options: LoadOptions,
     prompt: str,
     prompt_tokens: int,
     decode: int,
@@ -88,14 +92,14 @@ def _taken(
 ) -> Profile:
     from ..profiler.bench import filler_tokens
 
-    llm = loading.load(source.open(loading))
+    llm = load_options.load(source.open(load_options))
     ids = filler_tokens(prompt_tokens, llm.decoder.cfg.vocab)
     with progress_line("profiling") as progress:
         return llm.profile(ids or prompt, decode, repeat, progress)
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:
-    """What makes the file's text. RequestError for an unknown kind."""
+    """Return the function that renders the file. RequestError: unknown file type."""
     from ..profiler.html import render_page
     from ..profiler.trace import trace
 

@@ -1,4 +1,4 @@
-"""What is shown while something takes long."""
+"""Progress display on standard error."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from ..terminal import escape_control
 from .output import note
 
-Show = Callable[[str, int, int], None]  # what, done, total
+Show = Callable[[str, int, int], None]  # (description, amount done, total)
 
-_QUIET_S = 10.0  # without a terminal, before the first line and between two
+_INTERVAL_S = 10.0  # between lines, without a terminal
 
 
 @contextmanager
 def progress_line(what: str = "loading the model") -> Iterator[Show]:
-    """A callback (what, done, total) that shows progress on standard error.
+    """Return a context manager with a callback (description, amount done, total).
 
-    At a terminal it is a bar. Elsewhere nothing is shown for 10 seconds, then a line at most every
-    10 seconds: of what was reported last, or of ``what`` if nothing was.
+    On a terminal it shows a bar. Otherwise it prints one line every 10 seconds: the progress
+    reported last, or ``what`` if nothing was reported.
     """
     with _bar() if sys.stderr.isatty() else _Lines(what) as show:
         yield show
@@ -28,7 +28,7 @@ def progress_line(what: str = "loading the model") -> Iterator[Show]:
 
 @contextmanager
 def _bar() -> Iterator[Show]:
-    """A bar for each thing that is reported, gone at the end."""
+    """Show a bar for each description, and remove the bars at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
@@ -45,7 +45,7 @@ def _bar() -> Iterator[Show]:
 
 
 class _Lines:
-    """A thread that prints a line now and then, of what is under way."""
+    """A thread that prints the current progress at intervals."""
 
     def __init__(self, what: str) -> None:
         self._line = what
@@ -64,5 +64,5 @@ class _Lines:
         self._line = f"{what}: {done} of {total}"
 
     def _print(self) -> None:
-        while not self._over.wait(_QUIET_S):
+        while not self._over.wait(_INTERVAL_S):
             note(self._line)

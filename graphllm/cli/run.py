@@ -1,4 +1,4 @@
-"""``run``: continue one prompt or several."""
+"""The verb ``run``: generate from one or more prompts."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ Prompts = Annotated[
         show_default=False,
     ),
 ]
-PromptFile = Annotated[Path | None, typer.Option("-f", "--file", help="File with the prompt.")]
+PromptFile = Annotated[
+    Path | None, typer.Option("-f", "--file", help="File that contains the prompt.")
+]
 
 
 @verb
 def run(
     model: Model,
-    drawing: SamplingOptions,
-    loading: LoadOptions,
+    options: SamplingOptions,
+    load_options: LoadOptions,
     prompt: Prompts = None,
     file: PromptFile = None,
     chat: Annotated[
@@ -45,7 +47,7 @@ def run(
     system: System = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue one or more prompts.
+    """Generate text from one or more prompts.
 
     graphllm run demo -p "The capital of France is" -n 32 --temp 0
 
@@ -54,47 +56,47 @@ def run(
     if not chat and (chat_template is not None or system is not None):
         raise RequestError("--chat-template and --system need --chat")
     texts = _prompts(prompt, file)
-    sampling = drawing.sampling()
+    sampling = options.sampling()
     if chat:
         from ..chat import PROCESS
 
         PROCESS.start()  # while the model loads
-    llm = loading.load(model, chat_template=chat_template)
-    _ = llm.tokenizer  # without one, this is said before anything else
+    llm = load_options.load(model, chat_template=chat_template)
+    _ = llm.tokenizer  # raises if there is none, before anything is printed
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
-    asked = [_asked(llm, text, system) if chat else llm.encode(text) for text in texts]
+    asked = [_chat_ids(llm, text, system) if chat else llm.encode(text) for text in texts]
     llm.check_ids(sampling.stop_ids)
     for ids in asked:
         _check_length(llm, ids)
     for text, ids in zip(texts, asked):
-        _one(llm, ids, "" if chat else text, sampling, drawing.seed, as_json)
+        _generate(llm, ids, "" if chat else text, sampling, options.seed, as_json)
 
 
 def _check_length(llm: LLM, ids: list[int]) -> None:
-    """Refuse a prompt that does not fit before any of it is printed. RequestError."""
+    """Raise RequestError if a prompt does not fit the context, before any of it is printed."""
     most = llm.limits.context
     if len(ids) > most:
         own = llm.decoder.cfg.context
         text = f"the prompt has {len(ids)} tokens, the context holds {most}"
         if most < own:
             raise RequestError(text, "context")
-        raise RequestError(f"{text}; the model has no more")
+        raise RequestError(f"{text}, the model's maximum")
 
 
 def _prompts(texts: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts from -p, from -f or from standard input."""
+    """Return the prompts of -p, -f or standard input. RequestError: none or both are given."""
     if texts and file is not None:
         raise RequestError("give -p or -f, not both")
     if file is not None:
         return [read_text(file)]
     if not texts:
         raise RequestError("give a prompt with -p TEXT, -p - or -f FILE")
-    return [read_text(None) if text == "-" else _valid(text) for text in texts]
+    return [read_text(None) if text == "-" else _check_utf8(text) for text in texts]
 
 
-def _valid(text: str) -> str:
-    """The argument, if its bytes were UTF-8: Python hides others as lone surrogates."""
+def _check_utf8(text: str) -> str:
+    """Return the argument. RequestError: it was not UTF-8 (Python decodes it to surrogates)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -102,13 +104,13 @@ def _valid(text: str) -> str:
     return text
 
 
-def _asked(llm: LLM, text: str, system: str | None) -> list[int]:
-    """The ids that ask the model to answer ``text``."""
+def _chat_ids(llm: LLM, text: str, system: str | None) -> list[int]:
+    """Return the token ids of a chat with the user message ``text``."""
     before = [{"role": "system", "content": system}] if system is not None else []
     return llm.encode_chat([*before, {"role": "user", "content": text}])
 
 
-def _one(
+def _generate(
     llm: LLM,
     prompt: list[int],
     shown: str,
@@ -116,7 +118,7 @@ def _one(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Continue one prompt, and print what is ``shown`` of it and the rest as it comes."""
+    """Generate from one prompt; print ``shown``, then the generated text as it is sampled."""
     from ..engine.request import Completion
 
     done = Completion()
@@ -129,14 +131,14 @@ def _one(
         if not as_json:
             write_text(piece)
     if as_json:
-        show_json({**done.as_dict(), **_where(llm)}, ascii=False)
+        show_json({**done.as_dict(), **_placement(llm)}, ascii=False)
         return
     write_text("\n")
-    _tell(llm, done, seed)
+    _print_notes(llm, done, seed)
 
 
-def _where(llm: LLM) -> dict[str, Any]:
-    """Which backend ran what."""
+def _placement(llm: LLM) -> dict[str, Any]:
+    """Return the placement for ``--json``."""
     ops = llm.placement()
     return {
         "device": llm.device,
@@ -147,14 +149,14 @@ def _where(llm: LLM) -> dict[str, Any]:
     }
 
 
-def _tell(llm: LLM, done: Completion, seed: int | None) -> None:
-    """After a run: the drawn seed and the rates on a terminal; always what fell back."""
+def _print_notes(llm: LLM, done: Completion, seed: int | None) -> None:
+    """Print notes after a run: on a terminal timings and the chosen seed; always the misses."""
     if sys.stderr.isatty():
         t = done.timings.as_dict()
-        drawn = f", seed {done.seed}" if seed is None else ""
+        seed_text = f", seed {done.seed}" if seed is None else ""
         note(
             f"[{len(done.prompt_ids)} + {len(done.ids)} tokens, load {t['load_s']:.2f} s, first "
-            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{drawn}]"
+            f"token {t['ttft_s']:.2f} s, {t['decode_tok_s']:.1f} tok/s{seed_text}]"
         )
     for line in [*done.notes, *llm.misses()]:
         note(f"note: {line}")

@@ -1,4 +1,4 @@
-"""A model file to begin with: a family's own, with remarks on what to change."""
+"""Scaffold of a model file: the copy of a model family, with comments on what to change."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from pathlib import Path
 from .. import models
 from ..errors import RequestError
 
-# What is said above each definition of the file.
-_REMARKS = {
-    "NAMES": "What modules are called, and so weights: see graphllm.model.config.Names.",
-    "GGUF": "The architecture of GGUF files that this reads, too. Leave it out if there is none.",
-    "GGUF_KEYS": "What GGUF files call keys of config.json, beside the usual ones.",
-    "RULES": "What GGUF files call weights.",
-    "HF": "Weights of Hugging Face files whose names or rows are not those of the modules here.",
-    "TYPES": "Other values of model_type that this reads.",
-    "TINY": "Small models for `graphllm validate --tiny`, as a config.json states them: the first "
-    "is complete, others change some of its keys. Every key that changes the result should have "
-    "another value than the usual one somewhere. model_type names the class of transformers to "
-    "compare with; for an architecture of your own leave it out, and write a function "
+# Comment above each definition of the file.
+_COMMENTS = {
+    "NAMES": "Names of modules, and so of weights; see graphllm.model.config.Names.",
+    "GGUF": "Architecture of the GGUF files of this model. Remove it if there are none.",
+    "GGUF_KEYS": "GGUF names of config.json keys, in addition to the common ones.",
+    "RULES": "GGUF names of weights.",
+    "HF": "Hugging Face weights whose names or row order differ from the modules' here.",
+    "TYPES": "Other values of model_type of this model.",
+    "TINY": "Configurations of small models for `graphllm validate --tiny`. The first is complete, "
+    "the others change some of its keys. Every key that changes the result should have a value "
+    "other than its default in one of them. model_type selects the class of transformers to "
+    "compare with; for an architecture of your own remove it, and write a function "
     "oracle(config, weights, ids).",
-    "config": "The decoder's parts (graphllm.model.config). Each key of config.json is read.",
-    "Model": "The graph. Decoder's methods (graphllm/model/decoder.py) are its parts: embed, "
-    "layer, attn, qkv, rope, attend, mlp, head. Override those that are new in "
-    "your model, and leave out the others.",
+    "config": "Configuration of the decoder (graphllm.model.config) from the keys of config.json.",
+    "Model": "The graph, built by the methods of Decoder (graphllm/model/decoder.py): embed, "
+    "layer, attn, qkv, rope, attend, mlp, head. Override the methods that differ in your model.",
 }
 _MODEL = '''class Model(Decoder):
     def layer(self, x, i, batch):
@@ -39,50 +38,61 @@ _MODEL = '''class Model(Decoder):
 def write_model_file(
     name: str, like: str, force: bool = False, folder: Path = Path()
 ) -> tuple[Path, bool]:
-    """Write ``NAME.py`` and say whether there was one, which is overwritten with ``force`` only.
+    """Write the model file ``NAME.py``.
 
-    RequestError for a name that is none, a family that is unknown, a file that is there.
+    Args:
+        name: name of the model, a Python identifier.
+        like: name of the model family to copy.
+        force: overwrite an existing file.
+        folder: directory of the file.
+
+    Returns:
+        The path, and whether an existing file was overwritten.
+
+    Raises:
+        RequestError: invalid name, unknown family, existing file without ``force``, or the file
+            cannot be written.
     """
     known = sorted(family.name for family in models.specs())
     if not name.isidentifier() or keyword.iskeyword(name):
         raise RequestError(
             f"{name!r} cannot be a model file's name: "
-            "give one that Python allows (letters, digits, _), without .py"
+            "give a Python identifier (letters, digits, _), without .py"
         )
     if name in known:
-        raise RequestError(f"{name} is a family of graphllm's own; choose another name")
+        raise RequestError(f"{name} is a built-in model family; choose another name")
     if like not in known:
         raise RequestError(f"--like {like}: no such family; known: {', '.join(known)}")
     path = folder / f"{name}.py"
-    there = path.exists()
-    if there and not force:
-        raise RequestError(f"{path}: is there already; --force overwrites it")
+    exists = path.exists()
+    if exists and not force:
+        raise RequestError(f"{path}: already exists; --force overwrites it")
     try:
         path.write_text(model_file_text(name, like), "utf-8")
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
-    return path, there
+    return path, exists
 
 
 def model_file_text(name: str, like: str) -> str:
-    """The file's text."""
+    """Return the text of the model file."""
     module = importlib.import_module(f"{models.__name__}.{like}")
     code = Path(str(module.__file__)).read_text("utf-8")
     code = code.replace(
-        f'"""{module.__doc__}"""', f'"""{name}: say what it is. Begun as {like}."""'
+        f'"""{module.__doc__}"""', f'"""{name}: describe the model here. Copied from {like}."""'
     )
     code = re.sub(r"^from \.(?=\w)", f"from {models.__name__}.", code, flags=re.M)
     code = re.sub(r"^from \.(?= )", f"from {models.__name__}", code, flags=re.M)
     code = _typed(code, like)
     code = re.sub(r"^Model = Decoder\n", f"\n\n{_MODEL}\n\n", code, flags=re.M)
-    for what, remark in _REMARKS.items():
-        lines = "".join(f"# {line}\n" for line in textwrap.wrap(remark, 97))
+    for what, comment in _COMMENTS.items():
+        lines = "".join(f"# {line}\n" for line in textwrap.wrap(comment, 97))
         code = re.sub(rf"^(?={what} = |(def|class) {what}\()", lines, code, count=1, flags=re.M)
     return code
 
 
 def _typed(code: str, like: str) -> str:
-    """The file with the model_type of what it is like in its first small configuration."""
+    """Add the model_type of the copied family to the first configuration of TINY."""
     stated = f'"model_type": "{like}"'
     inserted = re.sub(
         r"^TINY = \(\s*\{(\s*)",

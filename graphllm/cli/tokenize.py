@@ -14,16 +14,19 @@ from .output import show, show_json
 def tokenize(
     model: Model,
     text: Annotated[
-        str, typer.Argument(help="Text; - reads it from standard input.", show_default=False)
+        str,
+        typer.Argument(help="Text to encode; - reads it from standard input.", show_default=False),
     ],
     ids: Annotated[bool, typer.Option("--ids", help="Print only the ids, as a JSON list.")] = False,
     special: Annotated[
         bool,
-        typer.Option("--special", help="Encode special tokens written out in the text as such."),
+        typer.Option(
+            "--special", help="Encode special tokens written out in the text as control tokens."
+        ),
     ] = False,
-    bare: Annotated[bool, typer.Option("--no-bos", help="Add no BOS and EOS token.")] = False,
+    bare: Annotated[bool, typer.Option("--no-bos", help="Do not add BOS and EOS tokens.")] = False,
 ) -> None:
-    """Show the tokens of a text, one per line: its id and its text.
+    """Show the tokens of a text, one per line: id and text.
 
     graphllm tokenize demo "Hello, world" --ids
     """

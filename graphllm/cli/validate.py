@@ -1,4 +1,4 @@
-"""The verb ``validate``: is a model right?"""
+"""The verb ``validate``: compare a model with transformers, and its backends with each other."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ValidationOptions:
-    """What is validated, and who knows better."""
+    """Options of the model and of the implementation to compare it with."""
 
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face directory; with --tiny, a family or a model file.",
+            help="A Hugging Face directory; with --tiny, a model family or a model file.",
             show_default=False,
         ),
     ] = None
@@ -35,7 +35,7 @@ class ValidationOptions:
     tiny: Annotated[
         bool,
         typer.Option(
-            "--tiny", help="Validate small random models, made from TINY of the model file."
+            "--tiny", help="Validate small random models, built from TINY of the model file."
         ),
     ] = False
     oracle: Annotated[
@@ -49,7 +49,7 @@ class ValidationOptions:
     device: Annotated[
         str, typer.Option("--device", help="First backend to try: auto, cuda, cpu or reference.")
     ] = "auto"
-    tokens: Annotated[int, typer.Option("--tokens", help="Number of tokens of the text.")] = 64
+    tokens: Annotated[int, typer.Option("--tokens", help="Number of prompt tokens.")] = 64
     new: Annotated[
         int, typer.Option("-n", "--max-tokens", help="Number of tokens to generate greedily.")
     ] = 16
@@ -59,7 +59,7 @@ class ValidationOptions:
 def validate(
     subject: ValidationOptions,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the figures of each check.")
+        bool, typer.Option("-v", "--verbose", help="Show the measured values of each check.")
     ] = False,
     as_json: AsJson = False,
     output: Annotated[
@@ -99,7 +99,7 @@ def validate(
 
 
 def _writer(path: Path) -> Callable[[Report], str]:
-    """What makes the file's text. RequestError for an unknown kind."""
+    """Return the function that renders the file. RequestError: unknown file type."""
     from ..validation.html_page import render_page
 
     check_writable(path)

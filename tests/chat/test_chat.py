@@ -188,7 +188,7 @@ def test_a_long_chat_is_within_the_budget():
     [
         ([], "at least one message"),
         ("hello", "a chat takes a list of messages with role and content, not a str"),
-        ({"role": "user"}, "not a dict; a text goes to llm.generate"),
+        ({"role": "user"}, "not a dict; pass a string to llm.generate"),
         (["hello"], "message 0 is a str, not a mapping"),
         ([{"content": "x"}], "message 0 has no role"),
         ([MESSAGES[0], {"role": "user"}], "message 1 has no content"),

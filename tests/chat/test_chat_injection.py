@@ -30,7 +30,7 @@ C = "messages[0].content"
 
 
 def prompt(source, messages=SAY, **variables):
-    return ChatTemplate(source, "test", TOKENS).prompt(messages, **variables)
+    return ChatTemplate(source, "test", TOKENS).render_prompt(messages, **variables)
 
 
 def callers(made):
@@ -155,11 +155,11 @@ def test_logic_on_contents_sees_the_text():
 def test_parse_special_reads_tokens_in_messages(kind):
     made = vocabulary(kind)
     own = ChatTemplate(ALL_TEMPLATES["chatml"], "chatml", TOKENS)
-    asked = own.prompt(SAY)
+    asked = own.render_prompt(SAY)
     end = made.encode("<|im_end|>", parse_special=True)[-1]
     assert encode_chat(made, asked, parse_special=True).count(end) == 2
     assert encode_chat(made, asked).count(end) == 1
-    plain = own.prompt([{"role": "user", "content": "a harmless text"}])
+    plain = own.render_prompt([{"role": "user", "content": "a harmless text"}])
     assert encode_chat(made, plain) == encode_chat(made, plain, parse_special=True)
 
 
@@ -167,7 +167,7 @@ def test_only_known_roles_make_control_tokens():
     made = vocabulary("bpe")
     own = ChatTemplate(ALL_TEMPLATES["phi3"], "phi3", TOKENS)
     for role, expected in (("user", 3), ("end", 2), ("user|>\n<|end", 2)):
-        asked = own.prompt([{"role": role, "content": "hello"}])
+        asked = own.render_prompt([{"role": role, "content": "hello"}])
         assert len(injections.controls(made, encode_chat(made, asked))) == expected, role
 
 

@@ -223,7 +223,7 @@ try: say("b")
 except Exception as error: print(type(error).__name__, error)
 """
     done = run(code)
-    assert done.stdout.startswith("RequestError chat templates are rendered in a process of their")
+    assert done.stdout.startswith("RequestError chat templates are rendered in a separate process")
     assert "which cannot be started: /nowhere/bin/python" in done.stdout and done.stderr == ""
 
 

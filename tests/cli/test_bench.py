@@ -239,7 +239,7 @@ def test_command_line(model):
         (("--random", "llama"), "unknown shape 'llama'; known: llama-7b, "),
         (("--random", "llama-1b", "--type", "q9"), "unknown type 'q9'; known: q4_k_m, q4_0, "),
         (("demo", "-o", "xml"), "-o xml must be md, json or csv"),
-        (("demo", "-p", "x"), "-p 'x' must be numbers with commas"),
+        (("demo", "-p", "x"), "-p 'x' must be comma-separated integers"),
         (("no.gguf",), "no.gguf: no such file"),
     ],
 )

@@ -238,7 +238,7 @@ def test_every_print_of_the_command_line_goes_through_output():
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr("graphllm.cli.progress._QUIET_S", 0.2)
+    monkeypatch.setattr("graphllm.cli.progress._INTERVAL_S", 0.2)
     with _Lines("loading the model") as show:
         time.sleep(0.3)
         for done in range(40):

@@ -45,7 +45,7 @@ MISTAKES = [
     ([*RUN, "-n", "-1"], 1, "max_tokens = -1"),
     ([*RUN, "-n", HUGE, "-c", "0"], 1, "context = 0"),
     ([*RUN, "-c", "2"], 1, "the prompt has 3 tokens, the context holds 2 (-c)"),
-    ([*RUN, "-p", "x " * 200], 1, "tokens, the context holds 128; the model has no more"),
+    ([*RUN, "-p", "x " * 200], 1, "tokens, the context holds 128, the model's maximum"),
     ([*RUN, "-t", "-1"], 1, "threads = -1"),
     ([*RUN, "--device", "gpu"], 1, "unknown backend 'gpu'; known: "),
     ([*RUN, "--type", "q9"], 1, "unknown type 'q9'"),
@@ -71,7 +71,7 @@ MISTAKES = [
     (["chat", "tiny.gguf", "--chat-template", "none"], 1, "none: No such file"),
     (["plan"], 1, "give a MODEL, or --random SHAPE"),
     (["plan", "--random", "llama-8"], 1, "unknown shape 'llama-8'"),
-    (["bench", "tiny.gguf", "-p", "512-"], 1, "-p '512-' must be numbers"),
+    (["bench", "tiny.gguf", "-p", "512-"], 1, "-p '512-' must be comma-separated"),
     (["bench", "tiny.gguf", "-r", "0"], 1, "-r 0 must be at least 1"),
     (["profile", "tiny.gguf", *R, "--prompt-tokens", "-4"], 1, "--prompt-tokens -4"),
     (["profile", "tiny.gguf", *R, "-o", "x.txt"], 1, "-o x.txt: the name must end in"),
@@ -80,7 +80,7 @@ MISTAKES = [
     (["profile", "tiny.gguf", *R, "-o", "full.json", "-n", "2", "-r", "1"], 1,
      "-o full.json: No space left on device"),
     (["diff", "tiny.gguf", "--backends", "cpu"], 1, "backends = 'cpu'"),
-    (["diff", "tiny.gguf", "--ids", "a,b"], 1, "--ids 'a,b' must be numbers"),
+    (["diff", "tiny.gguf", "--ids", "a,b"], 1, "--ids 'a,b' must be comma-separated"),
     (["compare", "a.json"], 1, "give two files"),
     (["compare", "folder", "folder"], 1, "folder: Is a directory"),
     (["validate", "tiny.gguf"], 1, "is no Hugging Face directory"),
@@ -165,7 +165,7 @@ def test_a_count_beyond_any_is_taken(folder):
 
 
 def test_a_context_beyond_the_models_is_noted(folder):
-    note = "note: -c 999 is more than the model's context: 128 tokens are used\n"
+    note = "note: -c 999 exceeds the model's context: 128 tokens are used\n"
     for words in (RUN, ["plan", "tiny.gguf", *R]):
         assert forked([*words, "-c", "999"], folder)[::2] == (0, note)
         assert forked(words, folder)[::2] == (0, "")

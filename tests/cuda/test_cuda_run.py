@@ -79,7 +79,7 @@ def test_what_is_sent_arrives(nbytes):
 
 def noted(held, count: int) -> tuple[list[int], list]:
     """Ids that are drawn while steps are timed, and the runs."""
-    held.forget()
+    held.clear_cache()
     times = Recorder(), Recorder()
     ids = list(itertools.islice(held.generate(IDS[:20], GREEDY, (), profile=times), count))
     return ids, times[1].runs
@@ -121,7 +121,7 @@ def test_steps_of_a_library_have_times(ahead):
     """Prompts are not one graph, and are multiplied by cuBLAS."""
     held, times = ahead, (Recorder(), Recorder())
     for _ in range(2):
-        held.forget()
+        held.clear_cache()
         next(held.generate(IDS[:100], GREEDY, (), profile=times))
     assert times[0].runs
     assert all(run.times.sum() > 0 and (run.times >= 0).all() for run in times[0].runs)

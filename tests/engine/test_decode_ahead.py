@@ -143,7 +143,7 @@ def test_a_longer_prompt_after_an_early_stop(ahead, plain, read):
         tokens = drawn(held, IDS[:30], read)
     longer = [*IDS[:30], *tokens, *IDS[:9]]
     assert drawn(ahead, longer, 12) == drawn(plain, longer, 12)
-    assert ahead.prefilled == plain.prefilled == 10
+    assert ahead.prefill_tokens == plain.prefill_tokens == 10
 
 
 @pytest.mark.parametrize("tokens, requests", [(16, 25), (1, 12)])
@@ -175,7 +175,7 @@ def test_an_interrupted_answer_spoils_nothing(ahead, plain):
     again = [*IDS[:30], *first]
     assert drawn(plain, IDS[:30], 4) == first
     assert drawn(ahead, again, 12) == drawn(plain, again, 12)
-    assert ahead.prefilled == 1
+    assert ahead.prefill_tokens == 1
 
 
 # ------------------------------------------------------------------------------------------ answers

@@ -134,7 +134,7 @@ def test_a_longer_prompt_computes_its_end_only(path):
     tokens = drawn(held, IDS[:50], 30)
     longer = [*IDS[:50], *tokens[:-1], *IDS[:9]]
     assert drawn(held, longer, 8) == drawn(engine(path), longer, 8)
-    assert held.prefilled == 9
+    assert held.prefill_tokens == 9
 
 
 @pytest.mark.parametrize("common", [95, 90, 80])
@@ -143,7 +143,7 @@ def test_rolling_back_within_the_ring(path, common):
     logits(held, IDS[:96])
     prompt = [*IDS[:common], 4, 5, 6]
     assert drawn(held, prompt, 12) == drawn(engine(path), prompt, 12)
-    assert held.prefilled == 3
+    assert held.prefill_tokens == 3
 
 
 @pytest.mark.parametrize("common", [70, 40, 3])
@@ -152,7 +152,7 @@ def test_rolling_back_beyond_the_ring_begins_anew(path, common):
     logits(held)
     prompt = [*IDS[:common], 4, 5, 6]
     assert drawn(held, prompt, 12) == drawn(engine(path), prompt, 12)
-    assert held.prefilled == len(prompt)
+    assert held.prefill_tokens == len(prompt)
 
 
 def test_rolling_back_again_and_again(path):
@@ -164,7 +164,7 @@ def test_rolling_back_again_and_again(path):
         count = int(rng.integers(1, CONTEXT - len(prompt)))
         fresh = engine(path, backends=("reference",))
         want = logits(fresh, prompt)[-1]
-        at = held.reuse(prompt)
+        at = held.reuse_cache(prompt)
         while at < len(prompt):
             have = held.step_logits(prompt[at : at + 16])
             at += len(prompt[at : at + 16])

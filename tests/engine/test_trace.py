@@ -194,7 +194,7 @@ def test_what_has_no_row_for_a_token_is_the_last_steps(windowed):
     leaf = engine.decode_plan().leaves["q_start"]
     assert leaf.meta.rows.name == "Q"
     have = [np.array([0, 16]), np.array([0, 3])]
-    np.testing.assert_array_equal(tracing._joined(have, leaf), have[1])
+    np.testing.assert_array_equal(tracing._join_steps(have, leaf), have[1])
 
 
 def test_a_trace_leaves_the_model_as_it_was(llama):

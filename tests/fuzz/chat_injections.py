@@ -166,7 +166,7 @@ def _expected(template: str, kind: str, place: str) -> list[int]:
     """The control tokens of a prompt with a harmless text."""
     own = ChatTemplate(ALL_TEMPLATES[template], template, TOKENS)
     return controls(
-        vocabulary(kind), encode_chat(vocabulary(kind), own.prompt(**chats(HARMLESS)[place]))
+        vocabulary(kind), encode_chat(vocabulary(kind), own.render_prompt(**chats(HARMLESS)[place]))
     )
 
 
@@ -177,7 +177,7 @@ def check(text: str, template: str, kind: str) -> int:
     own = ChatTemplate(ALL_TEMPLATES[template], template, TOKENS)
     tried = 0
     for place, chat in chats(text).items():
-        prompt = own.prompt(**chat)
+        prompt = own.render_prompt(**chat)
         ids = encode_chat(made, prompt)
         assert controls(made, ids) == _expected(template, kind, place), (
             text,

@@ -503,11 +503,11 @@ def test_a_wrong_tokenizer_is_named_and_the_rest_is_checked(directory, tmp_path)
     assert [c.status for c in bad.runs[0].checks[1:9]] == ["passed"] * 8
 
 
-# ---------------------------------------------------------------------------------------- starters
+# ---------------------------------------------------------------------------------------- scaffold
 
 
 @pytest.mark.parametrize("like", [f.name for f in models.specs()])
-def test_a_starter_of_each_family_is_that_family(like, tmp_path):
+def test_a_scaffold_of_each_model_is_that_model(like, tmp_path):
     path, there = write_model_file("mine", like, folder=tmp_path)
     own, spec = models.spec_of_file(path), hf_models.SPECS[like]
     assert not there and own.model.__name__ == "Model"
@@ -515,34 +515,35 @@ def test_a_starter_of_each_family_is_that_family(like, tmp_path):
     assert own.tiny[0]["model_type"] == like and kinds <= {like, None}
     bare = [{k: v for k, v in variant.items() if k != "model_type"} for variant in own.tiny]
     assert bare == [dict(variant) for variant in spec.tiny]
-    assert "model_type names the class of transformers" in path.read_text()
+    assert "model_type selects the class of transformers" in path.read_text()
     assert all(len(line) <= 100 for line in path.read_text().splitlines())
 
 
 @pytest.mark.parity
-def test_a_starter_validates_at_once(tmp_path):
+def test_a_scaffold_validates_at_once(tmp_path):
     path, _ = write_model_file("mine", "glm4", folder=tmp_path)
     found = validate(path, tiny=True, device="reference")
     assert found.first is None and {run.verdict for run in found.runs} == {"passed"}
     assert "Glm4ForCausalLM" in found.runs[0].oracle
 
 
-def test_a_starter_overwrites_nothing_unasked(tmp_path, monkeypatch):
+def test_a_scaffold_overwrites_nothing_unasked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new = CliRunner().invoke(app, ["new", "mine"])
     assert new.output == (
-        "mine.py: written, as llama is\ntry it: graphllm validate --tiny --model-def mine.py\n"
+        "mine.py: written as a copy of llama\n"
+        "try it: graphllm validate --tiny --model-def mine.py\n"
     )
     (tmp_path / "mine.py").write_text("x")
     done = CliRunner().invoke(app, ["new", "mine"])
     assert done.exit_code == 1 and (tmp_path / "mine.py").read_text() == "x"
-    assert "mine.py: is there already; --force overwrites it" in str(done.exception)
+    assert "mine.py: already exists; --force overwrites it" in str(done.exception)
     done = CliRunner().invoke(app, ["new", "mine", "--force"])
     assert "mine.py: overwritten" in done.output and len((tmp_path / "mine.py").read_text()) > 99
     for words, message in (
         (["my-model"], "cannot be a model file's name"),
         (["class"], "cannot be a model file's name"),
-        (["qwen2"], "is a family of graphllm's own"),
+        (["qwen2"], "is a built-in model"),
         (["mine2", "--like", "lama"], "--like lama: no such family; known: "),
     ):
         done = CliRunner().invoke(app, ["new", *words])

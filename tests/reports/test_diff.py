@@ -271,7 +271,7 @@ def test_the_verb(path, tmp_path):
     (["--backends", "cpu"], "backends = 'cpu' must be two, as cpu,reference"),
     (["--backends", "reference,cpu"], "'reference,cpu' must be 'cpu,reference'"),
     (["-p", ""], "the prompt is empty"),
-    (["--ids", "1,x"], "--ids '1,x' must be numbers with commas"),
+    (["--ids", "1,x"], "--ids '1,x' must be comma-separated"),
     (["--ids", "99999"], "token id 99999 is not in 0.."),
     (["--ids", ",".join(["1"] * 129)], "129 tokens are not between 1 and 128"),
     (["--no-fuse", "glue"], "no fusion rule 'glue'"),

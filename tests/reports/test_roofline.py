@@ -258,7 +258,7 @@ def shown(capsys) -> str:
 def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
     found = _ceiling("auto")
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
-    assert _ceiling("cpu") == found and f"kept: measured {found.date}" in capsys.readouterr().err
+    assert _ceiling("cpu") == found and f"cached: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
     roofline._save(made(machine="another"))
 
