@@ -196,7 +196,7 @@ def test_each_of_several_prompts_draws_its_own_seed(llm):
         *(("strict", value, "must be True or False") for value in ("no", 0, None)),
         *(("device", value, "must be a non-empty string") for value in (None, "", ["cpu"])),
         *(("type", value, "must be a non-empty string") for value in (8, "", ["q8_0"])),
-        *(("no_fuse", v, "must be non-empty strings") for v in (None, 1, [1], "", b"all", {"all": 1})),
+        *(("no_fuse", v, "must be non-empty") for v in (None, 1, [1], "", b"all", {"all": 1})),
         *(("no_kernels", value, "must be non-empty strings") for value in (None, 1, [1], "")),
         *(("place", v, "must be a mapping") for v in ("a=cpu", ["a"], {1: "cpu"}, {"a": 1})),
         *(("model_def", v, "must be a path") for v in (1, "", b"x.py", "a\0b", ["x.py"])),
