@@ -260,7 +260,7 @@ def shape_of_tile(p):
 
 def _split_loops(k: str, v: str, height: int) -> Any:
     """Helpers for keys a..b of a piece: one for their scores, one for their values."""
-    scores, unpacked_scores = vector.scores[k, height], vector.many_scores[k, height]
+    scores, unpacked_scores = vector.scores[k, height], vector.unpacked_scores[k, height]
     values, plain_values = vector.values[v, height], vector.values["f32", height]
     unpack, packed_k, packed_v = vector.unpack[v], k != "f32", v != "f32"
     unit_k, unit_v, unit = (READERS[kind].unit for kind in (k, v, "f32"))

@@ -259,7 +259,7 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
     with its own row j; ``work``: where each thread has ``own`` bytes to sort in, or 0 if its stack
     will do."""
     gemv, gemm, panels = linear.make_loops(name, floating, wide, many)
-    has_gemv, width = gemv is not linear.never, wide * GROUP_ROWS
+    has_gemv, width = gemv is not linear.no_gemv, wide * GROUP_ROWS
     results, table = PASS_TOKENS * 4 * width, 8 * PASS_TOKENS
     room = panels + results + 2 * table + _STACK
 
