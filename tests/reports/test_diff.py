@@ -268,7 +268,7 @@ def test_the_verb(path, tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (["--backends", "cpu,abacus"], "unknown backend 'abacus'; known: "),
-    (["--backends", "cpu"], "backends = 'cpu' must be two, as cpu,reference"),
+    (["--backends", "cpu"], "backends = 'cpu' must be two names, as in cpu"),
     (["--backends", "reference,cpu"], "'reference,cpu' must be 'cpu,reference'"),
     (["-p", ""], "the prompt is empty"),
     (["--ids", "1,x"], "--ids '1,x' must be comma-separated"),
@@ -285,13 +285,13 @@ def test_an_error_is_one_line(path, words, message):
 
 def test_files_that_cannot_be_compared(path, tmp_path):
     other = write_tiny(tmp_path / "other.gguf", "qwen2")
-    with pytest.raises(RequestError, match=r"other.gguf: is qwen2, and .*tiny.gguf is llama"):
+    with pytest.raises(RequestError, match=r"other.gguf: architecture qwen2, but .*tiny.gguf has"):
         graphllm.diff(path, against=other)
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
-    with pytest.raises(RequestError, match=r"tied.gguf: tensor 'output.weight' is missing, in "):
+    with pytest.raises(RequestError, match=r"tied.gguf: tensor 'output.weight' is missing, but "):
         graphllm.diff(path, against=tied)
     turned = write_llama(tmp_path / "turned.gguf", llama_weights(), **{"rope.freq_base": 5e5})
-    with pytest.raises(RequestError, match=r"turned.gguf: its layers is not that of .*tiny.gguf"):
+    with pytest.raises(RequestError, match=r"turned.gguf: layers differs from .*tiny.gguf"):
         graphllm.diff(path, against=turned)
     with pytest.raises(RequestError, match="no tokens"):
         graphllm.diff(path, ids=[])

@@ -1,1 +1,1 @@
-"""Op-by-op comparison of two backends or two files."""
+"""Comparison of two executors, op by op: `graphllm.diff`."""

@@ -1,10 +1,9 @@
-"""Two executors on one prompt, op by op: `graphllm.diff`, and what it finds.
+"""`graphllm.diff`: compare two executors on one prompt, op by op.
 
-The first side's plan is what counts: fused, quantised and placed as it really runs. The second
-runs the same steps unfused, quantised activations included, twice: each from the first side's
-operands (the isolated deviation, held against the op's tolerance) and each from its own (the
-cumulative one).
-Of two files with one backend only the cumulative one has a meaning.
+The first side runs its plan as it is: fused, quantized and placed. The second side runs the same
+steps unfused, with the same quantized activations, twice: each step from the first side's operands
+(the isolated deviation, checked against the op's tolerance), and each step from its own operands
+(the cumulative deviation). For two files on one backend only the cumulative deviation is defined.
 """
 
 from __future__ import annotations
@@ -48,12 +47,18 @@ Ranges = Mapping[str, tuple[int, int]]  # of Vars
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One result of one step. ``tolerance`` is the op's, as a share of the largest value of a row;
-    ``isolated`` is None where two files are compared; ``diverged``: it is beyond the tolerance."""
+    """One result of one step.
+
+    Attributes:
+        tolerance: tolerance of the op, as a share of the largest value of a row.
+        isolated: deviation from the same operands; None if two files are compared.
+        cumulative: deviation with the second side's own operands.
+        diverged: whether the deviation is beyond the tolerance.
+    """
 
     step: int
     op: str
-    parts: tuple[str, ...]  # the ops that a fused one stands for
+    parts: tuple[str, ...]  # ops that a fused op replaces
     scope: str
     origin: str
     backend: str
@@ -73,7 +78,7 @@ class DiffRow:
 
 @dataclass(frozen=True)
 class Diff:
-    """Rows in the order in which the first side runs them. ``sides``: what was compared."""
+    """Result of `diff`: names of both sides, token ids, and rows in execution order."""
 
     sides: tuple[str, str]
     ids: tuple[int, ...]
@@ -81,7 +86,7 @@ class Diff:
 
     @property
     def first(self) -> DiffRow | None:
-        """The first divergence: where an op is further off than its tolerance. None: nowhere."""
+        """First row whose deviation is beyond the op's tolerance, or None."""
         return next((row for row in self.rows if row.diverged), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,12 +95,12 @@ class Diff:
         return {"sides": self.sides, "ids": self.ids, "first": first, "rows": rows}
 
     def table(self) -> str:
-        """A line for each result, and the first divergence in words."""
+        """Return a line for each result, followed by the verdict."""
         lines = [f"{self.sides[0]} against {self.sides[1]}, {len(self.ids)} tokens", *_table(self)]
         return "\n".join(map(escape_control, [*lines, "", *self.verdict()]))
 
     def verdict(self) -> list[str]:
-        """The first divergence in a few lines, or that there is none."""
+        """Return a few lines on the first divergence, or one that there is none."""
         row = self.first
         if row is None:
             return [f"no divergence: {len(self.rows)} results are within their ops' tolerance"]
@@ -107,9 +112,9 @@ class Diff:
             f"first divergence ({beyond} of {len(self.rows)} results diverge):",
             f"  {row.scope}: {row.op}{made_of}",
             f"  {row.backend} kernel {row.kernel}: {' '.join(row.inputs)} -> {row.shape}",
-            f"  worst at [{at}]: {found.got:.8g}, not {found.want:.8g}",
-            f"  {found.relative:.1e} of its row's largest, NMSE {found.nmse:.1e}; "
-            f"the op's tolerance is {row.tolerance:.0e}",
+            f"  worst at [{at}]: {found.got:.8g}, expected {found.want:.8g}",
+            f"  {found.relative:.1e} of the row's largest value, NMSE {found.nmse:.1e}; "
+            f"tolerance of the op {row.tolerance:.0e}",
         ]
 
 
@@ -129,7 +134,7 @@ def _table(diff: Diff) -> Iterator[str]:
 
 
 def _figures(found: Deviation | None, between: str = "") -> str:
-    """The largest difference, NMSE and cosine, as columns; dashes where there is no run."""
+    """Format the largest difference, NMSE and cosine as columns; dashes if there are none."""
     if found is None:
         return f"{'-':>10} {between} {'-':>7} {'-':>8}"
     share = f"{between} " if between else ""
@@ -153,12 +158,21 @@ def diff(
 ) -> Diff:
     """Compare two executors on a prompt, op by op.
 
-    ``backends``: the one whose plan is looked at, and one that comes after it in the order (or the
-    same: fused steps against their parts, which is what ``fused`` asks of the first). ``ids``: the
-    prompt as tokens, at most one step's. ``against``: another file of the same architecture and
-    shapes; both run on the first backend, unfused. ``loading``: ``linear``, ``kv_type``,
-    ``threads``, ``place`` and so on, as in `graphllm.load`. RequestError for what cannot be
-    compared.
+    Args:
+        model: path or open model file.
+        backends: the backend whose plan is compared, and a backend that comes after it in the
+            priority order, or the same one.
+        prompt: text of the prompt.
+        ids: token ids of the prompt, at most one step; overrides ``prompt``.
+        against: another file of the same architecture and shapes; both run unfused on the first
+            backend.
+        fused: compare the fused steps of the first backend with their parts.
+        no_fuse: fusion rules to switch off on the first side.
+        progress: progress callback.
+        **loading: arguments of `graphllm.load`, as ``linear``, ``kv_type``, ``threads``, ``place``.
+
+    Raises:
+        RequestError: the sides are not comparable.
     """
     file = open_checkpoint(model) if isinstance(model, (str, Path)) else model
     first, second = _names(backends, fused, against is not None)
@@ -182,7 +196,7 @@ def diff(
         sides = f"{file.path} on {first}", f"{other.path}"
         return Diff(sides, tuple(tokens), tuple(_two_files(a, b, tokens)))
     llm = opened(file, no_fuse)
-    # Not quantised by its own kernels' wish: what the first side's plan quantises is enough.
+    # "float": the second side quantizes activations only where the plan of the first side does.
     options = Options("float", llm.executor.options.threads, (ALL,))
     oracle = ReferenceExecutors(llm, registry.fallbacks(second), options, progress)
     rows = tuple(_one_file(llm, oracle, tokens))
@@ -190,20 +204,20 @@ def diff(
 
 
 def _names(names: Sequence[str], fused: bool, files: bool) -> tuple[str, str]:
-    """The backends of both sides. RequestError, or PlacementError for an unknown one."""
+    """Return the backends of both sides. Raises RequestError or PlacementError."""
     wanted = 1 if files or fused else 2
     if len(names) != 2 and len(names) != wanted:
-        raise RequestError(f"backends = {','.join(names)!r} must be two, as cpu,reference")
+        raise RequestError(f"backends = {','.join(names)!r} must be two names, as in cpu,reference")
     first, second = (names[0], names[0]) if fused or files else (names[0], names[1])
     for name in (first, second):
         usable, reason = registry.find(name).available()
         if not usable:
-            raise RequestError(f"backends: {name} cannot be used: {reason}")
+            raise RequestError(f"backends: {name} is not usable: {reason}")
     order = registry.names()
     if order.index(second) < order.index(first):
         raise RequestError(
             f"backends = '{first},{second}' must be '{second},{first}': the second side runs the "
-            "first one's plan"
+            "plan of the first"
         )
     return first, second
 
@@ -218,7 +232,7 @@ def _tokens(file: Checkpoint, prompt: str, ids: Sequence[int] | None) -> list[in
 
 
 class ReferenceExecutors:
-    """What the second side's executors are made of: over the first one's weights."""
+    """Makes executors of the second side, which share the weights of the first."""
 
     def __init__(
         self, llm: LoadedModel, names: Sequence[str], options: Options, progress: Progress | None
@@ -261,7 +275,7 @@ def _rows(
     alone: Mapping[str, np.ndarray] | None,
     beside: Mapping[str, np.ndarray],
 ) -> Iterator[DiffRow]:
-    """A row for each result of a step; ``alone`` is None where there is no isolated run."""
+    """Yield a row for each result of a step; ``alone`` is None if there is no isolated run."""
     node = item.step.node
     tol = tolerance(item.step)
     for name, result in zip(item.names, item.results):
@@ -285,29 +299,26 @@ def _parts(node: Tensor) -> tuple[str, ...]:
 
 
 def check_same_shape(file: Checkpoint, other: Checkpoint) -> None:
-    """RequestError names what two files differ in: the architecture, or a tensor's shape."""
+    """Raise RequestError if the files differ in architecture or in a tensor's shape."""
     if file.architecture != other.architecture:
-        raise RequestError(
-            f"{other.path}: is {other.architecture}, and {file.path} is {file.architecture}"
-        )
+        have = f"architecture {other.architecture}, but {file.path} has {file.architecture}"
+        raise RequestError(f"{other.path}: {have}")
     for name in (*file.tensors, *other.tensors):
         have = [f.tensors[name].shape if name in f.tensors else None for f in (other, file)]
         if have[0] != have[1]:
             a, b = ("missing" if shape is None else list(shape) for shape in have)
-            raise RequestError(f"{other.path}: tensor {name!r} is {a}, in {file.path} {b}")
+            raise RequestError(f"{other.path}: tensor {name!r} is {a}, but {b} in {file.path}")
 
 
 def _check_same_config(llm: LoadedModel, other: LoadedModel) -> None:
     a, b = llm.decoder.cfg, other.decoder.cfg
     for field in fields(a):
         if getattr(a, field.name) != getattr(b, field.name):
-            raise RequestError(
-                f"{other.file.path}: its {field.name} is not that of {llm.file.path}"
-            )
+            raise RequestError(f"{other.file.path}: {field.name} differs from {llm.file.path}")
 
 
 def _two_files(llm: LoadedModel, other: LoadedModel, tokens: Sequence[int]) -> Iterator[DiffRow]:
-    """Rows for the ops that both graphs have at one site."""
+    """Yield rows for the ops that both graphs have at the same site."""
     (ranges, run), (_, run_other) = _run(llm, tokens), _run(other, tokens)
     mine, theirs = _sites(llm), _sites(other)
     pairs = [(node, theirs[site]) for site, node in mine.items() if site in theirs]
@@ -331,7 +342,7 @@ def _name(index: int) -> str:
 
 
 def _sites(llm: LoadedModel) -> dict[tuple[str, str, int], Tensor]:
-    """Every op of the graph by its scope, its name, and how many like it came before."""
+    """Return the ops of the graph by (scope, op, number of equal ones before)."""
     outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     found: dict[tuple[str, str, int], Tensor] = {}
     seen: Counter[tuple[str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""How far two results of one op lie apart."""
+"""Deviation between two results of an op, and its tolerance."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from ...graph.dtype import BF16, F16, DType
 from ...graph.tensor import WEIGHT, Meta, Tensor
 from ...ops import get
 
-# Where a fused op rounds, the last bit of the number before it decides: one step between two values
-# of the format, as a share of the largest, is then no error. Such steps are rare: what is off
-# everywhere shows in the mean square.
+# If a fused op rounds its result, the last bit before rounding can move the result by one step of
+# the format. One such step, as a share of the largest value, is not an error. These steps are rare,
+# so a bound on NMSE detects results that are off everywhere.
 _BLOCK_ROUNDING, _RARE_NMSE, _RARE_NMSE_PER_TOLERANCE = 0.01, 1e-5, 0.05
-_HALF_NMSE = 5e-5  # NMSE of products of halves, at most
+_HALF_NMSE = 5e-5  # bound on NMSE if operands are half precision
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """``got`` of one side against ``want`` of the other.
+    """Deviation of ``got`` (one side) from ``want`` (the other side).
 
-    ``max``: the largest |difference|; ``relative``: the largest share of it in the largest |want|
-    of its row (the last axis; where that has one element, of all). ``worst``: where that is, with
-    both values.
+    Attributes:
+        max: largest absolute difference.
+        relative: largest absolute difference as a share of the largest |want| of its row. A row is
+            the last axis, or the whole array if that has one element.
+        nmse: mean square of the difference over the mean square of ``want``.
+        cosine: cosine similarity.
+        worst: index of the largest ``relative``.
+        got: value of ``got`` there.
+        want: value of ``want`` there.
     """
 
     max: float
@@ -43,12 +49,12 @@ class Deviation:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no numbers for infinity and NaN: their names."""
+    """Replace infinity and NaN, which JSON lacks, by their names."""
     return str(value) if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def as_float64(array: np.ndarray, meta: Meta) -> np.ndarray:
-    """A result as float64; blocks [rows, bytes] as the values that they stand for."""
+    """Convert a result to float64; quantized blocks [rows, bytes] are dequantized."""
     kind = meta.dtype
     if kind.numpy is not None:
         return array.astype(np.float64)
@@ -61,8 +67,10 @@ def as_float64(array: np.ndarray, meta: Meta) -> np.ndarray:
 
 
 def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:
-    """Of two float64 arrays of one shape. Equal infinities and two NaN are no difference; one NaN
-    is an infinite one."""
+    """Return the deviation of two float64 arrays of the same shape.
+
+    Equal infinities and two NaN do not differ; a single NaN is an infinite difference.
+    """
     if not got.size:
         return Deviation(0.0, 0.0, 0.0, 1.0, (), 0.0, 0.0)
     with np.errstate(all="ignore"):
@@ -70,7 +78,7 @@ def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:
         apart = np.where(same, 0.0, np.abs(got - want))
         apart[np.isnan(apart)] = np.inf
         size = np.where(np.isfinite(want), np.abs(want), 0.0)
-        along = -1 if want.shape[-1:] != (1,) else None  # a single number may be near 0 by itself
+        along = -1 if want.shape[-1:] != (1,) else None  # a single value may be near 0
         largest = np.broadcast_to(size.max(axis=along, keepdims=True), apart.shape)
         shares = np.where(same, 0.0, apart / largest)
         at = np.unravel_index(int(np.argmax(shares)), shares.shape)
@@ -84,31 +92,33 @@ def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of the angle between two arrays as vectors, over what is finite in both; 1 for two zeros."""
+    """Return the cosine similarity over elements finite in both arrays; 1 for two zeros."""
     both = np.isfinite(a) & np.isfinite(b)
     a, b = a[both], b[both]
     lengths = float(np.sqrt(np.sum(a * a)) * np.sqrt(np.sum(b * b)))
-    if lengths:  # sums, since BLAS has threads, which wait for each other on a busy machine
+    if lengths:  # not BLAS: its threads wait for each other on a busy machine
         return float(np.sum(a * b) / lengths)
     return 1.0 if not a.any() and not b.any() else 0.0
 
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """How far off a result may be: the largest share of a row's largest value, and NMSE."""
+    """Bounds on the relative deviation and on NMSE."""
 
     relative: float
     nmse: float = np.inf
 
     def allow(self, found: Deviation) -> bool:
+        """Whether ``found`` is within the bounds."""
         return found.relative <= self.relative and found.nmse <= self.nmse
 
 
 def tolerance(step: Step) -> float:
-    """The op's, by the first operand whose format has one of its own, else f32's; 0: exact.
+    """Return the tolerance of the step's op; 0 means exact.
 
-    Weights do not count: the node is as a kernel sees it, so nothing is quantised on the way. A
-    backend may allow more where an operand is halves.
+    It is that of the first operand format with a tolerance of its own, else that of f32. Weights do
+    not count, since the second side uses the same ones. A backend may declare a larger tolerance
+    for half-precision operands.
     """
     node, op = step.node, get(step.node.op)
     kinds = [s.dtype.name for s in node.sources if s.base.op != WEIGHT]
@@ -117,13 +127,13 @@ def tolerance(step: Step) -> float:
 
 
 def _half_tolerance(step: Step) -> float:
-    """What the backend allows for an operand that is halves."""
+    """Return the backend's tolerance for half-precision operands; 0 if there are none."""
     halves = any(s.dtype in (F16, BF16) for s in step.node.sources)
     return step.backend.half_tolerance.get(step.node.op, 0.0) if halves else 0.0
 
 
 def error_bounds(step: Step, kind: DType) -> ErrorBounds:
-    """Of a result of dtype ``kind``."""
+    """Return the bounds for a result of dtype ``kind``."""
     tol, loose = tolerance(step), _half_tolerance(step)
     between = _rounding_step(kind) if get(step.node.op).fusion else 0.0
     if loose:
@@ -136,11 +146,11 @@ def error_bounds(step: Step, kind: DType) -> ErrorBounds:
 
 
 def _rounding_step(kind: DType) -> float:
-    """Between two neighbours of a format that results are rounded to, by the largest of a row."""
+    """Return one rounding step of a result format, as a share of the largest value of a row."""
     halves = {F16.name: 2.0**-10, BF16.name: 2.0**-7}
     return _BLOCK_ROUNDING if kind.quantised else halves.get(kind.name, 0.0)
 
 
 def shapes(nodes: Sequence[Tensor | None], env: dict[str, int]) -> list[str]:
-    """dtype[shape] of each that is there, with the values of the Vars."""
+    """Return dtype[shape] of each node that is not None, at the given values of the Vars."""
     return [str(node.meta.at(env)) for node in nodes if node is not None]

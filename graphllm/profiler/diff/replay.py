@@ -1,4 +1,4 @@
-"""The two sides of a comparison: one runs its plan, the other the same steps in parts."""
+"""Replay of a plan: run it with its intermediate values fetched, and run its steps unfused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...graph.tensor import INPUT, STATE, Meta, Tensor, scope
 from ...ops import get, role
 from ...runtime.executor import Executor
 
-GROUP_BYTES = 256 << 20  # of values that are looked at in one run
+GROUP_BYTES = 256 << 20  # of values that are fetched in one run
 
 Values = dict[str, np.ndarray]
 
 
 @dataclass
 class StepInputs:
-    """What one step of a model is run with."""
+    """Inputs of one step of a model: feeds and values of the Vars."""
 
     feeds: Mapping[str, np.ndarray]
     env: dict[str, int]
@@ -31,7 +31,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepItem:
-    """A step of the first side, and its results: nodes of its plan, or views of them."""
+    """A step of the first side's plan, and its results: nodes of the plan or views of them."""
 
     index: int
     step: Step
@@ -44,7 +44,7 @@ class StepItem:
 
     @cached_property
     def read(self) -> dict[int, Tensor]:
-        """By index the operands whose values another step of the plan has made."""
+        """Operands, by index, that other steps of the plan computed."""
         written = get(self.step.node.op).written(self.step.node)
         return {
             i: s
@@ -54,24 +54,25 @@ class StepItem:
 
     @property
     def names(self) -> list[str]:
-        """What its results are called among the values of a run."""
+        """Keys of its results among the values of a run."""
         return [result_name(self.index, j) for j in range(len(self.results))]
 
     def operand(self, number: int) -> str:
+        """Return the key of operand ``number`` among the values of a run."""
         return f"{self.index}.in{number}"
 
     def nbytes(self, env: Mapping[str, int]) -> int:
-        """Of its results and of what it reads."""
+        """Return the bytes of its results and of the operands it reads."""
         return sum(n.meta.at(env).nbytes for n in (*self.results, *self.read.values()))
 
 
 def result_name(step: int, number: int) -> str:
-    """What result ``number`` of a step is called among the values of a run."""
+    """Return the key of result ``number`` of a step among the values of a run."""
     return f"{step}.out{number}"
 
 
 def _leaf(node: Tensor) -> Tensor | None:
-    """The leaf that ``node`` is, or is a view of; None where a step has been at it."""
+    """Return the leaf that ``node`` is or is a view of; None if a step computed it."""
     while node.is_view:
         if len(node.sources) > 1:
             return None
@@ -80,13 +81,13 @@ def _leaf(node: Tensor) -> Tensor | None:
 
 
 def step_items(plan: Plan) -> list[StepItem]:
-    """The plan's steps, but for those that copy between memories."""
+    """Return the plan's steps, without copies between memories."""
     found = [StepItem.of(i, step) for i, step in enumerate(plan.steps)]
     return [item for item in found if get(item.step.node.op).role != TRANSFER]
 
 
 def group_items(all_items: Sequence[StepItem], env: Mapping[str, int]) -> Iterator[list[StepItem]]:
-    """Consecutive items whose values fit in `GROUP_BYTES`, one at least."""
+    """Yield groups of consecutive items with up to `GROUP_BYTES` of values, at least one item."""
     group: list[StepItem] = []
     size = 0
     for item in all_items:
@@ -106,7 +107,7 @@ def group_items(all_items: Sequence[StepItem], env: Mapping[str, int]) -> Iterat
 def run_instrumented(
     executor: Executor, plan: Plan, group: Sequence[StepItem], run: StepInputs
 ) -> Values:
-    """Results and operands of the group's steps, as the plan has them on its way."""
+    """Run the plan; return results and operands of the steps in ``group``."""
     wanted = {name: r for item in group for name, r in zip(item.names, item.results)}
     wanted |= {item.operand(i): s for item in group for i, s in item.read.items()}
     wider = executor.with_outputs(plan, wanted)
@@ -119,9 +120,9 @@ def run_instrumented(
 def run_isolated(
     executor: Executor, group: Sequence[StepItem], run: StepInputs, values: Mapping[str, np.ndarray]
 ) -> Values:
-    """The results of the group's steps on another executor, each from the first side's operands.
+    """Run the steps in ``group`` on another executor, each from the first side's operands.
 
-    States that a step writes begin with zeros, as the first side's do.
+    States that a step writes are zero initially, as on the first side.
     """
     outputs: dict[str, Tensor] = {}
     for item in group:
@@ -134,7 +135,7 @@ def run_isolated(
 
 
 def _stand_in(item: StepItem, index: int) -> Tensor | None:
-    """Operand ``index`` as a leaf: what the first side has computed is fed, dense."""
+    """Return operand ``index`` as a leaf; values that the first side computed are fed, dense."""
     source = item.step.node.src[index]
     written = index in get(item.step.node.op).written(item.step.node)
     if source is None or not (written or index in item.read):
@@ -145,18 +146,20 @@ def _stand_in(item: StepItem, index: int) -> Tensor | None:
 
 
 def _rebuilt(node: Tensor, src: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The results of ``node``'s op, of its parts if it is fused, over other operands."""
+    """Apply the op of ``node``, decomposed if it is fused, to other operands."""
     with scope(node.scope):
         made = get(node.op)(*src, **node.attrs)
     return made if isinstance(made, tuple) else (made,)
 
 
 def decomposed(all_items: Sequence[StepItem]) -> dict[str, Tensor]:
-    """The results of all items in one graph of unfused ops in one memory, quantised as they are."""
+    """Return the results of all items in one unfused graph, with the same quantization."""
     return _Decomposition(all_items).results()
 
 
 class _Decomposition:
+    """Rebuilds a plan's nodes with fused ops decomposed and copies between memories removed."""
+
     def __init__(self, all_items: Sequence[StepItem]) -> None:
         self.items = all_items
         self.new: dict[Tensor, Tensor] = {}
@@ -168,7 +171,7 @@ class _Decomposition:
             if get(item.step.node.op).fusion:
                 self.old[item.step.node] = item.results
         for node in toposort(item.step.node for item in self.items):
-            self.new[node] = self._moved(node)
+            self.new[node] = self._rebuild(node)
         return {
             name: node
             for item in self.items
@@ -178,7 +181,7 @@ class _Decomposition:
     def _of(self, node: Tensor) -> tuple[Tensor, ...]:
         return self.made.get(node, (self.new[node],))
 
-    def _moved(self, node: Tensor) -> Tensor:
+    def _rebuild(self, node: Tensor) -> Tensor:
         src = tuple(s and self.new[s] for s in node.src)
         if node.is_leaf:
             return node
@@ -196,7 +199,7 @@ class _Decomposition:
         return next((m for m, r in zip(made, self.old[node]) if r is node), made[0])
 
     def _result(self, view: Tensor) -> Tensor | None:
-        """What the view is, if it is one of several results of a fused node."""
+        """Return the result of a decomposed fused node that ``view`` stands for, or None."""
         owner = view.sources[-1]
         if owner not in self.made:
             return None
@@ -212,5 +215,5 @@ def run_cumulative(
     run: StepInputs,
     bounds: Mapping[str, tuple[int, int]] | None = None,
 ) -> Values:
-    """Values of some nodes of a graph, each from what this executor itself computed before."""
+    """Run a graph on one executor, so that each value depends on its own earlier ones."""
     return executor.run(executor.compile(outputs, bounds), run.feeds, run.env)

@@ -1,4 +1,4 @@
-"""A profile as one self-contained HTML file."""
+"""Profile report as one self-contained HTML file."""
 
 from .page import render_page
 

@@ -1,8 +1,7 @@
-"""The HTML report: template, style, script and data in one file, which needs no network.
+"""The HTML report: template, style, scripts and data in one file that needs no network.
 
-The scripts are plain ones that share a scope, in the order of `SCRIPTS`; they make every element
-through the document's own functions and never read text as HTML. The page's policy lets nothing run
-but this very script.
+The scripts share one scope, in the order of `SCRIPTS`. They create all elements through the DOM and
+never parse text as HTML. The content security policy of the page allows only this script, by hash.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SCRIPTS = (
 
 
 def render_page(report: Mapping[str, Any]) -> str:
-    """The page of a report (docs/profile-format.md), to be written as UTF-8."""
+    """Return the page of a report (docs/profile-format.md), to be written as UTF-8."""
     style = _file("style.css")
     script = "(() => {\n" + "\n".join(map(_file, SCRIPTS)) + "\n})();\n"
     policy = (
@@ -40,7 +39,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         "script": script,
         "data": _json_for_script(reduce_report(report)),
     }
-    # In one go, so that what is filled in is not looked at for more to fill in.
+    # One substitution pass, so that inserted text is not searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _file("template.html"))
 
 
@@ -49,12 +48,12 @@ def _file(name: str) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    """As a content security policy names what may run."""
+    """Return the hash of an inline element for a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _json_for_script(data: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element: no text in it can end the element."""
+    """Return JSON that is safe in a script element: no text in it can end the element."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

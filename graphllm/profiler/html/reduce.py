@@ -1,7 +1,7 @@
-"""What of a report the HTML page holds: steps without the times of each run, in columns.
+"""Reduction of a report for the HTML page: one column per key, without the times of each run.
 
-A column is a list of one value a row; texts are numbers of the list ``texts``, where each stands
-once. So 100,000 rows are some megabytes.
+A column is a list with one value per row; strings are indices into the list ``texts``, which has
+each string once. So 100,000 rows take a few megabytes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from itertools import accumulate
 from statistics import median_low
 from typing import Any
 
-# What has many values is last, so that the others have small numbers.
+# Columns with many distinct values are last, so that the others have small indices.
 TEXTS = ("op", "weight", "backend", "kernel", "why", "bound", "origin", "shape", "scope")
 NUMBERS = ("plan", "step", "layer", "overlap")
 
 
 class _Texts:
-    """Numbers texts in the order in which they come."""
+    """Assigns indices to strings in order of appearance."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -30,7 +30,7 @@ class _Texts:
 
 
 def reduce_report(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The report with its phases in columns; see docs/profile-format.md for what it is made of."""
+    """Return the report with its phases in columns; keys as in docs/profile-format.md."""
     texts = _Texts()
     phases = [_phase(phase, texts) for phase in report["phases"]]
     rest = {key: value for key, value in report.items() if key != "phases"}
@@ -72,7 +72,7 @@ def _columns(rows: Sequence[Mapping[str, Any]], texts: _Texts) -> dict[str, list
 def _median_run(
     plan: int, rows: Sequence[Mapping[str, Any]], runs: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The run of a plan whose length is the median, with the time of each of its steps."""
+    """Return the run of a plan with the median duration, with the times of its steps."""
     own = [run for run in runs if run["plan"] == plan]
     lengths = []
     for index, run in enumerate(own):
@@ -86,7 +86,7 @@ def _median_run(
 
 
 def _arena(arena: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
-    """A span's name is an op and a scope, which rows have, too."""
+    """Return an arena in columns; the name of a buffer is split into op and scope."""
     spans = arena["spans"]
     names = [span["name"].partition(" ") for span in spans]
     numbers = ("offset", "nbytes", "first", "last")
@@ -101,7 +101,7 @@ def _arena(arena: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
 
 
 def _peak(spans: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The most bytes that are alive at one step, and the first such step."""
+    """Return the peak of bytes alive at one step, and the first such step."""
     change = [0] * (max((span["last"] for span in spans), default=0) + 2)
     for span in spans:
         change[span["first"]] += span["nbytes"]
