@@ -83,7 +83,7 @@ class Layers:
         if recorder:
             for _ in range(ROUNDS):
                 self.executor.run(plan, {"x": x}, env, profile=recorder, fetch=())
-        ((segment, _),) = self.executor._programs[plan].segments
+        ((segment, _),) = self.executor.segments(plan)
         gpu = self.executor.devices["cuda"].gpu
         times = gpu.time_runs(lambda: segment.run(None), ROUNDS)
         return median(times) / self.count, distinct

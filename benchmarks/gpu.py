@@ -165,7 +165,7 @@ def host() -> Lines:
     feeds = {"x": np.ones((1, WIDTH), np.float32)}
     for _ in range(3):
         executor.run(plan, feeds)
-    ((segment, _),) = executor._programs[plan].segments
+    ((segment, _),) = executor.segments(plan)
     gpu = executor.devices["cuda"].gpu
     each = median(gpu.time_runs(lambda: segment.run(None), ROUNDS)) / 300
     yield f"GPU, a step: {1e6 * each:.2f} us"
@@ -193,7 +193,7 @@ def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[floa
     used = {name: data for name, data in feeds.items() if name in plan.leaves}
     for _ in range(2):
         executor.run(plan, used, fetch=())
-    ((segment, _),) = executor._programs[plan].segments
+    ((segment, _),) = executor.segments(plan)
     gpu = executor.devices["cuda"].gpu
     nbytes = sum(ops.get(step.node.op).node_cost(step.node, env).bytes for step in plan.steps)
     return 1e6 * median(gpu.time_runs(lambda: segment.run(None), ROUNDS)), nbytes

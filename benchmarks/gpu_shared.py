@@ -78,8 +78,8 @@ class Marks:
         self._marks: list[Any] = []
         if not steps.lookahead:
             raise GraphllmError("the steps are not one segment on the GPU")
-        work, *copies = steps._begin
-        steps._begin = [self._mark, work, self._mark, *copies]
+        work, *copies = steps.launchers
+        steps.launchers = [self._mark, work, self._mark, *copies]
 
     def _mark(self) -> None:
         self._marks.append(self._event())

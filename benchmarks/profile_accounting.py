@@ -77,7 +77,7 @@ def agreement(llm: LLM, ids: list[int]) -> Iterator[str]:
     """Each kind of op in timed runs of a plan that is one CUDA graph, by CUPTI and as noted."""
     found, runs = recorded(llm, ids)
     plan = llm.engine.decode_plan()
-    ((segment, _),) = llm.executor._programs[plan].segments
+    ((segment, _),) = llm.executor.segments(plan)
     owners = [i for i, part in enumerate(segment._work) for w in part if 0 not in w.grid]
     count = len(owners) + 2  # a kernel before them, and one after them, are the profiler's
     if len(found) != count * len(runs):

@@ -1,8 +1,8 @@
-"""Buffers of leaves: inputs, states and weights, each kept as long as a graph has the leaf."""
+"""Buffers of leaves (inputs, states, weights), kept as long as a graph has the leaf."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,21 +10,20 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from ..backends import Device, Operand
+from ..backends import Device, Operand, Pack
 from ..backends.alignment import aligned
 from ..errors import GraphError, GraphllmError, OutOfMemory
 from ..graph.dtype import BF16, DType
 from ..graph.tensor import Meta, Tensor, replica
 from ..weights import Arrays, Weights
-from .buffer_guards import GUARD_BYTES, write_guards
 from .devices import Devices
 
-Pack = Callable[[np.ndarray, Meta], np.ndarray]
+GUARD_VALUE = 0xA5  # of guard bytes around a buffer
 
 
 @dataclass
 class _Value:
-    """An input or a state in one memory, at the widest shape of the leaf."""
+    """The buffer of an input or a state in one memory, at the upper bound of its shape."""
 
     operand: Operand
     written: bool = False
@@ -33,20 +32,25 @@ class _Value:
 class Buffers:
     """Buffers of the leaves of an executor's graphs.
 
-    All graphs of an executor share one node for each leaf name, see `leaf`. Whatever is held for
-    the leaf is held under that node, weakly: it goes with the last graph or plan that has the leaf.
+    All graphs of an executor share one node per leaf name, see `leaf`. Buffers are held under this
+    node by weak reference: they are freed with the last graph or plan that has the leaf.
+
+    Args:
+        devices: devices of the executor.
+        weights: source of the bytes of weights.
+        guard_bytes: guard bytes before and behind each input and state; filled with `GUARD_VALUE`.
     """
 
-    def __init__(self, devices: Devices, weights: Weights, guarded: bool) -> None:
-        self._devices, self._source, self._guarded = devices, weights, guarded
+    def __init__(self, devices: Devices, weights: Weights, guard_bytes: int = 0) -> None:
+        self._devices, self._source, self._guard_bytes = devices, weights, guard_bytes
         self._leaves: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._values: WeakKeyDictionary[Tensor, dict[str, _Value]] = WeakKeyDictionary()
         self._weights: WeakKeyDictionary[Tensor, dict[tuple[Pack | None, str], Any]]
-        self._weights = WeakKeyDictionary()  # by form and memory
-        self.packed = 0  # weights prepared so far
+        self._weights = WeakKeyDictionary()  # by pack function and memory
+        self.packed = 0  # number of weights prepared
 
     def leaf(self, node: Tensor) -> Tensor:
-        """The node that stands for all leaves of this name. GraphError if their shapes differ."""
+        """Return the node shared by all leaves of this name. GraphError if their Metas differ."""
         known = self._leaves.get(node.name)
         if known is None:
             known = self._leaves[node.name] = replica(node)
@@ -56,17 +60,18 @@ class Buffers:
 
     # -- inputs and states
     def operand(self, name: str, memory: str) -> Operand:
-        """The buffer of an input or a state in ``memory``; zeros at first."""
+        """Return the buffer of an input or a state in ``memory``, initially zeros."""
         leaf = self._leaves[name]
         values = self._values.setdefault(leaf, {})
         if memory not in values:
             device, nbytes = self._devices.owner(memory), leaf.meta.bound().nbytes
-            offset = GUARD_BYTES if self._guarded else 0
-            size = aligned(nbytes) + 2 * GUARD_BYTES if self._guarded else max(nbytes, 1)
+            guard = self._guard_bytes
+            size = aligned(nbytes) + 2 * guard if guard else max(nbytes, 1)
             buffer = allocate(device, size, name)
-            if self._guarded:
-                write_guards(buffer, nbytes)
-            values[memory] = _Value(Operand(replace(leaf.meta, offset=offset), buffer))
+            if guard:
+                buffer[:guard] = GUARD_VALUE
+                buffer[guard + nbytes :] = GUARD_VALUE
+            values[memory] = _Value(Operand(replace(leaf.meta, offset=guard), buffer))
         return values[memory].operand
 
     def write(self, name: str, data: Any) -> None:
@@ -92,7 +97,7 @@ class Buffers:
         return self._devices.owner(memory).copy_out(operand)
 
     def written(self, name: str) -> bool:
-        """Whether every buffer of the leaf has been written by the host."""
+        """Return whether the host has written every buffer of the leaf."""
         return all(value.written for value in self._values_of(name).values())
 
     def _values_of(self, name: str) -> dict[str, _Value]:
@@ -102,14 +107,14 @@ class Buffers:
         return values
 
     def values(self) -> Iterator[tuple[str, str, Operand]]:
-        """Name, memory and buffer of every input and state."""
+        """Yield name, memory and operand of every input and state."""
         for leaf, values in list(self._values.items()):
             for memory, value in values.items():
                 yield leaf.name, memory, value.operand
 
     # -- weights
     def weight(self, name: str, pack: Pack | None, device: Device) -> Any:
-        """The device's buffer of a weight, in the form that ``pack`` makes."""
+        """Return the device's buffer of a weight, packed by ``pack``."""
         leaf = self._leaves[name]
         forms, key = self._weights.setdefault(leaf, {}), (pack, device.memory)
         if key not in forms:
@@ -134,38 +139,54 @@ class Buffers:
             self._source.release(leaf.name)
         return made
 
+    def weight_buffers(self) -> Iterator[Any]:
+        """Yield the device buffer of every prepared weight."""
+        for forms in list(self._weights.values()):
+            yield from forms.values()
+
+    def cache_sizes(self) -> dict[str, int]:
+        """Return the number of leaves, of buffers of inputs and states, and of prepared weights."""
+        values, weights = len(list(self.values())), len(self._weights)
+        return {"leaves": len(self._leaves), "values": values, "weights": weights}
+
     def clear(self) -> None:
-        """Let go of everything, whoever still holds a graph or the weights' file."""
+        """Release all buffers and the weight source, even if a graph is still alive."""
         self._values.clear()
         self._weights.clear()
         self._source = Arrays({})
 
-    # -- sums
+    # -- accounting
     def held(self) -> Iterator[tuple[str, str, int]]:
-        """Memory, kind and bytes of every buffer."""
+        """Yield memory, kind and bytes of every buffer."""
         for forms in list(self._weights.values()):
             yield from ((memory, "weights", made.nbytes) for (_, memory), made in forms.items())
         for _, memory, operand in self.values():
             yield memory, "inputs and state", operand.buffer.nbytes
 
 
-# --------------------------------------------------------------------------------- what is written
+# ---------------------------------------------------------------------------------- fed arrays
 
 
 def fits(array: np.ndarray, meta: Meta) -> bool:
-    """Whether the array has the shape of ``meta``, which has no Var; for a block format, its bytes
-    [rows, n]."""
+    """Return whether ``array`` has the shape of ``meta``, which has no Var.
+
+    For a block format the array has rows of bytes, [rows, row_bytes].
+    """
     if meta.dtype.numpy is not None:
         return array.shape == meta.shape
     return array.ndim > 0 and len(array) == meta.rows and array.nbytes == meta.nbytes
 
 
 def converted(what: str, data: Any, kind: DType) -> np.ndarray:
-    """``data`` as an array of this dtype, or of bytes for a block format.
+    """Convert ``data`` to an array of dtype ``kind``, or of bytes for a block format.
 
-    Floats may be rounded. GraphError where a value would change otherwise: a float or a complex
-    number as an integer, an integer that the dtype does not have, a finite float that becomes
-    infinite.
+    Floats may be rounded. Any other change of a value raises GraphError: a float or complex number
+    for an integer dtype, an integer out of range, a finite float that would become infinite.
+
+    Args:
+        what: name of the data in errors.
+        data: an array or anything that `numpy.asarray` accepts.
+        kind: dtype of the result.
     """
     try:
         array = np.asarray(data)
@@ -191,7 +212,7 @@ def converted(what: str, data: Any, kind: DType) -> np.ndarray:
 
 
 def _number(kind: np.dtype) -> str:
-    """``integer`` or ``float``; empty for what is neither."""
+    """Return "integer", "float", or an empty string for any other dtype."""
     if kind.kind in "bui":
         return "integer"
     return "float" if kind.kind == "f" or kind == BF16.numpy else ""
@@ -202,8 +223,15 @@ def _number(kind: np.dtype) -> str:
 
 @contextmanager
 def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> Iterator[None]:
-    """OutOfMemory with these words where the device has no memory for ``nbytes``; ``argument``: the
-    one that would avoid it."""
+    """Raise OutOfMemory with this description if the device runs out of memory inside.
+
+    Args:
+        device: the device.
+        what: what the allocation is for.
+        nbytes: size of the allocation.
+        hint: what to do.
+        argument: argument that would avoid the error.
+    """
     try:
         yield
     except OutOfMemory as error:
@@ -215,6 +243,6 @@ def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> I
 
 
 def allocate(device: Device, nbytes: int, what: str) -> Any:
-    """A buffer of the device. OutOfMemory names ``what`` it was for."""
+    """Allocate a buffer on the device for ``what``. OutOfMemory if that fails."""
     with _room(device, what, nbytes, "a smaller context needs less", "context"):
         return device.alloc(nbytes)

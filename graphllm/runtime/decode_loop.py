@@ -1,4 +1,4 @@
-"""What comes out of a plan, and a plan that is run again and again: the loop of decoding."""
+"""Outputs of a bound plan, and the decode loop, which runs one plan repeatedly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from ..graph.tensor import Var
 
 
 class Output:
-    """Where a plan's output lies. What is known about it is found once: decoding reads it often."""
+    """One output of a bound plan. Readers and rings are cached by number of rows."""
 
     def __init__(self, device: Device, operand: Operand) -> None:
         self.device, self._operand = device, operand
-        self._readers: dict[int, Callable[[], np.ndarray]] = {}  # by count of rows
+        self._readers: dict[int, Callable[[], np.ndarray]] = {}
         self._rings: dict[int, Ring | None] = {}
 
     def reader(self, env: Mapping[str, int]) -> Callable[[], np.ndarray]:
-        """What gives a copy of the values after a run with these values of the Vars."""
+        """Return a function that copies the values after a run with the live values ``env``."""
         count = self._rows(env)
         if count not in self._readers:
             self._readers[count] = self.device.reader(self._at(env))
         return self._readers[count]
 
     def ring(self, env: Mapping[str, int]) -> Ring | None:
-        """The device's ring for the values after runs with these values of the Vars, empty. There
-        is one for each count of rows: copies into its slots may be under way."""
+        """Return the device's ring for runs with the live values ``env``, cleared.
+
+        Each number of rows has its own ring, since copies into its slots may be in flight.
+        """
         count = self._rows(env)
         if count not in self._rings:
             self._rings[count] = self.device.ring(self._at(env))
@@ -46,27 +48,33 @@ class Output:
 
 
 class DecodeLoop:
-    """A plan run again and again: `launch` begins a run, `take` gives the output of the oldest one.
+    """Repeated runs of one plan: `launch` starts a run, `take` returns the oldest run's output.
 
-    ``ahead``: so many more runs may be begun before the output of the first of them is taken.
-    ``waiting``: runs whose output has not been taken. Between two tokens the interpreter has cold
-    caches, and every line costs microseconds: what can be found before is found before.
+    All look-ups are done in advance: between two tokens the interpreter's caches are cold, and
+    every line of Python costs microseconds.
+
+    Attributes:
+        launchers: calls that start a run, in order.
+        lookahead: how many more runs may be launched before the first run's output is taken.
+        waiting: number of runs whose output has not been taken.
     """
 
     def __init__(
         self,
-        begin: Sequence[Callable[[], object]],
+        launchers: Sequence[Callable[[], object]],
         read: Callable[[], np.ndarray],
-        ahead: int = 0,
+        lookahead: int = 0,
     ) -> None:
-        self._begin, self._read, self.lookahead = begin, read, ahead
+        self.launchers, self._read, self.lookahead = launchers, read, lookahead
         self.waiting = 0
 
     def launch(self) -> None:
-        for part in self._begin:
-            part()
+        """Start a run."""
+        for call in self.launchers:
+            call()
         self.waiting += 1
 
     def take(self) -> np.ndarray:
+        """Wait for the oldest run that was not taken, and return its output."""
         self.waiting -= 1
         return self._read()

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ..backends import Backend, Device, Options
-
-Progress = Callable[[str, int, int], None]  # what, done, total
+from ..backends import Backend, Device, Options, Progress
 
 
 class Devices(dict[str, Device]):
-    """Devices by the name of their backend, each opened at first use."""
+    """Devices by name of their backend, opened at first use."""
 
     def __init__(self, backends: Sequence[Backend], options: Options, progress: Progress) -> None:
         super().__init__()
         self.backends, self.options, self.progress = backends, options, progress
 
     def of(self, backend: Backend) -> Device:
-        """The backend's device."""
+        """Return the device of ``backend``."""
         if backend.name not in self:
             device = self[backend.name] = backend.open_device(self.options)
             device.progress = self.progress
         return self[backend.name]
 
     def memory_of(self, backend: Backend) -> str:
-        """The memory that the backend's device works in."""
+        """Return the name of the memory of the device of ``backend``."""
         return self.of(backend).memory
 
     def owner(self, memory: str) -> Device:
-        """A device that can allocate and copy in ``memory``."""
-        rest = (self.of(backend) for backend in self.backends)  # opened only if none of these fits
-        return next(d for d in itertools.chain(list(self.values()), rest) if d.memory == memory)
+        """Return a device that can allocate and copy in ``memory``, an open one if there is one."""
+        others = (self.of(backend) for backend in self.backends)
+        return next(d for d in itertools.chain(list(self.values()), others) if d.memory == memory)

@@ -1,4 +1,4 @@
-"""Runs graphs: places them once, keeps a plan for each bucket, owns all buffers."""
+"""Executor: places graphs, keeps a plan per bucket of bounds, owns all buffers, runs plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from .. import backends as registry
-from ..backends import Bound, Header, Operand, Options, Segment
+from ..backends import Bound, Header, Operand, Options, Progress, Segment
 from ..compiler.placement import Pin, Placement, Tap, check_pins, pins_from, place
 from ..compiler.plan import Allocation, Plan, Step, compile_plan, with_outputs
 from ..debug import debug
@@ -21,55 +21,62 @@ from ..graph import rewrite
 from ..graph.op import get
 from ..graph.tensor import WEIGHT, Meta, Tensor, Var
 from ..weights import Arrays, Weights
-from .buffer_guards import GUARD_BYTES, NAN_BYTE, check_arenas, check_guards
 from .buffers import Buffers, allocate, converted, fits
 from .debug_log import memory_lines, step_printer
 from .decode_loop import DecodeLoop, Output
-from .devices import Devices, Progress
-from .recorder import Recorder
+from .devices import Devices
+from .recorder import BoundSegments, Recorder
 
-Bounds = Mapping[str, tuple[int, int]]  # of Vars, by name
+Bounds = Mapping[str, tuple[int, int]]  # name of a Var -> (lower, upper) bound
 
 
 @dataclass
-class _Program:
-    """A plan bound to buffers: its segments, ready to run."""
+class _BoundPlan:
+    """The segments of a plan, ready to run on its buffers, and its outputs."""
 
     segments: list[tuple[Segment, list[Step]]]
-    arenas: dict[str, Any]
     outputs: dict[str, Output]
 
 
 @dataclass
-class _Graph:
-    """What is kept of a graph while its outputs live: its placement, and its plans by bounds.
+class _GraphEntry:
+    """What is cached for a graph as long as its outputs live: its placement, its plans by bounds.
 
-    ``more``: graphs that have one more output than this one, by its node and its name.
+    ``extended``: entries of graphs that have one more output than this one, by its node and name.
     """
 
     placement: Placement | None = None
     plans: dict[object, Plan] = field(default_factory=dict)
-    more: WeakKeyDictionary[Tensor, dict[str, _Graph]] = field(default_factory=WeakKeyDictionary)
+    extended: WeakKeyDictionary[Tensor, dict[str, _GraphEntry]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
-    def of(self, outputs: Mapping[str, Tensor]) -> _Graph:
-        """That of a graph with these outputs."""
+    def of(self, outputs: Mapping[str, Tensor]) -> _GraphEntry:
+        """Return the entry of a graph with these outputs."""
         found = self
         for name, node in outputs.items():
-            found = found.more.setdefault(node, {}).setdefault(name, _Graph())
+            found = found.extended.setdefault(node, {}).setdefault(name, _GraphEntry())
         return found
 
 
 class Executor:
-    """Gives every op of a graph to the first backend that can run it, and runs the plans.
+    """Gives each op of a graph to the first backend that can run it, and runs the plans.
 
-    ``weights``: where weight leaves find their bytes. ``backends``: names in order of preference;
-    unusable ones are skipped, with their reason kept in ``skipped``. ``pins``: scope pattern ->
-    backend. ``strict``: PlacementError when an op misses the first usable backend. ``poison`` (for
-    tests): arenas are filled with NaN before each run and every buffer has canaries around it.
+    What is cached for a graph (placement, plans, buffers of inputs, states and weights) is freed
+    when the last of its output nodes and of its plans is deleted. A model placed with `place_model`
+    is kept.
 
-    What is kept of a graph (placement, plans, buffers of inputs, states and weights) is dropped
-    with it: with the last of its output nodes and of its plans. An adopted model is held.
+    Args:
+        weights: source of the bytes of weight leaves.
+        backends: names in order of preference. Unusable ones are skipped, with the reason in
+            ``skipped``.
+        options: execution options.
+        pins: scope pattern -> name of a backend.
+        strict: raise PlacementError when an op misses the first usable backend.
+        progress: called during long work with a task, units done and units in total.
     """
+
+    guard_bytes = 0  # around every buffer; see `graphllm.runtime.buffer_guards`
 
     def __init__(
         self,
@@ -79,49 +86,59 @@ class Executor:
         *,
         pins: Mapping[str, str] | None = None,
         strict: bool = False,
-        poison: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.weights = weights or Arrays({})
         self.options = options or Options()
-        self.pins, self.strict, self.poison = pins_from(pins or {}), strict, poison
+        self.pins, self.strict = pins_from(pins or {}), strict
         self.progress = progress or (lambda what, done, total: None)
         self.backends, self.skipped = registry.select_usable(backends or registry.names())
         self.devices = self._devices()
-        self.buffers = Buffers(self.devices, self.weights, poison)
+        self.buffers = Buffers(self.devices, self.weights, self.guard_bytes)
         self.header = Header()
-        self.load_times = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds of preparing them so far
-        self._arenas: dict[str, Any] = {}
-        self._model: Mapping[str, Tensor] = {}  # what was adopted
-        self._model_placement: Placement | None = None
-        self._moved: Mapping[Tensor, Tensor] = {}  # the adopted model's nodes as they were placed
-        self._graphs = _Graph()
-        self._programs: WeakKeyDictionary[Plan, _Program | None] = WeakKeyDictionary()
+        self.load_times = {"weights_s": 0.0, "kernels_s": 0.0}  # seconds, in total
+        self.arenas: dict[str, Any] = {}  # buffer of intermediates by memory
+        self.model: Mapping[str, Tensor] = {}  # outputs of the model of `place_model`
+        self.model_placement: Placement | None = None
+        self._moved: Mapping[Tensor, Tensor] = {}  # node of the model -> its placed node
+        self._graphs = _GraphEntry()
+        self._plans: WeakKeyDictionary[Plan, _BoundPlan | None] = WeakKeyDictionary()
 
     def _devices(self) -> Devices:
         return Devices(self.backends, self.options, self.progress)
 
     def close(self) -> None:
-        """Let go of all buffers, weights and devices, whoever still holds a graph or a plan."""
-        for each in (self._programs, self._arenas, self.buffers, self.devices):
+        """Release all buffers, weights and devices, even if a graph or a plan is still alive."""
+        for each in (self._plans, self.arenas, self.buffers, self.devices):
             each.clear()
-        self._graphs, self._model, self._moved = _Graph(), {}, {}
-        self._model_placement, self.weights = None, Arrays({})
+        self._graphs, self.model, self._moved = _GraphEntry(), {}, {}
+        self.model_placement, self.weights = None, Arrays({})
+
+    def cache_sizes(self) -> dict[str, int]:
+        """Return the number of cached graphs, live plans, and leaves and weights with a buffer."""
+        sizes = {"graphs": len(self._graphs.extended), "plans": len(self._plans)}
+        return {**sizes, **self.buffers.cache_sizes()}
 
     # --------------------------------------------------------------------------------- placement
 
     def place_model(self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()) -> None:
-        """Place a whole model, so that all plans for some of its outputs agree on where each site
-        runs and each state lies.
+        """Place a whole model, so that plans for any of its outputs agree on the placement.
 
-        ``pins``: after the executor's own. PlacementError for one that names nothing, or an op
-        without a backend. It must be done before any plan is bound.
+        That is the backend of each node and the memory of each state. Call it before any plan is
+        bound.
+
+        Args:
+            outputs: outputs of the model by name.
+            pins: pins with lower priority than the executor's own.
+
+        Raises:
+            PlacementError: a pin matches nothing, or no backend can run an op.
         """
-        assert not any(self._programs.values())
+        assert not any(self._plans.values())
         check_pins(self.pins, rewrite.toposort(outputs.values()), self.backends)
-        self._graphs = _Graph()
-        self._programs.clear()
-        self._model, (self._model_placement, self._moved) = outputs, self._place(outputs, pins)
+        self._graphs = _GraphEntry()
+        self._plans.clear()
+        self.model, (self.model_placement, self._moved) = outputs, self._place(outputs, pins)
 
     def _place(
         self, outputs: Mapping[str, Tensor], pins: Sequence[Pin] = ()
@@ -130,142 +147,146 @@ class Executor:
         return place(outputs, self.backends, self.options, memory_of, pins, self.buffers.leaf)
 
     def _placement(self, outputs: Mapping[str, Tensor]) -> Placement:
-        """Of these outputs, as part of the adopted model if they are."""
-        adopted = all(self._model.get(name) is node for name, node in outputs.items())
-        whole = (
-            self._model_placement if adopted and self._model_placement else self._place(outputs)[0]
-        )
-        return whole.part(outputs)
+        """Return the placement of ``outputs``, as part of the placed model if they belong to it."""
+        of_model = all(self.model.get(name) is node for name, node in outputs.items())
+        whole = self.model_placement if of_model else None
+        return (whole or self._place(outputs)[0]).part(outputs)
 
     # ------------------------------------------------------------------------------------- plans
 
     def compile(self, outputs: Mapping[str, Tensor], bounds: Bounds | None = None) -> Plan:
-        """The plan that computes ``outputs`` while the Vars stay within ``bounds``.
+        """Return the plan that computes ``outputs`` while the Vars stay within ``bounds``.
 
-        Kept while the graph is: the same call returns the same plan. PlacementError when an op has
-        no backend.
+        The plan is cached as long as the graph lives. PlacementError if no backend can run an op.
         """
-        kept, key = self._graphs.of(outputs), tuple(sorted((bounds or {}).items()))
-        if key not in kept.plans:
-            kept.placement = kept.placement or self._placement(outputs)
-            kept.plans[key] = self._compiled(kept.placement, bounds)
-        return kept.plans[key]
+        entry, key = self._graphs.of(outputs), tuple(sorted((bounds or {}).items()))
+        if key not in entry.plans:
+            entry.placement = entry.placement or self._placement(outputs)
+            entry.plans[key] = self._compiled(entry.placement, bounds)
+        return entry.plans[key]
 
     def tap(self, taps: Sequence[Tap], bounds: Bounds | None = None) -> Plan:
-        """A plan whose outputs are values within the adopted model, some of them replaced on the
-        way. It is not kept."""
-        assert self._model_placement is not None
-        return self._compiled(self._model_placement.tapped(taps, self._moved), bounds)
+        """Return a plan, not cached, that outputs or replaces inner values of the placed model."""
+        assert self.model_placement is not None
+        return self._compiled(self.model_placement.tapped(taps, self._moved), bounds)
 
     def with_outputs(self, plan: Plan, values: Mapping[str, Tensor]) -> Plan:
-        """``plan`` with more outputs: nodes of its graph, or views of them. It is not kept."""
+        """Return ``plan`` with more outputs, not cached: nodes of its graph, or views of them."""
         self._check_own(plan)
         extended = with_outputs(plan, values)
-        self._programs[extended] = None
+        self._plans[extended] = None
         return extended
 
     def _compiled(self, placement: Placement, bounds: Bounds | None) -> Plan:
-        plan = compile_plan(placement, bounds, GUARD_BYTES if self.poison else 0)
+        plan = compile_plan(placement, bounds, self.guard_bytes)
         if self.strict:
             plan.check_strict()
         debug(1, plan.explain)
-        self._programs[plan] = None
+        self._plans[plan] = None
         return plan
 
     def _check_own(self, plan: Plan) -> None:
-        if plan not in self._programs:
+        if plan not in self._plans:
             raise GraphError(
-                "the plan is not one of this executor: another one compiled it, or the model was "
-                "placed anew since"
+                "the plan does not belong to this executor: another executor compiled it, or the "
+                "model was placed again since"
             )
 
     # ------------------------------------------------------------------------------------ binding
 
-    def _arena(self, memory: str, nbytes: int) -> Any:
-        """The memory's arena. Growing it unbinds every plan that points into the old one."""
-        if memory not in self._arenas or self._arenas[memory].nbytes < nbytes:
-            self._arenas.pop(memory, None)  # the old one is gone before there is a new one
-            self._programs.update(dict.fromkeys(self._programs))
-            self._arenas[memory] = allocate(self.devices.owner(memory), nbytes, "intermediates")
-        return self._arenas[memory]
-
     def bind(self, plan: Plan) -> None:
-        """Allocate buffers, pack weights and build the plan's segments, unless that was done.
+        """Allocate buffers, pack weights and build the segments of ``plan``, unless already done.
 
-        GraphError for a plan of another executor.
+        GraphError if another executor compiled the plan.
         """
-        self._program(plan)
+        self._bound(plan)
 
-    def _program(self, plan: Plan) -> _Program:
+    def segments(self, plan: Plan) -> BoundSegments:
+        """Bind ``plan``, and return its segments with their steps."""
+        return self._bound(plan).segments
+
+    def _bound(self, plan: Plan) -> _BoundPlan:
         self._check_own(plan)
-        program = self._programs[plan]
-        if program is None:
-            program = self._bound(plan)
-            self._programs[plan] = program
-        return program
+        bound = self._plans[plan]
+        if bound is None:
+            bound = self._plans[plan] = self._bind(plan)
+        return bound
 
-    def _bound(self, plan: Plan) -> _Program:
-        arenas = {memory: self._arena(memory, nbytes) for memory, nbytes in plan.arena.items()}
+    def _arena(self, memory: str, nbytes: int) -> Any:
+        """Return the arena of a memory. Growing it unbinds all plans, which point into the old."""
+        if memory not in self.arenas or self.arenas[memory].nbytes < nbytes:
+            self.arenas.pop(memory, None)  # free the old arena before allocating the new one
+            self._plans.update(dict.fromkeys(self._plans))
+            self.arenas[memory] = allocate(self.devices.owner(memory), nbytes, "intermediates")
+        return self.arenas[memory]
+
+    def _bind(self, plan: Plan) -> _BoundPlan:
+        for memory, nbytes in plan.arena.items():
+            self._arena(memory, nbytes)
         total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
-        bound: list[Bound] = []
+        steps: list[Bound] = []
         start = time.perf_counter()
         for index, step in enumerate(plan.steps):
-            inputs = tuple(self._input(plan, step, i, arenas) for i in range(len(step.node.src)))
+            inputs = tuple(self._input(plan, step, i) for i in range(len(step.node.src)))
             self.progress("preparing weights", min(self.buffers.packed, total), total)
-            home = plan.memory[rewrite.root(step.node)]
-            out = self._operand(plan, step.node, home, arenas)
-            allocation = plan.scratch.get(index)
-            scratch = _workspace(allocation, arenas) if allocation else None
-            bound.append(Bound(step.node, step.kernel, inputs, out, scratch))
+            out = self._operand(plan, step.node, plan.memory[rewrite.root(step.node)])
+            scratch = plan.scratch.get(index)
+            workspace = self._workspace(scratch) if scratch else None
+            steps.append(Bound(step.node, step.kernel, inputs, out, workspace))
         ready = time.perf_counter()
         segments, at = [], 0
-        for steps in plan.segments():
-            device = self.devices.of(steps[0].backend)
-            segments.append((device.build(bound[at : at + len(steps)], self.header), steps))
-            at += len(steps)
+        for group in plan.segments():
+            device = self.devices.of(group[0].backend)
+            segments.append((device.build(steps[at : at + len(group)], self.header), group))
+            at += len(group)
         self.load_times["weights_s"] += ready - start
         self.load_times["kernels_s"] += time.perf_counter() - ready
         outputs = {}
         for name, node in plan.outputs.items():
             memory = plan.memory[rewrite.root(node)]
-            operand = self._operand(plan, node, memory, arenas)
+            operand = self._operand(plan, node, memory)
             outputs[name] = Output(self.devices.owner(memory), operand)
-        debug(1, lambda: memory_lines(self.buffers.held(), self._arenas))
-        return _Program(segments, arenas, outputs)
+        debug(1, lambda: memory_lines(self.buffers.held(), self.arenas))
+        return _BoundPlan(segments, outputs)
 
-    def _input(
-        self, plan: Plan, step: Step, index: int, arenas: Mapping[str, Any]
-    ) -> Operand | None:
+    def _input(self, plan: Plan, step: Step, index: int) -> Operand | None:
         source = step.node.src[index]
         if source is None:
             return None
         if source.base.op == WEIGHT:
             pack = step.kernel.pack.get(get(step.node.op).operand(index))
             device = self.devices.of(step.backend)
-            if device.memory != step.memory:  # it is copied from the host's
+            if device.memory != step.memory:  # a transfer reads it from the host's memory
                 device = self.devices.owner(step.memory)
             return Operand(source.meta, self.buffers.weight(source.base.name, pack, device))
-        return self._operand(plan, source, step.memory, arenas)
+        return self._operand(plan, source, step.memory)
 
-    def _operand(self, plan: Plan, node: Tensor, memory: str, arenas: Mapping[str, Any]) -> Operand:
+    def _operand(self, plan: Plan, node: Tensor, memory: str) -> Operand:
         own = rewrite.root(node)
-        if not own.is_leaf:
-            return _in_arena(node, plan.allocations[own], arenas)
-        leaf = self.buffers.operand(own.name, memory)
-        return Operand(replace(node.meta, offset=node.meta.offset + leaf.meta.offset), leaf.buffer)
+        if own.is_leaf:
+            leaf = self.buffers.operand(own.name, memory)
+            buffer, offset = leaf.buffer, leaf.meta.offset
+        else:
+            place = plan.allocations[own]
+            buffer, offset = self.arenas[place.memory], place.offset
+        return Operand(replace(node.meta, offset=node.meta.offset + offset), buffer)
+
+    def _workspace(self, allocation: Allocation) -> Operand:
+        meta = replace(Meta.of((allocation.nbytes,), "i8"), offset=allocation.offset)
+        return Operand(meta, self.arenas[allocation.memory])
 
     # -------------------------------------------------------------------------------------- state
 
     def set_state(self, name: str, data: np.ndarray) -> None:
         """Write the leading rows of a state or an input, in every memory that holds it.
 
-        ``data``: as a feed; of a block format its bytes, uint8 [rows, n]. GraphError where it does
-        not fit.
+        ``data`` is converted as a feed of `run`; for a block format it is uint8 [rows, row_bytes].
+        GraphError if it does not fit.
         """
         self.buffers.write(name, data)
 
     def get_state(self, name: str, rows: int | None = None) -> np.ndarray:
-        """A copy of a state or an input, or of its first ``rows``."""
+        """Return a copy of a state or an input, or of its first ``rows`` rows."""
         return self.buffers.read(name, rows)
 
     # ---------------------------------------------------------------------------------------- run
@@ -278,40 +299,32 @@ class Executor:
         profile: Recorder | None = None,
         fetch: Collection[str] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Run ``plan`` on ``feeds`` (leaf name -> array) and return copies of its outputs.
+        """Run ``plan`` once and return copies of its outputs.
 
-        ``fetch``: the outputs to copy, all by default (a written KV pool is better left where it
-        is). Vars take their value from the rows of what is fed, or from ``env``. With ``profile``,
-        the time of every step is recorded in it.
+        Args:
+            plan: a plan of this executor.
+            feeds: name of a leaf -> array, converted to the dtype of the leaf. All inputs must be
+                fed; a state that is not fed keeps its value.
+            env: live values of Vars; others are taken from the rows of the feeds.
+            profile: recorder of the run.
+            fetch: names of the outputs to copy, all by default (copying a KV pool is expensive).
 
-        Every input of the plan must be fed; states keep their values unless they are fed. Feeds are
-        converted to the dtype of their leaf. GraphError names an input that is missing, or a feed
-        whose shape or dtype does not fit, see `graphllm.runtime.buffers.converted`.
+        Raises:
+            GraphError: an input is missing, or the shape or dtype of a feed does not fit, see
+                `graphllm.runtime.buffers.converted`.
         """
-        program = self._program(plan)
+        bound = self._bound(plan)
         for name, leaf in plan.inputs.items():
             if name not in (feeds or {}):
                 raise GraphError(f"input {name!r} ({leaf.meta}) is not fed")
         values = self._feed(plan, feeds or {}, dict(env or {}))
-        self._run(plan, program, values, profile)
-        outputs = program.outputs.items()
-        return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
-
-    def _run(
-        self, plan: Plan, program: _Program, values: Mapping[str, int], profile: Recorder | None
-    ) -> None:
-        if self.poison:
-            for arena in program.arenas.values():
-                arena[:] = NAN_BYTE
-        if (profile := profile or step_printer()) is not None:
-            profile.run(plan, program.segments, values)
+        if (recorder := profile or step_printer()) is not None:
+            recorder.run(plan, bound.segments, values)
         else:
-            for segment, _ in program.segments:
+            for segment, _ in bound.segments:
                 segment.run(None)
-        if self.poison:
-            check_guards(self.buffers.values())
-            allocations = [*plan.allocations.values(), *plan.scratch.values()]
-            check_arenas(program.arenas, allocations)
+        outputs = bound.outputs.items()
+        return {n: o.reader(values)() for n, o in outputs if fetch is None or n in fetch}
 
     def decode_loop(
         self,
@@ -322,35 +335,40 @@ class Executor:
         profile: Recorder | None = None,
         counts: Callable[[], Mapping[str, int]] = dict,
     ) -> DecodeLoop:
-        """What runs ``plan`` again and again and gives one output, for the decode loop.
+        """Return a loop that runs ``plan`` repeatedly and returns one output of each run.
 
-        ``feeds`` are written once, now; inputs that are not among them keep what they were fed
-        last, and GraphError names one that never was. The result holds while the Vars and the bound
-        buffers stay as they are; other feeds go through `set_state`, in order with what has been
-        launched. Where the plan is one segment, the next run may be begun before the output of the
-        last is there, if the device can do that. With ``profile`` runs are timed in it; ``counts``:
-        what is known of each run besides the Vars, for the costs of its steps.
+        The loop is valid while the Vars and the bound buffers stay the same. If the plan is one
+        segment and the device supports it, a run may be launched before the previous run's output
+        is read; `set_state` takes effect in order with launches.
+
+        Args:
+            plan: a plan of this executor.
+            feeds: inputs to write once, now; other inputs keep the last value they were fed.
+            env: live values of the Vars.
+            name: the output to return.
+            profile: recorder of the runs.
+            counts: returns further facts of the next run for the costs of its steps.
+
+        Raises:
+            GraphError: an input was never fed, or a feed does not fit.
         """
-        program = self._program(plan)
+        bound = self._bound(plan)
         values = self._feed(plan, feeds, dict(env))
         for leaf in plan.inputs.values():
             if not self.buffers.written(leaf.name):
                 raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
-        output = program.outputs[name]
-        if self.poison:
-            alone = partial(self._run, plan, program, profile=profile)
-            return DecodeLoop([lambda: alone({**values, **counts()})], output.reader(values))
-        begin: list[Callable[[], object]] = [partial(s.run, None) for s, _ in program.segments]
-        if (profile := profile or step_printer()) is not None:
-            timed = partial(profile.run, plan, program.segments)
-            begin = [lambda: timed({**values, **counts()})]
-        ring = output.ring(values) if len(program.segments) == 1 else None
+        output = bound.outputs[name]
+        launchers: list[Callable[[], object]] = [partial(s.run, None) for s, _ in bound.segments]
+        if (recorder := profile or step_printer()) is not None:
+            recorded = partial(recorder.run, plan, bound.segments)
+            launchers = [lambda: recorded({**values, **counts()})]
+        ring = output.ring(values) if len(bound.segments) == 1 else None
         if ring is None:
-            return DecodeLoop(begin, output.reader(values))
-        return DecodeLoop([*begin, ring.put], ring.take, ring.lookahead)
+            return DecodeLoop(launchers, output.reader(values))
+        return DecodeLoop([*launchers, ring.put], ring.take, ring.lookahead)
 
     def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
-        """Copy the feeds that this plan reads into their buffers; the values of all its Vars."""
+        """Copy the feeds that ``plan`` reads into their buffers; return the values of its Vars."""
         used = {}
         for name, data in feeds.items():
             if name not in plan.leaves:
@@ -368,13 +386,3 @@ class Executor:
         for name, data in used.items():
             self.set_state(name, data)
         return env
-
-
-def _in_arena(node: Tensor, allocation: Allocation, arenas: Mapping[str, Any]) -> Operand:
-    meta = replace(node.meta, offset=node.meta.offset + allocation.offset)
-    return Operand(meta, arenas[allocation.memory])
-
-
-def _workspace(allocation: Allocation, arenas: Mapping[str, Any]) -> Operand:
-    meta = replace(Meta.of((allocation.nbytes,), "i8"), offset=allocation.offset)
-    return Operand(meta, arenas[allocation.memory])

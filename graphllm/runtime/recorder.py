@@ -1,4 +1,4 @@
-"""What the runtime knows of profiling: a protocol for objects that run plans and record times."""
+"""The recorder protocol: all that the runtime knows of profilers and other observers of runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 from ..backends import Segment
 from ..compiler.plan import Plan, Step
 
-BoundSegments = Sequence[tuple[Segment, Sequence[Step]]]  # of a plan, in order
+BoundSegments = Sequence[tuple[Segment, Sequence[Step]]]  # the segments of a plan, in order
 
 
 class Recorder(Protocol):
-    """Runs the segments of a plan, and records when each of their steps ends."""
+    """Runs the segments of plans and records timestamps of their steps."""
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
-        """Run ``segments`` of ``plan`` once, with timestamps; ``env``: values of the Vars."""
+        """Run ``segments`` of ``plan`` once. ``env``: live values of the Vars."""

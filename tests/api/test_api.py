@@ -428,10 +428,9 @@ def test_after_the_end_every_use_is_one_error(path):
 
 def parts(llm) -> dict[str, weakref.ref]:
     executor = llm.executor
-    forms = next(iter(executor.buffers._weights.values()))
-    weight, arena = next(iter(forms.values())), executor._arenas["host"]
+    weight, arena = next(executor.buffers.weight_buffers()), executor.arenas["host"]
     held = {"weight": weight, "arena": arena, "device": executor.devices["cpu"]}
-    held |= {"decoder": llm.decoder, "placement": executor._adopted}
+    held |= {"decoder": llm.decoder, "placement": executor.model_placement}
     return {name: weakref.ref(each) for name, each in held.items()}
 
 

@@ -121,7 +121,7 @@ def test_as_a_run_has_it(tiny):
     pools = {name.removeprefix("kv.") for name in llm.engine.outputs if name.startswith("kv.")}
     assert host.kv == sum(held[name] for name in pools)
     assert host.kv == 2 * LAYERS * 128 * KV * WIDTH * 2
-    assert host.arena == executor._arenas["host"].nbytes
+    assert host.arena == executor.arenas["host"].nbytes
     assert host.total == host.weights + host.kv + host.state + host.arena
     plan = llm.engine.decode_plan()
     assert found.token.nbytes == bench.step_bytes(plan, found.token.cached + 1)

@@ -17,6 +17,7 @@ from graphllm.errors import GraphError
 from graphllm.formats import Q4_K, Q8_0, activations, quantization
 from graphllm.graph.fused_op import decompose, results
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -51,7 +52,7 @@ def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
 def test_fused_equals_its_parts(name):
     """On cpu as one step, in an arena of NaN and with canaries, and on the reference in parts."""
     weights = {k: v for g in grouped(name) if g.cases for k, v in g.weights.items()}
-    cpu = Executor(Arrays(weights), ("cpu",), poison=True)
+    cpu = GuardedExecutor(Arrays(weights), ("cpu",))
     reference = Executor(Arrays(weights), ("reference",))
     wrong = []
     for group in grouped(name):

@@ -83,13 +83,14 @@ def test_a_plan_outlives_its_graph(executor, counted):
 def test_a_graph_goes_when_one_of_its_outputs_does(executor, counted):
     x = feed("x", (T, 4), "f32")
     executor.bind(executor.compile({"x": x, "y": ops.silu(x)}))
-    assert len(executor._graphs.more) == 1  # x lives; nothing else does
-    assert len(executor._programs) == len(list(executor.buffers.values())) == 0
+    sizes = executor.cache_sizes()
+    assert sizes["graphs"] == 1  # x is alive, and nothing else
+    assert sizes["plans"] == sizes["values"] == 0
 
 
 def test_an_adopted_model_is_held(executor, counted):
     executor.place_model(outputs())
-    model = executor._model
+    model = executor.model
     plan = executor.compile({"y": model["y"]})
     address = weakref.ref(plan)
     del plan
@@ -102,7 +103,7 @@ def test_an_executor_is_no_cycle(executor, request, counted):
     graph = outputs()
     plan = own.compile(graph)
     own.run(plan, FEEDS)
-    gone, buffer = weakref.ref(own), weakref.ref(own._arenas["host"])
+    gone, buffer = weakref.ref(own), weakref.ref(own.arenas["host"])
     del own, plan
     assert gone() is None and buffer() is None
 

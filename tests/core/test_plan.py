@@ -18,6 +18,7 @@ from graphllm.errors import GraphError, PlacementError
 from graphllm.graph import rewrite
 from graphllm.graph.tensor import Var, feed, scope, state, weight
 from graphllm.profiler.record import Recorder
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -186,7 +187,7 @@ def test_poison_catches_a_kernel_that_writes_beside_its_buffer(with_toy):
             return segment
 
     with_toy["toy"].open_device = lambda options: Sloppy()
-    ex = Executor(backends=("toy", "reference"), poison=True)
+    ex = GuardedExecutor(backends=("toy", "reference"))
     plan = ex.compile({"y": ops.silu(feed("x", (T, 4), "f32"))})
     with pytest.raises(GraphError, match="wrote outside"):
         ex.run(plan, {"x": np.ones((8, 4), np.float32)})

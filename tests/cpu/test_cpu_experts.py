@@ -14,6 +14,7 @@ from graphllm.errors import GraphllmError
 from graphllm.formats import activations, quantization
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, weight
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -287,7 +288,7 @@ def test_a_mixture(kind):
     x = rng.standard_normal((40, 256)).astype(np.float32)
     found = {}
     for order in (("cpu",), ("reference",)):
-        executor = Executor(Arrays(arrays), order, Options("float"), poison=True)
+        executor = GuardedExecutor(Arrays(arrays), order, Options("float"))
         y = mixture(feed("x", (Var("T", 0, 64), 256), "f32"), kind)
         plan = executor.compile({"y": y})
         found[order[0]] = [executor.run(plan, {"x": x[:t]}, {"T": t})["y"] for t in (0, 1, 40)]

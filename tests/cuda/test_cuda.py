@@ -23,6 +23,7 @@ from graphllm.graph.dtype import dtype
 from graphllm.graph.fused_op import results
 from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.profiler.record import Recorder
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -74,7 +75,7 @@ def unequal(node, cases, weights, tolerance: float) -> list[str]:
     reference. ``cases``: label -> feeds. States begin as sevens."""
     op = ops.get(node.op)
     one, many = named(results(node)), named(op(*node.src, **node.attrs))
-    gpu = Executor(Arrays(weights), ("cuda",), poison=True)
+    gpu = GuardedExecutor(Arrays(weights), ("cuda",))
     reference = Executor(Arrays(weights), ("reference",))
     plans, wrong = (gpu.compile(one), reference.compile(many)), []
     for label, (feeds, env) in cases.items():
@@ -238,5 +239,5 @@ def test_a_token_is_one_replay(arch, tmp_path):
     greedy(llm)
     plan = llm.engine.decode_plan()
     assert {s.backend.name for s in plan.steps} == {"cuda"}
-    ((segment, _),) = llm.engine.executor._programs[plan].segments
+    ((segment, _),) = llm.engine.executor.segments(plan)
     assert segment.submissions == 1 and segment.replays

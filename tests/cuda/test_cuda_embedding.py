@@ -12,7 +12,7 @@ from graphllm.backends import Options
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Tensor, Var, feed, weight
-from graphllm.runtime.executor import Executor
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -31,7 +31,7 @@ def leaf(name: str, blocks: int) -> Tensor:
 def run(y: Tensor, raw: np.ndarray, w: Tensor, count: int) -> np.ndarray:
     """The value for the first ids, in a plan for so many."""
     stored = Blocks(raw, w.dtype, int(w.shape[1]))
-    executor = Executor(Arrays({"w": stored}), ("cuda",), Options(linear="float"), poison=True)
+    executor = GuardedExecutor(Arrays({"w": stored}), ("cuda",), Options(linear="float"))
     plan = executor.compile({"y": y}, {"T": (0, count)})
     return executor.run(plan, {"ids": IDS[:count]})["y"]
 

@@ -20,7 +20,7 @@ from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import I32, dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
-from graphllm.runtime.executor import Executor
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -130,7 +130,7 @@ def expert_plan(kind: str, shape: tuple[int, int, int], k: int, most: int, least
     w = normal(np.random.default_rng(1), shape).astype(args[1].dtype.numpy)
     t = Var("T", least, most)
     x, ids = feed("x", (t, shape[2]), "f32"), feed("ids", (t, k), "i32")
-    executor = Executor(Arrays({"w": w}), ORDER, poison=True)
+    executor = GuardedExecutor(Arrays({"w": w}), ORDER)
     plan = executor.compile({"y": ops.expert_linear(x, weight("w", shape, kind), ids)})
     assert plan.steps[-1].backend.name == "cuda"
     return executor, plan, w.astype(np.float32)
@@ -171,7 +171,7 @@ def test_replayed_graphs_follow_the_ids(most):
         x, ids = exact(rng, (count, 72)), rng.integers(0, 6, (count, 2)).astype(np.int32)
         got = executor.run(plan, {"x": x, "ids": ids})["y"]
         assert not mismatch(got, np.einsum("tk,tjnk->tjn", x, w[ids]), 1e-5)
-    ((segment, _),) = executor._programs[plan].segments
+    ((segment, _),) = executor.segments(plan)
     assert segment.replays and segment.submissions == 1
 
 
@@ -203,7 +203,7 @@ def test_gated_units_of_experts(kind, bias):
 
     y = product(ops.mul(ops.silu(product(x, "gate")), product(x, "up")), "down")
     options = Options(), Options(without=("expert_gated",))
-    joined, apart = (Executor(Arrays(held), ("cuda",), each, poison=True) for each in options)
+    joined, apart = (GuardedExecutor(Arrays(held), ("cuda",), each) for each in options)
     for tokens in TOKENS:
         plans = [e.compile({"y": y}, {"T": (0, tokens)}) for e in (joined, apart)]
         assert "expert_gated" in {step.node.op for step in plans[0].steps}
@@ -280,5 +280,5 @@ def test_a_token_of_a_mixture_is_one_replay():
     margins(gpu, reference, 8)
     plan = gpu.decode_plan()
     assert {s.backend.name for s in plan.steps} == {"cuda"}
-    ((segment, _),) = gpu.executor._programs[plan].segments
+    ((segment, _),) = gpu.executor.segments(plan)
     assert segment.submissions == 1 and segment.replays

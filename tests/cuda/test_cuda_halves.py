@@ -12,6 +12,7 @@ from graphllm import ops
 from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -64,7 +65,7 @@ def test_rounded_as_declared(kind, width):
     )
     x[3, :1], x[4, :1], x[5, :1] = np.nan, np.inf, -np.inf
     y = ops.quantise_act(feed("x", (T, width), "f32"), dtype=kind)
-    executor = Executor(backends=("cuda",), poison=True)
+    executor = GuardedExecutor(backends=("cuda",))
     got = executor.run(executor.compile({"y": y}), {"x": x.astype(np.float32)})["y"]
     want = ops.get("quantise_act").reference(x.astype(np.float32), dtype=kind)
     assert got.dtype == want.dtype == (np.float16 if kind == "f16" else ml_dtypes.bfloat16)
@@ -226,5 +227,5 @@ def test_a_plan_of_sixteen_tokens_is_one_graph():
     plan = executor.compile({n: ops.linear(x, weight(n, (512, 256), "f16")) for n in "ab"})
     for _ in range(3):
         executor.run(plan, {"x": rows(rng, 16, 256)})
-    ((segment, _),) = executor._programs[plan].segments
+    ((segment, _),) = executor.segments(plan)
     assert segment.submissions == 1 and segment.replays

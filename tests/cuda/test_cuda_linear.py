@@ -15,7 +15,7 @@ from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
-from graphllm.runtime.executor import Executor
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
@@ -96,7 +96,7 @@ def test_one_gated_token_of_any_depth(kind):
             feeds = {"x": rng.standard_normal((1, k)).astype(np.float32)}
             found = []
             for without in ((), ("gated",)):
-                executor = Executor(Arrays(pair), ORDER, Options(without=without), poison=True)
+                executor = GuardedExecutor(Arrays(pair), ORDER, Options(without=without))
                 x = feed("x", (Var("T", 1, 1), k), "f32")
                 gate, up = (ops.linear(x, weight(name, (rows, k), kind)) for name in pair)
                 plan = executor.compile({"y": ops.mul(ops.silu(gate), up)})

@@ -170,7 +170,7 @@ def test_a_layer_on_the_cpu_changes_no_token(files, reference, arch):
     plan = split.engine.decode_plan()
     own = [s for s in plan.steps if s.node.scope.startswith("model.layers.1")]
     assert {s.backend.name for s in own if s.node.op != "copy"} == {"cpu"}
-    segments = split.engine.executor._programs[plan].segments
+    segments = split.engine.executor.segments(plan)
     assert [steps[0].backend.name for _, steps in segments] == ["cuda", "cpu", "cuda"]
     for segment, steps in segments[::2]:
         copies = sum(s.node.op == "copy" for s in steps)

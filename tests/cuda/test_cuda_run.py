@@ -90,7 +90,7 @@ def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
     for _ in range(3):
         ids, runs = noted(ahead, 40)
         assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
-    ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
+    ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
     assert segment._timed._sequence.captured and segment._timed._sequence.submissions == 1
 
 
@@ -129,7 +129,7 @@ def test_steps_of_a_library_have_times(ahead):
 
 def test_runs_without_times_have_nothing_of_them(ahead):
     drawn(ahead, IDS[:20], 4)
-    ((segment, _),) = ahead.executor._programs[ahead.decode_plan()].segments
+    ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
     assert segment._timed is None
     work = [w for part in segment._work for w in part]
     assert not any("TIMED_BUILD" in str(w.function.module) for w in work)

@@ -8,6 +8,7 @@ from cuda_cases import need_gpu
 
 from graphllm import ops
 from graphllm.graph.tensor import Var, feed
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 
 pytestmark = pytest.mark.cuda
@@ -66,7 +67,7 @@ def wrong(width: int, make, changed: dict | None = None) -> list[int]:
     x = np.random.default_rng(width).standard_normal((ROWS, width)).astype(np.float32)
     logits = make(x).astype(np.float32)
     want = ops.get("sample").reference(logits, *feeds.values())
-    executor = Executor(backends=("cuda",), poison=True)
+    executor = GuardedExecutor(backends=("cuda",))
     plan = executor.compile({"y": ops.sample(feed("logits", (n, width), "f32"), *leaves)})
     got = [executor.run(plan, {**feeds, "logits": logits})["y"] for _ in range(3)]
     return [int(row) for y in got for row in np.flatnonzero(y != want)]

@@ -50,7 +50,7 @@ def watch(held, monkeypatch):
     """Slots of the tokens that single steps work on, as each begins."""
     found = []
     held.prepare()
-    ((segment, _),) = held.executor._programs[held.decode_plan()].segments
+    ((segment, _),) = held.executor.segments(held.decode_plan())
     run = segment.steps.run
 
     def seen(times):

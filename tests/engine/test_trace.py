@@ -27,6 +27,7 @@ from graphllm.engine.trace import Tracer, nearest_scopes
 from graphllm.errors import GraphError, RequestError
 from graphllm.graph.scopes import record_scope_values
 from graphllm.graph.tensor import Var, feed, scope, weight
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -216,13 +217,13 @@ def test_a_trace_leaves_the_model_as_it_was(llama):
 def test_one_plan_is_kept_for_prompts_and_functions(llama):
     """The last; that of another trace takes its place, and nothing piles up."""
     llama.trace(IDS, ["lm_head", "*.mlp"], {"model.layers.0": np.zeros_like})
-    plan, programs = llama._tracer._last.plan, len(llama.executor._programs)
+    plan, plans = llama._tracer._last.plan, llama.executor.cache_sizes()["plans"]
     have = llama.trace(IDS[:4], ["*.mlp", "lm_head"], {"model.layers.0": np.ones_like})
     assert llama._tracer._last.plan is plan and len(have["lm_head"]) == 4
     del plan
     for i in range(3):
         llama.trace(IDS, f"model.layers.{i}.mlp")
-    assert len(llama.executor._programs) == programs == 3
+    assert llama.executor.cache_sizes()["plans"] == plans == 3
 
 
 # ----------------------------------------------------------------------------------------- patches
@@ -329,7 +330,7 @@ def test_equal_nodes_are_patched_apart():
         y = ops.add(a, ops.scale(b, factor=10.0))
     data = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
     silu = data / (1 + np.exp(-data))
-    executor = Executor(Arrays({}), ("cpu", "reference"), poison=True)
+    executor = GuardedExecutor(Arrays({}), ("cpu", "reference"))
     executor.place_model({"y": y})
     for call, want in ((None, 11 * silu), (np.zeros_like, 10 * silu)):
         taps = [Tap("a", values["a"], call), Tap("b", values["b"]), Tap("y", y)]

@@ -21,6 +21,7 @@ from graphllm.formats import activations as activation_formats
 from graphllm.formats.quantization import Blocks
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import Tensor, Var, feed, weight
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -69,7 +70,7 @@ def dequantised(form: DType, raw: np.ndarray) -> np.ndarray:
 
 def run(made: Tensor, weights: dict[str, Blocks], feeds: dict[str, np.ndarray], linear: str):
     """The value of ``made`` with all steps on the CPU backend, for `MOST` tokens and for one."""
-    executor = Executor(Arrays(weights), ("cpu",), Options(linear), poison=True)
+    executor = GuardedExecutor(Arrays(weights), ("cpu",), Options(linear))
     plan = executor.compile({"y": made})
     assert {step.backend.name for step in plan.steps} == {"cpu"}
     results = []

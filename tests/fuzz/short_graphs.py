@@ -46,9 +46,7 @@ def campaign(count: int, backends: tuple[str, ...] = ("cpu", "reference")) -> Fo
 
 def held(executor: Executor) -> int:
     """Entries of the tables that belong to graphs."""
-    buffers = executor.buffers
-    tables = (executor._programs, executor._graphs.more, buffers._leaves, buffers._weights)
-    return sum(map(len, tables)) + len(list(buffers.values()))
+    return sum(executor.cache_sizes().values())
 
 
 def resident() -> int:

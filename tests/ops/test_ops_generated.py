@@ -18,6 +18,7 @@ from graphllm import backends, ops
 from graphllm.backends import Kernel, Options
 from graphllm.compiler.placement import CALL
 from graphllm.graph.tensor import Meta
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -40,7 +41,7 @@ def run_all(
     for group in grouped(name):
         assert group.cases  # makes the weights too
     weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
-    executor = Executor(Arrays(weights), order, options, poison=True)
+    executor = GuardedExecutor(Arrays(weights), order, options)
     wrong = []
     for group in grouped(name):
         plan = executor.compile({"y": group.node})

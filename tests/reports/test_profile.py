@@ -238,7 +238,7 @@ def test_clocks_that_differ_leave_something(llm):
 def test_a_program_without_times_has_no_place_for_them(path):
     llm = graphllm.load(path, device="cpu", context=128)
     plan = llm.engine.decode_plan()
-    ((segment, _),) = llm.executor._programs[plan].segments
+    ((segment, _),) = llm.executor.segments(plan)
     from graphllm.backends.cpu.runtime.step_interpreter import TIMESTAMPS
 
     assert segment._words[TIMESTAMPS] == 0

@@ -18,7 +18,7 @@ from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.engine.request import Sampling
 from graphllm.ops import Sample
-from graphllm.runtime.executor import Executor
+from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
 ORDER = ("cuda", "reference")
@@ -48,7 +48,7 @@ def run_bounded(
     """What is wrong, a line each. ``least``: a tolerance that is allowed in any case."""
     own = groups(replace(ops.get(name), samples=tuple(samples)))
     weights = {k: v for group in own if group.cases for k, v in group.weights.items()}
-    executor = Executor(Arrays(weights), ORDER, options or Options(), poison=True)
+    executor = GuardedExecutor(Arrays(weights), ORDER, options or Options())
     wrong = []
     for group in own:
         for case in group.cases:
