@@ -1,4 +1,4 @@
-"""Weight sources: what a model's weights are called, look like, and where their bytes lie."""
+"""Weight sources: names, shapes, dtypes and bytes of a model's weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _FLOATS = ("f32", "f16", "bf16")
 
 
 class Weights(Protocol):
-    """Weights by canonical name (the Hugging Face path)."""
+    """A model's weights by canonical name, the Hugging Face path."""
 
     def meta(self, name: str) -> Meta | None:
-        """Shape and dtype, None when there is no such weight."""
+        """Return shape and dtype; None if there is no such weight."""
 
     def raw(self, name: str) -> np.ndarray:
-        """The stored bytes, uint8 [rows, row_bytes], a row for each index of all axes but the
-        last; read-only."""
+        """Return the stored bytes, read-only uint8 [rows, row_bytes]; a row is the last axis."""
 
     def release(self, name: str) -> None:
-        """The stored bytes have been copied elsewhere and need not stay in memory."""
+        """Free the memory of the stored bytes where possible; they can be read again."""
 
     def names(self) -> Iterable[str]: ...
 
 
 class Arrays:
-    """Weights held as NumPy arrays, or as `Blocks` for block-quantised ones."""
+    """Weights held as NumPy arrays, or as `Blocks` for block formats."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray | Blocks]) -> None:
         self._arrays = dict(arrays)
@@ -63,8 +62,11 @@ class Arrays:
 
 
 class ModelWeights:
-    """Another source's weights as a model wants them: vectors in float32, whatever they are stored
-    in, and beside them constants that the model makes itself, which are no names of the source."""
+    """Weights of a source as a model uses them.
+
+    Vectors (norm weights, biases) are upcast to float32. Constants that the model computes itself
+    can be read as well, but are not among the `names`.
+    """
 
     def __init__(self, weights: Weights) -> None:
         self.source = weights
@@ -72,15 +74,18 @@ class ModelWeights:
         self._vectors: set[str] = set()
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """A constant. ModelFileError where another weight has the name."""
+        """Add a constant. ModelFileError if another weight has the name."""
         if self.source.meta(name) is not None or not np.array_equal(
             self._constants.setdefault(name, values), values
         ):
-            raise ModelFileError(f"constant {quote(name)} is another weight's name")
+            raise ModelFileError(f"constant {quote(name)} has the name of another weight")
 
     def add_vector(self, name: str) -> bool:
-        """Treat the weight as a vector (a norm, biases): `raw` gives finite float32. Return False
-        if it is not stored as floats."""
+        """Mark a weight as a vector, which `raw` returns as finite float32.
+
+        Returns:
+            False if the weight is not stored as floats.
+        """
         meta = self.source.meta(name)
         if meta is None or meta.dtype.name not in _FLOATS:
             return False
@@ -97,14 +102,14 @@ class ModelWeights:
         return Meta.of(stored.shape, F32) if stored and name in self._vectors else stored
 
     def raw(self, name: str) -> np.ndarray:
-        """See `Weights.raw`. ModelFileError for a vector with NaN or infinity."""
+        """See `Weights.raw`. ModelFileError if a vector holds NaN or infinity."""
         if name in self._constants:
             return Arrays(self._constants).raw(name)
         raw, stored = self.source.raw(name), self.source.meta(name)
         if name not in self._vectors:
             return raw
         assert stored is not None and stored.dtype.numpy is not None
-        with np.errstate(invalid="ignore"):  # of signalling NaN
+        with np.errstate(invalid="ignore"):  # raised by signalling NaN
             values = np.ascontiguousarray(raw).view(stored.dtype.numpy)
             values = values.astype(np.float32, copy=False)
         if not np.isfinite(values).all():

@@ -1,7 +1,7 @@
-"""Reader of GGUF files, versions 2 and 3, little-endian, memory-mapped; whole or in parts.
+"""Reader of memory-mapped GGUF files, versions 2 and 3, little-endian, single or split.
 
-A malformed file ends in a ModelFileError that names the file and the key or tensor; see
-`gguf_format`, which reads the bytes.
+A malformed file raises a ModelFileError that names the file and the key or tensor. `gguf_format`
+parses the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class _Part(MappedFile):
-    """One file, with its header read."""
+    """One file of a split model, with its header parsed."""
 
     def __init__(self, path: Path, data: bool) -> None:
         super().__init__(path, data)
@@ -41,7 +41,9 @@ class _Part(MappedFile):
         self.metadata = MappingProxyType(read_metadata(cursor, key_count))
         alignment = self.integer("general.alignment", 32)
         if alignment < 8 or alignment & (alignment - 1):
-            raise self.error("general.alignment", f"{alignment} is not a power of two from 8 up")
+            raise self.error(
+                "general.alignment", f"{alignment} must be a power of two of at least 8"
+            )
         self.tensors = read_tensors(cursor, tensor_count, alignment, data)
 
     def error(self, key: str, text: str) -> ModelFileError:
@@ -53,7 +55,7 @@ class _Part(MappedFile):
 
 
 def _open_parts(path: Path, data: bool) -> list[_Part]:
-    """The file, or all parts of which it is the first."""
+    """Open the file, or all parts of a split model whose first part it is."""
     first = _Part(path, data)
     count = first.integer("split.count", 1)
     if count <= 1:
@@ -80,13 +82,19 @@ def _open_parts(path: Path, data: bool) -> list[_Part]:
 
 
 class GgufFile(TensorFiles):
-    """An open GGUF file, or the parts of one; a context manager.
+    """An open GGUF file, or all parts of a split one; a context manager.
 
     ``metadata`` maps keys to int, float, bool, str, a read-only NumPy array or a `StringArray`;
     ``tensors`` maps names to `TensorInfo`, in file order. Views keep the mapping alive after
-    `close`. Of a file in parts (``-00001-of-00003.gguf``) ``path`` is the first, whose metadata
-    counts. Without ``data`` the header is all that is read, and all that must be there: `raw` is an
-    error then. ModelFileError when a file is missing or malformed.
+    `close`. A split model (``-00001-of-00003.gguf``) is opened by its first part, whose metadata
+    is used.
+
+    Args:
+        path: The file.
+        data: Whether tensors will be read. If not, only the header must exist, and `raw` raises.
+
+    Raises:
+        ModelFileError: A file is missing or malformed.
     """
 
     formats = WEIGHT_FORMATS
@@ -105,15 +113,17 @@ class GgufFile(TensorFiles):
 
     @property
     def architecture(self) -> str:
-        """``general.architecture``, as `llama` or `gemma3`; ModelFileError without one."""
+        """``general.architecture``, such as `llama`. ModelFileError if it is missing."""
         name = self.value("general.architecture", str)
         if not name:
             raise ModelFileError(f"{self.path}: key 'general.architecture': missing or empty")
         return name
 
     def value(self, key: str, kind: type[T]) -> T | None:
-        """The value of ``key`` as ``kind``: int, float, bool or str; None without one.
-        ModelFileError for a value of another type."""
+        """Return the value of ``key``, or None if it is missing.
+
+        ``kind`` is int, float, bool or str; ModelFileError for a value of another type.
+        """
 
         def error(key: str, text: str) -> ModelFileError:
             return ModelFileError(f"{self.path}: key {quote(key)}: {text}")

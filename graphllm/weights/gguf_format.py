@@ -1,8 +1,8 @@
-"""The bytes of a GGUF file: header, metadata, tensor entries.
+"""Parser of the GGUF format: header, metadata, tensor entries.
 
-Source of the format: ggml, `docs/gguf.md`. The file is read as hostile: every count, length and
-offset is checked against the bytes that are there before it is used, so a malformed file costs at
-most one pass over it and ends in a ModelFileError that names the file and the key or tensor.
+Source of the format: ggml, `docs/gguf.md`. Files are untrusted: every count, length and offset is
+checked against the size of the file before it is used. A malformed file costs at most one pass over
+it and raises a ModelFileError that names the file and the key or tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLAIN: dict[int, str] = {
     0: "f32", 1: "f16", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64", 30: "bf16",
 }  # fmt: skip
 
-# The rest: sizes are known, so that such a file can be listed, but the tensors cannot be used.
+# Other formats: with their sizes known, the file can be listed, but the tensors cannot be read.
 _UNSUPPORTED: dict[int, DType] = {
     number: DType(name, block, nbytes)
     for number, name, block, nbytes in (
@@ -39,14 +39,14 @@ _UNSUPPORTED: dict[int, DType] = {
     )
 }  # fmt: skip
 
-# Metadata value type -> struct and NumPy code. Strings and arrays are apart.
+# Metadata value type -> struct code; strings and arrays have types of their own.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4",
           "Q": "<u8", "q": "<i8", "d": "<f8"}  # fmt: skip
 _STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
 _MAX_DIMS = 4
-_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above any model: what a hostile file may cost us
+_MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above those of any model
 _MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
 
 
@@ -60,8 +60,14 @@ def typed_value(
     kind: type[T],
     error: Callable[[str, str], ModelFileError],
 ) -> T | None:
-    """The value of ``key`` as ``kind``: int, float, bool or str; None without one. Raises the
-    ``error`` of the key and a text where the value is of another type."""
+    """Return the value of ``key`` as ``kind``, or None if it is missing.
+
+    Args:
+        metadata: Values by key.
+        key: Key to look up.
+        kind: int, float, bool or str; an integer is accepted as a float.
+        error: Makes the exception for a value of another type, from the key and a text.
+    """
     value = metadata.get(key)
     number = isinstance(value, int) and not isinstance(value, bool)
     if value is None or (number if kind is int else isinstance(value, kind)):
@@ -72,11 +78,11 @@ def typed_value(
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in the file, decoded when asked for."""
+    """An array of strings in a mapped file, decoded on access."""
 
     def __init__(self, data: memoryview, starts: array[int], end: int) -> None:
         self._data = data
-        self._starts = starts  # of each string's bytes; its length is the 8 bytes before
+        self._starts = starts  # offset of each string; its length is the 8 bytes before
         self._end = end
 
     def __len__(self) -> int:
@@ -94,7 +100,7 @@ class StringArray(Sequence[str]):
         return str(self._data[start : start + size], "utf-8", "replace")
 
     def to_bytes(self) -> list[bytes]:
-        """All strings as the file has them: the fast way to read a vocabulary."""
+        """Return all strings undecoded: the fast way to read a vocabulary."""
         if not self._starts:
             return []
         starts = np.frombuffer(self._starts, np.int64)
@@ -108,19 +114,19 @@ class StringArray(Sequence[str]):
 
 
 class Cursor:
-    """A checked position in the file's bytes."""
+    """A position in the file's bytes, with checked reads."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data = data
         self.path = path
         self.pos = 0
-        self.where = "header"  # what is being read, for errors
+        self.where = "header"  # the part being read, for error messages
 
     def error(self, text: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: {self.where}: {text}")
 
     def skip(self, count: int) -> int:
-        """Move over ``count`` bytes that must exist; their start."""
+        """Skip ``count`` bytes, which must exist, and return their offset."""
         start = self.pos
         if count > len(self.data) - start:
             raise self.error(
@@ -144,7 +150,7 @@ class Cursor:
             raise self.error(f"the string at byte {start} is not UTF-8") from None
 
     def value(self) -> object:
-        """A metadata value with its leading type."""
+        """Read a metadata value, which begins with its type."""
         kind = self.number("I")
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind])
@@ -176,13 +182,13 @@ class Cursor:
         return values
 
     def strings(self, count: int) -> StringArray:
-        """Finding where a string array ends takes a walk over its lengths, so keep the starts."""
+        """Read a string array; the offsets found while scanning for its end are kept."""
         if count > (len(self.data) - self.pos) // 8:
             raise self.error(f"{count} strings do not fit in the file")
         data, pos, size_at = self.data, self.pos, _STRUCTS["Q"].unpack_from
         starts = array("q")
         append = starts.append
-        try:  # unpack_from and append check the range; no check of our own in a loop this hot
+        try:  # a hot loop: unpack_from and append check the range
             for _ in range(count):
                 (size,) = size_at(data, pos)
                 pos += 8
@@ -197,7 +203,7 @@ class Cursor:
 
 
 def read_header(cursor: Cursor) -> tuple[int, int, int]:
-    """Version, number of tensors, number of metadata keys."""
+    """Read the header: version, number of tensors, number of metadata keys."""
     start = cursor.skip(4)
     magic = bytes(cursor.data[start : start + 4])
     if magic != b"GGUF":
@@ -214,7 +220,7 @@ def read_header(cursor: Cursor) -> tuple[int, int, int]:
 
 
 def read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
-    """The metadata by key."""
+    """Read the metadata by key."""
     metadata: dict[str, object] = {}
     for number in range(count):
         cursor.where = f"metadata key {number}"
@@ -227,8 +233,14 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, object]:
 
 
 def read_tensors(cursor: Cursor, count: int, alignment: int, data: bool) -> dict[str, TensorInfo]:
-    """The tensors by name, their offsets made absolute and their extents checked: against the
-    file's end where its ``data`` will be read."""
+    """Read the tensor entries by name, with offsets from the start of the file.
+
+    Args:
+        cursor: Position after the metadata.
+        count: Number of tensors.
+        alignment: Alignment of the tensors' data in bytes.
+        data: Whether the data must lie within the file.
+    """
     entries: dict[str, tuple[tuple[int, ...], DType, int]] = {}
     for number in range(count):
         cursor.where = f"tensor {number}"
@@ -264,7 +276,7 @@ def _dtype_of(kind: int) -> DType | None:
 
 
 def _entry(cursor: Cursor) -> tuple[tuple[int, ...], DType, int]:
-    """Shape outermost first, dtype, and offset from the start of the data."""
+    """Read one entry: shape (outermost first), dtype, offset from the start of the data."""
     dims = cursor.number("I")
     if dims > _MAX_DIMS:
         raise cursor.error(f"{dims} dimensions (at most {_MAX_DIMS})")

@@ -1,7 +1,7 @@
-"""Reader of llama2.c files, version 0: a model's ``.bin``, memory-mapped, and its tokenizer's.
+"""Reader of llama2.c files, version 0: a memory-mapped model ``.bin``, and ``tokenizer.bin``.
 
 Source of the format: karpathy/llama2.c, `export.py` (`legacy_export`), `run.c` and `tokenizer.py`.
-The numbers are little-endian. A malformed file ends in a ModelFileError that names it.
+Numbers are little-endian. A malformed file raises a ModelFileError that names it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..errors import ModelFileError
 from ..graph.dtype import F32
 from .mapped_file import NO_PICKLES, MappedFile, TensorFiles, TensorInfo
 
-_MAGIC = 0x616B3432  # "ak42", of versions 1 and 2; version 0 begins with the first size
-_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how PyTorch's files begin, which end in .bin, too
+_MAGIC = 0x616B3432  # "ak42" of versions 1 and 2; version 0 has no magic number
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # first bytes of PyTorch files, which may end in .bin
 _MAX_LAYERS = 1 << 12
 _MAX_TOKENS = 1 << 20
 
 
 class _Header(NamedTuple):
-    """The sizes that a file begins with. ``vocab`` is negative where the head is stored apart."""
+    """Sizes at the start of a file. ``vocab`` is negative if the file has an output head."""
 
     dim: int
     hidden: int
@@ -43,14 +43,15 @@ _HEADER = struct.Struct(f"<{len(_Header._fields)}i")
 class Llama2c(TensorFiles):
     """The tensors of a llama2.c model under their Hugging Face names; a context manager.
 
-    ``config`` has the keys of a Hugging Face `config.json` that the header states or llama2.c
-    takes for granted. Without ``data`` the header is all that is read, and all that must be there:
-    `raw` is an error then. ModelFileError when the file is missing, malformed, or of a later
-    version.
+    ``config`` has the keys of a Hugging Face config.json that the header states or llama2.c
+    assumes. Without ``data`` only the header must exist, and `raw` raises.
+
+    Raises:
+        ModelFileError: The file is missing, malformed, or of a later version.
     """
 
     formats = (F32.name,)
-    interleaved = True  # rows of q and k: rotary pairs are neighbours, (2i, 2i + 1)
+    interleaved = True  # rotary pairs of q and k are neighbours, (2i, 2i + 1)
 
     def __init__(self, path: str | os.PathLike[str], data: bool = True) -> None:
         super().__init__(Path(path))
@@ -78,7 +79,7 @@ class Llama2c(TensorFiles):
 
 
 def _read_header(view: memoryview, path: Path) -> _Header:
-    """The sizes, which are those of a model that can be."""
+    """Read and check the sizes."""
     if len(view) >= 8:
         magic, version = struct.unpack_from("<Ii", view)
         if magic == _MAGIC:
@@ -89,21 +90,25 @@ def _read_header(view: memoryview, path: Path) -> _Header:
     if view[:4] in _PICKLES:
         raise ModelFileError(f"{path}: {NO_PICKLES}")
     if len(view) < _HEADER.size:
-        raise _not_one(path, f"{len(view)} bytes")
+        raise _not_llama2c(path, f"{len(view)} bytes")
     header = _Header(*_HEADER.unpack_from(view))
     for field, size in header._replace(vocab=abs(header.vocab))._asdict().items():
         if size < 1:
-            raise _not_one(path, f"{field} = {size}")
+            raise _not_llama2c(path, f"{field} = {size}")
     if header.layers > _MAX_LAYERS:
-        raise _not_one(path, f"layers = {header.layers} are more than {_MAX_LAYERS}")
+        raise _not_llama2c(path, f"layers = {header.layers} must be at most {_MAX_LAYERS}")
     if header.dim % (2 * header.heads):
-        raise _not_one(path, f"heads = {header.heads} do not cut dim = {header.dim} in even widths")
+        raise _not_llama2c(
+            path, f"dim = {header.dim} must be an even multiple of heads = {header.heads}"
+        )
     if header.heads % header.kv_heads:
-        raise _not_one(path, f"heads = {header.heads} do not share kv_heads = {header.kv_heads}")
+        raise _not_llama2c(
+            path, f"heads = {header.heads} is not a multiple of kv_heads = {header.kv_heads}"
+        )
     return header
 
 
-def _not_one(path: Path, text: str) -> ModelFileError:
+def _not_llama2c(path: Path, text: str) -> ModelFileError:
     return ModelFileError(f"{path}: not a llama2.c file: {text}")
 
 
@@ -112,7 +117,7 @@ def _shown(header: _Header) -> str:
 
 
 class _Stack(NamedTuple):
-    """Tensors of one shape, one after another; ``{i}`` in the name stands for their number."""
+    """Consecutive tensors of one shape; ``{i}`` in the name is replaced by their index."""
 
     name: str
     copies: int
@@ -121,18 +126,18 @@ class _Stack(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one of them."""
+        """Bytes of one tensor."""
         return math.prod(self.shape) * F32.nbytes
 
     def tensors(self) -> Iterator[TensorInfo]:
-        if self.name:  # else nothing that a model needs
+        if self.name:  # an empty name marks data that the model does not use
             for i in range(self.copies):
                 start = self.offset + i * self.nbytes
                 yield TensorInfo(self.name.format(i=i), self.shape, F32, self.nbytes, start)
 
 
 def _layout(header: _Header) -> list[_Stack]:
-    """What the file holds, in its order; last an empty stack at its end."""
+    """Return the file's content in order, followed by an empty stack at the file's end."""
     dim, hidden, layers, heads, kv_heads, _, context = header
     vocab, width = abs(header.vocab), dim // heads
     layer = "model.layers.{i}."
@@ -160,9 +165,13 @@ def _layout(header: _Header) -> list[_Stack]:
 
 
 def read_vocabulary(path: str | os.PathLike[str]) -> tuple[list[bytes], np.ndarray]:
-    """Pieces and float32 scores of a llama2.c ``tokenizer.bin``, by token id.
+    """Read a llama2.c ``tokenizer.bin``.
 
-    The file does not say how many there are. ModelFileError when it is missing or malformed.
+    Returns:
+        Pieces and float32 scores by token id; the file does not state their number.
+
+    Raises:
+        ModelFileError: The file is missing or malformed.
     """
     path = Path(path)
     data = bytes(MappedFile(path, data=True).view())
@@ -175,17 +184,17 @@ def read_vocabulary(path: str | os.PathLike[str]) -> tuple[list[bytes], np.ndarr
     while pos < len(data):
         where = f"{path}: token {len(pieces)}"
         if pos + 8 > len(data):
-            raise ModelFileError(f"{where}: the file ends within it")
+            raise ModelFileError(f"{where}: the file is truncated")
         score, size = struct.unpack_from("<fi", data, pos)
         pos += 8
         if not 0 <= size <= longest:
             raise ModelFileError(f"{where}: {size} bytes are not in 0..{longest}")
         if pos + size > len(data):
-            raise ModelFileError(f"{where}: the file ends within it")
+            raise ModelFileError(f"{where}: the file is truncated")
         if not math.isfinite(score):
             raise ModelFileError(f"{where}: its score is {score}")
         if len(pieces) == _MAX_TOKENS:
-            raise ModelFileError(f"{where}: more than {_MAX_TOKENS} are too many")
+            raise ModelFileError(f"{where}: more than {_MAX_TOKENS} tokens")
         pieces.append(data[pos : pos + size])
         scores.append(score)
         pos += size

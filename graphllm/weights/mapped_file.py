@@ -1,4 +1,4 @@
-"""Tensors in mapped files, whatever the format: their facts, their bytes, their release."""
+"""Tensors in memory-mapped files of any format: description, bytes, release of pages."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ import numpy as np
 from ..errors import ModelFileError, quote
 from ..graph.dtype import DType
 
-NO_PICKLES = "a pickle, which can run code, is never loaded; convert it to safetensors"
+NO_PICKLES = "pickle files can run code and are not loaded; convert it to safetensors"
 
 Self = TypeVar("Self", bound="TensorFiles")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file. ``shape`` is outermost first; ``offset`` is from the file's start."""
+    """Description of one tensor of a file.
+
+    ``shape`` is outermost first; ``offset`` is in bytes from the start of the file.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     nbytes: int
     offset: int
-    supported: bool = True  # otherwise the tensor can be listed but not read
+    supported: bool = True  # False: the tensor can be listed but not read
 
 
 def _open_map(path: Path) -> mmap.mmap:
-    """The file mapped read-only. Only regular files: opening a pipe could block for ever."""
+    """Map a file read-only. ModelFileError for a pipe or device, which could block forever."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ModelFileError(f"{path}: not a regular file")
@@ -47,14 +50,17 @@ def _open_map(path: Path) -> mmap.mmap:
 
 
 class MappedFile:
-    """One mapped file; without ``data`` only its header will be read. ModelFileError."""
+    """One memory-mapped file. ModelFileError if it cannot be opened.
+
+    Without ``data`` only the header may be read, and the tensors' bytes may be missing.
+    """
 
     def __init__(self, path: Path, data: bool) -> None:
         self.path, self._data = path, data
         self._map: mmap.mmap | None = _open_map(path)
 
     def view(self) -> memoryview:
-        """All bytes of the file, which must be open."""
+        """Return all bytes of the file, which must be open."""
         assert self._map is not None
         return memoryview(self._map)
 
@@ -77,11 +83,11 @@ class MappedFile:
         start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if length > 0:
-            with contextlib.suppress(OSError):  # advice only
+            with contextlib.suppress(OSError):  # madvise is only advice
                 self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
     def close(self) -> None:
-        """Unmap the file; while views are alive, only give its pages back: they are read again."""
+        """Unmap the file, or release its pages as long as there are views of it."""
         mapped, self._map = self._map, None
         if mapped is None:
             return
@@ -89,15 +95,15 @@ class MappedFile:
             mapped.close()
         except BufferError:
             if hasattr(mmap, "MADV_DONTNEED"):
-                with contextlib.suppress(OSError):  # advice only
+                with contextlib.suppress(OSError):  # madvise is only advice
                     mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class TensorFiles:
-    """An open file with tensors, or several that belong together; a context manager.
+    """One or several open files with tensors; a context manager.
 
     ``tensors`` maps names to `TensorInfo`, in file order. Views keep the mapping alive after
-    `close`. What opens the files calls `_add` for each.
+    `close`. Subclasses open the files and call `_add` for each.
     """
 
     path: Path
@@ -108,52 +114,52 @@ class TensorFiles:
         self.path = path
         self.tensors = {}
         self._files: list[MappedFile] = []
-        self._home: dict[str, MappedFile] = {}
+        self._file_of: dict[str, MappedFile] = {}
 
     def _add(self, file: MappedFile, tensors: dict[str, TensorInfo]) -> None:
-        """One more file. ModelFileError for a tensor that another has."""
+        """Add a file. ModelFileError for a tensor that another file has."""
         self._files.append(file)
         for name, info in tensors.items():
             if name in self.tensors:
                 raise ModelFileError(
-                    f"{file.path}: tensor {quote(name)}: also in {self._home[name].path.name}"
+                    f"{file.path}: tensor {quote(name)}: also in {self._file_of[name].path.name}"
                 )
-            self.tensors[name], self._home[name] = info, file
+            self.tensors[name], self._file_of[name] = info, file
 
     def info(self, name: str) -> TensorInfo:
-        """The tensor's facts; ModelFileError names a missing one."""
+        """Return the tensor's description. ModelFileError if it is missing."""
         if name not in self.tensors:
             raise ModelFileError(f"{self.path}: tensor {quote(name)}: not in the file")
         return self.tensors[name]
 
     def readable(self, name: str) -> TensorInfo:
-        """The tensor's facts; ModelFileError if it is missing, or its format has no dtype here."""
+        """Return the tensor's description. ModelFileError if it is missing or not supported."""
         info = self.info(name)
         if not info.supported:
             raise ModelFileError(
-                f"{self._home[name].path}: tensor {quote(name)}: format {info.dtype} is not "
+                f"{self._file_of[name].path}: tensor {quote(name)}: format {info.dtype} is not "
                 f"supported, only {', '.join(self.formats)}"
             )
         return info
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes in the mapping, read-only uint8 [rows, row_bytes].
+        """Return a view of the tensor's bytes in the mapping, read-only uint8 [rows, row_bytes].
 
         A row is the last axis of `TensorInfo.shape`. ModelFileError as from `readable`.
         """
         info = self.readable(name)
-        return self._home[name].raw(info)
+        return self._file_of[name].raw(info)
 
     def release(self, name: str) -> None:
-        """Tell the kernel that the tensor's pages are not needed now; they can be read again.
+        """Release the tensor's pages from memory; a later access reads them again.
 
-        Only whole pages inside the tensor are given up. Does nothing where madvise is missing.
+        Only pages that lie entirely inside the tensor are released. No effect without madvise.
         """
         info = self.info(name)
-        self._home[name].release(info)
+        self._file_of[name].release(info)
 
     def close(self) -> None:
-        """Let go of the mapping; it stays until the last view of it is gone."""
+        """Close the files. Their mappings last until their last view is deleted."""
         for file in self._files:
             file.close()
 

@@ -1,4 +1,4 @@
-"""JSON from a file of a model: one object, read as hostile."""
+"""Strict parsing of untrusted JSON files that hold one object."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from typing import Any, NoReturn
 
 from ..errors import ModelFileError, quote
 
-# Values that a file may hold: 260,000 tensors. Python needs up to some 200 bytes for each.
+# Maximum number of values in a file, enough for 260,000 tensors. Python takes up to 200 bytes each.
 _MAX_VALUES = 1 << 21
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
-    """The object that ``data`` is. ModelFileError, which begins with ``where``.
+    """Parse ``data`` as a JSON object.
 
-    Stricter than `json.loads`: UTF-8 only, no key twice in any object, no NaN or Infinity, no half
-    of a surrogate pair, and a limit on the count of values.
+    Stricter than `json.loads`: UTF-8 only, no duplicate keys, no NaN or Infinity, no lone
+    surrogates, and a limit on the number of values.
+
+    Raises:
+        ModelFileError: The data is malformed; the text begins with ``where``.
     """
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > _MAX_VALUES:
-        raise ModelFileError(f"{where}: holds more than {_MAX_VALUES} values")
+        raise ModelFileError(f"{where}: more than {_MAX_VALUES} values")
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # half a pair has no UTF-8
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails for a lone surrogate
     except RecursionError:
-        raise ModelFileError(f"{where}: no valid JSON: nested too deeply") from None
+        raise ModelFileError(f"{where}: not valid JSON: nested too deeply") from None
     except ValueError as error:
-        raise ModelFileError(f"{where}: no valid JSON: {error}") from None
+        raise ModelFileError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ModelFileError(f"{where}: no JSON object")
+        raise ModelFileError(f"{where}: not a JSON object")
     return value
 
 
@@ -43,4 +46,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")

@@ -1,4 +1,4 @@
-"""How a file's tensors become a model's weights: names, and what is done to the rows, as data."""
+"""Rules that map a file's tensors to a model's weights: names and transforms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .mapped_file import TensorInfo
 
 
 class TensorFile(Protocol):
-    """Tensors by the names that a file gives them."""
+    """A file with tensors, by the file's own names."""
 
     @property
     def path(self) -> object: ...
@@ -30,20 +30,21 @@ class TensorFile(Protocol):
     def release(self, name: str) -> None: ...
 
 
-# ---------------------------------------------------------------------------------------- changes
+# ------------------------------------------------------------------------------------ transforms
 
 
 class Transform(Protocol):
-    """What makes a weight of one or several stored tensors. ModelFileError where it cannot."""
+    """Makes a weight from one or several stored tensors. ModelFileError if they do not fit."""
 
-    def meta(self, stored: Sequence[Meta]) -> Meta: ...
+    def meta(self, stored: Sequence[Meta]) -> Meta:
+        """Return shape and dtype of the weight, from those of the stored tensors."""
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
-        """uint8 [rows, row_bytes], of the same."""
+        """Return the weight's bytes, uint8 [rows, row_bytes], from those of the stored tensors."""
 
 
 class Identity:
-    """The tensor as it is; of several (see `WeightRule`) a new first axis."""
+    """The tensor unchanged; several tensors (see `WeightRule`) are stacked on a new first axis."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         first = stored[0]
@@ -57,7 +58,7 @@ class Identity:
 
 
 class Stack(Identity):
-    """As `Identity`, with a new first axis for a single tensor, too."""
+    """Tensors stacked on a new first axis, also a single tensor."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         one = super().meta(stored)
@@ -66,12 +67,12 @@ class Stack(Identity):
 
 def _plain(meta: Meta) -> np.dtype:
     if meta.dtype.numpy is None:
-        raise ModelFileError(f"{meta} is no plain array, which a rule of the model changes")
+        raise ModelFileError(f"{meta} is not a plain array, which the rule of the model needs")
     return meta.dtype.numpy
 
 
 def _sizes(meta: Meta) -> tuple[int, ...]:
-    """The shape of a stored tensor: nothing in it varies."""
+    """Return the shape of a stored tensor as integers."""
     return tuple(map(int, meta.shape))  # type: ignore[arg-type]
 
 
@@ -81,7 +82,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 class AddOne:
-    """Norms that are stored as their distance from one (Gemma): float32."""
+    """Norm weights that are stored minus one (Gemma), as float32."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         _plain(stored[0])
@@ -93,7 +94,7 @@ class AddOne:
 
 
 class Transpose:
-    """Matrices that are stored as [in, out] (GPT-2's Conv1D); of several a new first axis."""
+    """Matrices that are stored as [in, out] (GPT-2's Conv1D); several are stacked as well."""
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         _plain(stored[0])
@@ -106,53 +107,58 @@ class Transpose:
 
 
 class Rows:
-    """Some rows of one tensor of any format: ``of`` is a view of an array whose last axis it leaves
-    alone."""
+    """Selected rows of one tensor of any format.
 
-    def __init__(self, of: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._of = of
+    ``view`` returns a view of an array; it must keep the last axis.
+    """
+
+    def __init__(self, view: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._view = view
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         one = Identity().meta(stored)
-        return Meta.of(_viewed(self._of, one).shape, one.dtype)
+        return Meta.of(_view_of(self._view, one).shape, one.dtype)
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         width = stored[0].shape[-1]
         rows = stored[0].reshape(*_sizes(metas[0])[:-1], width)
-        return np.ascontiguousarray(self._of(rows)).reshape(-1, width)
+        return np.ascontiguousarray(self._view(rows)).reshape(-1, width)
 
 
 class View:
-    """Another view of one tensor's elements: some of them, its axes in another order. Of a block
-    format they are float32 then."""
+    """Any view of one tensor's elements, such as a slice or a permutation of its axes.
 
-    def __init__(self, of: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._of = of
+    A tensor in a block format becomes float32. ``view`` returns a view of an array.
+    """
+
+    def __init__(self, view: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._view = view
 
     def meta(self, stored: Sequence[Meta]) -> Meta:
         one = Identity().meta(stored)
         kind = F32 if one.dtype.quantised else one.dtype
-        return Meta.of(_viewed(self._of, one).shape, kind)
+        return Meta.of(_view_of(self._view, one).shape, kind)
 
     def raw(self, stored: Sequence[np.ndarray], metas: Sequence[Meta]) -> np.ndarray:
         kind = metas[0].dtype
         plain = dequantise(stored[0], kind) if kind.quantised else stored[0].view(_plain(metas[0]))
-        return _bytes(self._of(plain.reshape(_sizes(metas[0]))))
+        return _bytes(self._view(plain.reshape(_sizes(metas[0]))))
 
 
-def _viewed(of: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
-    """``of`` an array of this shape. ModelFileError where it has no such view."""
+def _view_of(view: Callable[[np.ndarray], np.ndarray], meta: Meta) -> np.ndarray:
+    """Return ``view`` of a placeholder array of this shape. ModelFileError if that fails."""
     try:
-        return of(np.broadcast_to(np.zeros(()), _sizes(meta)))
+        return view(np.broadcast_to(np.zeros(()), _sizes(meta)))
     except (ValueError, IndexError):
-        raise ModelFileError(f"shape {meta.shape} cannot be cut as the model wants") from None
+        raise ModelFileError(f"shape {meta.shape} cannot be split as the model requires") from None
 
 
 class Mxfp4:
-    """MXFP4 (OCP 2023) in two tensors, as gpt-oss has it, in GGUF's blocks: the same values.
+    """MXFP4 (OCP 2023) in two tensors, as gpt-oss stores it, repacked to GGUF's blocks.
 
-    The first is uint8 [E, rows, blocks, 16] with two neighbours in a byte, the first in the lower
-    half; the second uint8 [E, rows, blocks], the exponents. ``rows``: those that the weight has.
+    The first tensor is uint8 [E, rows, blocks, 16] with two neighbouring elements per byte, the
+    first in the low half; the second is uint8 [E, rows, blocks], the exponents. ``rows`` selects
+    the rows of the weight. The values do not change.
     """
 
     def __init__(self, rows: slice = slice(None)) -> None:
@@ -162,7 +168,9 @@ class Mxfp4:
         shapes = [_sizes(meta) for meta in stored]
         good = len(shapes) == 2 and len(shapes[1]) == 3 and shapes[0] == (*shapes[1], 16)
         if not good or {meta.dtype.numpy for meta in stored} != {np.dtype(np.uint8)}:
-            raise ModelFileError(f"{' and '.join(map(str, stored))}: no blocks and scales of mxfp4")
+            raise ModelFileError(
+                f"{' and '.join(map(str, stored))}: not blocks and scales of mxfp4"
+            )
         experts, rows, blocks = shapes[1]
         kept = len(range(rows)[self._rows])
         return Meta.of((experts, kept, blocks * MXFP4.block), MXFP4)
@@ -171,39 +179,43 @@ class Mxfp4:
         pairs, scales = (
             raw.reshape(meta.shape)[:, self._rows] for raw, meta in zip(stored, metas, strict=True)
         )
-        made = np.empty((*scales.shape, MXFP4.nbytes), np.uint8)
-        made[..., 0] = scales
-        for expert, each in zip(made, pairs):  # one at a time, for memory
+        blocks = np.empty((*scales.shape, MXFP4.nbytes), np.uint8)
+        blocks[..., 0] = scales
+        for expert, each in zip(blocks, pairs):  # one expert at a time to save memory
             q = np.stack((each & 15, each >> 4), axis=-1).reshape(*each.shape[:-1], MXFP4.block)
             expert[..., 1:] = q[..., :16] | q[..., 16:] << 4
-        return made.reshape(-1, scales.shape[-1] * MXFP4.nbytes)
+        return blocks.reshape(-1, scales.shape[-1] * MXFP4.nbytes)
 
 
 IDENTITY, STACK, ADD_ONE, TRANSPOSE = Identity(), Stack(), AddOne(), Transpose()
 
 # ------------------------------------------------------------------------------------------- rules
 
-# What stands for what in a rule's names.
-_HOLES = {"{i}": r"(?P<i>\d+)", "{e}": r"(?P<e>\d+)", "{*}": r"(?P<rest>.+)"}
+# Placeholders in the names of a rule, and what they match.
+_PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{e}": r"(?P<e>\d+)", "{*}": r"(?P<rest>.+)"}
 
 
 @functools.cache
 def _regex(source: str) -> re.Pattern[str]:
     regex = re.escape(source)
-    for hole, pattern in _HOLES.items():
-        regex = regex.replace(re.escape(hole), pattern)
+    for placeholder, pattern in _PLACEHOLDERS.items():
+        regex = regex.replace(re.escape(placeholder), pattern)
     return re.compile(regex)
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How a weight's canonical name is spelled in a file, and what is done to it.
+    """Maps a tensor of a file to a weight of the model.
 
-    ``{i}`` stands for a number that both names have, ``{*}`` for any rest. ``{e}`` in ``source``
-    counts tensors that together are one weight: experts; where they have names of their own, each
-    has a rule, and is the ``part`` that this says. ``source`` is the file's name for ``pattern``; a
-    rule whose pattern is empty names a tensor that the model does not use. ``also``: pattern and
-    transform of other weights that the same tensor is (a part of).
+    In names ``{i}`` matches a number and ``{*}`` any text; both sides use them. ``{e}`` in
+    ``source`` numbers tensors that are stacked to one weight, such as experts.
+
+    Attributes:
+        pattern: Canonical name of the weight; empty for a tensor that the model does not use.
+        source: Name of the tensor in the file.
+        transform: Transform from the stored tensors to the weight.
+        part: Position of the tensor among those of a weight, for sources without ``{e}``.
+        also: Pattern and transform of further weights that are made from the same tensor.
     """
 
     pattern: str
@@ -213,34 +225,37 @@ class WeightRule:
     also: tuple[tuple[str, Transform], ...] = ()
 
     def canonical(self, stored: str) -> list[tuple[str, Transform, int]] | None:
-        """Of the file's tensor ``stored`` the canonical names, with what is done to it, and which
-        part of that weight it is; None when the rule does not apply."""
+        """Apply the rule to the file's tensor ``stored``.
+
+        Returns:
+            Canonical name, transform and part of each weight; None if the rule does not match.
+        """
         match = _regex(self.source).fullmatch(stored)
         if match is None:
             return None
         found, names = match.groupdict(), []
         part = int(found.get("e") or self.part)
         for name, transform in ((self.pattern, self.transform), *self.also):
-            for hole, key in (("{i}", "i"), ("{*}", "rest")):
-                name = name.replace(hole, found.get(key) or "")
+            for placeholder, key in (("{i}", "i"), ("{*}", "rest")):
+                name = name.replace(placeholder, found.get(key) or "")
             names.append((name, transform, part))
         return names
 
 
 def optional_prefix(model: str, head: str) -> tuple[WeightRule, ...]:
-    """For files whose names may lack the ``model.`` that all but those of the head begin with."""
+    """Rules for files whose tensor names may lack the prefix ``model.``; ``head`` has none."""
     whole = (WeightRule(f"{name}.{{*}}", f"{name}.{{*}}") for name in (model, head))
     return (*whole, WeightRule(f"{model}.{{*}}", "{*}"))
 
 
-# Of Hugging Face files: what older versions of transformers stored, though no training made it.
+# Hugging Face files: buffers that older versions of transformers stored with the weights.
 UNUSED_BUFFERS = (WeightRule("", "{*}.rotary_emb.inv_freq"),)
 GEMMA_NORM_RULES = (WeightRule("{*}norm.weight", "{*}norm.weight", ADD_ONE),)
 
 FIRST_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[0])
 SECOND_HALF = Rows(lambda w: np.split(w, 2, axis=-2)[1])
 _EXPERTS = "model.layers.{i}.mlp.experts"
-# Matrices of each expert, as models are published, or stacked, as transformers computes with them.
+# One tensor per expert, as models are published, or stacked, as transformers uses them.
 EXPERT_RULES = (
     *(
         WeightRule(f"{_EXPERTS}.{name}.weight", f"{_EXPERTS}.{{e}}.{name}.weight", STACK)
@@ -258,15 +273,23 @@ EXPERT_RULES = (
 
 @dataclass
 class _Weight:
-    """The tensors that one weight is made of, by part."""
+    """The stored tensors of one weight, by part."""
 
     transform: Transform
     parts: dict[int, str] = field(default_factory=dict)
 
 
 class NamedWeights:
-    """A file's tensors under canonical names. ``strict``: a name that no rule knows is an error;
-    otherwise it is its own canonical name. ModelFileError."""
+    """A file's tensors as weights under canonical names.
+
+    Args:
+        file: File with tensors.
+        rules: Rules; the first that matches a tensor applies.
+        strict: Whether a tensor that no rule matches is an error; otherwise it keeps its name.
+
+    Raises:
+        ModelFileError: A tensor is unexpected, missing, or stored twice.
+    """
 
     def __init__(self, file: TensorFile, rules: Sequence[WeightRule], strict: bool) -> None:
         self.file = file
@@ -277,7 +300,7 @@ class NamedWeights:
             lacking = set(range(len(weight.parts))) - weight.parts.keys()
             if lacking:
                 raise ModelFileError(
-                    f"{file.path}: missing tensor, part {min(lacking)} of {quote(name)}"
+                    f"{file.path}: missing tensor: part {min(lacking)} of {quote(name)}"
                 )
 
     def _place(self, stored: str, rules: Sequence[WeightRule], strict: bool) -> None:
@@ -290,7 +313,7 @@ class NamedWeights:
                 continue
             weight = self._weights.setdefault(name, _Weight(transform))
             if part in weight.parts:
-                both = f"{quote(weight.parts[part])} and {quote(stored)}"
+                both = f"tensors {quote(weight.parts[part])} and {quote(stored)}"
                 raise ModelFileError(f"{self.file.path}: {both} are both {quote(name)}")
             weight.parts[part] = stored
 
@@ -298,11 +321,11 @@ class NamedWeights:
         return self._weights.keys()
 
     def drop(self, name: str) -> None:
-        """Forget a weight: the model has no use for it."""
+        """Remove a weight that the model does not use."""
         del self._weights[name]
 
     def sources(self, name: str) -> list[str]:
-        """What the file calls the tensors of a weight, in order."""
+        """Return the file's names of a weight's tensors, in order."""
         weight = self._weights.get(name)
         return [weight.parts[i] for i in range(len(weight.parts))] if weight else []
 
@@ -311,7 +334,7 @@ class NamedWeights:
         return [Meta.of(tuple(info.shape), info.dtype) for info in infos]
 
     def meta(self, name: str) -> Meta | None:
-        """ModelFileError for a format that nothing here reads."""
+        """See `Weights.meta`. ModelFileError for an unsupported format."""
         if name not in self._weights:
             return None
         metas = self._metas(name)
@@ -330,7 +353,7 @@ class NamedWeights:
 
 
 def plain_dtype(array: np.ndarray) -> DType:
-    """The dtype of an array's elements; ModelFileError."""
+    """Return the dtype of an array's elements. ModelFileError if it is not supported."""
     for known in DTYPES.values():
         if known.numpy == array.dtype:
             return known

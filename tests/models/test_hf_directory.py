@@ -186,10 +186,10 @@ def test_no_directory_of_a_model(tmp_path):
     with pytest.raises(ModelFileError, match=r"is a directory without a config\.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelFileError, match=r"config\.json: no valid JSON"):
+    with pytest.raises(ModelFileError, match=r"config\.json: not valid JSON"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ModelFileError, match=r"config\.json: no JSON object"):
+    with pytest.raises(ModelFileError, match=r"config\.json: not a JSON object"):
         open_checkpoint(tmp_path)
 
 

@@ -144,7 +144,7 @@ def test_parts_of_tensors_in_blocks():
     assert (turned.meta([meta]).shape, turned.meta([meta]).dtype) == ((64, 6), F32)
     found = turned.raw([raw], [meta]).view(np.float32)
     np.testing.assert_array_equal(found, dequantise(raw, Q8_0).T)
-    with pytest.raises(ModelFileError, match=r"shape \(6, 64\) cannot be cut"):
+    with pytest.raises(ModelFileError, match=r"shape \(6, 64\) cannot be split"):
         Rows(lambda w: np.split(w, 4)[0]).meta([meta])
 
 
@@ -218,7 +218,7 @@ def test_blocks_of_other_shapes_are_no_mxfp4():
     scales = Meta.of((2, 4, 3), U8)
     assert Mxfp4(slice(1, None, 2)).meta([Meta.of((2, 4, 3, 16), U8), scales]).shape == (2, 2, 96)
     for other in (Meta.of((2, 4, 3, 15), U8), Meta.of((2, 4, 3, 16), F32), scales):
-        with pytest.raises(ModelFileError, match="no blocks and scales of mxfp4"):
+        with pytest.raises(ModelFileError, match="not blocks and scales of mxfp4"):
             Mxfp4().meta([other, scales])
 
 

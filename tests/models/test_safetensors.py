@@ -238,14 +238,14 @@ X = entry("F32", [2], 0, 8)
         ({"x": entry("F32", [1], 4, 8)}, 8, "'x': a gap before its bytes"),
         ({"x": X, "__metadata__": {"a": 1}}, 8, "__metadata__ does not map strings"),
         ({"x": X, "__metadata__": None}, 8, "__metadata__ does not map strings"),
-        (b'{"x":1,"x":2}', 0, "no valid JSON: 'x' appears twice"),
-        (b'{"x":{"shape":[],"shape":[]}}', 0, "no valid JSON: 'shape' appears twice"),
-        (b'{"x":NaN}', 0, "NaN is no number of JSON"),
-        (b'{"\xff":1}', 0, "no valid JSON: 'utf-8' codec"),
-        (b'{"\\ud800":1}', 0, "no valid JSON: 'utf-8' codec"),
+        (b'{"x":1,"x":2}', 0, "not valid JSON: 'x' appears twice"),
+        (b'{"x":{"shape":[],"shape":[]}}', 0, "not valid JSON: 'shape' appears twice"),
+        (b'{"x":NaN}', 0, "NaN is not a JSON number"),
+        (b'{"\xff":1}', 0, "not valid JSON: 'utf-8' codec"),
+        (b'{"\\ud800":1}', 0, "not valid JSON: 'utf-8' codec"),
         (b"[]", 0, "does not begin with '{'"),
         (b" {}", 0, "does not begin with '{'"),
-        (b"{} x", 0, "no valid JSON: Extra data"),
+        (b"{} x", 0, "not valid JSON: Extra data"),
         ({"a\nb" * 50: 1}, 0, "tensor 'a\\nba\\nb"),
     ],
 )
@@ -338,10 +338,10 @@ def test_a_tensor_that_the_index_does_not_list(tmp_path: Path) -> None:
         (b"{}", "no object 'weight_map'"),
         (b'{"weight_map":{}}', "no object 'weight_map', or nothing in it"),
         (b'{"weight_map":[]}', "no object 'weight_map'"),
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (b"", "cannot be opened"),
         (b'{"weight_map":{"a":"1","a":"2"}}', "'a' appears twice"),
-        (b"\xef\xbb\xbf{}", "no valid JSON"),
+        (b"\xef\xbb\xbf{}", "not valid JSON"),
     ],
 )
 def test_a_malformed_index(tmp_path: Path, content: bytes, words: str) -> None:
@@ -386,5 +386,5 @@ def test_json_objects_as_json_has_them() -> None:
     value = {"a": [1, -2.5, 1e300, None, True, {"b": "é \U0001f600"}], "": {}}
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
         assert json_object(text.encode(), "here") == value
-    with pytest.raises(ModelFileError, match="here: no JSON object"):
+    with pytest.raises(ModelFileError, match="here: not a JSON object"):
         json_object(b"3", "here")
