@@ -33,6 +33,9 @@ from .dtype import F32, DType, dtype
 from .scopes import error_location
 from .tensor import Dim, Env, Meta, Tensor
 
+# Kinds of arithmetic, which determine the rate at which an op can run.
+ELEMENTWISE, MATMUL, ATTENTION = ARITHMETIC = ("elementwise", "matmul", "attention")
+
 # ----------------------------------------------------------------------------------- declarations
 
 
@@ -111,6 +114,8 @@ class OpDef:
         defaults: attributes and their defaults, `inspect.Parameter.empty` where required.
         infer: shape rule: Metas of the operands and attributes -> Meta of the result.
         cost: Metas of the result and the operands, live values and attributes -> `Cost`.
+        arithmetic: kind of arithmetic, one of `ARITHMETIC`. A "matmul" has its weights as second
+            operand. A fused op has the kinds of its parts.
         tol: tolerance by dtype.
         samples: test inputs.
         reference: NumPy body.
@@ -131,6 +136,7 @@ class OpDef:
     tol: Mapping[str, float]
     samples: Sequence[Sample]
     reference: Callable[..., Any]
+    arithmetic: str = ELEMENTWISE
     writes: Callable[[int], tuple[int, ...]] | None = None
     role: str | None = None
     fusion: Fusion | None = None
@@ -211,6 +217,7 @@ def op(
     cost: Callable[..., Cost],
     tol: Mapping[str, float],
     samples: Sequence[Sample],
+    arithmetic: str = ELEMENTWISE,
     writes: Callable[[int], tuple[int, ...]] | None = None,
     role: str | None = None,
 ) -> Callable[[Callable[..., Any]], OpDef]:
@@ -225,7 +232,7 @@ def op(
     def declare(body: Callable[..., Any]) -> OpDef:
         return register(
             name, body, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
-            reference=body, writes=writes, role=role,
+            reference=body, arithmetic=arithmetic, writes=writes, role=role,
         )  # fmt: skip
 
     return declare

@@ -15,7 +15,7 @@ from ..formats import Q8_0
 from ..formats.activations import ACT_TINY
 from ..formats.quantization import Blocks, quantise
 from ..graph.dtype import CACHED, F16, F32, I32, DType
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
+from ..graph.op import ATTENTION, Arg, Cost, Sample, expect, grid, op, out, require
 
 _SCORES = 16 << 20  # bytes of scores that live at one time
 _NAN = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
@@ -290,6 +290,7 @@ def _made(batch, kind, shape=((4, 2), (32, 32)), feature=({}, ()), values="conti
     "attention",
     infer=_infer,
     cost=_cost,
+    arithmetic=ATTENTION,
     tol={"f32": 1e-5},
     samples=[
         *grid(_made, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..formats import A8_32, A8_256, Q8_0
 from ..graph.dtype import BF16, F16, F32, I32
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.op import MATMUL, Arg, Cost, Sample, expect, grid, op, out, require, same
 from .embedding import expect_weight
 from .linear import (
     ACTIVATION_DTYPES,
@@ -231,6 +231,7 @@ _BOTH = (False, True)
     "expert_linear",
     infer=_expert_infer,
     cost=_expert_cost,
+    arithmetic=MATMUL,
     tol=TOL,
     samples=[
         *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 17, 63), (8, 32, 100)),

@@ -9,7 +9,7 @@ from ..formats import activations as activation_formats
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
+from ..graph.op import MATMUL, Arg, Cost, Sample, expect, grid, op, out, require
 from .embedding import expect_weight
 
 _TILE = 16 << 20  # bytes of weights that are float32 at one time
@@ -67,6 +67,7 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     "linear",
     infer=_infer,
     cost=_cost,
+    arithmetic=MATMUL,
     tol=TOL,
     samples=[
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
@@ -136,6 +137,7 @@ def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
     "head_linear",
     infer=_heads_infer,
     cost=_cost,
+    arithmetic=MATMUL,
     tol=TOL,
     samples=[
         *grid(_heads_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 33, 63), (4, 48, 100)),

@@ -23,13 +23,15 @@ from ..formats import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import F16, F32, I32, DType, dtype
 from ..graph.fused_op import decompose
+from ..graph.op import ATTENTION, ELEMENTWISE, MATMUL
 from ..graph.tensor import Tensor, Var, feed, scope, state, weight
 from ..ops import get
 from ..runtime.executor import Executor
 from ..weights import Arrays
 from .record import Recorder
 
-KINDS = FLOAT, INTEGER, ATTENTION, ELEMENTS = ("float", "integer", "attention", "elementwise")
+FLOAT, INTEGER = "float", "integer"  # kinds of matrix products, by the dtype of activations
+KINDS = (FLOAT, INTEGER, ATTENTION, ELEMENTWISE)
 FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # of most model files
 _REFERENCE_FORMATS = (F16, Q8_0)  # weight formats that stand for float and integer arithmetic
 MIN_ROUNDS, MIN_SECONDS = 5, 0.25  # of each measurement; the fastest round counts
@@ -45,10 +47,9 @@ Show = Callable[[str, int, int], None]
 
 def arithmetic_kind(node: Tensor) -> str:
     """Return the kind of arithmetic of an unfused op, one of `KINDS`."""
-    if node.op == "attention":
-        return ATTENTION
-    if node.op != "linear":
-        return ELEMENTS
+    declared = get(node.op).arithmetic
+    if declared != MATMUL:
+        return declared
     return INTEGER if any(s.dtype.name.startswith("a8_") for s in node.sources) else FLOAT
 
 

@@ -15,10 +15,13 @@ from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.compiler.plan import Plan
 from graphllm.engine.engine import Engine
-from graphllm.graph.tensor import Var, feed, state
+from graphllm.formats.activations import A8_32
+from graphllm.graph.dtype import F32
+from graphllm.graph.op import MATMUL
+from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.ops.attention import _visible_pairs
-from graphllm.profiler import bench, prediction
+from graphllm.profiler import bench, kernel_probes, prediction
 
 HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
 EXPERT = "_exps."  # in the names of experts' tensors
@@ -168,3 +171,18 @@ def test_values_that_are_a_part_of_the_keys_are_read_once(kind, element):
     cost = ops.get("attention").node_cost(node, {"T": 1, "S": 1, "Q": 2, "kv_sum": 300})
     assert cost.flops == 300 * 2 * 4 * (576 + 512)
     assert cost.bytes == 300 * 576 * element + 4 * 4 * (576 + 512) + 4 * (2 + 1 + 8)
+
+
+def test_matrix_products_are_priced_as_such():
+    """By their declaration, whatever their name: experts' and heads' products included."""
+    t = Var("T", 1, 8)
+    products = {name for name, op in ops.registry().items() if op.arithmetic == MATMUL}
+    assert products == {"linear", "expert_linear", "head_linear"}
+    for x, kind in ((F32, "float"), (A8_32, "integer")):
+        rows = feed("rows", (t, 64), x)
+        y = ops.expert_linear(rows, weight("w", (4, 32, 64), "q8_0"), feed("ids", (t, 2), "i32"))
+        flops = 2 * 8 * 2 * 32 * 64  # of 8 tokens with 2 experts each
+        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", flops)]
+        heads = feed("heads", (t, 3, 64), x)
+        y = ops.head_linear(heads, weight("h", (3, 32, 64), "q8_0"))
+        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", 2 * 8 * 3 * 32 * 64)]
