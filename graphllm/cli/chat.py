@@ -95,10 +95,10 @@ class ChatLoop:
         while running:
             try:
                 text = self.read()
-            except KeyboardInterrupt:  # at the prompt: discard the line
-                note("")
+            except KeyboardInterrupt:
                 if not self._terminal:
                     raise
+                note("")  # at the prompt: discard the line
                 continue
             if text is None:
                 return

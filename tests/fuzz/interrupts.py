@@ -1,8 +1,8 @@
-"""A campaign of Ctrl-C at random times: ``interrupts.py FOLDER COUNT SEED``.
+"""Campaign that sends Ctrl-C (SIGINT) at random times: ``interrupts.py FOLDER COUNT SEED [VERB]``.
 
-Each case starts a verb on a small model and sends SIGINT after a random time, or two of them. It
-must end with exit code 130 and the line "interrupted", or have finished before. Prints a count of
-each outcome as JSON; what went wrong is printed on standard error, and the exit code is 1.
+Each case starts a verb on a small model and sends one or two SIGINT after a random time. The verb
+must end with exit code 130 and the line "interrupted", or have finished before. Prints the number
+of cases by outcome as JSON. Failures are printed on standard error, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from pathlib import Path
 import tiny_models as tiny
 from pseudo_terminal import without_progress
 
-MODEL = "interrupted.gguf"
+MODEL, TEMPLATE = "interrupted.gguf", "interrupted.jinja"
 RUN = ["run", MODEL, "-p", "hello world " * 20, "-n", "100", "--ignore-eos"]
+# Short turns: both messages and answers fit the model's context of 128 tokens, so that the chat
+# does not end by itself. It waits for a third message until it is interrupted.
+CHAT = ["chat", MODEL, "--chat-template", TEMPLATE, "-n", "24", "--ignore-eos"]
+CHAT_SOURCE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+MESSAGES = b"hello\nhow are you\n"
 VERBS = [
     RUN,
     [*RUN, "--device", "reference"],
     [*RUN, "--json"],
+    CHAT,
     ["tokenize", MODEL, "hello"],
     ["inspect", MODEL],
     ["plan", MODEL],
@@ -37,7 +43,7 @@ VERBS = [
     ["--help"],
 ]
 
-# Writes a line once `main` catches Ctrl-C; before that it is Python's own.
+# Write a line once `main` handles Ctrl-C; before that, Python handles it.
 START = """
 import os
 import graphllm.cli as cli
@@ -48,16 +54,30 @@ def started():
 cli._call = started
 cli.main()
 """
-WAIT_S = 60.0
+TIMEOUT_S = 60.0
 
 
-def campaign(folder: Path, count: int, seed: int) -> collections.Counter[str]:
-    """How often each outcome was met: interrupted, finished, wrong."""
+def campaign(
+    folder: Path, count: int, seed: int, verb: str | None = None
+) -> collections.Counter[str]:
+    """Run ``count`` cases and return the number of cases by outcome.
+
+    Args:
+        folder: directory for the model.
+        count: number of cases.
+        seed: seed of the times.
+        verb: run only the cases of this verb; all verbs by default.
+
+    Returns:
+        Number of cases that were interrupted, had finished, or were wrong.
+    """
     tiny.write_llama(folder / MODEL, tiny.llama_weights())
-    draw, outcomes = random.Random(seed), collections.Counter(wrong=0)
+    (folder / TEMPLATE).write_text(CHAT_SOURCE)
+    rng, outcomes = random.Random(seed), collections.Counter(wrong=0)
+    verbs = [words for words in VERBS if verb in (None, words[0])]
     for case in range(count):
-        words = VERBS[case % len(VERBS)]
-        outcomes[_case(folder, words, draw.uniform(0, 3.0), draw.random() < 0.2)] += 1
+        words = verbs[case % len(verbs)]
+        outcomes[_case(folder, words, rng.uniform(0, 3.0), rng.random() < 0.2)] += 1
     return outcomes
 
 
@@ -68,8 +88,9 @@ def _case(folder: Path, words: list[str], seconds: float, twice: bool) -> str:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     process.stderr.readline()
-    process.stdin.write(b"hello\nhow are you\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # the verb has finished already
+        process.stdin.write(MESSAGES)
+        process.stdin.flush()
     time.sleep(seconds)
     for _ in range(1 + twice):
         process.send_signal(signal.SIGINT)
@@ -77,23 +98,23 @@ def _case(folder: Path, words: list[str], seconds: float, twice: bool) -> str:
         with suppress(BrokenPipeError):
             process.stdin.close()
         process.stdin = None
-        _, told = process.communicate(timeout=WAIT_S)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        told = b"it did not end\n" + process.communicate()[1]
-    lines = without_progress(told.decode()).splitlines()
+        errors = b"it did not end\n" + process.communicate()[1]
+    lines = without_progress(errors.decode()).splitlines()
     lines = [line for line in lines if not line.startswith("note: ")]
     if process.returncode == 130 and lines == ["interrupted"]:
         return "interrupted"
-    if process.returncode == 0 and lines == []:
+    if process.returncode == 0 and lines == [] and words != CHAT:
         return "finished"
     what = f"{words[:2]} after {seconds:.3f} s, {1 + twice} times: exit code {process.returncode}"
-    print(f"--- {what}\n{told.decode()}", file=sys.stderr)
+    print(f"--- {what}\n{errors.decode()}", file=sys.stderr)
     return "wrong"
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background job
-    found = campaign(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    found = campaign(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:5])
     print(json.dumps({"outcomes": found}))
     sys.exit(found["wrong"] > 0)
