@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
-from test_kv_cache import CONTEXT, GREEDY, IDS, drawn, engine, windowed
+from test_kv_cache import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
@@ -32,20 +32,20 @@ def path(tmp_path_factory):
 
 @pytest.fixture
 def ahead(path):
-    return engine(path, backends=("cuda",))
+    return make_engine(path, backends=("cuda",))
 
 
 @pytest.fixture
 def plain(path, monkeypatch):
     """Waits for every step."""
-    held = engine(path, backends=("cuda",))
-    held.prepare()
-    monkeypatch.setattr(held.executor.devices["cuda"], "ring", lambda operand: None)
-    return held
+    engine = make_engine(path, backends=("cuda",))
+    engine.prepare()
+    monkeypatch.setattr(engine.executor.devices["cuda"], "ring", lambda operand: None)
+    return engine
 
 
 def test_a_step_is_begun_before_the_last_one_is_read(ahead):
-    drawn(ahead, IDS[:20], 4)
+    generate_ids(ahead, IDS[:20], 4)
     env = {"T": 1, "S": 1, "Q": 2, "N": 1}
     assert ahead.executor.decode_loop(ahead.decode_plan(), {}, env, "ids").ahead == 1
 
@@ -62,7 +62,7 @@ def test_requests_in_any_order_after_steps_too_many(ahead, plain):
         common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
         prompt = [*IDS[:common], *(int(i) for i in rng.integers(3, 90, new))]
         count = int(rng.integers(1, CONTEXT + 1 - len(prompt)))
-        assert drawn(ahead, prompt, count) == drawn(plain, prompt, count)
+        assert generate_ids(ahead, prompt, count) == generate_ids(plain, prompt, count)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, (32 << 20) - 1, (100 << 20) + 77])
@@ -77,16 +77,16 @@ def test_what_is_sent_arrives(nbytes):
 # ------------------------------------------------------------------------------------------- times
 
 
-def noted(held, count: int) -> tuple[list[int], list]:
+def noted(engine, count: int) -> tuple[list[int], list]:
     """Ids that are drawn while steps are timed, and the runs."""
-    held.clear_cache()
+    engine.clear_cache()
     times = Recorder(), Recorder()
-    ids = list(itertools.islice(held.generate(IDS[:20], GREEDY, (), profile=times), count))
+    ids = list(itertools.islice(engine.generate(IDS[:20], GREEDY, (), profile=times), count))
     return ids, times[1].runs
 
 
 def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
-    want = drawn(plain, IDS[:20], 40)
+    want = generate_ids(plain, IDS[:20], 40)
     for _ in range(3):
         ids, runs = noted(ahead, 40)
         assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
@@ -119,16 +119,16 @@ def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
 
 def test_steps_of_a_library_have_times(ahead):
     """Prompts are not one graph, and are multiplied by cuBLAS."""
-    held, times = ahead, (Recorder(), Recorder())
+    engine, times = ahead, (Recorder(), Recorder())
     for _ in range(2):
-        held.clear_cache()
-        next(held.generate(IDS[:100], GREEDY, (), profile=times))
+        engine.clear_cache()
+        next(engine.generate(IDS[:100], GREEDY, (), profile=times))
     assert times[0].runs
     assert all(run.times.sum() > 0 and (run.times >= 0).all() for run in times[0].runs)
 
 
 def test_runs_without_times_have_nothing_of_them(ahead):
-    drawn(ahead, IDS[:20], 4)
+    generate_ids(ahead, IDS[:20], 4)
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
     assert segment._timed is None
     work = [w for part in segment._work for w in part]

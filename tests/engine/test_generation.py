@@ -1,4 +1,4 @@
-"""Generation: penalties, ends, stop texts, several prompts, reuse of what a prompt begins with."""
+"""Generation: penalties, stop conditions, several prompts, prefix reuse."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def llm(tmp_path_factory):
     return graphllm.load(tiny.write_llama(path, tiny.llama_weights()), kv_type="f32", strict=True)
 
 
-def ends(llm, monkeypatch, *ids):
-    """Make these the model's end tokens."""
+def set_eos_ids(llm, monkeypatch, *ids):
+    """Make these the model's EOS ids."""
     monkeypatch.setattr(llm.tokenizer, "eog_ids", frozenset(ids))
 
 
@@ -35,7 +35,7 @@ def ends(llm, monkeypatch, *ids):
 
 
 def greedy_by_hand(llm, ids, count, repeat=1.0, presence=0.0, frequency=0.0, banned=(), least=0):
-    """The likeliest tokens under the penalties' formula, from plain logits, one at a time."""
+    """Return greedy tokens computed from plain logits with the formula of the penalties."""
     ids, drawn = list(ids), []
     for step in range(count):
         logits = llm.logits(ids, last=True).astype(np.float64)
@@ -54,7 +54,7 @@ def greedy_by_hand(llm, ids, count, repeat=1.0, presence=0.0, frequency=0.0, ban
     [{"repeat": 1.3}, {"presence": 0.7}, {"frequency": 0.4}, {"repeat": 0.8, "frequency": -0.2}],
 )
 def test_penalties_follow_their_formula(llm, penalties):
-    """Over a prompt and answer longer than the 64 tokens that are looked at."""
+    """Prompt and answer are longer than the 64 tokens that penalties apply to."""
     prompt = "and so on " * 8 + PROMPT
     ids = llm.encode(prompt)
     assert 45 < len(ids) < 64
@@ -65,7 +65,7 @@ def test_penalties_follow_their_formula(llm, penalties):
 
 
 def test_neutral_penalties_change_nothing(llm):
-    """The plan with penalties, asked for none, draws what the plan without them draws."""
+    """The plan with penalties samples the same tokens as the plan without, if all are off."""
     ask = {"max_tokens": 20, "temperature": 0.9, "seed": 5}
     plain = Completion()
     for _ in llm.complete(PROMPT, Sampling(**ask), plain, eos_ids=()):
@@ -82,7 +82,7 @@ def test_a_seed_repeats_with_penalties(llm):
     assert a == b != c
 
 
-def test_reference_and_cpu_draw_the_same(llm):
+def test_reference_and_cpu_sample_the_same(llm):
     ask = {"max_tokens": 12, "temperature": 0.7, "seed": 11, "presence_penalty": 0.5}
     other = graphllm.load(llm.file.path, device="reference")
     assert other.generate(PROMPT, **ask).ids == llm.generate(PROMPT, **ask).ids
@@ -91,10 +91,10 @@ def test_reference_and_cpu_draw_the_same(llm):
 # -------------------------------------------------------------------------------------------- ends
 
 
-def test_min_tokens_and_ignore_eos_forbid_the_end(llm, monkeypatch):
+def test_min_tokens_and_ignore_eos_forbid_eos(llm, monkeypatch):
     ids = llm.encode(PROMPT)
     first = greedy_by_hand(llm, ids, 1)[0]
-    ends(llm, monkeypatch, first)
+    set_eos_ids(llm, monkeypatch, first)
     assert llm.generate(PROMPT, temperature=0).ids == []
     assert llm.generate(PROMPT, temperature=0).finish_reason == "stop"
     done = llm.generate(PROMPT, temperature=0, max_tokens=5, min_tokens=3)
@@ -114,13 +114,13 @@ def test_stop_ids_end_an_answer_after_min_tokens(llm):
     assert done.ids == free and done.finish_reason == "length"
 
 
-def test_the_context_ends_an_answer(llm):
+def test_a_full_context_ends_an_answer(llm):
     small = graphllm.load(llm.file.path, context=24)
     done = small.generate(PROMPT, max_tokens=64, **GREEDY)
     assert done.finish_reason == "length"
     assert done.notes == ["the context of 24 tokens is full: the answer is cut off"]
     assert small.generate(PROMPT, max_tokens=1, **GREEDY).notes == []
-    assert len(done.prompt_ids) + len(done.ids) == 25  # the last token needs no cache
+    assert len(done.prompt_ids) + len(done.ids) == 25  # the last token is not in the cache
     with pytest.raises(RequestError, match="tokens, the context holds 24"):
         small.generate(PROMPT * 3)
 
@@ -128,8 +128,8 @@ def test_the_context_ends_an_answer(llm):
 # ------------------------------------------------------------------------------------- stop texts
 
 
-def shown(stops, pieces):
-    """What a reader sees of the pieces, and whether a stop text ended them."""
+def match(stops, pieces):
+    """Return the emitted text, and whether a stop string matched."""
     texts, out = StopStringMatcher(stops), ""
     for piece in pieces:
         out += texts.push(piece)
@@ -145,28 +145,28 @@ def shown(stops, pieces):
         (["END"], "so it EN", None),
         (["aab"], "aaaab", "aa"),
         (["\n\n", "x"], "one\ntwo\n\nx", "one\ntwo"),
-        (["abcd", "c"], "zabcd", "zab"),  # complete first, wherever the pieces' borders are
+        (["abcd", "c"], "zabcd", "zab"),  # "c" ends first, however the text is split
         (["bc", "abc"], "zabcd", "z"),
         (["ß…"], "straß…e", "stra"),
         ([], "all of it", None),
     ],
 )
-def test_stop_texts_at_every_border(stops, text, want):
+def test_stop_strings_at_every_split(stops, text, want):
     expected = (text, False) if want is None else (want, True)
     for first in range(len(text)):
         for second in range(first, len(text)):
             pieces = [text[:first], text[first:second], text[second:]]
-            assert shown(stops, pieces) == expected, pieces
-    assert shown(stops, text) == expected
+            assert match(stops, pieces) == expected, pieces
+    assert match(stops, text) == expected
 
 
-def test_nothing_is_shown_that_may_be_a_stop_text():
+def test_a_possible_stop_string_is_held_back():
     texts = StopStringMatcher(["<end>"])
     assert [texts.push(c) for c in "a<e<en"] == ["a", "", "", "<e", "", ""]
     assert texts.finish() == "<en"
 
 
-def test_a_stop_text_across_tokens(llm):
+def test_a_stop_string_across_tokens(llm):
     free = llm.generate(PROMPT, max_tokens=24, **GREEDY)
     parts = [llm.tokenizer.decode([i], continuation=True) for i in free.ids]
     at = next(i for i in range(2, 20) if len(parts[i]) > 1 and len(parts[i + 1]) > 1)
@@ -196,14 +196,14 @@ def test_a_stop_text_across_tokens(llm):
         ({"max_tokens": -1}, "max_tokens = -1 must be at least 0"),
     ],
 )
-def test_a_bad_request_is_named(llm, bad, message):
+def test_invalid_requests(llm, bad, message):
     with pytest.raises(RequestError) as caught:
         llm.generate(PROMPT, **bad)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_model_in_parts(llm, tmp_path, monkeypatch):
-    """Split by the `gguf` package: the same tokens as from one file."""
+def test_a_split_gguf_file(llm, tmp_path, monkeypatch):
+    """A model split by the `gguf` package gives the same tokens as one file."""
     split = functools.partial(gguf.GGUFWriter, split_max_tensors=12)
     monkeypatch.setattr(gguf, "GGUFWriter", split)
     tiny.write_llama(tmp_path / "m.gguf", tiny.llama_weights())
@@ -223,8 +223,8 @@ def test_several_prompts_one_after_another(llm):
     ]
 
 
-def test_only_what_is_new_is_computed_and_counted(llm):
-    """The timings and the profile's rows both tell how many tokens were computed."""
+def test_only_new_tokens_are_computed_and_counted(llm):
+    """Timings and profile rows agree on the number of computed tokens."""
     ids = llm.encode(PROMPT)
     llm.engine.clear_cache()
     ask = Sampling(max_tokens=2, temperature=0.0)
@@ -248,6 +248,6 @@ def test_only_what_is_new_is_computed_and_counted(llm):
 
 @pytest.mark.parametrize("bad", [{"top_k": 2**31}, {"temperature": 1e300}, {"max_tokens": 1.5},
                                  {"temperature": "1"}, {"repeat_penalty": 1e39}])  # fmt: skip
-def test_values_that_kernels_cannot_hold_are_named(llm, bad):
+def test_values_out_of_range_of_the_kernels(llm, bad):
     with pytest.raises(RequestError, match=next(iter(bad))):
         llm.generate("hello", **bad)

@@ -1,4 +1,4 @@
-"""The cache of keys and values: blocks, rings of windowed layers, formats, rolling back."""
+"""KV cache: blocks, rings of sliding-window layers, dtypes, rollback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = Sampling(max_tokens=200, temperature=0.0, seed=0)
 
 
 def windowed(folder):
-    """A llama with heads of 32, of whose three layers the second has a window of 20."""
+    """Write a llama with a head size of 32 and a window of 20 in the second of three layers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "WIDTH", 32)
         patch.setattr(tiny, "DIM", 32 * tiny.HEADS)
@@ -47,8 +47,8 @@ def path(tmp_path_factory):
     return windowed(tmp_path_factory.mktemp("kv"))
 
 
-def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
-    """Steps of 16 tokens, blocks of 8: a window of 20 keeps 6 of the 15 blocks of the context."""
+def make_engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
+    """Steps of 16 tokens and blocks of 8: a window of 20 keeps 6 of the context's 15 blocks."""
     decoder = build_decoder(GgufCheckpoint(path), path.parent / "windowed.py")
     executor = Executor(decoder.weights, backends, Options(threads=threads), strict=True)
     wanted = {"tokens": 16, "context": CONTEXT, "block": 8, "kv_dtype": "f32", **limits}
@@ -56,13 +56,13 @@ def engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
 
 
 def logits(engine, ids=IDS, size=16):
-    """float32 [T, vocab], the prompt cut in pieces of ``size``."""
+    """Return float32 [T, vocab], computed in chunks of ``size``."""
     engine.clear_cache()
     parts = [engine.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
     return np.concatenate(parts)
 
 
-def drawn(engine, ids, count):
+def generate_ids(engine, ids, count):
     found = engine.generate(ids, GREEDY, ())
     return [next(found) for _ in range(count)]
 
@@ -70,7 +70,7 @@ def drawn(engine, ids, count):
 # ------------------------------------------------------------------------------------------ blocks
 
 
-def test_a_ring_names_no_block_twice():
+def test_a_ring_has_no_duplicate_blocks():
     table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
     for tokens in range(1, 81):
         table.grow(tokens)
@@ -81,17 +81,17 @@ def test_a_ring_names_no_block_twice():
         table.grow(81)
 
 
-def test_a_ring_knows_what_it_has_lost():
+def test_a_ring_holds_only_its_window():
     table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
-    table.grow(40)  # blocks 5..10 are there: tokens 20..40
+    table.grow(40)  # holds blocks 5..10: tokens 20..40
     assert [n for n in range(41) if table.holds(n)] == [0, *range(28, 41)]
     table.release()
     assert table.holds(0) and (table.table < 0).all()
     table.grow(8)
-    assert table.table[:2].tolist() == [0, 1]  # memory that was in use already
+    assert table.table[:2].tolist() == [0, 1]  # blocks in use before come first
 
 
-def test_without_a_window_nothing_is_lost():
+def test_without_a_window_all_tokens_are_held():
     table = BlockTable(list(range(20)), block=4, width=20)
     table.grow(80)
     assert all(table.holds(n) for n in range(81))
@@ -100,76 +100,76 @@ def test_without_a_window_nothing_is_lost():
 # ------------------------------------------------------------------------------------------- rings
 
 
-def test_a_windowed_group_keeps_its_window_only(path):
-    held = engine(path)
-    logits(held)
-    rows = {name: held.executor.get_state(name).shape[0] for name in ("window20.1.k", "full.0.v")}
+def test_a_windowed_group_keeps_only_its_window(path):
+    engine = make_engine(path)
+    logits(engine)
+    rows = {name: engine.executor.get_state(name).shape[0] for name in ("window20.1.k", "full.0.v")}
     assert rows == {"window20.1.k": 48, "full.0.v": CONTEXT}
-    assert held.limits.kept(WINDOW) == 6 and held.limits.kept(0) == 15
+    assert engine.limits.kept(WINDOW) == 6 and engine.limits.kept(0) == 15
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
-def test_rings_pieces_and_threads_change_no_bit(path, kind, monkeypatch):
-    """Whole pools or rings, whatever the pieces, alone or with two threads."""
-    ring = engine(path, threads=2, kv_dtype=kind)
+def test_rings_chunks_and_threads_give_identical_bits(path, kind, monkeypatch):
+    """Full pools or rings, any chunking, one or two threads."""
+    ring = make_engine(path, threads=2, kv_dtype=kind)
     want = logits(ring)
     for size in (1, 7):
         np.testing.assert_array_equal(logits(ring, size=size), want)
-    np.testing.assert_array_equal(logits(engine(path, threads=1, kv_dtype=kind)), want)
+    np.testing.assert_array_equal(logits(make_engine(path, threads=1, kv_dtype=kind)), want)
     monkeypatch.setattr(Limits, "kept", lambda self, window: self.blocks)
-    whole = engine(path, kv_dtype=kind)
+    whole = make_engine(path, kv_dtype=kind)
     np.testing.assert_array_equal(logits(whole), want)
     assert whole.executor.get_state("window20.1.k").shape[0] == CONTEXT
 
 
-def test_generation_around_the_ring(path, monkeypatch):
-    """The slots that the step itself works out lead to the same tokens as whole pools."""
-    have = drawn(engine(path), IDS[:30], 80)
+def test_generation_wraps_around_the_ring(path, monkeypatch):
+    """Slots computed on the device give the same tokens as full pools."""
+    have = generate_ids(make_engine(path), IDS[:30], 80)
     monkeypatch.setattr(Limits, "kept", lambda self, window: self.blocks)
-    assert have == drawn(engine(path), IDS[:30], 80)
+    assert have == generate_ids(make_engine(path), IDS[:30], 80)
 
 
-def test_a_longer_prompt_computes_its_end_only(path):
-    held = engine(path)
-    tokens = drawn(held, IDS[:50], 30)
+def test_a_longer_prompt_computes_only_its_new_tokens(path):
+    engine = make_engine(path)
+    tokens = generate_ids(engine, IDS[:50], 30)
     longer = [*IDS[:50], *tokens[:-1], *IDS[:9]]
-    assert drawn(held, longer, 8) == drawn(engine(path), longer, 8)
-    assert held.prefill_tokens == 9
+    assert generate_ids(engine, longer, 8) == generate_ids(make_engine(path), longer, 8)
+    assert engine.prefill_tokens == 9
 
 
 @pytest.mark.parametrize("common", [95, 90, 80])
-def test_rolling_back_within_the_ring(path, common):
-    held = engine(path)
-    logits(held, IDS[:96])
+def test_rollback_within_the_ring(path, common):
+    engine = make_engine(path)
+    logits(engine, IDS[:96])
     prompt = [*IDS[:common], 4, 5, 6]
-    assert drawn(held, prompt, 12) == drawn(engine(path), prompt, 12)
-    assert held.prefill_tokens == 3
+    assert generate_ids(engine, prompt, 12) == generate_ids(make_engine(path), prompt, 12)
+    assert engine.prefill_tokens == 3
 
 
 @pytest.mark.parametrize("common", [70, 40, 3])
-def test_rolling_back_beyond_the_ring_begins_anew(path, common):
-    held = engine(path)
-    logits(held)
+def test_rollback_beyond_the_ring_clears_the_cache(path, common):
+    engine = make_engine(path)
+    logits(engine)
     prompt = [*IDS[:common], 4, 5, 6]
-    assert drawn(held, prompt, 12) == drawn(engine(path), prompt, 12)
-    assert held.prefill_tokens == len(prompt)
+    assert generate_ids(engine, prompt, 12) == generate_ids(make_engine(path), prompt, 12)
+    assert engine.prefill_tokens == len(prompt)
 
 
-def test_rolling_back_again_and_again(path):
-    """Any order of prompts gives what a fresh start gives."""
-    held, rng = engine(path), np.random.default_rng(8)
+def test_repeated_rollback(path):
+    """Any order of prompts gives the same logits as an empty cache."""
+    engine, rng = make_engine(path), np.random.default_rng(8)
     for _ in range(12):
         common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
         prompt = [*IDS[:common], *(int(i) for i in rng.integers(3, 90, new))]
         count = int(rng.integers(1, CONTEXT - len(prompt)))
-        fresh = engine(path, backends=("reference",))
+        fresh = make_engine(path, backends=("reference",))
         want = logits(fresh, prompt)[-1]
-        at = held.reuse_cache(prompt)
+        at = engine.reuse_cache(prompt)
         while at < len(prompt):
-            have = held.step_logits(prompt[at : at + 16])
+            have = engine.step_logits(prompt[at : at + 16])
             at += len(prompt[at : at + 16])
         np.testing.assert_allclose(have[-1], want, atol=2e-3)
-        drawn(held, prompt, min(count, 20))  # leaves more in the cache
+        generate_ids(engine, prompt, min(count, 20))  # adds tokens to the cache
 
 
 # ----------------------------------------------------------------------------------------- formats
@@ -180,15 +180,15 @@ def nmse(have, want):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f16", 1e-6), ("q8_0", 1e-3)])
-def test_formats_stay_near_f32(path, kind, most):
-    want = logits(engine(path))
+def test_cache_dtypes_stay_near_f32(path, kind, most):
+    want = logits(make_engine(path))
     for backends in (("cpu", "reference"), ("reference",)):
-        assert 0 < nmse(logits(engine(path, backends=backends, kv_dtype=kind)), want) < most
+        assert 0 < nmse(logits(make_engine(path, backends=backends, kv_dtype=kind)), want) < most
 
 
 def test_q8_0_is_the_same_on_the_reference(path):
     have, want = (
-        logits(engine(path, backends=order, kv_dtype="q8_0"))
+        logits(make_engine(path, backends=order, kv_dtype="q8_0"))
         for order in (("cpu", "reference"), ("reference",))
     )
     assert nmse(have, want) < 1e-7
@@ -203,9 +203,9 @@ def test_q8_0_needs_whole_blocks(tmp_path):
 
 @pytest.mark.realmodel
 def test_q8_0_on_the_demo():
-    """700 tokens: two chunks, and more than the window; near the f32 cache, at any chunking.
+    """700 tokens (two chunks, more than the window): near the f32 cache, for any chunking.
 
-    With activations that are not quantised: these turn any small difference into a larger one.
+    Activations are not quantised, since quantisation would amplify small differences.
     """
     ask = {"device": "cpu", "context": 1024, "linear": "float"}
     kept, exact = (graphllm.load("demo", kv_type=kind, **ask) for kind in ("q8_0", "f32"))
@@ -220,8 +220,8 @@ def test_q8_0_on_the_demo():
 
 
 @pytest.mark.realmodel
-def test_the_demo_rolls_back():
-    """From 900 tokens: a little keeps what is there, a lot begins anew; both are right."""
+def test_rollback_of_the_demo():
+    """A short rollback reuses the cache, a long one clears it; both give the right tokens."""
     llm = graphllm.load("demo", device="cpu", context=2048)
     ids = llm.encode("One, two, three, four, five, six, seven, eight, nine, ten. " * 60)
     ask = Sampling(max_tokens=8, temperature=0.0, seed=0)

@@ -1,6 +1,6 @@
-"""NaN and infinity in weights: reported while the model is loaded, or in place of a token.
+"""NaN and infinity in weights: reported at load, or instead of a token.
 
-`plant_faults.py` plants them in every kind of tensor of every family; here are a few of its cases.
+`plant_faults.py` plants them in every kind of tensor of every model; these are some of its cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT = "hello there"
 
 
 def planted(path, name, value, at=(5, 3), **weights):
-    """A tiny llama with one wrong value."""
+    """Write a tiny llama with one non-finite value."""
     own = tiny_models.llama_weights(**weights)
     own[name][at] = value
     return tiny_models.write_llama(path, own, "qwen2" if weights.get("bias") else "llama")
@@ -35,7 +35,7 @@ def generate(*args):
     return done.returncode, done.stderr
 
 
-def test_a_norm_with_nan_is_refused_by_one_line(tmp_path):
+def test_nan_in_a_norm_is_reported_at_load(tmp_path):
     path = planted(tmp_path / "m.gguf", "model.norm.weight", np.nan, 7)
     code, error = generate(path)
     assert code == 1
@@ -43,7 +43,7 @@ def test_a_norm_with_nan_is_refused_by_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
-def test_the_op_that_gives_nan_is_named(tmp_path, device):
+def test_the_first_op_with_nan_is_reported(tmp_path, device):
     path = planted(tmp_path / "m.gguf", "model.layers.1.mlp.up_proj.weight", np.nan)
     code, error = generate(path, "--device", device, "--temp", "0.8")
     assert code == 1 and error.count("\n") == 1
@@ -62,7 +62,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_every_way_of_sampling_reports_it(tmp_path, value):
+def test_all_sampling_settings_report_it(tmp_path, value):
     weight = "model.layers.2.self_attn.v_proj.weight"
     llm = graphllm.load(planted(tmp_path / "m.gguf", weight, value))
     for settings in SETTINGS:
@@ -70,13 +70,13 @@ def test_every_way_of_sampling_reports_it(tmp_path, value):
             llm.generate(PROMPT, **settings)
 
 
-def test_nan_after_some_tokens_leaves_them_and_names_the_position(tmp_path):
-    """Only the embedding of a token that is sampled later is wrong."""
+def test_nan_after_some_tokens(tmp_path):
+    """The embedding of a token sampled later has NaN: earlier tokens are still returned."""
     prompt, sampling = [5, 17], Sampling(temperature=0, ignore_eos=True, max_tokens=8)
     sound = tiny_models.write_llama(tmp_path / "a.gguf", tiny_models.llama_weights())
     list(graphllm.load(sound).complete(prompt, sampling, want := Completion()))
     new = [i for i, token in enumerate(want.ids) if token not in [*prompt, *want.ids[:i]]]
-    at = max(i for i in new if i < 6)  # the tokens after it are never sampled
+    at = max(i for i in new if i < 6)  # so that its successors are never sampled
     assert at > 0
     path = planted(tmp_path / "b.gguf", "model.embed_tokens.weight", np.nan, (want.ids[at], 9))
     done = Completion()
@@ -88,8 +88,8 @@ def test_nan_after_some_tokens_leaves_them_and_names_the_position(tmp_path):
     assert f"embed_tokens (embedding on cpu) gives NaN at position {position}" in str(caught.value)
 
 
-def test_nothing_of_it_is_left_in_the_cache(tmp_path):
-    """A prompt without the wrong token is answered as by a model that has seen no NaN."""
+def test_the_cache_is_cleared_after_nan(tmp_path):
+    """A later prompt without that token has the same logits as in a fresh model."""
     path = planted(tmp_path / "m.gguf", "model.embed_tokens.weight", np.nan, (42, 9))
     fresh, used = graphllm.load(path), graphllm.load(path)
     with pytest.raises(NumericError):
@@ -98,7 +98,7 @@ def test_nothing_of_it_is_left_in_the_cache(tmp_path):
     assert used.logits(ids).tolist() == fresh.logits(ids).tolist()
 
 
-def test_the_search_from_coarse_to_fine_finds_the_same_op(tmp_path, monkeypatch):
+def test_coarse_to_fine_search_finds_the_same_op(tmp_path, monkeypatch):
     weight = "model.layers.1.self_attn.o_proj.weight"
     llm = graphllm.load(planted(tmp_path / "m.gguf", weight, np.nan), context=64)
     ids = list(itertools.islice(itertools.cycle([5, 17, 23]), 20))
@@ -109,14 +109,14 @@ def test_the_search_from_coarse_to_fine_finds_the_same_op(tmp_path, monkeypatch)
         assert str(finite_check.find_non_finite(llm.engine, ids)) == str(at_once)
 
 
-def test_a_sound_model_has_no_fault(tmp_path):
+def test_a_finite_model_has_no_finding(tmp_path):
     path = tiny_models.write_llama(tmp_path / "m.gguf", tiny_models.llama_weights())
     assert finite_check.find_non_finite(graphllm.load(path).engine, [5, 17, 23]) is None
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "input_layernorm.weight"])
-def test_vectors_are_checked_while_loading(tmp_path, name, value):
+def test_vectors_are_checked_at_load(tmp_path, name, value):
     path = planted(tmp_path / "m.gguf", f"model.layers.2.{name}", value, 11, bias=True)
     shown = str(np.float32(value)).replace("nan", "NaN")
     for device in ("cpu", "reference"):
@@ -126,7 +126,7 @@ def test_vectors_are_checked_while_loading(tmp_path, name, value):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", ["gpt_oss", "q4_k"])
-def test_faults_in_families(name):
-    """A few of the cases."""
+def test_planted_faults(name):
+    """Run every 19th case of plant_faults.py."""
     found = list(plant_faults.cases(name, "cpu", every=19))
     assert len(found) > 3 and not [case for case in found if case[2]]

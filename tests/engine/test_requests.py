@@ -1,7 +1,7 @@
-"""Requests on one model: of several threads at once, interrupted, left half way, from callbacks.
+"""Concurrent requests on one model: several threads, interruptions, abandoned streams, callbacks.
 
-Every answer is compared with the one that the request gets alone. `request_campaign.py` makes
-thousands of such requests; a few hundred of them are here.
+Every answer is compared with the answer that the request gets alone. `request_campaign.py` makes
+thousands of such requests; this file runs a few hundred of them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def joined(*threads) -> None:
 # ---------------------------------------------------------------------------------------- all kinds
 
 
-def test_threads_get_the_answers_that_each_gets_alone(llm):
+def test_concurrent_answers_equal_single_ones(llm):
     made, wrong = request_campaign.run(llm, SEVERAL)
     assert not wrong, wrong[:5]
     assert sum(made.values()) == SEVERAL and len(made) > 10
@@ -59,7 +59,7 @@ def test_threads_get_the_answers_that_each_gets_alone(llm):
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("between", ["generate", "logits", "trace", "profile", "forget"])
-def test_a_stream_goes_on_after_any_other_request(llm, sampling, between):
+def test_a_stream_continues_after_any_other_request(llm, sampling, between):
     want = llm.generate("hello there", max_tokens=40, **sampling).text
     others = {
         "generate": lambda: llm.generate("hello", max_tokens=3),
@@ -76,7 +76,7 @@ def test_a_stream_goes_on_after_any_other_request(llm, sampling, between):
     assert text + "".join(stream) == want
 
 
-def test_two_streams_side_by_side_in_one_thread(llm):
+def test_two_interleaved_streams_in_one_thread(llm):
     asks = [("hello", DRAWN), ("what is", GREEDY), ("hello there", DRAWN)]
     want = [llm.generate(text, max_tokens=30, **s).text for text, s in asks]
     streams = [llm.stream(text, max_tokens=30, **s) for text, s in asks]
@@ -85,7 +85,7 @@ def test_two_streams_side_by_side_in_one_thread(llm):
 
 
 def interrupted(engine, prompt, sampling, every: int) -> list[int]:
-    """All ids of a generation, of which another one takes the cache again and again."""
+    """Return all ids of a generation from which another request repeatedly takes the cache."""
     found, other = [], [5, 6, 7, *prompt[:3]]
     for token in engine.generate(prompt, sampling, (2,)):
         found.append(token)
@@ -96,18 +96,18 @@ def interrupted(engine, prompt, sampling, every: int) -> list[int]:
 
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("ask", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_windows_up_to_the_end_of_the_context(tmp_path_factory, ask, every):
-    """Layers with a window, which lose blocks, and steps shorter than what is computed again."""
+def test_sliding_windows_up_to_the_end_of_the_context(tmp_path_factory, ask, every):
+    """Layers with a window drop blocks, and steps are shorter than the recomputed part."""
     folder = tmp_path_factory.mktemp("windows")
-    engine, sampling = test_kv_cache.engine(test_kv_cache.windowed(folder)), Sampling(**ask)
+    engine, sampling = test_kv_cache.make_engine(test_kv_cache.windowed(folder)), Sampling(**ask)
     prompt = test_kv_cache.IDS[:37]
     want = list(engine.generate(prompt, sampling, (2,)))
     assert len(want) == test_kv_cache.CONTEXT - 37 + 1
     assert interrupted(engine, prompt, sampling, every) == want
 
 
-def test_a_prefix_whose_tokens_see_one_another(tmp_path):
-    """Ids that are sampled do not move the prefix, though they may be those that end one."""
+def test_a_bidirectional_prefix(tmp_path):
+    """Sampled ids do not extend the prefix, even if they are the ids that end a prefix."""
     chatglm_models.write(tmp_path, test_chatglm.CONFIG)
     engine = graphllm.load(tmp_path, device="reference", kv_type="f32").engine
     sampling = Sampling(temperature=3.0, seed=2, top_k=0, top_p=1.0)
@@ -124,8 +124,8 @@ def test_a_prefix_whose_tokens_see_one_another(tmp_path):
 # ------------------------------------------------------------------------------------------ waiting
 
 
-def test_a_stream_that_is_read_is_not_interrupted(llm):
-    """Another thread's request waits until it is over, and computes its tokens once."""
+def test_an_active_stream_is_not_interrupted(llm):
+    """A request of another thread waits until the stream has ended; no token is computed twice."""
     stream = llm.stream("hello", max_tokens=60, **GREEDY)
     next(stream)
     order = []
@@ -141,7 +141,7 @@ def test_a_stream_that_is_read_is_not_interrupted(llm):
 
 
 @pytest.mark.parametrize("end", ["left", "closed", "collected", "raised"])
-def test_a_stream_that_nobody_continues_holds_nobody_up(llm, end):
+def test_an_idle_stream_does_not_block_others(llm, end):
     stream = llm.stream("hello", max_tokens=60, **GREEDY)
     next(stream)
     if end == "closed":
@@ -181,8 +181,8 @@ def test_requests_are_served_in_order():
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_a_wait_that_is_interrupted_holds_nobody_up():
-    """As by Ctrl-C; the request behind it gets its turn."""
+def test_an_interrupted_wait_does_not_block_others():
+    """After an interrupt such as Ctrl-C, the next request in line is served."""
     lock, first = RequestLock(), Claim("first")
     lock.acquire(first)
     second, served = Claim("second"), []
@@ -213,7 +213,7 @@ def test_a_wait_that_is_interrupted_holds_nobody_up():
     assert served == [3]
 
 
-def test_a_failed_request_gives_the_model_up(llm):
+def test_a_failed_request_releases_the_model(llm):
     with pytest.raises(RequestError, match="context holds 128"):
         llm.generate(list(range(3, 203)))
 
@@ -244,7 +244,7 @@ def test_a_failed_request_gives_the_model_up(llm):
     ids=["generate", "stream", "logits", "trace", "profile", "conversation", "close"],
 )
 def test_a_callback_cannot_begin_a_request(llm, call):
-    """From `seen`, a patch and a profile's progress: one error, and the answer stays as it is."""
+    """From `seen`, a patch and the progress of a profile: one error; the answer is unchanged."""
     want, said = llm.generate("hello there", max_tokens=8, **DRAWN), []
     values = llm.trace("hello", "lm_head")["lm_head"]
 

@@ -1,4 +1,4 @@
-"""Threads as a user meets them: several models at once, and a chat that nobody talks to."""
+"""CPU threads: several models at once, and an idle chat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROUNDS = 4
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Two models of the same shape with other weights."""
+    """Write two models of the same shape with different weights."""
     folder = tmp_path_factory.mktemp("two")
     return [tiny.write_llama(folder / f"{s}.gguf", tiny.llama_weights(s)) for s in (0, 1)]
 
@@ -33,7 +33,7 @@ def _tokens(llm, prompt: str, tokens: int) -> list[int]:
 
 
 def _together(works: list[Callable[[], list[int]]]) -> list[list[list[int]]]:
-    """What each gives, several times over, while the others are at it."""
+    """Return the results of each function, run repeatedly while the others run."""
     found: list[list[list[int]]] = [[] for _ in works]
     begin = threading.Barrier(len(works))
 
@@ -53,7 +53,7 @@ def _together(works: list[Callable[[], list[int]]]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("threads", [(2, 2), (1, 2)])
-def test_two_models_at_once_give_what_they_give_alone(files, threads):
+def test_two_concurrent_models(files, threads):
     models = [graphllm.load(f, device="cpu", threads=n) for f, n in zip(files, threads)]
     works = [lambda llm=llm: _tokens(llm, "hello", 60) for llm in models]
     alone = [work() for work in works]
@@ -63,7 +63,7 @@ def test_two_models_at_once_give_what_they_give_alone(files, threads):
 
 @pytest.mark.realmodel
 def test_the_demo_and_another_model_at_once(files):
-    """A prompt that takes the team for long, beside many short steps."""
+    """A long prefill that occupies the thread pool, concurrent with many short steps."""
     demo = graphllm.load("demo", device="cpu", context=512)
     other = graphllm.load(files[0], device="cpu")
     text = "The quick brown fox jumps over the lazy dog. " * 20
@@ -77,9 +77,9 @@ def test_the_demo_and_another_model_at_once(files):
     assert _together(works) == [[ids] * ROUNDS for ids in alone]
 
 
-def test_many_models_share_one_team(files):
-    """As many threads as the widest of them wants, however many models there are."""
-    most = max(os.cpu_count() or 1, THREAD_POOL.size)  # tests before this one may have had more
+def test_models_share_one_thread_pool(files):
+    """The pool has as many threads as the model with the most, however many models there are."""
+    most = max(os.cpu_count() or 1, THREAD_POOL.size)  # earlier tests may have used more
     for threads in (1, 2, 0, 1):
         _tokens(graphllm.load(files[0], device="cpu", threads=threads), "hello", 3)
     names = [t.name for t in threading.enumerate() if t.name.startswith("graphllm-cpu")]
@@ -87,13 +87,13 @@ def test_many_models_share_one_team(files):
 
 
 def _cpu_seconds(process: int) -> float:
-    """Processor time that a process has used so far."""
+    """Return the CPU time in seconds that a process has used."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_an_idle_chat_uses_no_processor(files):
-    """Less than 1 % of a core, at a terminal, after an answer."""
+def test_an_idle_chat_uses_no_cpu_time(files):
+    """At a terminal, after an answer: less than 1 % of a core."""
     import pty
 
     ours, theirs = pty.openpty()

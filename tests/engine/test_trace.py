@@ -1,5 +1,5 @@
-"""`LLM.trace`: every scope's value against the reference and transformers, what it un-fuses, pieces
-of long prompts, patches, and bad requests."""
+"""`LLM.trace`: values of all scopes against the reference backend and transformers, unfused steps,
+chunks of long prompts, patches, invalid requests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GEMMA3_SITES += ["pre_feedforward_layernorm", *SITES[7:], "post_feedforward_laye
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """A small model's file of each architecture."""
+    """Write a small model of each architecture."""
     folder = tmp_path_factory.mktemp("trace")
     return {arch: tiny.write_tiny(folder / f"{arch}.gguf", arch) for arch in ARCHS}
 
@@ -56,14 +56,14 @@ def llama(paths):
 
 
 def expected(arch: str, layers: int) -> list[str]:
-    """Every scope in the order in which a run leaves it."""
+    """Return all scopes in the order in which a run leaves them."""
     sites = GEMMA3_SITES if arch == "gemma3" else SITES
     names = [f"model.layers.{i}{s and '.'}{s}" for i in range(layers) for s in [*sites, ""]]
     return ["model.embed_tokens", *names, "model.norm", "model", "lm_head"]
 
 
 def worst(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
-    """The largest mean square error, as a share of the mean square, of all values."""
+    """Return the largest normalised mean square error of all values."""
     assert list(have) == list(want)
     for name, value in have.items():
         assert (value.shape, value.dtype) == (want[name].shape, np.float32), name
@@ -76,8 +76,7 @@ def worst(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
 @pytest.mark.parametrize("how", [{}, {"no_fuse": ["all"]}], ids=["fused", "unfused"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_scope_of_a_small_model(arch, how, paths):
-    """In one plan, which then is the run without fusion, and each in a plan of its own, where all
-    else stays fused."""
+    """All scopes in one plan, which is then unfused; then one by one, with other steps fused."""
     reference = graphllm.load(paths[arch], device="reference")
     cpu = graphllm.load(paths[arch], device="cpu", kv_type="f32", **how)
     want, have = (llm.trace(IDS, "*") for llm in (reference, cpu))
@@ -92,7 +91,7 @@ def test_every_scope_of_a_small_model(arch, how, paths):
 @pytest.mark.parity
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_every_scope_agrees_with_transformers(arch, paths):
-    """A scope is the module of that name; GGUF stores llama's q and k rows in another order."""
+    """A scope is the module of that name. GGUF stores llama's q and k rows in another order."""
     import hf
 
     have = graphllm.load(paths[arch], device="cpu", **FLOAT).trace(IDS, "*")
@@ -104,9 +103,11 @@ def test_every_scope_agrees_with_transformers(arch, paths):
     assert worst(have, {name: want[name] for name in have}) < 1e-9
 
 
-def test_what_the_value_of_a_scope_is():
-    """The last result in its block; of several such blocks, in the last that has one. What comes
-    from weights alone does not count, nor what an exception ends."""
+def test_the_value_of_a_scope():
+    """It is the last result in the scope's block, of several blocks in the last one with a result.
+
+    Values computed from weights alone and blocks ended by an exception do not count.
+    """
     x = feed("x", (Var("T", 1, 8), 4), "f32")
     with record_scope_values() as values:
         with scope("a"):
@@ -129,9 +130,11 @@ def test_what_the_value_of_a_scope_is():
     assert list(values.items()) == [("b.c", c), ("b", c), ("a", again)]
 
 
-def test_only_what_hides_a_value_is_run_in_parts(paths):
-    """Of three gated units the one whose gate is asked for: what is left of it is fused as far as
-    that goes. What comes after the values is not run at all."""
+def test_only_a_step_that_hides_a_value_is_unfused(paths):
+    """Of three gated MLPs only the one with the traced gate is unfused, and only as far as needed.
+
+    Steps after the last traced value are not run.
+    """
     llm = graphllm.load(paths["gemma3"], device="cpu")
     gate = "model.layers.1.mlp.gate_proj"
 
@@ -153,8 +156,8 @@ def test_only_what_hides_a_value_is_run_in_parts(paths):
     assert steps[-1].node.scope == gate and all("layers.2" not in s.node.scope for s in steps)
 
 
-def test_a_users_model_file_has_scopes_for_nothing(tmp_path):
-    """The example of the documentation: attention and MLP side by side."""
+def test_a_users_model_file_has_scopes(tmp_path):
+    """The example of the documentation: parallel attention and MLP."""
     (tmp_path / "parallel.py").write_text(example("Add a model"))
     weights = {k: v for k, v in tiny.llama_weights().items() if "post_attention" not in k}
     path = tiny.write_llama(tmp_path / "one.gguf", weights, "parallel")
@@ -173,13 +176,13 @@ def windowed(tmp_path_factory):
     return test_kv_cache.windowed(tmp_path_factory.mktemp("windowed"))
 
 
-def test_long_prompts_are_read_in_pieces(windowed, monkeypatch):
-    """Of 16 tokens, or fewer where the values are many: no bit is another."""
-    whole = Tracer(test_kv_cache.engine(windowed, tokens=test_kv_cache.CONTEXT)).trace(
+def test_long_prompts_are_traced_in_chunks(windowed, monkeypatch):
+    """Chunks of 16 tokens, or fewer if the values are large, give identical bits."""
+    whole = Tracer(test_kv_cache.make_engine(windowed, tokens=test_kv_cache.CONTEXT)).trace(
         test_kv_cache.IDS, "*"
     )
     assert {len(value) for value in whole.values()} == {len(test_kv_cache.IDS)}
-    tracer = Tracer(test_kv_cache.engine(windowed))
+    tracer = Tracer(test_kv_cache.make_engine(windowed))
     for most, rows in ((tracing.MAX_STEP_BYTES, 16), (100_000, 5), (1, 1)):
         monkeypatch.setattr(tracing, "MAX_STEP_BYTES", most)
         tracer._last = None
@@ -189,17 +192,17 @@ def test_long_prompts_are_read_in_pieces(windowed, monkeypatch):
             np.testing.assert_array_equal(have[name], value, name)
 
 
-def test_what_has_no_row_for_a_token_is_the_last_steps(windowed):
-    """Nothing in a decoder is like that, but a user's module may be."""
-    engine = test_kv_cache.engine(windowed)
+def test_a_value_without_token_rows_is_that_of_the_last_step(windowed):
+    """No scope of a decoder has such a value, but a user's module may."""
+    engine = test_kv_cache.make_engine(windowed)
     leaf = engine.decode_plan().leaves["q_start"]
     assert leaf.meta.rows.name == "Q"
     have = [np.array([0, 16]), np.array([0, 3])]
     np.testing.assert_array_equal(tracing._join_steps(have, leaf), have[1])
 
 
-def test_a_trace_leaves_the_model_as_it_was(llama):
-    """Whatever is asked for after it has the same answer, and so has what was under way."""
+def test_a_trace_does_not_change_later_results(llama):
+    """Later requests and a stream that was under way give the same results."""
     ask = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
     want, logits = llama.generate("hello world", **ask).ids, llama.logits(IDS)
     other = llama.generate("hello", **ask).text
@@ -214,8 +217,8 @@ def test_a_trace_leaves_the_model_as_it_was(llama):
     assert begun + "".join(unfinished) == other
 
 
-def test_one_plan_is_kept_for_prompts_and_functions(llama):
-    """The last; that of another trace takes its place, and nothing piles up."""
+def test_the_last_plan_is_kept(llama):
+    """It is reused for other prompts and functions, and replaced by the plan of another trace."""
     llama.trace(IDS, ["lm_head", "*.mlp"], {"model.layers.0": np.zeros_like})
     plan, plans = llama._tracer._last.plan, llama.executor.cache_sizes()["plans"]
     have = llama.trace(IDS[:4], ["*.mlp", "lm_head"], {"model.layers.0": np.ones_like})
@@ -230,7 +233,7 @@ def test_one_plan_is_kept_for_prompts_and_functions(llama):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_an_identity_changes_no_bit(arch, paths):
+def test_an_identity_patch_gives_identical_bits(arch, paths):
     llm = graphllm.load(paths[arch], device="cpu", kv_type="f32", strict=True)
     want = llm.trace(IDS, "*")
     have = llm.trace(IDS, "*", {"*": lambda value: value})
@@ -241,7 +244,7 @@ def test_an_identity_changes_no_bit(arch, paths):
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 @pytest.mark.parametrize("module, last", [("self_attn", "o_proj"), ("mlp", "down_proj")])
-def test_zeros_are_a_module_whose_weights_are_zeros(device, module, last, tmp_path, paths):
+def test_a_patch_with_zeros_equals_zero_weights(device, module, last, tmp_path, paths):
     at = f"model.layers.1.{module}"
     weights = tiny.llama_weights()
     weights[f"{at}.{last}.weight"] *= 0
@@ -253,9 +256,9 @@ def test_zeros_are_a_module_whose_weights_are_zeros(device, module, last, tmp_pa
     assert np.abs(have["lm_head"] - llm.logits(IDS)).max() > 0.1 and not have[at].any()
 
 
-def test_patched_keys_reach_later_pieces(windowed):
-    """By way of the cache: zeros as keys make attention a mean of the values that it sees."""
-    engine = test_kv_cache.engine(windowed)
+def test_patched_keys_reach_later_chunks(windowed):
+    """Through the cache: with keys of zero, attention is the mean of the visible values."""
+    engine = test_kv_cache.make_engine(windowed)
     name, heads = "model.layers.0.self_attn", (-1, tiny.KV, 32)
     have = Tracer(engine).trace(
         test_kv_cache.IDS, [f"{name}.v_proj", f"{name}.o_proj"], {f"{name}.k_proj": np.zeros_like}
@@ -267,9 +270,8 @@ def test_patched_keys_reach_later_pieces(windowed):
     np.testing.assert_allclose(have[f"{name}.o_proj"], want, atol=1e-5)
 
 
-def test_the_references_own_value(paths):
-    """In place of a layer's: what follows is as near the reference as it is without what came
-    before."""
+def test_a_patch_with_the_value_of_the_reference(paths):
+    """Replacing a layer's value removes the deviation of all layers before it."""
     reference = graphllm.load(paths["llama"], device="reference")
     want = reference.trace(IDS, "*")
     crooked = {"model.layers.0.mlp": lambda x: 2 * x}
@@ -281,8 +283,8 @@ def test_the_references_own_value(paths):
     assert nmse(have["lm_head"], want["lm_head"]) < 1e-10
 
 
-def test_a_module_and_the_last_one_in_it(llama):
-    """They return the same; a patch of the outer one comes after the inner one returned."""
+def test_patches_of_a_module_and_of_its_last_submodule(llama):
+    """Both return the same value; the patch of the outer one is applied second."""
     inner, outer = "model.layers.1.mlp.down_proj", "model.layers.1.mlp"
     both = [inner, outer]
     plain = llama.trace(IDS, both)
@@ -296,14 +298,14 @@ def test_a_module_and_the_last_one_in_it(llama):
     assert (twice[inner] == 5).all() and (twice[outer] == 6).all()
 
 
-def test_the_first_pattern_decides(llama):
+def test_the_first_matching_pattern_applies(llama):
     given = {"model.layers.1.mlp": np.ones_like, "*.mlp": np.zeros_like}
     have = llama.trace(IDS, "*.mlp", given)
     assert [value.mean() for value in have.values()] == [0, 1, 0]
 
 
-def test_a_function_has_a_copy_and_is_called_once_a_step(llama):
-    """Even where nothing that is asked for depends on it."""
+def test_a_patch_gets_a_copy_and_is_called_once_per_step(llama):
+    """Also if no traced value depends on it."""
     plain, seen = llama.trace(IDS, ["model.layers.0", "*.mlp"]), []
 
     def spoil(value):
@@ -319,8 +321,8 @@ def test_a_function_has_a_copy_and_is_called_once_a_step(llama):
     assert np.isfinite(have["model.layers.2.mlp"]).all()
 
 
-def test_equal_nodes_are_patched_apart():
-    """Two sites that compute the same are one step, but only one of them is replaced."""
+def test_equal_nodes_are_patched_separately():
+    """Two nodes that compute the same share one step, but only one of them is replaced."""
     x = feed("x", (Var("T", 1, 8), 4), "f32")
     with record_scope_values() as values:
         with scope("a"):
@@ -341,9 +343,8 @@ def test_equal_nodes_are_patched_apart():
         np.testing.assert_allclose(found["b"], silu, rtol=1e-5)
 
 
-def test_a_value_that_is_a_view():
-    """Rows that lie apart are replaced by dense ones, and views of them follow; what is not even
-    rows is refused."""
+def test_patching_a_view():
+    """Strided rows become dense ones, and views of them follow; other views are rejected."""
     wide = feed("x", (Var("T", 1, 8), 12), "f32")
     with record_scope_values() as values:
         with scope("part"):
@@ -365,7 +366,7 @@ def test_a_value_that_is_a_view():
 
 @pytest.mark.parametrize("split", [{}, {"gpu_layers": 2}, {"place": {"*.1.mlp.*": "reference"}}])
 def test_a_memory_of_its_own(remote, paths, split):  # noqa: F811
-    """Values come from there, patches go to the host and back, and no state gets a second home."""
+    """Values and patches are copied to the host and back; state stays on the device."""
     reference = graphllm.load(paths["llama"], device="reference")
     llm = graphllm.load(paths["llama"], device="remote", kv_type="f32", **split)
     patch = {"model.layers.1.self_attn.q_proj": lambda x: x[:, ::-1].copy()}
@@ -386,8 +387,10 @@ def test_a_memory_of_its_own(remote, paths, split):  # noqa: F811
 @pytest.mark.cuda
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_gpu(arch, paths):
-    """Values come from there, and patches go to the host and back. Products of many tokens are of
-    halves there, see test_cuda_models.py."""
+    """Values and patches are copied to the host and back.
+
+    Matrix products of many tokens are computed in f16 there; see test_cuda_models.py.
+    """
     need_gpu()
     reference = graphllm.load(paths[arch], device="reference")
     gpu = graphllm.load(paths[arch], device="cuda", kv_type="f32", strict=True)
@@ -445,14 +448,14 @@ def test_bad_requests(llama, call, message):
         (lambda x: x.tolist(), r"returned a list, not float32\[11,60\]"),
     ],
 )
-def test_a_bad_replacement_names_the_scope(llama, function, message):
+def test_an_invalid_replacement_is_reported_with_its_scope(llama, function, message):
     want = llama.logits(IDS)
     with pytest.raises(RequestError, match=f"the patch of 'model.layers.1.mlp' {message}"):
         llama.trace(IDS, "lm_head", {"model.layers.1.mlp": function})
     np.testing.assert_array_equal(llama.logits(IDS), want)
 
 
-def test_an_exception_of_a_function_comes_through(llama):
+def test_an_exception_of_a_patch_propagates(llama):
     want = llama.trace(IDS, "lm_head", {"model.layers.1.mlp": lambda x: x})
 
     def fail(value):
@@ -464,7 +467,7 @@ def test_an_exception_of_a_function_comes_through(llama):
     np.testing.assert_array_equal(have["lm_head"], want["lm_head"])
 
 
-def test_a_function_cannot_run_the_model(llama):
+def test_a_patch_cannot_run_the_model(llama):
     def nested(value):
         llama.logits(IDS[:3])
         return value
@@ -478,7 +481,7 @@ def test_a_function_cannot_run_the_model(llama):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The reference, ids, and what each of its scopes returns for them."""
+    """Return the reference model, ids, and the values of all its scopes for them."""
     reference = graphllm.load("demo", device="reference", context=256)
     ids = reference.encode(TEXTS[0])[:24]
     return reference, ids, reference.trace(ids, "*")
@@ -487,7 +490,7 @@ def demo():
 @pytest.mark.realmodel
 @pytest.mark.parametrize("how", [{}, {"no_fuse": ["all"]}], ids=["fused", "unfused"])
 def test_every_scope_of_the_real_model_in_float(demo, how):
-    """Rounding of float32 alone is between them; the logits' own test asks for 1e-6."""
+    """They differ by float32 rounding only; the test of the logits requires 1e-6."""
     _, ids, want = demo
     cpu = graphllm.load("demo", device="cpu", context=256, **FLOAT, **how)
     assert list(want) == expected("gemma3", 18)
@@ -497,9 +500,11 @@ def test_every_scope_of_the_real_model_in_float(demo, how):
 @pytest.mark.realmodel
 @pytest.mark.parametrize("how", [{}, {"no_fuse": ["all"]}], ids=["fused", "unfused"])
 def test_every_scope_of_the_real_model_quantised(demo, how):
-    """With activations of eight bits, as it runs by default: the logits' own test asks for 3e-3.
-    So does this of what the reference makes of the CPU's own values, scope by scope; as they add up
-    from layer to layer, small differences of large values are further off."""
+    """With 8-bit activations, the default.
+
+    As in the test of the logits, the error is at most 3e-3 if the reference starts each scope from
+    the CPU's own values. Without that, small differences of large values add up over the layers.
+    """
     reference, ids, want = demo
     cpu = graphllm.load("demo", device="cpu", context=256, **how)
     have, beside = cpu.trace(ids, "*"), {}
@@ -519,7 +524,7 @@ def test_every_scope_of_the_real_model_quantised(demo, how):
 @pytest.mark.realmodel
 @pytest.mark.parity
 def test_every_scope_of_the_real_model_agrees_with_transformers(demo):
-    """Module by module; but Gemma's embedding scales its rows, which here its model does."""
+    """Module by module, except that in transformers Gemma's embedding scales its rows."""
     import hf
 
     reference, ids, have = demo
