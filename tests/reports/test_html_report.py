@@ -364,7 +364,7 @@ def test_the_table_sorts_both_ways_by_every_column(report, opened):
     assert len(heads) == 10
     rows = kinds(report["phases"][1]["rows"])
     assert len(column(shown, "key")) == len(rows)
-    for name in ("calls", "time", "share", "gbs", "gflops", "limit", "gain", "key", "bound"):
+    for name in ("calls", "time", "share", "gbs", "gflops", "limit", "headroom", "key", "bound"):
         orders = []
         for _ in range(2):
             shown.click(f"th[data-column={name}] button")
@@ -386,7 +386,7 @@ def test_the_table_is_what_the_rows_add_up_to(report, opened):
     names, found = column(shown, "key"), {}
     for name in ("calls", "time", "share", "gbs", "gflops"):
         found[name] = dict(zip(names, numbers(column(shown, name))))
-    limits, gains = (dict(zip(names, column(shown, name))) for name in ("limit", "gain"))
+    limits, headroom = (dict(zip(names, column(shown, n))) for n in ("limit", "headroom"))
     for kind, rows in kinds(phase["rows"]).items():
         ns = total(rows, "times")
         assert found["calls"][kind] == phase["tokens"] * len(rows)
@@ -395,11 +395,12 @@ def test_the_table_is_what_the_rows_add_up_to(report, opened):
         assert found["gbs"][kind] == pytest.approx(total(rows, "bytes") / ns, abs=0.06)
         assert found["gflops"][kind] == pytest.approx(total(rows, "flops") / ns, abs=0.06)
         if rows[0]["limit"] is None:
-            assert limits[kind] == gains[kind] == ""
+            assert limits[kind] == headroom[kind] == ""
         else:
             limit = total(rows, "limit")
             assert numbers([limits[kind]]) == pytest.approx([100 * limit / ns], abs=0.06)
-            assert numbers([gains[kind]]) == pytest.approx([(ns - limit) / 1e3 / tokens], abs=6e-4)
+            above = (ns - limit) / 1e3 / tokens
+            assert numbers([headroom[kind]]) == pytest.approx([above], abs=6e-4)
     last = texts(shown, ".profile > tfoot tr:last-child > *")
     assert last[0] == "wall" and numbers([last[3]]) == [100.0]
 
@@ -504,9 +505,9 @@ def test_heat_memory_and_placement(report, opened):
     )
     hottest = f"Math.max(...{cells})"
     assert shown.evaluate(hottest) == pytest.approx(1.0)
-    shown.click("#heat-by input[value=gain] + span")
+    shown.click("#heat-by input[value=headroom] + span")
     assert shown.evaluate(hottest) == pytest.approx(1.0)
-    assert texts(shown, ".scale")[0].endswith("to gain")
+    assert texts(shown, ".scale")[0].endswith("headroom")
     about = texts(shown, "#arena .title .about")
     assert [text.split(":")[0] for text in about] == ["cuda", "host"]
     placed = texts(shown, "#placement")[0]
@@ -564,7 +565,7 @@ def test_texts_that_look_like_elements_are_shown(report, opened):
 def test_what_is_missing_is_said(report, opened):
     shown = opened(render_page(profile_sample.sample(LAYERS, ceilings=False)))
     assert "graphllm doctor --measure" in texts(shown, "#summary")[0]
-    assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#gains")
+    assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#headroom")
     assert not numbers(column(shown, "limit"))
     busy = {**report, "busy": {"others": 0.4, "note": "the machine was busy: <b>"}}
     assert texts(opened(render_page(busy)), ".busy") == ["the machine was busy: <b>"]

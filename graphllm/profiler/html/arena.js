@@ -2,7 +2,7 @@
 
 const ARENA_HEIGHT = 200;
 
-/** The arena of one memory as a drawing: `steps` from left to right, offsets from below. */
+/** Drawing of one memory's arena: steps from left to right, offsets upwards. */
 class Arena {
   constructor(arena, steps) {
     const { offset, nbytes, first, last } = arena.spans;
@@ -37,24 +37,24 @@ class Arena {
       item.lo <= x && x < item.hi && item.top <= y && y < item.bottom) || null;
   }
 
-  beside(item, by) {
+  neighbour(item, by) {
     return this.items[item ? this.items.indexOf(item) + by : 0] || null;
   }
 
-  tell({ i }) {
+  describe({ i }) {
     const { op, scope, offset, nbytes, first, last } = this.arena.spans;
     return [texts[op[i]], [
       ["scope", texts[scope[i]]], ["size", bytes(nbytes[i])],
-      ["at", `${fixed(offset[i])} of ${fixed(this.arena.nbytes)} bytes`],
+      ["offset", `${fixed(offset[i])} of ${fixed(this.arena.nbytes)} bytes`],
       ["alive", `steps ${first[i]} to ${last[i]}`],
     ]];
   }
 }
 
-/** How full an arena is, in words. */
-function fullness({ memory, nbytes, peak, at, spans }) {
+/** A sentence on the size and peak use of an arena. */
+function arenaSummary({ memory, nbytes, peak, at, spans }) {
   const all = spans.nbytes.reduce((sum, size) => sum + size, 0);
   const share = percent(nbytes ? peak / nbytes : 1, 0);
-  return `${memory}: ${bytes(nbytes)}, of which ${bytes(peak)} (${share}) are in use at step ` +
-    `${at}. Side by side, the same buffers would be ${bytes(all)}.`;
+  return `${memory}: ${bytes(nbytes)}, peak use ${bytes(peak)} (${share}) at step ${at}. ` +
+    `Without reuse, the buffers would take ${bytes(all)}.`;
 }

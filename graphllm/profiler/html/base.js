@@ -2,7 +2,7 @@
 
 // ------------------------------------------------------------------------------------ the document
 
-/** Puts attributes and children on an element; `on...` are listeners, `--...` custom properties. */
+/** Set attributes and children of an element; `on...` are listeners, `--...` custom properties. */
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
@@ -22,18 +22,18 @@ const svg = (tag, attributes, ...children) =>
 const p = (kind, ...children) => h("p", { class: kind }, children);
 const swatch = (colour) => h("i", { class: "swatch", "--fill": colour });
 
-/** A row of a table, whose first cell is what the row is of. */
+/** A table row with a header cell and data cells. */
 const tr = (first, cells) =>
   h("tr", {}, h("th", { scope: "row" }, first), cells.map((cell) => h("td", {}, cell)));
 
-/** A small table: names of the columns, rows made by `tr`, and perhaps a last row. */
+/** A small table: column names, rows made by `tr`, and an optional footer row. */
 function listing(kind, heads, rows, last = null) {
   const head = h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)));
   return h("div", { class: "wide" }, h("table", { class: `listing ${kind}` },
     h("thead", {}, head), h("tbody", {}, rows), last && h("tfoot", {}, last)));
 }
 
-/** Radio buttons in a row, one of `options` ([value, text] each). */
+/** A row of radio buttons, one per option ([value, text]). */
 function choice(id, label, options, chosen, chose) {
   const button = ([value, text]) => {
     const checked = value === chosen, onchange = () => chose(value);
@@ -43,7 +43,7 @@ function choice(id, label, options, chosen, chose) {
   return h("fieldset", { class: "choice", id }, h("legend", {}, label), options.map(button));
 }
 
-/** A section with its heading, what stands right of it, and a line that says how to read it. */
+/** A section with a heading, controls to the right of it, and a line of explanation. */
 function section(id, title, about, controls, ...content) {
   return h("section", { id, "aria-labelledby": `${id}-title` },
     h("div", { class: "title" }, h("h2", { id: `${id}-title` }, title), controls),
@@ -52,7 +52,7 @@ function section(id, title, about, controls, ...content) {
 
 // ------------------------------------------------------------------------------------------- texts
 
-/** A number with a fixed count of decimals and thin spaces between thousands. */
+/** Format a number with fixed decimals and thin spaces between thousands. */
 function fixed(value, decimals = 0) {
   const [whole, rest] = Math.abs(value).toFixed(decimals).split(".");
   const grouped = whole.replace(/\B(?=(\d{3})+$)/g, "\u202f");
@@ -60,13 +60,13 @@ function fixed(value, decimals = 0) {
   return sign + grouped + (rest ? `.${rest}` : "");
 }
 
-/** A number with about three digits that say something. */
+/** Format a number with about three significant digits. */
 function short(value) {
   const size = Math.abs(value);
   return fixed(value, size >= 99.95 || size === 0 ? 0 : size >= 9.995 ? 1 : size >= 0.9995 ? 2 : 3);
 }
 
-/** A number with its unit, where each unit is a thousand times the one before it. */
+/** Format a number with a unit; each unit is a thousand times the one before it. */
 function scaled(value, units) {
   let index = 0;
   while (Math.abs(value) >= 999.5 && index < units.length - 1) {
@@ -89,12 +89,12 @@ const clipped = (text, most) => (text.length > most ? `${text.slice(0, most - 1)
 // ------------------------------------------------------------------------------------- the pointer
 
 const tip = {
-  /** Shows a title and [name, value] lines near a point of the window. */
+  /** Show a title and [name, value] lines near a point of the window. */
   show(title, lines, x, y) {
     const box = document.getElementById("tip");
-    const told = lines.filter(([, value]) => value);
+    const known = lines.filter(([, value]) => value);
     box.replaceChildren(h("strong", {}, title),
-      h("dl", {}, told.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
+      h("dl", {}, known.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
     box.hidden = false;
     const { width, height } = box.getBoundingClientRect();
     const left = x + 14 + width > innerWidth - 8 ? x - 14 - width : x + 14;
@@ -107,7 +107,7 @@ const tip = {
     document.getElementById("tip").hidden = true;
   },
 
-  /** The pointer is gone; a finger is so after every touch, and what it touched stays. */
+  /** Hide when the pointer leaves, but not after a touch, which always leaves. */
   left(event) {
     if (event.pointerType !== "touch") tip.hide();
   },
@@ -115,14 +115,14 @@ const tip = {
 
 // ----------------------------------------------------------------------------------------- colours
 
-const HUES = 7; // the ops that take longest have a colour each, the others share one
+const HUES = 7; // the ops that take longest have their own colours, the others share one
 const hues = new Map();
 
-/** The number of an op's colour: the same in every drawing. */
+/** Index of an op's colour, the same in every drawing. */
 const hue = (op) => hues.get(op) ?? HUES;
 const fillOf = (op) => `var(--c${hue(op)})`;
 
-/** The colours as they are now, for canvases. */
+/** Current colours, for canvases. */
 function colours() {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(name).trim();
@@ -134,13 +134,13 @@ function colours() {
   };
 }
 
-/** Of a colour `#rrggbb`, roughly: texts on it are dark above 0.3. */
+/** Approximate luminance of a colour `#rrggbb`; text on it is dark above 0.3. */
 function luminance(colour) {
   const part = (at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2;
   return 0.2126 * part(1) + 0.7152 * part(3) + 0.0722 * part(5);
 }
 
-/** Ops and their colours. */
+/** Legend of ops and their colours. */
 function legend(ops) {
   const own = [...hues.keys()].filter((op) => ops.has(op));
   const entry = (name, colour) => h("li", {}, swatch(colour), name);

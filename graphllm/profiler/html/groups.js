@@ -13,40 +13,40 @@ class Phase {
     this.wall = raw.closing.wall;
     const brief = raw.speed.median_ns < 1e6 * this.tokens; // less than a millisecond per token
     [this.unit, this.scale] = brief ? ["\u00b5s", 1e3] : ["ms", 1e6];
-    this.found = []; // what a row can be found by, once it was asked for
+    this.searchTexts = []; // cached search text of each row
   }
 
   text(column, row) {
     return texts[this.rows[column][row]];
   }
 
-  /** An op with the format of its weights. */
+  /** The op with the format of its weights. */
   kind(row) {
     return `${this.text("op", row)} ${this.text("weight", row)}`.trim();
   }
 
-  /** The number of a step, with that of its plan where there are several. */
+  /** The index of a step, with that of its plan if there are several plans. */
   step(row) {
     const { plan, step } = this.rows;
     return this.plans > 1 ? `${plan[row]}.${step[row]}` : String(step[row]);
   }
 
-  /** A sum over all passes as time a token, in the phase's unit. */
+  /** A sum over all passes as time per token, in the unit of the phase. */
   each(ns) {
     return fixed(ns / this.scale / this.all, 3);
   }
 
-  /** The same with the unit. */
+  /** The same, followed by the unit. */
   perToken(ns) {
-    return `${this.each(ns)} ${this.unit} a token`;
+    return `${this.each(ns)} ${this.unit} per token`;
   }
 
-  /** What a row can be found by, in small letters. */
-  words(row) {
-    this.found[row] ??= [
+  /** The text that the filter searches, in lower case. */
+  searchText(row) {
+    this.searchTexts[row] ??= [
       "op", "weight", "scope", "kernel", "backend", "parts", "origin", "why", "bound",
     ].map((column) => this.text(column, row)).join(" ").toLowerCase();
-    return this.found[row];
+    return this.searchTexts[row];
   }
 
   get limited() {
@@ -71,7 +71,7 @@ const KEYS = {
 
 const SUMS = ["calls", "ns", "overlap", "bytes", "flops", "limit", "limited"];
 
-/** Rows summed. `limited` is the time of those whose limit is known, `limit` what they need. */
+/** Sum of rows. `limited`: time of rows with a ceiling; `limit`: their time at the ceiling. */
 class Group {
   constructor(key) {
     Object.assign(this, { key, rows: [], bounds: new Map() });
@@ -93,7 +93,7 @@ class Group {
     this.bounds.set(bound, (this.bounds.get(bound) || 0) + limit[row]);
   }
 
-  /** What binds most of it. */
+  /** The resource that binds most of the time. */
   get bound() {
     return [...this.bounds].sort((a, b) => b[1] - a[1]).map(([name]) => name)[0] || "";
   }
@@ -106,18 +106,18 @@ class Group {
     return this.ns ? this.flops / this.ns : 0;
   }
 
-  /** The share of the limit that it reached; null where there is none. */
+  /** Share of the ceiling that it reaches; null without a ceiling. */
   get share() {
     return this.limited && this.limit ? this.limit / this.limited : null;
   }
 
-  /** Nanoseconds to gain; null where there is no limit. */
-  get gain() {
+  /** Nanoseconds above the ceiling; null without a ceiling. */
+  get headroom() {
     return this.limited && this.limit ? Math.max(0, this.limited - this.limit) : null;
   }
 }
 
-/** The rows that `wanted` takes, in groups by what `key` gives for them. */
+/** Group the rows for which `wanted` holds by `key`. */
 function grouped(phase, key, wanted = () => true) {
   const groups = new Map();
   for (let row = 0; row < phase.count; row++) {
@@ -132,21 +132,21 @@ function grouped(phase, key, wanted = () => true) {
 
 const longestFirst = (a, b) => b.ns - a.ns;
 
-/** Names and numbers of a group, as the pointer shows them. */
+/** Names and values of a group for the tooltip. */
 function facts(phase, group) {
-  const { ns, bytes: moved, flops, share, gain } = group;
+  const { ns, bytes: moved, flops, share, headroom } = group;
   return [
-    ["time", `${phase.perToken(ns)}, ${percent(ns / phase.wall)} of the wall`],
-    ["calls", `${fixed(group.calls / phase.passes.length)} a pass`],
+    ["time", `${phase.perToken(ns)}, ${percent(ns / phase.wall)} of the wall time`],
+    ["calls", `${fixed(group.calls / phase.passes.length)} per pass`],
     ["memory", moved && byteRate(1e9 * group.gbs)],
     ["arithmetic", flops && flopRate(1e9 * group.gflops)],
-    ["of the limit", share !== null && `${percent(share)}, bound by ${group.bound}`],
-    ["to gain", gain !== null && phase.perToken(gain)],
+    ["of roofline", share !== null && `${percent(share)}, bound by ${group.bound}`],
+    ["headroom", headroom !== null && phase.perToken(headroom)],
   ];
 }
 
-/** Gives the ops that take longest a colour each. */
-function paint() {
+/** Assign a colour to each of the ops that take longest. */
+function assignColours() {
   const spent = new Map();
   for (const phase of phases) {
     for (const { key, ns } of grouped(phase, (_, row) => phase.text("op", row))) {

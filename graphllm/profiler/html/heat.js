@@ -1,9 +1,9 @@
 // ----------------------------------------------------------------------------------- heat by layer
 
-const HEAT_ROWS = 16; // kinds of op; what is left shares a row
-const HEAT_COLUMNS = 96; // layers, or several in a column
+const HEAT_ROWS = 16; // kinds of ops; the rest shares a row
+const HEAT_COLUMNS = 96; // each is one layer or several
 
-/** Sums of each kind of op in each column of layers. */
+/** Sums by kind of op and column of layers. */
 class Heat {
   constructor(phase) {
     const { layer } = phase.rows;
@@ -29,25 +29,25 @@ class Heat {
     });
   }
 
-  /** The layers of a column, in words. */
+  /** The name of a column: its layers. */
   name(column) {
     const from = column * this.per, to = Math.min(from + this.per, this.layers) - 1;
     return from === to ? `layer ${from}` : `layers ${from} to ${to}`;
   }
 }
 
-/** Layers from left to right, kinds of op from above; `by`: "time", or what is to "gain". */
+/** Heat map of layers (columns) and kinds of ops (rows); `by`: "time" or "headroom". */
 function heat(phase, width, by) {
   const found = new Heat(phase);
-  if (!found.columns) return p("note", "No step is inside of a layer.");
-  const value = (cell) => (cell === null ? 0 : by === "gain" ? cell.gain || 0 : cell.ns);
+  if (!found.columns) return p("note", "No step belongs to a layer.");
+  const value = (cell) => (cell === null ? 0 : by === "headroom" ? cell.headroom || 0 : cell.ns);
   const most = Math.max(1, ...found.cells.flat().map(value));
   const left = Math.min(150, Math.max(90, width * 0.3)), wide = (width - left) / found.columns;
   const tall = Math.round(Math.min(26, Math.max(17, wide)));
   const size = { left, wide, tall, bottom: tall * found.kinds.length };
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${size.bottom + 34}`, width, height: size.bottom + 34, class: "heat",
-    tabindex: 0, role: "group", "aria-label": "heat by layer; arrow keys go through the cells",
+    tabindex: 0, role: "group", "aria-label": "heat map by layer; arrow keys move between cells",
   }, heatNames(found, size));
   const rects = found.cells.map((cells, line) => cells.map((cell, column) => svg("rect", {
     x: left + column * wide, y: tall * line, width: Math.max(0.5, wide - (wide > 5 ? 1 : 0)),
@@ -60,12 +60,12 @@ function heat(phase, width, by) {
   return [
     drawing,
     p("scale", "0 ", h("i", {}), ` ${phase.perToken(most)} `,
-      by === "gain" ? "to gain" : "spent"),
-    p("about", `${outside} of the steps' time is outside of the layers, and not shown here.`),
+      by === "headroom" ? "headroom" : "time"),
+    p("about", `${outside} of the time of steps is outside of layers and not shown here.`),
   ];
 }
 
-/** Kinds of op left of the cells, numbers of layers below them. */
+/** Labels: kinds of ops to the left, layers below. */
 function heatNames(found, { left, wide, tall, bottom }) {
   const kinds = found.kinds.map((kind, line) =>
     svg("text", { x: left - 8, y: tall * (line + 0.5) + 4, class: "end" },
@@ -80,7 +80,7 @@ function heatNames(found, { left, wide, tall, bottom }) {
   return [kinds, numbers, svg("text", place, "layer")];
 }
 
-/** What the pointer or the arrow keys are on is outlined and told. */
+/** Outline the cell under the pointer or arrow keys, and show its tooltip. */
 function heatPointer(phase, found, drawing, rects) {
   const at = { line: 0, column: -1 };
   const go = (line, column) => {
@@ -108,21 +108,21 @@ function heatPointer(phase, found, drawing, rects) {
   });
 }
 
-// ------------------------------------------------------------------------------------ most to gain
+// ---------------------------------------------------------------------------------------- headroom
 
-const GAINS = 6;
+const HEADROOM_ROWS = 6;
 
-/** The kinds of op with most time above their limits. */
-function gains(phase) {
-  const groups = grouped(phase, KEYS.op).filter((group) => group.gain)
-    .sort((a, b) => b.gain - a.gain);
-  const all = groups.reduce((sum, group) => sum + group.gain, 0);
+/** The kinds of ops with the most time above their ceilings. */
+function headroomTable(phase) {
+  const groups = grouped(phase, KEYS.op).filter((group) => group.headroom)
+    .sort((a, b) => b.headroom - a.headroom);
+  const all = groups.reduce((sum, group) => sum + group.headroom, 0);
   const bar = (group) => h("i", {
-    class: "track", "--share": `${(100 * group.gain) / groups[0].gain}%`,
+    class: "track", "--share": `${(100 * group.headroom) / groups[0].headroom}%`,
     "--fill": fillOf(phase.text("op", group.rows[0])),
   });
-  const rows = groups.slice(0, GAINS).map((group) =>
-    tr(group.key, [bar(group), phase.each(group.gain), percent(group.share), group.bound]));
-  return listing("gains", ["op", "", `${phase.unit}/token`, "of limit", "bound by"], rows,
+  const rows = groups.slice(0, HEADROOM_ROWS).map((group) =>
+    tr(group.key, [bar(group), phase.each(group.headroom), percent(group.share), group.bound]));
+  return listing("headroom", ["op", "", `${phase.unit}/token`, "of roofline", "bound by"], rows,
     tr(`all ${groups.length}`, ["", phase.each(all), "", ""]));
 }

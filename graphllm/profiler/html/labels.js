@@ -2,8 +2,8 @@
 
 const measurer = document.createElement("canvas").getContext("2d");
 
-/** The rectangle of a text of a drawing whose baseline is centred on (x, y), turned by an angle. */
-function textRoom(text, x, y, angle = 0) {
+/** Bounding box of a text whose baseline is centred on (x, y), rotated by an angle. */
+function textBox(text, x, y, angle = 0) {
   measurer.font = `11px ${getComputedStyle(document.documentElement).getPropertyValue("--font")}`;
   const size = measurer.measureText(text), { width } = size;
   const up = size.fontBoundingBoxAscent, down = size.fontBoundingBoxDescent;
@@ -20,7 +20,7 @@ function textRoom(text, x, y, angle = 0) {
 const overlap = (a, b) =>
   a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 
-/** Whether a line [x1, y1, x2, y2] enters a rectangle (Liang and Barsky 1984). */
+/** Whether a line [x1, y1, x2, y2] intersects a rectangle (Liang and Barsky 1984). */
 function enters([x1, y1, x2, y2], room) {
   let from = 0, to = 1;
   const right = x2 - x1, below = y2 - y1;
@@ -33,17 +33,17 @@ function enters([x1, y1, x2, y2], room) {
   return from <= to;
 }
 
-/** Finds places for the labels of a drawing, so that no two overlap. */
+/** Places the labels of a drawing without overlaps. */
 class Labels {
   constructor() {
     this.placed = []; // rectangles of labels
-    this.marks = []; // rectangles that labels stay off where they can
-    this.lines = []; // likewise
+    this.marks = []; // rectangles that labels avoid if possible
+    this.lines = []; // lines that labels avoid if possible
   }
 
-  /** The first of some rectangles that no label overlaps, or null; rather one that no mark and no
-   *  line overlaps, and never a mark if `strict`. The `leader` of a rectangle is a line that may
-   *  enter no label, and that later ones stay off. */
+  /** Return and occupy the first candidate rectangle that no label overlaps, or null. Candidates
+   *  off all marks and lines are preferred; with `strict`, one on a mark is never used. The
+   *  `leader` of a rectangle is a line that may cross no label and that later labels avoid. */
   place(spots, strict = false) {
     const apart = (room) => !this.placed.some((other) => overlap(room, other) ||
       (room.leader && enters(room.leader, other)));

@@ -1,8 +1,8 @@
 // --------------------------------------------------------------------------------------- placement
 
-const LINES = 200; // of a list
+const LINES = 200; // maximum of a list
 
-/** Ops and backends, why steps missed the first of them, and what was copied. */
+/** Ops by backend, reasons for misses of the first backend, and copies between memories. */
 function placement(phase) {
   const used = new Set(phase.rows.backend.map((text) => texts[text]));
   const backends = [...new Set([...Object.keys(report.machine.backends), ...used])]
@@ -10,7 +10,7 @@ function placement(phase) {
   return [counts(phase, backends), misses(phase, backends[0]), copies(phase)];
 }
 
-/** Steps of each op on each backend. */
+/** Table of the number of steps of each op on each backend. */
 function counts(phase, backends) {
   const { rows } = phase;
   const cell = (group, name) => {
@@ -25,7 +25,7 @@ function counts(phase, backends) {
     groups.slice(0, LINES).map(line), line(all));
 }
 
-/** A list of groups under a heading: of each what it is, and what it took. */
+/** A list of groups under a heading: description and time of each. */
 function list(title, groups, what, rest) {
   const entry = (group) => h("li", {}, what(group), h("small", {}, rest(group)));
   return [h("h3", {}, title), h("ul", { class: "list" }, groups.slice(0, LINES).map(entry))];
@@ -34,7 +34,7 @@ function list(title, groups, what, rest) {
 function misses(phase, first) {
   const key = (_, row) => `${phase.text("backend", row)}\n${phase.text("why", row)}`;
   const missed = grouped(phase, key, (row) => phase.text("why", row)).sort(longestFirst);
-  if (!missed.length) return p("note", `Every step is on ${first}, the first backend asked.`);
+  if (!missed.length) return p("note", `Every step runs on ${first}, the first backend.`);
   const ops = (group) => {
     const own = new Map();
     for (const row of group.rows) {
@@ -52,7 +52,7 @@ function misses(phase, first) {
 function copies(phase) {
   const key = (_, row) => ["backend", "shape", "scope"].map((c) => phase.text(c, row)).join("\n");
   const copied = grouped(phase, key, (row) => phase.rows.copy[row]).sort(longestFirst);
-  if (!copied.length) return p("note", "Nothing is copied between memories.");
+  if (!copied.length) return p("note", "No copies between memories.");
   return list("copies between memories", copied, (group) => {
     const [backend, shape, scope] = group.key.split("\n");
     return [h("b", {}, `to ${backend}`), ` ${shape} `, h("code", {}, scope)];

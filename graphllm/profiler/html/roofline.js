@@ -1,9 +1,9 @@
 // ---------------------------------------------------------------------------------------- roofline
 
-const LARGE = 0.01; // share of the wall time from which on a dot widens the plot
-const MARKS = ["circle", "square", "diamond"]; // of backends, in the order in which they are asked
+const LARGE = 0.01; // the axes cover dots above this share of the wall time
+const MARKS = ["circle", "square", "diamond"]; // of backends, in order of priority
 
-/** Operations per byte against operations a second, both in powers of ten; time is area. */
+/** Roofline plot: FLOP/s over operations per byte, both logarithmic; areas of dots are time. */
 function roofline(phase, width) {
   const key = (_, row) => `${phase.kind(row)}\n${phase.text("backend", row)}`;
   const groups = grouped(phase, key).sort(longestFirst)
@@ -28,17 +28,17 @@ function roofline(phase, width) {
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, class: "roofline", role: "group",
     "aria-label": "roofline plot",
-  }, grid(plot), roofs(plot, backends), dots(phase, groups, backends), names(plot, large));
+  }, grid(plot), ceilingLines(plot, backends), dots(phase, groups, backends), names(plot, large));
   const rest = phase.count - groups.reduce((sum, dot) => sum + dot.rows.length, 0);
   const marks = backends.map((name, i) => `${MARKS[i % 3]} ${name}`).join(", ");
   return [drawing, p("about", backends.length > 1 ? `Marks: ${marks}. ` : "",
-    groups.some((dot) => dot.edge) ? "Small dots on the edge lie beyond it. " : "",
+    groups.some((dot) => dot.edge) ? "Small dots on the edge lie outside the plot. " : "",
     rest ? `${plural(rest, "step")} without operations or bytes not shown. ` : "",
     plot.unlabelled.length ? `Ceilings without a label: ${plot.unlabelled.join(", ")}.` : "")];
 }
 
-/** What a backend's memory gives, and its kinds of arithmetic; null where not both are known. */
-function roofOf(name) {
+/** Memory bandwidth and peak FLOP/s of a backend; null unless both are known. */
+function ceilingsOf(name) {
   const roof = report.ceilings[name] ?? {}, integer = roof.integer_flop_s;
   const flats = [["integer", integer], ["float", roof.float_flop_s]]
     .filter(([, rate], i) => rate && (i === 0 || rate !== integer));
@@ -46,11 +46,11 @@ function roofOf(name) {
   return { name, rate: roof.bytes_s, flats, top: Math.max(...flats.map(([, rate]) => rate)) };
 }
 
-/** Where what is drawn: x in operations per byte, y in operations a second. */
+/** Scales of the plot: x in operations per byte, y in operations per second. */
 function axes(groups, backends, width, height) {
   const xs = groups.map((dot) => dot.flops / dot.bytes);
   const ys = groups.map((dot) => 1e9 * dot.gflops);
-  for (const roof of backends.map(roofOf).filter(Boolean)) {
+  for (const roof of backends.map(ceilingsOf).filter(Boolean)) {
     xs.push((3 * roof.top) / roof.rate);
     ys.push(1.6 * roof.top);
   }
@@ -59,7 +59,7 @@ function axes(groups, backends, width, height) {
   const x0 = groups.length ? low(xs) : 0, x1 = groups.length ? high(xs) : 1;
   const y0 = groups.length ? low(ys) : 0, y1 = groups.length ? high(ys) : 1;
   const numbers = ticks(y0, y1).map(([exponent, digit]) => plain(exponent - 9, digit));
-  const widest = Math.max(0, ...numbers.map((text) => 2 * textRoom(text, 0, 0).right));
+  const widest = Math.max(0, ...numbers.map((text) => 2 * textBox(text, 0, 0).right));
   const box = {
     left: Math.max(62, 26 + widest), right: width - 12, top: 12, bottom: height - 40,
   };
@@ -69,18 +69,18 @@ function axes(groups, backends, width, height) {
   return { box, x0, x1, y0, y1, x, y, width, height, labels, unlabelled: [] };
 }
 
-/** A number of a scale. */
+/** Format a tick of a scale. */
 const plain = (exponent, digit) => (exponent >= -3 && exponent <= 6
   ? fixed(digit * 10 ** exponent, Math.max(0, -exponent)) : `${digit}e${exponent}`);
 
-/** Lines at round numbers, numbers where there is room for them, and the names of the axes. */
+/** Grid lines at round numbers, tick labels where they fit, and axis titles. */
 function grid({ box, x0, x1, y0, y1, x, y, height, labels }) {
   const tick = (text, at, base) => {
-    const room = labels.place([textRoom(text, at, base)]);
+    const room = labels.place([textBox(text, at, base)]);
     return room && svg("text", { x: at, y: base, class: "tick middle" }, text);
   };
   const title = (text, at, base, degrees) => {
-    labels.placed.push(textRoom(text, at, base, (degrees * Math.PI) / 180));
+    labels.placed.push(textBox(text, at, base, (degrees * Math.PI) / 180));
     const transform = `translate(${at} ${base}) rotate(${degrees})`;
     return svg("text", { transform, class: "axis middle" }, text);
   };
@@ -91,7 +91,7 @@ function grid({ box, x0, x1, y0, y1, x, y, height, labels }) {
   };
   const level = ([exponent, digit]) => {
     const at = y(digit * 10 ** exponent), text = plain(exponent - 9, digit);
-    const { left, right } = textRoom(text, 0, 0);
+    const { left, right } = textBox(text, 0, 0);
     return [svg("line", { x1: box.left, x2: box.right, y1: at, y2: at, class: "grid" }),
       tick(text, box.left - 6 - (right - left) / 2, at + 3.5)];
   };
@@ -113,10 +113,10 @@ function ticks(from, to) {
   return found;
 }
 
-/** What the memories give, and under what the arithmetic ends. */
-function roofs(plot, backends) {
+/** Ceilings of all backends: memory bandwidth and peak FLOP/s. */
+function ceilingLines(plot, backends) {
   const { box, x1, x, y, labels } = plot;
-  const known = backends.map(roofOf).filter(Boolean);
+  const known = backends.map(ceilingsOf).filter(Boolean);
   for (const roof of known) {
     roof.before = backends.length > 1 ? `${roof.name}: ` : "";
     roof.slope = slopeOf(plot, roof);
@@ -131,25 +131,24 @@ function roofs(plot, backends) {
     const flat = ([kind, rate], i) => {
       const [from, level, to] = roof.lines[i], text = `${roof.before}${kind} ${flopRate(rate)}`;
       const spots = [level - 5, level + 13].flatMap((base) => along(from, Math.min(to, box.right),
-        (at) => textRoom(text, at, base)));
-      return written(plot, text, spots, 0);
+        (at) => textBox(text, at, base)));
+      return placeLabel(plot, text, spots, 0);
     };
     return svg("g", { class: "roof" }, line(roof.slope, dashes),
       roof.lines.map((each) => each[1] <= box.bottom && line(each, dashes)),
-      roof.flats.map(flat), sloped(plot, roof));
+      roof.flats.map(flat), slopeLabel(plot, roof));
   });
 }
 
-/** Rectangles with their middles from right to left on a line, which `make` makes, and which stay
- *  on the line's right half at least. */
+/** Candidate rectangles made by `make`, centred on a line from its right end to its middle. */
 function along(from, to, make) {
   const { left, right } = make(0), half = (right - left) / 2;
   const first = to - half, last = Math.min(first, from - half);
   return Array.from({ length: 25 }, (_, i) => make(first + ((last - first) * i) / 24));
 }
 
-/** The text of a ceiling in the first place that is free; or it is noted as not labelled. */
-function written({ box, labels, unlabelled }, text, spots, degrees) {
+/** Label of a ceiling at the first free candidate; without one it is listed below the plot. */
+function placeLabel({ box, labels, unlabelled }, text, spots, degrees) {
   const room = labels.place(spots.filter((spot) => inside(spot, box)));
   if (!room) {
     unlabelled.push(text);
@@ -159,22 +158,22 @@ function written({ box, labels, unlabelled }, text, spots, degrees) {
   return svg("text", { transform, class: "middle" }, text);
 }
 
-/** The line of the memory up to the highest arithmetic. */
+/** The memory ceiling, up to the highest peak FLOP/s. */
 function slopeOf({ x0, y0, x, y }, { rate, top }) {
   const from = Math.max(10 ** x0, 10 ** y0 / rate), to = top / rate;
   return [x(from), y(rate * from), x(to), y(top)];
 }
 
-/** Its name, along it. */
-function sloped(plot, { before, rate, slope: [a, b, c, d] }) {
+/** Label of the memory ceiling, along its line. */
+function slopeLabel(plot, { before, rate, slope: [a, b, c, d] }) {
   const text = before + byteRate(rate), angle = Math.atan2(d - b, c - a);
   const spots = [-6, 14].flatMap((away) => Array.from({ length: 19 }, (_, i) => 0.95 - i * 0.05)
-    .map((share) => textRoom(text, a + (c - a) * share - away * Math.sin(angle),
+    .map((share) => textBox(text, a + (c - a) * share - away * Math.sin(angle),
       b + (d - b) * share + away * Math.cos(angle), angle)));
   const crossed = plot.labels.lines;
-  // A turned text's rectangle is always entered by its own line.
+  // The bounding box of a rotated text is always crossed by its own line.
   plot.labels.lines = crossed.filter((line) => line[0] !== a || line[1] !== b);
-  const found = written(plot, text, spots, (angle * 180) / Math.PI);
+  const found = placeLabel(plot, text, spots, (angle * 180) / Math.PI);
   plot.labels.lines = crossed;
   return found;
 }
@@ -195,7 +194,7 @@ function dots(phase, groups, backends) {
   }));
 }
 
-/** A mark of the area of a circle of radius r. */
+/** A mark with the area of a circle of radius r. */
 function mark(kind, { cx, cy, r }, attributes) {
   if (kind === "circle") return svg("circle", { cx, cy, r, ...attributes });
   const side = r * Math.sqrt(Math.PI);
@@ -214,15 +213,15 @@ const DIRECTIONS = [
   [1, 0], [-1, 0], [0, 1], [0, -1], [0.7, 0.7], [0.7, -0.7], [-0.7, 0.7], [-0.7, -0.7],
 ];
 
-/** Names of the largest dots, where there is room for them; from far ones there is a line. */
+/** Labels of the largest dots, where they fit; distant labels have a leader line. */
 function names({ box, labels }, groups) {
   return svg("g", { class: "names" }, groups.slice(0, 10).map((dot) => {
     const text = clipped(dot.key, 32);
-    const { left, right } = textRoom(text, 0, 0), half = (right - left) / 2;
+    const { left, right } = textBox(text, 0, 0), half = (right - left) / 2;
     const spots = [5, 24, 44].flatMap((away) => DIRECTIONS.map((direction) => {
       const [to, down] = direction, reach = dot.r + away;
       const x = dot.cx + to * (reach + half), y = dot.cy + down * (reach + 5) + 4;
-      return { ...textRoom(text, x, y), leader: away > 5 && leader(dot, direction, reach) };
+      return { ...textBox(text, x, y), leader: away > 5 && leader(dot, direction, reach) };
     }));
     const own = labels.place(spots.filter((spot) => inside(spot, box)), true);
     if (!own) return null;
@@ -232,7 +231,7 @@ function names({ box, labels }, groups) {
   }));
 }
 
-/** A line from a dot to its name. */
+/** Leader line from a dot to its label. */
 function leader({ cx, cy, r }, [right, down], reach) {
   const size = Math.hypot(right, down), from = (r + 1) / size;
   return [cx + from * right, cy + from * down, cx + right * (reach - 2), cy + down * (reach - 2)];

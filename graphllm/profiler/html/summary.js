@@ -1,6 +1,6 @@
 // ----------------------------------------------------------------------------------------- summary
 
-/** What was run, on what, and how. */
+/** Heading: model, machine and settings. */
 function heading() {
   const { model, machine, made, settings } = report;
   const about = [
@@ -13,7 +13,7 @@ function heading() {
       h("li", {}, `${name.replaceAll("_", " ")} `, h("b", {}, value)));
   const lines = [
     ["machine", machine.name], ...Object.entries(machine.backends),
-    ["made", `${date}, graphllm ${made.graphllm}, Python ${made.python}`],
+    ["date", `${date}, graphllm ${made.graphllm}, Python ${made.python}`],
     ["settings", h("ul", { class: "settings" }, given)],
   ];
   return [
@@ -23,7 +23,7 @@ function heading() {
   ];
 }
 
-/** One phase: the speed of its passes without profiling, and where the wall time went. */
+/** Card of a phase: speed of the passes without profiling, and accounting of the wall time. */
 function card(phase) {
   const { speed, tokens } = phase;
   const spread = speed.passes > 1 ? ` \u00b1 ${percent(speed.spread)}` : "";
@@ -35,39 +35,39 @@ function card(phase) {
       ` ${phase.unit} per token`),
     p("", `${plural(tokens, "token")}, ${plural(speed.passes, "pass", "passes")}; ` +
       `profiling overhead ${percent(phase.overhead)}`),
-    closing(phase));
+    accounting(phase));
 }
 
-/** What disturbed the passes, or nothing. */
+/** Note on what disturbed the passes, if anything did. */
 const busy = () => (report.busy.note ? p("note busy", report.busy.note) : null);
 
 const PARTS = ["ops", "copies", "gaps", "host", "unattributed"];
 
-/** The wall time as one bar, and its parts in numbers: they add up to it. */
-function closing(phase) {
+/** Accounting of the wall time: a stacked bar and a table. */
+function accounting(phase) {
   const spent = (name) => Math.max(0, phase.closing[name]);
   const all = PARTS.reduce((sum, name) => sum + spent(name), 0) || 1;
   const piece = (name) =>
     h("i", { "--share": `${(100 * spent(name)) / all}%`, "--fill": `var(--${name})` });
   const line = (name) => tr([swatch(`var(--${name})`), name],
     [phase.each(phase.closing[name]), percent(phase.closing[name] / phase.wall)]);
-  return h("div", { class: "closing" },
-    h("div", { class: "stack", role: "img", "aria-label": "where the wall time went" },
+  return h("div", { class: "accounting" },
+    h("div", { class: "stack", role: "img", "aria-label": "accounting of the wall time" },
       PARTS.filter(spent).map(piece)),
-    listing("", ["where it went", `${phase.unit}/token`, "of wall"], PARTS.map(line)));
+    listing("", ["wall time", `${phase.unit}/token`, "share"], PARTS.map(line)));
 }
 
 const START = {
-  load_s: "loading the model", weights_s: "of which weights", kernels_s: "of which kernels",
-  first_run_s: "the first run, beyond a later one",
+  load_s: "loading the model", weights_s: "of which preparing weights",
+  kernels_s: "of which compiling kernels", first_run_s: "first run, excess over later ones",
 };
 
-/** What was over before the first timed token, and what limits are computed from. */
+/** Card with one-time costs before the passes, and the ceilings of the backends. */
 function start() {
   const own = Object.keys(START).filter((key) => typeof report.start[key] === "number");
   const rows = own.map((key) => tr(START[key], [fixed(report.start[key], 2)]));
-  return h("article", { class: "card" }, h("h2", {}, "before that, and limits"),
-    rows.length ? listing("", ["not in these times", "seconds"], rows) : null, ceilings());
+  return h("article", { class: "card" }, h("h2", {}, "startup and ceilings"),
+    rows.length ? listing("", ["startup", "seconds"], rows) : null, ceilings());
 }
 
 function ceilings() {
@@ -78,6 +78,6 @@ function ceilings() {
       [giga(roof.bytes_s), giga(roof.float_flop_s), giga(roof.integer_flop_s)]);
   });
   if (rows.length) return listing("", ["ceilings", "GB/s", "float GFLOP/s", "integer"], rows);
-  return p("note", "No ceilings are known, so there are no limits: ",
-    h("code", {}, "graphllm doctor --measure"), " finds them.");
+  return p("note", "No ceilings were measured. Run ",
+    h("code", {}, "graphllm doctor --measure"), " to measure them.");
 }

@@ -1,13 +1,13 @@
 // ------------------------------------------------------------------------------------------- table
 
-const MANY = 200, MORE = 500; // rows at first, and each time that more are asked for
+const MANY = 200, MORE = 500; // rows at first, and per click on "more"
 
-/** What the table remembers while phases change. */
-const shown = { by: "op", sort: "time", down: true, filter: "" };
+/** State of the table, kept when the phase changes. */
+const tableState = { by: "op", sort: "time", down: true, filter: "" };
 
 /**
- * The columns, with the value of a group (null: none) and how it is written. `words`: it is no
- * number; `bar`: it is drawn as well.
+ * Columns with the value of a group (null: none) and its format. `words`: text instead of a
+ * number; `bar`: also drawn as a bar.
  */
 function columns(phase) {
   const each = (ns) => phase.each(ns), unit = `${phase.unit}/token`;
@@ -16,29 +16,29 @@ function columns(phase) {
   const whole = (value) => fixed(value);
   const own = (id, head, unit, value, text, more) => ({ id, head, unit, value, text, ...more });
   const all = [
-    own("key", shown.by, "", (group) => group.key, String, { words: true }),
-    own("calls", "calls", "a pass", (group) => group.calls / phase.passes.length, whole),
+    own("key", tableState.by, "", (group) => group.key, String, { words: true }),
+    own("calls", "calls", "per pass", (group) => group.calls / phase.passes.length, whole),
     own("time", "time", unit, (group) => group.ns, each),
     own("share", "share", "% of wall", (group) => group.ns / phase.wall, share, { bar: true }),
     own("gbs", "memory", "GB/s", (group) => group.gbs, rate),
     own("gflops", "arithmetic", "GFLOP/s", (group) => group.gflops, rate),
-    own("limit", "of limit", "%", (group) => group.share, share, { bar: true }),
+    own("limit", "of roofline", "%", (group) => group.share, share, { bar: true }),
     own("bound", "bound by", "", (group) => group.bound, String, { words: true }),
-    own("gain", "to gain", unit, (group) => group.gain, each),
+    own("headroom", "headroom", unit, (group) => group.headroom, each),
     own("overlap", "overlap", unit, (group) => group.overlap || null, each),
   ];
   const overlaps = phase.rows.overlap.some(Boolean);
   return all.filter((column) => column.id !== "overlap" || overlaps);
 }
 
-/** The key of a group, in words. */
+/** The label of a group. */
 function label(phase, group) {
-  if (shown.by === "layer" && group.key !== NONE) return `layer ${group.key}`;
-  return shown.by === "step" ? `${phase.step(group.key)} ${phase.kind(group.key)}` : group.key;
+  if (tableState.by === "layer" && group.key !== NONE) return `layer ${group.key}`;
+  return tableState.by === "step" ? `${phase.step(group.key)} ${phase.kind(group.key)}` : group.key;
 }
 
 function compare(column) {
-  const turn = shown.down ? -1 : 1;
+  const turn = tableState.down ? -1 : 1;
   return (a, b) => {
     const one = column.value(a), other = column.value(b);
     if (one === null || other === null) return (one === null) - (other === null);
@@ -47,16 +47,16 @@ function compare(column) {
   };
 }
 
-/** The controls, and below them the table that they change. */
+/** The controls, and the table below them. */
 function table(phase) {
   const count = h("output", { class: "count" }), holder = h("div", { class: "wide whole" });
   let limit = MANY;
   const draw = () => {
-    const words = shown.filter.toLowerCase().split(/\s+/).filter(Boolean);
-    const wanted = (row) => words.every((word) => phase.words(row).includes(word));
-    const groups = grouped(phase, KEYS[shown.by], words.length ? wanted : undefined);
+    const words = tableState.filter.toLowerCase().split(/\s+/).filter(Boolean);
+    const wanted = (row) => words.every((word) => phase.searchText(row).includes(word));
+    const groups = grouped(phase, KEYS[tableState.by], words.length ? wanted : undefined);
     const all = columns(phase);
-    groups.sort(compare(all.find((column) => column.id === shown.sort) || all[0]));
+    groups.sort(compare(all.find((column) => column.id === tableState.sort) || all[0]));
     const steps = groups.reduce((sum, group) => sum + group.rows.length, 0);
     count.textContent = plural(steps, "step") + (words.length ? " found" : "");
     holder.replaceChildren(h("table", { class: "profile" },
@@ -71,7 +71,7 @@ function table(phase) {
     }
   };
   const set = (changes, most = MANY) => {
-    Object.assign(shown, changes);
+    Object.assign(tableState, changes);
     limit = most;
     draw();
   };
@@ -81,29 +81,30 @@ function table(phase) {
   };
   draw();
   const search = h("input", {
-    type: "search", id: "filter", value: shown.filter, placeholder: "op, scope, kernel, \u2026",
+    type: "search", id: "filter", value: tableState.filter,
+    placeholder: "op, scope, kernel, \u2026",
     oninput: () => set({ filter: search.value }),
   });
   const options = Object.keys(KEYS).map((name) => [name, name]);
   return [
     h("div", { class: "controls" },
-      choice("by", "by", options, shown.by, (by) => set({ by })),
+      choice("by", "by", options, tableState.by, (by) => set({ by })),
       h("label", { class: "filter" }, "filter ", search), count),
     holder,
   ];
 }
 
-/** A column's head, which sorts by it: numbers from the largest, words from the first. */
+/** Column header; a click sorts by it, numbers in descending and words in ascending order. */
 function head({ id, head: name, unit, words }, sort) {
-  const own = id === shown.sort;
-  const order = own ? (shown.down ? "descending" : "ascending") : "none";
-  const down = own ? !shown.down : !words;
+  const own = id === tableState.sort;
+  const order = own ? (tableState.down ? "descending" : "ascending") : "none";
+  const down = own ? !tableState.down : !words;
   return h("th", {
     scope: "col", "data-column": id, "aria-sort": order, class: words && "words",
   }, h("button", { onclick: () => sort(id, down) }, h("span", {}, name), h("small", {}, unit)));
 }
 
-/** The cells of a group behind the first. */
+/** The cells of a group after the first. */
 function cells(all, group) {
   return all.slice(1).map(({ value: of, text, words, bar }) => {
     const value = of(group), drawn = bar && value !== null;
@@ -114,16 +115,16 @@ function cells(all, group) {
   });
 }
 
-/** A group, and below it its steps once it is opened. */
+/** The row of a group; a click shows or hides its steps below. */
 function line(phase, all, group) {
-  const ops = shown.by === "op" || shown.by === "step";
+  const ops = tableState.by === "op" || tableState.by === "step";
   const button = h("button", { class: "key", "aria-expanded": "false" },
     ops ? swatch(fillOf(phase.text("op", group.rows[0]))) : null,
     h("span", {}, label(phase, group)),
-    shown.by === "step" ? h("small", {}, phase.text("scope", group.key)) : null);
+    tableState.by === "step" ? h("small", {}, phase.text("scope", group.key)) : null);
   let open = null;
   const turn = () => {
-    if (getSelection().toString()) return; // a text was marked, not a row chosen
+    if (getSelection().toString()) return; // text was selected, not a row clicked
     open?.remove();
     open = open ? null : detail(phase, all.length, group);
     if (open) row.after(open);
@@ -133,13 +134,13 @@ function line(phase, all, group) {
   return row;
 }
 
-/** What adds up to the wall time; of what the filter left, the sum alone. */
+/** Footer rows that add up to the wall time; with a filter, the sum of the filtered rows only. */
 function sums(phase, all, groups, whole) {
   const sum = new Group("");
   for (const group of groups) {
     for (const name of SUMS) sum[name] += group[name];
   }
-  const first = h("tr", {}, h("th", { scope: "row" }, "all of these"), cells(all, sum));
+  const first = h("tr", {}, h("th", { scope: "row" }, "total"), cells(all, sum));
   const rest = ["gaps", "host", "unattributed", "wall"].map((name) => {
     const ns = phase.closing[name];
     const written = { time: phase.each(ns), share: fixed((100 * ns) / phase.wall, 1) };
@@ -150,13 +151,13 @@ function sums(phase, all, groups, whole) {
 
 // ----------------------------------------------------------------------------------------- details
 
-const DETAILS = 60; // steps of a group at a time
+const DETAILS = 60; // steps of a group per click on "more"
 const DETAIL_HEADS = [
-  "step", "scope", "op", "shapes", "kernel", "model file", "runs", "median \u00b5s", "least",
-  "most", "GB/s", "% of limit",
+  "step", "scope", "op", "shapes", "kernel", "model file", "runs", "median \u00b5s", "min",
+  "max", "GB/s", "% of roofline",
 ];
 
-/** The steps of a group, the longest first: where they come from, and how their times spread. */
+/** The steps of a group, the longest first, with origin and spread of their times. */
 function detail(phase, span, group) {
   const { sum } = phase.rows, rows = [...group.rows].sort((a, b) => sum[b] - sum[a]);
   const list = h("tbody", {}), more = h("button", { class: "more" });

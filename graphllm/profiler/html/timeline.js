@@ -2,7 +2,7 @@
 
 const LANE = 46, HOST_LANE = 16, AXIS = 22, SPACE = 8, LABEL = 15;
 
-/** A typical run as a drawing. */
+/** Drawing of the run of median duration. */
 function timeline(phase, run) {
   const rows = [...phase.rows.plan.keys()].filter((row) => phase.rows.plan[row] === run.plan);
   const steps = [], gaps = [];
@@ -22,7 +22,7 @@ function timeline(phase, run) {
   return new Timeline(phase, run, steps, gaps);
 }
 
-/** A lane of the host, and one of each backend with its steps. */
+/** A lane of the host, and a lane per backend with its steps. */
 class Timeline {
   constructor(phase, run, steps, gaps) {
     const start = Math.min(run.called, steps[0].lo);
@@ -50,7 +50,7 @@ class Timeline {
     context.fillStyle = palette.host;
     context.fillRect(from, 0, Math.max(1, to - from), HOST_LANE);
     context.fillStyle = palette.paper;
-    if (to - from > 150) context.fillText("host: called to returned", from + 6, HOST_LANE / 2);
+    if (to - from > 150) context.fillText("host: call to return", from + 6, HOST_LANE / 2);
     for (const lane of this.lanes) {
       context.fillStyle = palette.soft;
       context.fillText(lane.backend, 0, lane.top - LABEL / 2);
@@ -61,7 +61,7 @@ class Timeline {
     ruler(context, view, width, this.height - AXIS, palette, time);
   }
 
-  /** The steps of one lane; of those that share a pixel, the longest. */
+  /** Draw the steps of one lane; of steps within one pixel only the longest. */
   lane(context, steps, px, width, palette) {
     let drawn = -1, longest = 0;
     for (let i = firstSeen(steps, px); i < steps.length && px(steps[i].lo) <= width; i++) {
@@ -92,11 +92,11 @@ class Timeline {
     return (lane && (lane.steps.find(inside) || this.gaps.find(inside))) || null;
   }
 
-  beside(item, by) {
+  neighbour(item, by) {
     return this.steps[item ? this.steps.indexOf(item) + by : 0] || null;
   }
 
-  tell(item) {
+  describe(item) {
     const { phase } = this, { row } = item, ns = item.hi - item.lo;
     const times = [["time", time(ns)], ["from", time(item.lo)]];
     if (item.name) return [`gap: ${item.name}`, times];
@@ -107,14 +107,14 @@ class Timeline {
       ["scope", phase.text("scope", row)], ["step", phase.step(row)], ...times,
       ["median", time(median[row])], ["memory", rate(moved) && byteRate(rate(moved))],
       ["arithmetic", rate(flops) && flopRate(rate(flops))],
-      ["of the limit", share && `${percent(share)}, bound by ${phase.text("bound", row)}`],
+      ["of roofline", share && `${percent(share)}, bound by ${phase.text("bound", row)}`],
       ["kernel", `${item.backend}: ${phase.text("kernel", row)}`],
       ["shapes", phase.text("shape", row)],
     ]];
   }
 }
 
-/** The number of the first step that ends right of the left edge. */
+/** Index of the first step that ends right of the left edge. */
 function firstSeen(steps, px) {
   let low = 0, high = steps.length;
   while (low < high) {
@@ -125,7 +125,7 @@ function firstSeen(steps, px) {
   return low;
 }
 
-/** Round numbers below a drawing. */
+/** Ticks at round numbers below a drawing. */
 function ruler(context, view, width, y, palette, write) {
   const rough = (view.hi - view.lo) / Math.max(2, width / 110);
   const power = 10 ** Math.floor(Math.log10(rough));

@@ -1,20 +1,20 @@
-// --------------------------------------------------------------------- drawings that can be zoomed
+// --------------------------------------------------------------------------------- zoomable canvas
 
 /**
- * A canvas over a range of x that pointer and keys zoom and shift. `drawing` has
- *   length            x goes from 0 to it
- *   height            pixels
+ * A canvas over a range of x, zoomed and scrolled with pointer and keys. `drawing` has
+ *   length            upper end of x; the lower end is 0
+ *   height            in pixels
  *   draw(context, view, width, palette)
- *   at(x, y, view)    what is there, or null; its `lo` and `hi` are its ends in x
- *   beside(item, by)  the one before or after it, or the first if item is null
- *   tell(item)        [title, lines] for the pointer
+ *   at(x, y, view)    the item at a point, or null; `lo` and `hi` are its ends in x
+ *   neighbour(item, by)  the item before or after, or the first if item is null
+ *   describe(item)       [title, lines] for the tooltip
  */
-class Scroller {
+class ZoomableCanvas {
   constructor(name, drawing) {
     Object.assign(this, { drawing, view: { lo: 0, hi: drawing.length }, item: null });
     this.canvas = h("canvas", {
       tabindex: 0, role: "img",
-      "aria-label": `${name}; arrow keys go through it, + and - zoom, 0 shows all of it`,
+      "aria-label": `${name}; arrow keys select items, + and - zoom, 0 shows all`,
       onpointermove: (event) => this.move(event),
       onpointerleave: (event) => event.pointerType === "touch" || this.leave(),
       onpointerdown: (event) => this.press(event), onpointerup: () => { this.held = null; },
@@ -57,7 +57,7 @@ class Scroller {
     return this.view.lo + ((event.clientX - box.left) / box.width) * (this.view.hi - this.view.lo);
   }
 
-  /** Shows `factor` times as much, with `middle` where it is. */
+  /** Show `factor` times the range, keeping `middle` in place. */
   zoom(factor, middle) {
     const { lo, hi } = this.view, { length } = this.drawing;
     const kept = middle ?? (this.item ? (this.item.lo + this.item.hi) / 2 : (lo + hi) / 2);
@@ -98,7 +98,7 @@ class Scroller {
   show(item, x, y) {
     this.item = item;
     this.redraw();
-    if (item) tip.show(...this.drawing.tell(item), x, y);
+    if (item) tip.show(...this.drawing.describe(item), x, y);
     else tip.hide();
   }
 
@@ -107,7 +107,7 @@ class Scroller {
     this.show(null);
   }
 
-  /** Zooms with Ctrl, as pinching says it, and shifts sideways; else the page scrolls. */
+  /** Zoom with Ctrl (also sent for pinching), scroll sideways; otherwise the page scrolls. */
   wheel(event) {
     if (event.ctrlKey || event.metaKey) {
       event.preventDefault();
@@ -128,7 +128,7 @@ class Scroller {
       this.zoom(factor);
       return;
     }
-    const item = this.drawing.beside(this.item, by);
+    const item = this.drawing.neighbour(this.item, by);
     if (!item) return;
     const { lo, hi } = this.view, size = hi - lo;
     if (item.lo < lo || item.hi > hi) this.shift((item.lo + item.hi - size) / 2);
