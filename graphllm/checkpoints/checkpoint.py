@@ -1,4 +1,4 @@
-"""Model files of every kind, behind one interface."""
+"""Interface of checkpoints: GGUF files, Hugging Face directories, llama2.c files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
 
 
-# A URL, and the name of a model in one of the Hugging Face hub.
+# A URL; the group is the repository id in a URL of the Hugging Face Hub.
 _URL = re.compile(r"[a-zA-Z][\w+.-]+://(?:huggingface\.co/([\w.-]+/[\w.-]+)/?$)?")
 
 
 class Checkpoint(Protocol):
-    """An open model: configuration, tensors, tokenizer. ModelFileError where one is malformed."""
+    """An open model: configuration, tensors, tokenizer. Methods raise ModelFileError."""
 
     path: Path
 
@@ -34,40 +34,45 @@ class Checkpoint(Protocol):
 
     @property
     def kind(self) -> str:
-        """What sort of file it is, for people."""
+        """Kind of the file, for display."""
 
     @property
     def architecture(self) -> str:
-        """What the file calls the model's family."""
+        """The file's name of the architecture, such as ``llama``."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """All that it states, by its own names."""
+        """Configuration under the file's own names."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By the file's own names."""
+        """Tensors by the file's own names."""
 
     def spec(self) -> ModelSpec:
-        """The family of this package that reads it."""
+        """Return the built-in model spec of the architecture."""
 
     def keys(self, spec: ModelSpec) -> Keys:
-        """Its configuration under Hugging Face's names."""
+        """Return the configuration under Hugging Face's names."""
 
     def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
-        """Its tensors under canonical names."""
+        """Return the weights under canonical names."""
 
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer."""
 
     @property
-    def chat_template(self) -> str | None: ...
+    def chat_template(self) -> str | None:
+        """Chat template (Jinja), or None."""
 
     def close(self) -> None: ...
 
 
 def checkpoint_path(model: str | Path) -> Path:
-    """The file or directory that MODEL names: a path, ``demo``, or ``org/name`` of the Hugging Face
-    hub. ModelFileError."""
+    """Return the file or directory of ``model``: a path, ``demo``, or a Hub id ``org/name``.
+
+    A model of the Hugging Face Hub is downloaded if it is not cached. ModelFileError if there is
+    no such model.
+    """
     if (url := _URL.match(str(model))) is not None:
         name = url[1] or "org/name"
         raise ModelFileError(
@@ -85,8 +90,11 @@ def checkpoint_path(model: str | Path) -> Path:
 
 
 def open_checkpoint(model: str | Path, data: bool = True) -> Checkpoint:
-    """The model that MODEL names. Without ``data`` tensors are not read, and need not be there.
-    ModelFileError."""
+    """Open the checkpoint of ``model``; see `checkpoint_path`.
+
+    Without ``data`` only headers are read, and the tensors' data may be missing. ModelFileError if
+    the model does not exist or is malformed.
+    """
     path = checkpoint_path(model)
     if path.is_dir() or path.suffix == ".safetensors":
         from .hf_directory import HfCheckpoint
@@ -98,7 +106,7 @@ def open_checkpoint(model: str | Path, data: bool = True) -> Checkpoint:
         return Llama2cCheckpoint(path, data)
     if path.suffix == ".py":
         raise ModelFileError(
-            f"{path}: is Python; a file that defines a model is model_def", "model_def"
+            f"{path}: is Python; pass a file that defines a model as model_def", "model_def"
         )
     from .gguf import GgufCheckpoint
 

@@ -1,4 +1,4 @@
-"""The demo model: Gemma 3 270M, Q4_K_M, from the pip package of extra ``demo``."""
+"""The demo model: Gemma 3 270M (Q4_K_M) from the pip package of the extra ``demo``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from pathlib import Path
 from ..cache import CacheFile
 from ..errors import ModelFileError
 
-NAME = "gemma-3-270m-q4_k_m.gguf"  # as in the package
+NAME = "gemma-3-270m-q4_k_m.gguf"  # the package's file name
 
 
 def demo_path(progress: Callable[[str], None] | None = None) -> Path:
-    """The demo model's GGUF file, put together in the cache directory at the first call.
+    """Return the path of the demo model's GGUF file, written to the cache on the first call.
 
-    The package holds the model in chunks; joining them checks the SHA-256 (a few seconds, 253 MB),
-    later calls check the size. The file appears under its name only when it is complete, and then
-    the package is not needed any more. ``progress`` receives one line before the work.
-    ModelFileError when neither the file nor the package is there, the package's chunks are damaged,
-    or the cache cannot be written.
+    The package holds the model in chunks. Joining them (253 MB, a few seconds) checks the SHA-256;
+    later calls check the size. The file gets its name only when it is complete; from then on the
+    package is not needed.
+
+    Args:
+        progress: Called with one line of text before the file is written.
+
+    Raises:
+        ModelFileError: Neither the file nor the package exists, the package is damaged, or the
+            cache cannot be written.
     """
     file = CacheFile(NAME)
     try:
@@ -27,7 +32,8 @@ def demo_path(progress: Callable[[str], None] | None = None) -> Path:
         if file.size(limit=None) is not None:
             return file.path
         raise ModelFileError(
-            f"the demo model is not installed, and not at {file.path}: pip install 'graphllm[demo]'"
+            f"the demo model is not installed, nor cached as {file.path}: "
+            "pip install 'graphllm[demo]'"
         ) from None
 
     def fill(part: Path) -> None:

@@ -1,4 +1,4 @@
-"""GGUF files as models: configuration, weights under canonical names, tokenizer, chat template."""
+"""GGUF files as checkpoints: configuration, weights, tokenizer, chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class GgufCheckpoint(GgufFile):
     """An open GGUF file as a `Checkpoint`."""
 
-    has_vocabulary = True  # a model file without one is malformed
+    has_vocabulary = True  # a GGUF model without a vocabulary is malformed
 
     def spec(self) -> ModelSpec:
         from .. import models

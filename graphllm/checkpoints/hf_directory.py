@@ -1,4 +1,4 @@
-"""Hugging Face directories: configuration, safetensors, tokenizer, as they are published."""
+"""Hugging Face directories as checkpoints: config.json, safetensors, tokenizer."""
 
 from __future__ import annotations
 
@@ -22,28 +22,35 @@ if TYPE_CHECKING:
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
-_MOST = 16 << 20  # bytes of a config.json
-_TOKENIZERS = (
+_MAX_BYTES = 16 << 20  # of a JSON file; also of a comparison of weights
+_TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "ice_text.model", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-_QUANTISED = ("mxfp4",)  # the methods of quantization_config whose tensors are read
+_QUANT_METHODS = ("mxfp4",)  # supported values of quant_method in quantization_config
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. ModelFileError."""
+    """Read a JSON file that holds one object. ModelFileError if it is missing or malformed."""
     try:
-        if path.stat().st_size > _MOST:
-            raise ModelFileError(f"{path}: more than {_MOST >> 20} MB of JSON")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ModelFileError(f"{path}: more than {_MAX_BYTES >> 20} MB of JSON")
         return json_object(path.read_bytes(), str(path))
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror}") from None
 
 
 class HfCheckpoint:
-    """An open Hugging Face directory. Without ``data`` only headers are read.
+    """An open Hugging Face directory as a `Checkpoint`.
 
-    ``file``: its one ``.safetensors`` file of another name, where that is what the user gave.
+    Args:
+        path: The directory.
+        data: Whether tensors will be read. If not, only headers must exist.
+        file: The ``.safetensors`` file to read in place of the usual names.
+
+    Raises:
+        ModelFileError: A file is missing or malformed.
+        ConfigError: The weights are quantised by an unsupported method.
     """
 
     kind = "Hugging Face directory"
@@ -56,7 +63,7 @@ class HfCheckpoint:
         quantised = self.metadata.get("quantization_config")
         if quantised is not None:
             method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            if method not in _QUANTISED:
+            if method not in _QUANT_METHODS:
                 text = f"weights quantised by {quote(method)} are not supported"
                 raise ConfigError(f"{path / 'config.json'}: {text}")
         self.file = Safetensors(file or path, data)
@@ -64,10 +71,12 @@ class HfCheckpoint:
 
     @property
     def architecture(self) -> str:
-        """``model_type``; ModelFileError without one."""
+        """``model_type`` of config.json. ModelFileError if it is missing."""
         name = self.metadata.get("model_type")
         if not isinstance(name, str) or not name:
-            raise ModelFileError(f"{self.path / 'config.json'}: model_type is missing, or no text")
+            raise ModelFileError(
+                f"{self.path / 'config.json'}: model_type is missing or not a string"
+            )
         return name
 
     @property
@@ -76,7 +85,7 @@ class HfCheckpoint:
 
     @property
     def has_vocabulary(self) -> bool:
-        return any((self.path / name).is_file() for name in _TOKENIZERS)
+        return any((self.path / name).is_file() for name in _TOKENIZER_FILES)
 
     def spec(self) -> ModelSpec:
         from .. import models
@@ -87,7 +96,7 @@ class HfCheckpoint:
         return Keys(str(self.path / "config.json"), self.metadata, self.tensors, {})
 
     def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
-        """ModelFileError where a head is stored that is said to be the embedding, and is not."""
+        """See `Checkpoint.weights`. ModelFileError if a tied head is not the embedding."""
         rules, n = (*UNUSED_BUFFERS, *spec.hf_rules(config)), config.names
         weights = NamedWeights(self.file, rules, strict=False)
         head = f"{n.head}.weight"
@@ -95,18 +104,18 @@ class HfCheckpoint:
             embedding = f"{n.model}.{n.embed}.weight"
             if self._data and not self._equal(weights, head, embedding):
                 raise ModelFileError(
-                    f"{self.path}: {quote(head)} is stored, and is not {quote(embedding)}, though "
-                    "tie_word_embeddings says so"
+                    f"{self.path}: {quote(head)} differs from {quote(embedding)}, but "
+                    "tie_word_embeddings is true"
                 )
             weights.drop(head)
         return weights
 
     def _equal(self, weights: Weights, a: str, b: str) -> bool:
-        """Whether two weights are the same bytes."""
+        """Return whether two weights have the same bytes."""
         if weights.meta(a) != weights.meta(b):
             return False
         left, right = weights.raw(a), weights.raw(b)
-        step = max(1, _MOST // max(1, left.shape[1]))
+        step = max(1, _MAX_BYTES // max(1, left.shape[1]))
         at = range(0, len(left), step)
         return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in at)
 
@@ -116,8 +125,10 @@ class HfCheckpoint:
         return from_directory(self.path, self.metadata)
 
     def eos_token_ids(self, vocab: int) -> frozenset[int]:
-        """The ids below ``vocab`` that end a generation, as the directory states them; its
-        tokenizer may know more. ModelFileError."""
+        """Return the EOS ids below ``vocab`` that the directory's configurations state.
+
+        Its tokenizer may know more. ModelFileError if they are malformed.
+        """
         from ..tokenizer.tokenizer_config import TokenizerDirectory
 
         return TokenizerDirectory(self.path, self.metadata).ends(vocab)

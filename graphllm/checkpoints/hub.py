@@ -1,7 +1,7 @@
-"""Models by their name on the Hugging Face hub, as ``org/name``: in the local cache, or fetched.
+"""Models of the Hugging Face Hub by repository id (``org/name``): cached or downloaded.
 
-The cache's layout is that of huggingface_hub (its documentation, "Understand caching"):
-``models--org--name/refs/REVISION`` names a folder of ``snapshots``.
+The cache layout is that of huggingface_hub (its documentation, "Understand caching"):
+``models--org--name/refs/REVISION`` names a folder in ``snapshots``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..errors import ModelFileError
 from ..weights.strict_json import json_object
 
 REVISION = "main"
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w./-]+\.safetensors")
-# What a model is made of beside its shards; pickles and weights for other programs, of which many
-# repositories hold as much again, stay where they are.
+# Files to download besides the shards. Pickles and weights for other programs, which can double the
+# size of a repository, are left out.
 _WANTED = [
     "config.json", "generation_config.json", _SINGLE, _INDEX, "tokenizer*.json", "*.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -28,12 +28,12 @@ _WANTED = [
 
 
 def is_repo_id(model: str) -> bool:
-    """Whether it looks like ``org/name``."""
-    return _NAME.fullmatch(model) is not None
+    """Return whether ``model`` has the form ``org/name``."""
+    return _REPO_ID.fullmatch(model) is not None
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
+    """Return the cache directory of huggingface_hub."""
     stated = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if stated:
         return Path(stated).expanduser()
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def find_cached(name: str) -> Path | None:
-    """The folder of a model that is whole in the local cache."""
+    """Return the folder of a model in the local cache; None unless it is complete."""
     folder = cache_folder() / f"models--{name.replace('/', '--')}"
     try:
         revision = (folder / "refs" / REVISION).read_text("utf-8").strip()
@@ -56,13 +56,13 @@ def find_cached(name: str) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether all safetensors are there."""
+    """Return whether all safetensors files exist."""
     single = folder / _SINGLE
     return single.is_file() or all((folder / shard).is_file() for shard in _shards(folder))
 
 
 def _shards(folder: Path) -> list[str]:
-    """The files that the index names, or the one that there is without an index. ModelFileError."""
+    """Return the safetensors files that the index names, or the only one. ModelFileError."""
     index = folder / _INDEX
     if not index.is_file():
         return [_SINGLE]
@@ -75,16 +75,16 @@ def _shards(folder: Path) -> list[str]:
 
 
 def fetch(name: str) -> Path:
-    """The folder of the model called ``name``: from the cache, or downloaded into it with progress.
+    """Return the folder of the model ``name``, from the cache or downloaded with a progress bar.
 
-    ModelFileError where it is neither there nor to be had.
+    ModelFileError if it is not cached and cannot be downloaded.
     """
     found = find_cached(name)
     if found is not None:
         return found
     where = f"{name}: no such file, and not in the Hugging Face cache ({cache_folder()})"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise ModelFileError(f"{where}; HF_HUB_OFFLINE forbids to download it")
+        raise ModelFileError(f"{where}; HF_HUB_OFFLINE is set")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import disable_progress_bars
@@ -94,9 +94,9 @@ def fetch(name: str) -> Path:
         disable_progress_bars()
     try:
         found = Path(snapshot_download(name, revision=REVISION, allow_patterns=_WANTED))
-        if not _has_weights(found):  # the folder is called as the commit that it is of
+        if not _has_weights(found):  # the name of the folder is the commit
             snapshot_download(name, revision=found.name, allow_patterns=_shards(found))
         return found
-    except Exception as error:  # of the network, the disk, or the hub: whatever it raises
+    except Exception as error:  # network, disk or hub: huggingface_hub documents no base class
         reason = " ".join(str(error).split())[:300]
         raise ModelFileError(f"{where}; it cannot be downloaded: {reason}") from None

@@ -1,4 +1,4 @@
-"""From a llama2.c file, and the vocabulary beside it, to a model."""
+"""llama2.c files as checkpoints, with the tokenizer.bin of the same directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..model.spec import ModelSpec
     from ..tokenizer import Tokenizer
 
-VOCABULARY = "tokenizer.bin"  # in the same directory
+VOCABULARY = "tokenizer.bin"
 
 
 class Llama2cCheckpoint(Llama2c):
-    """An open llama2.c file as a model, a llama."""
+    """An open llama2.c file as a `Checkpoint` of a llama."""
 
     kind, architecture, chat_template = "llama2.c version 0", "llama", None
 
@@ -49,6 +49,6 @@ class Llama2cCheckpoint(Llama2c):
 
         path = self.path.with_name(VOCABULARY)
         if not path.is_file():
-            raise ModelFileError(f"{self.path}: has no tokenizer: {path} is missing")
+            raise ModelFileError(f"{self.path}: no tokenizer: {path} is missing")
         pieces, scores = read_vocabulary(path)
         return from_llama2c(pieces, scores.tolist(), path)

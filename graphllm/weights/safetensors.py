@@ -1,7 +1,7 @@
-"""Reader of safetensors files, memory-mapped: a directory as Hugging Face lays it out, or one file.
+"""Reader of memory-mapped safetensors: a Hugging Face directory or one file.
 
-Our own rather than the package's, since weights are to stay in the mapping, and their pages to be
-released. A malformed file ends in a ModelFileError; see `safetensors_format`, which reads headers.
+The safetensors package is not used because weights stay in the mapping and their pages are
+released. A malformed file raises a ModelFileError. `safetensors_format` parses headers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PICKLE = re.compile(r"pytorch_model.*\.bin|.*\.(pt|pth|ckpt|pkl)", re.DOTALL)
 
 
 class _File(MappedFile):
-    """One file, with its header read."""
+    """One file, with its header parsed."""
 
     def __init__(self, path: Path, data: bool) -> None:
         super().__init__(path, data)
@@ -31,9 +31,14 @@ class Safetensors(TensorFiles):
     """The tensors of a directory or of one ``.safetensors`` file; a context manager.
 
     A directory has ``model.safetensors``, or ``model.safetensors.index.json`` and the shards that
-    it names; which tensor is where must agree. A tensor may begin at any byte. Without ``data``
-    headers are all that is read, and all that must be there: `raw` is an error then. ModelFileError
-    when a file is missing or malformed.
+    it names, which must hold the tensors that the index lists. A tensor may begin at any byte.
+
+    Args:
+        path: Directory or file.
+        data: Whether tensors will be read. If not, only headers must exist, and `raw` raises.
+
+    Raises:
+        ModelFileError: A file is missing or malformed.
     """
 
     formats = tuple(dtype.name for dtype in READABLE.values())
@@ -50,30 +55,32 @@ class Safetensors(TensorFiles):
             self._add(one, one.tensors)
 
     def _add_shards(self, index: Path, data: bool) -> None:
-        """All shards of an index, which must say of each tensor where it is."""
-        homes = _read_index(index)
-        for shard in dict.fromkeys(homes.values()):
+        """Add all shards of an index and check that it agrees with their headers."""
+        shard_of = _read_index(index)
+        for shard in dict.fromkeys(shard_of.values()):
             path = index.parent / shard
             if not os.path.lexists(path):
                 raise ModelFileError(f"{path}: missing, but named in {index.name}")
             file = _File(path, data)
             for name in file.tensors:
-                if name not in homes:
+                if name not in shard_of:
                     raise ModelFileError(f"{path}: tensor {quote(name)}: not in {index.name}")
-                if homes[name] != shard:
+                if shard_of[name] != shard:
                     raise ModelFileError(
-                        f"{path}: tensor {quote(name)}: {index.name} has it in {quote(homes[name])}"
+                        f"{path}: tensor {quote(name)}: {index.name} lists it in "
+                        f"{quote(shard_of[name])}"
                     )
             self._add(file, file.tensors)
-        for name, shard in homes.items():
+        for name, shard in shard_of.items():
             if name not in self.tensors:
                 raise ModelFileError(
-                    f"{index.parent / shard}: tensor {quote(name)}: missing, but in {index.name}"
+                    f"{index.parent / shard}: tensor {quote(name)}: missing, but listed in "
+                    f"{index.name}"
                 )
 
 
 def _of_directory(folder: Path) -> Path:
-    """The directory's file of weights, or its index. ModelFileError says what is there instead."""
+    """Return the directory's weight file or index. ModelFileError if it has neither."""
     for name in (_SINGLE, _INDEX):
         if os.path.lexists(folder / name):
             return folder / name
@@ -84,32 +91,32 @@ def _of_directory(folder: Path) -> Path:
     files = [name for name in names if name.endswith(".safetensors") and name.isprintable()]
     pickles = [name for name in names if _PICKLE.fullmatch(name) and name.isprintable()]
     if files:
-        raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}; it has {files[0]}")
+        raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}, only {files[0]}")
     if pickles:
         raise ModelFileError(f"{folder / pickles[0]}: {NO_PICKLES}")
     raise ModelFileError(f"{folder}: no {_SINGLE} and no {_INDEX}")
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor -> the shard that it is in, a path within the directory."""
+    """Read the index: the path of each tensor's shard within the directory."""
     view = MappedFile(path, data=False).view()
     if len(view) > MAX_HEADER:
         raise ModelFileError(f"{path}: {len(view)} bytes are too many (at most {MAX_HEADER})")
-    homes = json_object(bytes(view), str(path)).get("weight_map")
-    if not isinstance(homes, dict) or not homes:
-        raise ModelFileError(f"{path}: no object 'weight_map', or nothing in it")
-    for name, shard in homes.items():
+    shard_of = json_object(bytes(view), str(path)).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise ModelFileError(f"{path}: 'weight_map' is missing, empty or not an object")
+    for name, shard in shard_of.items():
         if not isinstance(shard, str) or not _inside(shard):
             raise ModelFileError(
-                f"{path}: tensor {quote(name)}: {quote(str(shard))} is no .safetensors file within "
-                "the directory"
+                f"{path}: tensor {quote(name)}: {quote(str(shard))} is not a .safetensors file "
+                "within the directory"
             )
-    return homes
+    return shard_of
 
 
 def _inside(shard: str) -> bool:
-    """Whether a shard's path stays in the directory, and can stand in an error."""
+    """Return whether a shard's path stays in the directory and is printable."""
     path = PurePosixPath(shard)
-    climbs = path.is_absolute() or ".." in path.parts
+    escapes = path.is_absolute() or ".." in path.parts
     fits = len(shard) <= 255 and shard.isprintable()
-    return shard.endswith(".safetensors") and fits and not climbs
+    return shard.endswith(".safetensors") and fits and not escapes

@@ -151,7 +151,10 @@ def test_what_is_no_model_file(tmp_path):
         ("empty.gguf", "empty.gguf: cannot be opened: cannot mmap an empty file"),
         ("text.gguf", "text.gguf: header: not a GGUF file"),
         ("pipe.gguf", "pipe.gguf: not a regular file"),
-        ("mine.py", "mine.py: is Python; a file that defines a model is model_def (--model-def)"),
+        (
+            "mine.py",
+            "mine.py: is Python; pass a file that defines a model as model_def (--model-def)",
+        ),
     ):
         path = str(tmp_path / name)
         fails(python("-m", "graphllm", "run", path, "-p", "x"), message)

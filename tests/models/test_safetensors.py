@@ -232,10 +232,10 @@ X = entry("F32", [2], 0, 8)
         ({"x": {**X, "data_offsets": [0, "8"]}}, 8, "data_offsets are not"),
         ({"x": {**X, "more": 1}}, 8, "not an object of data_offsets, dtype, shape"),
         ({"x": {"dtype": "F32", "shape": [2]}}, 8, "not an object of data_offsets, dtype, shape"),
-        ({"x": X, "y": entry("F32", [2], 4, 12)}, 12, "'y': overlaps the one before it"),
-        ({"x": X, "y": X}, 8, "'y': overlaps the one before it"),
-        ({"x": X, "y": entry("F32", [1], 9, 13)}, 13, "'y': a gap before its bytes"),
-        ({"x": entry("F32", [1], 4, 8)}, 8, "'x': a gap before its bytes"),
+        ({"x": X, "y": entry("F32", [2], 4, 12)}, 12, "'y': overlaps the previous tensor"),
+        ({"x": X, "y": X}, 8, "'y': overlaps the previous tensor"),
+        ({"x": X, "y": entry("F32", [1], 9, 13)}, 13, "'y': its data follow a gap"),
+        ({"x": entry("F32", [1], 4, 8)}, 8, "'x': its data follow a gap"),
         ({"x": X, "__metadata__": {"a": 1}}, 8, "__metadata__ does not map strings"),
         ({"x": X, "__metadata__": None}, 8, "__metadata__ does not map strings"),
         (b'{"x":1,"x":2}', 0, "not valid JSON: 'x' appears twice"),
@@ -243,8 +243,8 @@ X = entry("F32", [2], 0, 8)
         (b'{"x":NaN}', 0, "NaN is not a JSON number"),
         (b'{"\xff":1}', 0, "not valid JSON: 'utf-8' codec"),
         (b'{"\\ud800":1}', 0, "not valid JSON: 'utf-8' codec"),
-        (b"[]", 0, "does not begin with '{'"),
-        (b" {}", 0, "does not begin with '{'"),
+        (b"[]", 0, "does not start with '{'"),
+        (b" {}", 0, "does not start with '{'"),
         (b"{} x", 0, "not valid JSON: Extra data"),
         ({"a\nb" * 50: 1}, 0, "tensor 'a\\nba\\nb"),
     ],
@@ -266,9 +266,12 @@ def test_limits_of_a_header(tmp_path: Path) -> None:
         (b"abc", "not a safetensors file"),
         (b"PK\x03\x04" * 100, "not a safetensors file"),
         ((100_000_001).to_bytes(8, "little") + b"{}", "not a safetensors file"),
-        ((3).to_bytes(8, "little") + b"{}", "header: the file ends at byte 10, the header at 11"),
-        ((0).to_bytes(8, "little") + b"{}", "header: does not begin with '{'"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
+        (
+            (3).to_bytes(8, "little") + b"{}",
+            "header: the file ends at byte 10, but the header at 11",
+        ),
+        ((0).to_bytes(8, "little") + b"{}", "header: does not start with '{'"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
     ],
 )
 def test_not_a_safetensors_file(tmp_path: Path, content: bytes, words: str) -> None:
@@ -305,14 +308,17 @@ def test_other_dtypes_are_listed_but_not_read(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"layer.0.1": SHARDS[1]}, (SHARDS[0], "'layer.0.1'", f"has it in '{SHARDS[1]}'")),
+        ({"layer.0.1": SHARDS[1]}, (SHARDS[0], "'layer.0.1'", f"lists it in '{SHARDS[1]}'")),
         ({"new": SHARDS[1]}, (SHARDS[1], "tensor 'new': missing")),
-        ({"layer.1.0": None}, (INDEX, "tensor 'layer.1.0': 'None' is no .safetensors file")),
+        ({"layer.1.0": None}, (INDEX, "tensor 'layer.1.0': 'None' is not a .safetensors file")),
         ({"layer.1.0": "lost.safetensors"}, ("lost.safetensors: missing, but named in",)),
-        ({"layer.1.0": "../a.safetensors"}, ("'../a.safetensors' is no .safetensors file within",)),
-        ({"layer.1.0": "x/../../a.safetensors"}, ("is no .safetensors file within",)),
-        ({"layer.1.0": "/tmp/a.safetensors"}, ("is no .safetensors file within",)),
-        ({"layer.1.0": "a.bin"}, ("'a.bin' is no .safetensors file within",)),
+        (
+            {"layer.1.0": "../a.safetensors"},
+            ("'../a.safetensors' is not a .safetensors file within",),
+        ),
+        ({"layer.1.0": "x/../../a.safetensors"}, ("is not a .safetensors file within",)),
+        ({"layer.1.0": "/tmp/a.safetensors"}, ("is not a .safetensors file within",)),
+        ({"layer.1.0": "a.bin"}, ("'a.bin' is not a .safetensors file within",)),
         ({"layer.1.0": "a\n.safetensors"}, (r"'a\n.safetensors' is no",)),
     ],
 )
@@ -335,9 +341,9 @@ def test_a_tensor_that_the_index_does_not_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"{}", "no object 'weight_map'"),
-        (b'{"weight_map":{}}', "no object 'weight_map', or nothing in it"),
-        (b'{"weight_map":[]}', "no object 'weight_map'"),
+        (b"{}", "'weight_map' is missing, empty"),
+        (b'{"weight_map":{}}', "'weight_map' is missing, empty or not an object"),
+        (b'{"weight_map":[]}', "'weight_map' is missing, empty"),
         (b"[]", "not a JSON object"),
         (b"", "cannot be opened"),
         (b'{"weight_map":{"a":"1","a":"2"}}', "'a' appears twice"),
@@ -370,7 +376,7 @@ def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
 def test_what_a_directory_has_instead(tmp_path: Path) -> None:
     fails(tmp_path, f"no {SINGLE} and no {INDEX}")
     (tmp_path / "other.safetensors").write_bytes(b"")
-    fails(tmp_path, f"no {SINGLE} and no {INDEX}; it has other.safetensors")
+    fails(tmp_path, f"no {SINGLE} and no {INDEX}, only other.safetensors")
 
 
 def test_not_a_regular_file(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ FAULTS = {
     ),
     "tied": (
         QWEN2, 0, TIED % True, "weights",
-        ["'lm_head.weight' is stored, and is not 'model.embed_tokens.weight'"],
+        ["'lm_head.weight' differs from 'model.embed_tokens.weight'"],
     ),
     "not tied": (QWEN2, 1, TIED % False, "weights", ["missing tensor 'lm_head.weight'"]),
     "width of heads": (
