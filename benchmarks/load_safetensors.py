@@ -48,9 +48,9 @@ def tensors(shape: ModelShape) -> Tensors:
                 ("self_attn.v_proj", (kv, dim)),
                 ("self_attn.o_proj", (dim, q)),
                 ("post_attention_layernorm", (dim,)),
-                ("mlp.gate_proj", (shape.hidden, dim)),
-                ("mlp.up_proj", (shape.hidden, dim)),
-                ("mlp.down_proj", (dim, shape.hidden)),
+                ("mlp.gate_proj", (shape.intermediate_size, dim)),
+                ("mlp.up_proj", (shape.intermediate_size, dim)),
+                ("mlp.down_proj", (dim, shape.intermediate_size)),
             )
         }
     found["model.norm.weight"] = (dim,)
@@ -67,7 +67,7 @@ def config(shape: ModelShape) -> dict[str, object]:
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
         "hidden_size": shape.dim,
-        "intermediate_size": shape.hidden,
+        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,

@@ -1,7 +1,7 @@
-"""The shapes of well-known models, as GGUF files state them: keys, and tensors with their formats.
+"""Shapes of well-known models in the form of GGUF files: keys, tensors and their formats.
 
-Sources: the `config.json` of each model; gguf-py for the names; llama.cpp's quantiser for the
-formats of the mix q4_k_m, and for what stands in where rows are not whole blocks.
+Sources: the config.json of each model; gguf-py for the names; llama.cpp's quantiser for the formats
+of the mix q4_k_m, and for the fallbacks of rows that are not whole blocks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from ..graph.dtype import DTYPES, DType
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's sizes. ``head_dim`` 0: dim / heads. ``bias``: of q, k and v. ``active`` of
-    ``experts``, if there are any, are ``hidden`` wide for each token."""
+    """Sizes of a model. A ``head_dim`` of 0 is dim / heads; ``bias``: q, k and v have biases."""
 
     arch: str
     layers: int
     dim: int
     heads: int
     kv_heads: int
-    hidden: int
+    intermediate_size: int  # of the MLP, or of each expert
     vocab: int
     head_dim: int = 0
     tied: bool = False
@@ -34,10 +33,11 @@ class ModelShape:
     rope_base: float = 10_000.0
     window: int = 0
     experts: int = 0
-    active: int = 0
+    experts_per_token: int = 0
 
     @property
     def head_width(self) -> int:
+        """Columns of a head."""
         return self.head_dim or self.dim // self.heads
 
 
@@ -77,20 +77,21 @@ SHAPES = {
     "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
     "gemma3-4b": _gemma3(34, 2560, 8, 4, 10240, 1024),
     "mixtral-8x7b": ModelShape(
-        "llama", 32, 4096, 32, 8, 14336, 32_000, rope_base=1e6, experts=8, active=2
+        "llama", 32, 4096, 32, 8, 14336, 32_000, rope_base=1e6, experts=8, experts_per_token=2
     ),
     "qwen3-30b-a3b": ModelShape(
         "qwen3moe", 48, 2048, 32, 4, 768, 151_936, 128, context=40_960, rope_base=1e6, experts=128,
-        active=8,
+        experts_per_token=8,
     ),
     "gpt-oss-20b": ModelShape(
         "gpt-oss", 24, 2880, 64, 8, 2880, 201_088, 64, bias=True, context=131_072,
-        rope_base=150_000.0, window=128, experts=32, active=4,
+        rope_base=150_000.0, window=128, experts=32,
+        experts_per_token=4,
     ),
 }  # fmt: skip
-MIX = "q4_k_m"  # of q4_k and q6_k, as llama.cpp's quantiser mixes them
+MIX = "q4_k_m"  # llama.cpp's mix of q4_k and q6_k
 TYPES = (MIX, *BLOCK_FORMATS, "f16", "bf16", "f32")
-# `general.file_type`: what a file is called by most of its matrices (llama.cpp, `llama_ftype`).
+# `general.file_type` -> name of the format of most matrices (llama.cpp, `llama_ftype`).
 FILE_TYPES: dict[int, str] = {0: "F32", 1: "F16", 32: "BF16"}
 for _form in BLOCK_FORMATS.values():
     FILE_TYPES |= _form.file_types
@@ -99,20 +100,20 @@ Stored = tuple[str, tuple[int, ...], DType]  # name in the file, shape, format
 
 
 def model_shape(name: str) -> ModelShape:
-    """One of `SHAPES`. RequestError lists them."""
+    """Return one of `SHAPES`. RequestError lists them."""
     if name not in SHAPES:
         raise RequestError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def metadata(shape: ModelShape, name: str, kind: str) -> dict[str, Any]:
-    """The keys of a GGUF file of this shape, but for its vocabulary: int, float and str values."""
+    """Return the keys of a GGUF file of this shape, without a vocabulary: int, float, str."""
     wanted = _MIX_NAME if kind == MIX else kind.upper()
     own: dict[str, Any] = {
         "context_length": shape.context,
         "embedding_length": shape.dim,
         "block_count": shape.layers,
-        "feed_forward_length": shape.hidden,
+        "feed_forward_length": shape.intermediate_size,
         "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_width,
@@ -123,8 +124,8 @@ def metadata(shape: ModelShape, name: str, kind: str) -> dict[str, Any]:
     if shape.window:
         own["attention.sliding_window"] = shape.window
     if shape.experts:
-        own["expert_count"], own["expert_used_count"] = shape.experts, shape.active
-        own["expert_feed_forward_length"] = shape.hidden
+        own["expert_count"], own["expert_used_count"] = shape.experts, shape.experts_per_token
+        own["expert_feed_forward_length"] = shape.intermediate_size
     if shape.arch == "gpt-oss":
         own["rope.scaling.type"], own["rope.scaling.factor"] = "yarn", 32.0
         own["rope.scaling.original_context_length"] = 4096
@@ -136,13 +137,13 @@ def metadata(shape: ModelShape, name: str, kind: str) -> dict[str, Any]:
 
 
 def tensors(shape: ModelShape, kind: str) -> Iterator[Stored]:
-    """The tensors of a file whose matrices are of type ``kind``: a format's name, or `MIX`.
+    """Yield the tensors of a file with matrices of type ``kind``, one of `TYPES`.
 
-    RequestError lists the types.
+    RequestError for an unknown type lists them.
     """
     if kind not in TYPES:
         raise RequestError(f"unknown type {kind!r}; known: {', '.join(TYPES)}")
-    dense = "q8_0" if kind == "mxfp4" and shape.experts else kind  # as llama.cpp has it
+    dense = "q8_0" if kind == "mxfp4" and shape.experts else kind  # as llama.cpp does
     outer = _rich(dense)
     yield _matrix("token_embd", shape.vocab, shape.dim, outer)
     yield _vector("output_norm.weight", shape.dim)
@@ -155,7 +156,7 @@ def tensors(shape: ModelShape, kind: str) -> Iterator[Stored]:
 
 
 def _attention(shape: ModelShape, rich: str, kind: str) -> Iterator[Stored]:
-    """The norms and the attention of a layer; ``rich``: the format of its value projection."""
+    """Yield norms and attention of a layer; ``rich``: format of the value projection."""
     q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     kinds = {"attn_q": kind, "attn_k": kind, "attn_v": rich, "attn_output": kind}
     if kind == MIX and shape.experts == 8:
@@ -182,8 +183,8 @@ _NORMS = {
 
 
 def _mlp(shape: ModelShape, rich: str, kind: str) -> Iterator[Stored]:
-    """The MLP of a layer, or its router and experts; ``rich``: the format of down projections."""
-    dim, hidden = shape.dim, shape.hidden
+    """Yield the MLP of a layer, or router and experts; ``rich``: format of down projections."""
+    dim, hidden = shape.dim, shape.intermediate_size
     each = (("gate", hidden, dim, kind), ("up", hidden, dim, kind), ("down", dim, hidden, rich))
     if not shape.experts:
         for name, rows, columns, form in each:
@@ -199,19 +200,19 @@ def _mlp(shape: ModelShape, rich: str, kind: str) -> Iterator[Stored]:
 
 
 def _rich(kind: str) -> str:
-    """The format of what a mix gives more bits."""
+    """Return the format of matrices that a mix stores with more bits."""
     return "q6_k" if kind == MIX else kind
 
 
 def _more(kind: str, layer: int, layers: int) -> str:
-    """As `_rich`, in the layers that the mix gives more bits."""
+    """Return `_rich` for the layers that a mix stores with more bits, else ``kind``."""
     eighth = layers // 8
     more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
     return _rich(kind) if more else kind
 
 
 def _matrix(name: str, rows: int, columns: int, kind: str, experts: int = 0) -> Stored:
-    """A matrix, or one for each expert."""
+    """Return the entry of a matrix, or of one matrix per expert."""
     form = DTYPES["q4_k" if kind == MIX else kind]
     if columns % form.block:
         form = DTYPES[BLOCK_FORMATS[form.name].fallback or "f16"]

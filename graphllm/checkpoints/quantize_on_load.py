@@ -1,4 +1,4 @@
-"""Weights in another format than the file's: each matrix is converted when it is asked for."""
+"""Quantization on load: matrices are converted to another format when they are read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,32 @@ from ..graph.dtype import DTYPES, DType
 from ..graph.tensor import Meta, Tensor, weight
 from ..weights import Weights
 
-KINDS = WEIGHT_FORMATS  # what weights can be converted to: every format has a quantiser
-_PLAIN = ("f32", "f16", "bf16")  # what they can be converted from
+KINDS = WEIGHT_FORMATS  # formats that weights can be converted to
+_PLAIN = ("f32", "f16", "bf16")  # formats that they can be converted from
 
-_TILE = 1 << 24  # elements that are converted at a time, so that Ctrl-C is seen between two
-_CHECKED = 1 << 18  # floats that are looked at in one go
-_EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # of infinity and NaN
+_TILE = 1 << 24  # elements converted at a time; Ctrl-C takes effect between two
+_CHECKED = 1 << 18  # floats checked for infinity and NaN at a time
+_EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
 
 
 class QuantizedWeights:
-    """The weights of another source, with its matrices in the format ``kind``, one of `KINDS`.
+    """Weights of another source, with matrices converted to the format ``kind``.
 
-    A matrix is an f32, f16 or bf16 weight of two or three axes that is no bias. Where its rows are
-    not whole blocks it has a stand-in with smaller blocks, as llama.cpp's quantiser chooses it, or
-    stays as it is; so do all other weights, those in block formats among them, and those of which
-    ``keep`` says so by name. ``backends``: who is asked to convert, in order, all by default; those
-    with a memory of their own are passed over. RequestError lists the kinds.
+    A matrix is an f32, f16 or bf16 weight with two or three axes that is not a bias. If its rows
+    are not whole blocks of the format, it gets the format's fallback with smaller blocks, which
+    llama.cpp's quantiser would choose, or stays as stored. All other weights stay as stored, block
+    formats included.
+
+    Args:
+        weights: Source.
+        kind: One of `KINDS`.
+        keep: Whether the weight with this name stays as stored.
+        backends: Names of backends to convert on, by preference; all by default. Backends with
+            their own memory are skipped.
+        options: Options of the backends.
+
+    Raises:
+        RequestError: ``kind`` is unknown.
     """
 
     def __init__(
@@ -50,14 +60,14 @@ class QuantizedWeights:
         self.kind = DTYPES[kind]
         self._weights, self._keep = weights, keep
         self._convert = _Converter(backends, options or Options())
-        # What was converted is shared for as long as somebody holds it: a head may be an embedding.
+        # Converted matrices are shared while in use: a tied head and the embedding are one matrix.
         self._made: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()
 
     def names(self) -> Iterable[str]:
         return self._weights.names()
 
     def meta(self, name: str) -> Meta | None:
-        """Shape and dtype, None when there is no such weight."""
+        """Return shape and dtype after conversion; None if there is no such weight."""
         stored = self._weights.meta(name)
         if stored is None:
             return None
@@ -65,7 +75,7 @@ class QuantizedWeights:
         return stored if wanted == stored.dtype else Meta.of(stored.shape, wanted)
 
     def _wanted(self, name: str, stored: Meta) -> DType:
-        """The format that the weight gets."""
+        """Return the format of the weight after conversion."""
         if not self._is_matrix(name, stored) or self._keep(name):
             return stored.dtype
         for form in (self.kind, self._fallback()):
@@ -74,20 +84,20 @@ class QuantizedWeights:
         return stored.dtype
 
     def _fallback(self) -> DType:
-        """The format of matrices whose rows are not whole blocks of ``kind``."""
+        """Return the format of matrices whose rows are not whole blocks of ``kind``."""
         form = BLOCK_FORMATS.get(self.kind.name)
         return DTYPES[form.fallback] if form and form.fallback else self.kind
 
     @staticmethod
     def _is_matrix(name: str, stored: Meta) -> bool:
-        is_bias = name.endswith("bias")  # of experts: a row for each
+        is_bias = name.endswith("bias")  # biases of experts have two axes
         return stored.ndim in (2, 3) and stored.dtype.name in _PLAIN and not is_bias
 
     def raw(self, name: str) -> np.ndarray:
-        """The bytes in the format of `meta`, uint8 [rows, row_bytes]; read-only.
+        """Return the bytes in the format of `meta`, read-only uint8 [rows, row_bytes].
 
-        The source's are released once they are converted. ModelFileError names the tensor and row
-        of a value that is not finite, or not within the range of the format.
+        The source's bytes are released after conversion. ModelFileError names the tensor and row of
+        a value that is not finite or not in the range of the format.
         """
         stored = self._weights.meta(name)
         if stored is None or self._wanted(name, stored) == stored.dtype:
@@ -100,13 +110,13 @@ class QuantizedWeights:
         return made
 
     def release(self, name: str) -> None:
-        """See `Weights.release`; what was converted is gone with the last view of it."""
+        """See `Weights.release`. Converted bytes are freed with their last view."""
         self._weights.release(name)
 
     def notes(self) -> list[str]:
-        """A line for each reason why matrices are not in the format that was asked for, or were
-        not converted by the first backend."""
-        counts = {"instead": 0, "ragged": 0, "blocks": 0}
+        """Return a line for each reason why matrices have another format than requested, or were
+        not converted on the preferred backend."""
+        counts = {"fallback": 0, "unaligned": 0, "blocks": 0}
         for name in self.names():
             stored = self._weights.meta(name)
             assert stored is not None
@@ -116,20 +126,22 @@ class QuantizedWeights:
                 continue
             if stored.shape[-1] % self.kind.block:  # type: ignore[operator]
                 stays = self._wanted(name, stored) == stored.dtype
-                counts["ragged" if stays else "instead"] += 1
+                counts["unaligned" if stays else "fallback"] += 1
         why = f"their rows are not whole blocks of {self.kind.block}"
         texts = {
-            "instead": f"{self._fallback()} in place of {self.kind}: {why}",
-            "ragged": f"as stored, not {self.kind}: {why}",
-            "blocks": f"as stored, not {self.kind}: they are in blocks already",
+            "fallback": f"{self._fallback()} in place of {self.kind}: {why}",
+            "unaligned": f"as stored, not {self.kind}: {why}",
+            "blocks": f"as stored, not {self.kind}: they have a block format already",
         }
         lines = [f"{count} matrices are {texts[key]}" for key, count in counts.items() if count]
         return [*lines, *self._convert.notes]
 
 
 class _Converter:
-    """Converts matrices of floats on the first backend of an order that works in the host's memory
-    and can. ``notes``: why that was not the first of these, a line each."""
+    """Converts float matrices on the first capable backend that works in host memory.
+
+    ``notes``: a line for each backend that was skipped, with the reason.
+    """
 
     def __init__(self, backends: Sequence[str] | None, options: Options) -> None:
         self._order, self._options = backends, options
@@ -137,7 +149,7 @@ class _Converter:
         self.notes: dict[str, None] = {}
 
     def __call__(self, raw: np.ndarray, stored: Meta, wanted: DType, name: str) -> np.ndarray:
-        """The bytes of a plain matrix as ``wanted``, uint8 [rows, row_bytes], in tiles of rows."""
+        """Convert a float matrix to ``wanted`` in tiles of rows: uint8 [rows, row_bytes]."""
         *axes, elements = (int(d) for d in stored.shape)  # type: ignore[arg-type]
         rows = math.prod(axes)
         raw = raw.reshape(rows, stored.dtype.row_nbytes(elements))
@@ -149,17 +161,17 @@ class _Converter:
             try:
                 self._convert(values, wanted, made[tile])
             except GraphllmError:
-                _refuse(values, name, first, "infinite or NaN")
+                _check_finite(values, name, first, "infinite or NaN")
                 raise
-            if wanted.name in _EXPONENT and _has_endless(made[tile], wanted):
-                _refuse(values, name, first, "infinite or NaN")
+            if wanted.name in _EXPONENT and _has_nonfinite(made[tile], wanted):
+                _check_finite(values, name, first, "infinite or NaN")
                 results = Blocks(made[tile], wanted, elements)
-                _refuse(results, name, first, f"beyond the range of {wanted}")
+                _check_finite(results, name, first, f"beyond the range of {wanted}")
         made.flags.writeable = False
         return made
 
     def _convert(self, values: Blocks, wanted: DType, made: np.ndarray) -> None:
-        """One step by itself: its operands are where they lie."""
+        """Run one step without a plan, on operands in place."""
         x = weight("x", values.shape, values.dtype)
         node = (ops.cast if wanted.name in _EXPONENT else ops.quantise)(x, dtype=wanted.name)
         device, kernel = self._select(node)
@@ -168,14 +180,14 @@ class _Converter:
         device.build([step], Header()).run(None)
 
     @cached_property
-    def _near(self) -> list[Backend]:
-        """The backends that are usable and work in the host's memory."""
+    def _host_backends(self) -> list[Backend]:
+        """Usable backends that work in host memory."""
         names = self._order or registry.names()
         return registry.select_usable([n for n in names if registry.find(n).memory == "host"])[0]
 
     def _select(self, node: Tensor) -> tuple[Device, Kernel]:
         reasons: list[str] = []
-        for backend in self._near:
+        for backend in self._host_backends:
             kernel = backend.select(node, self._options)
             if isinstance(kernel, Kernel):
                 where = f"matrices are converted on {backend.name}"
@@ -187,16 +199,16 @@ class _Converter:
         raise PlacementError(f"{node.op}: {'; '.join(reasons)}")
 
 
-def _has_endless(made: np.ndarray, dtype: DType) -> bool:
-    """Whether one of the floats is infinite or NaN: an exponent of ones."""
-    every = _EXPONENT[dtype.name]
+def _has_nonfinite(made: np.ndarray, dtype: DType) -> bool:
+    """Return whether a float is infinite or NaN, that is, has an exponent of ones."""
+    ones = _EXPONENT[dtype.name]
     words = made.reshape(-1).view(f"<u{dtype.nbytes}")
     parts = range(0, len(words), _CHECKED)
-    return any((words[i : i + _CHECKED] & every).max() == every for i in parts)
+    return any((words[i : i + _CHECKED] & ones).max() == ones for i in parts)
 
 
-def _refuse(values: Blocks, name: str, first: int, what: str) -> None:
-    """ModelFileError for the first row with a value that is not finite, if there is one."""
+def _check_finite(values: Blocks, name: str, first: int, what: str) -> None:
+    """Raise ModelFileError for the first row with a value that is not finite, if there is one."""
     for start, tile in values.tiles():
         good = np.isfinite(tile).all(axis=1)
         if not good.all():

@@ -1,4 +1,4 @@
-"""Random weights of a named real shape, with no file: for speed, not for sense."""
+"""Checkpoints with random weights in the shape of a known model, for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..weights.mapped_file import TensorInfo
 from .gguf import GgufCheckpoint
 from .model_shapes import ModelShape, metadata, model_shape, tensors
 
-_SPREAD = 0.02  # standard deviation of a weight, as models are made
-# Blocks that are drawn, by their length; the rest repeats them. They are primes, so that every row
-# begins elsewhere: equal rows of a head would make many tokens as likely as the 40th likeliest.
+_SPREAD = 0.02  # standard deviation of the weights, typical of initialisation
+# Number of random blocks that a tensor repeats, by elements of a block. Primes shift the pattern
+# from row to row: with equal rows in the head many tokens would tie in probability.
 _PATTERN = {1: 1_048_573, 32: 32_749, 256: 4_093}
 
 
 class RandomCheckpoint(GgufCheckpoint):
-    """What an open file of that shape would be, but for a vocabulary.
+    """A GGUF checkpoint without file and vocabulary.
 
     Matrices of one format share their bytes, a repeated block of normally distributed numbers that
     is generated on first use. Norm weights are 1, biases 0.01. A RequestError for an unknown shape
@@ -46,7 +46,7 @@ class RandomCheckpoint(GgufCheckpoint):
         self._bytes: dict[DType, np.ndarray] = {}
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor's bytes, uint8 [rows, row_bytes]; ModelFileError for a missing one."""
+        """Return the tensor's bytes, uint8 [rows, row_bytes]. ModelFileError if it is missing."""
         info = self.info(name)
         if len(info.shape) == 1:
             value = 0.01 if name.endswith(".bias") else 1.0
@@ -57,21 +57,21 @@ class RandomCheckpoint(GgufCheckpoint):
         return found.reshape(math.prod(info.shape[:-1]), -1)
 
     def _stored(self, form: DType) -> np.ndarray:
-        """Bytes for the largest matrix of the format."""
+        """Return the bytes of the largest matrix of the format."""
         if form not in self._bytes:
             most = max(t.nbytes for t in self.tensors.values() if t.dtype == form)
             self._bytes[form] = np.resize(random_bytes(form), most)
         return self._bytes[form]
 
     def release(self, name: str) -> None:
-        """The bytes are shared and stay."""
+        """Do nothing: the bytes are shared."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def random_bytes(form: DType, seed: int = 0) -> np.ndarray:
-    """Normal weights as the format stores them, uint8 [bytes of the `_PATTERN`]."""
+    """Return normally distributed weights in the format, uint8 of `_PATTERN` blocks."""
     count = form.block * _PATTERN[form.block]
     values = np.random.default_rng(seed).standard_normal(count, np.float32) * np.float32(_SPREAD)
     if form.numpy is not None:

@@ -256,12 +256,14 @@ SMALL = {
     "llama": ModelShape("llama", 8, 256, 4, 2, 512, 384, context=64),
     "qwen2": ModelShape("qwen2", 8, 256, 4, 2, 512, 384, tied=True, bias=True, context=64),
     "gemma3": ModelShape("gemma3", 8, 256, 4, 1, 512, 384, 128, tied=True, context=64, window=16),
-    "mixtral": ModelShape("llama", 8, 256, 4, 2, 512, 384, context=64, experts=8, active=2),
+    "mixtral": ModelShape(
+        "llama", 8, 256, 4, 2, 512, 384, context=64, experts=8, experts_per_token=2
+    ),
     "qwen3moe": ModelShape(
-        "qwen3moe", 8, 256, 4, 2, 256, 384, 128, context=64, experts=5, active=3
+        "qwen3moe", 8, 256, 4, 2, 256, 384, 128, context=64, experts=5, experts_per_token=3
     ),
     "gpt-oss": ModelShape("gpt-oss", 8, 256, 4, 2, 256, 384, 64, bias=True, context=64, window=16,
-                     experts=4, active=1),
+                     experts=4, experts_per_token=1),
 }  # fmt: skip
 IDS = [1, 300, 7, 42, 0]
 # Billions of parameters, as published with the models.

@@ -172,7 +172,7 @@ def test_other_weights_stay_as_they_are() -> None:
         assert found.meta(name) == source.meta(name)
         assert np.shares_memory(found.raw(name), source.raw(name))
     assert found.meta("missing") is None
-    assert found.notes() == ["1 matrices are as stored, not q4_0: they are in blocks already"]
+    assert found.notes() == ["1 matrices are as stored, not q4_0: they have a block format already"]
 
 
 @pytest.mark.parametrize(
