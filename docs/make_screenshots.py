@@ -1,9 +1,9 @@
-"""Writes docs/images: what the HTML report of a profile looks like.
+"""Write docs/images: screenshots of the HTML report of a profile.
 
     graphllm profile demo --prompt-tokens 128 -n 64 -t 2 -o report.json
     python docs/make_screenshots.py report.json
 
-Needs a Chromium (Debian's chromium-headless-shell); letters are those of the machine's own font.
+Needs a Chromium (Debian's chromium-headless-shell). Text is rendered in the machine's own font.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from browser import Browser, Page  # noqa: E402
 from graphllm.profiler.html import render_page  # noqa: E402
 
 FOLDER = ROOT / "docs" / "images"
-WIDTH, NARROW = 1120, 380
-MOST = 200_000  # bytes
+WIDTH, NARROW = 1120, 380  # pixels
+MAX_BYTES = 200_000  # of a picture
 
 
-def shoot(shown: Page, name: str, top: str, bottom: str) -> None:
-    """A picture from the top of one element to the bottom of another."""
+def capture(shown: Page, name: str, top: str, bottom: str) -> None:
+    """Save a picture from the top of one element to the bottom of another."""
     ends = (f"document.querySelector('{s}').getBoundingClientRect()" for s in (top, bottom))
     first, last = shown.evaluate("[{}.top, {}.bottom]".format(*ends))
-    above = 60 if first > 60 else first  # what stays there: the bar
+    above = 60 if first > 60 else first  # the sticky bar
     shown.resize(shown.width, round(last - first + above + 16))
     shown.evaluate(f"scrollBy({{top: {first - above}, behavior: 'instant'}})")
     shown.settle()
-    picture = smaller(shown, shown.screenshot())
-    if len(picture) > MOST:
-        raise SystemExit(f"{name}: {len(picture)} bytes, more than {MOST}")
+    picture = quantize_colours(shown, shown.screenshot())
+    if len(picture) > MAX_BYTES:
+        raise SystemExit(f"{name}: {len(picture)} bytes, more than {MAX_BYTES}")
     (FOLDER / name).write_bytes(picture)
     print(f"{name}: {len(picture)} bytes")
 
@@ -54,22 +54,25 @@ PIXELS = """(async () => {
 })()"""
 
 
-def smaller(shown: Page, picture: bytes) -> bytes:
-    """The PNG with 256 of its colours, those that it has most and that are most apart: a third of
-    its length."""
+def quantize_colours(shown: Page, picture: bytes) -> bytes:
+    """Return the PNG with a palette of 256 colours, about a third of its size.
+
+    The palette is chosen greedily: the next colour is the one with the largest squared distance to
+    the palette, weighted by the square root of its number of pixels.
+    """
     text = base64.b64encode(picture).decode()
     height, width, data = shown.evaluate(PIXELS.replace("PICTURE", text))
     pixels = np.frombuffer(base64.b64decode(data), np.uint8).reshape(height * width, 4)[:, :3]
     colours, which, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
     chosen, error = [int(np.argmax(counts))], np.full(len(colours), np.inf)
-    nearest = np.zeros(len(colours), np.uint8)  # in the palette
+    nearest = np.zeros(len(colours), np.uint8)  # index in the palette
     while len(chosen) <= 256:
-        far = ((colours.astype(int) - colours[chosen[-1]]) ** 2).sum(-1)  # [colours]
-        nearest[far < error] = len(chosen) - 1
-        error = np.minimum(error, far)
+        distance = ((colours.astype(int) - colours[chosen[-1]]) ** 2).sum(-1)  # [colours]
+        nearest[distance < error] = len(chosen) - 1
+        error = np.minimum(error, distance)
         chosen.append(int(np.argmax(error * np.sqrt(counts))))
     palette, indices = colours[chosen[:256]], nearest[which.ravel()]
-    rows = np.zeros((height, 1 + width), np.uint8)  # a row begins with its filter: none
+    rows = np.zeros((height, 1 + width), np.uint8)  # each row starts with its filter type, 0
     rows[:, 1:] = indices.reshape(height, width)
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
@@ -90,13 +93,13 @@ def main(profile: Path) -> None:
         path.write_text(render_page(json.loads(profile.read_text("utf-8"))), "utf-8")
         for dark in (False, True):
             shown = browser.open(path, width=WIDTH, dark=dark)
-            shoot(shown, f"report-{'dark' if dark else 'light'}.png", "#head", ".pair")
+            capture(shown, f"report-{'dark' if dark else 'light'}.png", "#head", ".pair")
         shown = browser.open(path, width=WIDTH)
         shown.evaluate("document.querySelector('.profile tbody .key').click()")
-        shoot(shown, "report-steps.png", "#table", "#table")
-        shoot(shown, "report-timeline.png", "#timeline", "#placement")
+        capture(shown, "report-steps.png", "#table", "#table")
+        capture(shown, "report-timeline.png", "#timeline", "#placement")
         narrow = browser.open(path, width=NARROW, dark=True)
-        shoot(narrow, "report-narrow.png", "#roofline", "#heat")
+        capture(narrow, "report-narrow.png", "#roofline", "#heat")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""docs/define-a-model.md as a reader goes through it: its files, its commands, what they print."""
+"""Run docs/define-a-model.md: its files, its commands, and what they print."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from typer.testing import CliRunner
 from graphllm import ops
 from graphllm.backends import find
 from graphllm.cli import app
+from graphllm.graph import op
 from graphllm.model import config
 
 PAGE = Path(__file__).parents[2] / "docs" / "define-a-model.md"
-# The figures of these differ from run to run, and which ops take longest: only their frame is held.
+# Verbs whose figures and order of ops differ from run to run: only headings are compared.
 TIMED = ("profile",)
 
 
 def blocks() -> list[tuple[str, str]]:
-    """(kind, text) of each block of code, in order."""
+    """Return (language, text) of each block of code, in order."""
     return re.findall(r"```(\w*)\n(.*?)```", PAGE.read_text("utf-8"), re.S)
 
 
 def sessions(text: str) -> list[tuple[list[str], list[str]]]:
-    """(words, what is printed) of each command of a block."""
+    """Return (words, printed lines) of each command of a block."""
     parts = re.split(r"^\$ ", text, flags=re.M)[1:]
     return [(p.splitlines()[0].split(), p.splitlines()[1:]) for p in parts]
 
 
 def figures_out(line: str) -> str:
-    """The line without its figures, and without the unit that they are large enough for."""
+    """Return the line with a placeholder for each figure, and one unit for all times."""
     return re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", re.sub(r"\b[mu]s/token", "ms/token", line))
 
 
 def called(words: list[str], capsys) -> tuple[int, str]:
-    """Exit code and output of a command."""
+    """Run a command; return its exit code and output."""
     if words[0] == "python":
         runpy.run_path(words[1], run_name="__main__")
         return 0, capsys.readouterr().out
@@ -47,11 +48,12 @@ def called(words: list[str], capsys) -> tuple[int, str]:
 
 
 @pytest.mark.parity
-def test_the_walk(tmp_path, monkeypatch, capsys):
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))  # it declares an op
-    monkeypatch.setattr(find("cpu"), "kernels", dict(find("cpu").kernels))  # and a kernel
-    before = dict(config.ACTIVATIONS)  # and an activation
+    # The page declares an op, a kernel and an activation.
+    monkeypatch.setattr(op, "_REGISTRY", dict(ops.registry()))
+    monkeypatch.setattr(find("cpu"), "kernels", dict(find("cpu").kernels))
+    before = dict(config.ACTIVATIONS)
     commands = 0
     try:
         for kind, text in blocks():
@@ -71,7 +73,7 @@ def test_the_walk(tmp_path, monkeypatch, capsys):
 
 
 def _check(words: list[str], printed: list[str], code: int, output: str) -> None:
-    """The page shows what the command prints, figures aside."""
+    """Check that the page shows what the command prints, except for figures."""
     assert code == ("wrong.py" in words), output
     have = [figures_out(line) for line in without_progress(output).splitlines()]
     want = [figures_out(line) for line in printed]
@@ -90,13 +92,11 @@ def _check(words: list[str], printed: list[str], code: int, output: str) -> None
 
 
 def _head(line: str) -> str:
-    """Without the columns that are there only where the machine's ceilings were measured; of an
-    op's row its name alone."""
+    """Return the line without the columns that need measured ceilings; of an op's row, its name."""
     line = re.sub(r" +", " ", re.sub(r" +roofline +headroom$", "", line))
     return re.sub(r"^(relu_squared) #.*", r"\1", line)
 
 
-def test_lines_that_the_page_names_are_there():
-    """The mistake is in the line that the report names."""
+def test_the_mistake_is_in_the_line_that_the_report_names():
     text = next(t for kind, t in blocks() if t.startswith("# wrong.py"))
     assert text.splitlines()[15].strip() == "h = ops.mul(ops.silu(up), gate)"
