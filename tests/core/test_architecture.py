@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from graphllm import models, ops
 from graphllm.backends.order import ORDER
+from graphllm.cli import app
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted(
@@ -193,6 +195,24 @@ def test_every_variable_is_in_the_table():
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
     assert used == set(re.findall(r"^\| `(GRAPHLLM_[A-Z_]+)` \|", page, re.MULTILINE))
     assert len(used) <= 10
+
+
+def test_every_flag_is_in_the_reference():
+    page = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    listed = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", page))
+    for verb, command in typer.main.get_command(app).commands.items():
+        for flag in command.params:
+            names = {name for name in (*flag.opts, *flag.secondary_opts) if name.startswith("-")}
+            assert names <= listed, f"{verb}: {sorted(names - listed)}"
+
+
+def test_the_readme_shows_the_model_file():
+    """Its example is models/qwen3.py without TINY."""
+    page = (ROOT / "README.md").read_text("utf-8")
+    section = page.split("\n## A model is a short file\n")[1]
+    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    lines = (ROOT / "models" / "qwen3.py").read_text("utf-8").splitlines()
+    assert example and set(example.group(1).splitlines()) <= set(lines)
 
 
 if __name__ == "__main__":  # what is long, but allowed
