@@ -1,4 +1,4 @@
-"""What `graphllm.load` and `LLM` take: arguments and prompts of every kind; the end of a model."""
+"""Public API: arguments and prompts of `graphllm.load` and `LLM`, and closing a model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def llm(path):
 
 
 @pytest.fixture(scope="module")
-def mute(tmp_path_factory):
-    """A directory without a tokenizer."""
-    folder = test_hf_directory.write(tmp_path_factory.mktemp("mute") / "hf", eos_token_id=2)
+def ids_only(tmp_path_factory):
+    """Write a model directory without a tokenizer."""
+    folder = test_hf_directory.write(tmp_path_factory.mktemp("ids_only") / "hf", eos_token_id=2)
     return graphllm.load(folder, device="cpu")
 
 
 class Odd:
-    """Its text is long, has line breaks, and may fail."""
+    """An object whose repr is long, has line breaks, and may raise."""
 
     def __init__(self, text: str = "line\n" * 100) -> None:
         self.text = text
@@ -98,14 +98,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD)
-def test_a_bad_value_is_named_with_the_reason(llm, name, value, message):
+def test_invalid_sampling_values(llm, name, value, message):
     with pytest.raises(RequestError) as caught:
         llm.generate(TEXT, **{name: value})
     assert one_line(caught.value).startswith(f"{name} = ") and message in str(caught.value)
     assert caught.value.argument == name
     if name != "sampling":
         if hasattr(value, "gi_frame"):
-            return  # it is exhausted
+            return  # the generator is exhausted
         with pytest.raises(RequestError):
             Sampling(**{name: value}).normalize()
 
@@ -122,14 +122,14 @@ GOOD = [
 
 
 @pytest.mark.parametrize(("name", "value", "plain"), GOOD)
-def test_numpy_scalars_and_iterables_are_taken(name, value, plain):
+def test_numpy_scalars_and_iterables_are_accepted(name, value, plain):
     found = getattr(Sampling.from_arguments("test", {name: value}), name)
     assert found == plain and type(found) is type(plain)
     if isinstance(found, tuple):
         assert all(type(a) is type(b) for a, b in zip(found, plain))
 
 
-def test_a_generator_of_stop_texts_stops(llm):
+def test_stop_strings_from_a_generator(llm):
     free = llm.generate(TEXT, **GREEDY).text
     stop = free[3]
     done = llm.generate(TEXT, stop=(s for s in [stop]), **GREEDY)
@@ -143,7 +143,7 @@ def test_numpy_scalars_generate_the_same(llm):
 
 
 @pytest.mark.parametrize("alias", ALIASES)
-def test_other_programs_names_work(llm, alias):
+def test_aliases_of_other_programs(llm, alias):
     value = {"stop": ["e"], "stop_ids": [5]}.get(ALIASES[alias], 2)
     want, have = (llm.generate(TEXT, seed=1, **{name: value}) for name in (ALIASES[alias], alias))
     assert (have.ids, have.text) == (want.ids, want.text)
@@ -156,7 +156,7 @@ def test_other_programs_names_work(llm, alias):
     [("max_token", "max_tokens"), ("temprature", "temperature"), ("top_P", "top_p"),
      ("num_predict", "max_tokens"), ("stop_string", "stop"), ("xyz", "")],
 )  # fmt: skip
-def test_an_unknown_argument_gets_the_nearest_name(llm, name, nearest):
+def test_an_unknown_argument_suggests_the_nearest_name(llm, name, nearest):
     calls = (llm.generate, llm.stream, llm.chat, llm.chat_stream)
     for call in (*calls, lambda text, **more: llm.conversation(**more)):
         with pytest.raises(RequestError, match=f"has no argument {name!r}") as caught:
@@ -164,7 +164,7 @@ def test_an_unknown_argument_gets_the_nearest_name(llm, name, nearest):
         assert (f"nearest: {nearest};" in one_line(caught.value)) == bool(nearest)
 
 
-def test_a_sampling_is_an_argument(llm):
+def test_a_sampling_object_is_accepted(llm):
     own = Sampling(max_tokens=5, temperature=0.9, seed=2)
     want = llm.generate(TEXT, max_tokens=5, temperature=0.9, seed=2).ids
     assert llm.generate(TEXT, sampling=own).ids == want
@@ -172,7 +172,7 @@ def test_a_sampling_is_an_argument(llm):
     assert isinstance(llm.generate(TEXT, sampling=own), Completion)
 
 
-def test_each_of_several_prompts_draws_its_own_seed(llm):
+def test_each_of_several_prompts_gets_its_own_seed(llm):
     seeds = {done.seed for done in llm.generate([TEXT] * 4, max_tokens=1)}
     assert len(seeds) == 4
     assert {done.seed for done in llm.generate([TEXT] * 3, max_tokens=1, seed=5)} == {5}
@@ -207,7 +207,7 @@ def test_each_of_several_prompts_draws_its_own_seed(llm):
         ("device", "gpu", "unknown backend 'gpu'"),
     ],
 )  # fmt: skip
-def test_a_bad_argument_of_load_is_named(path, name, value, message):
+def test_invalid_arguments_of_load(path, name, value, message):
     for call in (graphllm.load, graphllm.dry_run):
         if call is graphllm.dry_run and name in ("chat_template", "progress"):
             continue
@@ -219,12 +219,12 @@ def test_a_bad_argument_of_load_is_named(path, name, value, message):
 
 
 @pytest.mark.parametrize("model", [None, 5, "", b"demo", ["demo"], "a\0b", object(), {}])
-def test_what_is_no_model_is_named(model):
+def test_invalid_models(model):
     with pytest.raises(RequestError, match=r"model = .* must be a path"):
         graphllm.load(model)
 
 
-def test_load_takes_numpy_scalars_and_single_names(path):
+def test_load_accepts_numpy_scalars_and_single_names(path):
     llm = graphllm.load(
         path, device="cpu", context=np.int64(32), threads=np.int32(1), strict=np.False_,
         gpu_layers=np.int64(2), no_fuse="all", no_kernels="cpu:silu",
@@ -238,7 +238,7 @@ def test_load_takes_numpy_scalars_and_single_names(path):
 # ------------------------------------------------------------------------------------------ prompts
 
 
-def test_ids_are_prompts(llm):
+def test_token_ids_as_prompts(llm):
     want = llm.generate(TEXT, **GREEDY)
     ids = llm.encode(TEXT)
     for prompt in (ids, tuple(ids), np.array(ids), np.array(ids, np.uint16), (i for i in ids)):
@@ -251,7 +251,7 @@ def test_ids_are_prompts(llm):
     assert list(llm.trace(np.array(ids), "lm_head")) == ["lm_head"]
 
 
-def test_several_prompts_may_be_texts_and_ids(llm):
+def test_several_prompts_of_strings_and_ids(llm):
     ids = llm.encode(TEXT)
     want = llm.generate(TEXT, **GREEDY).ids
     for several in ([TEXT, ids], (TEXT, TEXT), [ids, ids], np.array([ids, ids]), iter([TEXT, ids])):
@@ -281,18 +281,18 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ("", None),
     ],
 )
-def test_what_is_no_prompt_is_named(llm, prompt, message):
+def test_invalid_prompts(llm, prompt, message):
     calls = [llm.generate, llm.stream, llm.logits, lambda p: llm.trace(p, "lm_head"), llm.profile]
     for call in calls if message else ():
         with pytest.raises(RequestError) as caught:
             next(iter(call(prompt)))
         assert message in one_line(caught.value)
-    if message is None:  # the tokenizer adds its begin token
+    if message is None:  # the tokenizer adds BOS
         assert llm.generate(prompt, max_tokens=1).prompt_ids == [1]
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], ["a"]])
-def test_one_prompt_where_several_cannot_be(llm, prompt):
+def test_several_prompts_where_one_is_required(llm, prompt):
     for call in (llm.stream, llm.logits, llm.profile):
         with pytest.raises(RequestError, match="takes one prompt; llm"):
             call(prompt)
@@ -324,28 +324,32 @@ def test_other_arguments_are_checked(llm):
         assert message in one_line(caught.value)
 
 
-def test_a_model_without_a_tokenizer_generates_from_ids(mute):
-    want = [int(i) for i in np.argmax(mute.logits([1, 5, 7]), axis=-1)][-1]
-    done = mute.generate([1, 5, 7], max_tokens=4, temperature=0, ignore_eos=True)
+def test_a_model_without_a_tokenizer_generates_from_ids(ids_only):
+    want = [int(i) for i in np.argmax(ids_only.logits([1, 5, 7]), axis=-1)][-1]
+    done = ids_only.generate([1, 5, 7], max_tokens=4, temperature=0, ignore_eos=True)
     assert done.ids[0] == want and len(done.ids) == 4 and done.text == ""
-    ended = mute.generate([1, 5, 7], max_tokens=4, temperature=0, stop_ids=[want])
+    ended = ids_only.generate([1, 5, 7], max_tokens=4, temperature=0, stop_ids=[want])
     assert ended.ids == [] and ended.finish_reason == "stop"
-    for call in (lambda: mute.generate("x"), lambda: mute.stream([1, 5]), lambda: mute.decode([5])):
+    for call in (
+        lambda: ids_only.generate("x"),
+        lambda: ids_only.stream([1, 5]),
+        lambda: ids_only.decode([5]),
+    ):
         with pytest.raises(graphllm.ModelFileError, match="no tokenizer"):
             call()
     with pytest.raises(RequestError, match="needs a tokenizer; stop_ids do not"):
-        mute.generate([1], stop="x")
-    assert mute._ends() == {2}
+        ids_only.generate([1], stop="x")
+    assert ids_only._eos_ids() == {2}
 
 
-def test_decode_is_the_way_back(llm):
+def test_decode_inverts_encode(llm):
     ids = llm.encode(TEXT)
     assert llm.decode(ids) == TEXT == llm.decode(np.array(ids))
     assert llm.decode([]) == ""
     assert llm.decode(ids, skip_special=False) == llm.tokenizer.decode(ids, skip_special=False)
 
 
-def test_contents_in_parts(llm):
+def test_message_content_in_parts(llm):
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]
     want = llm.chat([{"role": "user", "content": "hello\nthere"}], **GREEDY)
     assert llm.chat([{"role": "user", "content": parts}], **GREEDY).prompt_ids == want.prompt_ids
@@ -360,7 +364,7 @@ def test_contents_in_parts(llm):
 
 
 def test_errors_of_the_api_name_arguments_and_no_flags(path, capfd, monkeypatch):
-    """The command line adds the flag."""
+    """Only the command line adds the flag."""
     from graphllm import cli
 
     cases = [
@@ -392,7 +396,7 @@ def test_errors_of_the_api_name_arguments_and_no_flags(path, capfd, monkeypatch)
 # ------------------------------------------------------------------------------------------ its end
 
 
-def test_a_model_says_what_it_is(llm, path):
+def test_repr_of_a_model(llm, path):
     assert repr(llm) == f"<LLM llama {path}, context 128, on cpu>"
     for call in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(
@@ -403,7 +407,7 @@ def test_a_model_says_what_it_is(llm, path):
         _ = llm.nothing
 
 
-def test_after_the_end_every_use_is_one_error(path):
+def test_every_use_of_a_closed_model_is_an_error(path):
     with graphllm.load(path, device="cpu", chat_template="zephyr") as llm:
         stream, talk = llm.stream(TEXT), llm.conversation()
         next(stream)
@@ -426,7 +430,7 @@ def test_after_the_end_every_use_is_one_error(path):
             use()
 
 
-def parts(llm) -> dict[str, weakref.ref]:
+def weak_references(llm) -> dict[str, weakref.ref]:
     executor = llm.executor
     weight, arena = next(executor.buffers.weight_buffers()), executor.arenas["host"]
     held = {"weight": weight, "arena": arena, "device": executor.devices["cpu"]}
@@ -435,8 +439,8 @@ def parts(llm) -> dict[str, weakref.ref]:
 
 
 @pytest.mark.parametrize("how", ["close", "with", "del"])
-def test_memory_is_free_at_once(path, tmp_path, how):
-    """Without the collector, and whatever streams were left half way (but for ``del``)."""
+def test_memory_is_freed_at_once(path, tmp_path, how):
+    """Without the garbage collector, also with unfinished streams (except for ``del``)."""
     path = Path(shutil.copy(path, tmp_path))
     llm = graphllm.load(path, device="cpu", chat_template="zephyr")
     llm.generate(TEXT, **GREEDY)
@@ -447,7 +451,7 @@ def test_memory_is_free_at_once(path, tmp_path, how):
     gc.collect()
     gc.disable()
     try:
-        held = parts(llm)
+        held = weak_references(llm)
         assert str(path) in Path("/proc/self/maps").read_text()
         if how == "close":
             llm.close()
@@ -464,8 +468,8 @@ def test_memory_is_free_at_once(path, tmp_path, how):
 
 
 @pytest.mark.realmodel
-def test_the_demos_memory_is_given_back(tmp_path):
-    """Most of what loading took, while a stream is left half way."""
+def test_the_memory_of_the_demo_is_freed(tmp_path):
+    """Most of the memory that loading took is freed, despite an unfinished stream."""
     code = (
         "import gc, graphllm\n"
         "gc.disable()\n"
@@ -475,7 +479,7 @@ def test_the_demos_memory_is_given_back(tmp_path):
         "    left = llm.stream('x'); next(left)\n"
         "    full = rss(); llm.close()\n"
         "    return full, rss()\n"
-        "first, second = use(), use()\n"  # the first one imports and compiles, too
+        "first, second = use(), use()\n"  # the first use also imports and compiles
         "print(second[0] - second[1], second[1] - first[1])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -483,7 +487,7 @@ def test_the_demos_memory_is_given_back(tmp_path):
     assert freed > 200 and kept < 40
 
 
-def test_closing_waits_for_the_request_that_runs(path):
+def test_closing_waits_for_the_running_request(path):
     llm = graphllm.load(path, device="cpu")
     want = llm.generate(TEXT, **{**GREEDY, "max_tokens": 100})
     begun, found = threading.Event(), []

@@ -1,4 +1,4 @@
-"""Chats: templates against transformers' rendering, hostile ones, conversations that reuse."""
+"""Chat: templates compared with transformers, hostile templates, conversations and cache reuse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def render(source, messages=MESSAGES, **variables):
 
 # --------------------------------------------------------------------------------------- rendering
 
-# What the makers' model cards and published templates give for these messages.
+# Renderings of these messages according to model cards and published templates.
 BUILT_IN = {
     "gemma": "<s><start_of_turn>user\nBe brief.\n\nHello<end_of_turn>\n<start_of_turn>model\n"
     "Hi there<end_of_turn>\n<start_of_turn>user\nWho are you?<end_of_turn>\n<start_of_turn>model\n",
@@ -102,7 +102,7 @@ IDIOMS = {
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", IDIOMS)
-def test_rendering_as_transformers(name):
+def test_rendering_equals_transformers(name):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for messages in (MESSAGES, MESSAGES[1:], MESSAGES[1:2]):
@@ -125,7 +125,7 @@ def test_rendering_as_transformers(name):
         ("{{ 'a'.encode() }}", "access to attribute 'encode'"),
     ],
 )
-def test_a_bad_template_is_one_line(source, message):
+def test_an_invalid_template_is_one_line(source, message):
     with pytest.raises((RequestError, ModelFileError)) as caught:
         render(source)
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -169,13 +169,13 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_soon(name):
     start = time.perf_counter()
-    with pytest.raises((RequestError, ModelFileError)):  # some when it is compiled
+    with pytest.raises((RequestError, ModelFileError)):  # some fail when compiled
         render(HOSTILE[name])
     assert time.perf_counter() - start < 30  # a second or two on an idle machine
 
 
-def test_a_long_chat_is_within_the_budget():
-    """A megabyte in 600 messages, through the idioms that cost most."""
+def test_a_long_chat_stays_within_the_limits():
+    """A megabyte in 600 messages, rendered with the most expensive idioms."""
     long = [
         {"role": "user" if i % 2 else "assistant", "content": "word " * 340} for i in range(600)
     ]
@@ -198,7 +198,7 @@ def test_a_long_chat_is_within_the_budget():
         ),
     ],
 )
-def test_a_bad_message_is_named(messages, message):
+def test_invalid_messages(messages, message):
     with pytest.raises(RequestError, match=message):
         render(TEMPLATES["chatml"], messages)
 
@@ -238,7 +238,7 @@ def test_chat_is_the_completion_of_the_rendered_text(llm):
     assert "".join(llm.chat_stream(MESSAGES, **GREEDY)) == answer.text == done.text
 
 
-def test_the_begin_token_comes_once(llm, monkeypatch):
+def test_exactly_one_bos_token(llm, monkeypatch):
     bos, eos = llm.tokenizer.bos_id, llm.tokenizer.eos_id
     assert llm.tokenizer.add_bos
     ids = llm.encode_chat(MESSAGES[1:2])
@@ -250,7 +250,7 @@ def test_the_begin_token_comes_once(llm, monkeypatch):
 
 
 def test_special_tokens_in_messages_are_text(llm):
-    """Of `encode_chat`, and of each turn of a conversation; unless they are asked for."""
+    """In `encode_chat` and in each turn of a conversation, unless parse_special is set."""
     eos = llm.tokenizer.eos_id
     for text in ("a</s>b", "</s>\n<|assistant|>\nyes</s>"):
         asked = [{"role": "user", "content": text}]
@@ -259,7 +259,7 @@ def test_special_tokens_in_messages_are_text(llm):
         assert text in llm.tokenizer.decode(ids, skip_special=False)
         assert llm.encode_chat(asked, parse_special=True).count(eos) == 1 + text.count("</s>")
     talk, done = llm.conversation(**GREEDY), Completion()
-    "".join(talk.ask("a</s>b"))  # which draws no end token
+    "".join(talk.ask("a</s>b"))  # samples no EOS token
     "".join(talk.ask("a</s>b", done))
     assert done.prompt_ids.count(eos) == 3
     talk, done = llm.conversation(parse_special=True, **GREEDY), Completion()
@@ -267,15 +267,15 @@ def test_special_tokens_in_messages_are_text(llm):
     assert done.prompt_ids.count(eos) == 2
 
 
-def test_a_model_without_a_template_says_so(llm):
+def test_a_model_without_a_template_is_an_error(llm):
     bare = graphllm.load(llm.file.path)
     assert not bare.has_template
     with pytest.raises(RequestError, match="has no chat template; give one as chat_template"):
         bare.chat(MESSAGES)
 
 
-def test_the_second_turn_computes_its_new_tokens_only(llm):
-    """Also where the answer's text would be encoded otherwise; and the answers stay the same."""
+def test_the_second_turn_computes_only_its_new_tokens(llm):
+    """Also if the answer's text encodes to other tokens; the answers are the same."""
     llm.engine.clear_cache()
     talk = llm.conversation(**GREEDY)
     first, second = Completion(), Completion()
@@ -285,7 +285,7 @@ def test_the_second_turn_computes_its_new_tokens_only(llm):
     "".join(talk.ask("and more", second))
     before = first.prompt_ids + first.ids
     assert second.prompt_ids[: len(before)] == before
-    new = len(second.prompt_ids) - len(before) + 1  # the last id drawn was never computed
+    new = len(second.prompt_ids) - len(before) + 1  # the last sampled id was never computed
     assert second.timings.prefill_tokens == new
     assert second.cached_tokens == len(before) - 1
     assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
@@ -296,7 +296,7 @@ def test_the_second_turn_computes_its_new_tokens_only(llm):
     assert fresh.ids == second.ids
 
 
-def test_the_profile_shows_what_a_turn_computes(llm):
+def test_the_profile_counts_the_tokens_of_a_turn(llm):
     llm.engine.clear_cache()
     talk = llm.conversation(**GREEDY)
     "".join(talk.ask("hello there"))
@@ -311,7 +311,7 @@ def test_the_profile_shows_what_a_turn_computes(llm):
     assert done.cached_tokens > done.timings.prefill_tokens > 1
 
 
-def test_successive_chats_share_their_beginning(llm):
+def test_successive_chats_share_their_prefix(llm):
     llm.engine.clear_cache()
     llm.chat(MESSAGES[:2], **GREEDY)
     done = llm.chat(MESSAGES, **GREEDY)
@@ -319,8 +319,8 @@ def test_successive_chats_share_their_beginning(llm):
     assert done.cached_tokens + done.timings.prefill_tokens == len(done.prompt_ids)
 
 
-def test_a_template_that_changes_answers_is_followed(llm, monkeypatch):
-    """What was drawn is used only where the template gives back the answer as it was."""
+def test_a_template_that_changes_answers(llm, monkeypatch):
+    """The sampled ids are reused only if the template reproduces the answer."""
     monkeypatch.setattr(
         llm, "_template", ChatTemplate(TEMPLATES["zephyr"].replace("message.content +",
             "message.content | upper +"), "test", TOKENS),
@@ -332,7 +332,7 @@ def test_a_template_that_changes_answers_is_followed(llm, monkeypatch):
     assert done.prompt_ids == llm.encode_chat(talk.messages[:3])
 
 
-def test_an_answer_broken_off_counts_as_given(llm):
+def test_an_interrupted_answer_is_remembered(llm):
     talk = llm.conversation(**{**GREEDY, "max_tokens": 30})
     done = Completion()
     pieces = talk.ask("hello", done)
@@ -347,7 +347,7 @@ def test_an_answer_broken_off_counts_as_given(llm):
     assert talk.messages == []
 
 
-def test_a_turn_that_cannot_be_is_forgotten(llm):
+def test_a_failed_turn_is_not_remembered(llm):
     talk = llm.conversation("be good", **GREEDY)
     with pytest.raises(RequestError, match="the context holds 128"):
         "".join(talk.ask("long " * 200))

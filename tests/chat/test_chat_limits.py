@@ -1,4 +1,4 @@
-"""Hostile templates: bounded time, memory and errors, and no way out of the sandbox."""
+"""Hostile templates: limits on time, memory and errors; the sandbox; the rendering process."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ _SAMPLE = random.Random(1).sample(sorted(hostile.templates()), 6)
 
 @pytest.mark.parametrize("name", [*hostile.REPORTED, *_SAMPLE])
 def test_a_hostile_template_is_bounded(name):
-    """`tests/fuzz/hostile_templates.py` renders all of them. A busy machine stretches the wall
-    time, not the CPU time."""
+    """Limit the CPU time, since the wall time depends on the load of the machine.
+
+    `tests/fuzz/hostile_templates.py` renders all hostile templates.
+    """
     PROCESS.close()
     before = hostile.cpu_s()
     hostile.render(hostile.templates()[name])
     PROCESS.close()
-    assert hostile.cpu_s() - before < 2.0  # with the start of the process
+    assert hostile.cpu_s() - before < 2.0  # including the start of the process
 
 
 def test_memory_is_bounded():
-    """Beyond the input, which may be large itself."""
+    """The limit does not count the input, which may be large itself."""
     big = [{"role": "user", "content": "x" * (4 << 20)}]
     assert len(render("{{ messages[0].content ~ messages[0].content }}", big)) == 8 << 20
     with pytest.raises(RequestError, match="test: rendering needs more than 64 MB of memory"):
@@ -62,7 +64,7 @@ def test_compiling_is_bounded(source, message):
         ChatTemplate(source, "test", TOKENS)
 
 
-def test_an_error_is_one_bounded_line():
+def test_an_error_is_one_line_of_limited_length():
     with pytest.raises(RequestError) as caught:
         render("{{ raise_exception('no\n\nsuch' ~ 'a' * 9000000) }}")
     assert str(caught.value).startswith("test: no suchaaa") and len(str(caught.value)) < 1100
@@ -81,8 +83,8 @@ STEPS = (
 
 
 @pytest.mark.parametrize("root", ROOTS)
-def test_there_is_no_way_out_of_the_sandbox(root):
-    """Attributes of Python's internals are refused or undefined, whatever they are asked of."""
+def test_internals_are_unreachable_from_the_sandbox(root):
+    """Attributes of Python's internals are rejected or undefined on every object."""
     for step in STEPS:
         source = (
             "{% for i in [1] %}{% macro m() %}{{ X.y.z ~ X() }}{% endmacro %}{{ m() }}{% endfor %}"
@@ -106,7 +108,7 @@ def test_there_is_no_way_out_of_the_sandbox(root):
         "{{ messages | map('attr', '__class__') | first ~ x.y.z }}",
     ],
 )  # fmt: skip
-def test_an_escape_is_refused(source):
+def test_known_sandbox_escapes(source):
     with pytest.raises(RequestError):
         render(source)
 
@@ -114,7 +116,7 @@ def test_an_escape_is_refused(source):
 # ----------------------------------------------------------------------------------- the process
 
 
-def test_the_process_is_used_again_and_replaced():
+def test_the_process_is_reused_and_replaced():
     assert render("{{ messages[0].content }}") == "hello"
     first = PROCESS._process.pid
     assert render("{{ bos_token }}") == "<s>" and PROCESS._process.pid == first
@@ -126,7 +128,7 @@ def test_the_process_is_used_again_and_replaced():
     assert render("{{ bos_token }}") == "<s>"
 
 
-def test_threads_get_their_own_text():
+def test_threads_get_their_own_replies():
     wrong = []
 
     def ask(number):
@@ -144,8 +146,8 @@ def test_threads_get_their_own_text():
     assert not wrong
 
 
-def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
-    """The next request must not get what was meant for this one."""
+def test_an_interrupt_leaves_no_reply_behind(monkeypatch):
+    """The next request must not receive the reply of the interrupted one."""
     own = ChatTemplate("{{ messages[0].content }}", "test")
     receive = RendererProcess._receive
 
@@ -192,7 +194,7 @@ def test_the_process_ends_with_its_parent(end):
     assert done.stderr == "" and gone(int(done.stdout))
 
 
-def test_a_forked_child_has_a_process_of_its_own():
+def test_a_forked_child_starts_its_own_process():
     code = """
 pid = os.fork()
 texts = [say(str(i)) for i in range(200)]
@@ -211,12 +213,12 @@ assert os.waitpid(pid, 0)[1] == 0
     ("executable", "works"), [("None", True), ("'/bin/true'", True), ("'/no/such/program'", True)]
 )
 def test_a_program_that_embeds_python(executable, works):
-    """sys.executable is not an interpreter; the installation's is found."""
+    """If sys.executable is not an interpreter, the installed one is used."""
     done = run(f"PROCESS.close(); sys.executable = {executable}; print(say('b'))")
     assert (done.stdout, done.stderr) == ("b\n", "")
 
 
-def test_without_an_interpreter_nothing_is_rendered():
+def test_without_an_interpreter_rendering_fails():
     code = """
 PROCESS.close(); sys.executable = None; sys.prefix = sys.base_prefix = "/nowhere"
 try: say("b")
@@ -227,13 +229,13 @@ except Exception as error: print(type(error).__name__, error)
     assert "which cannot be started: /nowhere/bin/python" in done.stdout and done.stderr == ""
 
 
-def test_jinja2_stays_out_of_this_process():
+def test_jinja2_is_not_imported_by_the_main_process():
     done = run("say('x'); print('jinja2' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_a_closed_terminal_group_does_not_stop_the_process():
-    """Ctrl-C at a terminal is sent to the whole group."""
+    """Ctrl-C at a terminal is sent to the whole process group."""
     code = """
 import signal, time
 signal.signal(signal.SIGINT, lambda *_: None)
@@ -246,7 +248,7 @@ assert say("b") == "b" and PROCESS._process.pid == first
     assert run(code).stderr == ""
 
 
-def test_built_in_templates_are_quick():
+def test_built_in_templates_are_fast():
     own = ChatTemplate(TEMPLATES["gemma"], "test", TOKENS)
     own.render(SAY)
     times = []

@@ -1,4 +1,4 @@
-"""``chat`` at a terminal."""
+"""The verb ``chat`` at a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Terminal:
         self._unread = b""
 
     def read_until(self, pattern, seconds=100):
-        """What is shown up to and with the first match."""
+        """Return the output up to and including the first match."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self._unread)):
             ready, _, _ = select.select([self._ours], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} in {self._unread!r}"
             try:
                 self._unread += os.read(self._ours, 1000)
-            except OSError:  # on Linux the end of a terminal is an error
+            except OSError:  # on Linux a closed terminal raises an error
                 pytest.fail(f"no {pattern!r} in {self._unread!r}")
         shown, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return shown
@@ -62,7 +62,7 @@ def terminal(tmp_path):
     made.close()
 
 
-def test_a_pasted_text_of_several_lines_is_one_message(terminal, tmp_path):
+def test_pasted_lines_are_one_message(terminal, tmp_path):
     if "GNU" not in (pytest.importorskip("readline").__doc__ or ""):
         pytest.skip("needs GNU readline")
     terminal.read_until(rb"\x1b\[\?2004h> ")

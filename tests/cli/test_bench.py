@@ -1,4 +1,4 @@
-"""`graphllm bench`: its lists, what it times, what it prints; random weights of known shapes."""
+"""`graphllm bench`: lists, measured steps, output formats; random weights of known shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test
 
 COMMAND = [sys.executable, "-m", "graphllm"]
-# What llama-bench calls the numbers that both have.
+# Keys of llama-bench that the output has, too.
 PEER_KEYS = {
     "cpu_info", "backends", "model_filename", "model_type", "model_size", "model_n_params",
     "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "type_k", "type_v", "n_prompt", "n_gen",
@@ -52,8 +52,8 @@ def call(*words: str) -> subprocess.CompletedProcess:
     )
 
 
-def said(done: subprocess.CompletedProcess) -> str:
-    """What is on stderr, without what depends on other work on the machine."""
+def errors_of(done: subprocess.CompletedProcess) -> str:
+    """Return standard error without notes that depend on the load of the machine."""
     lines = without_progress(done.stderr).splitlines(keepends=True)
     return "".join(line for line in lines if "the machine was busy: " not in line)
 
@@ -77,12 +77,12 @@ def test_lists(text, values):
 
 
 @pytest.mark.parametrize("text", ["", "a", "-3", "1,", "4-1", "0-8*2", "1-8*1", "1-8+0", "1-9999"])
-def test_bad_lists_name_the_flag(text):
+def test_invalid_lists_name_the_flag(text):
     with pytest.raises(RequestError, match="-p "):
         parse_numbers("-p", text)
 
 
-def test_every_combination_once():
+def test_all_combinations():
     grid = BenchGrid(prompts="8,0", gens="4,2", depths="0,16", threads="1,2", kv_types="f16,f32")
     assert [t.name for t in grid.tests()] == [
         "pp8", "tg4", "tg2", "pp8 @ d16", "tg4 @ d16", "tg2 @ d16"
@@ -98,8 +98,8 @@ def test_every_combination_once():
 # ------------------------------------------------------------------------------------------ timing
 
 
-class Log:
-    """An engine's calls, as `bench` makes them."""
+class StepLog:
+    """Records the steps that `bench` runs on an engine."""
 
     def __init__(self, engine) -> None:
         self.engine, self.steps = engine, []
@@ -114,19 +114,19 @@ class Log:
     def _decode_loop(self, *call):
         steps = self.decode_loop(*call)
 
-        def counted():
+        def recording_launch():
             self.steps.append((1, self.steps[-1][1] + 1))
-            begun()
+            launch()
 
-        begun, steps.launch = steps.launch, counted
+        launch, steps.launch = steps.launch, recording_launch
         return steps
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])
 def test_only_the_test_is_computed(model, device):
-    """A cache of some depth is filled once; then each run computes its own tokens only."""
+    """The cache is filled to the depth once; then each run computes only its own tokens."""
     llm = graphllm.load(model, device=device)
-    log = Log(llm.engine)
+    log = StepLog(llm.engine)
     result = bench.run(llm, Test(8, 0, 16), 2, lambda done: None)
     assert len(result.samples_ns) == 2 and min(result.samples_ns) > 0
     each = (8, 16 * 8 + 8 * 9 // 2)
@@ -135,7 +135,7 @@ def test_only_the_test_is_computed(model, device):
     told = []
     bench.run(llm, Test(0, 3, 16), 1, told.append)
     assert told == [0, 1, 2]
-    each = [(1, 16), (1, 17), (1, 18), (1, 19)]  # the last of the 16 draws the first token
+    each = [(1, 16), (1, 17), (1, 18), (1, 19)]  # the last of the 16 samples the first token
     assert log.steps == each * 2
     log.steps.clear()
     bench.run(llm, Test(8, 0), 1, lambda done: None)
@@ -148,14 +148,14 @@ def test_a_test_must_fit_the_context(model):
         bench.run(llm, Test(100, 0, 100), 1, lambda done: None)
 
 
-def test_bytes_of_a_step_are_weights_and_cache(model):
+def test_bytes_of_a_step(model):
     llm = graphllm.load(model, kv_type="f32")
     plan = llm.engine.decode_plan()
-    entry = 2 * tiny.LAYERS * tiny.KV * tiny.WIDTH * 4  # one token's keys and values
+    entry = 2 * tiny.LAYERS * tiny.KV * tiny.WIDTH * 4  # keys and values of one token
     assert bench.step_bytes(plan, 101) - bench.step_bytes(plan, 1) == 100 * entry
     weights = tiny.llama_weights()
     read = sum(w.nbytes for w in weights.values())
-    read -= weights["model.embed_tokens.weight"].nbytes  # of which one row is read
+    read -= weights["model.embed_tokens.weight"].nbytes  # only one row is read
     assert read < bench.step_bytes(plan, 1) < 1.02 * read
 
 
@@ -180,7 +180,7 @@ def rows(model):
         model, "-p", "8", "-n", "4", "-d", "0,16", "-r", "2", "-t", "1", "--no-ceiling",
         "--kv-type", "f16,f32", "-o", "json",
     )  # fmt: skip
-    assert (done.returncode, said(done)) == (0, "")
+    assert (done.returncode, errors_of(done)) == (0, "")
     return json.loads(done.stdout)
 
 
@@ -224,11 +224,11 @@ def test_table_of_rows(rows):
 
 def test_command_line(model):
     done = call(model, "-p", "8", "-n", "0", "-r", "1", "--device", "reference")
-    assert done.returncode == 0 and said(done) == ""  # no ceiling for the reference
+    assert done.returncode == 0 and errors_of(done) == ""  # the reference backend has no ceiling
     assert done.stdout.count("\n") == 3 and "pp8" in done.stdout
     many = call(model, "-p", "0", "-n", "2", "-r", "1", "-t", "99", "--no-ceiling", "-o", "csv")
     assert many.returncode == 0
-    assert said(many).count("\n") == 1 and "threads = 99: using " in many.stderr
+    assert errors_of(many).count("\n") == 1 and "threads = 99: using " in many.stderr
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_command_line(model):
         (("no.gguf",), "no.gguf: no such file"),
     ],
 )
-def test_bad_input_is_one_line(words, message):
+def test_invalid_input_is_one_line(words, message):
     done = call(*words)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and message in done.stderr
@@ -266,7 +266,7 @@ SMALL = {
                      experts=4, experts_per_token=1),
 }  # fmt: skip
 IDS = [1, 300, 7, 42, 0]
-# Billions of parameters, as published with the models.
+# Published number of parameters in billions.
 PUBLISHED = {
     "llama-7b": 6.738, "llama-13b": 13.016, "llama-1b": 1.236, "llama-3b": 3.213, "llama-8b": 8.030,
     "tinyllama-1.1b": 1.100, "mistral-7b": 7.242, "qwen2-0.5b": 0.494, "qwen2-1.5b": 1.544,
@@ -275,7 +275,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def test_shapes_have_the_published_count_of_parameters():
+def test_shapes_have_the_published_number_of_parameters():
     assert set(PUBLISHED) == set(SHAPES)
     for name, billions in PUBLISHED.items():
         found = bench.parameters(build_decoder(RandomCheckpoint(name, "q4_k_m")).weights) / 1e9
@@ -284,7 +284,7 @@ def test_shapes_have_the_published_count_of_parameters():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_builds(name):
-    """Every key and every tensor is one that the family knows."""
+    """The model family knows every key and every tensor."""
     decoder = build_decoder(RandomCheckpoint(name, "q4_k_m"))
     assert decoder.build(Limits())["logits"].shape[1] == SHAPES[name].vocab
 
@@ -297,7 +297,7 @@ def test_every_family_and_type_loads(family, kind):
     assert np.isfinite(logits).all() and 0.01 < logits.std() < 100
 
 
-def test_the_mix_and_its_stand_ins():
+def test_q4_k_m_and_its_fallback_formats():
     tensors = RandomCheckpoint(SMALL["llama"], "q4_k_m").tensors
     names = {name: str(t.dtype) for name, t in tensors.items()}
     assert names["output.weight"] == names["token_embd.weight"] == "q6_k"
@@ -312,7 +312,7 @@ def test_the_mix_and_its_stand_ins():
     names = {name.removesuffix(".weight"): str(t.dtype) for name, t in tensors.items()}
     assert names["blk.1.ffn_up_exps"] == "mxfp4" and names["blk.1.attn_q"] == "q8_0"
     assert names["blk.1.ffn_gate_inp"] == "f32"
-    narrow = RandomCheckpoint("qwen2-0.5b", "q4_k_m").tensors  # 896 is no whole blocks of 256
+    narrow = RandomCheckpoint("qwen2-0.5b", "q4_k_m").tensors  # 896 is not a multiple of 256
     assert str(narrow["blk.0.attn_q.weight"].dtype) == "q5_0"
     assert str(narrow["token_embd.weight"].dtype) == "q8_0"
     assert str(narrow["blk.3.ffn_down.weight"].dtype) == "q4_k"

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: in a process of its own."""
+"""The command line, run in a subprocess."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_several_prompts_one_after_another(model):
 
 
 def test_flags_reach_the_sampler(model):
-    """Both spellings; what they do is tested in test_generation."""
+    """Both spellings of each flag; test_generation tests their effect."""
     ask = ("run", model, "-p", "hello", "--temp", "0", "--json")
     free = json.loads(call(*ask, "-n", "9", "--ignore-eos").stdout)
     stop = free["text"][3:5]
@@ -112,8 +112,8 @@ def test_chat_reads_messages_and_commands_from_a_pipe(model, tmp_path):
     assert once.stdout == answers[0] + "\n"
 
 
-def test_a_template_in_the_file_is_mentioned_and_used(tmp_path, monkeypatch):
-    """`run` at a terminal tells of it; `run --chat` applies it."""
+def test_a_template_in_the_file(tmp_path, monkeypatch):
+    """`run` at a terminal prints a note about it; `run --chat` applies it."""
     import pty
 
     class Writer(gguf.GGUFWriter):
@@ -162,8 +162,8 @@ def test_an_error_of_a_chat_is_one_line(model, words, typed, message):
 
 
 @pytest.mark.realmodel
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
-    """At a terminal: an answer is cut, the next is given, Ctrl-D ends."""
+def test_ctrl_c_stops_the_answer_but_not_the_chat():
+    """At a terminal: Ctrl-C stops an answer, the next message is answered, Ctrl-D ends the chat."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -176,7 +176,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
     unread = ""
 
     def read_until(pattern: str, seconds: float = 60) -> None:
-        """Take what is shown, up to and with the first match."""
+        """Consume the output up to and including the first match."""
         nonlocal unread
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, unread)):
@@ -190,7 +190,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on():
         for _ in range(2):
             os.write(ours, b"Tell me a story\n")
             read_until("\n")
-            read_until(r"\S")  # the answer has begun
+            read_until(r"\S")  # wait until the answer begins
             time.sleep(0.5)
             process.send_signal(signal.SIGINT)
             read_until(r"\[stopped\]", 10)
@@ -272,12 +272,12 @@ def test_wrong_usage_is_exit_code_2(model):
     assert call("run", model, "--temperatur", "1").returncode == 2
 
 
-def test_invalid_utf8_is_named(model):
+def test_invalid_utf8(model):
     done = call("run", model, "-p", "-", input=b"ab\xff")
     assert done.returncode == 1 and "byte 2 is not valid UTF-8" in done.stderr
 
 
-def test_fallbacks_are_told_and_strict_refuses_them(model):
+def test_fallbacks_are_reported_and_rejected_by_strict(model):
     pin = ("--place", "model.layers.1.*=reference")
     done = call("run", model, "-p", "hello", "-n", "2", "--temp", "0", *pin)
     assert done.returncode == 0
@@ -286,7 +286,7 @@ def test_fallbacks_are_told_and_strict_refuses_them(model):
     assert done.returncode == 1 and "strict placement forbids it" in done.stderr
 
 
-def test_inspect_shows_no_text_that_a_terminal_would_obey(tmp_path):
+def test_inspect_escapes_control_characters(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "a\nb\x1b[31m é"}))
     header = json.dumps({"x\x1b": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
     stored = len(header).to_bytes(8, "little") + header
@@ -308,7 +308,7 @@ def test_profile_and_inspect_and_doctor(model):
     assert "cpu " in doctor and "reference " in doctor
 
 
-def test_a_closed_pipe_is_a_quiet_stop(model):
+def test_a_closed_pipe_ends_quietly(model):
     process = subprocess.Popen(
         [*COMMAND, "run", model, "-p", "hello", "-n", "100", "--ignore-eos"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -327,7 +327,7 @@ def test_ctrl_c_stops_at_once_with_one_line(when, tmp_path):
         [*COMMAND, "run", "demo", "-f", str(prompt), "-n", "4000", "--ignore-eos"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "GRAPHLLM_DEBUG": ""},
     )  # fmt: skip
-    process.stdout.read(10)  # the prompt is echoed when loading is done
+    process.stdout.read(10)  # the prompt is printed once the model is loaded
     time.sleep(1.0)
     start = time.perf_counter()
     process.send_signal(signal.SIGINT)
@@ -335,7 +335,7 @@ def test_ctrl_c_stops_at_once_with_one_line(when, tmp_path):
     seconds = time.perf_counter() - start
     assert process.returncode == 130
     assert without_progress(process.stderr.read().decode()) == "interrupted\n"
-    assert seconds < 2.0  # 0.3 s on an idle machine: see the closing of the team's tests
+    assert seconds < 2.0  # 0.3 s on an idle machine
 
 
 def test_importing_is_light():

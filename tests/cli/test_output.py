@@ -1,4 +1,4 @@
-"""No text that is not graphllm's own makes a terminal do anything; a pipe gets what was written."""
+"""Terminal safety: no foreign control sequence reaches a terminal; a pipe gets exact text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphllm.terminal import escape_control, escape_control_lines
 COMMAND = [sys.executable, "-m", "graphllm"]
 ENV = {**os.environ, "GRAPHLLM_DEBUG": "", "TERM": "xterm-256color"}
 REFERENCE = ("--device", "reference")
-# A title, a colour that graphllm itself uses, a C1 introducer, and an override of the direction.
+# A title, a colour that graphllm itself uses, a C1 introducer, and a text direction override.
 HOSTILE = "x\x1b]0;owned\x07\x1b[31m\x9b5m\x7f\u202ey"
 ESCAPED = r"x\x1b]0;owned\x07\x1b[31m\x9b5m\x7f\u202ey"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -29,13 +29,13 @@ RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model of a hostile name, and others that hold hostile text."""
+    """Write a model with a hostile name and others that contain hostile text."""
     where = tmp_path_factory.mktemp("output")
     tiny.write_llama(where / f"{HOSTILE}.gguf", tiny.llama_weights())
     shutil.copy(where / f"{HOSTILE}.gguf", where / "good.gguf")
     speaking = {**tiny.VOCAB, "pieces": list(tiny.VOCAB["pieces"])}
     for i, kind in enumerate(speaking["types"]):
-        if kind == 1:  # a piece of text
+        if kind == 1:  # an ordinary token
             speaking["pieces"][i] = f"\x1b[{i}m\x9b\u202eé\n\t{i}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "VOCAB", speaking)
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     return where
 
 
-# Arguments, standard input, and whether it succeeds.
+# Arguments, standard input, and whether the command succeeds.
 VERBS = {
     "run, name": (["run", f"{HOSTILE}.gguf", "-p", HOSTILE, "-n", "2", *REFERENCE], b"", True),
     "run, prompt": (["run", "good.gguf", "-p", HOSTILE, "-n", "2", *REFERENCE], b"", True),
@@ -102,8 +102,8 @@ VERBS = {
 }  # fmt: skip
 
 
-def checked(shown: str, rich: bool = False) -> None:
-    """No control character but newline and tab; where graphllm draws a bar, none of the file's."""
+def check_safe(shown: str, rich: bool = False) -> None:
+    """Check for control characters other than newline, tab and those of a progress bar."""
     if rich:
         assert not re.search("\x1b\\]|\x07|\x1b\\[31m|[\x7f-\x9f\u202e]", shown), repr(shown)
     else:
@@ -114,11 +114,11 @@ IN_PIPES = ("run, prompt", "run, template", "tokenize, pieces", "plan", "diff", 
 
 
 @pytest.mark.parametrize("case", VERBS)
-def test_nothing_hostile_is_obeyed(folder, case):
-    """At a terminal, standard error included."""
+def test_hostile_text_is_escaped_at_a_terminal(folder, case):
+    """On standard output and standard error."""
     words, typed, works = VERBS[case]
     code, both, _ = at_terminal(*COMMAND, *words, typed=typed, errors=True, cwd=folder, env=ENV)
-    checked(both.decode(), rich=True)
+    check_safe(both.decode(), rich=True)
     assert (code == 0) == works
     if not works:
         assert "error: " in both.decode().splitlines()[-1], both
@@ -126,22 +126,22 @@ def test_nothing_hostile_is_obeyed(folder, case):
 
 @pytest.mark.parametrize("case", IN_PIPES)
 def test_names_and_errors_are_escaped_in_a_pipe(folder, case):
-    """They may end in a log."""
+    """They may end up in a log."""
     words, typed, works = VERBS[case]
     done = subprocess.run(
         [*COMMAND, *words], input=typed, capture_output=True, cwd=folder, env=ENV, timeout=120
     )
-    checked(done.stderr.decode())
+    check_safe(done.stderr.decode())
     assert (done.returncode == 0) == works
-    if case == "run, prompt":  # what is printed of it belongs to the answer
+    if case == "run, prompt":  # the printed prompt is part of the generated text
         assert done.stdout.decode().startswith(HOSTILE)
     else:
-        checked(done.stdout.decode())
+        check_safe(done.stdout.decode())
     if not works:
         assert done.stderr.startswith(b"error: ") and done.stdout == b"", done
 
 
-def test_names_are_escaped_not_dropped(folder):
+def test_names_are_escaped_not_removed(folder):
     for words in (["inspect", f"{HOSTILE}.gguf"], ["plan", f"{HOSTILE}.gguf", *REFERENCE]):
         done = subprocess.run([*COMMAND, *words], capture_output=True, cwd=folder, text=True)
         assert done.stdout.startswith(f"{ESCAPED}.gguf: "), done
@@ -157,16 +157,16 @@ def test_an_answer_is_escaped_at_a_terminal_and_exact_in_a_pipe(folder, verb):
     exact = pipe.stdout.decode()
     assert (pipe.returncode, code) == (0, 0) and "\x1b[" in exact and "\x9b" in exact
     assert shown.decode() == escape_control_lines(exact)
-    checked(shown.decode())
+    check_safe(shown.decode())
     as_json = [*COMMAND, "run", "speaking.gguf", *asks["run"], "--json"]
     if verb == "run":
         code, shown, _ = at_terminal(*as_json, cwd=folder)
-        checked(shown.decode())
+        check_safe(shown.decode())
         assert json.loads(shown)["text"] == exact.removeprefix("the\x1b[1mé").removesuffix("\n")
 
 
-def test_characters_that_come_in_parts_stay_whole(folder):
-    """Bytes of one character in several tokens: shown once it is complete."""
+def test_multi_token_characters_are_printed_once_complete(folder):
+    """The bytes of one character are spread over several tokens."""
     from graphllm.checkpoints.checkpoint import open_checkpoint
 
     own = open_checkpoint(folder / "good.gguf").tokenizer()
@@ -178,7 +178,7 @@ def test_characters_that_come_in_parts_stay_whole(folder):
 
 
 def byte_tokens(own, text):
-    """The tokens of single bytes that make a text."""
+    """Return the single-byte tokens of a text."""
     by_piece = {own.piece(i): i for i in reversed(range(3, 259))}
     return [by_piece[bytes([b])] for b in text.encode()]
 
@@ -195,14 +195,14 @@ def byte_tokens(own, text):
         (r"C:\x", r"C:\x", r"C:\x"),
     ],
 )
-def test_what_is_escaped(text, line, lines):
+def test_escaping(text, line, lines):
     assert escape_control(text) == line and escape_control_lines(text) == lines
     assert not RAW.search(
         escape_control(text) + escape_control_lines(text).replace("\n", "").replace("\t", "")
     )
 
 
-def test_titles_of_pages_are_escaped():
+def test_page_titles_are_escaped():
     from graphllm.validation.html_page import render_page
     from graphllm.validation.report import Report
 
@@ -210,7 +210,7 @@ def test_titles_of_pages_are_escaped():
     assert title == f"<title>{ESCAPED}: validation</title>"
 
 
-def test_a_line_is_bounded():
+def test_long_lines_are_truncated():
     assert escape_control("x" * 5000).endswith("x ... (3000 more characters)")
     assert (
         len(escape_control("x" * 10**6)) < 2100
@@ -218,7 +218,7 @@ def test_a_line_is_bounded():
     )
 
 
-def test_other_encodings_show_what_they_can(folder):
+def test_other_encodings_escape_the_rest(folder):
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "GRAPHLLM_DEBUG": ""}
     words = ("run", "good.gguf", "-p", "é", "-n", "0", *REFERENCE)
     code, shown, _ = at_terminal(*COMMAND, *words, cwd=folder, env=env)
@@ -228,7 +228,7 @@ def test_other_encodings_show_what_they_can(folder):
 
 
 def test_every_print_of_the_command_line_goes_through_output():
-    """No verb prints by itself, so that none can forget to escape."""
+    """No verb prints directly, so that none can forget to escape."""
     folder = os.path.dirname(output.__file__)
     for name in sorted(os.listdir(folder)):
         if name.endswith(".py") and name != "output.py":
@@ -237,7 +237,7 @@ def test_every_print_of_the_command_line_goes_through_output():
             assert not found, f"{name}: {found}"
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+def test_progress_without_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("graphllm.cli.progress._INTERVAL_S", 0.2)
     with _Lines("loading the model") as show:
         time.sleep(0.3)
@@ -252,7 +252,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_takes_no_markup_from_a_name(folder):
+def test_a_progress_bar_ignores_markup_in_names(folder):
     words = [
         "-c",
         "from graphllm.cli.progress import progress_line\n"

@@ -1,4 +1,4 @@
-"""`graphllm plan`: from a header alone, for devices that are not here; what it predicts."""
+"""`graphllm plan`: planning from a header alone, for absent devices, and predictions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny(tmp_path_factory):
 
 
 def header_of(path: Path, to: Path) -> Path:
-    """A file with the header of another, and no data."""
+    """Write the header of a file without its data."""
     with GgufCheckpoint(path) as file:
         end = min(t.offset for t in file.tensors.values())
     with open(path, "rb") as whole:
@@ -52,19 +52,19 @@ def header_of(path: Path, to: Path) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Ceilings of every backend; those in the list that the fixture gives are not known."""
+    """Give every backend ceilings, except the backends in the returned list."""
     missing: list[str] = []
     by_count = {1: 1.0, 2: 2.0}
     rates = {"read": {n: n * GB_S for n in by_count}}
     flops = {kind: {n: n * GFLOP_S for n in by_count} for kind in ("float", "integer")}
 
-    def kept(name: str) -> Ceilings | None:
+    def load_cached(name: str) -> Ceilings | None:
         counted = "blocks" if name == GPU else "threads"
         steps = {1: STEP, 2: STEP}
         own = Ceilings(name, "a machine", DATE, 1, rates, flops, steps, counted=counted)
         return None if name in missing else own
 
-    monkeypatch.setattr(roofline, "load_cached", kept)
+    monkeypatch.setattr(roofline, "load_cached", load_cached)
     return missing
 
 
@@ -81,7 +81,7 @@ def test_a_header_is_enough(tiny, tmp_path):
     assert whole == alone
 
 
-def test_no_tensor_can_be_read(tiny):
+def test_tensors_without_data_cannot_be_read(tiny):
     with GgufCheckpoint(tiny, data=False) as file, pytest.raises(ModelFileError) as error:
         file.raw("token_embd.weight")
     want = f"{tiny}: tensor 'token_embd.weight': the file was opened without its data"
@@ -90,7 +90,7 @@ def test_no_tensor_can_be_read(tiny):
 
 @pytest.mark.realmodel
 def test_the_demo_from_its_header(demo_path, tmp_path):
-    """The time is only printed: machines differ, and are busy."""
+    """The time is printed, not checked, since it depends on the machine."""
     head = header_of(demo_path, tmp_path / "demo.gguf")
     start = time.perf_counter()
     done = call(str(head), "--json")
@@ -100,7 +100,7 @@ def test_the_demo_from_its_header(demo_path, tmp_path):
     assert found["token"]["nbytes"] > 0.9 * (demo_path.stat().st_size - head.stat().st_size)
 
 
-def test_the_file_may_not_be_cut_in_its_header(tiny, tmp_path):
+def test_a_truncated_header_is_an_error(tiny, tmp_path):
     head = header_of(tiny, tmp_path / "head.gguf")
     head.write_bytes(head.read_bytes()[:-200])
     with pytest.raises(ModelFileError, match=r"head\.gguf"):
@@ -110,8 +110,8 @@ def test_the_file_may_not_be_cut_in_its_header(tiny, tmp_path):
 # ------------------------------------------------------------------------------------------ facts
 
 
-def test_as_a_run_has_it(tiny):
-    """Steps, memory and context are those of a model that was loaded."""
+def test_a_plan_equals_a_run(tiny):
+    """Steps, memory and context are those of the loaded model."""
     llm, found = graphllm.load(tiny, device=CPU), graphllm.dry_run(tiny, device=CPU)
     assert found.token.ops == llm.placement() and found.device == llm.device
     assert (found.context, found.kv_type) == (llm.limits.context, llm.limits.kv_dtype)
@@ -146,15 +146,15 @@ def test_misses_and_copies(remote, tiny):  # noqa: F811
 # --------------------------------------------------------------------------------------- elsewhere
 
 
-def test_a_gpu_that_is_not_here(tiny, capsys):
-    """Its kernels are selected, and all layers fit it, as nothing says how much it has."""
+def test_an_absent_gpu(tiny, capsys):
+    """Its kernels are selected, and all layers fit, since its memory size is unknown."""
     found = graphllm.dry_run(tiny, device=GPU)
     assert found.device == GPU and set(found.token.ops) == {GPU}
     (memory,) = found.memory
     assert memory == backends.find(GPU).memory != "host"
     assert found.notes[0].startswith(f"{GPU} is not usable here: ")
     assert found.notes[1].startswith(f"all {LAYERS} layers on {GPU}: ")
-    assert GPU not in graphllm.dry_run(tiny).token.ops  # unless it is asked for
+    assert GPU not in graphllm.dry_run(tiny).token.ops  # it is used on request only
 
 
 def test_layers_by_free_bytes(tiny):
@@ -166,18 +166,18 @@ def test_layers_by_free_bytes(tiny):
 
     assert layers(None) == layers(10**12) == LAYERS
     assert layers(0) == 0
-    assert layers(None, 2) == 1  # the output is the other one
+    assert layers(None, 2) == 1  # the other one is the output layer
 
 
-def test_free_bytes_of_a_device_that_is_here(remote, tiny, monkeypatch):  # noqa: F811
+def test_free_bytes_of_a_present_device(remote, tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr(RemoteDevice, "room", 0)
     assert "remote" not in graphllm.dry_run(tiny, device="remote").token.ops
     assert "remote" in graphllm.dry_run(tiny, device="remote", free=10**12).token.ops
 
 
 @pytest.mark.cuda
-def test_a_gpu_that_is_here(tiny):
-    """A dry run is what a run does, and its device says what is free; arithmetic is measured."""
+def test_a_present_gpu(tiny):
+    """A dry run equals a run; the device reports its free memory; arithmetic is measured."""
     need_gpu()
     llm, found = graphllm.load(tiny, device=GPU), graphllm.dry_run(tiny, device=GPU)
     assert found.token.ops == llm.placement()
@@ -191,7 +191,7 @@ def test_a_gpu_that_is_here(tiny):
 
 
 def test_time_is_bytes_or_operations_and_steps(tiny, measured):
-    """A token's is its bytes, a long prompt's of a wide model its operations."""
+    """A decode step is bound by bytes, a long prefill of a wide model by FLOPs."""
     found = graphllm.dry_run(tiny, device=CPU, threads=1)
     steps = sum(found.token.ops[CPU].values())
     assert found.token.seconds == pytest.approx(found.token.nbytes / GB_S + steps * STEP, rel=0.05)
@@ -203,12 +203,12 @@ def test_time_is_bytes_or_operations_and_steps(tiny, measured):
         f"{CPU}: 10.0 GB/s, measured {DATE} on a machine"
     )
     model = RandomCheckpoint("qwen2-1.5b", "q8_0")
-    twice = graphllm.dry_run(model, device=GPU, threads=1)  # no matter
+    twice = graphllm.dry_run(model, device=GPU, threads=1)  # threads do not matter
     assert twice.token.seconds == pytest.approx(wide.token.seconds / 2, rel=0.05)
 
 
-def test_formats_that_take_longer(tiny, monkeypatch):
-    """By the bytes of each in a token's steps, by the operations of each in a prompt's."""
+def test_slower_formats(tiny, monkeypatch):
+    """By the bytes of each format in decode, by the FLOPs of each in prefill."""
     rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}
     seconds = []
     for share, many in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
@@ -223,7 +223,7 @@ def test_formats_that_take_longer(tiny, monkeypatch):
 
 
 def test_operations_of_fused_steps_by_kind(tiny):
-    """Their parts', each at the rate of its kind: none is lost."""
+    """The FLOPs of the parts, by kind, sum to those of the fused step."""
     kinds: dict[str, set[str]] = {}
     env = prediction.step_env(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps:
@@ -236,8 +236,8 @@ def test_operations_of_fused_steps_by_kind(tiny):
     assert kinds["embedding"] == {("elementwise", "")}
 
 
-def test_no_rate_no_seconds(tiny):
-    """What a kind lacks float linears give; where those are not known either, nothing is said."""
+def test_missing_rates(tiny):
+    """A kind without a rate uses that of float matrix products; without that, no prediction."""
     (step, *_) = (
         step
         for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps
@@ -272,7 +272,7 @@ def test_nothing_is_predicted_without_ceilings(tiny, measured):
     assert line == "no prediction: reference has no speed measurement"
 
 
-def test_old_ceilings_have_no_arithmetic(tiny, monkeypatch):
+def test_old_ceilings_without_arithmetic(tiny, monkeypatch):
     old = Ceilings(CPU, "a machine", DATE, 1, {"read": {1: GB_S}})
     monkeypatch.setattr(roofline, "load_cached", lambda name: old)
     found = graphllm.dry_run(tiny, device=CPU)
@@ -316,14 +316,14 @@ def test_json_and_random_shapes():
         (("--random", "llama-1b", "--device", GPU, "--place", "x=cpu"), "no site of the model"),
     ],
 )
-def test_bad_input_is_one_line(words, message):
+def test_invalid_input_is_one_line(words, message):
     done = call(*words)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_what_has_no_kernels_cannot_be_planned(tiny, monkeypatch):
+def test_a_backend_without_kernels_cannot_be_planned(tiny, monkeypatch):
     broken = backends.Backend("broken", lambda: (False, "no import"), lambda options: None)
     find = backends.find
     monkeypatch.setattr(backends, "find", lambda n: broken if n == "broken" else find(n))
@@ -333,8 +333,8 @@ def test_what_has_no_kernels_cannot_be_planned(tiny, monkeypatch):
         graphllm.dry_run(tiny, context=0)
 
 
-def test_weights_of_one_form_are_counted_once(tmp_path):
-    """A head that is the embedding lies in the GPU's memory once."""
+def test_tied_weights_of_one_layout_are_counted_once(tmp_path):
+    """A tied head and embedding are stored once in GPU memory."""
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
     weights = sum(np.asarray(w).nbytes for w in llama_weights(tied=True).values())
     (memory,) = graphllm.dry_run(tied, device=GPU).memory.values()

@@ -1,4 +1,4 @@
-"""Typical mistakes on the command line: each is one clear line, with the right exit code."""
+"""Usage errors on the command line: each is one clear line with the right exit code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ R = ["--device", "reference"]
 RUN = ["run", "tiny.gguf", "-p", "hello", "-n", "2", *R]
 HUGE = "9" * 25
 
-# Arguments, exit code, and what the line says.
-MISTAKES = [
-    ([], 2, ""),  # the help is shown
+# Arguments, exit code, and part of the message.
+USAGE_ERRORS = [
+    ([], 2, ""),  # prints the help
     (["rum"], 2, "No such command 'rum'"),
     (["run"], 2, "Missing argument 'model'"),
     (["tokenize", "tiny.gguf"], 2, "Missing argument 'text'"),
@@ -97,7 +97,7 @@ def folder(tmp_path_factory):
     (where / "empty.gguf").touch()
     (where / "cut.gguf").write_bytes(path.read_bytes()[:5000])
     (where / "secret.gguf").write_bytes(b"GGUF")
-    (where / "secret.gguf").chmod(0)  # which root can read: then it is too short
+    (where / "secret.gguf").chmod(0)  # root can read it and finds it too short
     (where / "prompt.txt").write_text("hello")
     (where / "folder").mkdir()
     (where / "pages.html").mkdir()
@@ -106,8 +106,10 @@ def folder(tmp_path_factory):
 
 
 def forked(words: list[str], folder: Path) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `main` in a child of this process, which has
-    imported all that it needs."""
+    """Return exit code, standard output and standard error of `main` in a forked child.
+
+    The fork saves the time of the imports.
+    """
     pipes = [os.pipe() for _ in range(2)]
     child = os.fork()
     if not child:
@@ -144,11 +146,11 @@ def _become_command(words: list[str], folder: Path, outputs: list[int]) -> NoRet
         os._exit(code)
 
 
-@pytest.mark.parametrize(("words", "code", "message"), MISTAKES, ids=lambda x: str(x)[:60])
-def test_a_mistake_is_one_line(folder, words, code, message):
+@pytest.mark.parametrize(("words", "code", "message"), USAGE_ERRORS, ids=lambda x: str(x)[:60])
+def test_a_usage_error_is_one_line(folder, words, code, message):
     got, shown, told = forked(words, folder)
     assert got == code, told
-    if not message:  # the help is the message
+    if not message:  # the message is the help
         assert "Usage: graphllm" in shown and not told
         return
     if "full.json" not in words:
@@ -157,14 +159,14 @@ def test_a_mistake_is_one_line(folder, words, code, message):
     assert "Error:" not in told and "Errno" not in told
 
 
-def test_a_count_beyond_any_is_taken(folder):
-    """More threads than cores are as many as cores; more tokens than the context end with it."""
+def test_huge_counts_are_accepted(folder):
+    """Threads are limited to the cores, tokens to the context."""
     code, shown, told = forked([*RUN, "-n", HUGE, "-t", HUGE], folder)
     full = "note: the context of 128 tokens is full: the answer is cut off\n"
     assert (code, told) == (0, full) and shown.startswith("hello")
 
 
-def test_a_context_beyond_the_models_is_noted(folder):
+def test_a_context_beyond_the_models_prints_a_note(folder):
     note = "note: -c 999 exceeds the model's context: 128 tokens are used\n"
     for words in (RUN, ["plan", "tiny.gguf", *R]):
         assert forked([*words, "-c", "999"], folder)[::2] == (0, note)
@@ -212,7 +214,7 @@ def test_an_error_names_the_flag_of_its_argument():
         (["inspect", "tiny.gguf"], "| head -c 1 >/dev/null", 0, ""),
     ],
 )  # fmt: skip
-def test_streams_that_cannot_be_used(folder, words, redirected, code, told):
+def test_unusable_standard_streams(folder, words, redirected, code, told):
     import shlex
 
     line = f"{shlex.join([*COMMAND, *words])} {redirected}; exit ${{PIPESTATUS[0]}}"
@@ -221,7 +223,7 @@ def test_streams_that_cannot_be_used(folder, words, redirected, code, told):
     assert (done.returncode, done.stdout, without_progress(done.stderr)) == (code, "", told)
 
 
-def test_what_standard_error_would_get_does_not_go_elsewhere(folder):
+def test_closed_standard_error_does_not_redirect(folder):
     done = subprocess.run(
         ["bash", "-c", f"{' '.join([*COMMAND, *RUN])} -n 0 -c 999 2>&-"],
         capture_output=True, cwd=folder,
@@ -241,7 +243,7 @@ def test_sigterm_ends_with_one_line(folder):
 
 
 def test_ctrl_c_in_a_callback_is_not_lost():
-    """Exceptions of finalizers are ignored by Python, which happens while modules are imported."""
+    """Python ignores exceptions in finalizers, which run while modules are imported."""
     code = """if True:
         import signal
         import graphllm.cli as cli
@@ -259,7 +261,7 @@ def test_ctrl_c_in_a_callback_is_not_lost():
 
 
 def test_ctrl_c_at_any_time_is_one_line(folder):
-    """The campaign of interrupts.py, with few cases."""
+    """Run a few cases of interrupts.py."""
     start = time.monotonic()
     assert interrupts.campaign(folder, 12, 1)["wrong"] == 0
     assert time.monotonic() - start < 120

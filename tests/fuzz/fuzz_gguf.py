@@ -1,8 +1,9 @@
-"""A campaign of damaged GGUF headers, in a process of its own: ``fuzz_gguf.py FOLDER COUNT SEED``.
+"""Fuzzing of GGUF headers: ``fuzz_gguf.py FOLDER COUNT SEED``, run in a separate process.
 
-Each case is a small valid file with a wrong key, a wrong tensor or wrong bytes. Loading it and one
-call for logits must give graphllm's own error or work, in bounded memory and time. Prints a count
-of each outcome as JSON; what went wrong is told on standard error, and the exit code is 1.
+Each case is a small valid file with a wrong key, a wrong tensor or wrong bytes. Loading it and
+computing logits must succeed or raise graphllm's own error, within limits of memory and time.
+Prints the number of cases by outcome as JSON. Failures are printed on standard error, and the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import numpy as np
 import graphllm
 from graphllm.errors import GraphllmError
 
-MEMORY = 512 << 20  # bytes that all cases together may have mapped beyond the interpreter's own
-SECONDS = 5.0  # of the processor, for one case
+MEMORY = 512 << 20  # bytes that all cases together may map beyond the interpreter's own
+SECONDS = 5.0  # CPU time of one case
 PIECES = json.loads((Path(__file__).parents[1] / "golden" / "tiny_spm.json").read_text())
 DIM, HEADS, KV, WIDTH, HIDDEN, LAYERS = 24, 3, 1, 8, 20, 2
 
@@ -56,7 +57,7 @@ def _value(kind: int, value: Any) -> bytes:
 
 @dataclass
 class Info:
-    """A tensor's entry; ``dims`` innermost first."""
+    """Entry of a tensor; ``dims`` are innermost first."""
 
     name: str
     dims: list[int]
@@ -66,7 +67,7 @@ class Info:
 
 @dataclass
 class File:
-    """A GGUF file in parts, so that it can be written wrong."""
+    """A GGUF file in parts, so that an invalid one can be written."""
 
     keys: list[tuple[str, int, Any]] = field(default_factory=list)
     tensors: list[Info] = field(default_factory=list)
@@ -87,14 +88,14 @@ class File:
         return File(list(self.keys), tensors, self.data)
 
     def with_key(self, name: str, kind: int, value: Any) -> File:
-        """A copy in which the key has this value; added if it was not there."""
+        """Return a copy in which the key has this value; a missing key is added."""
         new = self.copy()
         new.keys = [k for k in new.keys if k[0] != name] + [(name, kind, value)]
         return new
 
 
 def valid(arch: str) -> File:
-    """A small model of ``arch`` with random weights."""
+    """Return a small model of ``arch`` with random weights."""
     names = [("token_embd", [DIM, len(PIECES["pieces"])]), ("output_norm", [DIM])]
     norms = ["attn_norm", "ffn_norm"]
     if arch == "gemma3":
@@ -157,7 +158,7 @@ NUMBERS = (0, 1, 3, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63
 
 
 def every_value(arch: str) -> Iterator[tuple[str, bytes]]:
-    """Each key, known or possible, with each strange value; each without."""
+    """Yield files with each known or plausible key set to each strange value, or removed."""
     base = valid(arch)
     names = [k for k, _, _ in base.keys]
     for name in dict.fromkeys([*names, *(f"{arch}.{m}" for m in MORE), *GENERAL]):
@@ -173,7 +174,7 @@ def every_value(arch: str) -> Iterator[tuple[str, bytes]]:
 
 
 def damaged_tensor(base: File, rng: random.Random) -> File:
-    """A file one of whose tensor entries is wrong."""
+    """Return a file with one wrong tensor entry."""
     new = base.copy()
     t = rng.choice(new.tensors)
     what = rng.randrange(8)
@@ -198,10 +199,10 @@ def damaged_tensor(base: File, rng: random.Random) -> File:
 
 
 def damaged_bytes(header: bytes, rng: random.Random) -> bytes:
-    """A header with flipped, missing, additional or overwritten bytes."""
+    """Return a header with flipped, missing, additional or overwritten bytes."""
     data = bytearray(header)
     at = rng.randrange(len(data))
-    if rng.random() < 0.5:  # half of them where the counts, the configuration and the entries are
+    if rng.random() < 0.5:  # half of them in the counts, the configuration and the entries
         at = rng.choice((rng.randrange(700), len(data) - 1 - rng.randrange(1500)))
     what = rng.randrange(6)
     if what == 0:
@@ -220,7 +221,7 @@ def damaged_bytes(header: bytes, rng: random.Random) -> bytes:
 
 
 def cases(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """(what it is, the file's bytes), ``count`` of them."""
+    """Yield ``count`` pairs (description, bytes of the file)."""
     rng = random.Random(seed)
     planned = [*every_value("llama"), *every_value("gemma3")]
     rng.shuffle(planned)
@@ -239,7 +240,7 @@ def cases(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 class TimeLimitReached(BaseException):
-    """A case took too long. No Exception, so that nothing on the way can swallow it."""
+    """A case took too long. It is not an Exception, so that no handler can swallow it."""
 
 
 def _raise_time_limit(*_: object) -> None:
@@ -247,7 +248,7 @@ def _raise_time_limit(*_: object) -> None:
 
 
 def run(path: Path) -> str:
-    """Load the file, ask for logits and tokenise a text: the outcome in a word."""
+    """Load the file, compute logits and tokenize a text; return the outcome in a word."""
     try:
         model = graphllm.load(path, device="reference", context=16)
         logits = model.logits([1, 5, 3])
@@ -262,7 +263,7 @@ def run(path: Path) -> str:
 
 def main() -> None:
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    warnings.simplefilter("ignore")  # NaN where a weight is what a key should have been
+    warnings.simplefilter("ignore")  # NaN, if a weight has the value of a key
     np.seterr(all="ignore")
     path = folder / "case.gguf"
     for arch in ("llama", "gemma3"):

@@ -1,10 +1,11 @@
-"""A campaign of damaged safetensors directories, in a process of its own: ``fuzz_safetensors.py
-FOLDER COUNT SEED``.
+"""Fuzzing of safetensors directories: ``fuzz_safetensors.py FOLDER COUNT SEED``, run in a separate
+process.
 
 Each case is a small valid directory, of one file or of two with an index, in which an entry, bytes
 of a header or the index are wrong; some have large headers. Opening it and reading all tensors must
-give a ModelFileError or what the safetensors package reads, in bounded memory and time. Prints a
-count of each outcome as JSON; what went wrong is told on standard error, and the exit code is 1.
+raise ModelFileError or give what the safetensors package reads, within limits of memory and time.
+Prints the number of cases by outcome as JSON. Failures are printed on standard error, and the exit
+code is 1.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PATHS: tuple[Any, ...] = (
 
 
 def entries(seed: int) -> tuple[dict[str, Any], bytes]:
-    """A header and its data: one tensor of each readable dtype, and shapes of 0 to 3 axes."""
+    """Return a header and its data: a tensor of each readable dtype, with 0 to 3 dimensions."""
     rng = random.Random(seed)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
@@ -72,7 +73,7 @@ def entries(seed: int) -> tuple[dict[str, Any], bytes]:
 
 
 def packed(header: Any, data: bytes) -> bytes:
-    """The bytes of a file; ``header`` is anything that JSON has, or its text."""
+    """Return the bytes of a file; ``header`` is any JSON value, or its text."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -85,7 +86,7 @@ def index(homes: Any) -> bytes:
 
 
 def damaged_header(header: dict[str, Any], rng: random.Random) -> Any:
-    """A header one of whose entries, or whose metadata, is wrong."""
+    """Return a header with one wrong entry or wrong metadata."""
     new = copy.deepcopy(header)
     names = [name for name in new if name != "__metadata__"]
     name, other = rng.choice(names), rng.choice(names)
@@ -117,7 +118,7 @@ def damaged_header(header: dict[str, Any], rng: random.Random) -> Any:
 
 
 def damaged_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
-    """Flipped, missing, additional, doubled or overwritten bytes in the first ``within``."""
+    """Return data with flipped, missing, added, doubled or overwritten bytes before ``within``."""
     new = bytearray(data)
     at = rng.randrange(8) if rng.random() < 0.15 else rng.randrange(within)
     what = rng.randrange(6)
@@ -138,7 +139,7 @@ def damaged_bytes(data: bytes, rng: random.Random, within: int) -> bytes:
 
 
 def damaged_homes(homes: dict[str, str], rng: random.Random) -> Any:
-    """A weight_map with a wrong or missing home, or none at all."""
+    """Return a weight_map with a wrong or missing file name, or no weight_map."""
     new: dict[str, Any] = dict(homes)
     name = rng.choice(list(new))
     what = rng.randrange(5)
@@ -154,7 +155,7 @@ def damaged_homes(homes: dict[str, str], rng: random.Random) -> Any:
 
 
 def large() -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Headers of some 20 MB that would need far more memory, or never end, if taken as they are."""
+    """Yield headers of about 20 MB that need far more memory or time if read naively."""
     n = 20_000_000
     keys = b",".join(b'"%d":0' % i for i in range(1 << 20))
     for name, text in (
@@ -171,7 +172,7 @@ def large() -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 def cases(count: int, seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """(what it is, the directory's files), ``count`` of them."""
+    """Yield ``count`` pairs (description, files of the directory)."""
     rng = random.Random(seed)
     parts = [entries(0), entries(1)]
     whole = [packed(*part) for part in parts]
@@ -197,7 +198,7 @@ def cases(count: int, seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
 
 
 def run(folder: Path, files: dict[str, bytes]) -> str:
-    """Open the directory, read all tensors, and compare with the package: the outcome in a word."""
+    """Read all tensors and compare with the package; return the outcome in a word."""
     try:
         file = Safetensors(folder)
     except ModelFileError as error:

@@ -1,8 +1,9 @@
 """Templates that double a value or loop over a large one, with every operation of the sandbox.
 
-Run as a script, it renders all of them, or as many as the argument says, and prints the most time and
-memory that one took. The memory is that of the whole process, of which about 20 MB are the
-interpreter's and Jinja2's.
+    python tests/fuzz/hostile_templates.py [COUNT]
+
+renders all of them, or the first COUNT, and prints the highest time and memory of one template. The
+memory is that of the process, of which the interpreter and Jinja2 use about 20 MB.
 """
 
 # ruff: noqa: E501
@@ -29,7 +30,7 @@ FORMS = {
     "kept": "{{% set n = namespace(x={large}, l=[]) %}}{{% for i in range(99999) %}}"
     "{{% set n.l = [{of}, n.l] %}}{{% endfor %}}",
 }  # fmt: skip
-VALUES = {  # small to double, large to loop over
+VALUES = {  # (small value to double, large value to loop over)
     "text": ("'ab '", "'ab<1> ' * 1500000"),
     "list": ("[1, 'b']", "range(99999) | list"),
     "number": ("3", "7 ** 60000"),
@@ -92,7 +93,7 @@ REPORTED = {
 
 
 def templates() -> dict[str, str]:
-    """Every hostile template by a name, those of reported cases first."""
+    """Return all hostile templates by name, those of reported cases first."""
     environment = TemplateEnvironment()
     made = dict(REPORTED)
     operations = [(operator, operator, VALUES) for operator in OPERATORS]
@@ -118,7 +119,7 @@ def templates() -> dict[str, str]:
 
 
 def render(source: str) -> str:
-    """What becomes of the template: its error, or how much text it makes."""
+    """Render the template; return its error or the length of its text."""
     try:
         return f"{len(ChatTemplate(source, 'hostile').render([{'role': 'user', 'content': 'x'}]))}"
     except GraphllmError as error:
@@ -126,7 +127,7 @@ def render(source: str) -> str:
 
 
 def cpu_s() -> float:
-    """Seconds of CPU time of processes that have ended."""
+    """Return the CPU time in seconds of child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

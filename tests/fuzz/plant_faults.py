@@ -1,4 +1,4 @@
-"""A campaign of NaN and infinity planted in weights: ``plant_faults.py DEVICE EVERY [NAME ...]``.
+"""Fault injection of NaN and infinity in weights: ``plant_faults.py DEVICE EVERY [NAME ...]``.
 
 NAME: a family, whose small model is a directory and (where llama.cpp has it) a GGUF file of floats,
 or a block format, in which the matrices of a llama are stored; all of them by default. A tensor of
@@ -39,16 +39,16 @@ from graphllm.weights.safetensors import Safetensors
 
 IDS = [5, 77, 3, 19, 64, 8, 101, 42]
 VALUES = (np.nan, -np.float32(np.nan), np.inf, -np.inf)
-CLOSE = 1e-3  # of logits that infinities have no part in, as a share of their range
+TOLERANCE = 1e-3  # of logits unaffected by infinities, relative to their range
 TOKENS = 2
 BLOCKS = tuple(BLOCK_FORMATS)
-# Of tiny_models: rows of whole blocks.
+# Sizes of tiny_models with rows of whole blocks.
 WIDE = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256, "LAYERS": 1}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``data`` in place of the bytes at ``at`` of a file, which is ``what``."""
+    """Replacement of the bytes at offset ``at`` of a file by ``data``; ``what`` describes it."""
 
     what: str
     at: int
@@ -56,7 +56,7 @@ class Fault:
 
 
 def kinds(tensors: Mapping[str, TensorInfo], rng: np.random.Generator) -> list[str]:
-    """A tensor of each kind: of those whose names differ in numbers alone, any."""
+    """Choose one tensor among those whose names differ only in numbers."""
     found: dict[str, list[str]] = {}
     for name in tensors:
         found.setdefault(re.sub(r"\d+", "*", name), []).append(name)
@@ -64,7 +64,7 @@ def kinds(tensors: Mapping[str, TensorInfo], rng: np.random.Generator) -> list[s
 
 
 def float_faults(tensors: Mapping[str, TensorInfo]) -> Iterator[Fault]:
-    """Each value in an element of a tensor of floats of each kind."""
+    """Yield each non-finite value in an element of a float tensor of each kind."""
     rng = np.random.default_rng(0)
     for name in kinds(tensors, rng):
         info = tensors[name]
@@ -72,13 +72,13 @@ def float_faults(tensors: Mapping[str, TensorInfo]) -> Iterator[Fault]:
         for value in VALUES:
             index = int(rng.integers(info.nbytes // size))
             if len(info.shape) == 2 and info.shape[0] > max(IDS) and "emb" in name:
-                index = IDS[int(rng.integers(len(IDS)))] * width + index % width  # it is in use
+                index = IDS[int(rng.integers(len(IDS)))] * width + index % width  # in use
             data = np.array([value], info.dtype.numpy).tobytes()
             yield Fault(f"{name}[{index}] = {value}", info.offset + index * size, data)
 
 
 def scale_faults(tensors: Mapping[str, TensorInfo]) -> Iterator[Fault]:
-    """A scale of a block of a tensor of each kind, infinite and NaN."""
+    """Yield infinite and NaN scales of a block of a tensor of each kind."""
     rng = np.random.default_rng(0)
     for name in kinds(tensors, rng):
         info = tensors[name]
@@ -92,7 +92,7 @@ def scale_faults(tensors: Mapping[str, TensorInfo]) -> Iterator[Fault]:
 
 
 class Planted:
-    """A file with a fault while the context lasts."""
+    """Context manager that plants a fault in a file."""
 
     def __init__(self, path: Path, fault: Fault) -> None:
         self._path, self._fault = path, fault
@@ -114,8 +114,11 @@ class Planted:
 
 
 def outcome(path: Path, device: str = "auto") -> tuple[str, Any]:
-    """What a request for two tokens comes to: load or token with the error, or none with the logits
-    of the prompt's last token."""
+    """Generate two tokens.
+
+    Returns ``load`` or ``token`` with the error, or ``none`` with the logits of the last prompt
+    token.
+    """
     try:
         llm = graphllm.load(path, device=device, kv_type="f32", context=64)
     except ModelFileError as error:
@@ -132,8 +135,10 @@ def outcome(path: Path, device: str = "auto") -> tuple[str, Any]:
 def problem(
     model: Path, fault: Fault, device: str, oracle: Callable[[], np.ndarray] | None
 ) -> tuple[str, str]:
-    """The outcome of a fault in a word, and what is wrong with it, if anything. ``oracle`` gives
-    the logits of the prompt's last token; without one the fault must be reported."""
+    """Return the outcome of a fault in a word, and a description of the problem, if any.
+
+    ``oracle`` computes the logits of the last prompt token; without it the fault must be reported.
+    """
     file = model / "model.safetensors" if model.is_dir() else model
     with Planted(file, fault):
         try:
@@ -153,14 +158,14 @@ def problem(
     if not np.array_equal(np.isneginf(want), excluded) or not np.isfinite(want[~excluded]).all():
         return kind, f"is not reported; {np.sum(~np.isfinite(want))} logits are not finite"
     far = hf_models.distance(found[~excluded], want[~excluded])
-    return kind, "" if far <= CLOSE else f"logits differ from transformers' by {far:.2g}"
+    return kind, "" if far <= TOLERANCE else f"logits differ from transformers' by {far:.2g}"
 
 
-Case = tuple[str, str, str]  # what it is, outcome, problem
+Case = tuple[str, str, str]  # description, outcome, problem
 
 
 def in_directory(family: str, device: str, folder: Path, every: int) -> Iterator[Case]:
-    """Faults in a family's first small model, as transformers computes with them."""
+    """Yield faults in the first small model of a family, compared with transformers."""
     from transformers import AutoModelForCausalLM
 
     hf_models.write(folder, hf_models.SPECS[family], 0)
@@ -177,8 +182,10 @@ def in_directory(family: str, device: str, folder: Path, every: int) -> Iterator
 
 
 def in_gguf(family: str, device: str, folder: Path, every: int) -> Iterator[Case]:
-    """The same for its GGUF file of float32, in which tensors lie otherwise: what is not reported
-    is compared with the reference backend."""
+    """Yield faults in the model's float32 GGUF file, whose tensors have another layout.
+
+    Faults that are not reported are compared with the reference backend.
+    """
     model = gguf_models.model_of(family, 0)
     path = gguf_models.write(folder / "m.gguf", model, gguf_models.ARCHS[family])
     with GgufCheckpoint(path) as file:
@@ -189,8 +196,10 @@ def in_gguf(family: str, device: str, folder: Path, every: int) -> Iterator[Case
 
 
 def in_blocks(kind: str, device: str, folder: Path, every: int) -> Iterator[Case]:
-    """Faults in the scales of a llama whose matrices have the block format ``kind``: all of them
-    are reported, and while the model is loaded."""
+    """Yield faults in the scales of a llama with matrices in the block format ``kind``.
+
+    All of them must be reported at load.
+    """
     with mock.patch.multiple(tiny_models, **WIDE):
         weights = tiny_models.llama_weights()
         path = tiny_models.write_llama(folder / "m.gguf", weights, kind=kind)
@@ -202,7 +211,7 @@ def in_blocks(kind: str, device: str, folder: Path, every: int) -> Iterator[Case
 
 
 def cases(name: str, device: str, every: int = 1) -> Iterator[Case]:
-    """Cases of a family or of a block format: all, or one out of ``every``."""
+    """Yield one of ``every`` cases of a model family or a block format."""
     makers = [in_blocks] if name in BLOCKS else [in_directory]
     if name in gguf_models.ARCHS:
         makers.append(in_gguf)

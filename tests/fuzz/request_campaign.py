@@ -1,9 +1,10 @@
-"""Requests of several threads on one model, each compared with the answer that it gets alone.
+"""Campaign of concurrent requests on one model, each compared with its answer alone.
 
     PYTHONPATH=tests/support python tests/fuzz/request_campaign.py [COUNT] [SEED]
 
-Whole and streamed answers, streams that are closed, abandoned, or continued after other requests,
-logits, traces, conversations, and callbacks that begin another request, which must be refused.
+The requests are complete and streamed answers, streams that are closed, abandoned or continued
+after other requests, logits, traces, conversations, and callbacks that begin another request, which
+must be rejected.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CHAT = {"chat_template": "zephyr"}
 
 
 class Campaign:
-    """What the model answers alone, and requests to be compared with it."""
+    """The answers of the model to single requests, and requests that are compared with them."""
 
     def __init__(self, llm: graphllm.LLM) -> None:
         self.llm = llm
@@ -52,9 +53,9 @@ class Campaign:
         self.ids = [llm.encode(text) for text in TEXTS]
         self.logits = [self._alone(lambda i=ids: llm.logits(i, last=True)) for ids in self.ids]
         self.values = [self._alone(lambda i=ids: llm.trace(i, SCOPE)[SCOPE]) for ids in self.ids]
-        self.said = self._alone(self._talk)
+        self.answers = self._alone(self._converse)
         self.kinds: list[Callable[[random.Random], None]] = [
-            self.whole, self.whole, self.whole, self.by_ids, self.streamed, self.closed,
+            self.complete, self.complete, self.complete, self.by_ids, self.streamed, self.closed,
             self.abandoned, self.continued, self.two_streams, self.called_back, self.one_logits,
             self.one_trace, self.patched, self.conversation,
         ]  # fmt: skip
@@ -63,7 +64,7 @@ class Campaign:
         self.llm.engine.clear_cache()
         return request()
 
-    def _talk(self) -> list[str]:
+    def _converse(self) -> list[str]:
         talk = self.llm.conversation(max_tokens=6, temperature=0.0, ignore_eos=True)
         return ["".join(talk.ask(text)) for text in TEXTS[:2]]
 
@@ -72,7 +73,7 @@ class Campaign:
         return *self.asks[at], self.alone[at]
 
     # -- requests
-    def whole(self, rng: random.Random) -> None:
+    def complete(self, rng: random.Random) -> None:
         text, sampling, want = self._ask(rng)
         self._same(self.llm.generate(text, **sampling), want)
 
@@ -92,7 +93,7 @@ class Campaign:
         assert want.text.startswith(part)
 
     def abandoned(self, rng: random.Random) -> None:
-        """Left half way in a reference cycle, so that the collector finds it, in any thread."""
+        """Abandon a stream in a reference cycle: the garbage collector closes it in any thread."""
         text, sampling, want = self._ask(rng)
         held = [self.llm.stream(text, **sampling)]
         held.append(held)
@@ -103,7 +104,7 @@ class Campaign:
         text, sampling, want = self._ask(rng)
         stream = self.llm.stream(text, **sampling)
         part = "".join(itertools.islice(stream, rng.randrange(4)))
-        self.whole(rng)
+        self.complete(rng)
         part += "".join(itertools.islice(stream, rng.randrange(4)))
         self.one_logits(rng)
         assert part + "".join(stream) == want.text
@@ -140,7 +141,7 @@ class Campaign:
         at = rng.randrange(len(TEXTS))
 
         def patch(value: np.ndarray) -> np.ndarray:
-            list(self.llm.stream("hello"))  # refused, which ends the trace
+            list(self.llm.stream("hello"))  # rejected, which ends the trace
             return value
 
         try:
@@ -151,7 +152,7 @@ class Campaign:
             raise AssertionError("a patch has begun a request")
 
     def conversation(self, rng: random.Random) -> None:
-        assert self._talk() == self.said
+        assert self._converse() == self.answers
 
     @staticmethod
     def _same(got, want) -> None:
@@ -159,9 +160,9 @@ class Campaign:
 
 
 def run(llm: graphllm.LLM, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """``count`` requests from `THREADS` threads: how many of each kind, and what went wrong."""
+    """Make ``count`` requests from `THREADS` threads; return their number by kind, and failures."""
     campaign, numbers = Campaign(llm), iter(range(count))
-    made, wrong, lock = Counter[str](), list[str](), threading.Lock()
+    counts, wrong, lock = Counter[str](), list[str](), threading.Lock()
 
     def work() -> None:
         while True:
@@ -176,7 +177,7 @@ def run(llm: graphllm.LLM, count: int, seed: int = 0) -> tuple[Counter[str], lis
             except BaseException as error:
                 wrong.append(f"request {index}, {kind.__name__}: {type(error).__name__}: {error}")
             with lock:
-                made[kind.__name__] += 1
+                counts[kind.__name__] += 1
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(THREADS)]
     for thread in threads:
@@ -184,8 +185,8 @@ def run(llm: graphllm.LLM, count: int, seed: int = 0) -> tuple[Counter[str], lis
     for thread in threads:
         thread.join(3600)
     if any(thread.is_alive() for thread in threads):
-        wrong.append("some threads did not come back")
-    return made, wrong
+        wrong.append("some threads did not end")
+    return counts, wrong
 
 
 def main() -> None:
@@ -197,9 +198,11 @@ def main() -> None:
             file = tiny.write_tiny(Path(folder) / f"{arch}.gguf", arch)
             start = time.perf_counter()
             with graphllm.load(file, device="cpu", **CHAT) as llm:
-                made, wrong = run(llm, count // 2, seed)
-            print(f"{arch}: {sum(made.values())} requests in {time.perf_counter() - start:.0f} s,")
-            print(f"  {len(wrong)} wrong; {dict(made)}")
+                counts, wrong = run(llm, count // 2, seed)
+            print(
+                f"{arch}: {sum(counts.values())} requests in {time.perf_counter() - start:.0f} s,"
+            )
+            print(f"  {len(wrong)} wrong; {dict(counts)}")
             print(*wrong[:10], sep="\n")
             bad |= bool(wrong)
     sys.exit(bad)

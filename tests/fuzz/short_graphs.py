@@ -1,8 +1,8 @@
-"""Short-lived graphs: each is built at random, compiled, run, compared with NumPy, and dropped.
+"""Short-lived random graphs: built, compiled, run, compared with NumPy, and dropped.
 
     python tests/fuzz/short_graphs.py 20000
 
-prints how many results were wrong, what the executor still holds, and the growth of the process.
+prints the number of wrong results, of table entries left in the executor, and the memory growth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graphllm.graph.tensor import Tensor, feed, state, weight
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
-WIDTH, WARM = 48, 200  # columns; graphs after which the process should not grow any more
+WIDTH, WARM = 48, 200  # columns; number of graphs after which the process must not grow
 ROWS = np.random.default_rng(7).standard_normal((2, 3, WIDTH)).astype(np.float32)
 WEIGHTS = {f"w{i}": np.full((3, WIDTH), i + 0.5, np.float32) for i in range(4)}
 FEEDS = {"x": ROWS[0], "y": ROWS[1]}
@@ -27,7 +27,7 @@ FEEDS = {"x": ROWS[0], "y": ROWS[1]}
 
 @dataclass
 class Found:
-    """Of a campaign: results that were wrong, entries of tables, bytes that the process grew."""
+    """Result of a campaign: wrong results, table entries left, growth of the process in bytes."""
 
     wrong: int
     held: int
@@ -35,7 +35,7 @@ class Found:
 
 
 def campaign(count: int, backends: tuple[str, ...] = ("cpu", "reference")) -> Found:
-    """``count`` graphs in one executor."""
+    """Run ``count`` graphs in one executor."""
     executor, rng, wrong, start = Executor(Arrays(WEIGHTS), backends), random.Random(5), 0, 0
     for index in range(count):
         wrong += not _right(executor, rng, index)
@@ -45,18 +45,18 @@ def campaign(count: int, backends: tuple[str, ...] = ("cpu", "reference")) -> Fo
 
 
 def held(executor: Executor) -> int:
-    """Entries of the tables that belong to graphs."""
+    """Return the number of table entries that belong to graphs."""
     return sum(executor.cache_sizes().values())
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * 4096
 
 
 def _right(executor: Executor, rng: random.Random, index: int) -> bool:
-    """Whether a graph of adds and muls, many of them equal, gives what NumPy does."""
+    """Whether a graph of adds and muls, many of them equal, agrees with NumPy."""
     zeros = np.zeros((3, WIDTH), np.float32)
     leaves = [(feed(name, (3, WIDTH), "f32"), data) for name, data in FEEDS.items()]
     leaves += [(weight(name, (3, WIDTH), "f32"), data) for name, data in WEIGHTS.items()]

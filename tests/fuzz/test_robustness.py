@@ -1,4 +1,4 @@
-"""What comes from outside is bad: files, folders, numbers. Each ends in one clear line."""
+"""Robustness against invalid input: files, directories, numbers. Each gives one clear line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def python(*words: str, **env: str) -> subprocess.CompletedProcess:
 
 
 def fails(done: subprocess.CompletedProcess, message: str) -> None:
-    """Exit code 1 and one line, which says ``message``."""
+    """Check for exit code 1 and one line that contains ``message``."""
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1 and "Error:" not in done.stderr and not done.stdout
@@ -46,8 +46,8 @@ def fails(done: subprocess.CompletedProcess, message: str) -> None:
 # ---------------------------------------------------------------------------------- damaged files
 
 
-def test_damaged_headers_give_an_error_or_a_load_that_runs(tmp_path):
-    """In a process of its own, whose memory is limited; each case has 5 seconds."""
+def test_damaged_headers_give_an_error_or_run(tmp_path):
+    """In a separate process with limited memory; each case has 5 seconds."""
     done = python(str(FUZZ), str(tmp_path), str(MUTATIONS), "1")
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     outcomes = json.loads(done.stdout)["outcomes"]
@@ -84,7 +84,7 @@ NAN = float("nan")
         ("embedding_length", "TEXT", "24", ConfigError, "embedding_length = '24' is not int"),
     ],
 )
-def test_an_impossible_configuration_is_named(tmp_path, key, kind, value, error, message):
+def test_an_impossible_configuration(tmp_path, key, kind, value, error, message):
     file = fuzz_gguf.valid("llama").with_key(f"llama.{key}", getattr(fuzz_gguf, kind), value)
     path = tmp_path / "x.gguf"
     path.write_bytes(file.header() + file.data)
@@ -93,7 +93,7 @@ def test_an_impossible_configuration_is_named(tmp_path, key, kind, value, error,
     assert isinstance(caught.value, error) and message in str(caught.value)
 
 
-def test_a_vocabulary_of_another_size_is_named(tmp_path):
+def test_a_vocabulary_of_another_size(tmp_path):
     file = fuzz_gguf.valid("llama")
     pieces = fuzz_gguf.PIECES["pieces"][:-1]
     file = file.with_key("tokenizer.ggml.tokens", fuzz_gguf.ARRAY, (fuzz_gguf.TEXT, pieces))
@@ -104,7 +104,7 @@ def test_a_vocabulary_of_another_size_is_named(tmp_path):
 
 
 def test_norms_and_biases_may_be_half_floats(tmp_path):
-    """And cpu runs them without the reference."""
+    """The CPU backend runs them without the reference."""
     halves = {
         name: value.astype(np.float16).astype(np.float32) if value.ndim == 1 else value
         for name, value in tiny.llama_weights(bias=True).items()
@@ -115,7 +115,7 @@ def test_norms_and_biases_may_be_half_floats(tmp_path):
     np.testing.assert_array_equal(graphllm.load(path, strict=True).logits([1, 5]), want)
 
 
-def test_a_norm_of_whole_numbers_is_named(tmp_path):
+def test_an_integer_norm(tmp_path):
     weights = tiny.llama_weights()
     weights["model.norm.weight"] = np.ones(tiny.DIM, np.int32)
     path = tiny.write_llama(tmp_path / "x.gguf", weights)
@@ -124,7 +124,7 @@ def test_a_norm_of_whole_numbers_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "kind"), [(16, "iq2_xxs"), (34, "tq1_0"), (40, "nvfp4")])
-def test_a_format_that_nothing_reads_is_named(tmp_path, number, kind):
+def test_an_unsupported_format(tmp_path, number, kind):
     file = fuzz_gguf.valid("llama").copy()
     up = next(t for t in file.tensors if t.name == "blk.1.ffn_up.weight")
     up.kind, up.dims, up.offset = number, [256, 1], len(file.data)
@@ -139,7 +139,7 @@ def test_a_format_that_nothing_reads_is_named(tmp_path, number, kind):
 # ------------------------------------------------------------------------------- files and folders
 
 
-def test_what_is_no_model_file(tmp_path):
+def test_files_that_are_not_models(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.gguf").touch()
     (tmp_path / "text.gguf").write_text("hello")
@@ -178,7 +178,7 @@ ONE_OP = """
     from graphllm import ops
     from graphllm.runtime.executor import Executor
     from graphllm.graph.tensor import feed
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # as a full disk, at the first page
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # like a full disk, at the first page
     ex = Executor(backends=["cpu"])
     plan = ex.compile({"y": ops.silu(feed("x", (4,), "f32"))})
     print(float(ex.run(plan, {"x": np.ones(4, np.float32)})["y"][0]))
@@ -186,7 +186,7 @@ ONE_OP = """
 
 
 @pytest.mark.parametrize("cache", ["/proc/nonexistent", "FULL", "FILE"])
-def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path, cache):
+def test_an_unwritable_cache_prints_a_line(tmp_path, cache):
     (tmp_path / "file").touch()
     cache = {"FULL": str(tmp_path / "cache"), "FILE": str(tmp_path / "file")}.get(cache, cache)
     done = python("-c", textwrap.dedent(ONE_OP), GRAPHLLM_CACHE=cache)
@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_written_costs_a_line(tmp_path, cache):
 
 
 @pytest.mark.realmodel
-def test_a_demo_that_cannot_be_written(tmp_path):
+def test_an_unwritable_demo(tmp_path):
     (tmp_path / "file").touch()
     for cache in ("/proc/nonexistent", str(tmp_path / "file")):
         done = python("-m", "graphllm", "run", "demo", "-p", "x", GRAPHLLM_CACHE=cache)
@@ -225,7 +225,7 @@ def test_numbers_out_of_range(model, words, message):
     fails(done, message)
 
 
-def test_what_is_no_number_is_wrong_usage(model):
+def test_non_numbers_are_usage_errors(model):
     for words in (["-c", "many"], ["-t", "1.5"], ["--temp", ""], ["--no-such-option"]):
         done = python("-m", "graphllm", "run", model, "-p", "hello", *words)
         assert done.returncode == 2 and done.stderr.startswith("error: ")
@@ -241,10 +241,10 @@ def test_ids_out_of_range(model):
         llm.logits([1] * 9)
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.logits([])
-    assert llm.logits([1] * 8).shape == (8, 400)  # errors left nothing behind
+    assert llm.logits([1] * 8).shape == (8, 400)  # the errors left no trace
 
 
-def test_a_context_that_no_memory_holds(tmp_path):
+def test_a_context_too_large_for_memory(tmp_path):
     file = fuzz_gguf.valid("llama").with_key("llama.context_length", fuzz_gguf.U32, 2**31 - 1)
     path = tmp_path / "x.gguf"
     path.write_bytes(file.header() + file.data)

@@ -1,9 +1,9 @@
-"""A campaign of configurations in which one key has another value: ``vary_keys.py [FAMILY ...]``.
+"""Campaign of configurations in which one key has another value: ``vary_keys.py [FAMILY ...]``.
 
-Every small model of a family is built anew for each value of each key that any family knows, own or
-foreign, and for each key left out. What graphllm computes must be what transformers computes, or it
-must refuse the file. Prints what happened how often as JSON; each case that is silently different
-is told on standard error, and the exit code is 1. All families take an hour of one core.
+Every small model of a family is built for each value of each key that any family knows, and without
+each of its own keys. graphllm must compute what transformers computes, or reject the file. Prints
+the number of cases by outcome as JSON. Cases that differ silently are printed on standard error,
+and the exit code is 1. All families take an hour on one core.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def changes(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is changed, and the configuration with it."""
+    """Yield pairs (description of the change, changed configuration)."""
     yield "nothing", dict(config)
     for key in config:
         if key != "model_type":
@@ -99,12 +99,13 @@ def changes(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def outcome(folder: Path, config: Mapping[str, Any]) -> str:
-    """ "equal", "refused" (by us), "ours alone" (transformers refuses), or how it is different."""
+    """Return "equal", "refused" (by graphllm), "ours alone" (refused by transformers), or the
+    difference."""
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     try:
         want = _transformers(folder)
-    except Exception:  # whatever a configuration that makes no sense runs into
+    except Exception:  # a meaningless configuration may raise anything
         want = None
     path.write_text(json.dumps(config))
     try:
@@ -119,7 +120,7 @@ def outcome(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _transformers(folder: Path) -> np.ndarray:
-    """Logits of a random model of its own of that configuration, which it saves."""
+    """Build and save a random transformers model of this configuration; return its logits."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -132,7 +133,7 @@ def _transformers(folder: Path) -> np.ndarray:
 
 
 def varied(spec: ModelSpec, variant: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The changes of one small model of a family."""
+    """Yield the changes of one small model of a family."""
     yield from changes({**config_of(spec, variant), "model_type": spec.name})
 
 
