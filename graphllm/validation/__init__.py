@@ -1,5 +1,6 @@
-"""Is a model right? `graphllm.validate`: a directory, or a model file's small models, against
-transformers, check by check."""
+"""Validation of models: `graphllm.validate` checks a directory or a model file against
+transformers or another oracle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model that is validated: its file, its family, who knows better, and what is read."""
+"""One validated model: its checkpoint, its oracle, and the token ids of the checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXT = (
 
 
 class FilteredWeights:
-    """Weights but for some."""
+    """Weights without those in ``dropped``."""
 
     def __init__(self, weights: Weights, dropped: Collection[str]) -> None:
         self._weights, self._dropped = weights, dropped
@@ -48,10 +48,11 @@ class FilteredWeights:
 
 
 class ValidatedDirectory(HfCheckpoint):
-    """A directory that is read by ``given``, whatever it says of its family.
+    """A directory that is read with model spec ``given``, whatever its config.json declares.
 
-    ``source``: name of the configuration in messages if it is not a file of the user;
-    ``dropped``: weights to hide; ``ignore_vocabulary``: hide the tokenizer.
+    Attributes:
+        dropped: names of weights to hide.
+        ignore_vocabulary: whether to hide the tokenizer.
     """
 
     def __init__(self, path: Path, given: ModelSpec | None, source: str | None = None) -> None:
@@ -78,7 +79,10 @@ class ValidatedDirectory(HfCheckpoint):
 
 @dataclass
 class Case:
-    """What the checks of one model share. ``tokens`` of a text and ``new`` after them are read."""
+    """State that the checks of one model share.
+
+    ``tokens`` tokens of a text are prefilled, and ``new`` tokens are decoded after them.
+    """
 
     title: str
     file: Checkpoint
@@ -93,25 +97,28 @@ class Case:
     _record: OracleRecord | None = None
 
     def load(self, **more: object) -> LLM:
-        """The model with a float32 cache and activations that are not quantised."""
+        """Load the model with a float32 cache and without quantized activations."""
         options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new, **more}
         return LLM.load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
 
     @property
     def loaded(self) -> LLM | None:
-        """The model, if it has been loaded."""
+        """The model if it is loaded, else None."""
         return self._llm
 
     @property
     def llm(self) -> LLM:
-        """The model, loaded once."""
+        """The model, loaded on first use."""
         if self._llm is None:
             self._llm = self.load()
             self._choose_ids(self._llm)
         return self._llm
 
     def _choose_ids(self, llm: LLM) -> None:
-        """Choose the ids: a text's, or any without a tokenizer, and what the oracle says next."""
+        """Choose the ids: a text (or random ids without a tokenizer) and its greedy continuation.
+
+        The oracle computes the continuation; without one it is random.
+        """
         most = llm.limits.context
         self.new = max(1, min(self.new, most // 4))
         self.tokens = max(1, min(self.tokens, most - self.new))
@@ -122,7 +129,7 @@ class Case:
             for k, v in self.file.metadata.items()
             if k.endswith("_token_id") and isinstance(v, int)
         }
-        plain = [i for i in range(vocab) if i not in stated]  # the others may mean something
+        plain = [i for i in range(vocab) if i not in stated]  # special ids may have an effect
         ids = draw.choice(plain, self.tokens).tolist()
         if self.file.has_vocabulary:
             ids = [i for i in llm.encode(TEXT)[: self.tokens] if i < vocab]
@@ -135,25 +142,25 @@ class Case:
         self.ids = ids
 
     def run_oracle(self, ids: list[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
-        """What the oracle says. ModelFileError for logits of another vocabulary."""
+        """Run the oracle; ModelFileError if the vocabulary of its logits differs."""
         assert self.oracle is not None
         record, vocab = self.oracle.run(ids, wanted), self.llm.decoder.cfg.vocab
         if record.logits.shape[-1] != vocab:
             raise ModelFileError(
                 f"{self.oracle.name} returned logits {list(record.logits.shape)}, "
-                f"the model's are [{len(ids)}, {vocab}]"
+                f"expected [{len(ids)}, {vocab}]"
             )
         return record
 
     @property
     def layers(self) -> list[str]:
-        """The paths of the layers."""
+        """Paths of the layers."""
         n, count = self.llm.decoder.cfg.names, len(self.llm.decoder.cfg.layers)
         return [f"{n.model}.{n.layers}.{i}" for i in range(count)]
 
     @property
     def record(self) -> OracleRecord:
-        """What the oracle computes for the ids, with what layers read and return."""
+        """Oracle run over the ids, with inputs and outputs of the layers."""
         if self._record is None:
             layers = set(self.layers)
             self._record = self.run_oracle(self.ids, layers.__contains__)
@@ -161,7 +168,7 @@ class Case:
 
     @property
     def exact(self) -> bool:
-        """Whether the device computes in float32 throughout, not in halves."""
+        """Whether the device computes in float32 throughout, not in half precision."""
         halves = any(
             (meta := self.llm.decoder.weights.meta(name)) is not None
             and meta.dtype.name in ("f16", "bf16")

@@ -1,9 +1,9 @@
-"""Where within a layer a model parts from its oracle: which module, which op, which line.
+"""Locate the first divergence from the oracle within a layer: module, op and source line.
 
-The layer is run from the oracle's own input, with every value in it handed out. A value is right if
-the oracle has the same one in that layer, and passed over if something right was computed from it.
-The first one that differs from its counterpart names the module, and the ops between it and what is
-right are those that can have made it so.
+The layer runs from the oracle's input, with all its values traced. A value is correct if the oracle
+has an equal one in that layer, and not suspect if a correct value was computed from it. The first
+value that differs from its counterpart names the module; the ops between it and correct values are
+the suspects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .subgraphs import (
     nearest_deviation,
 )
 
-_MAX_NAMED_OPS = 6  # so many ops are named in a line
+_MAX_NAMED_OPS = 6  # more are summarized in a line
 _PASSIVE_MODULES = (
     "Dropout",
     "Identity",
@@ -41,7 +41,14 @@ _PASSIVE_MODULES = (
 
 @dataclass
 class NamedValue:
-    """A value of the graph that the oracle has by name. ``label``: what it is; ``path``: whose."""
+    """A value of the graph that the oracle has, too.
+
+    Attributes:
+        node: node of the graph.
+        label: description of the value.
+        path: path of its module.
+        want: values of the oracle.
+    """
 
     node: Tensor
     label: str
@@ -51,7 +58,7 @@ class NamedValue:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where it is, in a line and in more."""
+    """Description of a divergence: one line, and details."""
 
     summary: str
     lines: tuple[str, ...]
@@ -59,15 +66,15 @@ class Divergence:
 
 @dataclass
 class _Values:
-    """Values of one region by node, and which of them are right."""
+    """Values of one subgraph by node, and which of them are correct."""
 
     got: dict[Tensor, np.ndarray]
     correct: set[Tensor] = field(default_factory=set)
-    upstream: set[Tensor] = field(default_factory=set)  # something right was computed from them
+    upstream: set[Tensor] = field(default_factory=set)  # a correct value was computed from them
 
-    def is_wrong(self, spot: NamedValue, limit: float) -> bool:
-        """Whether it differs from what the oracle has there, and that matters."""
-        return spot.node not in self.upstream and not self.matches(spot.node, spot.want, limit)
+    def is_wrong(self, named: NamedValue, limit: float) -> bool:
+        """Whether a value differs from the oracle's, and no correct value depends on it."""
+        return named.node not in self.upstream and not self.matches(named.node, named.want, limit)
 
     def matches(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
         found = nearest_deviation(self.got[node], wanted)
@@ -75,10 +82,16 @@ class _Values:
 
 
 def locate_divergence(case: Case, subgraph: Subgraph, limit: float) -> Divergence:
-    """Where in ``subgraph``, whose result is off, the first wrong value is made."""
+    """Find the first wrong value in ``subgraph``, whose result is wrong.
+
+    Args:
+        case: the validated model.
+        subgraph: a layer, or what is before or after the layers.
+        limit: NMSE up to which values are equal.
+    """
     assert case.oracle is not None
     others = [path for path in case.layers if path != subgraph.name]
-    whole = subgraph.name not in case.layers  # what is before the layers, or behind them
+    whole = subgraph.name not in case.layers  # before the first layer or after the last
 
     def wanted(path: str) -> bool:
         own = path not in case.layers if whole else is_within(path, subgraph.name)
@@ -86,55 +99,55 @@ def locate_divergence(case: Case, subgraph: Subgraph, limit: float) -> Divergenc
 
     record = case.oracle.run(case.ids, wanted)
     nodes = [node for node in subgraph.nodes if comparable(node)]
-    spots = [*_modules(case, nodes, record), *_attentions(subgraph.nodes, record)]
-    spots.append(
-        NamedValue(
-            subgraph.result, f"the result of {subgraph.name}", subgraph.name, [subgraph.want]
-        )
+    named_values = [*_modules(case, nodes, record), *_attentions(subgraph.nodes, record)]
+    named_values.append(
+        NamedValue(subgraph.result, f"result of {subgraph.name}", subgraph.name, [subgraph.want])
     )
-    values = _trace_values(case, subgraph, [*nodes, *(spot.node for spot in spots)])
-    spots = [s for s in spots if nearest_deviation(values.got[s.node], s.want) is not None]
-    _mark_correct(values, nodes, spots, record, limit)
+    values = _trace_values(case, subgraph, [*nodes, *(named.node for named in named_values)])
+    named_values = [
+        s for s in named_values if nearest_deviation(values.got[s.node], s.want) is not None
+    ]
+    _mark_correct(values, nodes, named_values, record, limit)
     order = {node: i for i, node in enumerate(subgraph.nodes)}
-    wrong = [s for s in spots if s.node in order and values.is_wrong(s, limit)]
+    wrong = [s for s in named_values if s.node in order and values.is_wrong(s, limit)]
     if not wrong:
-        text = f"{subgraph.name} differs, though nothing in it does when its ops are not fused"
-        return Divergence(text, ("graphllm diff --fused tells which fused op it is",))
-    first = min(wrong, key=lambda spot: order[spot.node])
+        text = f"{subgraph.name} differs, but none of its values does without fusion"
+        return Divergence(text, ("graphllm diff --fused finds the fused op",))
+    first = min(wrong, key=lambda named: order[named.node])
     return _describe(subgraph, first, _suspects(first.node, order, values), values, record, case)
 
 
 def _trace_values(case: Case, subgraph: Subgraph, nodes: Sequence[Tensor]) -> _Values:
-    """The values of ``nodes``, from the oracle's value before the region."""
+    """Trace ``nodes``, starting from the oracle's value before the subgraph."""
     from .subgraphs import split_graph
 
-    named = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
-    swaps = {}
+    traced = {f"value {i}": node for i, node in enumerate(dict.fromkeys(nodes))}
+    substitutions = {}
     for cut in split_graph(case.llm, case.layers, case.record):
         if cut.name == subgraph.before:
-            named["before"], swaps["before"] = cut.result, Substitution(cut.want)
-    got = Tracer(case.llm.engine, named).trace(case.ids, "value *", swaps)
-    return _Values({named[name]: value for name, value in got.items()})
+            traced["before"], substitutions["before"] = cut.result, Substitution(cut.want)
+    got = Tracer(case.llm.engine, traced).trace(case.ids, "value *", substitutions)
+    return _Values({traced[name]: value for name, value in got.items()})
 
 
-# ------------------------------------------------------------------------- what the oracle has, too
+# ----------------------------------------------------------------------------------- named values
 
 
 def _modules(case: Case, nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValue]:
-    """What modules of the same path read and return."""
+    """Return the inputs and outputs of modules of the same path."""
     found = []
     for path, node in case.llm.engine.scope_values.items():
         if path in record.read:
             read = module_input(nodes, path)
             if read is not None:
-                found.append(NamedValue(read, f"what {path} reads", path, [record.read[path]]))
+                found.append(NamedValue(read, f"input of {path}", path, [record.read[path]]))
         if path in record.returned:
-            found.append(NamedValue(node, f"what {path} returns", path, [record.returned[path]]))
+            found.append(NamedValue(node, f"output of {path}", path, [record.returned[path]]))
     return found
 
 
 def _attentions(nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValue]:
-    """What an attention reads and gives, which no module stands for."""
+    """Return the inputs and results of attentions, which are no modules of their own."""
     found = []
     for node in nodes:
         known = record.attended.get(node.scope) if node.op == "attention" else None
@@ -142,55 +155,53 @@ def _attentions(nodes: Sequence[Tensor], record: OracleRecord) -> list[NamedValu
             continue
         query, key, value = (_written(source) for source in node.sources[:3])
         found += [
-            NamedValue(
-                query, f"the query that {node.scope} attends with", node.scope, [known.query]
-            ),
-            NamedValue(key, f"the key that {node.scope} caches", node.scope, [known.key]),
-            NamedValue(value, f"the value that {node.scope} caches", node.scope, [known.value]),
-            NamedValue(node, f"what {node.scope} attends to", node.scope, [known.result]),
+            NamedValue(query, f"query of {node.scope}", node.scope, [known.query]),
+            NamedValue(key, f"cached key of {node.scope}", node.scope, [known.key]),
+            NamedValue(value, f"cached value of {node.scope}", node.scope, [known.value]),
+            NamedValue(node, f"attention result of {node.scope}", node.scope, [known.result]),
         ]
-    return [spot for spot in found if comparable(spot.node)]
+    return [named for named in found if comparable(named.node)]
 
 
 def _written(source: Tensor) -> Tensor:
-    """What is written to a pool, if that is one."""
+    """Return what is written to the KV pool ``source``; other nodes as they are."""
     pool = source.base
     written = get(pool.op).written(pool) if not pool.is_leaf else ()
     return pool.sources[1] if written else source
 
 
-# ------------------------------------------------------------------------------------ what is right
+# --------------------------------------------------------------------------------- correct values
 
 
 def _mark_correct(
     values: _Values,
     nodes: Sequence[Tensor],
-    spots: Sequence[NamedValue],
+    named_values: Sequence[NamedValue],
     record: OracleRecord,
     limit: float,
 ) -> None:
-    """Mark the values that are right."""
+    """Mark the values that are correct."""
     arrays = [*record.returned.values(), *record.read.values()]
     for known in record.attended.values():
         arrays += [known.query, known.key, known.value, known.result]
     expected: dict[Tensor, list[np.ndarray]] = {}
-    for spot in spots:
-        expected.setdefault(spot.node, []).extend(spot.want)
-    for node in dict.fromkeys([*nodes, *(s.node for s in spots)]):
+    for named in named_values:
+        expected.setdefault(named.node, []).extend(named.want)
+    for node in dict.fromkeys([*nodes, *(s.node for s in named_values)]):
         if values.matches(node, expected.get(node, arrays), limit):
             values.correct.add(node)
     for known in record.attended.values():
-        _mark_correct_scores(values, spots, known, limit)
-    right = [n for n in [*nodes, *(spot.node for spot in spots)] if n in values.correct]
+        _mark_correct_scores(values, named_values, known, limit)
+    right = [n for n in [*nodes, *(named.node for named in named_values)] if n in values.correct]
     values.upstream.update(s for node in toposort(right) for s in node.sources)
 
 
 def _mark_correct_scores(
-    values: _Values, spots: Sequence[NamedValue], known: AttentionRecord, limit: float
+    values: _Values, named_values: Sequence[NamedValue], known: AttentionRecord, limit: float
 ) -> None:
-    """Queries and keys whose columns stand in another order are right if their products are."""
+    """Accept queries and keys whose columns are permuted if their products are correct."""
     query, key = (
-        next((s.node for s in spots if any(w is each for w in s.want)), None)
+        next((s.node for s in named_values if any(w is each for w in s.want)), None)
         for each in (known.query, known.key)
     )
     if query is None or key is None:
@@ -203,17 +214,17 @@ def _mark_correct_scores(
     if found is not None and found.nmse <= limit:
         for node in (query, key):
             values.correct.add(node)
-            values.upstream.add(node)  # they need not be the oracle's
+            values.upstream.add(node)  # they need not equal the oracle's
 
 
 def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """[T, H, T] of query [T, H, D] and key [T, Hkv, D]."""
+    """Return scores [T, H, T] of query [T, H, D] and key [T, Hkv, D]."""
     heads = np.repeat(key, query.shape[1] // key.shape[1], axis=1)
     return np.einsum("thd,shd->ths", query, heads)
 
 
 def _suspects(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[Tensor]:
-    """The nodes between right values and a wrong one, in the order of a run, itself included."""
+    """Return the nodes between correct values and a wrong one, inclusive, in execution order."""
     found, seen, stack = [], set[Tensor](), [wrong]
     while stack:
         node = stack.pop()
@@ -227,12 +238,12 @@ def _suspects(wrong: Tensor, order: dict[Tensor, int], values: _Values) -> list[
     return sorted(found, key=lambda node: order[node])
 
 
-# ---------------------------------------------------------------------------------------- in words
+# ------------------------------------------------------------------------------------ description
 
 
 def _describe(
     subgraph: Subgraph,
-    spot: NamedValue,
+    named: NamedValue,
     made: list[Tensor],
     values: _Values,
     record: OracleRecord,
@@ -241,25 +252,25 @@ def _describe(
     ops = list(dict.fromkeys(f"{node.op} at {relative_origin(node.origin)}" for node in made))
     if len(ops) > _MAX_NAMED_OPS:
         ops = [f"{len(ops)} ops, from {ops[0]} to {ops[-1]}"]
-    by = f": made by {', '.join(ops)}" if ops else ""
-    missing = "" if ops else ": the ops that make it are right, something is not done after them"
-    found = nearest_deviation(values.got[spot.node], spot.want)
+    computed_by = f": computed by {', '.join(ops)}" if ops else ""
+    missing = "" if ops else ": the ops before it are correct, and an op after them is missing"
+    found = nearest_deviation(values.got[named.node], named.want)
     assert found is not None
     at = ",".join(map(str, found.worst))
-    worst = f"worst at [{at}]: {found.got:.6g}, not {found.want:.6g}"
-    lines = [f"{spot.label}: NMSE {found.nmse:.1e}, {worst}"]
+    worst = f"worst at [{at}]: {found.got:.6g}, expected {found.want:.6g}"
+    lines = [f"{named.label}: NMSE {found.nmse:.1e}, {worst}"]
     for node in made:
-        lines.append(f"{node.op}({format_attributes(node.attrs)}) of {node.scope}")
+        lines.append(f"{node.op}({format_attributes(node.attrs)}) in {node.scope}")
         lines += _differing_attributes(node, record)
-    lines += _missing_modules(spot.path, record, case)
-    return Divergence(f"{subgraph.name}: {spot.label} differs{by}{missing}", tuple(lines))
+    lines += _missing_modules(named.path, record, case)
+    return Divergence(f"{subgraph.name}: {named.label} differs{computed_by}{missing}", tuple(lines))
 
 
 _OPTIONS = {"scale": "scaling", "window": "sliding_window", "softcap": "softcap"}
 
 
 def _differing_attributes(node: Tensor, record: OracleRecord) -> list[str]:
-    """Attributes for which the oracle has another value."""
+    """Return lines on attributes for which the oracle has another value."""
     pairs = []
     known = record.attended.get(node.scope)
     if node.op == "attention" and known is not None:
@@ -267,7 +278,7 @@ def _differing_attributes(node: Tensor, record: OracleRecord) -> list[str]:
     if "eps" in node.attrs:
         pairs += [("eps", value) for value in record.facts.get(node.scope, {}).values()]
     return [
-        f"  {name} = {node.attrs[name]:.6g}; the oracle's is {value or 0:.6g}"
+        f"  {name} = {node.attrs[name]:.6g}; oracle: {value or 0:.6g}"
         for name, value in pairs
         if isinstance(value, (int, float, type(None))) and not _same(node.attrs[name], value)
     ]
@@ -278,7 +289,7 @@ def _same(ours: float, theirs: float | None) -> bool:
 
 
 def _missing_modules(path: str, record: OracleRecord, case: Case) -> list[str]:
-    """Modules beside ``path`` that the oracle runs and the model file does not."""
+    """Return a line on modules near ``path`` that the oracle runs and the model file does not."""
     parent = path.rpartition(".")[0] if path not in case.layers else path
     names = [
         f"{name} ({kind})"
@@ -287,4 +298,4 @@ def _missing_modules(path: str, record: OracleRecord, case: Case) -> list[str]:
         and not kind.endswith(_PASSIVE_MODULES)
         and name not in case.llm.engine.scope_values
     ]
-    return [f"modules of the oracle alone: {', '.join(names)}"] if names else []
+    return [f"modules only in the oracle: {', '.join(names)}"] if names else []

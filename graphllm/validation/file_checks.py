@@ -1,4 +1,4 @@
-"""The checks of what is in a directory: tokenizer, configuration, weights."""
+"""Checks of the files: tokenizer, configuration, weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..tokenizer.edge_cases import EDGE_CASES
 from .case import TEXT, Case, ValidatedDirectory
 from .report import FAILED, PASSED, SKIPPED, Check
 
-_MAX_SHOWN = 6  # of what differs
+_MAX_SHOWN = 6  # differences listed in a report
 
 
 def tokenizer(case: Case) -> Check:
-    """The ids of hard texts, and their texts again, as transformers' tokenizer has them."""
+    """Check that hard texts are encoded and decoded as by transformers' tokenizer."""
     if not case.file.has_vocabulary:
-        return Check("tokenizer", SKIPPED, "there is none")
+        return Check("tokenizer", SKIPPED, "no tokenizer")
     try:
         own = case.file.tokenizer()
     except GraphllmError as error:
@@ -40,16 +40,16 @@ def tokenizer(case: Case) -> Check:
                 continue
             shown, again = other.decode(want), own.decode(want, skip_special=False)
             if shown != again:
-                decoded = f"{_excerpt(again)}, not {_excerpt(shown)}"
+                decoded = f"{_excerpt(again)}, expected {_excerpt(shown)}"
                 wrong.append(f"{_excerpt(text)}: its ids decode to {decoded}")
     if wrong:
         text = f"{len(wrong)} of {2 * len(texts)} texts differ: {wrong[0]}"
         return Check("tokenizer", FAILED, text, tuple(wrong[:_MAX_SHOWN]))
-    return Check("tokenizer", PASSED, f"{len(texts)} texts: the same ids, and the same texts again")
+    return Check("tokenizer", PASSED, f"{len(texts)} texts are encoded and decoded alike")
 
 
 def _transformers_tokenizer(folder: Path) -> Any:
-    """transformers', or in words why there is none."""
+    """Return the tokenizer of transformers, or a string that says why there is none."""
     try:
         from transformers import AutoTokenizer
 
@@ -57,8 +57,8 @@ def _transformers_tokenizer(folder: Path) -> Any:
 
         with quiet():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of any kind: nothing is known of what it runs into
-        return f"transformers has none for it: {' '.join(str(error).split())[:200]}"
+    except Exception as error:  # transformers raises many kinds
+        return f"transformers cannot load it: {' '.join(str(error).split())[:200]}"
 
 
 def _excerpt(text: str) -> str:
@@ -66,26 +66,26 @@ def _excerpt(text: str) -> str:
 
 
 def _first_difference(have: list[int], want: list[int]) -> str:
-    """Where two lists of ids part."""
+    """Return the first difference of two lists of ids."""
     same = [a == b for a, b in zip(have, want)]
     at = same.index(False) if False in same else len(same)
-    return f"part at {at}: {have[at : at + 4]}, not {want[at : at + 4]}"
+    return f"differ from {at} on: {have[at : at + 4]}, expected {want[at : at + 4]}"
 
 
 def config(case: Case) -> Check:
-    """Every key is used, or ignored for a reason."""
+    """Check that every key of the configuration is used or known to be ignorable."""
     keys = case.file.keys(case.spec)
     case.spec.config(keys)
     keys.finish()
     used = sorted(k for k in keys.values if k in keys.read_names)
     ignored = sorted(k for k in keys.values if k not in keys.read_names)
     lines = [f"used: {', '.join(used)}", *(f"ignored: {k} ({IGNORED[k]})" for k in ignored)]
-    text = f"{len(used)} keys are used, {len(ignored)} ignored"
+    text = f"{len(used)} keys used, {len(ignored)} ignored"
     return Check("config", PASSED, text, tuple(lines))
 
 
 def weights(case: Case) -> Check:
-    """The model asks for every weight that there is, and for no other."""
+    """Check that the model uses every weight of the file and no other."""
     extra: list[str] = []
     try:
         needed = _needed(case)
@@ -101,13 +101,13 @@ def weights(case: Case) -> Check:
     if extra:
         first = f"{extra[0]}" + (f" and {len(extra) - 1} more" if len(extra) > 1 else "")
         text = f"the model file does not use {first}"
-        return Check("weights", FAILED, text, (*(f"not used: {n}" for n in extra), *lines))
-    text = f"{needed} tensors, none missing, none left over"
+        return Check("weights", FAILED, text, (*(f"unused: {n}" for n in extra), *lines))
+    text = f"{needed} tensors, none missing, none unused"
     return Check("weights", PASSED, "; ".join([text, *lines]))
 
 
 def _needed(case: Case) -> int:
-    """How many weights the model uses, once it is built. ModelFileError."""
+    """Build the model; return the number of weights it uses."""
     decoder = build_decoder(case.file)
     decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
     return len(set(decoder.used) & set(decoder.weights.names()))

@@ -1,4 +1,4 @@
-"""transformers as the oracle: float32, on the CPU."""
+"""Oracle that runs a model of transformers in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from typing import Any
 from ..errors import RequestError
 from .torch_module import ModuleOracle
 
-EAGER_OPTIONS = {
-    "attn_implementation": "eager",
-    "experts_implementation": "eager",
-}  # how modules compute
+EAGER_OPTIONS = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def require_transformers() -> None:
-    """RequestError without the extra."""
+    """Raise RequestError if torch or transformers is not installed."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
             raise RequestError(
                 f"validate compares with transformers, and {name} is not installed: "
-                "pip install 'graphllm[parity]', or give an --oracle"
+                "pip install 'graphllm[parity]', or pass --oracle FILE"
             )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without progress bars and remarks."""
+    """Silence progress bars and warnings of transformers."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -61,7 +58,7 @@ class TransformersOracle(ModuleOracle):
 
     @classmethod
     def load(cls, folder: Path) -> TransformersOracle:
-        """Of a directory. RequestError with what transformers says where it cannot."""
+        """Load a directory; RequestError with the message of transformers if that fails."""
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""A validation as one HTML file: the profile report's look, no script, no network."""
+"""Validation report as one HTML file, in the style of the profile report, without scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ summary { cursor: pointer; color: var(--ink-2); font-size: 12px; }
 
 
 def render_page(report: Report) -> str:
-    """The page, to be written as UTF-8."""
+    """Return the page, to be written as UTF-8."""
     style = files("graphllm.profiler.html").joinpath("style.css").read_text("utf-8") + _OWN
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'"
@@ -54,7 +54,7 @@ def _verdict(report: Report) -> str:
 
 
 def _section(run: Run) -> str:
-    against = f"{_text(run.oracle)}, float32" if run.oracle else "nothing independent"
+    against = f"{_text(run.oracle)}, float32" if run.oracle else "no oracle"
     rows = "\n".join(map(_row, run.checks))
     return (
         f"<section><div class='title'><h2>{_text(run.title)}</h2></div>"
@@ -64,7 +64,7 @@ def _section(run: Run) -> str:
 
 
 def _row(check: Check) -> str:
-    mark = {PASSED: "passed", FAILED: "failed"}.get(check.status, "not made")
+    mark = {PASSED: "passed", FAILED: "failed"}.get(check.status, "skipped")
     return (
         f"<tr><th class='words'>{_text(check.name)}</th>"
         f"<td class='{check.status}'>{mark}</td><td>{_text(check.summary)}{_more(check)}</td></tr>"
@@ -72,7 +72,7 @@ def _row(check: Check) -> str:
 
 
 def _more(check: Check) -> str:
-    """Lines and figures, open where the check failed."""
+    """Details and figures of a check, open if it failed."""
     if not check.lines and not check.rows:
         return ""
     lines = "".join(f"<li>{_text(line)}</li>" for line in check.lines)
@@ -85,7 +85,8 @@ def _more(check: Check) -> str:
         )
     is_open = " open" if check.status == FAILED else ""
     return (
-        f"<details{is_open}><summary>more</summary><ul class='list'>{lines}</ul>{table}</details>"
+        f"<details{is_open}><summary>details</summary><ul class='list'>{lines}</ul>{table}"
+        "</details>"
     )
 
 

@@ -1,7 +1,7 @@
-"""Hidden states: after the embedding, after every layer, and the logits, each by itself.
+"""The check ``layers``: hidden states after the embedding and every layer, and the logits.
 
-Every value is replaced by the oracle's on the way, so that what a layer does wrong shows in that
-layer and in no other; and once more without, which is how far rounding has gone.
+The isolated deviation of a value is computed from the oracle's value before it, so that an error
+shows only in the layer that makes it. The cumulative deviation is that of the plain run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .divergence import locate_divergence
 from .report import FAILED, PASSED, Check
 from .subgraphs import LOGITS, Subgraph, Substitution, nearest_deviation, split_graph
 
-# Mean square error as a share of the mean square: float32 reaches 1e-13 to 1e-11 a layer, halves,
-# as the CUDA kernels multiply them, 1e-6 to 1e-5.
+# Bounds on NMSE. Float32 reaches 1e-13 to 1e-11 per layer; half-precision products, as in the CUDA
+# kernels, reach 1e-6 to 1e-5.
 EXACT, HALVES = 1e-9, 1e-4
 
 
 def hidden_states(case: Case) -> Check:
-    """The check ``layers``."""
+    """Compare the hidden states with the oracle's."""
     found = split_graph(case.llm, case.layers, case.record)
     _check_numbers(case, found)
     limit = EXACT if case.exact else HALVES
@@ -32,18 +32,19 @@ def hidden_states(case: Case) -> Check:
     notes = _untested_windows(case)
     if not bad:
         worst = max(row["alone"] for row in rows)
-        text = f"{len(found)} values, NMSE at most {worst:.0e} each alone"
-        text += f", {max(row['chain'] for row in rows):.0e} in their chain (allowed: {limit:.0e})"
+        text = f"{len(found)} values, NMSE at most {worst:.0e} isolated"
+        text += f", {max(row['chain'] for row in rows):.0e} cumulative (allowed: {limit:.0e})"
         return Check("layers", PASSED, "; ".join([text, *notes]), rows=tuple(rows))
-    parting = locate_divergence(case, bad[0], limit)
-    others = f"{len(bad)} of {len(found)} values differ, each computed from the oracle's: "
+    divergence = locate_divergence(case, bad[0], limit)
+    others = f"{len(bad)} of {len(found)} values differ if computed from the oracle's inputs: "
     names = [subgraph.name for subgraph in bad]
     others += ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return Check("layers", FAILED, parting.summary, (*parting.lines, others, *notes), tuple(rows))
+    lines = (*divergence.lines, others, *notes)
+    return Check("layers", FAILED, divergence.summary, lines, tuple(rows))
 
 
 def _check_numbers(case: Case, found: list[Subgraph]) -> None:
-    """ModelFileError where the oracle itself computes no numbers, with which all would agree."""
+    """Raise ModelFileError if the oracle computes NaN or infinity, which would match anything."""
     for subgraph in found:
         if not np.isfinite(subgraph.want).all():
             assert case.oracle is not None
@@ -52,15 +53,15 @@ def _check_numbers(case: Case, found: list[Subgraph]) -> None:
 
 
 def _rows(case: Case, found: list[Subgraph]) -> list[dict[str, Any]]:
-    """NMSE of each value, from the oracle's before it and from our own."""
+    """Return isolated (``alone``) and cumulative (``chain``) deviation of each value."""
     engine = case.llm.engine
     nodes = {subgraph.name: subgraph.result for subgraph in found}
-    swaps = {
+    substitutions = {
         subgraph.name: Substitution(subgraph.want) for subgraph in found if subgraph.name != LOGITS
     }
     tracer = Tracer(engine, nodes)
-    alone = tracer.trace(case.ids, LOGITS, swaps)
-    alone |= {name: swap.value for name, swap in swaps.items()}
+    alone = tracer.trace(case.ids, LOGITS, substitutions)
+    alone |= {name: each.value for name, each in substitutions.items()}
     chain = tracer.trace(case.ids, list(nodes))
     rows = []
     for subgraph in found:
@@ -74,9 +75,9 @@ def _rows(case: Case, found: list[Subgraph]) -> list[dict[str, Any]]:
 
 
 def _untested_windows(case: Case) -> list[str]:
-    """What so few tokens do not show."""
+    """Return a note on attention windows that the ids do not exceed."""
     windows = {layer.window for layer in case.llm.decoder.cfg.layers}
     wide = sorted(w for w in windows if w >= len(case.ids))
     if not wide:
         return []
-    return [f"a window of {wide[0]} tokens is not tried by {len(case.ids)} (--tokens)"]
+    return [f"the window of {wide[0]} tokens is not exceeded by {len(case.ids)} tokens (--tokens)"]

@@ -1,12 +1,12 @@
-"""What a model should compute, from an independent source: transformers, or a Python file.
+"""Oracle from a Python file: a function, or a torch module.
 
-A function `oracle(config, weights, ids)` is given the configuration (a dict, as config.json has
-it), the weights (float32 arrays by the names that the model file asks for) and token ids (a list).
-It returns logits, float [T, vocab]; or a mapping in which ``logits`` are these, beside other values
-[T, ...] by the scope that they are of, as ``model.layers.0``. It may also return a torch.nn.Module,
-or ``oracle`` may be one: then the module gets the ids [1, T] and returns logits [1, T, vocab], and
-what its submodules read and return is compared, by their paths. While the file is run, and while
-its code is called, its folder is on `sys.path`.
+A function `oracle(config, weights, ids)` gets the configuration (dict, as in config.json), the
+weights (float32 arrays, by the names that the model file uses) and token ids (list). It returns
+logits, float [T, vocab]; or a mapping with the key ``logits`` and values [T, ...] of scopes by
+name, as ``model.layers.0``. It may also return a torch.nn.Module, or ``oracle`` may be one: then
+the module gets ids [1, T] and returns logits [1, T, vocab], and inputs and outputs of its
+submodules are compared with the scopes of the same path. The folder of the file is on `sys.path`
+while its code runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OracleFunction = Callable[[dict[str, Any], dict[str, np.ndarray], list[int]], An
 
 
 class FunctionOracle:
-    """A function of a user's file; or a torch module, which it returns or which stands for it."""
+    """Oracle from a user's function, or from the torch module it returns or is."""
 
     lines: Sequence[str] = ()
 
@@ -51,7 +51,7 @@ class FunctionOracle:
         self._folder, self.name = path.parent, f"{function.__name__}() of {path.name}"
 
     def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
-        """ModelFileError for a result that is not what a function has to return."""
+        """Run the oracle; ModelFileError if the result is invalid."""
         with import_path(self._folder):
             if self._module is not None:
                 return self._module.run(ids, wanted)
@@ -61,18 +61,19 @@ class FunctionOracle:
                 return self._module.run(ids, wanted)
         values = dict(found) if isinstance(found, Mapping) else {"logits": found}
         if "logits" not in values:
-            raise ModelFileError(f"{self.name} returned no 'logits' beside {', '.join(values)}")
+            raise ModelFileError(f"{self.name} returned no 'logits', only {', '.join(values)}")
         arrays = {name: np.asarray(value, np.float64) for name, value in values.items()}
         logits = arrays.pop("logits")
         if logits.ndim != 2 or len(logits) != len(ids):
             raise ModelFileError(
-                f"{self.name} returned logits {list(logits.shape)}, not [{len(ids)}, vocabulary]"
+                f"{self.name} returned logits {list(logits.shape)}, "
+                f"expected [{len(ids)}, vocabulary]"
             )
         return OracleRecord(logits, arrays)
 
 
 def as_float32(weights: Weights, name: str) -> np.ndarray:
-    """A weight as float32, in its own shape."""
+    """Return a weight as float32, in its own shape."""
     meta = weights.meta(name)
     assert meta is not None
     width = meta.shape[-1] if meta.shape else 1
@@ -82,19 +83,19 @@ def as_float32(weights: Weights, name: str) -> np.ndarray:
 
 
 def load_oracle(path: Path) -> OracleFunction:
-    """``oracle`` of a user's file. ModelFileError."""
+    """Load ``oracle`` from a user's file; ModelFileError if there is none."""
     with import_path(path.resolve().parent):
         found = getattr(import_file(path), "oracle", None)
     if not callable(found):
         raise ModelFileError(
-            f"{path}: has no function oracle(config, weights, ids), and no torch module oracle"
+            f"{path}: defines neither oracle(config, weights, ids) nor a torch module oracle"
         )
     return found
 
 
 @contextmanager
 def import_path(folder: Path) -> Iterator[None]:
-    """Look for imports in ``folder`` first."""
+    """Put ``folder`` first on `sys.path`."""
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -1,4 +1,4 @@
-"""What an oracle is, and what it tells of one run."""
+"""Oracle protocol, and the record of one oracle run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-PathFilter = Callable[[str], bool]
+PathFilter = Callable[[str], bool]  # selects modules by path
 
 
 @dataclass
 class AttentionRecord:
-    """What an attention read and gave: [H, T, D], [Hkv, T, D], [T, H, D]; and how it was asked."""
+    """Inputs, result and options of one attention.
+
+    query [H, T, D]; key and value [Hkv, T, D]; result [T, H, D].
+    """
 
     query: np.ndarray
     key: np.ndarray
@@ -24,25 +27,34 @@ class AttentionRecord:
 
 @dataclass
 class OracleRecord:
-    """One run over all of the ids: ``logits`` [T, vocab]; by path what modules returned and read,
-    [T, ...] or, by heads, [H, T, D]; attentions by the path of their module; and which modules
-    there are, with what they are called."""
+    """Record of one oracle run over all ids.
+
+    Attributes:
+        logits: [T, vocab].
+        returned: outputs of modules by path, [T, ...] or by heads [H, T, D].
+        read: inputs of modules by path.
+        attended: attentions by path of their module.
+        modules: class names of the modules by path.
+        facts: selected attributes of the modules by path, as ``eps``.
+    """
 
     logits: np.ndarray
     returned: dict[str, np.ndarray] = field(default_factory=dict)
     read: dict[str, np.ndarray] = field(default_factory=dict)
     attended: dict[str, AttentionRecord] = field(default_factory=dict)
     modules: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # attributes of modules
+    facts: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Oracle(Protocol):
-    """Who knows what a model should compute. ``name``: for people; ``lines``: what loading told of
-    weights that are missing or were not used."""
+    """Independent source of what a model should compute.
+
+    ``name``: shown in reports; ``lines``: messages on missing or unused weights.
+    """
 
     @property
     def name(self) -> str: ...
     @property
     def lines(self) -> Sequence[str]: ...
     def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
-        """One run; of modules whose path is ``wanted`` it keeps what they read and return."""
+        """Run over ``ids``; record inputs and outputs of the modules selected by ``wanted``."""

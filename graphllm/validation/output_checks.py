@@ -1,4 +1,4 @@
-"""The checks of what a model gives: logits, greedy tokens, perplexity; and of itself."""
+"""Checks of the outputs: logits, greedy tokens and perplexity; and self-consistency."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from ..profiler.diff.comparison import Diff, diff
 from .case import Case
 from .report import FAILED, PASSED, SKIPPED, Check
 
-# Of logits, as a share of their range: in float32, and where halves are multiplied.
+# Allowed deviation of logits as a share of their range: in float32, and in half precision.
 EXACT, HALVES = 1e-4, 2e-2
-TIE = 1e-2  # two logits that are no further apart may change places
+TIE = 1e-2  # difference of two logits up to which either may be chosen
 PERPLEXITY = 1e-3, 2e-2
 
 
 def logits(case: Case) -> Check:
-    """Of all ids, read at once."""
+    """Compare the logits of all ids, computed in one prefill."""
     have, want = case.llm.logits(case.ids), case.record.logits
     if have.shape != want.shape:
-        text = f"they are {list(have.shape)}, the oracle's {list(want.shape)}"
+        text = f"shape {list(have.shape)}, expected {list(want.shape)}"
         return Check("logits", FAILED, text)
-    return _logits_check("logits", case, have, want, "the oracle's")
+    return _logits_check("logits", case, have, want, "the oracle")
 
 
-def _logits_check(name: str, case: Case, have: np.ndarray, want: np.ndarray, whose: str) -> Check:
-    apart, limit = np.abs(have - want), EXACT if case.exact else HALVES
-    share = float(apart.max() / (want.max() - want.min() or 1.0))
-    row, column = np.unravel_index(int(np.argmax(apart)), apart.shape)
-    values = f"{have[row, column]:.6g}, not {want[row, column]:.6g} at token {row}, id {column}"
-    text = f"are at most {share:.0e} of their range off {whose} (allowed: {limit:.0e})"
+def _logits_check(
+    name: str, case: Case, have: np.ndarray, want: np.ndarray, reference: str
+) -> Check:
+    difference, limit = np.abs(have - want), EXACT if case.exact else HALVES
+    share = float(difference.max() / (want.max() - want.min() or 1.0))
+    row, column = np.unravel_index(int(np.argmax(difference)), difference.shape)
+    values = f"{have[row, column]:.6g}, expected {want[row, column]:.6g}"
+    text = f"largest deviation from {reference} {share:.0e} of the range (allowed: {limit:.0e})"
     figures: dict[str, Any] = {"largest share": share, "allowed": limit}
     status = PASSED if share <= limit else FAILED
-    return Check(name, status, text, (f"the largest difference: {values}",), (figures,))
+    return Check(name, status, text, (f"worst at token {row}, id {column}: {values}",), (figures,))
 
 
 def greedy(case: Case) -> Check:
-    """The tokens after the text, one by one, each the most likely one after those of the oracle."""
+    """Compare the greedy tokens after the text, each decoded after the oracle's tokens."""
     engine, want = case.llm.engine, case.record.logits
     engine.begin(case.ids)
     engine.step_logits(case.ids[: case.tokens - 1] or case.ids[:1], last=True)
@@ -54,23 +56,23 @@ def greedy(case: Case) -> Check:
     if other:
         row, token, margin = other[0]
         text = f"{len(other)} of {len(steps)} tokens differ, the first after {row + 1} ids"
-        line = f"{token}, not {want[row].argmax()}, which leads by {margin:.3g}"
+        line = f"{token}, expected {want[row].argmax()}, whose margin is {margin:.3g}"
         return Check("greedy", FAILED, f"{text}: {line}")
-    same = f"{len(steps) - ties} of {len(steps)} tokens are the same"
+    same = f"{len(steps) - ties} of {len(steps)} tokens equal"
     tied = f", {ties} ties (within {TIE})" if ties else ""
-    return Check("greedy", PASSED, f"{same}{tied}; the least margin is {min(margins):.2g}")
+    return Check("greedy", PASSED, f"{same}{tied}; smallest margin {min(margins):.2g}")
 
 
 def perplexity(case: Case) -> Check:
-    """Of the text, by both."""
+    """Compare the perplexity of the text."""
     have, want = (
         _perplexity(each[: case.tokens], case.ids[: case.tokens])
         for each in (case.llm.logits(case.ids), case.record.logits)
     )
     limit = PERPLEXITY[not case.exact]
     off = abs(have / want - 1)
-    what = "a text" if case.file.has_vocabulary else "ids without meaning"
-    text = f"{have:.4f}, the oracle's {want:.4f}, over {case.tokens - 1} tokens of {what}"
+    what = "a text" if case.file.has_vocabulary else "random ids"
+    text = f"{have:.4f}, oracle {want:.4f}, over {case.tokens - 1} tokens of {what}"
     figures = {"own": have, "oracle": want, "allowed": limit}
     return Check("perplexity", PASSED if off <= limit else FAILED, text, rows=(figures,))
 
@@ -82,30 +84,30 @@ def _perplexity(logits: np.ndarray, ids: list[int]) -> float:
     return float(np.exp(-likely.mean()))
 
 
-# ---------------------------------------------------------------------------------------- of itself
+# -------------------------------------------------------------------------------- self-consistency
 
 
 def steps(case: Case) -> Check:
-    """Token by token it computes what it computes of all ids at once."""
+    """Check that decoding token by token gives the logits of one prefill."""
     whole, engine = case.llm.logits(case.ids), case.llm.engine
     engine.begin(case.ids)
     alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
-    return _logits_check("steps", case, alone, whole, "those of all ids at once")
+    return _logits_check("steps", case, alone, whole, "those of one prefill")
 
 
 def fusion(case: Case) -> Check:
-    """Fused steps against their parts."""
+    """Compare fused steps with their parts."""
     return _diff_check("fusion", case, (case.llm.device,), fused=True)
 
 
 def backends(case: Case) -> Check:
-    """The first backend against each usable one behind it."""
+    """Compare the first backend with each usable backend after it."""
     first = case.llm.device
     behind = [
         n for n in registry.fallbacks(first) if n != first and registry.find(n).available()[0]
     ]
     if not behind:
-        return Check("backends", SKIPPED, f"none but {first} can be used")
+        return Check("backends", SKIPPED, f"only {first} is usable")
     checks = [_diff_check("backends", case, (first, other)) for other in behind]
     bad = next((check for check in checks if check.status == FAILED), None)
     return bad or Check("backends", PASSED, "; ".join(check.summary for check in checks))

@@ -1,4 +1,4 @@
-"""What `graphllm validate` found: checks, in order, of one model or of several."""
+"""Report of `graphllm validate`: the checks of one or several models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Check:
-    """One check. ``summary``: a line; ``lines``: more of them, what went wrong above all; ``rows``:
-    figures, a mapping each, with the same keys."""
+    """Result of one check.
+
+    Attributes:
+        name: name of the check.
+        status: `PASSED`, `FAILED` or `SKIPPED`.
+        summary: one line.
+        lines: details, above all of a failure.
+        rows: figures; mappings with the same keys.
+    """
 
     name: str
     status: str
@@ -27,8 +34,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Run:
-    """One model's checks. ``oracle``: who was compared with, empty if nobody; ``device``: the first
-    backend."""
+    """Checks of one model. ``oracle``: its name, or empty; ``device``: the first backend."""
 
     title: str
     oracle: str
@@ -37,37 +43,40 @@ class Run:
 
     @property
     def first(self) -> Check | None:
-        """The first check that failed."""
+        """First check that failed, or None."""
         return next((c for c in self.checks if c.status == FAILED), None)
 
     @property
     def verdict(self) -> str:
-        """In a line."""
+        """The result in one line."""
         if self.first is not None:
             return f"failed: {self.first.name}: {self.first.summary}"
         if self.oracle:
             return "passed"
         return (
-            "passed, but against itself only: transformers has no such model, and the model file "
-            "has no oracle(config, weights, ids); --oracle FILE gives one"
+            "passed, but only against itself: transformers has no such model, and the model file "
+            "has no oracle(config, weights, ids); pass one with --oracle FILE"
         )
 
 
 @dataclass(frozen=True)
 class Report:
-    """Of one model, or of the small ones of a model file."""
+    """Report on one model, or on the small models of a model file."""
 
     model: str
     runs: tuple[Run, ...]
 
     @property
     def first(self) -> tuple[Run, Check] | None:
-        """The first check that failed, and of which model."""
+        """First check that failed, with its model."""
         return next(((run, run.first) for run in self.runs if run.first), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it: ``schema``, ``version`` (which grows when a reader would have to change),
-        ``model``, ``passed``, ``failed`` (the first check's name, or null) and ``runs``."""
+        """Return the JSON form.
+
+        Keys: ``schema``, ``version`` (incremented on incompatible changes), ``model``, ``passed``,
+        ``failed`` (name of the first failed check, or null) and ``runs``.
+        """
         from ..version import __version__
 
         failed = self.first[1].name if self.first else None
@@ -81,8 +90,11 @@ class Report:
         }  # fmt: skip
 
     def table(self, verbose: bool = False, colour: bool = False) -> str:
-        """For a terminal. Of several models those that passed are a line each, unless ``verbose``,
-        and so are those after the first that failed."""
+        """Return the report as text.
+
+        Of several models only the first that failed is shown in full, unless ``verbose``; the
+        others are a line each.
+        """
         if len(self.runs) == 1:
             return "\n".join(_block(self.runs[0], verbose, colour))
         blocks: list[str] = []
@@ -98,7 +110,7 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no numbers for infinity and NaN: their names."""
+    """Replace infinity and NaN, which JSON lacks, by their names."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -115,8 +127,8 @@ def _line(run: Run, colour: bool) -> str:
     if run.first is not None:
         return _coloured(f"{run.title} {run.verdict}", run.first, colour)
     against = f" against {run.oracle}" if run.oracle else ""
-    told = next(c for c in run.checks if c.name == ("logits" if run.oracle else "steps"))
-    line = f"{run.title} {run.verdict}{against}: {told.name} {told.summary}"
+    check = next(c for c in run.checks if c.name == ("logits" if run.oracle else "steps"))
+    line = f"{run.title} {run.verdict}{against}: {check.name}: {check.summary}"
     return _coloured(line, None, colour)
 
 
@@ -143,14 +155,14 @@ def _coloured(text: str, bad: object, colour: bool) -> str:
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Rows under their keys, in columns."""
+    """Format rows as columns under their keys."""
     cells = [[*rows[0]], *([shown(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in cells]
 
 
 def shown(value: Any) -> str:
-    """A figure in few digits; other values as they are."""
+    """Format a float in few digits; other values with str."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e6 else f"{value:.1e}"

@@ -1,4 +1,4 @@
-"""`graphllm.validate`: which models, which checks, in which order."""
+"""`graphllm.validate`: run the checks in order on a directory or on small random models."""
 
 from __future__ import annotations
 
@@ -49,22 +49,30 @@ def validate(
     new: int = 16,
     progress: Progress | None = None,
 ) -> Report:
-    """Is a model right?
+    """Validate a model against transformers or another oracle, and its backends against each other.
 
-    ``model``: a Hugging Face directory, compared with transformers in float32. With ``tiny``: a
-    family's name or a model file, whose TINY configurations are tried with random weights.
-    ``model_def``: the model file that reads the directory, instead of the family's. ``oracle``: a
-    Python file with ``oracle(config, weights, ids)``, or a torch module of that name, to compare
-    with (`graphllm.validation.oracle`), as the model file may have itself. ``tokens`` of a text and
-    ``new`` after them are read. RequestError for what cannot be validated; what is wrong with the
-    model is in the report.
+    Errors of the model are in the report.
+
+    Args:
+        model: a Hugging Face directory; with ``tiny`` a model type or a model file.
+        model_def: model file to use instead of the built-in one.
+        tiny: validate the TINY configurations of a model file with random weights.
+        oracle: Python file with ``oracle(config, weights, ids)`` or a torch module of that name
+            (`graphllm.validation.oracle`); overrides that of the model file.
+        device: first backend.
+        tokens: tokens of text to prefill.
+        new: tokens to decode after them.
+        progress: progress callback.
+
+    Raises:
+        RequestError: the arguments name nothing that can be validated.
     """
     if tokens < 2 or new < 1 or tokens + new > 512:
         raise RequestError(
             f"tokens = {tokens} must be at least 2, and at most 512 with new = {new}"
         )
     show = progress or (lambda what, done, total: None)
-    show("checks", 0, len(CHECKS))  # transformers takes seconds to be there
+    show("checks", 0, len(CHECKS))  # importing transformers takes seconds
     function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
         spec = _family(model, model_def)
@@ -74,31 +82,31 @@ def validate(
         ]
         return Report(spec.name, tuple(runs))
     if model is None:
-        raise RequestError("give a Hugging Face directory, or --tiny with a family or a model file")
+        raise RequestError("pass a Hugging Face directory, or --tiny with a model type or file")
     path = checkpoint_path(model)
     if not path.is_dir():
-        hint = {".py": "; --tiny is for a model file", ".gguf": "; diff compares backends on it"}
-        what = "is no Hugging Face directory, which validate compares with"
-        raise RequestError(f"{path}: {what}{hint.get(path.suffix, '')}")
+        hint = {".py": "; use --tiny for a model file", ".gguf": "; use diff to compare backends"}
+        hint_text = hint.get(path.suffix, "")
+        raise RequestError(f"{path}: not a Hugging Face directory{hint_text}")
     file = ValidatedDirectory(path, None if model_def is None else _family(None, model_def))
     spec = file.spec()
     try:
         known = _oracle(file, spec, function)
     except RequestError:
-        spec.config(file.keys(spec))  # which may know better what is wrong
+        spec.config(file.keys(spec))  # its error may be more specific
         raise
     run = _run(str(path), file, spec, device, known, tokens, new, show)
     return Report(str(path), (run,))
 
 
 def _family(model: str | Path | None, model_def: str | Path | ModelSpec | None) -> ModelSpec:
-    """The family that --tiny is for. RequestError, ModelFileError."""
+    """Return the model spec of ``--tiny``. Raises RequestError or ModelFileError."""
     from .. import models
 
     if isinstance(model_def, ModelSpec):
         return model_def
     if (model is None) == (model_def is None):
-        raise RequestError("--tiny is for one family, or one model file (--model-def)")
+        raise RequestError("--tiny needs either a model type or a model file (--model-def)")
     if model_def is not None:
         return models.spec_of_file(model_def)
     if Path(str(model)).suffix == ".py":
@@ -109,7 +117,7 @@ def _family(model: str | Path | None, model_def: str | Path | ModelSpec | None) 
 def _oracle(
     file: ValidatedDirectory, spec: ModelSpec, function: OracleFunction | None
 ) -> Oracle | None:
-    """Who knows what the directory's model computes. RequestError without transformers."""
+    """Return the oracle of the directory, or None. RequestError without transformers."""
     function = function or spec.oracle
     if function is not None:
         weights = file.weights(spec, spec.config(file.keys(spec)))
@@ -124,7 +132,7 @@ def _oracle(
 
 
 def _remote_code_hint(file: Checkpoint) -> str:
-    """How to compare with the code that a directory brings for its model, if it does."""
+    """Return how to compare with the code that the directory has for its model, or ""."""
     stated = file.metadata.get("auto_map")
     if not stated:
         return ""
@@ -146,16 +154,16 @@ def _run(
 
 
 def _checks(case: Case) -> Iterator[Check]:
-    """All checks, in order; those that cannot be made are skipped, with the reason."""
+    """Run all checks in order; those that cannot run are skipped with a reason."""
     broken = ""
     for done, (name, check) in enumerate(CHECKS):
         case.progress("checks", done, len(CHECKS))
         if (name, check) in ORACLE_CHECKS and case.oracle is None:
-            text = f"there is nothing independent to compare with{_remote_code_hint(case.file)}"
+            text = f"no oracle to compare with{_remote_code_hint(case.file)}"
             yield Check(name, SKIPPED, text)
             continue
         if broken:
-            yield Check(name, SKIPPED, f"not made, since {broken} failed")
+            yield Check(name, SKIPPED, f"skipped because {broken} failed")
             continue
         try:
             yield check(case)

@@ -1,4 +1,4 @@
-"""A model's graph cut where an oracle has values: before the layers, after each, at the logits."""
+"""Subgraphs of a model between the values that an oracle has: embedding, layers, logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from ..graph.tensor import Tensor, Var
 from ..profiler.diff.deviation import Deviation, deviation
 from .oracle_record import OracleRecord
 
-EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last cut
+EMBEDDING, LOGITS = "embedding", "logits"  # names of the first and the last subgraph
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """The nodes between two cuts, sources first. ``name``: of the cut that it ends with, ``result``
-    its node, ``want`` what the oracle has for it; ``before``: the cut that it begins with."""
+    """The nodes between two values that the oracle has.
+
+    Attributes:
+        name: name of the value at its end.
+        before: name of the value at its beginning, or empty.
+        result: node of the value at its end.
+        want: the oracle's value.
+        nodes: sources first.
+    """
 
     name: str
     before: str
@@ -30,7 +37,10 @@ class Subgraph:
 
 
 def split_graph(llm: LLM, layers: Sequence[str], record: OracleRecord) -> list[Subgraph]:
-    """In the order of a run; a layer of which the oracle has nothing is one with the next."""
+    """Split the graph of ``llm`` at the values of ``record``, in execution order.
+
+    A layer that the oracle did not record is merged with the next.
+    """
     outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     order = toposort(outputs.values())
     cuts: list[tuple[str, Tensor, np.ndarray]] = []
@@ -52,12 +62,12 @@ def split_graph(llm: LLM, layers: Sequence[str], record: OracleRecord) -> list[S
 
 
 def is_within(scope: str, path: str) -> bool:
-    """Whether ``scope`` is ``path`` or in it."""
+    """Whether ``scope`` is ``path`` or inside it."""
     return scope == path or scope.startswith(f"{path}.")
 
 
 def module_input(nodes: Iterable[Tensor], path: str) -> Tensor | None:
-    """The value that a module reads: the first that comes from outside of it."""
+    """Return the input of a module: the first comparable value from outside it, or None."""
     for node in nodes:
         if is_within(node.scope, path):
             for source in node.sources:
@@ -67,13 +77,13 @@ def module_input(nodes: Iterable[Tensor], path: str) -> Tensor | None:
 
 
 def comparable(node: Tensor) -> bool:
-    """Whether it is numbers for each token, that somebody has computed."""
+    """Whether ``node`` is a computed float32 value with one row per token."""
     rows = node.meta.rows
     return not node.is_leaf and node.dtype == F32 and isinstance(rows, Var) and rows.name in "TN"
 
 
 class Substitution:
-    """Takes a value of a run, piece by piece, and puts the oracle's in its place."""
+    """Records a value of a run, chunk by chunk, and replaces it by the oracle's."""
 
     def __init__(self, want: np.ndarray) -> None:
         self.want, self.got = want, list[np.ndarray]()
@@ -90,8 +100,10 @@ class Substitution:
 
 
 def nearest_deviation(got: np.ndarray, wanted: Iterable[np.ndarray]) -> Deviation | None:
-    """How far ``got`` [T, ...] is from the nearest of some arrays, each [T, ...] or, by heads, [H,
-    T, D]; None if none has as many numbers."""
+    """Return the deviation of ``got`` [T, ...] from the nearest of several arrays.
+
+    The arrays are [T, ...] or, by heads, [H, T, D]. None if no array has as many elements.
+    """
     value = got.astype(np.float64)
     found = [deviation(value, each) for want in wanted for each in _arranged(want, value.shape)]
     return min(found, key=lambda d: d.nmse, default=None)
@@ -107,7 +119,7 @@ def _arranged(want: np.ndarray, shape: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def format_attributes(attrs: Mapping[str, object]) -> str:
-    """Attributes in a line."""
+    """Format scalar attributes in a line."""
     parts = [
         f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
         for key, value in attrs.items()

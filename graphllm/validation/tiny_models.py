@@ -1,4 +1,4 @@
-"""Small random models of a model file: its TINY configurations, with weights that are made here."""
+"""Small random models: the TINY configurations of a model file with random weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ from .case import ValidatedDirectory
 from .oracle import FunctionOracle, OracleFunction
 from .oracle_record import Oracle
 
-_LAYERS = 512  # more than a small model has
+_LAYERS = 512  # upper bound of the layers of a small model
 
 
 def tiny_models(
     spec: ModelSpec, function: OracleFunction | None
 ) -> Iterator[tuple[Checkpoint, Oracle | None]]:
-    """Every small model of ``family``, with who knows what it computes: ``function``, or the model
-    file's own, or transformers. ModelFileError for a family without any, RequestError without
-    transformers."""
+    """Yield the small models of ``spec`` with their oracles.
+
+    The oracle is ``function``, or that of the model file, or transformers.
+
+    Raises:
+        ModelFileError: the spec has no TINY configurations.
+        RequestError: transformers is needed but not installed.
+    """
     if not spec.tiny:
         raise ModelFileError(f"{spec.name}: has no TINY configurations to validate")
     function = function or spec.oracle
@@ -54,18 +59,19 @@ def tiny_models(
 def _of_transformers(
     spec: ModelSpec, kind: str, config: Mapping[str, Any]
 ) -> Iterator[tuple[Checkpoint, Oracle | None]]:
-    """The directory that transformers writes of its own random model."""
+    """Yield a directory that transformers writes from a random model of its own."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(prefix="graphllm-") as folder, hf_oracle.quiet():
         try:
-            made = AutoConfig.for_model(kind, **deepcopy(dict(config)))  # it writes to what it gets
+            # for_model modifies its arguments.
+            made = AutoConfig.for_model(kind, **deepcopy(dict(config)))
             model = AutoModelForCausalLM.from_config(
                 made, dtype=torch.float32, **hf_oracle.EAGER_OPTIONS
             )
-        except Exception as error:  # transformers checks what it is given in many ways
+        except Exception as error:  # transformers raises many kinds
             text = " ".join(str(error).split())
             raise ConfigError(f"{spec.name}: TINY: transformers refuses it: {text}") from None
         _randomise(model)
@@ -78,8 +84,11 @@ def _of_transformers(
 
 
 def _randomise(model: Any) -> None:
-    """Numbers of a size that keeps sums near one, in place of what training begins with; vectors
-    stay near what they are, but differ from element to element."""
+    """Replace the initial values of a model in place.
+
+    Matrices become random with a scale that keeps sums near 1; vectors get noise, so that their
+    elements differ.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -94,8 +103,10 @@ def _randomise(model: Any) -> None:
 
 
 class RandomModel:
-    """A model file that is nowhere: random weights of the names and shapes that the model file asks
-    for. ConfigError and GraphError as it raises them."""
+    """Checkpoint in memory: random weights with the names and shapes that the model asks for.
+
+    Raises ConfigError and GraphError as building the model does.
+    """
 
     kind, has_vocabulary, chat_template = "random model", False, None
 
@@ -117,7 +128,7 @@ class RandomModel:
         return self._spec
 
     def keys(self, spec: ModelSpec) -> Keys:
-        layers = [f"{i}." for i in range(_LAYERS)]  # whichever is looked for is there
+        layers = [f"{i}." for i in range(_LAYERS)]  # so that any layer that is looked up exists
         return Keys(f"{self.path}: TINY", self.metadata, layers, {})
 
     def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
@@ -127,11 +138,11 @@ class RandomModel:
         raise ModelFileError(f"{self.path}: a random model has no tokenizer")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing; no file is open."""
 
 
 def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
-    """Random float32 arrays for all that the family's decoder asks for."""
+    """Return random float32 arrays for all weights that the decoder asks for."""
     made: dict[str, np.ndarray] = {}
     draw = np.random.default_rng(0)
 
@@ -151,7 +162,7 @@ def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def _random(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """As `_randomise` has it: biases near 0, other vectors near 1."""
+    """Return a random weight as in `_randomise`: biases near 0, other vectors near 1."""
     noise = draw.standard_normal(shape, np.float32)
     if len(shape) > 1:
         return noise / np.float32(shape[-1] ** 0.5)

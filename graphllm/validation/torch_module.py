@@ -1,4 +1,4 @@
-"""A torch module as the oracle: float32, on the CPU, with what its modules read and return."""
+"""Oracle that runs a torch module in float32 on the CPU and records its submodules."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import numpy as np
 from ..errors import ModelFileError
 from .oracle_record import AttentionRecord, OracleRecord, PathFilter
 
-_EAGER = "eager_attention_forward"  # what modelling files of transformers call theirs
-_SMALL = 50_000_000  # weights of a model whose matrices are not worth several threads
+_EAGER = "eager_attention_forward"  # its name in modelling files of transformers
+_SMALL = 50_000_000  # parameters up to which one thread is faster
 _FACTS = ("eps", "variance_epsilon", "epsilon")
 
 
 def is_module(value: object) -> bool:
-    """Whether ``value`` is a torch.nn.Module; without importing torch."""
+    """Whether ``value`` is a torch.nn.Module; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 class ModuleOracle:
-    """A module that computes logits [1, T, vocab] of ids [1, T]; what its submodules read and
-    return is compared with the scopes of the same path."""
+    """A module that computes logits [1, T, vocab] from ids [1, T].
+
+    Inputs and outputs of its submodules are compared with the scopes of the same path.
+    """
 
     def __init__(self, model: Any, name: str, lines: Sequence[str] = ()) -> None:
         self.model, self.name, self.lines = model.eval().float(), name, lines
 
     def forward(self, ids: Any) -> Any:
-        """What the module returns for ``ids`` [1, T]."""
+        """Return the module's output for ``ids`` [1, T]."""
         return self.model(ids)
 
     def run(self, ids: Sequence[int], wanted: PathFilter = lambda path: False) -> OracleRecord:
@@ -42,7 +44,7 @@ class ModuleOracle:
         with ExitStack() as stack, torch.no_grad():
             if sum(weight.numel() for weight in self.model.parameters()) < _SMALL:
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
-                torch.set_num_threads(1)  # they would wait for each other, long on a busy machine
+                torch.set_num_threads(1)  # several would wait for each other on a busy machine
             spied: dict[str, dict[Any, str]] = {}
             for path, module in self.model.named_modules():
                 if path and wanted(path):
@@ -57,7 +59,7 @@ class ModuleOracle:
         return record
 
     def _logits(self, found: Any, tokens: int) -> np.ndarray:
-        """Logits [T, vocab] in what the module returned. ModelFileError if there are none."""
+        """Extract logits [T, vocab] from the module's output; ModelFileError if there are none."""
         found = getattr(found, "logits", found)
         if isinstance(found, Mapping):
             found = found.get("logits")
@@ -65,11 +67,12 @@ class ModuleOracle:
         logits = np.zeros(0) if tensor is None else _array(tensor)
         if logits.ndim != 2 or len(logits) != tokens:
             shape = "no floats" if tensor is None else list(tensor.shape)
-            raise ModelFileError(f"{self.name} returned {shape}, not [1, {tokens}, vocabulary]")
+            want = f"[1, {tokens}, vocabulary]"
+            raise ModelFileError(f"{self.name} returned {shape}, expected {want}")
         return logits
 
     def _watch(self, stack: ExitStack, record: OracleRecord, path: str, module: Any) -> None:
-        """Keep what a module reads and returns."""
+        """Record inputs and outputs of a module."""
 
         def hook(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
             returned = _tensor(out)
@@ -88,7 +91,7 @@ class ModuleOracle:
 def _spy(
     record: OracleRecord, paths: Mapping[Any, str], eager: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """An attention function that also notes what it reads and gives."""
+    """Wrap an attention function so that it records its inputs and result."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         out = eager(module, query, key, value, *args, **options)
@@ -101,7 +104,7 @@ def _spy(
 
 
 def _tensor(found: Any) -> Any:
-    """The first tensor of floats in what a module reads or returns, None if there is none."""
+    """Return the first float tensor in a module's inputs or outputs, or None."""
     import torch
 
     if isinstance(found, torch.Tensor):
@@ -114,6 +117,6 @@ def _tensor(found: Any) -> Any:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    """float64, without the axis of the one sequence."""
+    """Convert to a float64 array, without the axis of the single sequence."""
     array = tensor.detach().float().numpy().astype(np.float64)
     return array[0] if array.ndim > 2 and array.shape[0] == 1 else array

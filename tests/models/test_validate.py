@@ -107,42 +107,42 @@ def config(keys):
 FAULTS = {
     "rope base": (
         LLAMA, 0, OTHER_BASE, "layers",
-        ["model.layers.1: the query that model.layers.1.self_attn attends with differs: made by "
+        ["model.layers.1: query of model.layers.1.self_attn differs: computed by "
          "rope",
          "rope(base=20000", "1 of 5 values differ"],
     ),
     "no soft-cap": (
         GEMMA3, 1, NO_SOFTCAP, "layers",
-        ["logits: the result of logits differs", "something is not done after"],
+        ["logits: result of logits differs", "an op after them is missing"],
     ),
     "no soft-cap of scores": (
         GEMMA2, 0, NO_SCORE_CAP, "layers",
-        ["model.layers.0: what model.layers.0.self_attn", "made by attention",
-         "softcap = 0; the oracle's is 0.7"],
+        ["model.layers.0: ", "model.layers.0.self_attn", "computed by attention",
+         "softcap = 0; oracle: 0.7"],
     ),
     "gate and up": (
         LLAMA, 0, SWAPPED, "layers",
-        ["model.layers.0: what model.layers.0.mlp.down_proj reads differs: made by silu at FILE, "
+        ["model.layers.0: input of model.layers.0.mlp.down_proj differs: computed by silu at FILE, "
          "mul at FILE"],
     ),
     "eps": (
         LLAMA, 0, EPS, "layers",
-        ["model.layers.0: what model.layers.0.input_layernorm returns differs: made by rms_norm",
-         "eps = 1e-06; the oracle's is 1e-05"],
+        ["model.layers.0: output of model.layers.0.input_layernorm differs: computed by rms_norm",
+         "eps = 1e-06; oracle: 1e-05"],
     ),
     "window": (
         GEMMA3, 0, WINDOW, "layers",
-        ["model.layers.0: what model.layers.0.self_attn", "made by attention",
-         "window = 8; the oracle's is 7", "2 of 5 values differ"],
+        ["model.layers.0: ", "model.layers.0.self_attn", "computed by attention",
+         "window = 8; oracle: 7", "2 of 5 values differ"],
     ),
     "scale": (
         GEMMA3, 1, SCALE, "layers",
-        ["model.layers.0: what model.layers.0.self_attn", "made by attention",
-         "scale = 0.316228; the oracle's is 0.208514"],
+        ["model.layers.0: ", "model.layers.0.self_attn", "computed by attention",
+         "scale = 0.316228; oracle: 0.208514"],
     ),
     "head grouping": (
         LLAMA, 0, GROUPING, "layers",
-        ["model.layers.0: the query that model.layers.0.self_attn attends with differs: made by "
+        ["model.layers.0: query of model.layers.0.self_attn differs: computed by "
          "contiguous at FILE"],
     ),
     "no q-norm": (
@@ -151,9 +151,9 @@ FAULTS = {
     ),
     "q-norm forgotten": (
         GEMMA3, 0, NO_Q_NORM % True, "layers",
-        ["model.layers.0: the query that model.layers.0.self_attn attends with differs: made by "
+        ["model.layers.0: query of model.layers.0.self_attn differs: computed by "
          "rope",
-         "modules of the oracle alone: model.layers.0.self_attn.q_norm (Gemma3RMSNorm)"],
+         "modules only in the oracle: model.layers.0.self_attn.q_norm (Gemma3RMSNorm)"],
     ),
     "tied": (
         QWEN2, 0, TIED % True, "weights",
@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "activation": (
         GEMMA3, 0, ACTIVATION, "layers",
-        ["model.layers.0: what model.layers.0.mlp.down_proj reads differs: made by gelu",
+        ["model.layers.0: input of model.layers.0.mlp.down_proj differs: computed by gelu",
          "gelu(kind=erf)", "model.layers.0.mlp.act_fn (GELUTanh)"],
     ),
 }  # fmt: skip
@@ -266,13 +266,13 @@ def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
     found = validate(path, tiny=True, device="cpu")
     (run,) = found.runs
     assert (found.first, run.oracle) == (None, "")
-    assert run.verdict.startswith("passed, but against itself only")
+    assert run.verdict.startswith("passed, but only against itself")
     status = {c.name: c.status for c in run.checks}
     assert {n for n, s in status.items() if s == "passed"} == {
         "config", "weights", "steps", "fusion", "backends",
     }  # fmt: skip
     assert {c.summary for c in run.checks if c.name in ("layers", "logits", "perplexity")} == {
-        "there is nothing independent to compare with"
+        "no oracle to compare with"
     }
 
 
@@ -333,7 +333,7 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
     run, check = validate(path, tiny=True, oracle=other, device="reference").first
     assert (run.oracle, check.name) == ("oracle() of wrong.py", "layers")
     assert check.summary.startswith(
-        "model.layers.0: what model.layers.0.residual_gate returns differs: made by linear at "
+        "model.layers.0: output of model.layers.0.residual_gate differs: computed by linear at "
     )
 
 
@@ -341,8 +341,8 @@ def test_a_function_in_numpy_is_an_oracle(tmp_path):
     ("returned", "message"),
     [
         ("{'x': 1}", "no 'logits'"),
-        ("np.zeros(3)", "returned logits [3], not [80, vocabulary]"),
-        ("np.zeros((len(ids), 5))", "returned logits [80, 5], the model's are [80, 131]"),
+        ("np.zeros(3)", "returned logits [3], expected [80, vocabulary]"),
+        ("np.zeros((len(ids), 5))", "returned logits [80, 5], expected [80, 131]"),
     ],
 )
 def test_what_an_oracle_may_not_return(returned, message, tmp_path):
@@ -446,7 +446,9 @@ def test_a_failure_is_an_exit_code_and_a_last_line(directory, tmp_path):
     ask = (directory("llama", 0), "--model-def", path, "--device", "reference")
     done = asked(*ask, "--tokens", 20, "-n", 4, "-o", page)
     assert done.exit_code == 1
-    assert done.output.splitlines()[-1].startswith("failed: layers: model.layers.0: what model")
+    assert done.output.splitlines()[-1].startswith(
+        "failed: layers: model.layers.0: output of model"
+    )
     assert "<details open>" in page.read_text()
     told = asked(*ask, "--json")
     assert told.exit_code == 1 and json.loads(told.output)["failed"] == "layers"

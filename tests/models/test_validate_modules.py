@@ -210,15 +210,15 @@ def test_a_divergence_is_located_to_a_module(folder):
     _, check = validated(folder).first
     at = next(i for i, line in enumerate(MODEL.splitlines(), 1) if "# the gate" in line)
     assert check.name == "layers" and check.summary == (
-        "model.layers.0: what model.layers.0.gate returns differs: made by silu at "
+        "model.layers.0: output of model.layers.0.gate differs: computed by silu at "
         f"{folder / 'mine.py'}:{at}"
     )
 
 
 @pytest.mark.parametrize("returned, message", [
-    ("None", r"oracle\(\) of theirs.py returned no floats, not \[1, \d+, vocabulary\]"),
-    ("self.model(ids)[:, :3]", r"returned \[1, 3, 60\], not \[1, \d+, vocabulary\]"),
-    ("self.model(ids)", r"returned logits \[\d+, 60\], the model's are \[\d+, 131\]"),
+    ("None", r"oracle\(\) of theirs.py returned no floats, expected \[1, \d+, vocabulary\]"),
+    ("self.model(ids)[:, :3]", r"returned \[1, 3, 60\], expected \[1, \d+, vocabulary\]"),
+    ("self.model(ids)", r"returned logits \[\d+, 60\], expected \[\d+, 131\]"),
 ])  # fmt: skip
 def test_what_a_module_may_not_return(folder, returned, message):
     write(folder, returned=returned)
@@ -230,10 +230,10 @@ def test_a_directory_with_code_of_its_own(folder, monkeypatch):
     """The code is not run, and the report says how to compare with it."""
     hint = "modeling_halves.py (auto_map) is not run: an --oracle FILE may import it and return"
     found = validate(folder, model_def=folder / "mine.py", device="reference", tokens=8, new=2)
-    assert found.first is None and found.runs[0].verdict.endswith("; --oracle FILE gives one")
+    assert found.first is None and found.runs[0].verdict.endswith("; pass one with --oracle FILE")
     layers = next(c for c in found.runs[0].checks if c.name == "layers")
     assert hint in layers.summary
-    monkeypatch.setattr(hf_oracle, "known", lambda kind: True)
+    monkeypatch.setattr(hf_oracle, "has_causal_lm", lambda kind: True)
     with pytest.raises(
         RequestError, match=r"transformers cannot load .* an --oracle FILE may import"
     ):
