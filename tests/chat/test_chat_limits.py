@@ -178,7 +178,7 @@ def run(code, **options):
     )  # fmt: skip
 
 
-def gone(pid):
+def has_exited(pid):
     for _ in range(100):
         try:
             os.kill(pid, 0)
@@ -191,7 +191,7 @@ def gone(pid):
 @pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_the_process_ends_with_its_parent(end):
     done = run(f"print(PROCESS._process.pid, flush=True)\n{end}")
-    assert done.stderr == "" and gone(int(done.stdout))
+    assert done.stderr == "" and has_exited(int(done.stdout))
 
 
 def test_a_forked_child_starts_its_own_process():

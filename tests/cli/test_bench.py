@@ -132,9 +132,9 @@ def test_only_the_test_is_computed(model, device):
     each = (8, 16 * 8 + 8 * 9 // 2)
     assert log.steps == [(16, 16 * 17 // 2), each, each, each]
     log.steps.clear()
-    told = []
-    bench.run(llm, Test(0, 3, 16), 1, told.append)
-    assert told == [0, 1, 2]
+    reported = []
+    bench.run(llm, Test(0, 3, 16), 1, reported.append)
+    assert reported == [0, 1, 2]
     each = [(1, 16), (1, 17), (1, 18), (1, 19)]  # the last of the 16 samples the first token
     assert log.steps == each * 2
     log.steps.clear()

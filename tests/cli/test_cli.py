@@ -263,8 +263,8 @@ def test_an_error_of_a_model_file_names_its_line(model, code, message, tmp_path)
     done = call(*words, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.startswith(f"error: mine.py:{message}")
     assert done.stderr.count("\n") == 1 and not done.stdout
-    told = call(*words, cwd=tmp_path, env={**os.environ, "GRAPHLLM_DEBUG": "1"})
-    assert told.returncode == 1 and "Traceback" in told.stderr
+    verbose = call(*words, cwd=tmp_path, env={**os.environ, "GRAPHLLM_DEBUG": "1"})
+    assert verbose.returncode == 1 and "Traceback" in verbose.stderr
 
 
 def test_wrong_usage_is_exit_code_2(model):

@@ -136,8 +136,8 @@ def test_misses_and_copies(remote, tiny):  # noqa: F811
     plan = llm.engine.decode_plan()
     assert list(map(str, found.token.copies)) == list(map(str, plan.copies()))
     assert found.token.copies and found.prefill.copies
-    told = {(m.op, m.backend, m.why): m.steps for m in found.token.misses}
-    assert told == plan.misses() and told
+    misses = {(m.op, m.backend, m.why): m.steps for m in found.token.misses}
+    assert misses == plan.misses() and misses
     assert set(found.memory) == {"remote", "host"}
     layer = found.memory["host"]
     assert layer.kv * (LAYERS - 1) == found.memory["remote"].kv and layer.weights

@@ -148,22 +148,22 @@ def _become_command(words: list[str], folder: Path, outputs: list[int]) -> NoRet
 
 @pytest.mark.parametrize(("words", "code", "message"), USAGE_ERRORS, ids=lambda x: str(x)[:60])
 def test_a_usage_error_is_one_line(folder, words, code, message):
-    got, shown, told = forked(words, folder)
-    assert got == code, told
+    got, shown, errors = forked(words, folder)
+    assert got == code, errors
     if not message:  # the message is the help
-        assert "Usage: graphllm" in shown and not told
+        assert "Usage: graphllm" in shown and not errors
         return
     if "full.json" not in words:
         assert not shown
-    assert told.startswith("error: ") and message in told and told.count("\n") == 1, told
-    assert "Error:" not in told and "Errno" not in told
+    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1, errors
+    assert "Error:" not in errors and "Errno" not in errors
 
 
 def test_huge_counts_are_accepted(folder):
     """Threads are limited to the cores, tokens to the context."""
-    code, shown, told = forked([*RUN, "-n", HUGE, "-t", HUGE], folder)
+    code, shown, errors = forked([*RUN, "-n", HUGE, "-t", HUGE], folder)
     full = "note: the context of 128 tokens is full: the answer is cut off\n"
-    assert (code, told) == (0, full) and shown.startswith("hello")
+    assert (code, errors) == (0, full) and shown.startswith("hello")
 
 
 def test_a_context_beyond_the_models_prints_a_note(folder):
@@ -197,7 +197,7 @@ def test_an_error_names_the_flag_of_its_argument():
 
 
 @pytest.mark.parametrize(
-    ("words", "redirected", "code", "told"),
+    ("words", "redirected", "code", "errors"),
     [
         (RUN, ">&-", 1, "error: standard output is closed\n"),
         (RUN, ">/dev/full", 1, "error: standard output: No space left on device\n"),
@@ -214,13 +214,13 @@ def test_an_error_names_the_flag_of_its_argument():
         (["inspect", "tiny.gguf"], "| head -c 1 >/dev/null", 0, ""),
     ],
 )  # fmt: skip
-def test_unusable_standard_streams(folder, words, redirected, code, told):
+def test_unusable_standard_streams(folder, words, redirected, code, errors):
     import shlex
 
     line = f"{shlex.join([*COMMAND, *words])} {redirected}; exit ${{PIPESTATUS[0]}}"
     env = {**os.environ, "GRAPHLLM_DEBUG": ""}
     done = subprocess.run(["bash", "-c", line], capture_output=True, cwd=folder, env=env, text=True)
-    assert (done.returncode, done.stdout, without_progress(done.stderr)) == (code, "", told)
+    assert (done.returncode, done.stdout, without_progress(done.stderr)) == (code, "", errors)
 
 
 def test_closed_standard_error_does_not_redirect(folder):
@@ -238,8 +238,8 @@ def test_sigterm_ends_with_one_line(folder):
     )
     process.stdout.read(8)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=20)
-    assert (process.returncode, told) == (143, b"terminated\n")
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (143, b"terminated\n")
 
 
 def test_ctrl_c_in_a_callback_is_not_lost():

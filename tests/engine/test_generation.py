@@ -36,7 +36,7 @@ def set_eos_ids(llm, monkeypatch, *ids):
 
 def greedy_by_hand(llm, ids, count, repeat=1.0, presence=0.0, frequency=0.0, banned=(), least=0):
     """Return greedy tokens computed from plain logits with the formula of the penalties."""
-    ids, drawn = list(ids), []
+    ids, sampled = list(ids), []
     for step in range(count):
         logits = llm.logits(ids, last=True).astype(np.float64)
         for token, times in Counter(ids[-64:]).items():
@@ -44,9 +44,9 @@ def greedy_by_hand(llm, ids, count, repeat=1.0, presence=0.0, frequency=0.0, ban
             logits[token] -= presence + times * frequency
         if step < least:
             logits[list(banned)] = -np.inf
-        drawn.append(int(logits.argmax()))
-        ids.append(drawn[-1])
-    return drawn
+        sampled.append(int(logits.argmax()))
+        ids.append(sampled[-1])
+    return sampled
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from graphllm.engine.request_lock import Claim, RequestLock
 from graphllm.errors import RequestError
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-DRAWN = {"temperature": 0.9, "seed": 4, "repeat_penalty": 1.3, "min_tokens": 12}
+SAMPLED = {"temperature": 0.9, "seed": 4, "repeat_penalty": 1.3, "min_tokens": 12}
 SEVERAL = 160
 
 
@@ -57,7 +57,7 @@ def test_concurrent_answers_equal_single_ones(llm):
     assert sum(made.values()) == SEVERAL and len(made) > 10
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("between", ["generate", "logits", "trace", "profile", "forget"])
 def test_a_stream_continues_after_any_other_request(llm, sampling, between):
     want = llm.generate("hello there", max_tokens=40, **sampling).text
@@ -77,7 +77,7 @@ def test_a_stream_continues_after_any_other_request(llm, sampling, between):
 
 
 def test_two_interleaved_streams_in_one_thread(llm):
-    asks = [("hello", DRAWN), ("what is", GREEDY), ("hello there", DRAWN)]
+    asks = [("hello", SAMPLED), ("what is", GREEDY), ("hello there", SAMPLED)]
     want = [llm.generate(text, max_tokens=30, **s).text for text, s in asks]
     streams = [llm.stream(text, max_tokens=30, **s) for text, s in asks]
     pieces = zip(*itertools.zip_longest(*streams, fillvalue=""))
@@ -95,7 +95,7 @@ def interrupted(engine, prompt, sampling, every: int) -> list[int]:
 
 
 @pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("ask", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("ask", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_sliding_windows_up_to_the_end_of_the_context(tmp_path_factory, ask, every):
     """Layers with a window drop blocks, and steps are shorter than the recomputed part."""
     folder = tmp_path_factory.mktemp("windows")
@@ -245,7 +245,7 @@ def test_a_failed_request_releases_the_model(llm):
 )
 def test_a_callback_cannot_begin_a_request(llm, call):
     """From `seen`, a patch and the progress of a profile: one error; the answer is unchanged."""
-    want, said = llm.generate("hello there", max_tokens=8, **DRAWN), []
+    want, said = llm.generate("hello there", max_tokens=8, **SAMPLED), []
     values = llm.trace("hello", "lm_head")["lm_head"]
 
     def back(*seen):
@@ -254,7 +254,7 @@ def test_a_callback_cannot_begin_a_request(llm, call):
         said.append(str(caught.value))
         return seen[0]
 
-    have = llm.generate("hello there", back, max_tokens=8, **DRAWN)
+    have = llm.generate("hello there", back, max_tokens=8, **SAMPLED)
     assert (have.ids, have.text) == (want.ids, want.text) and said[0].startswith("a generation of")
     patched = llm.trace("hello", "lm_head", {"model.layers.0.mlp": back})["lm_head"]
     np.testing.assert_array_equal(patched, values)

@@ -308,15 +308,15 @@ def test_a_patch_gets_a_copy_and_is_called_once_per_step(llama):
     """Also if no traced value depends on it."""
     plain, seen = llama.trace(IDS, ["model.layers.0", "*.mlp"]), []
 
-    def spoil(value):
+    def overwrite(value):
         seen.append(value.copy())
         value[:] = np.nan
         return seen[-1]
 
-    have = llama.trace(IDS, "model.layers.0", {"model.layers.1.mlp": spoil})
+    have = llama.trace(IDS, "model.layers.0", {"model.layers.1.mlp": overwrite})
     assert list(have) == ["model.layers.0"] and len(seen) == 1
     np.testing.assert_array_equal(seen[0], plain["model.layers.1.mlp"])
-    have = llama.trace(IDS, "*.mlp", {"model.layers.1.mlp": spoil})
+    have = llama.trace(IDS, "*.mlp", {"model.layers.1.mlp": overwrite})
     np.testing.assert_array_equal(have["model.layers.1.mlp"], plain["model.layers.1.mlp"])
     assert np.isfinite(have["model.layers.2.mlp"]).all()
 
@@ -507,17 +507,17 @@ def test_every_scope_of_the_real_model_quantised(demo, how):
     """
     reference, ids, want = demo
     cpu = graphllm.load("demo", device="cpu", context=256, **how)
-    have, beside = cpu.trace(ids, "*"), {}
+    have, reference_values = cpu.trace(ids, "*"), {}
 
     def forced(name: str):
         def patch(value):
-            beside[name] = value
+            reference_values[name] = value
             return have[name]
 
         return patch
 
     reference.trace(ids, "lm_head", {name: forced(name) for name in have})
-    assert worst(have, {name: beside[name] for name in have}) < 3e-3
+    assert worst(have, {name: reference_values[name] for name in have}) < 3e-3
     assert worst(have, want) < 2e-2 and nmse(have["lm_head"], want["lm_head"]) < 3e-3
 
 

@@ -24,7 +24,7 @@ from pseudo_terminal import without_progress
 MODEL, TEMPLATE = "interrupted.gguf", "interrupted.jinja"
 RUN = ["run", MODEL, "-p", "hello world " * 20, "-n", "100", "--ignore-eos"]
 # Short turns: both messages and answers fit the model's context of 128 tokens, so that the chat
-# does not end by itself. It waits for a third message until it is interrupted.
+# continues until the signal: it waits for a third message.
 CHAT = ["chat", MODEL, "--chat-template", TEMPLATE, "-n", "24", "--ignore-eos"]
 CHAT_SOURCE = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
 MESSAGES = b"hello\nhow are you\n"
