@@ -31,7 +31,7 @@ import numpy as np
 from ..errors import GraphError
 from .dtype import F32, DType, dtype
 from .scopes import error_location
-from .tensor import Dim, Env, Meta, Tensor
+from .tensor import Dim, Env, Meta, Tensor, set_contiguous_op
 
 # Kinds of arithmetic, which determine the rate at which an op can run.
 ELEMENTWISE, MATMUL, ATTENTION = ARITHMETIC = ("elementwise", "matmul", "attention")
@@ -258,6 +258,8 @@ def register(name: str, function: Callable[..., Any], **fields: Any) -> OpDef:
         defaults={p.name: p.default for p in params if p.kind is p.KEYWORD_ONLY},
         **fields,
     )
+    if fields.get("role") == "layout":
+        set_contiguous_op(_REGISTRY[name])
     return _REGISTRY[name]
 
 

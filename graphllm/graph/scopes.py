@@ -9,20 +9,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from .tensor import Tensor
+Node = Any  # a `graphllm.graph.tensor.Tensor`, whose module imports this one
 
 
 @dataclass
 class _ScopeValues:
-    created: list[Tensor] = field(default_factory=list)  # in order of creation
-    values: dict[str, Tensor] = field(default_factory=dict)
+    created: list[Node] = field(default_factory=list)  # in order of creation
+    values: dict[str, Node] = field(default_factory=dict)
 
 
 _scope: ContextVar[str] = ContextVar("graphllm_scope", default="")
-_recording: ContextVar[_ScopeValues | None] = ContextVar("graphllm_notes", default=None)
+_recording: ContextVar[_ScopeValues | None] = ContextVar("graphllm_scope_values", default=None)
 
 
 @contextmanager
@@ -45,7 +44,7 @@ def current_scope() -> str:
 
 
 @contextmanager
-def record_scope_values() -> Iterator[dict[str, Tensor]]:
+def record_scope_values() -> Iterator[dict[str, Node]]:
     """Record the value of every scope, ordered by exit from the scope.
 
     The value of a scope is what its module returns: the last node created in its block whose axis 0
@@ -60,7 +59,7 @@ def record_scope_values() -> Iterator[dict[str, Tensor]]:
         _recording.reset(token)
 
 
-def record_result(result: Tensor) -> None:
+def record_result(result: Node) -> None:
     """Note that a result with a varying axis 0 was created."""
     recording = _recording.get()
     if recording:

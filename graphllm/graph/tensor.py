@@ -230,9 +230,7 @@ class Tensor:
             raise self._refused("reshape", str(error)) from None
         if strides is not None:
             return self._view(shape, strides)
-        from .op import role  # imported here because op imports this module
-
-        return role("layout")(self).reshape(*shape)
+        return _contiguous_op[-1](self).reshape(*shape)
 
     def heads(self, count: int) -> Tensor:
         """[T, count * D] -> [T, count, D]."""
@@ -284,6 +282,14 @@ class Tensor:
         for have, want, stride in zip(self.shape, shape, self.meta.strides):
             strides.append(stride if have == want else 0)
         return self._view(tuple(shape), tuple(strides))
+
+
+_contiguous_op: list[Callable[[Tensor], Tensor]] = []
+
+
+def set_contiguous_op(build: Callable[[Tensor], Tensor]) -> None:
+    """Set the op that `Tensor.reshape` inserts where a view is impossible."""
+    _contiguous_op[:] = [build]
 
 
 def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | None:

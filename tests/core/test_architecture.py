@@ -1,4 +1,4 @@
-"""Rules of the house that a program can check: who may know whom, sizes, links, variables."""
+"""Architecture rules: direction of imports, no cycles, sizes of files and functions, links."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,14 @@ OTHER_MEANINGS = {
     "reference": "OpDef.reference, the NumPy body",
     "contiguous": "a layout",
 }
-TEXTS_TOO = {"contiguous"}  # these also in quotes
+TEXTS_TOO = {"contiguous", "attention"}  # a layout and a kind of arithmetic, also in quotes
 
 
 def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
@@ -101,6 +103,112 @@ def test_the_core_imports_no_accelerator(path):
         else:
             continue
         assert not {n.split(".")[0] for n in names} & {"torch", "cupy", "numba", "llvmlite"}
+
+
+# ------------------------------------------------------------------------------------------ imports
+
+# Packages and root modules of graphllm, lowest first. A module may import from its own package and
+# from those before it. Imports inside functions and under TYPE_CHECKING count.
+IMPORT_ORDER = (
+    "errors", "version", "terminal", "env", "debug", "cache", "arguments", "system_info",
+    "graph",  # tensors, op declarations, rewriting
+    "formats",  # block formats
+    "ops",
+    "backends",  # contract, reference, cpu, cuda
+    "compiler",  # placement, fusion, memory, plan
+    "weights",  # files of tensors
+    "runtime",  # executor, decode loop, GPU offload
+    "tokenizer",
+    "model",  # configuration, decoder, modules
+    "models",  # one file per model architecture
+    "engine",  # requests, KV cache, generation
+    "chat",
+    "checkpoints",  # model files: GGUF, Hugging Face directories
+    "loading",
+    "profiler",
+    "api",
+    "validation",
+    "cli",
+)  # fmt: skip
+# Modules whose imports are checked by no order: the public names and ``python -m graphllm``.
+ENTRY_POINTS = {"graphllm", "graphllm.__main__"}
+# Cycles that are allowed, as sets of modules, each with its reason.
+CYCLES: dict[frozenset[str], str] = {}
+
+
+def module_name(path: Path) -> str:
+    """The name under which a source file is imported; models/ is the package graphllm.models."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "graphllm" else ("graphllm", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def imports(name: str) -> Iterator[tuple[str, int]]:
+    """(module of graphllm, line) of every import statement of a module."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(parsed(path)):
+        found: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            named = [f"{module}.{alias.name}" for alias in node.names]
+            found = [full if full in MODULES else module for full in named]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        yield from ((each, node.lineno) for each in found if each in MODULES and each != name)
+
+
+def level(name: str) -> int:
+    return IMPORT_ORDER.index(name.split(".")[1])
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - ENTRY_POINTS))
+def test_imports_go_down(name):
+    upward = [(to, line) for to, line in imports(name) if to in ENTRY_POINTS - {"graphllm"}]
+    others = [(to, line) for to, line in imports(name) if to not in ENTRY_POINTS]
+    upward += [(to, line) for to, line in others if level(to) > level(name)]
+    assert not upward, [f"{shown(MODULES[name])}:{line} imports {to}" for to, line in upward]
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            members = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_modules_have_no_import_cycles():
+    graph = {name: {to for to, _ in imports(name)} for name in MODULES}
+    found = {frozenset(each) for each in cycles(graph)}
+    assert found == CYCLES.keys(), [sorted(each) for each in found ^ CYCLES.keys()]
+
+
+# -------------------------------------------------------------------------------------------- sizes
 
 
 def code_lines(path: Path) -> int:
