@@ -26,7 +26,7 @@ class GgufCheckpoint(GgufFile):
         return models.spec_of_architecture(self.architecture, self.path)
 
     def keys(self, spec: ModelSpec) -> Keys:
-        return gguf_keys(self, spec)
+        return gguf_keys(self, spec.gguf_keys)
 
     def weights(self, spec: ModelSpec, config: DecoderConfig) -> Weights:
         return NamedWeights(self, spec.gguf_rules(config), strict=True)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from ..compiler.placement import Tap
+from ..compiler.plan import Plan
 from ..errors import NumericError, OutOfMemory
 from ..graph.rewrite import root, toposort
 from ..graph.tensor import STATE, Tensor, Var
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from ..model.batch import Limits
+from ..runtime.executor import Executor
 
 MAX_STEP_BYTES = 64 << 20  # upper bound of the values that one checked step returns
 _FLOATS = ("f32", "f16", "bf16")
+
+
+class Engine(Protocol):
+    """What a rerun needs of `graphllm.engine.engine.Engine`, whose module imports this one."""
+
+    executor: Executor
+    outputs: dict[str, Tensor]
+    limits: Limits
+
+    def begin(self, tokens: Sequence[int]) -> None: ...
+
+    def append(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]: ...
+
+    def clear_cache(self) -> None: ...
 
 
 @dataclass(frozen=True)

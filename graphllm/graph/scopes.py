@@ -70,8 +70,11 @@ def record_result(result: Node) -> None:
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _MODELS = tuple(str(p / "models") + os.sep for p in (Path(_PACKAGE), Path(_PACKAGE).parent))
-_MAKERS = tuple(
-    str(Path(_PACKAGE, n)) for n in ("model/decoder.py", "model/nn.py", "graph/tensor.py", "ops")
+# Shared model code, whose lines are reported for nodes that a model leaves to it.
+_DECODER = tuple(str(Path(_PACKAGE, n)) for n in ("model/decoder.py", "model/decoder_blocks.py"))
+_BUILDERS = (
+    *_DECODER,
+    *(str(Path(_PACKAGE, n)) for n in ("model/nn.py", "graph/tensor.py", "ops")),
 )
 
 
@@ -86,10 +89,10 @@ def find_origin() -> str:
         name = frame.f_code.co_filename
         if not name.startswith(_PACKAGE) or name.startswith(_MODELS):
             return f"{name}:{frame.f_lineno}"
-        if shared and not name.startswith(_MAKERS):
+        if shared and not name.startswith(_BUILDERS):
             break  # the caller of the model builder is not model code
-        if name == _MAKERS[0]:
-            shared = shared or f"graphllm/model/decoder.py:{frame.f_lineno}"
+        if name in _DECODER:
+            shared = shared or f"graphllm/model/{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return shared
 

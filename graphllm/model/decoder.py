@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from zlib import crc32
-
-import numpy as np
 
 from .. import ops
 from ..errors import RequestError, UnusedTensors
 from ..graph.dtype import dtype
-from ..graph.tensor import Tensor, scope, state
-from ..weights import Weights
+from ..graph.tensor import Tensor, scope
 from .batch import Batch, CacheSpec, Limits
 from .config import (
     SANDWICH_NORMS,
@@ -29,9 +25,9 @@ from .config import (
     Norm,
     Rope,
 )
+from .decoder_blocks import DecoderBlocks, split_columns
 from .mla import mla_attention
 from .moe import moe_mlp
-from .nn import Module, activation
 
 __all__ = [
     "SANDWICH_NORMS",
@@ -51,7 +47,7 @@ __all__ = [
 ]
 
 
-class Decoder(Module):
+class Decoder(DecoderBlocks):
     """Decoder-only transformer that a `DecoderConfig` describes.
 
     `build` makes the graph of one step. Its outputs are ``logits`` [N, vocab]; ``ids`` [T], the
@@ -59,10 +55,6 @@ class Decoder(Module):
     ``ids.penalised``, the same after `ops.penalise`; and ``kv.*``, the updated KV pools, which are
     enough for a prefill chunk without sampling.
     """
-
-    def __init__(self, cfg: DecoderConfig, weights: Weights) -> None:
-        super().__init__(weights)
-        self.cfg = cfg
 
     @property
     def caches(self) -> tuple[CacheSpec, ...]:
@@ -219,11 +211,11 @@ class Decoder(Module):
         counts = (c.heads, c.kv_heads, c.kv_heads)
         if c.fused == "heads":
             y = self.linear(x, n.qkv, sum(counts) * d, c.bias).heads(c.kv_heads)
-            q, k, v = _columns(y, (c.heads // c.kv_heads * d, d, d))
+            q, k, v = split_columns(y, (c.heads // c.kv_heads * d, d, d))
             return q.reshape(q.shape[0], c.heads, d), k, v
         if c.fused:
             y = self.linear(x, n.qkv, sum(counts) * d, c.bias)
-            parts = _columns(y, tuple(count * d for count in counts))
+            parts = split_columns(y, tuple(count * d for count in counts))
         else:
             each = zip((n.q, n.k, n.v), counts, strict=True)
             parts = [self.linear(x, name, count * d, c.bias) for name, count in each]
@@ -233,19 +225,6 @@ class Decoder(Module):
     def mlp(self, x: Tensor) -> Tensor:
         """Apply the MLP: x [T, dim] -> [T, dim]."""
         return self.feed_forward(x, self.cfg.mlp.intermediate_size)
-
-    def feed_forward(self, x: Tensor, intermediate_size: int) -> Tensor:
-        """Apply an MLP of `config.Mlp`'s kind with another width: x [T, dim] -> [T, dim]."""
-        c, n, hidden = self.cfg.mlp, self.cfg.names, intermediate_size
-        if c.fused:
-            gate, up = _columns(self.linear(x, n.gate_up, 2 * hidden, c.bias), (hidden, hidden))
-            h = ops.mul(activation(gate, c.act), up)
-        elif c.gated:
-            gate = activation(self.linear(x, n.gate, hidden, c.bias), c.act)
-            h = ops.mul(gate, self.linear(x, n.up, hidden, c.bias))
-        else:
-            h = activation(self.linear(x, n.up, hidden, c.bias), c.act)
-        return self.linear(h, n.down, self.cfg.dim, c.bias)
 
     def moe(self, x: Tensor) -> Tensor:
         """Apply the mixture of experts: x [T, dim] -> [T, dim]."""
@@ -265,80 +244,6 @@ class Decoder(Module):
                 logits = ops.scale(logits, factor=c.logit_scale)
             return ops.softcap(logits, cap=c.logit_softcap) if c.logit_softcap else logits
 
-    # -- building blocks for model files
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        """Apply the norm ``name`` over the last axis; return x if the name is empty."""
-        c = self.cfg.norm
-        if not name:
-            return x
-        if c.kind == "rms":
-            return self.rms_norm(x, name, c.eps)
-        return self.layer_norm(x, name, c.eps, c.bias)
-
-    def rope(self, x: Tensor, i: int, batch: Batch) -> Tensor:
-        """Apply the rotary positions of layer ``i``, if it has any, to x [T, H, D]."""
-        rope = self.cfg.layers[i].rope
-        if rope is None:
-            return x
-        return self.rotate(x, batch.pos, rope.for_context(batch.limits.context))
-
-    def rotate(self, x: Tensor, pos: Tensor, rope: Rope) -> Tensor:
-        """Rotate x [T, H, D] by the positions ``pos`` [T]."""
-        factors = None
-        if isinstance(rope.factors, str):
-            pairs = (rope.dims or x.shape[-1]) // 2  # type: ignore[operator]
-            factors = self.vector(rope.factors, pairs, root=True)
-        elif rope.factors:
-            values = np.asarray(rope.factors, np.float32)
-            factors = self.constant(f"rope.factors.{crc32(values.tobytes()):08x}", values)
-        return ops.rope(
-            x, pos, factors, base=rope.base, dims=rope.dims, style=rope.style, scale=rope.scale,
-            attention_factor=rope.attention_factor,
-        )  # fmt: skip
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
-    ) -> Tensor:
-        """Cache k and v [T, Hkv, D] of layer ``i`` and attend with q [T, H, D]: [T, H * D].
-
-        ``scale``: factor on the scores; 0 uses the configuration's.
-        """
-        k, v = self.cache(i, "k", k, batch), self.cache(i, "v", v, batch)
-        return self.attention(q, k, v, i, batch, scale)
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, i: int, batch: Batch, scale: float = 0.0
-    ) -> Tensor:
-        """Attend with q [T, H, D] to the KV pools ``k`` and ``v`` of layer ``i``: [T, H * Dv]."""
-        c, group = self.cfg.attention, self._group[i]
-        scale = scale or self.cfg.layers[i].scale or c.scale or c.head_dim**-0.5
-        sinks = self.vector("sinks", c.heads) if c.sinks else None
-        slopes = self.constant("alibi.slopes", c.slopes) if c.slopes else None
-        prefix = batch.prefix_len if c.prefix_token_ids else None
-        out = ops.attention(
-            q, k, v, batch.q_start, batch.kv_len, batch.table[group.name], sinks, slopes, prefix,
-            scale=scale, block=batch.limits.block, window=group.window, softcap=c.softcap,
-        )  # fmt: skip
-        return out.flatten()
-
-    def cache(self, i: int, entry: str, x: Tensor, batch: Batch) -> Tensor:
-        """Write x [T, H, D] to layer ``i``'s KV pool [slots, H, D] and return the pool."""
-        group, limits = self._group[i], batch.limits
-        slots = limits.sequences * limits.kept(group.window) * limits.block
-        name = f"{group.name}.{i}.{entry}"
-        pool = state(name, (slots, *group.entries[entry]), limits.kv_dtype)
-        self.pools[name] = ops.kv_write(pool, x, batch.slot[group.name])
-        return self.pools[name]
-
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else ops.scale(x, factor=factor)
-
-
-def _columns(x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
-    """Split the last axis into parts of these widths."""
-    axis, at, parts = x.meta.ndim - 1, 0, []
-    for width in widths:
-        parts.append(x.slice(axis, at, at + width))
-        at += width
-    return parts

@@ -15,7 +15,6 @@ from .rope import FREQUENCIES, LONG_FACTORS, SHORT_FACTORS
 
 if TYPE_CHECKING:
     from .config import DecoderConfig, ModuleNames
-    from .spec import ModelSpec
 
 
 def gguf_weight_rules(config: DecoderConfig) -> list[WeightRule]:
@@ -136,16 +135,24 @@ _OLD_FACTOR = "rope.scale_linear"  # in files older than rope.scaling.factor
 _IGNORED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 
 
-def gguf_keys(file: GgufFile, spec: ModelSpec) -> Keys:
-    """Return the file's configuration under Hugging Face's names. ConfigError if malformed."""
+def gguf_keys(file: GgufFile, own_keys: Mapping[str, str]) -> Keys:
+    """Return the file's configuration under Hugging Face's names.
+
+    Args:
+        file: the GGUF file.
+        own_keys: Hugging Face's name -> GGUF's key, in addition to `GGUF_KEYS`.
+
+    Raises:
+        ConfigError: the configuration is malformed.
+    """
     prefix = f"{file.architecture}."
     found = {
         key[len(prefix) :]: _plain(value)
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
-    common = {name: s for name, s in GGUF_KEYS.items() if name not in spec.gguf_keys}
-    names = {**spec.gguf_keys, **common}
+    common = {name: s for name, s in GGUF_KEYS.items() if name not in own_keys}
+    names = {**own_keys, **common}
     called = {name: prefix + stored for name, stored in names.items()}
     called |= {stored: prefix + stored for stored in found}
     values: dict[str, Any] = {n: found.pop(s) for n, s in names.items() if s in found}
@@ -161,7 +168,7 @@ def gguf_keys(file: GgufFile, spec: ModelSpec) -> Keys:
     values["vocab_size"] = _vocab_size(file)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     keys = Keys(str(file.path), values, file.tensors, called, gguf=True)
-    if "v_head_dim" not in spec.gguf_keys and keys.has("v_head_dim"):
+    if "v_head_dim" not in own_keys and keys.has("v_head_dim"):
         width = keys.positive("v_head_dim")
         if keys.positive("head_dim", width) != width:
             raise ConfigError(f"{file.path}: key_length and value_length must be equal")

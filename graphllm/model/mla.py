@@ -9,7 +9,6 @@ are the first columns of its keys.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from .. import ops
 from ..graph.tensor import Tensor
@@ -17,10 +16,8 @@ from ..weights.weight_rules import EXPERT_RULES, Rows, View, WeightRule
 from .batch import Batch
 from .config import Attention, DecoderConfig, Mla
 from .config_keys import Keys, base_config
+from .decoder_blocks import DecoderBlocks
 from .rope import yarn_score_scale
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 _EPS = 1e-6  # of the norms of latent vectors, independent of rms_norm_eps
 
@@ -85,7 +82,7 @@ def _split(config: DecoderConfig, source: str) -> tuple[WeightRule, ...]:
     return (WeightRule(f"{scope}.k_b_proj.weight", source, keys, also=also),)
 
 
-def mla_attention(decoder: Decoder, x: Tensor, i: int, batch: Batch) -> Tensor:
+def mla_attention(decoder: DecoderBlocks, x: Tensor, i: int, batch: Batch) -> Tensor:
     """Attention of layer ``i`` in the current scope: x [T, dim] -> [T, dim]."""
     c = decoder.cfg.attention
     mla = c.mla
@@ -104,7 +101,7 @@ def mla_attention(decoder: Decoder, x: Tensor, i: int, batch: Batch) -> Tensor:
     return decoder.linear(out, decoder.cfg.names.out, decoder.cfg.dim, c.out_bias)
 
 
-def _queries(decoder: Decoder, x: Tensor, mla: Mla, c: Attention) -> Tensor:
+def _queries(decoder: DecoderBlocks, x: Tensor, mla: Mla, c: Attention) -> Tensor:
     """Return the queries [T, H * (nope + rope)], through a latent vector if they have a rank."""
     columns = c.heads * (mla.nope + mla.rope)
     if not mla.query_rank:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import ops
 from ..graph.tensor import Tensor, scope
 from .config import Moe
 from .config_keys import Keys
+from .decoder_blocks import DecoderBlocks
 from .nn import activation
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 
 def moe_config(
@@ -46,7 +44,7 @@ def sparse_layers(keys: Keys) -> list[bool]:
     return [i not in dense and (i + 1) % step == 0 for i in range(keys.layers())]
 
 
-def moe_mlp(decoder: Decoder, x: Tensor) -> Tensor:
+def moe_mlp(decoder: DecoderBlocks, x: Tensor) -> Tensor:
     """Mixture of experts of the decoder's configuration in the current scope.
 
     x [T, dim] -> [T, dim]. Shazeer et al. 2017; shared experts: Dai et al. 2024 (DeepSeekMoE).
@@ -69,7 +67,7 @@ def moe_mlp(decoder: Decoder, x: Tensor) -> Tensor:
     return ops.add(y, shared)
 
 
-def route(decoder: Decoder, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
+def route(decoder: DecoderBlocks, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
     """Select the experts of each token from the router's ``logits`` [T, E].
 
     Returns:
@@ -91,7 +89,7 @@ def route(decoder: Decoder, logits: Tensor, c: Moe) -> tuple[Tensor, Tensor]:
     return ids, weights if c.scale == 1.0 else ops.scale(weights, factor=c.scale)
 
 
-def _experts(decoder: Decoder, x: Tensor, ids: Tensor, c: Moe) -> Tensor:
+def _experts(decoder: DecoderBlocks, x: Tensor, ids: Tensor, c: Moe) -> Tensor:
     """Apply the experts ``ids`` [T, k] to x [T, dim]: [T, k, dim]."""
     n, shape = decoder.cfg.names, (c.experts, c.intermediate_size)
     gate, up = (decoder.expert_linear(x, name, ids, shape, c.bias) for name in (n.gate, n.up))

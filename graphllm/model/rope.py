@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, join_names, quote
 from .config import Rope
-from .config_keys import Keys
+from .keys import Keys
 
 # Tensors of GGUF files that hold a frequency factor for each pair; the last two are LongRoPE's.
 FREQUENCIES = "rope_freqs.weight"
