@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..backends import find
 from ..terminal import escape_control
 from .accounting import TimeAccounting
+from .phase import Phase, Roofline
 from .record import Total, totals
-
-if TYPE_CHECKING:
-    from .profile import Phase, Profile
 
 _BOLD, _DIM, _RED, _PLAIN = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 _LOW_SHARE = 0.5  # rows below this share of the roofline are highlighted if headroom is large
 
 
-def table(profile: Profile, by: str, top: int, colour: bool) -> str:
-    """Format a profile; see `Profile.table`."""
-    blocks = ["\n".join(_phase(phase, by, top, colour)) for phase in profile.phases]
+def footer(
+    phases: Sequence[Phase], rooflines: Mapping[str, Roofline], load_note: str,
+    start: Mapping[str, float],
+) -> str:  # fmt: skip
+    """Return the lines below the tables: ops that missed a backend, doubtful ceilings, startup.
+
+    Args:
+        phases: phases of the profile.
+        rooflines: ceilings by backend.
+        load_note: what disturbed the passes, or empty.
+        start: seconds of each part of the startup.
+    """
     reasons = dict.fromkeys(
         escape_control(f"{row.op} ran on {row.backend}: {row.why}")
-        for phase in profile.phases
+        for phase in phases
         for row in phase.rows
         if row.why
     )
     ceilings = [
         f"ceilings of {name}: {roofline.doubt} (graphllm doctor --measure)"
-        for name, roofline in profile.rooflines.items()
+        for name, roofline in rooflines.items()
         if roofline.doubt
     ]
-    busy = [f"note: {profile.load_note}"] if profile.load_note else []
-    used = {row.backend for phase in profile.phases for row in phase.rows}
-    names = used - profile.rooflines.keys()
+    busy = [f"note: {load_note}"] if load_note else []
+    names = {row.backend for phase in phases for row in phase.rows} - rooflines.keys()
     measurable = sorted(name for name in names if find(name).measure is not None)
     ceilings += [
         f"{name} is not measured: no ceilings (graphllm doctor --measure)" for name in measurable
     ]
-    start = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in profile.start.items())
-    return "\n\n".join([*blocks, "\n".join([*reasons, *ceilings, *busy, f"startup: {start}"])])
+    text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.items())
+    return "\n".join([*reasons, *ceilings, *busy, f"startup: {text}"])
+
+
+def phase_table(phase: Phase, by: str, top: int, colour: bool) -> str:
+    """Format one phase; for the arguments see `Profile.table`."""
+    return "\n".join(_phase(phase, by, top, colour))
 
 
 def _phase(phase: Phase, by: str, top: int, colour: bool) -> Iterator[str]:

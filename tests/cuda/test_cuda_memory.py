@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.device import Launch
+from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.errors import GraphllmError, OutOfMemory
 
 pytestmark = pytest.mark.nvrtc

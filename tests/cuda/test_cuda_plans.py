@@ -20,7 +20,8 @@ from graphllm.api import LLM
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext, Launch
+from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext
+from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS

@@ -13,8 +13,9 @@ from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Module, module
+from ..runtime.work import Launch, ceil
 from .quantize import HALVES, quantise, target, unit
 
 _MIN_TILED_TOKENS = 17  # tokens, from which the kernel of tiles takes over

@@ -8,8 +8,9 @@ from math import prod
 from ....graph.tensor import Tensor
 from ... import ANY, ROWS, Options
 from .. import BACKEND
-from ..runtime.device import HostCall, KernelContext, Launch, ceil
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import HostCall, Launch, ceil
 from .elementwise import rows_grid
 
 _MODULE = module("copy")

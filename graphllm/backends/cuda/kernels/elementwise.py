@@ -9,8 +9,9 @@ from typing import Any
 from ... import CONTIGUOUS, ROWS
 from ...kernel_context import requires_equal_shapes, requires_row
 from .. import BACKEND
-from ..runtime.device import Arg, KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import Arg, Launch, ceil
 
 _MODULE = module("elementwise")
 _THREADS = 256

@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, ceil
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 from .gemm import PLAIN
 from .weight_packing import PACK, PLANES, planes
 

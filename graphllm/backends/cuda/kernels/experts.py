@@ -19,8 +19,9 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, Module, module
+from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, matmul_dtype
 from .gemv_shapes import default_next, default_tile
 from .linear import ITEM, WARPS, activation, has_tensor_cores, lower_activation

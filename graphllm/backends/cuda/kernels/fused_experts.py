@@ -10,8 +10,9 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import Launch
 from .elementwise import ACTIVATIONS
 from .experts import Gate, combine_launch, dtype_mismatch, expert_products, groups_nbytes
 from .fused_norm import two_at_most

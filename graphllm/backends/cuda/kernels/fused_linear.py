@@ -11,7 +11,8 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, OperandRef, Work
+from ..runtime.device import KernelContext, OperandRef
+from ..runtime.work import Work
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, workspace_nbytes

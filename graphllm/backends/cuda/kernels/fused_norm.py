@@ -9,8 +9,9 @@ from typing import Any
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import Arg, KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import Arg, Launch, ceil
 from .elementwise import ACTIVATIONS
 from .norm import held
 from .quantize import targets, unit

@@ -14,8 +14,9 @@ from ....backends.alignment import aligned
 from ....graph.dtype import F16, F32, DType
 from ....graph.tensor import Tensor
 from ..runtime import cublaslt
-from ..runtime.device import HostCall, KernelContext, Launch, OperandRef, Work, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import HostCall, Launch, Work, ceil
 from .weight_packing import planes
 
 PLAIN = ("f32", "f16", "bf16")

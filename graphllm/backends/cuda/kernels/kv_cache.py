@@ -8,8 +8,9 @@ from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 from .elementwise import rows_grid
 from .rope import rotation
 

@@ -17,8 +17,9 @@ from ....graph.dtype import BF16, F16, F32, DType, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, Work, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, module
+from ..runtime.work import Launch, Work, ceil
 from . import gemv_shapes
 from .gemm import PLAIN, Job, dequantize_module, gemms, matmul_dtype, workspace_nbytes
 from .gemv_shapes import Shape

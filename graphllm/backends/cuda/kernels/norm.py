@@ -8,8 +8,9 @@ from typing import Any
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, ceil
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 
 _MODULE = module("norm")
 

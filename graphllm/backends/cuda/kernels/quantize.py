@@ -8,8 +8,9 @@ from math import prod
 
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 
 _MODULE = module("quantize")
 _WARPS = 4  # of a block of threads; each does one block of activations

@@ -7,8 +7,9 @@ import struct
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, ceil
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 from .elementwise import rows_grid
 
 _MODULE = module("rope")

@@ -8,8 +8,9 @@ from ....backends.alignment import aligned
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, OperandRef, ceil
+from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 
 _MODULE, _PENALTIES = module("sampling"), module("penalties")
 _THREADS = 1024  # of a block of `pick`; slices of a row, at most; pieces of it, at most

@@ -7,8 +7,9 @@ import struct
 import numpy as np
 
 from .. import BACKEND
-from ..runtime.device import KernelContext, Launch, ceil
+from ..runtime.device import KernelContext
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 
 _MODULE = module("step")
 _THREADS = 32

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import prod
 
 from ....graph.tensor import Meta
-from ..runtime.device import DevicePack, Launch, ceil
+from ..runtime.device import DevicePack
 from ..runtime.source import module
+from ..runtime.work import Launch, ceil
 
 _MODULE = module("layouts")
 _THREADS, _ALIGN = 256, 256

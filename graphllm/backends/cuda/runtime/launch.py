@@ -18,7 +18,6 @@ from cupy_backends.cuda.api import driver
 from ....debug import debug
 from ....errors import GraphllmError
 from ... import Header, TimestampLog
-from .device import Arg, HostCall, Launch, Work
 from .memory import OUT_OF_MEMORY, Buffer, allocating, out_of_memory
 from .source import (
     Function,
@@ -31,6 +30,7 @@ from .source import (
     timed_build,
 )
 from .timestamps import TIMESTAMPS, ends_and_starts
+from .work import Arg, HostCall, Launch, Work
 
 _SUPPORT = module("support")
 _THREADS = 256  # of the kernels that handle times

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from ... import Options
 from ...probe_results import ProbeResults
 from .. import BACKEND
-from .device import Arg, CudaDevice, Launch
+from .device import CudaDevice
 from .source import Function, module
+from .work import Arg, Launch
 
 ROUNDS = 20  # that count
 _OWN, _TENSOR = module("roofline_probes"), module("roofline_probes_tensor")
