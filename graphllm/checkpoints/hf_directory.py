@@ -131,7 +131,7 @@ class HfCheckpoint:
         """
         from ..tokenizer.tokenizer_config import TokenizerDirectory
 
-        return TokenizerDirectory(self.path, self.metadata).ends(vocab)
+        return TokenizerDirectory(self.path, self.metadata).eos_ids(vocab)
 
     @cached_property
     def chat_template(self) -> str | None:

@@ -1,8 +1,14 @@
-"""Tokenizers: text to token ids and back, from the vocabulary that a model comes with.
+"""Tokenizers: text to token ids and back.
 
-Of a GGUF file, ids and texts equal llama.cpp's; of a Hugging Face directory, transformers'. `load`,
-`from_gguf` and `from_directory` choose the class for a kind of vocabulary; `decoding` and
-`vocabulary` have what the kinds share, and one module each has the rest.
+For a GGUF file, ids and texts equal llama.cpp's; for a Hugging Face directory, transformers'.
+`load`, `from_gguf` and `from_directory` select the class:
+
+- `bpe`, `sentencepiece`: vocabularies in GGUF files.
+- `tokenizer_json`: tokenizer.json, or vocab.json and merges.txt; `hf_classes` has the pipelines of
+  transformers' tokenizer classes.
+- `sentencepiece_model`: SentencePiece .model files; `chatglm`: those of ChatGLM.
+
+`decoding` has the base class, `vocabulary` the base class of those that hold their pieces.
 """
 
 from __future__ import annotations
@@ -26,14 +32,14 @@ __all__ = ["TextStream", "Tokenizer", "from_directory", "from_gguf", "from_llama
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer does. ``bos_id`` and ``eos_id`` are None where a model has none."""
+    """Interface of tokenizers. ``bos_id`` and ``eos_id`` are None if the model has none."""
 
-    vocab_size: int  # ids are below it; some may stand for nothing
+    vocab_size: int  # upper bound of ids; some ids may have no token
     bos_id: int | None
     eos_id: int | None
-    eog_ids: frozenset[int]  # any of these ends a generation
-    add_bos: bool  # whether encode(add_special=True) begins with bos_id
-    notes: Sequence[str]  # what a user should know of the vocabulary, a line each
+    eog_ids: frozenset[int]  # ids that end a generation (EOS, end of turn)
+    add_bos: bool  # whether encode(add_special=True) starts with bos_id
+    notes: Sequence[str]  # warnings about the vocabulary, one line each
 
     def encode(
         self,
@@ -42,29 +48,34 @@ class Tokenizer(Protocol):
         parse_special: bool = False,
         literal: Sequence[tuple[int, int]] = (),
     ) -> list[int]:
-        """Token ids of ``text``.
+        """Return the token ids of ``text``. A lone surrogate counts as U+FFFD.
 
-        ``add_special`` adds the model's begin and end tokens; ``parse_special`` turns the text of
-        control pieces into their ids (for chat templates; never for text from outside), except
-        where any of it lies in one of the ``literal`` spans [start, end), in ascending order. There
-        pieces named as control pieces are (``<|name|>``) are text, too, whatever their type says.
-        A lone surrogate in ``text`` counts as U+FFFD.
+        Args:
+            text: Text to encode.
+            add_special: Whether to add the model's begin and end tokens.
+            parse_special: Whether the text of a control token becomes its id, as in chat templates.
+                Never use it for untrusted text.
+            literal: Spans [start, end) of ``text``, in ascending order, in which no control token
+                is parsed, nor a token named like one (``<|name|>``), whatever its type.
         """
 
     def decode(
         self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False
     ) -> str:
-        """Text of ``ids``; invalid UTF-8 becomes U+FFFD. RequestError for an id out of range.
+        """Return the text of ``ids``. Invalid UTF-8 becomes U+FFFD.
 
-        ``skip_special`` leaves out control pieces. Vocabularies that put a space before a text lose
-        it again here, but not with ``continuation``: then the ids follow other text.
+        Args:
+            ids: Token ids; RequestError for an id out of range.
+            skip_special: Whether control tokens are left out.
+            continuation: Whether the ids follow other text. If not, the space that some
+                vocabularies put before a text is removed.
         """
 
     def stream(self, skip_special: bool = True, continuation: bool = False) -> TextStream:
-        """A decoder for one id at a time."""
+        """Return an incremental decoder; see `decode` for the arguments."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that the token stands for, control pieces included; RequestError as decode."""
+        """Return the bytes of a token, control tokens included. RequestError as in `decode`."""
 
 
 _KINDS: dict[str, type[Vocabulary]] = {
@@ -75,7 +86,10 @@ _KINDS: dict[str, type[Vocabulary]] = {
 
 
 def from_gguf(file: GgufFile) -> Tokenizer:
-    """The tokenizer of an open GGUF file; ModelFileError for a bad vocabulary or unknown kind."""
+    """Return the tokenizer of an open GGUF file.
+
+    ModelFileError for an unknown kind of vocabulary, or a malformed one.
+    """
     key = "tokenizer.ggml.model"
     kind = file.value(key, str)
     if kind is None or kind not in _KINDS:
@@ -85,10 +99,11 @@ def from_gguf(file: GgufFile) -> Tokenizer:
 
 
 def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, whose ``config`` may have been read already.
+    """Return the tokenizer of a Hugging Face directory.
 
-    Of tokenizer.json, else of a SentencePiece model, else of vocab.json and merges.txt.
-    ModelFileError where there is none of them, or a bad one.
+    It is read from tokenizer.json, else from a SentencePiece model, else from vocab.json and
+    merges.txt. ``config`` is the content of config.json if it has been read already.
+    ModelFileError if none of them exists, or one is malformed.
     """
     directory = TokenizerDirectory(Path(folder), config)
     present = {path.name for path in directory.folder.glob("*.*")}
@@ -103,19 +118,19 @@ def from_directory(folder: Path, config: Mapping[str, Any] | None = None) -> Tok
             return kind(directory.folder / name, directory)
     if "sentencepiece.bpe.model" in present:
         raise ModelFileError(
-            f"{directory.folder / 'sentencepiece.bpe.model'}: models with it number their pieces "
-            "otherwise; a tokenizer.json is needed"
+            f"{directory.folder / 'sentencepiece.bpe.model'}: models with this file number their "
+            "pieces differently; a tokenizer.json is required"
         )
     if {"vocab.json", "merges.txt"} <= present:
         return tokenizer_json.from_merges(directory)
     raise ModelFileError(
-        f"{directory.folder}: no tokenizer: neither tokenizer.json nor tokenizer.model, nor "
+        f"{directory.folder}: no tokenizer: neither tokenizer.json, tokenizer.model, nor "
         "vocab.json with merges.txt"
     )
 
 
 def load(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a .gguf file or a Hugging Face directory. ModelFileError."""
+    """Return the tokenizer of a .gguf file or a Hugging Face directory. ModelFileError."""
     if Path(path).is_dir():
         return from_directory(Path(path))
     with GgufFile(path) as file:

@@ -1,4 +1,7 @@
-"""BPE vocabularies (`tokenizer.ggml.model` = gpt2 or gemma4), by the tokenizers package."""
+"""BPE vocabularies of GGUF files (`tokenizer.ggml.model` = gpt2 or gemma4).
+
+The tokenizers package splits and merges.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _LINES = re.compile(r"\n+|[^\n]+")
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 as it is, the rest from U+0100 on."""
+    """Return GPT-2's characters for bytes: printable Latin-1 unchanged, others from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [value for value in range(256) if value not in plain]
     pairs = [*zip(plain, plain), *zip(range(0x100, 0x200), rest)]
@@ -41,12 +44,12 @@ _BYTE_NAMES = [f"<0x{value:02X}>" for value in range(256)]
 
 
 class BpeTokenizer(Vocabulary):
-    """Merges by rank in words that patterns cut out: GPT-2, Llama 3, Qwen, DeepSeek, Gemma 4, ...
+    """BPE tokenizer of a GGUF file: GPT-2, Llama 3, Qwen, DeepSeek, Gemma 4, ...
 
-    Cutting and merging are the package's. Special pieces are handled before them, and no text turns
-    into a control piece by merging. As in llama.cpp, without `tokenizer.ggml.pre` the pre-tokenizer
-    is `default`, merges that are no pairs have no effect, and merges of pieces that the vocabulary
-    lacks are applied; all of that is noted.
+    Special tokens are split off before BPE, and no text becomes a control token by merging. As in
+    llama.cpp, the pre-tokenizer is `default` if `tokenizer.ggml.pre` is missing, merges that are
+    not pairs have no effect, and merges of pieces that are not in the vocabulary are applied; each
+    of these adds a note.
     """
 
     def __init__(self, file: VocabularySource) -> None:
@@ -58,15 +61,15 @@ class BpeTokenizer(Vocabulary):
         self.default_adds = (self._pre.add_bos, False, False)
         super().__init__(file)
         self._byte_tokens = self._find_bytes()
-        self._newlines: dict[str, int] = {}  # pieces of nothing else
-        self._spares: dict[int, list[int]] = {}  # ids of the engine alone -> what stands for them
+        self._newlines: dict[str, int] = {}  # pieces that consist of newlines
+        self._placeholders: dict[int, list[int]] = {}  # ids that only the engine has -> token ids
         self._engine = self._build()
 
     def _find_pre(self, name: str | None) -> PreTokenizer:
         if name is None:
             name = DEFAULT
-            text = f"key 'tokenizer.ggml.pre' is missing: texts are cut as {name!r} says"
-            self.notes.append(f"{text}, which may not be how the model was trained")
+            text = f"key 'tokenizer.ggml.pre' is missing: the pre-tokenizer {name!r} is used"
+            self.notes.append(f"{text}, which may differ from the training of the model")
         if name not in PRE_TOKENIZERS:
             known = ", ".join(sorted(PRE_TOKENIZERS))
             raise self._error("pre", f"{quote(name)} is not supported; known: {known}")
@@ -75,23 +78,25 @@ class BpeTokenizer(Vocabulary):
     def _flag(self, key: str, default: bool) -> bool:
         value = super()._flag(key, default)
         if key == "add_bos_token" and self._pre.raw:
-            return True  # files of Gemma 4 were made that say otherwise (llama.cpp, PR 21500)
-        return value and key != "add_space_prefix"  # which means nothing here
+            return True  # some files of Gemma 4 wrongly say false (llama.cpp, PR 21500)
+        return value and key != "add_space_prefix"  # which has no meaning for BPE
 
     def _vocabulary(self) -> dict[str, int]:
-        """Text -> id of what merging may end in: all but control pieces."""
+        """Return text -> id of the tokens that merging may produce: all but control tokens."""
         hidden = ((self._kinds == CONTROL) | (self._kinds == UNKNOWN)).tolist()
         rows = enumerate(zip(_texts(self._pieces), hidden, strict=True))
         return {text: token for token, (text, skip) in rows if text and not skip}
 
     def _merges(self) -> list[tuple[str, str]]:
-        """The pairs of `tokenizer.ggml.merges`, by rank. No text has the pieces of an entry that is
-        no pair, or not UTF-8: llama.cpp never applies it."""
+        """Return the pairs of `tokenizer.ggml.merges`, by rank.
+
+        Entries that are not pairs, or not UTF-8, are left out: llama.cpp never applies them.
+        """
         merges = self._file.metadata.get("tokenizer.ggml.merges")
         if not isinstance(merges, StringArray):
             raise self._error("merges", "missing, or not an array of strings")
         stored = merges.to_bytes()
-        pairs: dict[tuple[str, str], None] = {}  # a pair that comes twice has the first place
+        pairs: dict[tuple[str, str], None] = {}  # the first of equal pairs counts
         idle = []
         for number, text in enumerate(_texts(stored)):
             left, _, right = text.partition(" ")
@@ -100,15 +105,15 @@ class BpeTokenizer(Vocabulary):
             else:
                 idle.append(number)
         if idle:
-            text = f"{len(idle)} of {len(stored)} merges are no pairs of pieces and have no effect"
+            text = f"{len(idle)} of {len(stored)} merges are not pairs of pieces and have no effect"
             self.notes.append(f"{text}, as {quote(stored[idle[0]])} (entry {idle[0]})")
         return list(pairs)
 
-    def _add_spares(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
-        """Add what the package wants and the file lacks: parts and results of merges, and bytes.
+    def _add_placeholders(self, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
+        """Add pieces that the package requires and the file lacks: operands of merges, and bytes.
 
-        They get ids past the others: merges go on through them, as in llama.cpp, and where one is
-        left over in the end, the tokens of its bytes stand for it, if there are such.
+        They get ids above all others, so that merges can use them, as in llama.cpp. One that
+        remains in the result is replaced by the tokens of its bytes, as far as they exist.
         """
         raw = self._pre.raw
         needed = {*map("".join, merges), *itertools.chain.from_iterable(merges)}
@@ -119,28 +124,26 @@ class BpeTokenizer(Vocabulary):
             names = [char for char in text if char.isascii()]
             if raw:
                 names = [] if text in _BYTE_NAMES else [_BYTE_NAMES[b] for b in text.encode()]
-            self._spares[token] = [vocabulary[name] for name in names if name in vocabulary]
-        vocabulary.update(zip(lacking, self._spares, strict=True))
+            self._placeholders[token] = [vocabulary[name] for name in names if name in vocabulary]
+        vocabulary.update(zip(lacking, self._placeholders, strict=True))
 
     def _note_unknown(self, lacking: Collection[str], merges: list[tuple[str, str]]) -> None:
-        """Note the merges of pieces that the file does not have, or that make one."""
+        """Add a note about merges with operands or results that are not in the file."""
         unknown = {text for text in lacking if text.encode() not in self._index}
         pairs = [p for p in merges if p[0] + p[1] in unknown or not unknown.isdisjoint(p)]
         if pairs:
             first = quote(" ".join(pairs[0]))
-            text = (
-                f"{len(pairs)} of {len(merges)} merges have pieces that are no tokens, as {first}"
-            )
-            self.notes.append(f"{text}; their bytes' tokens stand for these")
+            text = f"{len(pairs)} of {len(merges)} merges have pieces that are not tokens"
+            self.notes.append(f"{text}, such as {first}; the tokens of their bytes are used")
 
     def _build(self) -> Tokenizer:
-        """The package's tokenizer."""
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # slow: when needed only
+        """Build the package's tokenizer."""
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # slow to import
 
         pre, merges = self._pre, self._merges()
         vocabulary = self._vocabulary()
         self._newlines = {text: vocabulary[text] for text in vocabulary if not text.strip("\n")}
-        self._add_spares(vocabulary, merges)
+        self._add_placeholders(vocabulary, merges)
         model = models.BPE(
             vocabulary, merges, ignore_merges=pre.ignore_merges, byte_fallback=pre.raw
         )
@@ -159,8 +162,8 @@ class BpeTokenizer(Vocabulary):
                 ids += self._encode_plain(line) if whole is None else [whole]
         else:
             ids = self._encode_plain(text)
-        if self._spares and max(ids, default=0) >= self.vocab_size:
-            ids = [known for token in ids for known in self._spares.get(token, (token,))]
+        if self._placeholders and max(ids, default=0) >= self.vocab_size:
+            ids = [known for token in ids for known in self._placeholders.get(token, (token,))]
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -180,7 +183,7 @@ class BpeTokenizer(Vocabulary):
 
 
 def _texts(items: list[bytes]) -> list[str]:
-    """The items as str; empty where one is not UTF-8, since no text has such bytes."""
+    """Decode the items; one that is not UTF-8, which no text contains, becomes empty."""
     try:
         return [item.decode() for item in items]
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The tokenizers of ChatGLM: SentencePiece models with more around them.
+"""Tokenizers of ChatGLM: SentencePiece models with additional special tokens.
 
 Source: the published `tokenization_chatglm.py` of ChatGLM-6B, ChatGLM2-6B and ChatGLM3-6B.
 """
@@ -13,10 +13,12 @@ from .sentencepiece_model import SentencePieceModelTokenizer
 from .tokenizer_config import LARGEST_ID, TokenizerDirectory
 from .vocabulary import SpecialTokens
 
-_IMAGES = 20_000  # ids before the pieces' in the first release, whose settings do not say
-_LONGEST = 80
-_BLANKS = {f"<|blank_{count}|>": " " * count for count in range(_LONGEST, 1, -1)}
-_SPACES = {"<n>": "\n", "<|tab|>": "\t", **_BLANKS}  # what pieces of ChatGLM-6B stand for
+_IMAGES = (
+    20_000  # image token ids before the pieces, for the first release, which does not state them
+)
+_LONGEST_RUN = 80
+_BLANKS = {f"<|blank_{count}|>": " " * count for count in range(_LONGEST_RUN, 1, -1)}
+_SPACES = {"<n>": "\n", "<|tab|>": "\t", **_BLANKS}  # white space of ChatGLM-6B pieces
 _SHOWN = {piece.encode(): text.encode() for piece, text in _SPACES.items()}
 _CONTROLS = (
     "[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>", "<ENC>", "<dBLOCK>", "<pad>",
@@ -26,8 +28,10 @@ _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
 class ChatGlmTokenizer(SentencePieceModelTokenizer):
-    """ChatGLM-6B, with `ice_text.model`: newlines, tabs and runs of spaces are pieces, anywhere in
-    a text, and a prompt ends with [gMASK] and <sop>. Text that is such a piece's is read as one.
+    """ChatGLM-6B (`ice_text.model`). A prompt ends with [gMASK] and <sop>.
+
+    Newlines, tabs and runs of spaces have pieces of their own. As in the published code, the text
+    of such a piece is read as the piece.
     """
 
     def __init__(self, path: Path, directory: TokenizerDirectory) -> None:
@@ -42,13 +46,13 @@ class ChatGlmTokenizer(SentencePieceModelTokenizer):
         self.add_bos = self.add_eos = False
         self._end = list(self._named(("[gMASK]", "<sop>")).values())
         if len(self._end) < 2:
-            raise self._error("pieces", "there is no [gMASK] or no <sop> among them")
+            raise self._error("pieces", "there is no [gMASK] or no <sop>")
 
     def _affixes(self) -> tuple[list[int], list[int]]:
         return [], self._end
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
-        for piece, spaces in _SPACES.items():  # the longest runs first
+        for piece, spaces in _SPACES.items():  # longest runs first
             text = text.replace(spaces, piece)
         return super()._encode_text(text, starts)
 
@@ -58,9 +62,10 @@ class ChatGlmTokenizer(SentencePieceModelTokenizer):
 
 
 class ChatGlm2Tokenizer(SentencePieceModelTokenizer):
-    """ChatGLM2-6B and 3-6B: commands and roles after the pieces; a prompt begins with [gMASK] sop.
+    """ChatGLM2-6B and ChatGLM3-6B. A prompt starts with [gMASK] and sop.
 
-    The roles are ChatGLM3's; ChatGLM2 has rows for their ids, and uses none of them.
+    Command and role tokens follow the pieces. The roles are ChatGLM3's; ChatGLM2 has embedding rows
+    for their ids but does not use them.
     """
 
     def __init__(self, path: Path, directory: TokenizerDirectory) -> None:
@@ -78,9 +83,9 @@ class ChatGlm2Tokenizer(SentencePieceModelTokenizer):
 
 
 class _Commands(SpecialTokens):
-    """Cuts commands out of a text. Those without brackets are words: only after [gMASK] is sop one.
+    """Splits off command tokens. "sop" is one only after [gMASK], since it may be a word.
 
-    ``begin``: the ids of [gMASK] and sop.
+    ``begin``: ids of [gMASK] and sop.
     """
 
     def __init__(self, pieces: Iterable[tuple[str, int]], begin: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Ids to text, for every kind of vocabulary; at once, and one by one."""
+"""Decoding of token ids to text, all at once or incrementally."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ..errors import RequestError
 
 
 class BaseTokenizer:
-    """The base of the tokenizers: `Tokenizer.decode` and the like, from the bytes of each token."""
+    """Base class of tokenizers: decoding, given the bytes of each token."""
 
     vocab_size: int
-    space_prefix: bool  # whether a text's first space is none of its own
+    space_prefix: bool  # whether encoding puts a space before a text
     notes: Sequence[str] = ()  # see `Tokenizer`
 
     def _bytes_of(self, token: int) -> bytes:
-        """The bytes that decoding shows for an id in range."""
+        """Return the bytes of a token; the id is in range."""
         raise NotImplementedError
 
     def _is_control(self, token: int) -> bool:
-        """Whether ``skip_special`` leaves the token out."""
+        """Return whether ``skip_special`` leaves the token out."""
         raise NotImplementedError
 
     def strip_prefix(self, data: bytes) -> bytes:
-        """The first bytes of a text, without the space that `space_prefix` speaks of."""
+        """Remove the space of `space_prefix` from the first bytes of a text."""
         return data.removeprefix(b" ")
 
     def piece(self, token: int) -> bytes:
         """See `Tokenizer.piece`."""
         return self.token_bytes(token, skip_special=False)
 
-    def token_bytes(self, token: int, skip_special: bool) -> bytes:
-        """The bytes that decoding shows for a token. RequestError for an id out of range."""
+    def shown(self, token: int, skip_special: bool) -> bytes:
+        """Return the bytes of a token in decoded text. RequestError for an id out of range."""
         if not 0 <= token < self.vocab_size:
             raise RequestError(f"token id {token} is not one of the {self.vocab_size} tokens")
         if skip_special and self._is_control(token):
@@ -53,9 +53,9 @@ class BaseTokenizer:
 
 
 class TextStream:
-    """Decodes ids one by one: the texts joined equal `Tokenizer.decode` of all ids.
+    """Incremental decoder. The concatenated texts equal `Tokenizer.decode` of all ids.
 
-    A character whose UTF-8 bytes are spread over tokens appears with its last token.
+    A character whose UTF-8 bytes span several tokens appears with the last of them.
     """
 
     def __init__(self, vocabulary: BaseTokenizer, skip_special: bool, continuation: bool) -> None:
@@ -65,7 +65,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that became complete with this token; often empty."""
+        """Return the text that this token completes; often empty."""
         data = self._vocabulary.token_bytes(token, self._skip_special)
         if self._strip and data:
             self._strip = False
@@ -73,12 +73,12 @@ class TextStream:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never became complete, else nothing."""
+        """Return the rest: U+FFFD for an incomplete character, else nothing."""
         return self._decoder.decode(b"", True)
 
 
 def replace_surrogates(text: str) -> str:
-    """The text as tokenizers read it: a lone surrogate, as from bad bytes, counts as U+FFFD."""
+    """Replace lone surrogates, which have no UTF-8, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -87,13 +87,12 @@ def replace_surrogates(text: str) -> str:
 
 
 def overlaps_span(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether [start, end) shares a character with one of the spans, which ascend."""
+    """Return whether [start, end) overlaps one of the ``spans``, which are in ascending order."""
     at = bisect_right(spans, (end - 1, float("inf"))) - 1
     return at >= 0 and spans[at][1] > start
 
 
 def is_special_name(text: str) -> bool:
-    """Whether a piece is named as control pieces are, whatever a file says: as llama.cpp's
-    converter tells them."""
+    """Return whether a piece is named like a control token, as llama.cpp's converter decides it."""
     ends = (("<|", "|>"), ("<｜", "｜>"))
     return len(text) > 4 and any(text.startswith(a) and text.endswith(b) for a, b in ends)

@@ -1,8 +1,8 @@
-"""The tokenizer classes of transformers that bring a pipeline of their own.
+"""Tokenizer classes of transformers with a pipeline of their own.
 
-transformers 5 takes from a tokenizer.json only the vocabulary, the merges, the added tokens and
-what is put around a text, where one of these classes reads it; from a vocab.json and a merges.txt
-there is nothing else to take. Source: its `models/*/tokenization_*.py`.
+With one of these classes, transformers 5 takes only the vocabulary, the merges, the added tokens
+and the template from tokenizer.json; vocab.json and merges.txt state nothing else. Source:
+transformers, `models/*/tokenization_*.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ _MADE_UP = tuple(f"<madeupword{i}>" for i in range(7))
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What a class does of its own; without arguments, nothing.
+    """Properties of a tokenizer class. The defaults are those of a class without any.
 
-    ``build`` gives an engine the pipeline, of the directory's settings and tokenizer.json's text.
-    ``tokens`` are special where a directory names no others, ``extras`` always. ``template``: what
-    is put around a text, by the names of tokens and A, whatever tokenizer.json says.
+    Attributes:
+        build: Sets the pipeline of an engine from the directory's settings and the text of
+            tokenizer.json.
+        tokens: Special tokens by name, for directories that do not state them.
+        extras: Additional special tokens of every directory.
+        template: Names of the special tokens around a text, which is "A", in place of
+            tokenizer.json's template; None keeps that.
     """
 
     build: Callable[[Tokenizer, TokenizerDirectory, str], None] | None = None
@@ -46,20 +50,20 @@ class TokenizerClass:
 def _set_bpe(engine: Tokenizer, fuse_unk: bool, byte_fallback: bool) -> None:
     model = engine.model
     if (kind := type(model).__name__) != "BPE":
-        raise ValueError(f"its tokenizer_class reads merges (BPE), and the model is a {kind}")
+        raise ValueError(f"its tokenizer_class reads merges (BPE), but the model is {kind}")
     model.fuse_unk, model.byte_fallback, model.ignore_merges = fuse_unk, byte_fallback, False
 
 
 def _set_bytes(engine: Tokenizer, directory: TokenizerDirectory, split: str, nfc: bool) -> None:
-    """Words cut by GPT-2's pattern, or by ``split``, in GPT-2's alphabet of bytes."""
+    """Set up byte-level BPE; words are split by the pattern ``split``, or GPT-2's if empty."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=False, byte_fallback=False)
     prefix = directory.flag("add_prefix_space", False)
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
-    cuts = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+    splits = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
     engine.normalizer = normalizers.NFC() if nfc else normalizers.Sequence([])
-    engine.pre_tokenizer = pre_tokenizers.Sequence([*cuts, alphabet])
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*splits, alphabet])
     engine.decoder = decoders.ByteLevel()
 
 
@@ -86,7 +90,7 @@ def _code_llama(engine: Tokenizer, directory: TokenizerDirectory, content: str) 
 def _set_pieces(
     engine: Tokenizer, directory: TokenizerDirectory, scheme: str, always_strips: bool
 ) -> None:
-    """Llama 2's merges; ``scheme``: before which texts a space is put, unless before none."""
+    """Set up Llama 2's BPE; ``scheme``: prepend scheme if a space is put before a text."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     _set_bpe(engine, fuse_unk=True, byte_fallback=True)
@@ -101,7 +105,10 @@ def _set_pieces(
 
 
 def prefix_scheme(directory: TokenizerDirectory) -> str:
-    """Whether a LlamaTokenizer puts a space before the text after each special token, too."""
+    """Return the prepend scheme of a LlamaTokenizer.
+
+    "always" puts a space also before the text after each special token, "first" does not.
+    """
     return "always" if directory.flag("legacy", False) else "first"
 
 
@@ -119,13 +126,13 @@ def _gemma(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> No
 def _xglm(engine: Tokenizer, directory: TokenizerDirectory, content: str) -> None:
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-    # The package is off by a last digit in reading some scores, which decides where two ways to
-    # cut a text are equally likely; transformers reads them with Python, too.
+    # The package reads some scores with an error in the last digit, which matters where two
+    # segmentations are equally likely. transformers reads them with Python as well.
     rows = json.loads(content)["model"]["vocab"]
     engine.model = models.Unigram([(text, score) for text, score in rows], 3, False)
     scheme = "always" if directory.flag("add_prefix_space", True) else "never"
     parts = [] if engine.normalizer is None else _parts(engine.normalizer)
-    charsmap = normalizers.Sequence([])  # what the file maps characters by, if it does
+    charsmap = normalizers.Sequence([])  # the file's character map, if it has one
     first = next((part for part in parts if part.get("type") == "Precompiled"), None)
     if first is not None:
         state = {"type": "Sequence", "normalizers": [first]}

@@ -1,8 +1,8 @@
-"""The pre-tokenizers of BPE vocabularies: how a text is cut into the words that merges work in.
+"""Pre-tokenizers of BPE vocabularies: patterns that split a text into words before merging.
 
-Source: llama.cpp, `src/llama-vocab.cpp`, for the names of `tokenizer.ggml.pre` and what each stands
-for. The patterns are those that the models' authors published, in the form that llama.cpp gives
-them; Oniguruma, which the tokenizers package uses, reads them.
+Source: llama.cpp, `src/llama-vocab.cpp`, for the names of `tokenizer.ggml.pre` and their meaning.
+The patterns are those published with the models, in llama.cpp's form and Oniguruma's syntax, which
+the tokenizers package uses.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Letters, marks, numbers and punctuation as llama.cpp's tables have them: Unicode 15.1. An
-# older Oniguruma lacks what 15.0 and 15.1 brought, a newer one has what 16.0 did; so the first is
-# added to every class and the second taken away (source: the Unicode Character Database).
+# llama.cpp's tables of letters, marks, numbers and punctuation are those of Unicode 15.1. An older
+# Oniguruma lacks the additions of 15.0 and 15.1, a newer one has those of 16.0. Therefore the first
+# are added to every class and the second removed (source: the Unicode Character Database).
 _OF_15 = {
     "L": "1123F-11240 11F02 11F04-11F10 11F12-11F33 1342F 13441-13446 1B132 1B155 1DF25-1DF2A "
     "1E030-1E06D 1E4D0-1E4EB 2B739 2EBF0-2EE5D 31350-323AF",
@@ -33,7 +33,7 @@ _OF_16 = {
 
 
 def _ranges(text: str) -> str:
-    """``"41-5A B5"`` as the inside of a character class."""
+    """Return code point ranges such as ``"41-5A B5"`` as the inside of a character class."""
     return re.sub(r"([0-9A-F]+) ?", r"\\x{\1}", text)
 
 
@@ -43,7 +43,7 @@ CHARACTER_CLASSES = {
 
 
 def expand(pattern: str) -> str:
-    r"""A pattern with ``\p{L}`` and the like replaced by the classes of Unicode 15.1."""
+    r"""Replace ``\p{L}`` and the like in a pattern by the classes of Unicode 15.1."""
     return re.sub(r"\\p\{(\w)\}", lambda match: CHARACTER_CLASSES[match[1]], pattern)
 
 
@@ -51,10 +51,10 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _marked(marks: str, numbers: str) -> str:
-    r"""What is published as ``[\p{P}marks]+``, `_GPT2` and patterns for digits in a row, as one.
+    r"""Join the published sequence ``[\p{P}marks]+``, `_GPT2` and patterns for digits.
 
-    No contraction is left after the first, spaces before such marks are at an end for `_GPT2`, and
-    digits are cut by threes from the first three ASCII ones on.
+    After the first pattern no contraction is left, and spaces before its marks end a text for
+    `_GPT2`. Digits are split in threes from the first three ASCII digits on.
     """
     marks = r"\p{P}" + marks
     rest = rf"| ?[^\s\p{{L}}\p{{N}}{marks}]+|\s+(?![^\s{marks}])|\s+"
@@ -62,24 +62,24 @@ def _marked(marks: str, numbers: str) -> str:
 
 
 _CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_END = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # how the patterns since GPT-4 end
+_END = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # end of the patterns since GPT-4
 _LLAMA3, _QWEN2 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
     for numbers in (r"\p{N}{1,3}", r"\p{N}")
 )
-_QWEN35 = (  # as Qwen 2, but marks belong to words
+_QWEN35 = (  # as Qwen 2, with marks as part of words
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_END}"
 )
-# llama.cpp tells upper from lower case in ASCII alone, and leaves marks out of words.
+# llama.cpp distinguishes upper and lower case only in ASCII, and leaves marks out of words.
 _GPT4O, _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^a-z]]*[\p{{L}}&&[^A-Z]]+{tail}"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^a-z]]+[\p{{L}}&&[^A-Z]]*{tail}"
     rf"|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
     for tail, numbers in ((f"(?:{_CONTRACTIONS})?", r"\p{N}{1,3}"), ("", r"\p{N}"))
 )
-_DEEPSEEK_LETTERS = (  # those with upper and lower case
+_DEEPSEEK_LETTERS = (  # letters with upper and lower case
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 "
     "388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA "
     "1CBD-1CBF 1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 "
@@ -89,9 +89,9 @@ _DEEPSEEK_LETTERS = (  # those with upper and lower case
     "A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A "
     "FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"
 )
-# Published as five or six patterns in a row, too. A pass over a text takes its time, so those are
-# joined whose matches cannot overlap: no word has a newline, numbers are cut out of the CJK runs.
-# llama.cpp turns every space into an ASCII one before it looks at ranges, so U+3000 is in none.
+# Published as sequences of five or six patterns. To save passes over the text, patterns whose
+# matches cannot overlap are joined: no word contains a newline, and numbers are split off CJK runs.
+# llama.cpp replaces every space by an ASCII one before it compares ranges, so U+3000 is in none.
 _CJK = rf"{_ranges('800-9FA5 AC00-D7FF')}&&[^\s]"
 _SPACE = r"[^\S\r\n]?"
 _DEEPSEEK_LLM = (
@@ -112,16 +112,16 @@ _FALCON = _marked(r"\$\+<=>\^~\|`", rf" (?={_THREE})|{_THREE}| ?{_FEW}")
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A pre-tokenizer, and what else its name says of a vocabulary.
+    """A pre-tokenizer, and properties of the vocabularies that state its name.
 
-    ``patterns`` are applied in turn, each to the pieces that the ones before it left: its matches
-    and the text between them become pieces.
+    ``patterns`` are applied one after the other, each to the parts that the previous one produced:
+    its matches and the text between them.
     """
 
     patterns: tuple[str, ...] = ()
-    add_bos: bool = False  # where the file does not say
-    ignore_merges: bool = False  # a word that is a token is that token
-    raw: bool = False  # UTF-8 with U+2581 for spaces, by lines; otherwise GPT-2's alphabet of bytes
+    add_bos: bool = False  # default for files that do not state it
+    ignore_merges: bool = False  # a word that is a token is not split
+    raw: bool = False  # UTF-8 with U+2581 for spaces, by lines; False: GPT-2's byte characters
 
 
 DEFAULT = "default"

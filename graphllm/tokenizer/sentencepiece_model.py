@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies outside GGUF: .model files of a directory, and bare pieces."""
+"""SentencePiece tokenizers of .model files in a directory, and of llama2.c's pieces."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 
 from ..errors import ModelFileError, quote
 from .hf_classes import prefix_scheme
-from .sentencepiece import SentencePieceTokenizer, model_proto
-from .sentencepiece_proto import ModelProto, read_model
+from .sentencepiece import SentencePieceTokenizer
+from .sentencepiece_proto import ModelProto, read_model, serialize_model
 from .tokenizer_config import AddedToken, TokenizerDirectory
 from .vocabulary import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, known_eog_ids
 
 
 @dataclass(frozen=True)
 class VocabularyData:
-    """A vocabulary in the form of GGUF's keys."""
+    """A vocabulary in the form of GGUF's keys; see `VocabularySource`."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -31,16 +31,21 @@ def _metadata(**values: Any) -> dict[str, Any]:
 
 
 class Llama2cTokenizer(SentencePieceTokenizer):
-    """Llama's SentencePiece vocabulary from its pieces and scores."""
+    """Llama's SentencePiece tokenizer from pieces and scores."""
 
-    where = "{}"
+    key_format = "{}"
 
 
 def from_llama2c(pieces: list[bytes], scores: Sequence[float], source: Path) -> Llama2cTokenizer:
-    """The tokenizer of llama2.c's pieces: 0 is unknown, 1 begins and 2 ends a text, 3 to 258 are
-    the bytes, and a space is a space. ModelFileError."""
+    """Return the tokenizer of a llama2.c vocabulary.
+
+    Ids 0, 1 and 2 are the unknown, begin and end tokens, 3 to 258 the bytes; pieces have plain
+    spaces. ModelFileError if there are fewer pieces.
+    """
     if len(pieces) < 259:
-        raise ModelFileError(f"{source}: {len(pieces)} pieces, where a llama's have 259 and more")
+        raise ModelFileError(
+            f"{source}: {len(pieces)} pieces; a llama's vocabulary has at least 259"
+        )
     named = [b"<unk>", b"<s>", b"</s>", *pieces[3:259]]
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) - 259)]
     rest = [piece.replace(b" ", SPACE.encode()) for piece in pieces[259:]]
@@ -53,14 +58,21 @@ def from_llama2c(pieces: list[bytes], scores: Sequence[float], source: Path) -> 
 
 
 class SentencePieceModelTokenizer(SentencePieceTokenizer):
-    """A .model file, of merges or unigrams, with the special tokens that the directory names.
+    """Tokenizer of a SentencePiece .model file (BPE or unigram) in a Hugging Face directory.
 
-    SentencePiece normalises and cuts text as the file says. Texts are the file's; its pieces begin
-    at the id ``offset``. What else the directory adds comes after them: ``extras`` first, and last
-    what only fills the vocabulary up to the model's rows.
+    Ids: ``offset`` unused ones, the file's pieces, ``extras``, the directory's added and special
+    tokens, padding up to the model's vocabulary size.
+
+    Args:
+        path: The .model file.
+        directory: Settings of the directory.
+        offset: Id of the first piece.
+        names: Texts of special tokens by name, for directories that do not state them.
+        extras: Special tokens that follow the pieces.
+        controls: Pieces that are control tokens, whatever their type in the file.
     """
 
-    where = "{}"
+    key_format = "{}"
 
     def __init__(
         self,
@@ -95,7 +107,7 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         return None if token is None else self._known[token.content.encode()]
 
     def _keys(self, proto: ModelProto, ids: Mapping[str, int | None]) -> dict[str, Any]:
-        """The vocabulary as GGUF's keys."""
+        """Return the vocabulary in the form of GGUF's keys."""
         own = {"bos": proto.bos, "eos": proto.eos}
         own = {key: None if value is None else value + self._offset for key, value in own.items()}
         ids = {key: own[key] if value is None else value for key, value in ids.items()}
@@ -114,14 +126,14 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         )
 
     def _mark(self, texts: Sequence[str], kind: int = CONTROL) -> None:
-        """Take these pieces out of what merging may end in."""
+        """Set the type of these pieces, so that merging does not produce them."""
         for text in texts:
             token = self._known[text.encode()]
             if self._types[token] not in (UNKNOWN, BYTE):
                 self._types[token] = kind
 
     def _place(self, path: Path, token: int, added: AddedToken) -> None:
-        """An added token with an id, which may be a piece's; holes before it stay empty."""
+        """Place an added token at an id, which may be a piece's. Earlier ids may stay unused."""
         text = added.content.encode()
         if self._known.get(text, token) != token or not text:
             raise ModelFileError(
@@ -131,40 +143,40 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         missing = token + 1 - len(self._tokens)
         self._tokens += [b""] * missing
         self._types += [UNUSED] * missing
-        self._known.pop(self._tokens[token], None)  # a placeholder, as Phi-3 has them
+        self._known.pop(self._tokens[token], None)  # replace a placeholder, as in Phi-3
         self._tokens[token], self._known[text] = text, token
         self._mark([added.content], CONTROL if added.special else USER_DEFINED)
 
     def _add(self, path: Path, tokens: Sequence[AddedToken]) -> None:
-        """Added tokens without an id: after all others, but for those that are pieces."""
+        """Add tokens without an id after all others, unless they are pieces."""
         for added in tokens:
             known = self._known.get(added.content.encode(), len(self._tokens))
             self._place(path, known, added)
 
     def _find_ends(self) -> frozenset[int]:
         controls = dict(self._with_text(self._kinds == CONTROL))
-        ends = known_eog_ids(controls) | self._directory.ends(self.vocab_size)
+        ends = known_eog_ids(controls) | self._directory.eos_ids(self.vocab_size)
         return frozenset(ends if self.eos_id is None else {*ends, self.eos_id})
 
     def _model(self, scores: np.ndarray) -> bytes:
-        return self._written(self._proto.normalizer)
+        return self._serialized(self._proto.normalizer)
 
-    def _written(self, normalizer: bytes) -> bytes:
-        """The file as the package reads it: pieces that are cut out before are control pieces."""
+    def _serialized(self, normalizer: bytes) -> bytes:
+        """Return the model for the package; tokens that are split off before are CONTROL."""
         proto = self._proto
         own = self._kinds[self._offset : self._offset + len(proto.pieces)]
-        cut = np.isin(own, (CONTROL, USER_DEFINED))
-        kinds = np.where(cut, np.uint8(CONTROL), proto.kinds)
-        return model_proto(proto.pieces, proto.scores, kinds, proto.trainer, normalizer)
+        split_off = np.isin(own, (CONTROL, USER_DEFINED))
+        kinds = np.where(split_off, np.uint8(CONTROL), proto.kinds)
+        return serialize_model(proto.pieces, proto.scores, kinds, proto.trainer, normalizer)
 
     @cached_property
-    def _bare(self) -> Any:
-        """The processor of text that no space is put before."""
-        return self._load(self._written(self._proto.unprefixed))
+    def _unprefixed(self) -> Any:
+        """Processor for text without a space before it."""
+        return self._load(self._serialized(self._proto.unprefixed))
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
         if self._keeps_space and text.startswith((" ", SPACE)):
-            starts = False  # as transformers 5 has it; SentencePiece itself puts one before it
-        own = self._processor if starts and self.space_prefix else self._bare
+            starts = False  # as in transformers 5; SentencePiece itself would add one
+        own = self._processor if starts and self.space_prefix else self._unprefixed
         ids: list[int] = own.EncodeAsIds(text)
         return [token + self._offset for token in ids] if self._offset else ids

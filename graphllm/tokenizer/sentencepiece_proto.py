@@ -1,12 +1,13 @@
-"""SentencePiece's .model files, read into arrays.
+"""Reader and writer of SentencePiece models (ModelProto), the content of .model files.
 
 Source: sentencepiece, `sentencepiece_model.proto`, and the wire format of protocol buffers.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +17,16 @@ from ..errors import ModelFileError
 from .untrusted_files import read_bytes
 from .vocabulary import NORMAL
 
-_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # of a ModelProto
-_DUMMY_PREFIX = 3  # of a NormalizerSpec
-_BOS, _EOS = 41, 42  # of a TrainerSpec
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of ModelProto
+_DUMMY_PREFIX = 3  # field add_dummy_prefix of NormalizerSpec
+_BOS, _EOS = 41, 42  # fields bos_id and eos_id of TrainerSpec
 
 
 @dataclass(frozen=True)
 class ModelProto:
-    """Pieces with their scores and types, and the two specifications in wire format.
+    """Pieces with scores and types, and the two specifications in wire format.
 
-    ``bos`` and ``eos`` are ids, or None; ``prefix`` says whether a space is put before a text.
+    ``bos`` and ``eos`` are ids or None; ``prefix``: whether a space is put before a text.
     """
 
     pieces: list[bytes]
@@ -39,12 +40,12 @@ class ModelProto:
 
     @property
     def unprefixed(self) -> bytes:
-        """``normalizer``, but no space is put before a text: the last of two fields counts."""
+        """``normalizer`` without the space before a text; of duplicate fields the last counts."""
         return self.normalizer + bytes([_DUMMY_PREFIX << 3, 0])
 
 
 def read_model(path: Path) -> ModelProto:
-    """The file's content. ModelFileError where it is of another kind, or cut off."""
+    """Read a .model file. ModelFileError if it is another kind of file or truncated."""
     data = read_bytes(path)
     pieces, scores, kinds = [], [], []
     specs = {_TRAINER: b"", _NORMALIZER: b""}
@@ -59,12 +60,14 @@ def read_model(path: Path) -> ModelProto:
                 specs[number] += _bytes(value)
         trainer = dict(_fields(specs[_TRAINER]))
         normalizer = dict(_fields(specs[_NORMALIZER]))
-        bos, eos = (_signed(trainer.get(key, usual)) for key, usual in ((_BOS, 1), (_EOS, 2)))
+        bos, eos = (_signed(trainer.get(key, default)) for key, default in ((_BOS, 1), (_EOS, 2)))
         kinds_array = np.array(kinds, np.uint8)
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, struct.error):
-        raise ModelFileError(f"{path}: not a SentencePiece model, or cut off") from None
+        raise ModelFileError(f"{path}: not a SentencePiece model, or truncated") from None
     if not pieces or not kinds_array.all():
-        raise ModelFileError(f"{path}: not a SentencePiece model: it has no pieces, or bad ones")
+        raise ModelFileError(
+            f"{path}: not a SentencePiece model: no pieces, or pieces without a type"
+        )
     return ModelProto(
         pieces,
         np.array(scores, np.float32),
@@ -79,7 +82,7 @@ def read_model(path: Path) -> ModelProto:
 
 def _bytes(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
-        raise TypeError("a number where bytes should be")
+        raise TypeError("expected bytes, found a number")
     return value
 
 
@@ -88,8 +91,8 @@ def _signed(value: int | bytes) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+def _decode_varint(data: bytes, start: int) -> tuple[int, int]:
+    """Decode a varint at ``start``; return it and the offset of its end."""
     value = shift = 0
     while True:
         byte = data[start]
@@ -103,20 +106,67 @@ def _varint(data: bytes, start: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Numbers and values of a message's fields: ints for varints, bytes for all others."""
+    """Yield number and value of a message's fields: int for a varint, bytes for all others."""
     start = 0
     while start < len(data):
-        tag, start = _varint(data, start)
+        tag, start = _decode_varint(data, start)
         wire = tag & 7
         if wire == 0:
-            value, start = _varint(data, start)
+            value, start = _decode_varint(data, start)
             yield tag >> 3, value
             continue
         if wire == 2:
-            size, start = _varint(data, start)
+            size, start = _decode_varint(data, start)
         else:
             size = {1: 8, 5: 4}[wire]
         if size > len(data) - start:
-            raise ValueError("the data end early")
+            raise ValueError("truncated data")
         yield tag >> 3, data[start : start + size]
         start += size
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def length_delimited(number: int, data: bytes) -> bytes:
+    """Encode a length-delimited protobuf field."""
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(data)) + data
+
+
+def serialize_model(
+    pieces: Sequence[bytes],
+    scores: np.ndarray,
+    kinds: np.ndarray,
+    trainer: bytes,
+    normalizer: bytes,
+) -> bytes:
+    """Serialize a ModelProto.
+
+    Pieces are field 1, {1: piece, 2: score, 3: type}. There may be 262,144 of them, so their parts
+    are built in bulk.
+
+    Args:
+        pieces: Texts of the pieces.
+        scores: Scores, float32 [pieces].
+        kinds: Types, uint8 [pieces].
+        trainer: TrainerSpec in wire format, field 2.
+        normalizer: NormalizerSpec in wire format, field 3.
+    """
+    tails = np.empty((len(pieces), 7), np.uint8)
+    tails[:, 0], tails[:, 5], tails[:, 6] = 0x15, 0x18, kinds  # tags: field 2 fixed32, 3 varint
+    tails[:, 1:5] = np.ascontiguousarray(scores, "<f4").view(np.uint8).reshape(-1, 4)
+    ends = tails.view("S7").ravel().tolist()  # no type is 0, so "S" drops no trailing byte
+    sizes = list(map(len, pieces))
+    heads = {}
+    for size in set(sizes):
+        head = b"\x0a" + _encode_varint(size)
+        heads[size] = b"\x0a" + _encode_varint(len(head) + size + 7) + head
+    starts = map(heads.__getitem__, sizes)
+    body = b"".join(itertools.chain.from_iterable(zip(starts, pieces, ends, strict=True)))
+    return body + length_delimited(2, trainer) + length_delimited(3, normalizer)

@@ -1,7 +1,8 @@
-"""What the small files of a Hugging Face directory say of its tokenizer: special and added tokens.
+"""Tokenizer settings of a Hugging Face directory: special tokens, added tokens, class.
 
-Source: transformers 5, `tokenization_utils_base.py` and `models/auto/tokenization_auto.py`, for
-which file counts where several say something.
+They come from tokenizer_config.json, special_tokens_map.json, added_tokens.json, config.json and
+generation_config.json. Source of their precedence: transformers 5, `tokenization_utils_base.py` and
+`models/auto/tokenization_auto.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from .untrusted_files import read_json
 NAMED = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-LARGEST_ID = 1 << 22  # the largest of known vocabularies have a sixteenth
+LARGEST_ID = 1 << 22  # 16 times the largest known vocabulary
 
-# The class that transformers reads a model type's tokenizer with; GENERIC reads tokenizer.json as
-# it stands. A directory's own `tokenizer_class` counts more, but not for those of MISNAMED.
+# transformers' tokenizer class of each model type; GENERIC reads tokenizer.json as it is. A
+# directory's own `tokenizer_class` takes precedence, except for the model types in _MISNAMED.
 GENERIC = "TokenizersBackend"
 _CLASS_OF = {
     **dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"),
@@ -37,10 +38,11 @@ _MISNAMED = ("qwen2", "phi3")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A piece of text that is a token whatever the vocabulary makes of the text around it.
+    """A token that is split off the text before the model tokenizes the rest.
 
-    ``normalized`` is None where the file does not say: it is then looked for in the text as it
-    stands if it is special, else in the normalised one.
+    ``normalized``: whether it is searched for in the normalised text. If it is None, because the
+    file does not state it, special tokens are searched for in the original text, others in the
+    normalised one.
     """
 
     content: str
@@ -52,7 +54,7 @@ class AddedToken:
 
 
 class TokenizerDirectory:
-    """A directory's settings. ``config``: its config.json, if that has been read already."""
+    """Tokenizer settings of a directory; ``config``: config.json if it has been read already."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
@@ -68,8 +70,11 @@ class TokenizerDirectory:
         return ModelFileError(f"{self.folder / file}: {text}")
 
     def _read_added(self) -> dict[int, AddedToken]:
-        """Added tokens with their ids. Fills in settings of special_tokens_map.json, which counts
-        only where tokenizer_config.json lists no added tokens; nor does added_tokens.json."""
+        """Read the added tokens by id.
+
+        special_tokens_map.json, whose settings are merged in here, and added_tokens.json are used
+        only if tokenizer_config.json does not list the added tokens.
+        """
         file, listed = "tokenizer_config.json", self.settings.get("added_tokens_decoder")
         if listed is None:
             for key, value in read_json(self.folder / "special_tokens_map.json").items():
@@ -93,11 +98,11 @@ class TokenizerDirectory:
         return found
 
     def _token(self, value: Any, file: str, what: str) -> AddedToken:
-        """An added token as JSON has it: a text, which is then special, or an object."""
+        """Parse an added token: a string, which is a special token, or an object."""
         if isinstance(value, str):
             return AddedToken(value, special=True)
         if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-            raise self._wrong(file, f"{what}: neither a text nor an object with a content")
+            raise self._wrong(file, f"{what}: neither a string nor an object with a content")
         flags = {
             key: flag
             for key in ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -106,9 +111,9 @@ class TokenizerDirectory:
         return AddedToken(value["content"], **flags)
 
     def named(self, defaults: Mapping[str, str]) -> dict[str, AddedToken]:
-        """Special tokens by name: ``bos_token`` and the like, and those of a model's own.
+        """Return special tokens by name: ``bos_token`` and the like, and model-specific ones.
 
-        ``defaults``: texts of those that the directory does not name.
+        ``defaults``: texts of tokens that the directory does not state.
         """
         extra = self._extras()
         own = extra if isinstance(extra, dict) else {}
@@ -122,7 +127,7 @@ class TokenizerDirectory:
         return {key: token for key, token in found.items() if token.content}
 
     def _listed(self, token: AddedToken) -> AddedToken:
-        """The token with the flags that the list of added tokens has for its text, if any."""
+        """Return the token with the flags of the added token with the same text, if any."""
         added = self.added.values()
         same = next((other for other in added if other.content == token.content), token)
         return replace(same, special=True)
@@ -132,7 +137,7 @@ class TokenizerDirectory:
         return self.settings.get("extra_special_tokens") or older or []
 
     def extras(self) -> list[AddedToken]:
-        """Special tokens without names."""
+        """Return the additional special tokens, which have no names."""
         extra = self._extras()
         if not isinstance(extra, (list, dict)):
             raise self._wrong("tokenizer_config.json", "the extra special tokens are not a list")
@@ -141,7 +146,7 @@ class TokenizerDirectory:
         return [self._token(value, "tokenizer_config.json", what) for value in listed]
 
     def flag(self, key: str, default: bool) -> bool:
-        """A setting that is true or false; null, as in many files, is the default."""
+        """Return a boolean setting; null, which many files have, means the default."""
         value = self.settings.get(key)
         if value is not None and not isinstance(value, bool):
             raise self._wrong(
@@ -151,19 +156,18 @@ class TokenizerDirectory:
 
     @property
     def rows(self) -> int:
-        """Ids that the model has, by its configuration: more than the vocabulary, where that was
-        padded. 0 where the configuration does not say."""
+        """Vocabulary size of the model, which includes padding; 0 if config.json has none."""
         for key in ("padded_vocab_size", "vocab_size"):
             value = self.config.get(key)
             if isinstance(value, int) and 0 < value <= LARGEST_ID:
                 return value
         return 0
 
-    def ends(self, vocab_size: int) -> frozenset[int]:
-        """Ids that end a generation, by generation_config.json, else by config.json.
+    def eos_ids(self, vocab_size: int) -> frozenset[int]:
+        """Return the EOS ids of generation_config.json, else of config.json.
 
-        Ids past the vocabulary are left out, as no model says them: transformers writes the
-        defaults of a family there, whatever the vocabulary's size.
+        Ids above the vocabulary are dropped: transformers writes the defaults of a model type
+        there, whatever the size of the vocabulary.
         """
         by_file = {
             file: self._ids(file, values, "eos_token_id")
@@ -174,11 +178,11 @@ class TokenizerDirectory:
         return frozenset(token for token in ids if token < vocab_size)
 
     def _configurations(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        """The files that state ids of special tokens, the one that counts first."""
+        """Return the files that state ids of special tokens, by precedence."""
         return ("generation_config.json", self._generation), ("config.json", self.config)
 
     def _ids(self, file: str, values: Mapping[str, Any], key: str) -> list[int]:
-        """A token id or a list of them, none for null. ModelFileError for what can be no id."""
+        """Return the ids of a key with an id, a list of ids or null. ModelFileError otherwise."""
         value = values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
@@ -187,18 +191,18 @@ class TokenizerDirectory:
         return ids
 
     def class_name(self, byte_level: bool) -> str:
-        """The class that transformers would read the directory with.
+        """Return the tokenizer class that transformers uses for the directory.
 
-        ``byte_level``: whether a tokenizer.json speaks of ByteLevel, which no LlamaTokenizer does.
+        ``byte_level``: whether tokenizer.json has a ByteLevel step, which LlamaTokenizer lacks.
         """
         model_type = self.config.get("model_type")
-        usual = _CLASS_OF.get(model_type) if isinstance(model_type, str) else None
+        default = _CLASS_OF.get(model_type) if isinstance(model_type, str) else None
         given = self.settings.get("tokenizer_class") or self.config.get("tokenizer_class")
         name = given.removesuffix("Fast") if isinstance(given, str) else ""
         if not name:
-            return usual or GENERIC
+            return default or GENERIC
         if name == "LlamaTokenizer" and byte_level and model_type not in _MISNAMED:
             return GENERIC
-        if usual is None or usual == name:
+        if default is None or default == name:
             return name
-        return usual if usual == GENERIC or model_type in _MISNAMED else name
+        return default if default == GENERIC or model_type in _MISNAMED else name

@@ -1,4 +1,4 @@
-"""Tokenizers of tokenizer.json, or of vocab.json and merges.txt, by the tokenizers package."""
+"""Tokenizers of tokenizer.json, or vocab.json and merges.txt, with the tokenizers package."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from .vocabulary import known_eog_ids
 if TYPE_CHECKING:
     import tokenizers
 
-_SEPARATOR = (
-    "\U0010fffd"  # private use, in the last plane: in no vocabulary, so it merges with nothing
-)
-# To meet panics while loading: letters, digits, spaces, and characters of two to four bytes.
+# A private-use character of the last plane, which no vocabulary has, so that it never merges.
+_SEPARATOR = "\U0010fffd"
+# Encoded once on load to provoke panics: letters, digits, spaces, characters of 2 to 4 bytes.
 _TRIAL = "Of any text\n\tthat may be: 1234 caf\u00e9 \u65e5\u672c \U0001f600"
 _ADDED = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 
 class HfTokenizer(BaseTokenizer):
-    """A tokenizer of the package: ids and texts are those of transformers.
+    """A tokenizer of the tokenizers package, with the ids and texts of transformers.
 
-    Text of added tokens that are not special is always parsed, as that of GGUF's user-defined
-    pieces. An id without a token, such as those that fill a vocabulary up to the model's rows,
-    stands for nothing. `clean_up_tokenization_spaces` is ignored, as transformers ignores it for
-    BPE: it takes spaces out of texts that had them.
+    Added tokens that are not special are always parsed, like GGUF's user-defined tokens. Ids
+    without a token, such as the padding of a vocabulary, decode to nothing.
+    `clean_up_tokenization_spaces` is ignored, as transformers does for BPE, since it removes spaces
+    that texts had.
     """
 
     def __init__(
@@ -49,15 +48,15 @@ class HfTokenizer(BaseTokenizer):
         kind: TokenizerClass,
     ) -> None:
         self._engine, self._path = engine, path
-        self._lock = threading.Lock()  # around a switch of the engine's, see `_run`
+        self._lock = threading.Lock()  # protects a setting of the engine, see `_run`
         ids = engine.get_vocab(with_added_tokens=True)
         self._texts = self._by_id(ids)
         self.vocab_size = max(max(self._texts) + 1, directory.rows)
         self._decoder = read_decoder(engine.decoder, path)
         self.space_prefix = self._decoder.strips
         added = engine.get_added_tokens_decoder()
-        # An added token that is looked for in the normalised text is shown as that has it.
-        self._shown = {token: engine.id_to_token(token) or "" for token in added}
+        # An added token that is searched for in the normalised text decodes to its normalised form.
+        self._added_texts = {token: engine.id_to_token(token) or "" for token in added}
         self._controls = {token for token, text in added.items() if text.special}
         named = {name: token.content for name, token in directory.named(kind.tokens).items()}
         self.bos_id, self.eos_id = (
@@ -65,22 +64,22 @@ class HfTokenizer(BaseTokenizer):
         )
         ends = {self.eos_id} if self.eos_id is not None else set()
         ends |= known_eog_ids({self._texts[token]: token for token in self._controls})
-        self.eog_ids = directory.ends(self.vocab_size) | ends
-        # What no text becomes unless it is parsed. An unknown character's token is harmless, and an
-        # end that is an ordinary token is one.
+        self.eog_ids = directory.eos_ids(self.vocab_size) | ends
+        # Tokens that text must not become unless special tokens are parsed. The unknown token is
+        # harmless, and an end-of-generation token that is not an added token is ordinary text.
         unknown = {named.get("unk_token", ""), getattr(engine.model, "unk_token", None) or ""}
         guarded = self._controls | (self.eog_ids & added.keys())
         self._guarded = guarded - {ids.get(text) for text in unknown}
         special = {token for token in added if is_special_name(self._texts[token])}
         self._literal_guarded = self._guarded | special
-        self._hide([added[token] for token in self._guarded & added.keys()])
+        self._mark_special([added[token] for token in self._guarded & added.keys()])
         first = self._run("", add_special=True, parse_special=False).ids[:1]
         self.add_bos = self.bos_id is not None and first == [self.bos_id]
 
     def _by_id(self, ids: dict[str, int]) -> dict[int, str]:
-        """Texts by id, of which every token has its own, and none is far out."""
+        """Return texts by id. ModelFileError for duplicate or too large ids."""
         if not ids:
-            raise ModelFileError(f"{self._path}: its vocabulary is empty")
+            raise ModelFileError(f"{self._path}: the vocabulary is empty")
         texts: dict[int, str] = {}
         for text, token in ids.items():
             if token >= LARGEST_ID:
@@ -89,13 +88,13 @@ class HfTokenizer(BaseTokenizer):
                 both = f"{quote(texts[token])} and {quote(text)}"
                 raise ModelFileError(f"{self._path}: {both} have the same id {token}")
             texts[token] = text
-        for token in range(max(texts)):  # of a repeated piece one is in the vocabulary
+        for token in range(max(texts)):  # get_vocab has one id of a duplicate piece
             if token not in texts and (again := self._engine.id_to_token(token)) is not None:
                 texts[token] = again
         return texts
 
-    def _hide(self, added: list[Any]) -> None:
-        """Make the engine take these for special tokens, whatever the file says."""
+    def _mark_special(self, added: list[Any]) -> None:
+        """Make these added tokens special in the engine, whatever the file states."""
         from tokenizers import AddedToken
 
         for token in added:
@@ -105,7 +104,7 @@ class HfTokenizer(BaseTokenizer):
                 self._engine.add_tokens([AddedToken(token.content, special=True, **same)])
 
     def _run(self, text: str, add_special: bool, parse_special: bool) -> Any:
-        """The package's encoding."""
+        """Return the package's encoding of ``text``."""
         with self._lock, wrap_errors(self._path):
             self._engine.encode_special_tokens = not parse_special
             return self._engine.encode(text, add_special_tokens=add_special)
@@ -126,54 +125,59 @@ class HfTokenizer(BaseTokenizer):
         if parse_special or self._guarded.isdisjoint(ids):
             return ids
         spelled: list[int] = []
-        for token, text, around in zip(ids, found.tokens, found.special_tokens_mask, strict=True):
-            guarded = not around and token in self._guarded and text == self._texts[token]
+        for token, text, is_template in zip(
+            ids, found.tokens, found.special_tokens_mask, strict=True
+        ):
+            guarded = not is_template and token in self._guarded and text == self._texts[token]
             spelled += self._spell(token) if guarded else [token]
         return spelled
 
     def _encode_literal(
         self, text: str, add_special: bool, literal: Sequence[tuple[int, int]]
     ) -> list[int]:
-        """Ids with control tokens parsed outside the ``literal`` spans.
+        """Encode with control tokens parsed only outside the ``literal`` spans.
 
-        The package cannot tell where a token's text lies. Where it finds one that touches a span, a
-        separator goes behind the text's first character, and its ids are taken out again.
+        The package cannot restrict parsing to spans. Where it finds a control token that overlaps
+        one, a separator is inserted after the first character of its text, and the separators' ids
+        are removed from the result.
         """
-        separators: list[int] = []  # places in `text`, ascending
+        separators: list[int] = []  # positions in `text`, ascending
         while True:
             pieces = [text[a:b] for a, b in pairwise([0, *separators, len(text)])]
             found = self._run(_SEPARATOR.join(pieces), add_special, parse_special=True)
             ids: list[int] = found.ids
             offsets: list[tuple[int, int]] = found.offsets
             added = [place + index for index, place in enumerate(separators)]
-            more = set()
+            new = set()
             for index, (token, piece) in enumerate(zip(ids, found.tokens, strict=True)):
-                # An unknown character is shown as it is, and may have a guarded id.
+                # The piece of an unknown character is its text, but its id may be guarded.
                 guarded = token in self._literal_guarded and self._texts[token] in piece
                 if guarded and offsets[index][1]:
                     start, end = (place - bisect_left(added, place) for place in offsets[index])
                     if overlaps_span(literal, start, end):
-                        more.add(start + 1 + _leading_spaces(text[start:end]))
-            more -= {*separators, len(text)}
-            if not more:
+                        new.add(start + 1 + _leading_spaces(text[start:end]))
+            new -= {*separators, len(text)}
+            if not new:
                 break
-            separators = sorted({*separators, *more})
+            separators = sorted({*separators, *new})
         unknown = self._run(_SEPARATOR, add_special=False, parse_special=False).ids
         kept = []
         for token, (start, end) in zip(ids, offsets, strict=True):
-            taken = bisect_left(added, end) - bisect_left(added, start)
-            if taken and taken < end - start and token not in unknown:
+            inserted = bisect_left(added, end) - bisect_left(added, start)
+            if inserted and inserted < end - start and token not in unknown:
                 raise RequestError(
                     f"{self._path}: a control token's text cannot be encoded as text"
                 )
-            if not taken or taken < end - start:
+            if not inserted or inserted < end - start:
                 kept.append(token)
         return kept
 
     def _spell(self, token: int) -> list[int]:
-        """Ids that write a control token's text out. The model itself may have made the token of
-        text: to a unigram model it is a piece like others. A text that cannot be written otherwise,
-        such as a padding token that is "!", stays the token."""
+        """Return ids that spell a control token's text with ordinary tokens.
+
+        A model may produce a control token from text; to a unigram model it is a piece like others.
+        A text that has no other spelling, such as a padding token "!", remains the token.
+        """
         text = self._texts[token]
         for cut in range(1, len(text)):
             with wrap_errors(self._path):
@@ -187,11 +191,11 @@ class HfTokenizer(BaseTokenizer):
         return token in self._controls
 
     def _bytes_of(self, token: int) -> bytes:
-        text = self._shown.get(token, self._texts.get(token))
+        text = self._added_texts.get(token, self._texts.get(token))
         return b"" if text is None else self._decoder.to_bytes(text)
 
     def piece(self, token: int) -> bytes:
-        """See `Tokenizer.piece`. A control token's is its text, whatever decoding makes of it."""
+        """See `Tokenizer.piece`. For a control token, this is its text."""
         return self._texts[token].encode() if token in self._controls else super().piece(token)
 
     def strip_prefix(self, data: bytes) -> bytes:
@@ -200,7 +204,7 @@ class HfTokenizer(BaseTokenizer):
 
 
 def from_json(directory: TokenizerDirectory) -> HfTokenizer:
-    """The tokenizer of a directory's tokenizer.json. ModelFileError."""
+    """Return the tokenizer of a directory's tokenizer.json. ModelFileError."""
     from tokenizers import Tokenizer
 
     path = directory.folder / "tokenizer.json"
@@ -211,10 +215,10 @@ def from_json(directory: TokenizerDirectory) -> HfTokenizer:
         engine.no_truncation()
         engine.no_padding()
         if getattr(engine.model, "dropout", None) is not None:
-            engine.model.dropout = None  # of training: other ids each time
+            engine.model.dropout = None  # BPE dropout is for training and random
         listed = _ADDED.search(content)
         tokens = json.JSONDecoder().raw_decode(content, listed.end())[0] if listed else []
-        for token in tokens:  # which the package numbers itself
+        for token in tokens:  # the package assigns ids itself
             _check_id(engine, path, token["content"], token["id"])
         if kind.build is not None:
             kind.build(engine, directory, content)
@@ -222,7 +226,7 @@ def from_json(directory: TokenizerDirectory) -> HfTokenizer:
 
 
 def from_merges(directory: TokenizerDirectory) -> HfTokenizer:
-    """The tokenizer of a directory's vocab.json and merges.txt. ModelFileError."""
+    """Return the tokenizer of a directory's vocab.json and merges.txt. ModelFileError."""
     from tokenizers import Tokenizer, models
 
     path = directory.folder / "vocab.json"
@@ -246,7 +250,7 @@ def from_merges(directory: TokenizerDirectory) -> HfTokenizer:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt, by rank."""
+    """Return the pairs of a merges.txt, by rank."""
     merges = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip() and not line.startswith("#version"):
@@ -264,12 +268,14 @@ def _finish(
     kind: TokenizerClass,
     template: Sequence[str] | None,
 ) -> HfTokenizer:
-    """The engine with the special tokens of the directory, and ``template`` around a text, names
-    of special tokens and A; None leaves the engine's."""
+    """Add the directory's special tokens to the engine and set its template.
+
+    ``template``: names of the special tokens around a text, which is "A"; None keeps the engine's.
+    """
     _add_tokens(engine, directory, kind)
     if template is not None:
         _set_template(engine, directory.named(kind.tokens), template)
-    with suppress(Exception):  # of texts that it has no tokens for; a panic is none
+    with suppress(Exception):  # for texts without tokens; a panic is not an Exception
         engine.encode(_TRIAL)
     return HfTokenizer(engine, path, directory, kind)
 
@@ -277,10 +283,10 @@ def _finish(
 def _add_tokens(
     engine: tokenizers.Tokenizer, directory: TokenizerDirectory, kind: TokenizerClass
 ) -> None:
-    """Add what the directory names and the engine lacks, in the order of transformers."""
+    """Add the directory's tokens that the engine lacks, in the order of transformers."""
     from tokenizers import AddedToken as Added
 
-    def made(token: AddedToken) -> Any:
+    def converted(token: AddedToken) -> Any:
         flags = {} if token.normalized is None else {"normalized": token.normalized}
         strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
         words = {"single_word": token.single_word, "special": token.special}
@@ -291,14 +297,14 @@ def _add_tokens(
     named = directory.named(kind.tokens)
     texts = {token.content for token in named.values()}
     listed = [token for _, token in sorted(directory.added.items())]
-    wanted = [token for token in listed if repr(made(token)) not in same]
+    wanted = [token for token in listed if repr(converted(token)) not in same]
     wanted = [replace(t, special=True) if t.content in texts else t for t in wanted]
     seen = {token.content for token in wanted} | {token.content for token in known}
     for token in (*named.values(), *directory.extras(), *kind.extra_tokens()):
         if token.content not in seen:
             wanted.append(token)
             seen.add(token.content)
-    engine.add_tokens([made(token) for token in wanted])
+    engine.add_tokens([converted(token) for token in wanted])
     for number, token in directory.added.items():
         _check_id(engine, directory.folder / "tokenizer_config.json", token.content, number)
 
@@ -307,14 +313,14 @@ def _check_id(engine: tokenizers.Tokenizer, path: Path, text: str, number: int) 
     found = engine.token_to_id(text)
     if found != number:
         raise ModelFileError(
-            f"{path}: added token {quote(text)} has the id {number}, but gets {found}"
+            f"{path}: added token {quote(text)} has the id {number}, but the engine assigns {found}"
         )
 
 
 def _set_template(
     engine: tokenizers.Tokenizer, named: Mapping[str, AddedToken], template: Sequence[str]
 ) -> None:
-    """What is put around a text; a token that the directory does not name is left out."""
+    """Set the template; tokens that the directory does not state are left out."""
     from tokenizers import processors
 
     parts, ids = [], []
@@ -330,5 +336,5 @@ def _set_template(
 
 
 def _leading_spaces(text: str) -> int:
-    """Spaces before a token's text, which the package counts to a token that strips them."""
+    """Return the number of leading spaces, which the package counts to a token with lstrip."""
     return len(text) - len(text.lstrip())

@@ -1,7 +1,7 @@
-"""The decoders of tokenizer.json, as what each of them makes of one token.
+"""The decoder of tokenizer.json, as a function from one token to its bytes.
 
-Source: the tokenizers package, `src/decoders`. Bytes that are no UTF-8 become U+FFFD here as
-everywhere in graphllm; of those of byte pieces the package replaces the valid ones beside them too.
+Source: the tokenizers package, `src/decoders`. Invalid UTF-8 becomes U+FFFD, as everywhere in
+graphllm; the package also replaces valid byte tokens next to invalid ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _alphabet(text: str) -> bytes:
-    """Bytes in GPT-2's characters; a text with another character is itself."""
+    """Decode GPT-2's byte characters; a text with any other character is returned as UTF-8."""
     found = [BYTES.get(char) for char in text]
     return text.encode() if None in found else b"".join(filter(None, found))
 
@@ -32,9 +32,9 @@ def _fallback(text: str) -> bytes:
 
 @dataclass
 class Decoder:
-    """How a token's text is read: replacements, then the coding of bytes.
+    """Decoding of a token's text: replacements, then the byte coding.
 
-    ``strips``: a text's first space is none of its own. ``all_spaces``: nor are the others of its
+    ``strips``: the first space of a text is removed. ``all_spaces``: so are the other spaces of its
     first token.
     """
 
@@ -45,7 +45,11 @@ class Decoder:
     all_spaces: bool = False
 
     def take(self, step: dict[str, Any]) -> bool:
-        """Add a step of the chain; False where it is of no known kind, or not in its place."""
+        """Add a step of the decoder chain.
+
+        Returns:
+            False if its kind is unknown or it is not supported at this position.
+        """
         kind, early = step["type"], not self.fused and not self.coding
         if kind == "Replace" and early and "String" in step["pattern"]:
             self.replacements.append((step["pattern"]["String"], step["content"]))
@@ -64,7 +68,7 @@ class Decoder:
         return True
 
     def to_bytes(self, text: str) -> bytes:
-        """The bytes that a token with this text stands for."""
+        """Return the bytes of a token with this text."""
         for old, new in self.replacements:
             text = text.replace(old, new)
         if self.coding == "ByteLevel":
@@ -80,11 +84,13 @@ def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def read_decoder(decoder: Any, path: Path) -> Decoder:
-    """The package's ``decoder``, or None, as a `Decoder`. ModelFileError where that cannot be."""
+    """Convert the package's ``decoder`` to a `Decoder`. ModelFileError if it is not supported."""
     if decoder is None:
-        raise ModelFileError(f"{path}: it has no decoder, so its tokens have no text")
-    made = Decoder()
+        raise ModelFileError(f"{path}: no decoder, so its tokens have no text")
+    result = Decoder()
     for step in _steps(json.loads(decoder.__getstate__())):
-        if not made.take(step):
-            raise ModelFileError(f"{path}: decoder {step['type']} is not supported as it is there")
-    return made
+        if not result.take(step):
+            raise ModelFileError(
+                f"{path}: decoder {step['type']} is not supported in this form or position"
+            )
+    return result

@@ -1,7 +1,4 @@
-"""The files of a directory's tokenizer, read with care: nobody vouches for them.
-
-Every error is a ModelFileError that names the file.
-"""
+"""Reading of untrusted tokenizer files. Errors are ModelFileErrors that name the file."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ from typing import Any
 
 from ..errors import GraphllmError, ModelFileError
 
-LARGEST = 200_000_000  # bytes; the largest of known tokenizers has a tenth
-_PIPE = 1 << 16  # bytes that are kept of standard error
-_held = threading.Lock()  # descriptor 2 is the process's
+MAX_BYTES = 200_000_000  # ten times the largest known tokenizer
+_PIPE_BYTES = 1 << 16  # of standard error that are kept
+_stderr_lock = threading.Lock()  # file descriptor 2 belongs to the process
 
 
 @contextmanager
 def wrap_errors(path: Path) -> Iterator[None]:
-    """Whatever goes wrong inside, a panic of the packages' included, as a line about the file."""
+    """Turn any exception in the block, Rust panics included, into a ModelFileError of the file."""
     try:
         yield
     except GraphllmError:
         raise
     except BaseException as error:
-        # A panic of Rust code is no Exception, so that it ends the program; here it need not.
+        # A Rust panic is a BaseException, but need not end the program here.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -39,16 +36,16 @@ def wrap_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def hold_stderr() -> Iterator[None]:
-    """Hold back what is written to descriptor 2, and drop it if the block raises.
+    """Buffer standard error (descriptor 2) during the block, and drop it if the block raises.
 
-    A panic of Rust code writes its own report there before it becomes an exception, and may write a
-    backtrace. Without an exception the text is written when the block ends. For the construction of
-    a tokenizer alone: other threads' texts are held back, too.
+    A Rust panic writes a report there before it becomes an exception. Without an exception the text
+    is written when the block ends. Output of other threads is held back as well, so use it only for
+    the construction of a tokenizer.
     """
-    with _held:
+    with _stderr_lock:
         try:
             saved = os.dup(2)
-        except OSError:  # it is closed, so that nothing shows
+        except OSError:  # it is closed: nothing can appear
             saved = -1
         if saved < 0:
             yield
@@ -56,7 +53,7 @@ def hold_stderr() -> Iterator[None]:
         if sys.stderr is not None:
             sys.stderr.flush()
         reader, writer = os.pipe()
-        os.set_blocking(writer, False)  # what exceeds the pipe is lost, and nobody waits
+        os.set_blocking(writer, False)  # drop what does not fit rather than block
         os.set_blocking(reader, False)
         os.dup2(writer, 2)
         text = b""
@@ -72,37 +69,37 @@ def hold_stderr() -> Iterator[None]:
 
 
 def _read(reader: int) -> bytes:
-    """What is in a pipe, which may be nothing."""
+    """Read the content of a pipe; empty if there is none."""
     try:
-        return os.read(reader, _PIPE)
+        return os.read(reader, _PIPE_BYTES)
     except BlockingIOError:
         return b""
 
 
-def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
-    """The file's bytes."""
+def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+    """Read a regular file of at most ``limit`` bytes."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
             raise ModelFileError(f"{path}: not a regular file")
-        if status.st_size > largest:
+        if status.st_size > limit:
             size = status.st_size / 1e6
-            raise ModelFileError(f"{path}: {size:.0f} MB, more than {largest / 1e6:.0f}")
+            raise ModelFileError(f"{path}: {size:.0f} MB, more than {limit / 1e6:.0f}")
         return path.read_bytes()
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror}") from None
 
 
-def read_text(path: Path, largest: int = LARGEST) -> str:
-    """The file's text."""
+def read_text(path: Path, limit: int = MAX_BYTES) -> str:
+    """Read a UTF-8 file of at most ``limit`` bytes."""
     try:
-        return read_bytes(path, largest).decode()
+        return read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{path}: byte {error.start} is not valid UTF-8") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that the file holds; empty where there is no such file."""
+    """Read a JSON file that holds an object; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:

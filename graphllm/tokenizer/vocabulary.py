@@ -1,7 +1,7 @@
-"""What the kinds of GGUF vocabulary share: pieces and types, special tokens, decoding.
+"""Base class of tokenizers that hold their pieces, in the form of GGUF's vocabularies.
 
-Source: llama.cpp, `src/llama-vocab.cpp`, for the keys and their defaults, how special pieces are
-cut out of a text, and which tokens end a generation.
+Source: llama.cpp, `src/llama-vocab.cpp`, for the keys and their defaults, the parsing of special
+tokens, and the tokens that end a generation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..weights.gguf import StringArray
 from ..weights.gguf_format import T, typed_value
 from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
 
-SPACE = "▁"  # how SentencePiece writes a space
+SPACE = "▁"  # SentencePiece's symbol for a space
 
-# Token types, as `tokenizer.ggml.token_type` and SentencePiece number them.
+# Token types of `tokenizer.ggml.token_type` and of SentencePiece.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
-# Pieces that end a generation, whatever their type says.
+# Tokens that end a generation, whatever their type.
 _END_NAMES = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
@@ -31,8 +31,8 @@ _END_NAMES = (
     "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 _END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Control pieces whatever their type says, unless the file has one of the keys; those of the second
-# part end a generation too.
+# Fill-in-the-middle tokens: keys and names. Without any of the keys, tokens with these names are
+# control tokens, whatever their type. The last three groups also end a generation.
 _FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("fim_pre", "prefix"), (
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
@@ -50,10 +50,10 @@ _FIM_NAMES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("fim_rep",), ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
     (("fim_sep",), ("<|file_sep|>",)),
 )  # fmt: skip
-# gpt-oss: its text is made of these, so they are always parsed and shown.
+# gpt-oss structures its text with these tokens, so they are always parsed and shown.
 _SHOWN_NAMES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-# Where all of the first are present the second is no end, but of that type: o200k_harmony and
-# solar-open, Gemma 4.
+# If all of the first tokens exist, the second does not end a generation and has the given type:
+# o200k_harmony and solar-open, Gemma 4.
 _NOT_ENDS = (
     ({"<|return|>", "<|call|>"}, "<|end|>", USER_DEFINED),
     ({"<|return|>", "<|calls|>"}, "<|end|>", USER_DEFINED),
@@ -64,12 +64,12 @@ _NOT_ENDS = (
 
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _SPACES = " \t\n\v\f\r"
-_HIDDEN = "\udfff"  # a lone surrogate, which no text has that is encoded
+_HIDDEN = "\udfff"  # a lone surrogate, which encoded texts never contain
 _HIDDEN_PATTERN = re.compile(_HIDDEN)
 
 
 def known_eog_ids(named: Mapping[str, int]) -> set[int]:
-    """Ids of those of a vocabulary's special pieces that are known to end a generation."""
+    """Return the ids of special tokens that are known to end a generation."""
     ends = {name for name in _END_NAMES if name in named}
     for present, name, _ in _NOT_ENDS:
         if present <= named.keys():
@@ -78,27 +78,31 @@ def known_eog_ids(named: Mapping[str, int]) -> set[int]:
 
 
 class SpecialTokens:
-    """Cuts pieces out of a text before the rest is tokenized, the longest piece first.
+    """Splits special tokens off a text before the rest is tokenized, the longest token first.
 
-    With ``strip`` the spaces after a piece go with it, except for those of `_KEEP_SPACES`.
+    With ``strip`` the spaces after a token are dropped, except after those of `_KEEP_SPACES`.
     """
 
     def __init__(self, pieces: Iterable[tuple[str, int]], strip: bool = False) -> None:
         self._strip = strip
         self._ids = {text: token for text, token in pieces if text}
-        # Most texts hold none of the thousands of pieces; two characters rule most of them out.
+        # Most texts contain none of the thousands of tokens; two characters exclude most of them.
         self._by_head: dict[str, list[str]] = {}
         for text in self._ids:
             self._by_head.setdefault(text[:2], []).append(text)
 
     def _present(self, text: str) -> list[str]:
-        """The pieces that occur in ``text``."""
+        """Return the tokens that occur in ``text``."""
         heads = [head for head in self._by_head if head in text]
         return [piece for head in heads for piece in self._by_head[head] if piece in text]
 
     def hide(self, text: str, literal: Sequence[tuple[int, int]]) -> tuple[str, Iterator[str]]:
-        """``text`` with `_HIDDEN` for the first character of every piece in it, overlapping ones
-        included, that touches a ``literal`` span; and the characters that were there."""
+        """Mask the tokens that overlap a ``literal`` span.
+
+        Returns:
+            ``text`` with `_HIDDEN` as the first character of each such token, and the original
+            characters.
+        """
         hidden = set()
         for piece in self._present(text):
             at = text.find(piece)
@@ -112,7 +116,7 @@ class SpecialTokens:
         return "".join(characters), iter([text[at] for at in sorted(hidden)])
 
     def split(self, text: str) -> list[str | int]:
-        """``text`` as the pieces' ids and the texts between them; no empty texts."""
+        """Split ``text`` into token ids and the non-empty texts between them."""
         found = self._present(text)
         found.sort(key=lambda piece: (-len(piece.encode()), self._ids[piece]))
         parts: list[str | int] = [text] if text else []
@@ -134,7 +138,7 @@ class SpecialTokens:
 
 
 class VocabularySource(Protocol):
-    """What has a vocabulary in the form of GGUF's keys: a GGUF file, or what reads as one."""
+    """A vocabulary in the form of GGUF's keys: a GGUF file or an equivalent."""
 
     @property
     def path(self) -> Path: ...
@@ -143,16 +147,16 @@ class VocabularySource(Protocol):
 
 
 class Vocabulary(BaseTokenizer):
-    """The base of the tokenizers that hold their pieces; see `Tokenizer` for the methods' meaning.
+    """Base class of tokenizers that hold their pieces. `Tokenizer` documents the methods.
 
-    ``tokenizer.ggml.tokens`` of a source may also be a list of bytes.
+    The key ``tokenizer.ggml.tokens`` of a source may also be a list of bytes.
     """
 
-    # bos, eos and unknown where the file does not say; whether bos, eos and a space are added.
+    # Defaults of files: ids of bos, eos and unknown; whether bos, eos and a space are added.
     default_ids: tuple[int | None, int | None, int | None] = (None, None, None)
     default_adds = (False, False, False)
-    prefix_after_special = True  # whether the text after a special piece gets the space, too
-    where = "key 'tokenizer.ggml.{}'"  # what errors call a key
+    prefix_after_special = True  # whether a space is also put after a special token
+    key_format = "key 'tokenizer.ggml.{}'"  # name of a key in error messages
 
     def __init__(self, file: VocabularySource) -> None:
         self._file = file
@@ -188,14 +192,14 @@ class Vocabulary(BaseTokenizer):
         named = [(text, token) for text, token in plain if is_special_name(text)]
         self._controls = SpecialTokens(hidden + named)
 
-    def _wrong(self, key: str, text: str) -> ModelFileError:
+    def _key_error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: key {key!r}: {text}")
 
     def _error(self, key: str, text: str) -> ModelFileError:
-        return ModelFileError(f"{self._file.path}: {self.where.format(key)}: {text}")
+        return ModelFileError(f"{self._file.path}: {self.key_format.format(key)}: {text}")
 
     def _value(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key as ``kind``, see `typed_value`."""
+        """Return the value of a key as ``kind``; see `typed_value`."""
 
         def error(_: str, text: str) -> ModelFileError:
             return self._error(key, text)
@@ -203,7 +207,7 @@ class Vocabulary(BaseTokenizer):
         return typed_value(self._file.metadata, f"tokenizer.ggml.{key}", kind, error)
 
     def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
-        """An array with one number a piece, of NumPy's ``kinds``; None without the key."""
+        """Return an array with one number per piece, of NumPy's ``kinds``; None if missing."""
         value: Any = self._file.metadata.get("tokenizer.ggml." + key)
         if value is None:
             return None
@@ -228,11 +232,14 @@ class Vocabulary(BaseTokenizer):
         return default if value is None else value
 
     def _named(self, names: Iterable[str]) -> dict[str, int]:
-        """Those of the pieces that exist, with their ids."""
+        """Return the ids of those names that are pieces."""
         return {n: self._index[n.encode()] for n in names if n.encode() in self._index}
 
     def _find_ends(self) -> frozenset[int]:
-        """Tokens that end a generation, by key and by name. A name also makes a piece control."""
+        """Return the tokens that end a generation, by key and by name.
+
+        Tokens known by name become control tokens.
+        """
         named = self._named(_END_NAMES)
         for keys, names in _FIM_NAMES:
             if any(self._token(key) is not None for key in keys):
@@ -251,23 +258,25 @@ class Vocabulary(BaseTokenizer):
         return frozenset(token for token in ends if token is not None)
 
     def _strips_spaces(self) -> bool:
-        """Whether special pieces take the spaces after them: so llama.cpp for Phi-3, by name."""
-        name = typed_value(self._file.metadata, "general.name", str, self._wrong)
+        """Return whether spaces after special tokens are dropped, as llama.cpp does for Phi-3."""
+        name = typed_value(self._file.metadata, "general.name", str, self._key_error)
         return name is not None and any(part in name.lower() for part in ("phi-3", "phi3"))
 
     def _find_bytes(self) -> dict[int, bytes]:
-        """Token id -> byte; such tokens are named as in ``<0x0A>``."""
+        """Return id -> byte of the byte tokens, which have names like ``<0x0A>``."""
         found = {}
         names = {b"<0x%02X>" % value: bytes([value]) for value in range(256)}
         for token in np.flatnonzero(self._kinds == BYTE).tolist():
             name = self._pieces[token]
             if name not in names:
-                raise self._error("tokens", f"{token} is a byte token, but is named {quote(name)}")
+                raise self._error(
+                    "tokens", f"{token} is a byte token, but its name is {quote(name)}"
+                )
             found[token] = names[name]
         return found
 
     def _with_text(self, mask: np.ndarray) -> list[tuple[str, int]]:
-        """Text and id of the chosen pieces, without those that no str can contain."""
+        """Return text and id of the pieces in ``mask``, except those that are not UTF-8."""
         pairs = []
         for token in np.flatnonzero(mask).tolist():
             text = self._pieces[token].decode("utf-8", "ignore")
@@ -276,14 +285,17 @@ class Vocabulary(BaseTokenizer):
         return pairs
 
     def _encode_text(self, text: str, starts: bool) -> list[int]:
-        """Ids of text without special pieces; ``starts`` at the beginning or after a special."""
+        """Encode text without special tokens.
+
+        ``starts``: whether a space may be put before it, at the beginning or after a special token.
+        """
         raise NotImplementedError
 
     def _is_control(self, token: int) -> bool:
         return bool(self._kinds[token] in (CONTROL, UNKNOWN))
 
     def _affixes(self) -> tuple[list[int], list[int]]:
-        """What ``add_special`` puts before and after a text."""
+        """Return the ids that ``add_special`` puts before and after a text."""
         begin = [self.bos_id] if self.add_bos and self.bos_id is not None else []
         return begin, [self.eos_id] if self.add_eos and self.eos_id is not None else []
 

@@ -80,7 +80,11 @@ def test_no_key_is_silently_read_otherwise(name, tmp_path):
         ("Gemma 2B", lambda c: (c.mlp.act, c.tied), ("gelu_pytorch_tanh", True)),
         ("Gemma 2 27B", lambda c: c.attention.scale, 1 / 12),
         ("Phi-3 mini 4k", lambda c: (c.layers[0].window, c.attention.fused), (2047, "rows")),
-        ("Phi-4 mini", lambda c: (c.layers[0].rope.dims, c.layers[0].rope.original), (96, 4096)),
+        (
+            "Phi-4 mini",
+            lambda c: (c.layers[0].rope.dims, c.layers[0].rope.original_context),
+            (96, 4096),
+        ),
         ("SmolLM3 3B", lambda c: [e.rope is None for e in c.layers[:5]], [0, 0, 0, 1, 0]),
         ("StableLM 2 12B", lambda c: (c.parallel, c.layers[0].rope.dims), (True, 40)),
         ("StarCoder2 3B", lambda c: (c.tied, c.mlp.gated), (True, False)),

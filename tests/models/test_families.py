@@ -46,7 +46,11 @@ def loaded(folder: Path, device: str) -> Callable[[int], graphllm.LLM]:
 
     whole = made(len(IDS))
     turns = (layer.rope for layer in whole.decoder.cfg.layers)
-    return made if any(rope is not None and rope.original for rope in turns) else lambda _: whole
+    return (
+        made
+        if any(rope is not None and rope.original_context for rope in turns)
+        else lambda _: whole
+    )
 
 
 @pytest.mark.parity

@@ -25,7 +25,7 @@ from tokenizers import (
 )
 
 from graphllm.tokenizer.edge_cases import EDGE_CASES
-from graphllm.tokenizer.sentencepiece_proto import _varint, read_model
+from graphllm.tokenizer.sentencepiece_proto import _decode_varint, read_model
 
 ROOT = Path(__file__).parents[2]
 WORDS = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -189,7 +189,7 @@ def _precompiled() -> str:
     content = json.loads(unigram())
     spec = read_model(train_model("unigram", "nmt_nfkc")).normalizer
     start = spec.index(b"nmt_nfkc") + len("nmt_nfkc")  # field 1; field 2 is the map
-    size, start = _varint(spec, start + 1)
+    size, start = _decode_varint(spec, start + 1)
     charsmap = base64.b64encode(spec[start : start + size]).decode()
     first = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     content["normalizer"] = {

@@ -234,7 +234,9 @@ def test_impossible_merges_are_noted(tmp_path: Path) -> None:
             write_vocabulary(tmp_path / "b.gguf", BYTES, merges=merges, pre="gpt-2")
         )
         (note,) = own.notes
-        assert note.startswith(f"1 of {count + 1} merges are no pairs of pieces and have no effect")
+        assert note.startswith(
+            f"1 of {count + 1} merges are not pairs of pieces and have no effect"
+        )
         stored = bad if isinstance(bad, bytes) else bad.encode()
         assert note.endswith(f"{stored!r} (entry {count})")
         assert [own.encode(text) for text in TEXTS] == [sound.encode(text) for text in TEXTS]
@@ -242,7 +244,9 @@ def test_impossible_merges_are_noted(tmp_path: Path) -> None:
     (note,) = tokenizer.load(
         write_vocabulary(tmp_path / "c.gguf", BYTES, merges=merges, pre="gpt-2")
     ).notes
-    assert note.startswith(f"1 of {count + 1} merges have pieces that are no tokens, as 'zq qz'")
+    assert note.startswith(
+        f"1 of {count + 1} merges have pieces that are not tokens, such as 'zq qz'"
+    )
 
 
 def test_a_missing_pre_tokenizer_is_noted(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_other_files(tmp_path: Path) -> None:
     model = train_model("unigram")
     texts = save(tmp_path / "a", model, "spiece.model"), save(tmp_path, model)
     assert texts[0].encode("hello world") == texts[1].encode("hello world")
-    with pytest.raises(ModelFileError, match=r"bpe\.model: models with it number their pieces"):
+    with pytest.raises(ModelFileError, match=r"bpe\.model: models with this file number"):
         save(tmp_path / "b", model, "sentencepiece.bpe.model", "xglm")
     for content in (b"", b"AAAA 0\nAAAB 1\n", model.read_bytes()[:-3], bytes(1000)):
         (tmp_path / "tokenizer.model").write_bytes(content)
