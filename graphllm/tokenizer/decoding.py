@@ -32,7 +32,7 @@ class BaseTokenizer:
         """See `Tokenizer.piece`."""
         return self.token_bytes(token, skip_special=False)
 
-    def shown(self, token: int, skip_special: bool) -> bytes:
+    def token_bytes(self, token: int, skip_special: bool) -> bytes:
         """Return the bytes of a token in decoded text. RequestError for an id out of range."""
         if not 0 <= token < self.vocab_size:
             raise RequestError(f"token id {token} is not one of the {self.vocab_size} tokens")
