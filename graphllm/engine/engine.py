@@ -178,7 +178,7 @@ class Engine:
         self,
         tokens: Sequence[int],
         sampling: Sampling,
-        stops: Sequence[int],
+        eos_ids: Sequence[int],
         seen: PrefillCallback | None = None,
         profile: tuple[Recorder, Recorder] | None = None,
     ) -> Iterator[int]:
@@ -191,7 +191,7 @@ class Engine:
         Args:
             tokens: ids of the prompt.
             sampling: sampling settings, with a seed.
-            stops: EOS ids, which ``min_tokens`` and ``ignore_eos`` forbid. The caller stops at one
+            eos_ids: EOS ids, which ``min_tokens`` and ``ignore_eos`` forbid. The caller eos_ids at one
                 of them; this generator does not.
             seen: called after each chunk of the first prefill.
             profile: recorders of prefill and of decode.
@@ -211,7 +211,7 @@ class Engine:
         output = "ids.penalised" if sampling.changes_logits else "ids"
         prefix, known = self._bidirectional_prefix(tokens), list(tokens)
         while len(known) <= self.limits.context:
-            feeds = sampling_feeds(self.limits, known, sampling, stops, len(known) - len(tokens))
+            feeds = sampling_feeds(self.limits, known, sampling, eos_ids, len(known) - len(tokens))
             first = self._prefill(known, prefix, output, feeds, seen, prefill)
             seen, request_number = None, self._request_number
             for token in self._decode(output, first, decode):

@@ -147,7 +147,7 @@ def test_a_template_in_the_file(tmp_path, monkeypatch):
         (["run", "MODEL", "--system", "x", "-p", "x"], b"", "--system need --chat"),
         (["chat", "MODEL", "--chat-template", "none"], b"hi", "chat template none: No such file"),
         (["chat", "MODEL", *CHAT], b"/sing\n", "unknown command /sing; known: /reset, /save"),
-        (["chat", "MODEL", *CHAT], b"/save\n", "/save needs a file's name"),
+        (["chat", "MODEL", *CHAT], b"/save\n", "/save needs a file name"),
         (["chat", "MODEL", *CHAT], b"/save /no/where\n", "/no/where: No such file"),
         (["chat", "MODEL", *CHAT], b"ab\xff\n", "standard input is not valid UTF-8"),
         (["run", "MODEL", "-p", b"ab\xff"], b"", "-p: character 2 is not valid UTF-8"),

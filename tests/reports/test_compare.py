@@ -483,7 +483,7 @@ def test_the_verb(tmp_path):
     (["a"], "give two files, A and B, or a MODEL and --against WHAT"),
     (["a", "b", "--against", "commit=HEAD"], "--against takes one MODEL, not also 'b'"),
     (["a", "b", "--with", "-n 3"], "--with '-n 3' needs --against"),
-    (["a", "b", "--fail-above", "much"], "--fail-above 'much' must be a percentage, as 5%"),
+    (["a", "b", "--fail-above", "much"], "--fail-above 'much' must be a percentage, such as 5%"),
     (["a", "b", "--min-effect", "-1"], "--min-effect '-1' must be a percentage"),
     (["a", "b", "--top", "-1"], "--top -1 must be at least 0"),
     (["a", "b", "-o", "md"], "-o md must be text or json"),
