@@ -211,7 +211,8 @@ class Engine:
         output = "ids.penalised" if sampling.changes_logits else "ids"
         prefix, known = self._bidirectional_prefix(tokens), list(tokens)
         while len(known) <= self.limits.context:
-            feeds = sampling_feeds(self.limits, known, sampling, eos_ids, len(known) - len(tokens))
+            count = len(known) - len(tokens)
+            feeds = sampling_feeds(self.limits, known, sampling, eos_ids, count)
             first = self._prefill(known, prefix, output, feeds, seen, prefill)
             seen, request_number = None, self._request_number
             for token in self._decode(output, first, decode):
