@@ -191,8 +191,8 @@ class Engine:
         Args:
             tokens: ids of the prompt.
             sampling: sampling settings, with a seed.
-            eos_ids: EOS ids, which ``min_tokens`` and ``ignore_eos`` forbid. The caller stops at one
-                of them; this generator does not.
+            eos_ids: ids that ``min_tokens`` and ``ignore_eos`` forbid. The caller stops at one of
+                them; this generator does not.
             seen: called after each chunk of the first prefill.
             profile: recorders of prefill and of decode.
 
