@@ -20,7 +20,7 @@ from linear_cpu import Turns
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.backends.cpu.runtime.isa import isa, thread_count

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, TimestampLog, find
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime.device import CompiledProgram, CpuDevice, Launch
 from graphllm.backends.cpu.runtime.isa import isa, thread_count

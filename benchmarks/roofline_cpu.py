@@ -20,7 +20,7 @@ from functools import partial
 import numpy as np
 
 from graphllm.backends import TimestampLog
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels
 from graphllm.backends.cpu.runtime.isa import isa

@@ -12,7 +12,7 @@ its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class Kernel:
     op: str
     name: str
     build: Callable[..., Any]
-    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dtypes: Mapping[str, Collection[str]] = field(default_factory=dict)
     layout: Mapping[str, str] = field(default_factory=dict)
     when: Callable[[Tensor, Options], str | None] | None = None
     lower: Callable[[Tensor, Options], tuple[Tensor | None, ...]] | None = None
@@ -286,7 +286,7 @@ class Backend:
         op: str,
         *,
         name: str = "",
-        dtypes: Mapping[str, str | Sequence[str]] | None = None,
+        dtypes: Mapping[str, str | Collection[str]] | None = None,
         layout: Mapping[str, str] | None = None,
         **rules: Any,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -298,11 +298,12 @@ class Backend:
         Args:
             op: name of the op.
             name: name of the kernel, by default the builder's.
-            dtypes: name of an operand -> a dtype name, or several.
+            dtypes: name of an operand -> a dtype name, or several; a mapping of formats is not
+                copied, so that formats declared later are accepted.
             layout: see `Kernel`.
             rules: other fields of `Kernel`.
         """
-        allowed = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in (dtypes or {}).items()}
+        allowed = {k: (v,) if isinstance(v, str) else v for k, v in (dtypes or {}).items()}
 
         def register(build: Callable[..., Any]) -> Callable[..., Any]:
             kernel = Kernel(

@@ -23,9 +23,9 @@ from test_cpu_linear import BLOCKS, digests
 from test_ops_generated import KERNELS, run_all
 
 from graphllm.backends import Options
-from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize, weight_packing
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
-from graphllm.backends.cpu.kernels.quantize_weights import Encode
+from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
+from graphllm.backends.cpu.formats.encoder import BlockEncoder
+from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd.emitter import Emit
 
@@ -134,9 +134,13 @@ def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | 
 def test_microkernels_compile_for_arm(name):
     """To Arm's own vector instructions, with no call of a function that may not be there."""
     form = FORMATS[name]
+
+    def pack(e, name, *values):
+        FORMATS[name].pack(e, *values)
+
     floating = [
         assembly("unpack_float", linear_float.unpack, 3, form.code),
-        assembly("move_block", weight_packing._move_block, 3, name),
+        assembly("pack_block", pack, 3, name),
     ]
     if form.block == 1:
         floating.append(assembly("fused_float", linear_float.fused, 4, form.code))
@@ -158,11 +162,11 @@ def test_the_rest_compiles_for_arm():
     assert not [line for code in codes for line in calls(code)]
 
 
-@pytest.mark.parametrize("name", quantize._ENCODE)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_quantisers_compile_for_arm(name):
     def encode(e, x, y):
-        e = Encode(e.b, ARM)
-        quantize._ENCODE[name](e, [e.load_f32(x, 64 * i) for i in range(16)], y)
+        e = BlockEncoder(e.b, ARM)
+        FORMATS[name].encode(e, [e.load_f32(x, 64 * i) for i in range(16)], y)
 
     code = assembly("encode", encode, 2)
     assert ".4s" in code and not calls(code)

@@ -11,7 +11,7 @@ import pytest
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import ModelFileError

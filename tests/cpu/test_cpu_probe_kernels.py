@@ -12,8 +12,8 @@ import pytest
 from llvmlite import binding, ir
 
 from graphllm.backends import TimestampLog
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels import linear_float, linear_integer
-from graphllm.backends.cpu.kernels.packed_formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
 from graphllm.backends.cpu.runtime.device import CompiledProgram, Launch

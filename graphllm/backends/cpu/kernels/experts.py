@@ -20,6 +20,7 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
+from ..formats import FORMATS
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import thread_count
 from ..runtime.jit import (  # fmt: skip
@@ -263,7 +264,7 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
     results, table = PASS_TOKENS * 4 * width, 8 * PASS_TOKENS
     room = panels + results + 2 * table + _STACK
 
-    @kernel(key=(name, floating, wide, many))
+    @kernel(key=(FORMATS[name].cache_key, floating, wide, many))
     def expert_products(p, thread, threads):
         x, stride, line, w, nbytes, bias, y, live, each, n, k, per = args(p, 12)
         ids, matrices, work, own = args(p + 96, 4)

@@ -13,12 +13,12 @@ from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
+from ..formats import FORMATS
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
 from . import linear
 from .elementwise import activation_function, thread_range
 from .linear_microkernels import workspace
-from .packed_formats import FORMATS
 from .quantize import quantise_block
 from .weight_packing import pack
 

@@ -15,6 +15,7 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
+from ..formats import BLOCK_FORMATS, FORMATS
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import isa
 from ..runtime.jit import Kernel, args, f32s, helper, i64s, kernel, load_i64, next_chunk
@@ -30,7 +31,6 @@ from .linear_microkernels import (
     unpack_float,
     workspace,
 )
-from .packed_formats import FORMATS
 from .weight_packing import pack, packed_bytes
 
 GROUP_ROWS = 16  # rows
@@ -192,7 +192,7 @@ def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
     results = PASS_TOKENS * 4 * width
     room = panels + results + 8 * PASS_TOKENS
 
-    @kernel(key=(name, floating, wide, many))
+    @kernel(key=(FORMATS[name].cache_key, floating, wide, many))
     def linear(p, thread, threads):
         x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
         tokens, groups, panel = load_i64(live), (n + GROUP_ROWS - 1) // GROUP_ROWS, workspace(room)
@@ -278,11 +278,10 @@ def _quantised(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     return (x, w, *rest)
 
 
-_BLOCKS = tuple(name for name, form in FORMATS.items() if form.block > 1)
 RULES: dict[str, Any] = {"layout": {"x": ROWS}, "pack": {"w": pack}}
-FLOAT: dict[str, Any] = {"dtypes": {"x": "f32", "w": tuple(FORMATS)}, **RULES}
+FLOAT: dict[str, Any] = {"dtypes": {"x": "f32", "w": FORMATS}, **RULES}
 INTEGER: dict[str, Any] = {
-    "dtypes": {"x": ("f32", "a8_32", "a8_256"), "w": _BLOCKS},
+    "dtypes": {"x": ("f32", "a8_32", "a8_256"), "w": BLOCK_FORMATS},
     "when": _integer_when,
     "lower": _quantised,
     **RULES,

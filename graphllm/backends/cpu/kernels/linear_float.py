@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..formats import FORMATS, PackedFormat, by_code
 from ..simd.emitter import F32S, VECTOR, Emit, Value
-from .block_unpacking import Format
 from .linear_integer import token_rows
-from .packed_formats import BY_CODE
 
 FLOAT_CHUNK = 128  # columns between two visits to c: two groups' panels fit the first-level cache
 FLOAT_PANEL = FLOAT_CHUNK * VECTOR
 _BY = 8  # blocks of plain formats that a loop takes at a time
 
 
-def _steps(e: Emit, f: Format, blocks: Value, body: Callable[[Value, int], None]) -> None:
+def _steps(e: Emit, f: PackedFormat, blocks: Value, body: Callable[[Value, int], None]) -> None:
     """``body(first block, how many)`` over all blocks; plain formats by 8, then one by one."""
     by = _BY if f.block == 1 else 1
     whole = e.b.sdiv(blocks, e.count(by))
@@ -34,7 +33,7 @@ def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
 
 
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
-    f = BY_CODE[code]
+    f = by_code(code)
 
     def body(first: Value, count: int) -> None:
         target = e.at(panel, e.times(first, f.block * VECTOR))
@@ -64,13 +63,13 @@ def tile(
                 for weight, total in zip(each, totals):
                     e.set(total, e.madd(weight, one, e.get(total)))
 
-    _steps(e, BY_CODE[0], columns, body)
+    _steps(e, FORMATS["f32"], columns, body)
     for i, acc in enumerate(acc for totals in accs for acc in totals):
         e.store(e.add(e.load(c, F32S, VECTOR * i), e.get(acc)), c, VECTOR * i)
 
 
 def fused(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Value) -> None:
-    f = BY_CODE[code]
+    f = by_code(code)
     acc = e.variable(e.f32(0.0))
 
     def body(first: Value, count: int) -> None:

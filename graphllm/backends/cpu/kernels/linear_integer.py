@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..formats import Block32, Block256, by_code
 from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emit, Value
-from .block_unpacking import Block32, BlockK
-from .packed_formats import BY_CODE
 
 CHUNK = 256  # columns between two visits to c
 _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
-_K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, lifts and offsets, factors follow
+_K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, corrections and offsets, factors follow
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
 _SUMS = 2 * VECTOR  # a token's sums for a super-block: where dots begin, and pairs
-_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # the sums of which pairs are made: see `BlockK.offsets`
+_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # the sums of which pairs are made: see `Block256.offsets`
 
 
 def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
@@ -32,41 +31,41 @@ def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
 
 
 def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
-    f = BY_CODE[code]
-    if isinstance(f, BlockK):
+    f = by_code(code)
+    if isinstance(f, Block256):
         with e.prefetching():
             return _unpack_k(e, f, w, panel)
     with e.loop(blocks) as loop, e.prefetching():
         source = e.at(w, e.times(loop.index, f.nbytes))
         target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
-        for j, word in enumerate([*f.words(e, source), *f.factors(e, source)]):
+        for j, word in enumerate([*f.integers(e, source), *f.factors(e, source)]):
             e.store(word, target, VECTOR * j)
 
 
-def _unpack_k(e: Emit, f: BlockK, w: Value, panel: Value) -> None:
-    for k, words in f.parts(e, w):
+def _unpack_k(e: Emit, f: Block256, w: Value, panel: Value) -> None:
+    for k, words in f.sub_blocks(e, w):
         for j, word in enumerate(words):
             e.store(word, panel, VECTOR * (k * f.sub // 4 + j))
     for j, vector in enumerate([vector for kind in _rest_k(e, f, w) for vector in kind]):
         e.store(vector, panel, _K_WORDS + VECTOR * j)
 
 
-def _rest_k(e: Emit, f: BlockK, w: Value) -> tuple[list[Value], ...]:
-    """A super-block's scales, as they are multiplied, lifts, offsets and factors."""
-    scales = [e.prepare_scale(scale, f.narrow(e)) for scale in f.scales(e, w)]
-    lifts = f.lifts(e, w) if f.lifted(e) else []
-    offsets = f.offsets(e, w) if f.offset(e) else []
-    return scales, lifts, offsets, f.factors(e, w)
+def _rest_k(e: Emit, f: Block256, w: Value) -> tuple[list[Value], ...]:
+    """A super-block's scales, as they are multiplied, corrections, offsets and factors."""
+    scales = [e.prepare_scale(scale, f.fits_i16(e)) for scale in f.scales(e, w)]
+    corrections = f.corrections(e, w) if f.has_corrections(e) else []
+    offsets = f.offsets(e, w) if f.has_offsets(e) else []
+    return scales, corrections, offsets, f.factors(e, w)
 
 
 def tile(
     e: Emit, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
     q: Value, d: Value, s: Value, offsets: Value, c: Value,
 ) -> None:  # fmt: skip
-    f = BY_CODE[code]
+    f = by_code(code)
     rows = token_rows(e, tokens, left, offsets)
     panels = [e.at(panel, PANEL * g) for g in range(groups)]
-    if isinstance(f, BlockK):
+    if isinstance(f, Block256):
         return _tile_k(e, f, rows, panels, q, d, s, c)
     return _tile_32(e, f, rows, panels, blocks, q, d, s, c)
 
@@ -74,7 +73,7 @@ def tile(
 def fused(
     e: Emit, code: int, w: Value, blocks: Value, q: Value, d: Value, s: Value, c: Value
 ) -> None:
-    f = BY_CODE[code]
+    f = by_code(code)
     acc = e.variable(e.load(c, F32S))
     room = e.stack_buffer(_SUMS)
     sums = 4 if f.block == 32 else 32  # bytes of sums a block
@@ -82,7 +81,7 @@ def fused(
         i = loop.index
         block, x = e.at(w, e.times(i, f.nbytes)), e.at(q, e.times(i, f.block))
         at_d, at_s = e.at(d, e.times(i, 4)), e.at(s, e.times(i, sums))
-        if isinstance(f, BlockK):
+        if isinstance(f, Block256):
             e.set(acc, _fused_k(e, f, e.get(acc), block, x, at_d, at_s, room))
         else:
             e.set(acc, _fused_32(e, f, e.get(acc), block, x, at_d, at_s))
@@ -108,9 +107,9 @@ def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: li
 
 def _begin_32(e: Emit, f: Block32, s: Value) -> Value:
     """Minus the offset times the sum of the activations at ``s``."""
-    if not f.offset(e):
+    if not f.zero_point(e):
         return e.i32(0)
-    return e.splat(e.b.mul(e.load(s, I32), I32(-f.offset(e))))
+    return e.splat(e.b.mul(e.load(s, I32), I32(-f.zero_point(e))))
 
 
 def _add_32(
@@ -119,7 +118,7 @@ def _add_32(
     """acc + dot * (scale * the activations' scale), and then + m * (sum of activations * their
     scale) where there is an m."""
     acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.broadcast_f32(d))))
-    if not f.least:
+    if not f.has_minimum:
         return acc
     total = e.mul(e.b.sitofp(e.load(s, I32), F32), e.load(d, F32))
     return e.add(acc, e.mul(factors[1], e.splat(total)))
@@ -127,7 +126,7 @@ def _add_32(
 
 def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
     with e.prefetching():
-        words, factors = f.words(e, block), f.factors(e, block)
+        words, factors = f.integers(e, block), f.factors(e, block)
     dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
     return _add_32(e, f, acc, dot, factors, d, s)
 
@@ -150,7 +149,7 @@ def _tile_32(
             words = [[e.load(panel, offset=VECTOR * j) for j in range(8)] for panel in at]
             values = [[e.broadcast_i32(x, 4 * j) for j in range(8)] for x in xs]
             dots = [[f.dot(e, w, x, b) for w in words] for x, b in zip(values, begin)]
-        each = range(8, 9 + f.least)
+        each = range(8, 9 + f.has_minimum)
         factors = [[e.load(panel, F32S, VECTOR * j) for j in each] for panel in at]
         for i, acc in enumerate(accs):
             t, g = divmod(i, count)
@@ -162,26 +161,26 @@ def _tile_32(
 # ------------------------------------------------------------------------------------ super-blocks
 
 
-def _sums_k(e: Emit, f: BlockK, s: Value, room: Value) -> None:
+def _sums_k(e: Emit, f: Block256, s: Value, room: Value) -> None:
     """Prepare a token's sums over 16 activations each, int16 at ``s``, in `_SUMS` bytes of room."""
     sums = e.b.sext(e.load(s, I16S), I32S)
     if f.sub == 32:
         sums = e.b.add(e.select_lanes(sums, range(0, 16, 2)), e.select_lanes(sums, range(1, 16, 2)))
         low, high = (e.select_lanes(sums, which) for which in _AS_PAIRS)
         e.store(e.pack_i16(low, high), room, VECTOR)
-    if f.centre(e):
-        e.store(e.b.mul(sums, e.i32(-f.centre(e))), room)
+    if f.zero_point(e):
+        e.store(e.b.mul(sums, e.i32(-f.zero_point(e))), room)
 
 
-def _begin_k(e: Emit, f: BlockK, room: Value) -> Value:
+def _begin_k(e: Emit, f: Block256, room: Value) -> Value:
     """Where the dot of the sub-block begins whose place in ``room`` is given."""
-    return e.broadcast_i32(room) if f.centre(e) else e.i32(0)
+    return e.broadcast_i32(room) if f.zero_point(e) else e.i32(0)
 
 
 def _moved(
     e: Emit, pairs: list[Value], s: Value, room: Value, total: Value | None = None
 ) -> Value | None:
-    """``total`` plus `BlockK.offsets` or lifts times the sums that go with them."""
+    """``total`` plus `Block256.offsets` or corrections times the sums that go with them."""
     at = s if len(pairs) == 8 else e.at(room, VECTOR)
     for j, pair in enumerate(pairs):
         total = e.dot_i16(pair, e.broadcast_i32(at, 4 * j), total)
@@ -189,27 +188,27 @@ def _moved(
 
 
 def _fused_k(
-    e: Emit, f: BlockK, acc: Value, block: Value, x: Value, d: Value, s: Value, room: Value
+    e: Emit, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, room: Value
 ) -> Value:
     """acc + a super-block's share."""
     _sums_k(e, f, s, room)
     total = None
     with e.prefetching():
-        scales, lifts, offsets, factors = _rest_k(e, f, block)
-        for k, words in f.parts(e, block):
+        scales, corrections, offsets, factors = _rest_k(e, f, block)
+        for k, words in f.sub_blocks(e, block):
             pairs = [(word, e.broadcast_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
             if e.isa.vnni:
                 dot = e.dot_bytes(pairs, f.largest, _begin_k(e, f, e.at(room, 4 * k)))
-                total = e.add_scaled(dot, scales[k], total, f.narrow(e))
+                total = e.add_scaled(dot, scales[k], total, f.fits_i16(e))
             else:
                 total = f.dot(e, pairs, scales[k], total)
-    total = _moved(e, lifts, s, room, total)
+    total = _moved(e, corrections, s, room, total)
     share = f.join(e, total, _moved(e, offsets, s, room), factors)
     return e.add(acc, e.mul(share, e.broadcast_f32(d)))
 
 
 def _tile_k(
-    e: Emit, f: BlockK, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
+    e: Emit, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
     c: Value,
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
@@ -228,7 +227,7 @@ def _tile_k(
             begin = [_begin_k(e, f, e.at(place, four)) for place in rooms]
             for total, dots in zip(totals, _grid(e, at, per, xs, begin)):
                 for one, dot, scale in zip(total, dots, scales):
-                    e.set(one, e.add_scaled(dot, scale, e.get(one), f.narrow(e)))
+                    e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
         else:
             _scaled(e, f, at, per, xs, scales, totals)
     for g, panel in enumerate(panels):
@@ -239,7 +238,7 @@ def _tile_k(
 
 
 def _scaled(
-    e: Emit, f: BlockK, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
+    e: Emit, f: Block256, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
     totals: list[list[Value]],
 ) -> None:  # fmt: skip
     """Add a sub-block's share to totals [token][group] without VNNI."""
@@ -251,17 +250,17 @@ def _scaled(
 
 
 def _add_k(
-    e: Emit, f: BlockK, panel: Value, total: Value, d: Value, s: Value, room: Value, c: Value
+    e: Emit, f: Block256, panel: Value, total: Value, d: Value, s: Value, room: Value, c: Value
 ) -> None:
     """Add a super-block's share, of which the panel has the rest, to 16 results at ``c``."""
     at = e.at(panel, _K_WORDS + VECTOR * (CHUNK // f.sub))
-    each = 128 // f.sub  # vectors of lifts and of offsets
-    lifts = [e.load(at, offset=VECTOR * j) for j in range(each * f.lifted(e))]
-    at = e.at(at, VECTOR * len(lifts))
-    offsets = [e.load(at, offset=VECTOR * j) for j in range(each * f.offset(e))]
+    each = 128 // f.sub  # vectors of corrections and of offsets
+    corrections = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_corrections(e))]
+    at = e.at(at, VECTOR * len(corrections))
+    offsets = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_offsets(e))]
     at = e.at(at, VECTOR * len(offsets))
     factors = [e.load(at, F32S, VECTOR * j) for j in range(1 + f.minima)]
-    total = _moved(e, lifts, s, room, total)
+    total = _moved(e, corrections, s, room, total)
     share = f.join(e, total, _moved(e, offsets, s, room), factors)
     e.store(e.add(e.load(c, F32S), e.mul(share, e.broadcast_f32(d))), c)
 

@@ -14,12 +14,12 @@ from ....graph.dtype import DTYPES
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
+from ..formats import FORMATS
+from ..formats.encoder import ROUND, ROUND_BITS, BlockEncoder
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import Kernel, args, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
-from .quantize_weights import ENCODE_32, ROUND, ROUND_BITS, Encode
-from .quantize_weights_k import ENCODE_K
 
 _PIECE = 4096  # columns that a thread takes at a time
 _TINY_BITS = 0x0D800000  # of 2**-100
@@ -117,21 +117,25 @@ def quantise_act(ctx: KernelContext) -> Launch:
 
 # ---------------------------------------------------------------------------------------- weights
 
-_ENCODE = {**ENCODE_32, **ENCODE_K}
-_RUN = 256  # elements that are encoded together: a block, or eight of 32
+_RUN = 256  # elements that are encoded together: a block of 256, or eight of 32
 _PART = 1 << 15  # elements that a thread takes at a time, a multiple of all runs
-_LOADS = {"f32": Encode.load_f32, "f16": Encode.load_f16, "bf16": Encode.load_bf16}
+_LOADS = {
+    "f32": BlockEncoder.load_f32,
+    "f16": BlockEncoder.load_f16,
+    "bf16": BlockEncoder.load_bf16,
+}
 
 
 @intrinsic(prefer_literal=True)
 def encode(typingctx, source, target, elements, x, y):
-    """So many elements (a literal) of the dtype ``source`` at ``x`` as blocks of ``target`` at
-    ``y``; 1 if one of them is infinite or NaN, else 0 (int64)."""
-    load, write = _LOADS[source.literal_value], _ENCODE[target.literal_value]
+    """Encode ``elements`` (a literal) of the dtype ``source`` at ``x`` as blocks of ``target`` at
+    ``y``. Returns int64: 1 if an element is infinite or NaN, else 0."""
+    load, write = _LOADS[source.literal_value], FORMATS[target.literal_value].encode
+    assert write is not None
     nbytes, count = DTYPES[source.literal_value].nbytes, elements.literal_value
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        e = Encode(builder)
+        e = BlockEncoder(builder)
         vectors = [load(e, given[3], nbytes * i) for i in range(0, count, LANES)]
         return write(e, vectors, given[4])
 
@@ -143,7 +147,7 @@ def _to_blocks(source: str, target: str) -> Kernel:
     """Rows of floats to rows of blocks: addresses and strides of both, rows, columns."""
     size, block, nbytes = DTYPES[source].nbytes, DTYPES[target].block, DTYPES[target].nbytes
 
-    @kernel
+    @kernel(key=(source, FORMATS[target].cache_key))
     def to_blocks(p, thread, threads):
         x, x_stride, y, y_stride, live, k = args(p, 6)
         lines = load_i64(live)
@@ -172,7 +176,12 @@ def _to_blocks(source: str, target: str) -> Kernel:
     return to_blocks
 
 
-@BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS})
+def _has_encoder(node: Tensor, options: Options) -> str | None:
+    form = FORMATS.get(node.dtype.name)
+    return None if form and form.encode else f"no encoder for {node.dtype}"
+
+
+@BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS}, when=_has_encoder)
 def quantise(ctx: KernelContext) -> Launch:
     x, out = ctx.x, ctx.out
     words = [x.address, x.row_stride, out.address, out.row_stride]

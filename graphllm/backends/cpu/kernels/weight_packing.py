@@ -12,120 +12,29 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from ....formats.quantization import bad_scale
 from ....graph.tensor import Meta
+from ..formats import FORMATS, by_code
 from ..runtime.isa import usable_cores
 from ..runtime.jit import Kernel, args, i64s, kernel
-from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
-from .block_unpacking_k import PLACE
-from .packed_formats import BY_CODE, FORMATS
+from ..simd.emitter import LANES, VECTOR, Emit, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
 _SLAB = 64 << 20  # bytes that are mapped at a time for weights
 _PACKERS = 8  # threads at most: memory, not arithmetic, is what packing waits for
 
-# One block of one row: (offset in GGUF's block, offset in R16's block, bytes, bytes from one row to
-# the next in R16's). Scales that are float16, or mxfp4's bytes, come first and are checked.
-Move = tuple[int, int, int, int]
-
-
-def _quads(source: int, target: int, count: int, step: int = VECTOR) -> list[Move]:
-    """``count`` chunks of four bytes to vectors that are ``step`` apart."""
-    return [(source + 4 * j, target + step * j, 4, 4) for j in range(count)]
-
-
-def _fours(source: int, target: int, count: int) -> list[Move]:
-    """``count`` bytes of scales of 16 sub-blocks: in each four their order is 0 2 1 3."""
-    return [(source + k, target + k // 4 * VECTOR + PLACE[k % 4], 1, 4) for k in range(count)]
-
-
-def _q6_k() -> list[Move]:
-    moves = []
-    for h in range(2):
-        at = 8 * h * 3 * VECTOR
-        moves += _quads(128 + 32 * h, at, 8, 3 * VECTOR)
-        for z in range(2):
-            moves += _quads(64 * h + 32 * z, at + (1 + z) * VECTOR, 8, 3 * VECTOR)
-    return moves + _fours(192, 48 * VECTOR, 16)
-
-
-_SCALES: dict[str, list[Move]] = {
-    "q8_0": [(0, 8 * VECTOR, 2, 2)],
-    "q4_0": [(0, 4 * VECTOR, 2, 2)],
-    "q4_1": [(0, 4 * VECTOR, 2, 2), (2, 4 * VECTOR + 32, 2, 2)],
-    "q5_0": [(0, 5 * VECTOR, 2, 2)],
-    "q5_1": [(0, 5 * VECTOR, 2, 2), (2, 5 * VECTOR + 32, 2, 2)],
-    "q4_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
-    "q5_k": [(0, 0, 2, 2), (2, 32, 2, 2)],
-    "q6_k": [(208, 52 * VECTOR, 2, 2)],
-    "q2_k": [(80, 20 * VECTOR, 2, 2), (82, 20 * VECTOR + 32, 2, 2)],
-    "q3_k": [(108, 27 * VECTOR, 2, 2)],
-    "iq4_nl": [(0, 4 * VECTOR, 2, 2)],
-    "iq4_xs": [(0, 0, 2, 2)],
-    "mxfp4": [(0, 4 * VECTOR, 1, 1)],
-}
-_MOVES: dict[str, list[Move]] = {
-    "q8_0": _quads(2, 0, 8),
-    "q4_0": _quads(2, 0, 4),
-    "q4_1": _quads(4, 0, 4),
-    "q5_0": _quads(6, 0, 4),
-    "q5_1": _quads(8, 0, 4),
-    "q4_k": _quads(4, 64, 3) + _quads(16, 256, 32),
-    "q5_k": _quads(4, 64, 3) + _quads(16, 256, 8 + 32),
-    "q6_k": _q6_k(),
-    "q2_k": _quads(16, 0, 16) + _fours(0, 16 * VECTOR, 16),
-    "q3_k": _quads(0, 0, 8 + 16) + _fours(96, 24 * VECTOR, 12),
-    "iq4_nl": _quads(2, 0, 4),
-    "iq4_xs": [(2, 32, 2, 2), *_quads(4, 64, 1), *_quads(8, 128, 32)],
-    "mxfp4": _quads(1, 0, 4),
-    "f32": [(0, 0, 4, 4)],
-    "f16": [(0, 0, 2, 2)],
-    "bf16": [(0, 0, 2, 2)],
-}
-_FIFTH = {"q5_0": 2, "q5_1": 4}  # where a block of 32 has fifth bits
-_INTEGERS = {1: I8, 2: I16, 4: I32}
-_ENDLESS = {1: 0xFF, 2: 0x7C00}  # bits that are all set in an infinite or NaN scale, by its bytes
-
-
-def _spread(b: Any, fifth: Value) -> Value:
-    """Bit 4 j + i of a block's fifth bits moved to bit 8 i + j."""
-    result = None
-    for j in range(8):
-        four = b.and_(b.lshr(fifth, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
-        # The product puts bit i at 8 i, among others.
-        apart = b.and_(b.mul(four, ir.Constant(I32, 0x00204081)), ir.Constant(I32, 0x01010101))
-        moved = b.shl(apart, ir.Constant(I32, j))
-        result = moved if result is None else b.or_(result, moved)
-    return result
-
-
-def _move_block(e: Emit, name: str, source: Value, target: Value, row: Value) -> Value:
-    """Move one block of one row; 1 if a scale of it is infinite or NaN, else 0 (int64)."""
-    b, bad = e.b, ir.Constant(ir.IntType(1), 0)
-    places = {step: e.at(target, e.times(row, step)) for step in (1, 2, 4)}
-    for move in _SCALES.get(name, []) + _MOVES[name]:
-        start, to, size, step = move
-        value = e.load(source, _INTEGERS[size], start)
-        if move in _SCALES.get(name, []):
-            endless = ir.Constant(value.type, _ENDLESS[size])
-            bad = b.or_(bad, b.icmp_unsigned("==", b.and_(value, endless), endless))
-        e.store(value, places[step], to)
-    if name in _FIFTH:
-        e.store(_spread(b, e.load(source, I32, _FIFTH[name])), places[4], 4 * VECTOR)
-    return b.zext(bad, I64)
-
 
 @intrinsic(prefer_literal=True)
-def move_block(typingctx, fmt, source, target, row):
-    """Move a block at ``source`` to row ``row`` of the R16 block at ``target``: `_move_block`."""
-    name = BY_CODE[fmt.literal_value].name
+def pack_block(typingctx, fmt, source, target, row):
+    """Pack the stored block at ``source`` into row ``row`` of the tile's block at ``target``:
+    `PackedFormat.pack`."""
+    form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        return _move_block(Emit(builder), name, *given[1:])
+        return form.pack(Emit(builder), *given[1:])
 
     return types.int64(fmt, types.int64, types.int64, types.int64), generate
 
@@ -136,7 +45,7 @@ def _packer(name: str) -> Kernel:
     code, nbytes = form.code, form.nbytes
     stored = nbytes // LANES
 
-    @kernel
+    @kernel(key=(form.cache_key,))
     def packer(p, thread, threads):
         source, stride, target, matrices, rows, blocks, report = args(p, 7)
         found, groups = i64s(report), (rows + LANES - 1) // LANES
@@ -146,7 +55,7 @@ def _packer(name: str) -> Kernel:
             for b in range(blocks):
                 for r in range(min(LANES, rows - first)):
                     at = source + (row + r) * stride + b * stored
-                    if move_block(code, at, group + b * nbytes, r) != 0:
+                    if pack_block(code, at, group + b * nbytes, r) != 0:
                         found[thread] = row + r
                         return
 

@@ -23,24 +23,28 @@ from llvmlite.binding.object_file import ObjectFileRef
 from ....cache import CacheFile
 from .isa import target
 
-_SOURCES = Path(__file__).resolve().parents[1]
+_CPU = Path(__file__).resolve().parents[1]
+_SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
 
 
-def fingerprint(sources: Path = _SOURCES) -> str:
-    """Hash all kernel sources below ``sources``, the compiler's version and the target."""
+def fingerprint(*folders: Path) -> str:
+    """Hash all sources below ``folders``, the compiler's version and the target."""
     import llvmlite
     import numba
 
     parts = [numba.__version__, llvmlite.__version__, sys.version, platform.platform(), *target()]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for path in sorted(sources.rglob("*.py")):
-        digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(
+                str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0"
+            )
     return digest.hexdigest()
 
 
 @cache
 def _version() -> str:
-    return fingerprint()
+    return fingerprint(*_SOURCES)
 
 
 class DiskCache:

@@ -11,7 +11,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from ..kernels.packed_formats import FORMATS
+from ..formats import FORMATS
 from ..simd.emitter import F16, F32S, I32S, I64, VECTOR, Emit, Value
 from ..simd.vectors import vector
 from .isa import ISA, isa

@@ -1,0 +1,143 @@
+"""q4_0, q4_1, q5_0, q5_1 and q8_0 on the CPU: 32 integers with one scale.
+
+A block of a tile: eight (q8_0) or four vectors of q, for five bits a vector of fifth bits, d, m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from llvmlite import ir
+
+from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emit, Value
+from .encoder import BlockEncoder, runs_of_32
+from .packed_format import Block32, Move, halves_of, register, with_bit
+
+_RUN = 32
+
+
+class SimpleBlock(Block32):
+    """q, then the scales at the end of the block."""
+
+    def moves(self) -> list[Move]:
+        scales = self.scalar("d", self.factors_at())
+        if self.has_minimum:
+            scales += self.scalar("m", self.factors_at() + 32)
+        return [*self.chunks("q", 0), *scales]
+
+
+class Bytes(SimpleBlock):
+    """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is used."""
+
+    def integers(self, e: Emit, at: Value) -> list[Value]:
+        words = [e.load(at, offset=VECTOR * j) for j in range(8)]
+        return [e.b.xor(w, e.i32(SIGN_BITS)) for w in words] if e.isa.vnni else words
+
+    def zero_point(self, e: Emit) -> int:
+        return 128 if e.isa.vnni else 0
+
+    def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
+        if e.isa.vnni:
+            return super().dot(e, words, x, total)
+        return e.dot_signed_bytes(list(zip(words, x)), total)
+
+
+class Nibbles(SimpleBlock):
+    """Four bits of each q."""
+
+    def integers(self, e: Emit, at: Value) -> list[Value]:
+        return halves_of(e, [e.load(at, offset=VECTOR * j) for j in range(4)])
+
+    def zero_point(self, e: Emit) -> int:
+        return 0 if self.has_minimum else (self.largest + 1) // 2
+
+
+class FiveBits(Nibbles):
+    """Nibbles, and a vector of fifth bits: bit 8 b + j of a row belongs to element 4 j + b, so that
+    they are unpacked in few steps."""
+
+    def integers(self, e: Emit, at: Value) -> list[Value]:
+        fifth = e.load(at, offset=4 * VECTOR)
+        return [with_bit(e, word, fifth, j, 4) for j, word in enumerate(super().integers(e, at))]
+
+    def pack(self, e: Emit, source: Value, target: Value, row: Value) -> Value:
+        fifth = _spread(e.b, e.load(source, I32, self.span("high")[0]))
+        e.store(fifth, e.at(target, e.times(row, 4)), 4 * VECTOR)
+        return super().pack(e, source, target, row)
+
+
+def _spread(b: ir.IRBuilder, fifth: Value) -> Value:
+    """Bit 4 j + i of a block's fifth bits moved to bit 8 i + j."""
+    result = None
+    for j in range(8):
+        four = b.and_(b.lshr(fifth, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
+        # The product puts bit i at 8 i, among others.
+        apart = b.and_(b.mul(four, ir.Constant(I32, 0x00204081)), ir.Constant(I32, 0x01010101))
+        moved = b.shl(apart, ir.Constant(I32, j))
+        result = moved if result is None else b.or_(result, moved)
+    return result
+
+
+# --------------------------------------------------------------------------------------- encoding
+
+
+def _store_five_bits(e: BlockEncoder, low: Value, high: Value, at: Value, offset: int) -> None:
+    """Fifth bits of 32 elements, then their nibbles."""
+    for j, q in enumerate((low, high)):
+        fifth = e.b.icmp_unsigned("!=", e.mask(q, 16), e.i32(0))
+        e.store(e.flags(fifth), at, offset + 2 * j)
+    e.store_nibbles(e.mask(low, 15), e.mask(high, 15), at, offset + 4)
+
+
+def _centred(
+    lowest: int, nbytes: int, e: BlockEncoder, vectors: Sequence[Value], at: Value
+) -> Value:
+    """q4_0 and q5_0: the value of largest magnitude becomes ``lowest``."""
+    d = e.over(e.fold(vectors, _RUN, e.larger), lowest)
+    inverse, half = e.inverse(d), e.to_half(d)
+    store = e.store_nibbles if lowest == -8 else partial(_store_five_bits, e)
+    for i, block in enumerate(runs_of_32(vectors)):
+        e.store_half(half, i, at, nbytes * i)
+        one, middle = e.lane(inverse, i), e.f32(0.5 - lowest)
+        steps = (e.whole(e.add(e.mul(x, one), middle)) for x in block)
+        low, high = (e.at_most(q, -2 * lowest - 1) for q in steps)
+        store(low, high, at, nbytes * i + 2)
+    return e.not_finite(vectors)
+
+
+def _span(most: int, nbytes: int, e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
+    """q4_1 and q5_1: q in 0..most spans all values of the block."""
+    least = e.fold(vectors, _RUN, e.lower)
+    span = e.sub(e.fold(vectors, _RUN, e.higher), least)
+    d = e.over(e.magnitude(span), most)
+    inverse, halves = e.inverse(d), (e.to_half(d), e.to_half(least))
+    store = e.store_nibbles if most == 15 else partial(_store_five_bits, e)
+    for i, block in enumerate(runs_of_32(vectors)):
+        for j, half in enumerate(halves):
+            e.store_half(half, i, at, nbytes * i + 2 * j)
+        one, base = e.lane(inverse, i), e.lane(least, i)
+        steps = (e.whole(e.add(e.mul(e.sub(x, base), one), e.f32(0.5))) for x in block)
+        low, high = (e.at_most(q, most) for q in steps)
+        store(low, high, at, nbytes * i + 4)
+    return e.not_finite(vectors)
+
+
+def _bytes(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
+    d = e.over(e.magnitude(e.fold(vectors, _RUN, e.larger)), 127)
+    inverse, half = e.inverse(d), e.to_half(d)
+    for i, block in enumerate(runs_of_32(vectors)):
+        e.store_half(half, i, at, 34 * i)
+        one = e.lane(inverse, i)
+        for j, x in enumerate(block):
+            x = e.mul(x, one)
+            q = e.whole(e.add(x, e.signed(e.f32(0.5), x)))  # halves away from zero
+            e.store_bytes(q, at, 34 * i + 2 + LANES * j)
+    return e.not_finite(vectors)
+
+
+register(Bytes(name="q8_0", largest=255, encode=_bytes))
+register(Nibbles(name="q4_0", largest=15, encode=partial(_centred, -8, 18)))
+register(Nibbles(name="q4_1", largest=15, has_minimum=True, encode=partial(_span, 15, 20)))
+register(FiveBits(name="q5_0", largest=31, encode=partial(_centred, -16, 22)))
+register(FiveBits(name="q5_1", largest=31, has_minimum=True, encode=partial(_span, 31, 24)))

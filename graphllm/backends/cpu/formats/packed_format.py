@@ -1,0 +1,289 @@
+"""How microkernels read weight formats: packing into row tiles, and unpacking into vectors.
+
+Weights are packed at load into tiles of 16 rows. A tile holds the bytes of the stored blocks,
+block after block, interleaved in chunks of four bytes: a vector is the same chunk of 16 rows, so
+lane = row, an activation is one broadcast, and no sum crosses lanes. The order of the fields within
+a block of a tile is the format's own.
+
+A format says in `PackedFormat.moves` where its fields go, and in the other methods how vectors of a
+tile become integers with scales. The modules of this package hold one family each, as those of
+`graphllm.formats`, which declares layouts and formulas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from llvmlite import ir
+
+from .... import formats
+from ....graph.dtype import DTYPES
+from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
+from .encoder import Encoder
+
+HALVES = 32  # bytes of 16 float16
+NIBBLES = 0x0F0F0F0F
+_INTEGERS = {1: I8, 2: I16, 4: I32}
+_EXPONENT = {1: 0xFF, 2: 0x7C00}  # bits that are all set in an infinite or NaN scale, by its bytes
+
+
+class Move(NamedTuple):
+    """Bytes of a stored block and their place in a tile's block of 16 rows."""
+
+    source: int  # offset in the stored block
+    target: int  # offset of row 0 in the tile's block
+    nbytes: int  # 1, 2 or 4
+    step: int  # bytes from one row to the next in the tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFormat:
+    """A weight format as microkernels read it. ``encode``, if any, writes its blocks from floats:
+    without it the reference quantises weights on load."""
+
+    name: str
+    encode: Encoder | None = None
+
+    @property
+    def code(self) -> int:
+        """The number of the format in intrinsics, whose literals are integers."""
+        return list(FORMATS).index(self.name)
+
+    @property
+    def cache_key(self) -> str:
+        """The name; for a format declared outside this package, whose sources the kernel cache does
+        not know, with a hash of its source file."""
+        source = Path(inspect.getfile(type(self))).resolve()
+        if source.is_relative_to(Path(__file__).resolve().parent):
+            return self.name
+        return f"{self.name} {hashlib.sha256(source.read_bytes()).hexdigest()}"
+
+    @property
+    def block(self) -> int:
+        """Elements of a row in a block."""
+        return DTYPES[self.name].block
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block of 16 rows."""
+        return LANES * DTYPES[self.name].nbytes
+
+    def moves(self) -> list[Move]:
+        """The moves that pack one row of a block; each byte at most once."""
+        raise NotImplementedError
+
+    def pack(self, e: Emit, source: Value, target: Value, row: Value) -> Value:
+        """Emit the packing of one stored block into row ``row`` of a tile's block.
+
+        Args:
+            e: emitter.
+            source: address of the stored block.
+            target: address of the tile's block.
+            row: 0 to 15.
+
+        Returns:
+            int64: 1 if a scale of the block is infinite or NaN, else 0.
+        """
+        form = formats.BLOCK_FORMATS.get(self.name)
+        checked = dict(form.scale_spans()) if form else {}
+        bad = ir.Constant(ir.IntType(1), 0)
+        rows = {step: e.at(target, e.times(row, step)) for step in (1, 2, 4)}
+        for move in sorted(self.moves(), key=lambda move: move.source not in checked):
+            value = e.load(source, _INTEGERS[move.nbytes], move.source)
+            if move.source in checked:
+                ones = ir.Constant(value.type, _EXPONENT[move.nbytes])
+                bad = e.b.or_(bad, e.b.icmp_unsigned("==", e.b.and_(value, ones), ones))
+            e.store(value, rows[move.step], move.target)
+        return e.b.zext(bad, I64)
+
+    # -- moves of a field
+    def span(self, field: str) -> tuple[int, int]:
+        """(offset, bytes) of a field in the stored block."""
+        start, end = formats.BLOCK_FORMATS[self.name].span(field)
+        return start, end - start
+
+    def chunks(self, field: str, target: int, step: int = VECTOR) -> list[Move]:
+        """A field in chunks of four bytes, ``step`` bytes apart in the tile."""
+        start, size = self.span(field)
+        return [Move(start + 4 * j, target + step * j, 4, 4) for j in range(size // 4)]
+
+    def scalar(self, field: str, target: int) -> list[Move]:
+        """A field of one or two bytes, such as a scale."""
+        start, size = self.span(field)
+        return [Move(start, target, size, size)]
+
+    # -- unpacking
+    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+        """Yield (k, element k of each row as f32x16) for one block at ``at``. Each value rounds as
+        the format's NumPy decoder does."""
+        raise NotImplementedError
+
+
+FORMATS: dict[str, PackedFormat] = {}  # by name
+BLOCK_FORMATS: dict[str, PackedFormat] = {}  # those with more than one element in a block
+
+
+def register(form: PackedFormat) -> PackedFormat:
+    """Let the kernels of this backend run a format, which `graphllm.formats` has declared."""
+    assert form.name in DTYPES, f"{form.name} is not declared in graphllm.formats"
+    FORMATS[form.name] = form
+    if form.block > 1:
+        BLOCK_FORMATS[form.name] = form
+    return form
+
+
+def by_code(code: int) -> PackedFormat:
+    """The format of a `PackedFormat.code`."""
+    return list(FORMATS.values())[code]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block32(PackedFormat):
+    """32 integers with one scale: x = d * (q - zero point), or x = d * q + m."""
+
+    largest: int  # unsigned q
+    has_minimum: bool = False  # has an m; then the zero point is 0
+
+    def integers(self, e: Emit, at: Value) -> list[Value]:
+        """Eight vectors of q in bytes: elements 4 j to 4 j + 3 in vector j."""
+        raise NotImplementedError
+
+    def zero_point(self, e: Emit) -> int:
+        """The integer that stands for zero."""
+        raise NotImplementedError
+
+    def factors_at(self) -> int:
+        """Offset of d, which m follows, in a tile's block: at its end."""
+        return self.nbytes - HALVES * (1 + self.has_minimum)
+
+    def factors(self, e: Emit, at: Value) -> list[Value]:
+        """d, and m if the format has one, f32x16."""
+        first = self.factors_at()
+        return [e.load_f16(at, first + HALVES * i) for i in range(1 + self.has_minimum)]
+
+    def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
+        """``total`` plus the sum of q times activations in each lane."""
+        return e.dot_bytes(list(zip(words, x)), self.largest, total)
+
+    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+        (d, *m), zero = self.factors(e, at), self.zero_point(e)
+        for j, word in enumerate(self.integers(e, at)):
+            for i in range(4):
+                q = e.byte(word, i) if zero or m else e.signed_byte(word, i)
+                q = e.b.sub(q, e.i32(zero)) if zero else q
+                x = e.mul(e.to_f32(q), d)
+                yield 4 * j + i, e.add(x, m[0]) if m else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block256(PackedFormat):
+    """A super-block of 256 elements, with an integer scale for each sub-block of ``sub`` elements:
+    x = d * scale * q - (a term that does not depend on q)."""
+
+    sub: int
+    largest: int  # unsigned q
+    minima: ClassVar[bool]  # whether the term that does not depend on q has factors of its own
+
+    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+        """Yield (sub-block, its vectors of q), each once, in the order with the fewest loads."""
+        raise NotImplementedError
+
+    def scales(self, e: Emit, at: Value) -> list[Value]:
+        """The integer scales of the sub-blocks."""
+        raise NotImplementedError
+
+    def zero_point(self, e: Emit) -> int:
+        """What VNNI dots subtract from q, by starting at minus this times the activation sums: to
+        save work later, or so that dots fit int16."""
+        return 0
+
+    def fits_i16(self, e: Emit) -> bool:
+        """Whether the dot of a sub-block fits int16, and is scaled as int16."""
+        most = max(self.largest - self.zero_point(e), self.zero_point(e))
+        return e.isa.vnni and self.sub * most * 127 < 1 << 15
+
+    def has_corrections(self, e: Emit) -> bool:
+        """Whether there are `corrections`."""
+        return self.minima and self.zero_point(e) != 0
+
+    def corrections(self, e: Emit, at: Value) -> list[Value]:
+        """Pairs like `offsets` that add back what `zero_point` took from the dots, if the format
+        itself has no zero point."""
+        raise NotImplementedError
+
+    def has_offsets(self, e: Emit) -> bool:
+        """Whether there are `offsets`."""
+        return self.minima or self.zero_point(e) == 0
+
+    def offsets(self, e: Emit, at: Value) -> list[Value]:
+        """Vectors of int16 pairs to multiply by pairs of activation sums: with sub-blocks of 16,
+        eight (sums 0 1, 2 3, ...); with sub-blocks of 32, four (sums 0 2, 1 3, 4 6, 5 7)."""
+        raise NotImplementedError
+
+    def factors(self, e: Emit, at: Value) -> list[Value]:
+        """The float scales, f32x16."""
+        raise NotImplementedError
+
+    def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
+        """Combine a super-block's integer sums, without the scale of the activations.
+
+        Args:
+            e: emitter.
+            total: sum of scale * q * activation.
+            offset: sum of `offsets` * activation sums, if there are offsets.
+            factors: as `factors` returns them.
+
+        Returns:
+            f32x16.
+        """
+        raise NotImplementedError
+
+    def dot(
+        self, e: Emit, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
+    ) -> Value:
+        """``total`` plus, in each lane, q times activations times a scale as `Emit.prepare_scale`
+        makes it. Not for VNNI."""
+        return e.dot_bytes_scaled(pairs, self.largest, scale, total)
+
+
+def halves_of(e: Emit, nibbles: list[Value]) -> list[Value]:
+    """The low halves of all bytes, then their high halves."""
+    high = [e.mask(e.shr(v, 4), NIBBLES) for v in nibbles]
+    return [e.mask(v, NIBBLES) for v in nibbles] + high
+
+
+def with_bit(e: Emit, word: Value, bits: Value, bit: int, place: int) -> Value:
+    """Set bit ``place`` of each byte of ``word`` to bit ``bit`` of that byte of ``bits``."""
+    moved = e.shl(bits, place - bit) if bit < place else e.shr(bits, bit - place)
+    return e.b.or_(word, e.mask(moved, 0x01010101 << place))
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """The values that four bits stand for, as bytes; unsigned, plus a zero point, where that is
+    faster."""
+
+    codes: tuple[int, ...]
+
+    @property
+    def largest(self) -> int:
+        """The largest unsigned byte."""
+        return max(self.codes) - min(self.codes)
+
+    def signed(self, e: Emit) -> bool:
+        """Whether bytes are signed. Large unsigned ones need VNNI: without it `Emit.dot_bytes`
+        has to split them."""
+        return not e.isa.vnni and 2 * self.largest * 127 >= 1 << 15
+
+    def zero_point(self, e: Emit) -> int:
+        return 0 if self.signed(e) else -min(self.codes)
+
+    def look_up(self, e: Emit, nibbles: list[Value]) -> list[Value]:
+        """The values of `halves_of` the nibbles."""
+        table = [(v + self.zero_point(e)) & 0xFF for v in self.codes]
+        return [e.lookup_bytes(half, table) for half in halves_of(e, nibbles)]
