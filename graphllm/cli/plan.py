@@ -53,7 +53,7 @@ def plan(
 
 def _lines(found: DryRun) -> Iterator[str]:
     yield f"{found.model}: {found.model_type}"
-    yield f"context {found.context}, cache in {found.kv_type}, {found.threads} threads"
+    yield f"context {found.context}, KV cache {found.kv_type}, {found.threads} threads"
     yield from found.notes
     phases = found.prefill, found.token
     yield ""
@@ -62,7 +62,7 @@ def _lines(found: DryRun) -> Iterator[str]:
         yield from _misses(phase)
         yield from (f"{phase.name} needs {copies}" for copies in phase.copies)
     yield ""
-    yield f"{'MB':<10} {'weights':>9} {'cache':>9} {'state':>9} {'arena':>9} {'in all':>9}"
+    yield f"{'MB':<10} {'weights':>9} {'cache':>9} {'state':>9} {'arena':>9} {'total':>9}"
     for name, m in found.memory.items():
         sizes = (m.weights, m.kv, m.state, m.arena, m.total)
         yield f"{name:<10} " + " ".join(f"{size / 1e6:>9.1f}" for size in sizes)
@@ -76,7 +76,7 @@ def _lines(found: DryRun) -> Iterator[str]:
 def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
     """Yield a table of step counts by op, with columns for prefill and decode by backend."""
     columns = [
-        (f"{backend} {'prompt' if phase.tokens > 1 else 'token'}", phase.ops.get(backend, {}))
+        (f"{backend} {'prefill' if phase.tokens > 1 else 'decode'}", phase.ops.get(backend, {}))
         for backend in dict.fromkeys(b for phase in phases for b in phase.ops)
         for phase in phases
     ]
@@ -99,11 +99,11 @@ def _misses(phase: Phase) -> Iterator[str]:
 
 def _time(phase: Phase) -> str:
     """Return a line with the bytes and FLOPs of a phase, and its predicted time."""
-    does = f"{phase.nbytes / 1e6:.1f} MB, {phase.flops / 1e9:.2f} GFLOP"
-    after = f" after {phase.cached}" if phase.cached else ""
+    work = f"{phase.nbytes / 1e6:.1f} MB, {phase.flops / 1e9:.2f} GFLOP"
+    after = f" after {phase.cached} tokens" if phase.cached else ""
     if phase.seconds is None:
-        return f"{phase.name}{after}: {does}"
+        return f"{phase.name}{after}: {work}"
     rate = phase.tokens / phase.seconds
     return (
-        f"{phase.name}{after}: {phase.seconds * 1e3:.2f} ms, {rate:.1f} tok/s ({does}), predicted"
+        f"{phase.name}{after}: {phase.seconds * 1e3:.2f} ms, {rate:.1f} tok/s ({work}), predicted"
     )

@@ -288,7 +288,7 @@ def test_command_line(tiny):
     assert done.returncode == 0 and done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0] == f"{tiny}: llama 0M F32"
-    assert lines[1].startswith("context 128, cache in f16, ")
+    assert lines[1].startswith("context 128, KV cache f16, ")
     assert f"decode step, on {CPU}: sample (1): {GPU}: switched off ({GPU}:sample)" in lines
     assert any(line.startswith("decode step needs copies from ") for line in lines)
     (row,) = (line.split() for line in lines if line.startswith("sample "))
