@@ -1,9 +1,10 @@
-"""Fused ops in the place of their parts.
+"""Fusion: replaces groups of nodes by fused ops.
 
-A fused op's declaration (`graphllm.ops.Fusion`) proposes operands and attributes at a node. Here
-the parts are built from them and looked up in the graph: the op takes their place if the graph has
-just these, nobody else reads what stays inside, and the site's backend has a kernel. So a rule
-cannot change what a graph means, and a backend without the kernel keeps the parts.
+The declaration of a fused op (`graphllm.ops.Fusion`) proposes operands and attributes at a node.
+This pass builds the op's decomposition from the proposal and looks its nodes up in the graph. The
+fused op replaces them if the graph contains exactly these nodes, no other node reads an inner one,
+and the backend of the nodes has a kernel. So a rule cannot change the meaning of a graph, and a
+backend without the kernel runs the unfused ops.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from ..graph.op import OpDef
 from ..graph.rewrite import Interner, show, toposort
 from ..graph.tensor import Meta, Tensor, substitute
 
-ALL = "all"  # every rule, where rules are switched off by name
+ALL = "all"  # in place of names: every rule
 
 
 class KernelSelector(Protocol):
-    """What the pass asks of whoever knows backends and kernels."""
+    """Backend and kernel selection, as the fusion pass needs it."""
 
     def select_fused(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
-        """Whether the backend of all ``parts`` has a kernel for the fused ``node``; if so it will
-        run there."""
+        """Assign the fused ``node`` to the backend of ``parts`` if that has a kernel for it.
+
+        Returns False if the parts are on several backends, or there is no kernel.
+        """
 
     def can_read(self, user: Tensor, index: int, meta: Meta) -> bool:
-        """Whether the kernel of ``user`` can read operand ``index`` as ``meta`` lies in memory."""
+        """Return whether the kernel of ``user`` can read operand ``index`` with layout ``meta``."""
 
     def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
-        """Replace each old node by its new one; an old node that has none is gone."""
+        """Replace old nodes by new ones; old nodes that are not in ``moved`` are removed."""
 
 
 def rules() -> dict[str, OpDef]:
-    """All fused ops by name, in the order in which they are applied: that of declaration."""
+    """Return all fused ops by name, in the order of declaration, which is that of application."""
     return {name: op for name, op in ops.registry().items() if op.fusion}
 
 
 def check_names(names: Iterable[str]) -> None:
-    """GraphError for the name of a rule that does not exist."""
+    """Raise GraphError if a name is not a rule."""
     for name in names:
         if name != ALL and name not in rules():
             raise GraphError(f"no fusion rule {name!r}; known: {ALL}, {', '.join(rules())}")
@@ -51,7 +54,16 @@ def check_names(names: Iterable[str]) -> None:
 def fuse(
     outputs: Mapping[str, Tensor], without: Iterable[str], selector: KernelSelector
 ) -> dict[str, Tensor]:
-    """``outputs`` after every rule that is not named in ``without``."""
+    """Apply every rule that is not named in ``without``.
+
+    Args:
+        outputs: outputs of a lowered graph by name.
+        without: names of rules to leave out, or `ALL`.
+        selector: selects kernels.
+
+    Returns:
+        The new outputs.
+    """
     off = set(without)
     current = dict(outputs)
     for name, op in rules().items():
@@ -64,18 +76,18 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Match:
-    node: Tensor  # the fused op over the old graph's operands
-    parts: list[Tensor]  # nodes of the old graph, views included
-    ends: list[Tensor]  # those that are results
+    node: Tensor  # the fused op over operands of the old graph
+    parts: list[Tensor]  # nodes of the old graph that it replaces, views included
+    results: list[Tensor]  # those parts that are results
 
 
 class _Pass:
-    """One rule applied wherever it fits."""
+    """Applies one rule wherever it matches."""
 
     def __init__(self, outputs: dict[str, Tensor], selector: KernelSelector) -> None:
         self.outputs, self.selector = outputs, selector
         self.order = toposort(outputs.values())
-        self.place = {n: i for i, n in enumerate(self.order)}
+        self.position = {n: i for i, n in enumerate(self.order)}
         self.known = Interner(self.order)
         self.kept = set(outputs.values())
         self.owner: dict[Tensor, _Match] = {}  # by part
@@ -88,7 +100,7 @@ class _Pass:
         return self._users.get(node, [])
 
     def run(self, op: OpDef) -> dict[str, Tensor]:
-        """The outputs with ``op`` in place of its parts."""
+        """Return the outputs with ``op`` in place of its decomposition."""
         assert op.fusion is not None
         for node in self.order:
             if node.op == op.fusion.anchor and node not in self.owner:
@@ -98,11 +110,11 @@ class _Pass:
                     self.owner |= dict.fromkeys(match.parts, match)
         return self._replaced() if self.owner else self.outputs
 
-    # -- finding
+    # -- matching
     def _match(
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
     ) -> _Match | None:
-        """The parts in the graph, if they are there and nothing stands against it."""
+        """Return the match of a proposal, None if it cannot be applied."""
         found = self._look_up(op, src, attrs)
         if found is None:
             return None
@@ -125,11 +137,11 @@ class _Pass:
     def _look_up(
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
     ) -> tuple[list[Tensor], list[Tensor]] | None:
-        """The graph's nodes that are what the op is made of: all of them, and the results."""
+        """Find the op's decomposition in the graph; return all its nodes, and the results."""
         assert op.fusion is not None
         try:
             built = op.fusion.build(*src, **attrs)
-        except GraphError:  # these operands do not even fit together
+        except GraphError:  # the proposed operands do not fit together
             return None
         made = built if isinstance(built, tuple) else (built,)
         found = {s: s for s in src if s is not None}
@@ -143,8 +155,8 @@ class _Pass:
         return list(parts), [found[r] for r in made]
 
     def _depends(self, src: Sequence[Tensor | None], own: set[Tensor]) -> bool:
-        """Whether an operand needs one of the nodes ``own``: fused, they would need each other."""
-        first = min(self.place[part] for part in own)
+        """Return whether an operand depends on a node of ``own``, so that fusing makes a cycle."""
+        first = min(self.position[part] for part in own)
         stack, seen = [s for s in src if s is not None], set()
         while stack:
             node = stack.pop()
@@ -156,16 +168,16 @@ class _Pass:
         return False
 
     def _last(self, node: Tensor) -> int:
-        """The place of a node in the order, or of the last one that it will be fused with."""
+        """Return the position of a node, or of the last node it will be fused with."""
         match = self.owner.get(node)
-        return max(self.place[p] for p in match.parts) if match else self.place[node]
+        return max(self.position[p] for p in match.parts) if match else self.position[node]
 
     def _sources(self, node: Tensor) -> tuple[Tensor, ...]:
         match = self.owner.get(node)
         return match.node.sources if match else node.sources
 
     def _readable(self, old: Tensor, new: Tensor, own: set[Tensor]) -> bool:
-        """Whether all who read ``old`` can read ``new``, whose rows may lie further apart."""
+        """Return whether all users of ``old`` can read ``new``, whose row stride may differ."""
         for user in self.users(old):
             if user in own:
                 continue
@@ -190,7 +202,7 @@ class _Pass:
             elif match.node not in joined:
                 fused = substitute(match.node, tuple(s and new[s] for s in match.node.src))
                 joined[match.node] = fused
-                new |= dict(zip(match.ends, results(fused)))
+                new |= dict(zip(match.results, results(fused)))
         self.selector.replace_nodes(
             {old: n for old, n in new.items() if old not in self.owner} | joined
         )
@@ -198,19 +210,21 @@ class _Pass:
 
 
 def rebuild(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:
-    """``node`` over its sources' successors."""
+    """Return ``node`` over new sources, with the strides of a view adapted."""
     if not node.is_view or src == node.src:
         return substitute(node, src)
     old = node.src[0]
     assert old is not None
     moved = _rebased(node, old, src)
-    assert moved is not None, "looked at when the match was made"
+    assert moved is not None, "checked when the match was made"
     return moved
 
 
 def _rebased(view: Tensor, old: Tensor, src: tuple[Tensor | None, ...]) -> Tensor | None:
-    """``view`` over a source that is as ``old``, but for the distance of its rows; None where the
-    view is not made of rows."""
+    """Return ``view`` over a source that differs from ``old`` only in the row stride.
+
+    None if rows of the view are not within rows of the source.
+    """
     new = src[0]
     assert new is not None
     attrs = view.attrs
@@ -224,5 +238,5 @@ def _rebased(view: Tensor, old: Tensor, src: tuple[Tensor | None, ...]) -> Tenso
 
 
 def _by_rows(view: Meta, old: Meta) -> bool:
-    """Whether row i of the view lies in row i of the old source."""
+    """Return whether row i of the view is within row i of the old source."""
     return view.ndim > 0 and (view.rows, view.strides[0]) == (old.rows, old.strides[0])

@@ -1,4 +1,4 @@
-"""Where intermediates live: offsets in one arena, shared by values whose lifetimes do not meet."""
+"""Memory planning: arena offsets of intermediates; disjoint lifetimes share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..backends.alignment import aligned
 
 @dataclass(frozen=True)
 class Interval:
-    """A buffer of ``nbytes`` needed from step ``first`` to step ``last``, both included."""
+    """A buffer of ``nbytes`` that is live from step ``first`` to step ``last``, inclusive."""
 
     first: int
     last: int
@@ -18,10 +18,10 @@ class Interval:
 
 
 def assign(intervals: Sequence[Interval], guard: int = 0) -> tuple[list[int], int]:
-    """Offsets for the intervals, and the arena's size in bytes.
+    """Return an offset for each interval, and the arena's size in bytes.
 
-    Largest first, each at the lowest offset free for its whole life. With ``guard`` nothing is
-    shared and as many bytes are left free before and after each buffer, for canaries.
+    The largest buffer comes first; each gets the lowest offset that is free during its lifetime.
+    With ``guard``, buffers share no memory and have that many guard bytes before and after them.
     """
     if guard:
         offsets, top = [], aligned(guard)
@@ -30,7 +30,7 @@ def assign(intervals: Sequence[Interval], guard: int = 0) -> tuple[list[int], in
             top += aligned(interval.nbytes) + aligned(guard)
         return offsets, top
     offsets = [0] * len(intervals)
-    placed: list[tuple[int, int, Interval]] = []  # (start, end, whose), by start
+    placed: list[tuple[int, int, Interval]] = []  # (start, end, interval), by start
     for index in sorted(range(len(intervals)), key=lambda i: (-intervals[i].nbytes, i)):
         interval = intervals[index]
         need, start = aligned(interval.nbytes), 0

@@ -1,4 +1,4 @@
-"""Which backend runs which site: chosen once, at load, by what backends can run and by pins."""
+"""Placement: chooses a backend for every node, once at load, from kernel support and pins."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..graph.op import get, role
 from ..graph.tensor import STATE, Tensor, replica
 from .fusion import rebuild
 
-CALL = "call"  # the role of the op that a Python function runs
+CALL = "call"  # the role of the op that calls a Python function
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of one site, and why each backend before it in the order was passed over."""
+    """The backend of one node, and why each earlier backend in the order cannot run it."""
 
     backend: Backend
     misses: tuple[tuple[str, str], ...] = ()
@@ -31,14 +31,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Pin:
-    """Sites whose scope matches ``pattern`` run on ``backend``; ``why``: as reasons tell it."""
+    """Nodes whose scope matches ``pattern`` run on ``backend``; ``why`` is the reason to report."""
 
     pattern: str
     backend: str
     why: str = ""
 
     def matches(self, node: Tensor) -> bool:
-        """By any of the node's scopes."""
+        """Return whether one of the node's scopes matches."""
         return any(matches(scope, self.pattern) for scope in node.scopes)
 
     def __str__(self) -> str:
@@ -46,17 +46,17 @@ class Pin:
 
 
 def matches(scope: str, pattern: str) -> bool:
-    """Whether ``pattern`` is for this scope; ``layers.3.*`` is ``layers.3`` and all in it."""
+    """Return whether a scope matches; ``layers.3.*`` matches ``layers.3`` and all scopes in it."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in (scope, f"{scope}."))
 
 
 def pins_from(places: Mapping[str, str]) -> tuple[Pin, ...]:
-    """Pins as a user gives them: scope pattern -> backend."""
+    """Return pins from a mapping of scope patterns to names of backends."""
     return tuple(Pin(pattern, backend) for pattern, backend in places.items())
 
 
 def check_pins(pins: Iterable[Pin], nodes: Sequence[Tensor], backends: Sequence[Backend]) -> None:
-    """PlacementError for a pin to an unknown backend, or one that matches no site."""
+    """Raise PlacementError if a pin names an unusable backend or matches no node."""
     usable = [backend.name for backend in backends]
     for pin in pins:
         shown = f"{pin.pattern}={pin.backend}"
@@ -68,9 +68,11 @@ def check_pins(pins: Iterable[Pin], nodes: Sequence[Tensor], backends: Sequence[
 
 @dataclass(frozen=True)
 class Tap:
-    """The value of ``node``, handed out as ``name``. What ``call`` (array -> array) makes of it, if
-    there is one, takes its place: in this tap, in those of the same node that follow, and for
-    whoever reads it."""
+    """The value of ``node``, output under ``name``.
+
+    ``call`` (array -> array), if set, replaces the value: in this tap, in later taps of the same
+    node, and for all users of the node.
+    """
 
     name: str
     node: Tensor
@@ -79,25 +81,42 @@ class Tap:
 
 @dataclass(frozen=True)
 class Placement:
-    """A graph with a backend for every node."""
+    """A graph with a backend for every node.
+
+    Attributes:
+        outputs: outputs of the graph by name.
+        choices: the backend of every node that is no leaf and no view.
+        backends: all backends, in order.
+        options: execution options.
+        memory_of: memory of a backend; backends with the same memory need no copies.
+        written: name of a state that an op writes -> its memory, which is that of the writer.
+    """
 
     outputs: dict[str, Tensor]
     choices: dict[Tensor, Choice]
     backends: Sequence[Backend]
     options: Options
-    memory_of: Callable[[Backend], str]  # buffers of backends with one memory need no copies
-    written: Mapping[str, str]  # the memory of every state that an op writes: it is the writer's
+    memory_of: Callable[[Backend], str]
+    written: Mapping[str, str]
 
     def part(self, names: Iterable[str]) -> Placement:
-        """Of some of the outputs. GraphError as `graph.verify`."""
+        """Return the placement of some of the outputs. GraphError as `rewrite.verify`."""
         outputs = {name: self.outputs[name] for name in names}
         rewrite.verify(outputs)
         return replace(self, outputs=outputs)
 
     def tapped(self, taps: Sequence[Tap], moved: Mapping[Tensor, Tensor]) -> Placement:
-        """Of values within the graph that was placed, whose nodes ``taps`` name; each site keeps
-        its backend. ``moved``: the graph's nodes as they were placed, see `place`. GraphError where
-        a value cannot be replaced, and as `graph.verify`."""
+        """Return a placement whose outputs are inner values of the placed graph.
+
+        Every node keeps its backend.
+
+        Args:
+            taps: the values.
+            moved: node of the graph -> its placed node, see `place`.
+
+        Raises:
+            GraphError: a value cannot be replaced, or as `rewrite.verify`.
+        """
         mine: dict[Tensor, list[Tap]] = {}
         for tap in taps:
             mine.setdefault(tap.node, []).append(tap)
@@ -112,7 +131,7 @@ class Placement:
             for tap in mine.get(node, ()):
                 if tap.call is not None:
                     value = _replaced(value, tap)
-                    choices[value] = Choice(self.backends[-1])  # wanted there: it misses none
+                    choices[value] = Choice(self.backends[-1])  # on purpose, so without misses
                 outputs[tap.name] = value
             new[node] = value
         rewrite.verify(outputs)
@@ -120,8 +139,8 @@ class Placement:
 
 
 def _replaced(value: Tensor, tap: Tap) -> Tensor:
-    """What the tap's call gives for ``value``, densely packed."""
-    if not value.meta.inner_contiguous:  # views of it could not be moved
+    """Return a node that applies the tap's call to ``value``, contiguous."""
+    if not value.meta.inner_contiguous:  # views of it could not be rebuilt
         raise GraphError(f"{tap.name}: rows that are not contiguous cannot be replaced")
     node = role(CALL)(value, call=tap.call)
     node.scopes, node.origin = (tap.name,), value.origin
@@ -131,9 +150,16 @@ def _replaced(value: Tensor, tap: Tap) -> Tensor:
 def choose(
     node: Tensor, backends: Sequence[Backend], options: Options, pins: Sequence[Pin] = ()
 ) -> Choice:
-    """The first backend that can run ``node``; the first pin that matches names the only candidate.
+    """Choose the first backend that can run ``node``, or the backend of the first matching pin.
 
-    PlacementError when there is none.
+    Args:
+        node: the node.
+        backends: candidates in order.
+        options: execution options.
+        pins: pins in order of priority.
+
+    Raises:
+        PlacementError: no candidate can run the node.
     """
     misses: list[tuple[str, str]] = []
     pin = next((pin for pin in pins if pin.matches(node)), None)
@@ -157,12 +183,22 @@ def place(
     pins: Sequence[Pin] = (),
     leaf: Callable[[Tensor], Tensor] = replica,
 ) -> tuple[Placement, dict[Tensor, Tensor]]:
-    """Merge the graph, and choose a backend for every node. Also returns the new node of each node
-    of the graph.
+    """Merge equal nodes of a graph, and choose a backend for every node.
 
-    The placement has nodes of its own alone, so it does not keep the graph alive. ``leaf``: the
-    node that stands for a leaf there. Outputs that are never wanted in one plan may write one state
-    each in its own way: what is compiled is verified, see `Placement.part`.
+    The placement consists of new nodes, so it does not keep the graph alive. It is not verified as
+    a whole, since outputs that never share a plan may write the same state; `Placement.part`
+    verifies what is compiled.
+
+    Args:
+        outputs: outputs of the graph by name.
+        backends: backends in order.
+        options: execution options.
+        memory_of: memory of a backend.
+        pins: pins in order of priority.
+        leaf: returns the node that replaces a leaf.
+
+    Returns:
+        The placement, and the placed node of each node of the graph.
     """
     intern = rewrite.Interner()
 
@@ -172,7 +208,7 @@ def place(
         return intern(node if node.sources else replica(node))
 
     merged, moved = rewrite.rewrite(outputs, own)
-    rewrite.show("as it was built", outputs)
+    rewrite.show("as built", outputs)
     rewrite.show("equal nodes merged", merged)
     nodes = [n for n in rewrite.toposort(merged.values()) if not n.is_leaf and not n.is_view]
     choices = {node: choose(node, backends, options, pins) for node in nodes}
@@ -183,7 +219,7 @@ def place(
 
 
 def _written(nodes: Sequence[Tensor], memory_of: Callable[[Tensor], str]) -> dict[str, str]:
-    """The memory of every state that an op writes, by name."""
+    """Return the memory of every state that an op writes. PlacementError if writers disagree."""
     found: dict[str, str] = {}
     for node in nodes:
         for name in _states_written_by(node):
@@ -202,12 +238,14 @@ def _states_written_by(node: Tensor) -> list[str]:
     return [own.name for own in roots if own.op == STATE]
 
 
-# ------------------------------------------------------------------------------ state stays at home
+# ---------------------------------------------------------------------- states stay in one memory
 
 
 def _users_of_written(nodes: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """By the name of a state that is read in the step that writes it: its writers and readers. A
-    reader of two states makes their users one group, under one of the names."""
+    """Group the writers and readers of each state that is read in the step that writes it.
+
+    States with a common reader form one group, under one of their names.
+    """
     linked: dict[str, str] = {}
 
     def group(name: str) -> str:
@@ -243,8 +281,10 @@ def _keep_together(
     memory_of: Callable[[Backend], str],
     pins: Sequence[Pin],
 ) -> None:
-    """Give all users of a state the first memory in which all of them can run, if there is one: a
-    state that grows with the context must not be copied in every step."""
+    """Move all users of a state to the first memory in which all of them can run, if there is one.
+
+    Otherwise a state that grows with the context would be copied in every step.
+    """
     if len({memory_of(choices[user].backend) for user in users}) == 1:
         return
     for memory in dict.fromkeys(map(memory_of, backends)):
@@ -253,8 +293,8 @@ def _keep_together(
             moved = [choose(user, own, options, pins) for user in users]
         except PlacementError:
             continue
-        at_home = (u for u in users if memory_of(choices[u].backend) == memory)
-        there = next(at_home, users[0])
+        residents = (u for u in users if memory_of(choices[u].backend) == memory)
+        there = next(residents, users[0])
         reason = f"{name!r} stays in one memory with {there.op} of {there.scope}"
         for user, choice in zip(users, moved):
             old = choices[user]

@@ -1,6 +1,6 @@
-"""From a lazy graph to a flat plan: narrow, select, lower, fuse, lay out memory.
+"""Compilation of a placed graph to a flat plan: narrow, select kernels, lower, fuse, plan memory.
 
-plan = compile_plan(placement, bounds)  # for each bucket; chooses kernels, never backends
+plan = compile_plan(placement, bounds)  # once per bucket; selects kernels, never backends
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYOUT, TRANSFER = "layout", "transfer"  # roles of ops that lowering inserts
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel call of a plan. ``memory``: where it wants its sources."""
+    """One kernel call of a plan, with its sources in ``memory``."""
 
     node: Tensor
     kernel: Kernel
@@ -42,7 +42,7 @@ class Step:
 
     @property
     def weight_formats(self) -> str:
-        """The formats of its weight matrices, joined by ``+``; empty if it has none."""
+        """Formats of its weight matrices, joined by "+"; empty if it has none."""
         return "+".join(dict.fromkeys(kind.name for kind in self._matrices()))
 
     @property
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def results(self) -> list[Meta]:
-        """Metas of its results; of states that a fused op writes there is none."""
+        """Metas of its results, without the states that a fused op writes."""
         if not get(self.node.op).fusion:
             return [self.node.meta]
         own = decompose(self.node)
@@ -65,7 +65,7 @@ class Step:
 
 
 class _Lowering:
-    """Selects kernels, and inserts what they ask for: lowered sources, layouts, transfers.
+    """Selects kernels and inserts the nodes they need: lowered sources, layout copies, transfers.
 
     Inserted nodes are interned, so that all users of one activation share one copy of it.
     """
@@ -74,10 +74,12 @@ class _Lowering:
         self.placement = placement
         self.intern = rewrite.Interner()
         self.steps: dict[Tensor, Step] = {}
-        self.memory: dict[Tensor, str] = {}  # of a root; what is not written, by its first use
+        self.memory: dict[
+            Tensor, str
+        ] = {}  # of a root node; of one that is never written, by its first use
 
     def lower(self, node: Tensor, choice: Choice | None) -> Tensor:
-        """The lowered form of ``node``, whose sources are lowered already."""
+        """Return the lowered form of ``node``, whose sources are already lowered."""
         if node.is_leaf or node.is_view:
             return self.intern(node)
         assert choice is not None
@@ -96,9 +98,9 @@ class _Lowering:
         target = node.attrs["memory"] if _transfers(node) else memory
         self.memory.setdefault(rewrite.root(node), target)
 
-    # -- what fusion asks
+    # -- `fusion.KernelSelector`
     def select_fused(self, node: Tensor, parts: Sequence[Tensor]) -> bool:
-        """See `fusion.Steps`."""
+        """See `fusion.KernelSelector`."""
         steps = [self.steps[part] for part in parts]
         backend = steps[0].backend
         if any(step.backend is not backend for step in steps):
@@ -112,11 +114,11 @@ class _Lowering:
         return True
 
     def can_read(self, user: Tensor, index: int, meta: Meta) -> bool:
-        """See `fusion.Steps`."""
+        """See `fusion.KernelSelector`."""
         return _reads(self.steps[user].kernel, user, index, meta)
 
     def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
-        """See `fusion.Steps`."""
+        """See `fusion.KernelSelector`."""
         self.steps = {
             moved[old]: replace(step, node=moved[old])
             for old, step in self.steps.items()
@@ -124,7 +126,7 @@ class _Lowering:
         }
         self.memory = {moved[old]: m for old, m in self.memory.items() if old in moved}
 
-    # -- pieces
+    # -- helpers
     def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
         found = backend.select(node, self.placement.options)
         if isinstance(found, Kernel):
@@ -132,7 +134,7 @@ class _Lowering:
         raise PlacementError(f"{node.scope}: {backend.name} cannot run {node.op}: {found}")
 
     def _source(self, user: Tensor, i: int, new: Tensor | None, choice: Choice) -> Tensor | None:
-        """Source ``i`` of ``user``, made by its kernel's ``lower``, lowered in its turn."""
+        """Lower source ``i`` of ``user`` if its kernel's ``lower`` created it."""
         if new is None or new is user.src[i]:
             return new
         return self._insert(new, user, choice)
@@ -147,7 +149,7 @@ class _Lowering:
     def _adapt(
         self, user: Tensor, kernel: Kernel, i: int, source: Tensor | None, choice: Choice
     ) -> Tensor | None:
-        """``source`` as ``kernel`` can read it: in its memory, in its layout."""
+        """Return ``source`` in the memory and the layout that ``kernel`` requires."""
         if source is None:
             return None
         here, own = self._source_memory(user, choice.backend), rewrite.root(source)
@@ -161,25 +163,27 @@ class _Lowering:
         return source
 
     def _source_memory(self, node: Tensor, backend: Backend) -> str:
-        """The memory where ``node`` finds its sources on ``backend``: its own; the host's, if they
-        are copied to its own."""
+        """Return the memory of the sources of ``node`` on ``backend``.
+
+        It is the backend's own, or the host's for a transfer to the backend's own.
+        """
         own = self.placement.memory_of(backend)
         return HOST if _transfers(node) and node.attrs["memory"] == own else own
 
     def _transfer(self, source: Tensor, there: str, here: str, user: Tensor) -> Tensor:
-        """``source`` copied between memories, by the backend that knows the one beside the host."""
-        far = there if here == HOST else here
-        backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == far)
+        """Copy ``source`` between memories, with the backend whose memory is not the host's."""
+        other = there if here == HOST else here
+        backend = next(b for b in self.placement.backends if self.placement.memory_of(b) == other)
         return self._insert(role(TRANSFER)(source, memory=here), user, Choice(backend))
 
 
 def _transfers(node: Tensor) -> bool:
-    """Whether the node copies between memories."""
+    """Return whether the node copies between memories."""
     return not node.is_leaf and not node.is_view and get(node.op).role == TRANSFER
 
 
 def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
-    """Whether ``kernel`` can read operand ``index`` of ``node`` as it lies in memory."""
+    """Return whether ``kernel`` can read operand ``index`` of ``node`` with layout ``meta``."""
     return not kernel.needs_layout(get(node.op), index, meta)
 
 
@@ -188,7 +192,7 @@ def _reads(kernel: Kernel, node: Tensor, index: int, meta: Meta) -> bool:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where an intermediate lies: a memory's arena and the offset in it, in bytes."""
+    """Memory of an intermediate: a memory's arena, and offset and size in bytes."""
 
     memory: str
     offset: int
@@ -197,8 +201,7 @@ class Allocation:
 
 @dataclass
 class Copies:
-    """Copies from one memory to another in a run: how many, their bytes at most, and the ops that
-    read them, with counts."""
+    """Copies from one memory to another in a run: count, maximum bytes, and counts of users."""
 
     source: str
     target: str
@@ -214,14 +217,25 @@ class Copies:
 
 @dataclass(eq=False)
 class Plan:
-    """A flat list of steps with places for all intermediates. `Executor.run` runs it."""
+    """A flat list of steps with memory for all intermediates. `Executor.run` runs it.
+
+    Attributes:
+        outputs: nodes of the outputs by name.
+        steps: kernel calls in order.
+        allocations: memory of intermediates, by the node that owns the buffer.
+        scratch: memory of workspaces, by index of the step.
+        arena: bytes of the arena of each memory.
+        memory: memory of every buffer, by its root node.
+        placement: the placement that was compiled.
+        guard: guard bytes around each intermediate.
+    """
 
     outputs: dict[str, Tensor]
     steps: list[Step]
-    allocations: dict[Tensor, Allocation]  # of intermediates, by the node that owns the buffer
-    scratch: dict[int, Allocation]  # of workspaces, by index of the step
-    arena: dict[str, int]  # bytes of each memory's arena
-    memory: dict[Tensor, str]  # the memory of every buffer, by its root
+    allocations: dict[Tensor, Allocation]
+    scratch: dict[int, Allocation]
+    arena: dict[str, int]
+    memory: dict[Tensor, str]
     placement: Placement = field(repr=False)
     guard: int = 0
 
@@ -237,11 +251,11 @@ class Plan:
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """The leaves that every run is fed."""
+        """Leaves that must be fed in every run."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.op == INPUT}
 
     def segments(self) -> list[list[Step]]:
-        """Runs of consecutive steps on one backend."""
+        """Return the steps in groups of consecutive steps on one backend."""
         runs: list[list[Step]] = []
         for step in self.steps:
             if not runs or runs[-1][0].backend is not step.backend:
@@ -250,13 +264,13 @@ class Plan:
         return runs
 
     def misses(self) -> Counter[tuple[str, str, str]]:
-        """(op, backend, why) of the steps that the first backend passed over, with counts."""
+        """Count the steps that the first backend cannot run, by (op, backend, reason)."""
         return Counter(
             (s.node.op, s.backend.name, s.choice.why) for s in self.steps if s.choice.misses
         )
 
     def check_strict(self) -> None:
-        """PlacementError for the first step that is not on the first usable backend."""
+        """Raise PlacementError if a step is not on the first usable backend."""
         for step in self.steps:
             if step.choice.misses:
                 raise PlacementError(
@@ -265,7 +279,7 @@ class Plan:
                 )
 
     def copies(self) -> list[Copies]:
-        """What goes from one memory to another in a run."""
+        """Return the copies between memories in a run."""
         found: dict[tuple[str, str], Copies] = {}
         made: dict[Tensor, Copies] = {}  # by copying node
         for step in self.steps:
@@ -281,7 +295,7 @@ class Plan:
         return list(found.values())
 
     def explain(self) -> str:
-        """Steps by op and backend, the reasons for every miss, copies, and memory, as text."""
+        """Format steps by op and backend, reasons of misses, copies and memory as text."""
         counts = Counter((s.node.op, s.backend.name, s.kernel.name) for s in self.steps)
         lines = [f"{len(self.steps)} steps in {len(self.segments())} segments"]
         lines += [f"  {n:5d}  {op:<14} {b:<10} {k}" for (op, b, k), n in sorted(counts.items())]
@@ -294,12 +308,15 @@ class Plan:
 def compile_plan(
     placement: Placement, bounds: Mapping[str, tuple[int, int]] | None = None, guard: int = 0
 ) -> Plan:
-    """Kernels, inserted nodes and memory for one range of the Vars.
+    """Compile a plan: select kernels, insert nodes, and plan memory for one range of the Vars.
 
-    ``guard``: bytes of canary around every intermediate (nothing is shared then).
+    Args:
+        placement: the placed graph.
+        bounds: name of a Var -> (lower, upper) bound.
+        guard: guard bytes around every intermediate; if not 0, no memory is shared.
     """
     outputs, moved = rewrite.narrow(placement.outputs, bounds or {})
-    rewrite.show("within its bounds", outputs)
+    rewrite.show("narrowed", outputs)
     choices = {
         moved[node]: placement.choices[node]
         for node in rewrite.toposort(placement.outputs.values())
@@ -311,9 +328,9 @@ def compile_plan(
         src = tuple(None if s is None else lowered[s] for s in node.src)
         lowered[node] = lowering.lower(rewrite.substitute(node, src), choices.get(node))
     outputs = {name: lowered[node] for name, node in outputs.items()}
-    rewrite.show("lowered to what kernels ask for", outputs)
+    rewrite.show("lowered", outputs)
     outputs = fusion.fuse(outputs, placement.options.without, lowering)
-    # Transfers stand together, so that a device can run what lies between them as one piece.
+    # Transfers are grouped, so that a device can run the steps between them as one segment.
     order = rewrite.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[n] for n in order if n in lowering.steps]
     plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, placement, guard)
@@ -322,9 +339,9 @@ def compile_plan(
 
 
 def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
-    """The same steps, with outputs more: nodes of the plan's graph, or views of them.
+    """Return a plan of the same steps with more outputs: nodes of the plan's graph, or their views.
 
-    They keep their places to the end; what the executor knows of ``plan`` does not change.
+    Their buffers stay allocated to the end of the run. ``plan`` is not changed.
     """
     outputs = {**plan.outputs, **values}
     extended = replace(
@@ -335,7 +352,7 @@ def with_outputs(plan: Plan, values: Mapping[str, Tensor]) -> Plan:
 
 
 def _allocate(plan: Plan) -> None:
-    """Fill in ``allocations``, ``scratch`` and ``arena`` from the lifetimes."""
+    """Fill in ``allocations``, ``scratch`` and ``arena`` from lifetimes."""
     first: dict[Tensor, int] = {}
     last: dict[Tensor, int] = {}
     for index, step in enumerate(plan.steps):
@@ -345,7 +362,7 @@ def _allocate(plan: Plan) -> None:
     for node in plan.outputs.values():
         own = rewrite.root(node)
         last[own] = len(plan.steps)
-        plan.memory.setdefault(own, HOST)  # a leaf that is an output and nothing else
+        plan.memory.setdefault(own, HOST)  # a leaf that is only an output
     wanted: dict[str, list[tuple[dict[Any, Allocation], Any, memory.Interval]]] = {}
     for index, step in enumerate(plan.steps):
         key = step.node

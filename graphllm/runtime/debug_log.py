@@ -1,4 +1,4 @@
-"""What GRAPHLLM_DEBUG shows of runs: the memory that is held, a line for every step of a run."""
+"""Debug output of runs: memory in use, and a line for every step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVEL = 2
 
 
 class StepPrinter:
-    """A `Recorder` that prints a line for each step of a run. It waits for the end of every run."""
+    """A `Recorder` that waits for the end of each run and prints a line for each of its steps."""
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         for segment, steps in segments:
@@ -32,12 +32,12 @@ class StepPrinter:
 
 
 def step_printer() -> StepPrinter | None:
-    """The recorder of runs without another one at GRAPHLLM_DEBUG=2; None below."""
+    """Return the recorder for runs without one at GRAPHLLM_DEBUG=2; None below that level."""
     return StepPrinter() if debug_level() >= LEVEL else None
 
 
 def _line(step: Step, ns: int, env: Mapping[str, int]) -> str:
-    """One step of one run: backend, time, rates, op and weight formats, shape, scope."""
+    """Format one step of a run: backend, time, rates, op and weight formats, shape, scope."""
     node, cost = step.node, get(step.node.op).node_cost(step.node, env)
     rates = f"{cost.bytes / max(ns, 1):>7.1f} GB/s {cost.flops / max(ns, 1):>8.1f} GFLOP/s"
     what = f"{node.op} {step.weight_formats}".strip()
@@ -50,11 +50,15 @@ def _line(step: Step, ns: int, env: Mapping[str, int]) -> str:
 
 
 def memory_lines(buffers: Iterable[tuple[str, str, int]], arenas: Mapping[str, Any]) -> str:
-    """A line for each memory that an executor holds something in. ``buffers``: memory, kind and
-    bytes of each; ``arenas``: by memory."""
+    """Format a line for each memory in which an executor holds buffers.
+
+    Args:
+        buffers: memory, kind and bytes of each buffer.
+        arenas: arena of each memory.
+    """
     sums: dict[str, Counter[str]] = {}
-    spaces = ((memory, "intermediates", arena.nbytes) for memory, arena in arenas.items())
-    for memory, kind, nbytes in (*buffers, *spaces):
+    intermediates = ((memory, "intermediates", arena.nbytes) for memory, arena in arenas.items())
+    for memory, kind, nbytes in (*buffers, *intermediates):
         sums.setdefault(memory, Counter())[kind] += nbytes
     return "\n".join(
         f"memory {memory}: {sum(own.values()) / 1e6:.1f} MB: "

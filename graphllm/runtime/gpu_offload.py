@@ -1,7 +1,8 @@
-"""How much of a model a device with a memory of its own takes, decided before anything is loaded.
+"""GPU offload planning: how many layers a device with its own memory takes, decided before loading.
 
-A model's pieces are its numbered layers, as the scopes of its graph tell them apart, and all that
-comes after them. A device takes the last pieces; the others are pinned to the next backend.
+A model is divided into its numbered layers (by the scopes of its graph), the nodes before them and
+the nodes after them (the output). The device takes parts from the end; the others are pinned to the
+next backend.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from ..graph.tensor import WEIGHT, Tensor
 from .executor import Executor
 
 AUTO, ALL = "auto", "all"
-# Left free: logits of many rows, library workspaces, machine code, graphs, and what others ask for.
-MARGIN = 512 << 20
-_GRAIN, _SMALL = 2 << 20, 512  # drivers round buffers up to these, from half of the larger on
+# Reserve for logits of many rows, library workspaces, code, CUDA graphs and other processes.
+MARGIN = 512 << 20  # bytes
+# Granularity of allocations in bytes: of large ones (from half of that on), and of small ones.
+_LARGE_GRAIN, _SMALL_GRAIN = 2 << 20, 512
 
 
 def check_gpu_layers(name: str, gpu_layers: Any) -> int | str:
-    """``auto``, ``all`` or a count, which may be its digits. RequestError for anything else."""
+    """Return "auto", "all" or a count of layers, given as int or digits. RequestError otherwise."""
     if isinstance(gpu_layers, str):
         if gpu_layers in (AUTO, ALL):
             return gpu_layers
@@ -33,15 +35,26 @@ def check_gpu_layers(name: str, gpu_layers: Any) -> int | str:
     else:
         number = as_int(gpu_layers)
     if number is None or number < 0:
-        raise invalid_argument(name, gpu_layers, "auto, all or a number of layers from 0 on")
+        raise invalid_argument(name, gpu_layers, "auto, all or a number of layers")
     return number
 
 
 @dataclass(frozen=True)
 class GpuOffload:
-    """What went to a device: ``layers`` of ``total`` numbered ones, of which the ``first`` went to
-    ``others``, and the ``output`` after them; bytes that they need there, that all would need, and
-    that were free."""
+    """The outcome of GPU offload planning.
+
+    Attributes:
+        backend: backend with its own memory.
+        fallback: backend of the other layers.
+        layers: number of layers with steps on the backend.
+        total: number of layers.
+        first: number of layers, from the first on, that went to the fallback.
+        output: whether the output is on the backend.
+        requested: "auto", "all" or a number of layers.
+        needed_bytes: memory that is needed on the device.
+        needed_by_all_bytes: memory that all layers would need.
+        free_bytes: memory that was free; None if unknown.
+    """
 
     backend: str
     fallback: str
@@ -86,11 +99,11 @@ def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB"
 
 
-# ------------------------------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------------------------ model parts
 
 
 def layer_scope(node: Tensor) -> str:
-    """The numbered scope that a node is in, as ``model.layers.3``; empty where it is in none."""
+    """Return the numbered scope of a node, such as ``model.layers.3``; empty if there is none."""
     for scope in node.scopes:
         parts = scope.split(".")
         for index, part in enumerate(parts):
@@ -101,7 +114,7 @@ def layer_scope(node: Tensor) -> str:
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """A graph's numbered scopes in the order of the data, and the scopes of what comes before."""
+    """Numbered scopes of a graph in the order of data flow, and the scopes before the first."""
 
     layers: tuple[str, ...]
     before: frozenset[str]
@@ -118,14 +131,14 @@ class LayerOrder:
         return cls(layers, frozenset(before - after))
 
     def rank(self, node: Tensor) -> int:
-        """How many pieces are taken before this one: those at the end come first."""
+        """Return the position of the part of ``node`` in the order of offloading: 0 is the output."""
         name = layer_scope(node)
         if name:
             return len(self.layers) - self.layers.index(name)
         return len(self.layers) + 1 if self.before.intersection(node.scopes) else 0
 
     def pins(self, taken: int, backend: str) -> list[Pin]:
-        """What is not among the first ``taken`` of the pieces, by rank, goes to ``backend``."""
+        """Return pins to ``backend`` for all parts but the first ``taken``, by rank."""
         on = min(max(taken - 1, 0), len(self.layers))
         why = f"not among the last {on} of {len(self.layers)} layers"
         if taken == 0:
@@ -140,24 +153,31 @@ class LayerOrder:
 
 @dataclass
 class MemoryEstimate:
-    """Bytes that plans need in one memory: of weights and state by rank of the piece that is taken
-    first of those that read them, of everything else, and while weights are packed."""
+    """Bytes that plans need in one memory.
 
-    pieces: dict[int, int] = field(default_factory=dict)
-    layers: set[str] = field(default_factory=set)  # of which some step is there
+    Attributes:
+        parts: bytes of weights and state, by the lowest rank of the parts that read them.
+        layers: numbered scopes with a step on the device.
+        rest: bytes of everything else.
+        packing: bytes needed temporarily while weights are packed.
+    """
+
+    parts: dict[int, int] = field(default_factory=dict)
+    layers: set[str] = field(default_factory=set)
     rest: int = MARGIN
     packing: int = 0
 
     def of(self, taken: int) -> int:
-        return self.rest + self.packing + sum(n for r, n in self.pieces.items() if r < taken)
+        """Return the bytes needed by the first ``taken`` parts, by rank."""
+        return self.rest + self.packing + sum(n for r, n in self.parts.items() if r < taken)
 
     @property
     def total(self) -> int:
-        return self.of(1 + max(self.pieces, default=0))
+        return self.of(1 + max(self.parts, default=0))
 
 
-def estimate_memory(plans: Sequence[Plan], memory: str, pieces: LayerOrder) -> MemoryEstimate:
-    """What these plans need in ``memory``."""
+def estimate_memory(plans: Sequence[Plan], memory: str, order: LayerOrder) -> MemoryEstimate:
+    """Estimate the bytes that ``plans`` need in ``memory``."""
     found, buffers = MemoryEstimate(), dict[object, tuple[int, int, bool]]()
     for plan in plans:
         for step in plan.steps:
@@ -165,19 +185,19 @@ def estimate_memory(plans: Sequence[Plan], memory: str, pieces: LayerOrder) -> M
                 continue
             if get(step.node.op).role != TRANSFER:
                 found.layers |= {layer_scope(step.node)} - {""}
-            rank = pieces.rank(step.node)
+            rank = order.rank(step.node)
             for key, nbytes, packed in leaf_buffers(step):
                 first = min(rank, buffers[key][0]) if key in buffers else rank
                 buffers[key] = first, nbytes, packed
     for rank, nbytes, packed in buffers.values():
-        found.pieces[rank] = found.pieces.get(rank, 0) + _rounded(nbytes)
+        found.parts[rank] = found.parts.get(rank, 0) + _rounded(nbytes)
         found.packing = max(found.packing, nbytes if packed else 0)
     found.rest += _rounded(max((plan.arena.get(memory, 0) for plan in plans), default=0))
     return found
 
 
 def leaf_buffers(step: Step) -> list[tuple[tuple[str, object], int, bool]]:
-    """((leaf, form), bytes, whether it is packed) of the leaves that a step reads."""
+    """Return ((leaf, pack function), bytes, whether packed) of the leaves that a step reads."""
     found: list[tuple[tuple[str, object], int, bool]] = []
     for index, source in enumerate(step.node.src):
         own = rewrite.root(source) if source is not None else None
@@ -193,47 +213,54 @@ def leaf_buffers(step: Step) -> list[tuple[tuple[str, object], int, bool]]:
 
 
 def _rounded(nbytes: int) -> int:
-    grain = _GRAIN if nbytes >= _GRAIN // 2 else _SMALL
+    grain = _LARGE_GRAIN if nbytes >= _LARGE_GRAIN // 2 else _SMALL_GRAIN
     return -(-nbytes // grain) * grain
 
 
-# --------------------------------------------------------------------------------------------- fit
+# ---------------------------------------------------------------------------------------- planning
 
 
 def plan_gpu_offload(
     executor: Executor,
     outputs: Mapping[str, Tensor],
     plans: Callable[[], Sequence[Plan]],
-    asked: int | str = AUTO,
+    requested: int | str = AUTO,
 ) -> GpuOffload | None:
-    """Place the adopted ``outputs`` anew if not all of them go to the first backend.
+    """Place the model of ``executor`` again if not all of it goes to the first backend.
 
-    ``plans`` compiles those that are to have room. ``asked``: ``auto``, all that fits; ``all``; or
-    a count of pieces from the end. None where the first backend works in the host's memory.
+    Args:
+        executor: executor whose model has been placed.
+        outputs: outputs of the model.
+        plans: compiles the plans that must fit the memory.
+        requested: "auto" (as much as fits), "all", or a number of parts from the end.
+
+    Returns:
+        The outcome; None if the first backend uses the host's memory.
     """
     device = executor.devices.of(executor.backends[0])
     memory = device.memory
     if memory == HOST:
         return None
-    behind = [b for b in executor.backends[1:] if executor.devices.memory_of(b) != memory]
-    if not behind:
+    others = [b for b in executor.backends[1:] if executor.devices.memory_of(b) != memory]
+    if not others:
         return None
-    pieces, free = LayerOrder.of(outputs), device.free()
-    everything = len(pieces.layers) + 2
-    whole = needs = estimate_memory(plans(), memory, pieces)
-    taken = everything
-    if isinstance(asked, int) and asked <= len(pieces.layers):
-        taken = asked
-    elif asked == AUTO and free is not None:
-        taken = next((n for n in range(everything, 0, -1) if whole.of(n) <= free), 0)
-    while taken < everything:
-        executor.place_model(outputs, pieces.pins(taken, behind[0].name))
-        needs = estimate_memory(plans(), memory, pieces)
-        if asked != AUTO or taken == 0 or free is None or needs.total <= free:
+    order, free = LayerOrder.of(outputs), device.free()
+    all_parts = len(order.layers) + 2
+    all_needs = needs = estimate_memory(plans(), memory, order)
+    taken = all_parts
+    if isinstance(requested, int) and requested <= len(order.layers):
+        taken = requested
+    elif requested == AUTO and free is not None:
+        taken = next((n for n in range(all_parts, 0, -1) if all_needs.of(n) <= free), 0)
+    while taken < all_parts:
+        executor.place_model(outputs, order.pins(taken, others[0].name))
+        needs = estimate_memory(plans(), memory, order)
+        if requested != AUTO or taken == 0 or free is None or needs.total <= free:
             break
         taken -= 1
-    total = len(pieces.layers)
+    total = len(order.layers)
     return GpuOffload(
-        executor.backends[0].name, behind[0].name, len(needs.layers), total,
-        total - min(max(taken - 1, 0), total), taken > 0, asked, needs.total, whole.total, free,
+        executor.backends[0].name, others[0].name, len(needs.layers), total,
+        total - min(max(taken - 1, 0), total), taken > 0, requested, needs.total, all_needs.total,
+        free,
     )  # fmt: skip

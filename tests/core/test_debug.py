@@ -93,8 +93,8 @@ def test_three_the_graph_between_passes(tiny, capsys, monkeypatch):
     titles = [stage.split(":\n")[0] for stage in stages]
     nodes = [len(re.findall(r"^%\d+ = ", stage, re.MULTILINE)) for stage in stages]
     assert titles[:4] == [
-        "as it was built", "equal nodes merged", "within its bounds",
-        "lowered to what kernels ask for",
+        "as built", "equal nodes merged", "narrowed",
+        "lowered",
     ]  # fmt: skip
     fused = next(i for i, title in enumerate(titles) if title == "gated fused")
     assert nodes[0] >= nodes[1] >= nodes[2] and 0 < nodes[fused] < nodes[fused - 1]
@@ -123,7 +123,10 @@ def test_four_the_source_of_cuda_kernels(capsys, monkeypatch):
     loaded = []
     device = object.__new__(CudaDevice)
     device.gpu = SimpleNamespace(
-        has=lambda module: False, kept=lambda module: True, load=loaded.append, arch="sm_80"
+        is_loaded=lambda module: False,
+        is_cached=lambda module: True,
+        load=loaded.append,
+        arch="sm_80",
     )
     for level in (3, 4):
         monkeypatch.setenv("GRAPHLLM_DEBUG", str(level))
