@@ -131,7 +131,7 @@ class LayerOrder:
         return cls(layers, frozenset(before - after))
 
     def rank(self, node: Tensor) -> int:
-        """Return the position of the part of ``node`` in the order of offloading: 0 is the output."""
+        """Return the position of the part of ``node`` in the order of offloading; 0: the output."""
         name = layer_scope(node)
         if name:
             return len(self.layers) - self.layers.index(name)
