@@ -1,4 +1,4 @@
-"""Make bpe.json: small BPE vocabularies and hard texts with llama.cpp's token ids.
+"""Write bpe.json: small BPE vocabularies, and edge-case texts with llama.cpp's token ids.
 
 Needs the extra `peers`. Run as `python tests/golden/make_bpe.py` from the repository.
 """
@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "support"))
 
-from make_spm import HARD  # noqa: E402
+from make_spm import EDGE_TEXTS  # noqa: E402
 from vocabulary_files import write_vocabulary  # noqa: E402
 
 from graphllm.tokenizer.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
@@ -71,11 +71,11 @@ SPECIALS = {
 def texts() -> list[str]:
     rng = random.Random(2)
     mixed = ["".join(rng.choices(PARTS, k=rng.randint(3, 20))) for _ in range(60)]
-    return list(dict.fromkeys([*HARD, *MORE, *mixed]))
+    return list(dict.fromkeys([*EDGE_TEXTS, *MORE, *mixed]))
 
 
 def train(corpus: list[str], size: int, alphabet: list[str], split: Any) -> dict[str, Any]:
-    """Pieces and merges, trained without words, so that a wrong cut shows in the ids."""
+    """Train pieces and merges across word boundaries, so that a wrong split changes the ids."""
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = split
     trainer = trainers.BpeTrainer(
@@ -88,7 +88,7 @@ def train(corpus: list[str], size: int, alphabet: list[str], split: Any) -> dict
 
 
 def extend(vocabulary: dict[str, Any], left: str, right: str, count: int) -> None:
-    """Random merges at the lowest ranks: of a character of ``left`` and one of ``right``."""
+    """Add random merges of lowest priority: a character of ``left`` and one of ``right``."""
     rng = random.Random(3)
     for _ in range(count):
         pair = rng.choice(left), rng.choice(right)
@@ -98,7 +98,7 @@ def extend(vocabulary: dict[str, Any], left: str, right: str, count: int) -> Non
 
 
 def byte_vocabulary() -> dict[str, Any]:
-    """Of byte-level pieces: the bytes, trained merges, merges across cuts, special pieces."""
+    """Return a byte-level vocabulary: bytes, trained and cross-word merges, special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = train(CORPUS, 700, alphabet, split)
@@ -111,7 +111,7 @@ def byte_vocabulary() -> dict[str, Any]:
 
 
 def raw_vocabulary() -> dict[str, Any]:
-    """Of Gemma 4's kind: characters with U+2581 for the space, runs of newlines, byte pieces."""
+    """Return a vocabulary like Gemma 4's: U+2581 for spaces, runs of newlines, byte tokens."""
     corpus = [text.replace(" ", "▁") for text in CORPUS]
     vocabulary = train(corpus, 550, [], pre_tokenizers.Split(Regex(r"\n+"), "removed"))
     names = [f"<0x{value:02X}>" for value in range(256)]
@@ -125,7 +125,7 @@ def raw_vocabulary() -> dict[str, Any]:
 
 
 def lacking(vocabulary: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Without some pieces, though merges want them; with merges twice, and some of no use."""
+    """Remove pieces that merges need; add duplicate and useless merges."""
     rng = random.Random(seed)
     kept = list(range(len(vocabulary["pieces"])))
     for token in rng.sample(kept[8:-12], 150):
@@ -142,7 +142,7 @@ def lacking(vocabulary: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def phi3_vocabulary() -> dict[str, Any]:
-    """The SentencePiece vocabulary of tiny_spm.json with pieces that take spaces along."""
+    """Return the vocabulary of tiny_spm.json with special tokens that strip spaces."""
     tiny = json.loads((HERE / "tiny_spm.json").read_text())
     special = ["<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>"]
     return {
@@ -161,9 +161,10 @@ PHI3_TEXTS = [
 
 
 def ask(path: Path, rows: list[str]) -> dict[str, Any]:
-    """What llama.cpp says: compact, ids as text, and those with specials parsed where they differ.
+    """Return llama.cpp's ids and pieces of a vocabulary in compact form.
 
-    `special` begins with the begin token, if one is added; `begin` has that of the empty text.
+    `special` has the ids with special tokens parsed where they differ, including the begin token;
+    `begin` has the ids of the empty text.
     """
     llama = Llama(str(path), vocab_only=True, verbose=False)
     plain = [llama.tokenize(text.encode(), add_bos=False, special=False) for text in rows]
@@ -193,7 +194,7 @@ def piece(vocab: Any, token: int) -> bytes:
 
 
 def class_hashes() -> dict[str, str]:
-    """A hash of the code points of each Unicode class, from llama.cpp's tables."""
+    """Return a hash of the code points of each Unicode class in llama.cpp's tables."""
     library = Path(llama_cpp.__file__).parent / "lib" / "libllama.so"
     flags = ctypes.CDLL(str(library))._Z26unicode_cpt_flags_from_cptj  # of unicode.h
     flags.restype, flags.argtypes = ctypes.c_uint16, [ctypes.c_uint32]

@@ -1,4 +1,4 @@
-"""Writes gemma3_greedy.json: llama.cpp's greedy tokens on the demo model (extra "peers").
+"""Write gemma3_greedy.json: llama.cpp's greedy tokens on the demo model (extra "peers").
 
 With quantised activations a tiny change of an activation flips the rounding of others, and the
 logits move by some tenths: llama.cpp itself often parts from itself between prompts read at once,
@@ -73,7 +73,7 @@ PROMPTS, TOKENS = 10, 32
 
 
 def greedy(llm: llama_cpp.Llama, ids: list[int], size: int) -> tuple[list[int], list[float]]:
-    """The most likely tokens after ``ids``, read ``size`` at a time, and each one's lead."""
+    """Return greedy tokens after ``ids`` (prefill chunks of ``size``) and the margin of each."""
     llm.reset()
     for at in range(0, len(ids), size):
         llm.eval(ids[at : at + size])

@@ -1,4 +1,4 @@
-"""Writes tiny_logits.json: llama.cpp's logits on the tests' small random models (extra "peers").
+"""Write tiny_logits.json: llama.cpp's logits of the tests' small random models (extra "peers").
 
 Run by hand when `tiny_models` changes: ``python tests/golden/make_logits.py``.
 """

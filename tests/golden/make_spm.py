@@ -1,4 +1,4 @@
-"""Make gemma3_spm.json and tiny_spm.json: hard texts with llama.cpp's token ids.
+"""Write gemma3_spm.json and tiny_spm.json: edge-case texts with llama.cpp's token ids.
 
 Needs the extras `demo` and `peers`. Run as `python tests/golden/make_spm.py` from the repository.
 """
@@ -23,7 +23,7 @@ from gguf_files import write_spm  # noqa: E402
 
 from graphllm.checkpoints.demo import demo_path  # noqa: E402
 
-HARD = [
+EDGE_TEXTS = [
     "", " ", "  ", "   ", "\n", "\n\n", "\t", "\t\t\t", "\r\n", " \n ", "a", " a", "a ",
     "  a  b   c ",
     "Hello, world!", "The capital of France is", "don't", "I'll we've they're", "3.14159 1,000,000",
@@ -56,12 +56,14 @@ CORPUS = (
 
 def texts() -> list[str]:
     rng = random.Random(1)
-    mixed = ["".join(rng.choices(PARTS, k=rng.randint(2, 24))) for _ in range(200 - len(HARD))]
-    return HARD + mixed
+    mixed = [
+        "".join(rng.choices(PARTS, k=rng.randint(2, 24))) for _ in range(200 - len(EDGE_TEXTS))
+    ]
+    return EDGE_TEXTS + mixed
 
 
 def cases(path: Path) -> list[dict[str, Any]]:
-    """Every text without and, where that differs, with special tokens parsed."""
+    """Return the ids of every text, and those with special tokens parsed if they differ."""
     llama = Llama(str(path), vocab_only=True, verbose=False)
     rows = []
     for text in texts():
@@ -75,7 +77,7 @@ def cases(path: Path) -> list[dict[str, Any]]:
 
 
 def tiny_vocabulary() -> dict[str, Any]:
-    """A trained vocabulary of 400 pieces, with a user-defined and an unused one."""
+    """Train a vocabulary of 400 pieces, with a user-defined and an unused one."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS.split(". ") * 4),

@@ -1,4 +1,4 @@
-"""ChatGLM against an oracle of its own, and prompts that see all of themselves in the engine."""
+"""ChatGLM against its own oracle, and bidirectional prefixes in the engine."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from graphllm.errors import ConfigError, RequestError
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 
-MASK, SOP, GMASK = 0, 1, 2  # of TINY
+MASK, SOP, GMASK = 0, 1, 2  # ids in TINY
 GREEDY = Sampling(temperature=0.0).normalize()
 STEPS = 8
-# (tokens of the prompt, of these before sop: 0 where there is none)
+# (tokens of the prompt, tokens before sop; 0: no sop)
 PROMPTS = ((1, 0), (7, 0), (7, 6), (40, 39), (40, 12), (3, 1))
 VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(SPECS[n].tiny))]
 
 
-def some(count: int, before: int = 0, seed: int = 7) -> list[int]:
-    """Ids, with gMASK and sop so that ``before`` stand before sop."""
+def random_ids(count: int, before: int = 0, seed: int = 7) -> list[int]:
+    """Random ids; with ``before``, that many of them, the last a gMASK, precede sop."""
     ids = [int(i) for i in np.random.default_rng(seed).integers(3, 120, count)]
     if before:
         ids[before - 1 : before + 1] = [GMASK, SOP]
     return ids
 
 
-def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
+def stepwise_logits(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
     llm.engine.begin(ids)
     first = llm.engine.step_logits(ids[:prompt])
     return np.concatenate([first, *(llm.engine.step_logits([i]) for i in ids[prompt:])])
@@ -50,10 +50,10 @@ def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
     config = config_of(SPECS[name], variant)
     weights = chatglm_models.write(tmp_path, config)
     for prompt, before in PROMPTS:
-        ids = some(prompt + STEPS, before if name == "chatglm" else 0)
+        ids = random_ids(prompt + STEPS, before if name == "chatglm" else 0)
         llm = graphllm.load(tmp_path, device=device, kv_type="f32", context=len(ids))
         want = chatglm_oracle.oracle(config, weights, ids)
-        assert distance(stepped(llm, ids, prompt), want) <= 1e-4
+        assert distance(stepwise_logits(llm, ids, prompt), want) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_logits(tmp_path: Path, name: str, variant: int, device: str) -> None:
      {"multi_query_group_num": 6, "add_qkv_bias": False}],
 )  # fmt: skip
 def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
-    """What llama.cpp's converter makes of such a directory, but for keys that say nothing here."""
+    """GGUF files as llama.cpp's converter writes them, without keys that have no effect."""
     config = {**config_of(SPECS["chatglm2"], 0), "hidden_size": 72, **change}
     weights = chatglm_models.random_weights(config)
     path = chatglm_models.write_gguf(tmp_path / "m.gguf", config, weights)
-    ids = some(40)
+    ids = random_ids(40)
     found = graphllm.load(path, device="cpu", kv_type="f32").logits(ids)
     assert distance(found, chatglm_oracle.oracle(config, weights, ids)) <= 1e-4
 
 
-# ------------------------------------------------------------------------------ two-way prompts
+# ------------------------------------------------------------------------ bidirectional prefixes
 
 
 CONFIG = {**SPECS["chatglm"].tiny[0], "max_sequence_length": 700}
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def want(ids: Sequence[int]) -> np.ndarray:
+def expected_logits(ids: Sequence[int]) -> np.ndarray:
     return chatglm_oracle.oracle(CONFIG, chatglm_models.random_weights(CONFIG), ids)
 
 
@@ -92,7 +92,7 @@ def load(folder: Path, device: str = "cpu", **options) -> graphllm.LLM:
     return graphllm.load(folder, device=device, kv_type="f32", **options)
 
 
-def drawn(llm: graphllm.LLM, ids: list[int], count: int) -> list[int]:
+def greedy_ids(llm: graphllm.LLM, ids: list[int], count: int) -> list[int]:
     ids_of = llm.engine.generate(ids, GREEDY, [])
     return [next(ids_of) for _ in range(count)]
 
@@ -100,86 +100,94 @@ def drawn(llm: graphllm.LLM, ids: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_greedy_ids(folder: Path, device: str) -> None:
     need_device(device)
-    llm, ids = load(folder, device), some(12, 11)
-    for token in drawn(llm, ids, 12):
-        row = np.sort(want(ids)[-1])
-        assert row[-1] - want(ids)[-1][token] <= 1e-4 * (row[-1] - row[0])
+    llm, ids = load(folder, device), random_ids(12, 11)
+    for token in greedy_ids(llm, ids, 12):
+        row = np.sort(expected_logits(ids)[-1])
+        assert row[-1] - expected_logits(ids)[-1][token] <= 1e-4 * (row[-1] - row[0])
         ids.append(token)
 
 
 def test_a_long_prompt_is_one_step(folder: Path) -> None:
-    llm, ids = load(folder), some(640, 639)
+    llm, ids = load(folder), random_ids(640, 639)
     assert llm.limits.tokens == 700
-    assert distance(llm.logits(ids), want(ids)) <= 1e-4
-    assert distance(llm.logits(ids, last=True), want(ids)[-1]) <= 1e-4
+    assert distance(llm.logits(ids), expected_logits(ids)) <= 1e-4
+    assert distance(llm.logits(ids, last=True), expected_logits(ids)[-1]) <= 1e-4
 
 
 def test_more_tokens_in_one_step_than_rows_of_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
-    llm, ids = load(folder), some(40, 25)
+    llm, ids = load(folder), random_ids(40, 25)
     assert [len(piece) for piece in llm.engine.logits(ids)] == [25, 7, 7, 1]
-    assert distance(llm.logits(ids), want(ids)) <= 1e-4
+    assert distance(llm.logits(ids), expected_logits(ids)) <= 1e-4
 
 
-def changed(ids: list[int], at: int) -> list[int]:
-    """With another id at ``at``, and what follows it."""
+def with_other_id(ids: list[int], at: int) -> list[int]:
+    """Return ids with another one at ``at``."""
     return [*ids[:at], 121 + at % 3, *ids[at + 1 :]]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "kept"),
     [
-        (some(20, 11), some(30, 11), 20),  # goes on
-        (some(30, 11), some(12, 11), 11),  # all but its last token was there
-        (some(20, 11), changed(some(30, 11), 15), 15),  # parts after sop
-        (some(20, 11), changed(some(30, 11), 5), 0),  # parts before sop: all have seen that
-        (some(20, 11), some(30, 14), 0),  # begins alike, and all see more
-        (some(20, 11), some(30), 0),  # begins alike, and none sees what follows it
-        (some(20), some(30, 25), 0),
-        (some(20), some(30), 20),
+        (random_ids(20, 11), random_ids(30, 11), 20),  # continues
+        (random_ids(30, 11), random_ids(12, 11), 11),  # all but the last token is cached
+        (random_ids(20, 11), with_other_id(random_ids(30, 11), 15), 15),  # diverges after sop
+        (
+            random_ids(20, 11),
+            with_other_id(random_ids(30, 11), 5),
+            0,
+        ),  # diverges before sop, in the bidirectional prefix
+        (random_ids(20, 11), random_ids(30, 14), 0),  # same start, longer bidirectional prefix
+        (random_ids(20, 11), random_ids(30), 0),  # same start, causal
+        (random_ids(20), random_ids(30, 25), 0),
+        (random_ids(20), random_ids(30), 20),
     ],
 )
-def test_the_cache_serves_the_same_beginning(
+def test_prefix_reuse_by_the_cache(
     folder: Path, before: list[int], after: list[int], kept: int
 ) -> None:
     llm = load(folder)
     fresh = llm.logits(after)
-    drawn(llm, before, 1)
+    greedy_ids(llm, before, 1)
     assert llm.engine.reuse_cache(after) == kept
     assert np.array_equal(llm.engine.step_logits(after[kept:]), fresh[kept:])
-    drawn(llm, before, 3)
-    first = drawn(llm, after, 5)
+    greedy_ids(llm, before, 3)
+    first = greedy_ids(llm, after, 5)
     assert llm.engine.prefill_tokens == len(after) - kept
     llm.engine.clear_cache()
-    assert drawn(llm, after, 5) == first
+    assert greedy_ids(llm, after, 5) == first
 
 
 @pytest.mark.parametrize(
     ("ids", "prefix"),
     [
         ([5, 6, 7], 0),
-        ([5, 6, SOP, 7], 0),  # a mask is what makes it an answer
+        ([5, 6, SOP, 7], 0),  # no prefix without a mask
         ([SOP, GMASK, 7], 0),
         ([GMASK, 5, 7], 0),
         ([5, 6, GMASK, SOP, 7], 3),
         ([5, 6, MASK, SOP, 7, GMASK, SOP], 3),
-        ([5, MASK, GMASK, SOP, 7], 3),  # the rest of the text has another mask
+        ([5, MASK, GMASK, SOP, 7], 3),  # two kinds of mask
     ],
 )
-def test_what_is_a_prompt(folder: Path, ids: list[int], prefix: int) -> None:
+def test_bidirectional_prefix(folder: Path, ids: list[int], prefix: int) -> None:
     llm = load(folder)
     assert llm.decoder.bidirectional_prefix(ids) == prefix
-    assert distance(llm.logits(ids), want(ids)) <= 1e-4
+    assert distance(llm.logits(ids), expected_logits(ids)) <= 1e-4
 
 
 @pytest.mark.parametrize(
     "ids", [[5, GMASK, 6, SOP], [5, GMASK, GMASK, SOP], [5, MASK, 6, SOP], [5, GMASK, MASK, SOP]]
 )
-def test_a_mask_with_an_answer_elsewhere(folder: Path, ids: list[int]) -> None:
+def test_masks_without_sop(folder: Path, ids: list[int]) -> None:
     llm = load(folder)
-    for ask in (llm.logits, lambda ids: llm.trace(ids, "*.mlp"), lambda ids: drawn(llm, ids, 1)):
+    for ask in (
+        llm.logits,
+        lambda ids: llm.trace(ids, "*.mlp"),
+        lambda ids: greedy_ids(llm, ids, 1),
+    ):
         with pytest.raises(
             RequestError, match=r"^token 2, [02], is a mask and must be followed by sop \(1\)$"
         ):
@@ -187,7 +195,7 @@ def test_a_mask_with_an_answer_elsewhere(folder: Path, ids: list[int]) -> None:
 
 
 def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, ids = load(folder), some(40, 25)
+    llm, ids = load(folder), random_ids(40, 25)
     message = "^the first 25 tokens of the prompt are a bidirectional prefix, which must be"
     llm.engine.begin(ids)
     with pytest.raises(RequestError, match=message):
@@ -197,13 +205,13 @@ def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.Monkey
         llm.trace(ids, "*.layers.1")
 
 
-def test_trace_reads_a_prompt_as_a_run_does(folder: Path) -> None:
-    llm, ids = load(folder), some(40, 25)
-    assert distance(llm.trace(ids, "lm_head")["lm_head"], want(ids)) <= 1e-4
+def test_trace_of_a_bidirectional_prefix(folder: Path) -> None:
+    llm, ids = load(folder), random_ids(40, 25)
+    assert distance(llm.trace(ids, "lm_head")["lm_head"], expected_logits(ids)) <= 1e-4
 
 
 def test_diff_profile_bench_and_plan(folder: Path) -> None:
-    ids = some(40, 25)
+    ids = random_ids(40, 25)
     assert graphllm.diff(folder, ids=ids, kv_type="f32").first is None
     llm = load(folder)
     assert [phase.tokens for phase in llm.profile(ids, decode=3, repeat=1).phases] == [40, 3]
@@ -238,7 +246,7 @@ def test_diff_profile_bench_and_plan(folder: Path) -> None:
         ("chatglm2", {"mystery": 1}, "'mystery'"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, name: str, change: dict, message: str) -> None:
+def test_refused_configurations(tmp_path: Path, name: str, change: dict, message: str) -> None:
     config = config_of(SPECS[name], 0)
     chatglm_models.write(tmp_path, config)
     changed = {"model_type": "chatglm", **config, **change}

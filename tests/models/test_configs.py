@@ -1,5 +1,4 @@
-"""Configurations as they are published, and what is left out of them, are read as transformers
-reads them."""
+"""Published configurations, and their missing keys, are read as transformers reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from graphllm.errors import ConfigError
 from graphllm.model.config import DecoderConfig
 from graphllm.model.config_keys import Keys
 
-# What a configuration cannot leave out: anything else has a value that is usual in its family.
+# Keys that a configuration must state; all others have defaults.
 SIZES = {"hidden_size": 256, "intermediate_size": 52, "num_hidden_layers": 3,
          "num_attention_heads": 32, "vocab_size": 131}  # fmt: skip
 BARE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
@@ -26,7 +25,7 @@ BARE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", 
 
 
 def read(values: dict[str, Any]) -> DecoderConfig:
-    """What the family of a config.json makes of it; every key must be known."""
+    """Return the decoder configuration of a config.json; every key must be known."""
     count = next(values[n] for n in ("num_hidden_layers", "n_layer", "num_layers") if n in values)
     last = f"model.layers.{count - 1}.input_layernorm.weight"
     keys = Keys("config.json", values, (last, "lm_head.weight"), {})
@@ -35,11 +34,11 @@ def read(values: dict[str, Any]) -> DecoderConfig:
     return config
 
 
-def understood(values: dict[str, Any]) -> dict[str, Any]:
-    """What transformers makes of it, as it would save it."""
+def saved_by_transformers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration as transformers reads and saves it."""
     from transformers import AutoConfig
 
-    given = copy.deepcopy(values)  # it writes to what it is given
+    given = copy.deepcopy(values)  # transformers modifies its argument
     del given["model_type"]
     return json.loads(AutoConfig.for_model(values["model_type"], **given).to_json_string(False))
 
@@ -48,21 +47,21 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", [name for name, c in PUBLISHED.items() if c["model_type"] not in ELSEWHERE]
 )
-def test_published_files_mean_what_transformers_takes_them_for(name):
-    assert read(PUBLISHED[name]) == read(understood(PUBLISHED[name]))
+def test_published_files_are_read_as_transformers_does(name):
+    assert read(PUBLISHED[name]) == read(saved_by_transformers(PUBLISHED[name]))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", BARE)
-def test_absent_keys_mean_what_transformers_takes_them_for(name):
+def test_missing_keys_are_read_as_transformers_does(name):
     values = {"model_type": name, **SIZES}
-    assert read(values) == read(understood(values))
+    assert read(values) == read(saved_by_transformers(values))
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in ELSEWHERE])
-def test_no_key_is_silently_read_otherwise(name, tmp_path):
-    """A few of what vary_keys.py tries."""
+def test_varied_keys_agree_or_are_refused(name, tmp_path):
+    """A sample of the variations in vary_keys.py."""
     tried = [*vary_keys.varied(SPECS[name], 0), *vary_keys.varied(SPECS[name], 2)]
     for i, (what, config) in enumerate(random.Random(name).sample(tried, 4)):
         (folder := tmp_path / str(i)).mkdir()
@@ -136,6 +135,6 @@ def test_facts_of_published_files(name, fact, value):
         ("ChatGLM-6B", {"quantization_bit": 4}, "quantization_bit = 4 is not supported"),
     ],
 )  # fmt: skip
-def test_what_is_not_computed_is_refused(name, change, words):
+def test_unsupported_values_are_refused(name, change, words):
     with pytest.raises(ConfigError, match=words):
         read(PUBLISHED[name] | change)

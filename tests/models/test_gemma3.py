@@ -1,4 +1,4 @@
-"""The real demo model: against transformers, CPU against reference, and llama.cpp's tokens."""
+"""The demo model: against transformers, the CPU against the reference, llama.cpp's tokens."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_nothing_runs_on_the_reference(cpu):
     assert list(cpu.placement()) == ["cpu"] and cpu.misses() == []
 
 
-def test_chunks_and_company_change_no_bit(cpu, prompts):
-    """The same logits whether a prompt is read at once, in pieces, or a token at a time."""
+def test_chunks_change_no_bit(cpu, prompts):
+    """A prefill in one step, in chunks or token by token gives the same logits."""
     ids = prompts[0][:24]
     whole = cpu.logits(ids)
     for size in (1, 7):
@@ -110,7 +110,7 @@ def test_thread_counts_change_no_bit(cpu, prompts):
 
 
 def test_a_prompt_longer_than_the_window_and_a_chunk(cpu, reference):
-    """700 tokens: two chunks, and layers that no longer see the first ones."""
+    """700 tokens: two chunks, and layers whose window excludes the first tokens."""
     long = graphllm.load("demo", device="reference", context=1024)
     ids = ([*reference.encode(TEXTS[0]), *reference.encode(TEXTS[1])[1:]] * 8)[:700]
     assert len(ids) == 700
@@ -119,7 +119,7 @@ def test_a_prompt_longer_than_the_window_and_a_chunk(cpu, reference):
 
 
 def test_a_second_prompt_reuses_the_common_prefix(cpu, prompts):
-    """Only what is new is computed, and the tokens are those of a fresh start."""
+    """Only new tokens are computed, with the same result as without a cache."""
     ids = prompts[0][:40]
     cpu.engine.clear_cache()
     fresh = cpu.generate(TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)

@@ -44,7 +44,7 @@ def build(
     data: bytes = b"",
     version: int = 3,
 ) -> Path:
-    """A file from parts that a writer would refuse."""
+    """Write a file from raw parts, which a GGUF writer would refuse."""
     head = b"GGUF" + u32(version) + u64(len(tensors)) + u64(len(keys))
     head += b"".join(keys) + b"".join(tensors)
     if tensors:
@@ -188,11 +188,11 @@ def test_bad_counts_and_metadata(tmp_path: Path) -> None:
     fails(build(path, [text("split.count") + u32(2) + struct.pack("<H", 3)]), "-00001-of-00003")
 
 
-# ------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------ split files
 
 
 def write_parts(folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
-    """Five tensors in files of two, by the `gguf` package."""
+    """Write five tensors in files of two, with the `gguf` package."""
     rng = np.random.default_rng(4)
     tensors = {f"t{i}": rng.standard_normal((i + 1, 8)).astype(np.float32) for i in range(5)}
     writer = gguf.GGUFWriter(folder / "m.gguf", "test", split_max_tensors=2)
@@ -206,7 +206,7 @@ def write_parts(folder: Path) -> tuple[list[Path], dict[str, np.ndarray]]:
     return sorted(folder.glob("m-*.gguf")), tensors
 
 
-def test_parts_are_one_file(tmp_path: Path) -> None:
+def test_split_file(tmp_path: Path) -> None:
     parts, tensors = write_parts(tmp_path)
     assert [p.name for p in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     with GgufCheckpoint(parts[0]) as file:
@@ -220,7 +220,7 @@ def test_parts_are_one_file(tmp_path: Path) -> None:
 
 
 def part(path: Path, number: int, count: int, *names: str, total: int | None = None) -> Path:
-    """A part by hand."""
+    """Write one part of a split file without the package."""
     keys = [text(f"split.{k}") + u32(2) + struct.pack("<H", v)
             for k, v in (("no", number), ("count", count))]  # fmt: skip
     if total is not None:
@@ -229,7 +229,7 @@ def part(path: Path, number: int, count: int, *names: str, total: int | None = N
     return build(path, keys, entries, bytes(32 * len(names)))
 
 
-def test_parts_that_do_not_fit(tmp_path: Path) -> None:
+def test_inconsistent_parts(tmp_path: Path) -> None:
     parts, _ = write_parts(tmp_path)
     with pytest.raises(ModelFileError, match=r"part 2 of 3; give the first, m-00001-of-00003.gguf"):
         GgufCheckpoint(parts[1])
@@ -294,7 +294,7 @@ def test_other_alignments(tmp_path: Path) -> None:
                 assert file.raw(str(number)).tobytes() == value.tobytes()
 
 
-def test_foreign_formats_are_listed(tmp_path: Path) -> None:
+def test_unsupported_formats_are_listed(tmp_path: Path) -> None:
     path = build(tmp_path / "x.gguf", [], [tensor("w", [256], kind=16)], bytes(66))
     with GgufCheckpoint(path) as file:
         info = file.tensors["w"]
@@ -336,14 +336,14 @@ def test_demo_without_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert cache_dir() == tmp_path / "own"
     with pytest.raises(ModelFileError, match="not installed"):
         demo_path()
-    kept = tmp_path / "own" / NAME  # as an earlier run with the package left it
+    kept = tmp_path / "own" / NAME  # written by an earlier run with the package
     kept.parent.mkdir()
     kept.write_bytes(b"GGUF")
     assert demo_path() == kept
 
 
 class _Package:
-    """Stands in for the demo package: two chunks and an `assemble` that may fail."""
+    """Replacement of the demo package: two chunks and an `assemble` that may fail."""
 
     def __init__(self, folder: Path) -> None:
         self.chunks = [folder / "0", folder / "1"]
@@ -383,6 +383,6 @@ def test_demo_is_written_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert demo_path() == path and package.calls == 2
     path.write_bytes(b"short")
     assert demo_path().stat().st_size == 80
-    monkeypatch.setenv("GRAPHLLM_CACHE", str(path))  # a file where the directory should be
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(path))  # a file in place of the directory
     with pytest.raises(ModelFileError):
         demo_path()

@@ -1,4 +1,4 @@
-"""Hugging Face directories and llama2.c files as models: what is read, what is refused."""
+"""Hugging Face directories and llama2.c files as checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = {
 
 
 def write(folder: Path, weights: dict[str, np.ndarray] | None = None, **keys: object) -> Path:
-    """A directory; ``keys`` change its configuration."""
+    """Write a directory; ``keys`` change its configuration."""
     folder.mkdir(exist_ok=True)
     weights = tiny.llama_weights() if weights is None else weights
     save_file(
@@ -42,7 +42,7 @@ def logits(model: Path, **options: object) -> np.ndarray:
 
 
 def test_a_directory_and_a_gguf_file_of_the_same_weights(tmp_path):
-    """Whose rows of q and k stand in another order."""
+    """The rows of q and k are permuted in the GGUF file."""
     for tied in (False, True):
         weights = tiny.llama_weights(tied=tied)
         stored = tiny.write_llama(tmp_path / "tiny.gguf", weights)
@@ -74,7 +74,7 @@ class Model(Decoder):
 @pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_parameter_of_one_element(tmp_path, shape, kind, device):
-    """A gain for each layer, of no axes or of one, is multiplied without a copy."""
+    """A scalar or one-element gain in each layer is multiplied without a copy."""
     weights, scaled = tiny.llama_weights(), tiny.llama_weights()
     for layer in range(tiny.LAYERS):
         name, gain = f"model.layers.{layer}.mlp", 0.5 + 0.25 * layer
@@ -96,8 +96,8 @@ def test_a_parameter_of_one_element(tmp_path, shape, kind, device):
     assert steps.count("contiguous") == others.count("contiguous")
 
 
-def test_quantised_while_loading(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny, "DIM", 64)  # two blocks; other rows are no whole ones
+def test_quantize_on_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "DIM", 64)  # two blocks; other rows are not whole blocks
     folder = write(tmp_path, hidden_size=64)
     want, have = logits(folder), logits(folder, type="q4_0", linear="float")
     assert 1e-6 < np.square(have - want).mean() / np.square(want).mean() < 0.1
@@ -126,7 +126,7 @@ def test_a_llama2c_file(tmp_path):
 
 
 def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
-    """Rows of q and k from pairs to halves, as Hugging Face has them."""
+    """Reorder the rows of q and k from interleaved pairs to halves, Hugging Face's layout."""
     count = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     found = next((key for part, key in count.items() if part in name), None)
     if found is None:
@@ -152,7 +152,7 @@ def _halves(name: str, value: np.ndarray, config) -> np.ndarray:
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq' are not supported"),
     ],
 )
-def test_a_configuration_that_is_refused(tmp_path, keys, message):
+def test_refused_configurations(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message):
         logits(write(tmp_path, **keys))
 
@@ -169,12 +169,12 @@ def test_a_configuration_that_is_refused(tmp_path, keys, message):
         ({"vocab_size": 7}, r"'model\.embed_tokens\.weight' is \(\d+, 60\), the model wants \(7"),
     ],
 )
-def test_a_directory_that_is_refused(tmp_path, keys, message):
+def test_refused_directories(tmp_path, keys, message):
     with pytest.raises(ModelFileError, match=message):
         logits(write(tmp_path, **keys))
 
 
-def test_a_head_that_is_stored_twice_and_equal_is_one(tmp_path):
+def test_a_tied_head_may_be_stored_as_well(tmp_path):
     weights = tiny.llama_weights(tied=True)
     want = logits(write(tmp_path / "one", weights, tie_word_embeddings=True))
     both = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
@@ -182,7 +182,7 @@ def test_a_head_that_is_stored_twice_and_equal_is_one(tmp_path):
     np.testing.assert_array_equal(have, want)
 
 
-def test_no_directory_of_a_model(tmp_path):
+def test_not_a_model_directory(tmp_path):
     with pytest.raises(ModelFileError, match=r"is a directory without a config\.json"):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -202,7 +202,7 @@ def test_a_plan_needs_headers_only(tmp_path):
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Bytes, and one end token; returns how many tokens."""
+    """Write a tokenizer of bytes and an end token; return its number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -217,7 +217,7 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def test_text_in_and_out(tmp_path):
-    """A vocabulary that is smaller than the embedding, as many are: ids beyond it show nothing."""
+    """A vocabulary smaller than the embedding; ids above it decode to nothing."""
     count = write_tokenizer(write(tmp_path))
     assert count < CONFIG["vocab_size"]
     llm = graphllm.load(tmp_path, device="reference", context=64)

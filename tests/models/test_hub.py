@@ -1,4 +1,4 @@
-"""Models by their name on the Hugging Face hub: the local cache, and what is said without it."""
+"""Models of the Hugging Face Hub: the local cache, downloads and their errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from graphllm.errors import ModelFileError
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache."""
+    """Return an empty cache."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return tmp_path
 
 
 def keep(cache, *files: str, revision: str = "0a1b"):
-    """A model org/small in the cache that has these files."""
+    """Put a model org/small with these files in the cache."""
     folder = cache / "models--org--small"
     found = folder / "snapshots" / revision
     found.mkdir(parents=True)
@@ -35,12 +35,12 @@ def keep(cache, *files: str, revision: str = "0a1b"):
     return found
 
 
-def test_a_model_of_the_cache_is_found(cache):
+def test_a_cached_model_is_found(cache):
     found = keep(cache, "config.json", "model.safetensors")
     assert checkpoint_path("org/small") == found
 
 
-def test_a_model_that_is_not_whole_is_not(cache, monkeypatch):
+def test_an_incomplete_model_is_not_found(cache, monkeypatch):
     found = keep(cache, "config.json")
     assert hub.find_cached("org/small") is None
     (found / "model.safetensors.index.json").write_text('{"weight_map": {"a": "*"}}')
@@ -67,7 +67,7 @@ def test_without_the_extra(monkeypatch):
 
 
 def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
-    """Of many repositories half is a copy of the weights for another program."""
+    """Copies of the weights for other programs are not downloaded."""
     asked = []
     index = '{"weight_map": {"x": "a-1.safetensors", "y": "b/2.safetensors"}}'
 
@@ -97,7 +97,7 @@ def test_a_download_and_one_that_fails(monkeypatch, tmp_path):
 
 
 def test_without_a_network(tmp_path):
-    """As it is typed, with huggingface_hub as it is, and nobody at the other end."""
+    """The command line with the real huggingface_hub and no server."""
     done = subprocess.run(
         [sys.executable, "-m", "graphllm", "inspect", "org/none"],
         env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)},
@@ -111,6 +111,6 @@ def test_without_a_network(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "/etc/none", "../up/none", "org/"])
-def test_what_is_no_name_is_a_path(name):
+def test_other_names_are_paths(name):
     with pytest.raises(ModelFileError, match=r"no such file$"):
         checkpoint_path(name)

@@ -1,4 +1,4 @@
-"""llama2.c files, against a writer of our own that follows `legacy_export` and `run.c`."""
+"""llama2.c files, against a writer in this module that follows `legacy_export` and `run.c`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MATRICES = {
 
 
 def write_model(path: Path, shared: bool) -> dict[str, np.ndarray]:
-    """A model file; its weights by their Hugging Face names."""
+    """Write a model file; return its weights by Hugging Face names."""
     rng = np.random.default_rng(0)
     width = DIM // HEADS
 
@@ -59,7 +59,7 @@ def write_model(path: Path, shared: bool) -> dict[str, np.ndarray]:
 
 
 def patched(path: Path, field: int, value: int) -> Path:
-    """The file with another number in its header."""
+    """Write the file with another number in its header."""
     data = bytearray(path.read_bytes())
     struct.pack_into("<I", data, 4 * field, value % 2**32)
     path.write_bytes(data)
@@ -141,7 +141,7 @@ def test_every_cut_and_every_addition_is_an_error(tmp_path: Path) -> None:
         (6, 12, "bytes, but a model of"),
     ],
 )
-def test_what_a_header_may_not_say(tmp_path: Path, field: int, value: int, words: str) -> None:
+def test_bad_headers(tmp_path: Path, field: int, value: int, words: str) -> None:
     write_model(tmp_path / "bad.bin", shared=True)
     fails(patched(tmp_path / "bad.bin", field, value), words)
 
@@ -202,7 +202,7 @@ def test_vocabulary(tmp_path: Path) -> None:
     assert pieces == [] and scores.shape == (0,)
 
 
-def test_a_vocabulary_that_is_cut_or_damaged(tmp_path: Path) -> None:
+def test_truncated_and_damaged_vocabularies(tmp_path: Path) -> None:
     path, whole = tmp_path / "tokenizer.bin", vocabulary()
     ends = {4 + sum(8 + len(piece) for piece in PIECES[:n]) for n in range(len(PIECES) + 1)}
     for size in set(range(len(whole))) - ends:

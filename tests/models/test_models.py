@@ -1,4 +1,4 @@
-"""Model families on small random weights: against transformers, and strict about their files."""
+"""Small random models in GGUF files: against transformers and llama.cpp, and strict loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = [(arch, tied) for arch in ("llama", "qwen2") for tied in (False, True)]
 
 @pytest.fixture(scope="module", params=KINDS, ids=[f"{a}-{'un' * (not t)}tied" for a, t in KINDS])
 def small(request, tmp_path_factory):
-    """(path, architecture, weights, whether the head is the embedding)."""
+    """Return path, architecture, weights and whether the head is tied."""
     arch, tied = request.param
     weights = tiny.llama_weights(tied=tied, bias=arch == "qwen2")
     path = tmp_path_factory.mktemp(arch) / "tiny.gguf"
@@ -30,7 +30,7 @@ def small(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A small llama's file."""
+    """Return the file of a small llama."""
     path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
     return tiny.write_llama(path, tiny.llama_weights())
 
@@ -53,7 +53,7 @@ def test_logits_agree_with_transformers(small, device):
 
 
 def test_a_small_gemma3_on_the_cpu(tmp_path):
-    """Over more tokens than its window; the real one is held against others in test_gemma3.py."""
+    """More tokens than the window. test_gemma3.py tests the real model."""
     path, ids = tiny.write_tiny(tmp_path / "tiny.gguf", "gemma3"), IDS * 5
     cpu, reference = (graphllm.load(path, device=d, kv_type="f32") for d in ("cpu", "reference"))
     assert [layer.window for layer in cpu.decoder.cfg.layers] == [16, 0, 16]
@@ -77,7 +77,7 @@ def test_cpu_runs_all_of_a_model(small):
     assert 0 < len(done.ids) <= 5
 
 
-def test_a_missing_an_extra_and_a_misshapen_tensor_are_named(tmp_path):
+def test_missing_unexpected_and_misshapen_tensors(tmp_path):
     weights = tiny.llama_weights()
     name = "model.layers.1.mlp.up_proj.weight"
     missing = {k: v for k, v in weights.items() if k != name}
@@ -113,13 +113,13 @@ from graphllm import ops
 from graphllm.models.llama import GGUF, Decoder, config
 
 class Model(Decoder):
-    """A llama whose logits are capped."""
+    """A llama with capped logits."""
     def head(self, x):
         return ops.softcap(super().head(x), cap=0.5)
 '''
 
 
-def test_a_model_file_of_ones_own(tmp_path, llama):
+def test_user_model_file(tmp_path, llama):
     own = tmp_path / "capped.py"
     own.write_text(OWN)
     capped = graphllm.load(llama, model_def=own, device="reference").logits(IDS)
@@ -148,8 +148,8 @@ class Model(Decoder):
 """
 
 
-def test_a_model_file_with_an_op_of_its_own_can_be_loaded_again(tmp_path, monkeypatch):
-    """And edited in between: in a notebook, say. Another file cannot take the op's name."""
+def test_a_model_file_that_declares_an_op_can_be_reloaded(tmp_path, monkeypatch):
+    """Even after an edit, as in a notebook. Another file cannot redeclare the op."""
     from graphllm import ops
 
     monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))

@@ -1,5 +1,4 @@
-"""Mixtures of experts and latent attention: the ways in which files store them, what of them is
-read and cached, what is refused."""
+"""Mixtures of experts and latent attention (MLA): file layouts, reads, caches, errors."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def written(folder: Path, name: str, **keys: object) -> Path:
-    """A directory of a family's first small model, with ``keys`` changed."""
+    """Write the directory of a model's first TINY, with ``keys`` changed."""
     spec = hf_models.SPECS[name]
     model = hf_models.oracle({**hf_models.config_of(spec, 0), **keys}, name)
     model.save_pretrained(folder)
@@ -37,7 +36,7 @@ def written(folder: Path, name: str, **keys: object) -> Path:
 
 
 def changed(folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
-    """The directory with other tensors."""
+    """Rewrite the tensors of the directory."""
     file = folder / "model.safetensors"
     made = change(load_file(file))
     save_file({name: np.ascontiguousarray(value) for name, value in made.items()}, file)
@@ -45,7 +44,7 @@ def changed(folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
 
 
 def configured(folder: Path, **keys: object) -> Path:
-    """The directory with other keys in its config.json."""
+    """Rewrite keys in config.json of the directory."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
     return folder
@@ -56,11 +55,11 @@ def logits(model: Path, **options: object) -> np.ndarray:
     return graphllm.load(model, **options).logits(IDS)
 
 
-# ------------------------------------------------------------------------------------ ways to store
+# ------------------------------------------------------------------------------------ file layouts
 
 
 def stacked(tensors: Tensors) -> Tensors:
-    """Experts as transformers computes with them: gate and up in one tensor of all."""
+    """Stack the experts as transformers does, with gate and up in one tensor."""
     out: Tensors = {}
     for name, value in tensors.items():
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
@@ -85,8 +84,8 @@ def test_experts_that_are_stacked(name, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["each", "joint"])
-def test_gguf_files_with_experts_otherwise(form, tmp_path):
-    """A tensor for each, as in 2023; gate and up in one."""
+def test_gguf_layouts_of_experts(form, tmp_path):
+    """One tensor per expert, as in 2023; or gate and up in one tensor."""
     arch, model = gguf_models.ARCHS["mixtral"], gguf_models.model_of("mixtral", 0)
 
     def joint(c: gguf_models.Config, tensors: Tensors) -> Tensors:
@@ -115,7 +114,7 @@ def test_gguf_files_with_experts_otherwise(form, tmp_path):
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
 def test_gguf_files_with_keys_and_values_in_one_tensor(kind, tmp_path):
-    """Which state the widths of heads, not of what is cached."""
+    """Old files, which state head sizes instead of cache sizes."""
     arch, model = gguf_models.ARCHS[kind], gguf_models.model_of(kind, 0)
 
     def keys(c: gguf_models.Config) -> dict[str, object]:
@@ -135,7 +134,7 @@ def test_gguf_files_with_keys_and_values_in_one_tensor(kind, tmp_path):
 
 
 def test_parts_of_tensors_in_blocks():
-    """Rows stay as they are; what is turned is computed with as float32."""
+    """Rows keep their format; a permuted view becomes float32."""
     values = np.random.default_rng(0).standard_normal((6, 64), np.float32)
     raw, meta = quantise(values, Q8_0), Meta.of((6, 64), Q8_0)
     every, turned = Rows(lambda w: w[1::2]), View(lambda w: w.T)
@@ -152,7 +151,7 @@ def test_parts_of_tensors_in_blocks():
 
 
 def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """gpt-oss's tensors with random MXFP4 experts, and with what transformers makes of these."""
+    """Return gpt-oss's tensors with random MXFP4 experts, and the same dequantised."""
     import torch
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -173,7 +172,7 @@ def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 @pytest.fixture(scope="module")
 def oss(tmp_path_factory):
-    """(a directory of MXFP4, one of the same weights as float32)."""
+    """Return a directory with MXFP4 weights and one with the same weights in float32."""
     folders = []
     for i, name in enumerate(("packed", "plain")):
         folder = tmp_path_factory.mktemp(name)
@@ -200,7 +199,7 @@ def test_mxfp4_is_computed_with_as_it_is_stored(oss):
 def test_mxfp4_on_the_cpu(oss):
     packed, plain = (logits(folder, device="cpu", linear="float") for folder in oss)
     assert hf_models.distance(packed, plain) <= 1e-5
-    packed = logits(oss[0], device="cpu")  # activations of eight bits
+    packed = logits(oss[0], device="cpu")  # 8-bit activations
     assert np.square(packed - plain).sum() / np.square(plain).sum() <= 1e-2
 
 
@@ -222,12 +221,12 @@ def test_blocks_of_other_shapes_are_no_mxfp4():
             Mxfp4().meta([other, scales])
 
 
-# ------------------------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------------------- reads and caches
 
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
-def test_a_token_reads_the_experts_that_it_passes(device, tmp_path):
-    """And a profile says so: 3 of 9."""
+def test_a_token_reads_only_its_experts(device, tmp_path):
+    """3 of 9, by the bytes of a profile."""
     llm = graphllm.load(written(tmp_path, "qwen3_moe"), device=device, context=64)
     weights = llm.decoder.weights
     stored = sum(weights.raw(n).nbytes for n in weights.names() if ".experts." in n)
@@ -246,21 +245,21 @@ def test_latent_attention_caches_one_vector_a_token(tmp_path):
 
 
 @pytest.mark.parametrize("kv_type, off", [("f16", 1e-5), ("q8_0", 1e-3)])
-def test_latent_vectors_in_fewer_bits(kv_type, off, tmp_path):
+def test_quantized_latent_cache(kv_type, off, tmp_path):
     folder = written(tmp_path, "deepseek_v2", kv_lora_rank=64, qk_rope_head_dim=32)
     want = logits(folder)
     have = logits(folder, device="cpu", kv_type=kv_type)
     assert np.square(have - want).sum() / np.square(want).sum() <= off
 
 
-def test_latent_vectors_that_blocks_do_not_fit(tmp_path):
+def test_latent_cache_with_unaligned_rank(tmp_path):
     folder = written(tmp_path, "deepseek_v2", kv_lora_rank=48, qk_rope_head_dim=16)
-    with pytest.raises(RequestError, match=r"kv_type.* head size of 48"):
+    with pytest.raises(RequestError, match=r"kv_type.* head size is 48"):
         logits(folder, kv_type="q8_0")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "mixtral"])
-def test_quantised_while_loading(name, tmp_path):
+def test_quantize_on_load(name, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     if name == "deepseek_v2":
         sizes |= {
@@ -275,9 +274,9 @@ def test_quantised_while_loading(name, tmp_path):
     assert 1e-8 < np.square(have - want).sum() / np.square(want).sum() <= 2e-2
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------- errors
 
-# Keys of published files that no file of transformers' own has.
+# Keys of published files that files written by transformers lack.
 PUBLISHED = {
     "mixtral": {},
     "qwen2_moe": {"max_window_layers": 21, "use_sliding_window": False, "sliding_window": 32768},
@@ -326,17 +325,17 @@ def test_keys_that_are_refused(name, keys, said, tmp_path):
         logits(configured(written(tmp_path, name), **keys))
 
 
-def test_layers_behind_the_last_are_not_read(tmp_path):
-    """Those that predict further tokens, if the configuration has them."""
+def test_mtp_layers_are_not_loaded(tmp_path):
+    """Multi-token prediction layers, if the configuration states them."""
     folder = written(tmp_path, "deepseek_v3")
     want = logits(folder)
 
-    def further(tensors: Tensors) -> Tensors:
+    def mtp_layer(tensors: Tensors) -> Tensors:
         last = {n: v for n, v in tensors.items() if n.startswith("model.layers.2.")}
         more = {n.replace(".2.", ".3.", 1): v for n, v in last.items()}
         return tensors | more | {"model.layers.3.eh_proj.weight": np.ones((3, 4), np.float32)}
 
-    changed(folder, further)
+    changed(folder, mtp_layer)
     np.testing.assert_array_equal(logits(folder), want)
     with pytest.raises(ModelFileError, match=r"unexpected tensor 'model\.layers\.3\."):
         logits(configured(folder, num_nextn_predict_layers=0))

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors have the names they were published under, old ones for transformers."""
+"""Checkpoints with the tensor names of their publication, which transformers renames."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from graphllm.errors import ConfigError
 
 IDS = [int(i) for i in np.random.default_rng(7).integers(3, 120, 20)]
 MASK = np.tril(np.ones((1, 1, 8, 8), np.float32))
-# Of each model_type: what names begin with that published ones lack, or begin with; tensors that
-# are no weights; keys of published configurations that say nothing.
+# By model_type: prefix that published names lack, or have; tensors that are not weights; keys of
+# published configurations without effect.
 PUBLISHED: dict[str, tuple[tuple[str, str], dict[str, np.ndarray], dict[str, Any]]] = {
     "gpt2": (
         ("transformer.", ""),
@@ -47,7 +47,7 @@ PUBLISHED: dict[str, tuple[tuple[str, str], dict[str, np.ndarray], dict[str, Any
 
 
 def saved(folder: Path, kind: str) -> Any:
-    """transformers' model, in ``folder`` under its published names."""
+    """Save transformers' model in ``folder`` under its published names and return it."""
     (old, new), extra, keys = PUBLISHED[kind]
     model = hf_models.write(folder, hf_models.SPECS[kind], 0)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -84,7 +84,7 @@ def test_published_names_and_keys(tmp_path: Path, kind: str) -> None:
         ("xglm", {"rope_theta": 5.0}, "does not know the key 'rope_theta'"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, kind: str, change: dict[str, Any], message: str) -> None:
+def test_refused_values(tmp_path: Path, kind: str, change: dict[str, Any], message: str) -> None:
     saved(tmp_path, kind)
     restate(tmp_path, change)
     with pytest.raises(ConfigError) as caught:

@@ -44,7 +44,7 @@ def entry(kind: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 
 def two_shards(folder: Path) -> dict[str, str]:
-    """A directory of two shards, without an index; which tensor is where."""
+    """Write two shards without an index; return the shard of each tensor."""
     homes = {}
     for seed, shard in enumerate(SHARDS):
         header, data = entries(seed)
@@ -104,7 +104,7 @@ def test_bf16_and_names_of_dtypes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("padding", range(8))
 def test_raw_is_a_view_wherever_the_data_begin(tmp_path: Path, padding: int) -> None:
-    """Data at any byte: only newer writers align them."""
+    """Data may begin at any byte: only newer writers align them."""
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     text = json.dumps({"x": entry("F32", [2, 3], 0, 24)}).encode() + b" " * padding
     with Safetensors(write(tmp_path / SINGLE, text, values.tobytes())) as file:
@@ -123,7 +123,7 @@ def test_release_gives_up_pages_that_can_be_read_again(tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 256, 64 << 20, np.uint8)
     write(tmp_path / SINGLE, {"x": entry("U8", [64, 1 << 20], 0, 64 << 20)}, values.tobytes())
 
-    def resident() -> int:  # bytes of mapped files
+    def resident() -> int:  # bytes of mapped files in memory
         status = Path("/proc/self/status").read_text()
         return int(status.split("RssFile:")[1].split()[0]) << 10
 
@@ -148,7 +148,7 @@ def test_shards(tmp_path: Path) -> None:
                 file.release(name)
 
 
-def test_one_file_counts_before_an_index(tmp_path: Path) -> None:
+def test_a_single_file_takes_precedence_over_an_index(tmp_path: Path) -> None:
     """As in transformers."""
     (tmp_path / INDEX).write_bytes(index(two_shards(tmp_path)))
     write(tmp_path / SINGLE, {"x": entry("U8", [1], 0, 1)}, b"1")
@@ -196,7 +196,7 @@ def test_every_cut_is_an_error(tmp_path: Path) -> None:
 
 
 def test_damaged_headers_give_an_error_or_what_the_package_reads(tmp_path: Path) -> None:
-    """In a process of its own, whose memory is limited."""
+    """In a subprocess with limited memory."""
     done = subprocess.run(
         [sys.executable, str(FUZZ), str(tmp_path), str(MUTATIONS), "1"],
         capture_output=True, text=True, timeout=240,
@@ -249,7 +249,7 @@ X = entry("F32", [2], 0, 8)
         ({"a\nb" * 50: 1}, 0, "tensor 'a\\nba\\nb"),
     ],
 )
-def test_what_a_header_may_not_say(tmp_path: Path, header: Any, size: int, words: str) -> None:
+def test_bad_headers(tmp_path: Path, header: Any, size: int, words: str) -> None:
     fails(write(tmp_path / "bad.safetensors", header, bytes(size)), words)
 
 
@@ -322,7 +322,7 @@ def test_other_dtypes_are_listed_but_not_read(
         ({"layer.1.0": "a\n.safetensors"}, (r"'a\n.safetensors' is no",)),
     ],
 )
-def test_an_index_that_lies(tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_inconsistent_index(tmp_path: Path, change: dict[str, Any], words: tuple[str, ...]) -> None:
     (tmp_path / INDEX).write_bytes(index(two_shards(tmp_path) | change))
     with pytest.raises(ModelFileError) as caught:
         Safetensors(tmp_path)
@@ -373,7 +373,7 @@ def test_pickles_are_never_loaded(tmp_path: Path, name: str) -> None:
     fails(tmp_path / name, *words)
 
 
-def test_what_a_directory_has_instead(tmp_path: Path) -> None:
+def test_directories_without_weights(tmp_path: Path) -> None:
     fails(tmp_path, f"no {SINGLE} and no {INDEX}")
     (tmp_path / "other.safetensors").write_bytes(b"")
     fails(tmp_path, f"no {SINGLE} and no {INDEX}, only other.safetensors")
@@ -388,7 +388,7 @@ def test_not_a_regular_file(tmp_path: Path) -> None:
     fails(tmp_path, SINGLE, "No such file")
 
 
-def test_json_objects_as_json_has_them() -> None:
+def test_json_objects() -> None:
     value = {"a": [1, -2.5, 1e300, None, True, {"b": "é \U0001f600"}], "": {}}
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
         assert json_object(text.encode(), "here") == value

@@ -1,5 +1,4 @@
-"""Keys of model files: their types, ranges and defaults; and the messages about them, which are
-bounded and on one line."""
+"""Keys of GGUF files: types, ranges, defaults, and error messages of bounded length."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LONG = "x" * 1_000_000
 
 
 def tiny(path, **keys):
-    """A tiny llama with more metadata, each key by its whole name."""
+    """Write a tiny llama with additional metadata, by full key names."""
 
     class Writer(gguf.GGUFWriter):
         def add_tokenizer_model(self, name):

@@ -1,4 +1,4 @@
-"""`graphllm validate`: right models pass, and each of many faults is named where it is."""
+"""`graphllm validate`: correct models pass, and each of many faults is located."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Model(Decoder):
         q, k, v = self.qkv(x)
         k = self.norm(k, "k_norm")
         if %r:
-            self.norm(q, "q_norm")  # and forgotten
+            self.norm(q, "q_norm")  # the result is not used
         q, k = self.rope(q, i, batch), self.rope(k, i, batch)
         return self.linear(self.attend(q, k, v, i, batch), "o_proj", self.cfg.dim)
 """
@@ -103,7 +103,7 @@ def config(keys):
     return replace(c, mlp=replace(c.mlp, act="gelu"))
 """
 
-# (family, variant, code; the check that fails, and what it must say, line by line).
+# (model, variant, code, failing check, lines that its report must contain)
 FAULTS = {
     "rope base": (
         LLAMA, 0, OTHER_BASE, "layers",
@@ -174,7 +174,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """The directory of a family's variant, made once."""
+    """Return the directory of a model's variant, written once."""
     made: dict[tuple[str, int], object] = {}
 
     def of(name: str, variant: int):
@@ -208,7 +208,7 @@ def test_a_fault_is_named(fault, directory, tmp_path):
 
 @pytest.mark.parity
 def test_weights_that_are_no_numbers(directory, tmp_path):
-    """Both compute NaN then, which is no agreement."""
+    """NaN in both models does not count as agreement."""
     folder = tmp_path / "model"
     shutil.copytree(directory("llama", 0), folder)
     weights = load_file(folder / "model.safetensors")
@@ -223,7 +223,7 @@ def test_weights_that_are_no_numbers(directory, tmp_path):
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [f.name for f in models.specs()])
 def test_a_random_model_of_each_family_passes(name):
-    """The first of its TINY; test_families.py has them all."""
+    """The first configuration of TINY; test_builtin_models.py tests all."""
     spec = hf_models.SPECS[name]
     first = replace(spec, tiny=spec.tiny[:1])
     found = validate(model_def=first, tiny=True, device="cpu")
@@ -235,7 +235,7 @@ def test_a_random_model_of_each_family_passes(name):
         assert bool(run.oracle) == (not name.startswith("chatglm"))
 
 
-# ------------------------------------------------------------------------------- nobody to ask
+# -------------------------------------------------------------------------------- other oracles
 
 GATED = """
 from graphllm.models.llama import *
@@ -259,7 +259,7 @@ class Model(Decoder):
 """
 
 
-@pytest.mark.parity  # which is asked whether it has such a model
+@pytest.mark.parity  # transformers is asked whether it has the model
 def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
     path = tmp_path / "gated.py"
     path.write_text(GATED)
@@ -277,7 +277,7 @@ def test_without_an_oracle_a_model_is_held_against_itself(tmp_path):
 
 
 def numpy_gated(fault: str = "") -> str:
-    """A NumPy oracle of the gated model."""
+    """Return the source of a NumPy oracle of the gated model."""
     return f"""
 import numpy as np
 
@@ -320,7 +320,7 @@ def oracle(config, weights, ids):
 
 
 def test_a_function_in_numpy_is_an_oracle(tmp_path):
-    """Its values by scope tell where a model parts from it."""
+    """Its values by scope locate the divergence."""
     path, other = tmp_path / "gated.py", tmp_path / "wrong.py"
     path.write_text(GATED + numpy_gated())
     shown: list[tuple] = []
@@ -427,7 +427,7 @@ def test_what_it_prints_and_writes(directory, tmp_path):
 
 @pytest.mark.parity
 def test_what_transformers_cannot_load_either(directory, tmp_path):
-    """Ours is the clearer word."""
+    """graphllm's error is clearer than transformers'."""
     folder = tmp_path / "spiral"
     shutil.copytree(directory("llama", 0), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -489,7 +489,7 @@ def test_without_transformers_a_line_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.parity
 def test_a_wrong_tokenizer_is_named_and_the_rest_is_checked(directory, tmp_path):
-    """transformers reads another file than the one beside it says."""
+    """transformers reads a file other than the one that the index names."""
     import hf_tokenizers
 
     folder = tmp_path / "model"

@@ -44,7 +44,7 @@ class Model(Decoder):
         return ops.add(x, ops.mul(gate, ops.add(a, m)))
 """
 
-# With the names of a helper that stands beside the oracle's file.
+# The modeling code imports a helper module next to the oracle's file.
 MODELING = """
 import torch
 from torch import nn
@@ -137,7 +137,7 @@ class Halves(nn.Module):
 FUNCTION = """
 def oracle(config, weights, ids):
     import torch
-    from modeling_halves import Halves  # as late as that
+    from modeling_halves import Halves  # a late import
     module = Halves(config)
     module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     return module
@@ -156,8 +156,7 @@ oracle.load_state_dict(load_file(here / "model.safetensors"))
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A directory with the code of its own model, and a model file. Its path is on no path of this
-    process."""
+    """Return a directory with modeling code and a model file. It is not on this process's path."""
     monkeypatch.delitem(sys.modules, "modeling_halves", raising=False)
     write(tmp_path)
     import torch
@@ -227,7 +226,7 @@ def test_what_a_module_may_not_return(folder, returned, message):
 
 
 def test_a_directory_with_code_of_its_own(folder, monkeypatch):
-    """The code is not run, and the report says how to compare with it."""
+    """The code is not run, and the report tells how to compare with it."""
     hint = "modeling_halves.py (auto_map) is not run: an --oracle FILE may import it and return"
     found = validate(folder, model_def=folder / "mine.py", device="reference", tokens=8, new=2)
     assert found.first is None and found.runs[0].verdict.endswith("; pass one with --oracle FILE")

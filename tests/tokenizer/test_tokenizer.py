@@ -1,4 +1,4 @@
-"""Tokenizers against llama.cpp's ids, which golden/make_spm.py recorded."""
+"""SentencePiece tokenizers of GGUF files against llama.cpp (golden/make_spm.py)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_text_comes_back(tiny: Tokenizer) -> None:
         text = case["text"]
         if "▁" in text or "<tool>" in text or "sea" in text:
             continue  # a space is put after a special piece, and U+2581 is a space
-        expect = "".join(c for c in text if c != "z")  # the unused piece is never shown
+        expect = "".join(c for c in text if c != "z")  # the unused piece decodes to nothing
         shown = tiny.decode(tiny.encode(text, add_special=True))
         assert shown.replace("z", "") == expect
 
@@ -133,7 +133,7 @@ def test_ids_out_of_range(tiny: Tokenizer) -> None:
 
 
 def test_unusual_vocabularies(tmp_path: Path) -> None:
-    """Empty and repeated pieces, no types, no byte pieces, ids out of type range."""
+    """Empty and duplicate pieces, no types, no byte pieces, unknown types."""
     pieces = ["<unk>", "", "a", "b", "ab", "a", "</s>", "▁"]
     scores = [0.0] * len(pieces)
     spm = tokenizer.load(write_spm(tmp_path / "a.gguf", {"pieces": pieces, "scores": scores}))

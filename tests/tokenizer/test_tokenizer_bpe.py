@@ -1,4 +1,4 @@
-"""BPE tokenizers, and Phi-3's, against llama.cpp's ids, which golden/make_bpe.py recorded."""
+"""BPE tokenizers of GGUF files, and Phi-3's, against llama.cpp (golden/make_bpe.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGIN, END, MARK = (BYTES["pieces"].index(p) for p in ("<|begin|>", "<|endoftext
 
 
 def content(kind: str) -> dict[str, Any]:
-    """What the golden kind's file has in it."""
+    """Return the content of the vocabulary file of a golden kind."""
     pre = kind.removeprefix("lacking ")
     raw = pre == "raw" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].raw)
     vocabulary = ("lacking " if pre != kind else "") + ("raw" if raw else "bytes")
@@ -44,7 +44,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bpe(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A vocabulary-only file of an architecture that graphllm does not know."""
+    """A vocabulary-only file of an unknown architecture."""
     path = tmp_path_factory.mktemp("bpe") / "tiny.gguf"
     return tokenizer.load(write_vocabulary(path, content(kind)))
 
@@ -80,7 +80,7 @@ def test_every_named_kind_has_answers() -> None:
     assert set(NAMED) <= PRE_TOKENIZERS.keys()
     for name, pre in PRE_TOKENIZERS.items():
         first = next(other for other in PRE_TOKENIZERS if PRE_TOKENIZERS[other] == pre)
-        assert first in KINDS, name  # make_bpe.py checks that llama.cpp says the same of them all
+        assert first in KINDS, name  # make_bpe.py checks that llama.cpp treats the others alike
 
 
 def test_text_comes_back(kind: str, bpe: Tokenizer) -> None:
@@ -117,7 +117,11 @@ def test_unicode_classes_are_those_of_llama_cpp(name: str) -> None:
     """Whatever version of Unicode the installed tokenizers package has."""
     from tokenizers import Regex, pre_tokenizers
 
-    codes = (*range(0xD800), *range(0xE000, 0x34000), *range(0xE0000, 0xE0200))  # past all of them
+    codes = (
+        *range(0xD800),
+        *range(0xE000, 0x34000),
+        *range(0xE0000, 0xE0200),
+    )  # beyond all of the classes
     text = "".join(map(chr, codes))
     left = pre_tokenizers.Split(Regex(CHARACTER_CLASSES[name]), "removed").pre_tokenize_str(text)
     rest = {char for part, _ in left for char in part}
@@ -138,7 +142,7 @@ def test_phi3_pieces_take_spaces_along(tmp_path: Path) -> None:
 
 
 def test_specials_only_when_asked(tmp_path: Path) -> None:
-    """Also where merging, or a word that is a token, would lead to a control piece."""
+    """Also if merging, or a word that is a token, would result in a control token."""
     changed = BYTES | {"pieces": [*BYTES["pieces"], "Ġhello", "hello"], "pre": "llama-bpe"}
     changed["types"] = [*BYTES["types"], 1, 3]
     made = tokenizer.load(write_vocabulary(tmp_path / "c.gguf", changed))
@@ -168,7 +172,7 @@ def test_flags_of_the_file(tmp_path: Path) -> None:
     assert ids("", pre="llama-bpe") == [BEGIN]
     assert ids("", pre="llama-bpe", add_bos_token=False) == []
     assert ids("", pre="qwen2", add_bos_token=True, add_eos_token=True) == [BEGIN, END]
-    assert ids("", add_bos_token=True, bos_token_id=None) == [11]  # as llama.cpp has it
+    assert ids("", add_bos_token=True, bos_token_id=None) == [11]  # as in llama.cpp
     assert ids(" a", add_space_prefix=True) == ids(" a")
     made = tokenizer.load(write_vocabulary(path, BYTES, add_space_prefix=True))
     assert made.decode(made.encode(" a")) == " a"
@@ -187,7 +191,7 @@ def test_gemma4_by_either_name(tmp_path: Path) -> None:
 
 
 def test_infill_pieces_by_key(tmp_path: Path) -> None:
-    """A name makes a control piece of one that is user-defined, but not if the key is there."""
+    """A name turns a user-defined token into a control token, unless the key is present."""
     token = BYTES["pieces"].index("<|fim_prefix|>")
     path = tmp_path / "i.gguf"
     assert token not in tokenizer.load(write_vocabulary(path, BYTES)).encode("<|fim_prefix|>")
@@ -224,7 +228,7 @@ def test_bad_vocabularies(tmp_path: Path, change: dict[str, Any], message: str) 
 
 
 def test_impossible_merges_are_noted(tmp_path: Path) -> None:
-    """They have no effect, as in llama.cpp; those of pieces that the file lacks have theirs."""
+    """They have no effect, as in llama.cpp; merges of missing pieces are applied."""
     sound = tokenizer.load(write_vocabulary(tmp_path / "a.gguf", BYTES, pre="gpt-2"))
     assert sound.notes == []
     count = len(BYTES["merges"])
@@ -256,7 +260,7 @@ def test_a_missing_pre_tokenizer_is_noted(tmp_path: Path) -> None:
 
 
 def test_unusual_vocabularies(tmp_path: Path) -> None:
-    """Empty, repeated and undecodable pieces, merges of no use, text outside the alphabet."""
+    """Empty, duplicate and undecodable pieces, useless merges, text outside the alphabet."""
     pieces = ["a", "b", "", "a", b"\xff\xfe", "ab", "日", "c d"]
     merges = ["a b", "a b", "ab ", " ab", "a", "x y", "ab c d"]
     made = tokenizer.load(

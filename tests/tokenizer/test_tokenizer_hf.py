@@ -48,7 +48,7 @@ def clean(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory of a kind, made once."""
+    """Return the directory of a kind, written once."""
     folders: dict[str, Path] = {}
 
     def of(kind: str) -> Path:
@@ -87,7 +87,7 @@ def test_a_class_that_reads_merges_refuses_a_unigram_model(tmp_path: Path) -> No
 @pytest.mark.parity
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen3", "xglm", "unigram"])
 def test_texts_of_any_ids_equal_transformers(kind: str, made: Any) -> None:
-    """Halves of characters included, which byte-level vocabularies are made of."""
+    """Including incomplete characters, of which byte-level vocabularies consist."""
     from transformers import AutoTokenizer
 
     oracle = AutoTokenizer.from_pretrained(made(kind))
@@ -100,8 +100,8 @@ def test_texts_of_any_ids_equal_transformers(kind: str, made: Any) -> None:
 
 
 @pytest.mark.parity
-def test_the_older_file_is_read_by_its_class(made: Any) -> None:
-    """What transformers does with one file differs with the names beside it, and so here."""
+def test_vocab_json_is_read_by_its_class(made: Any) -> None:
+    """As in transformers, the class stated next to a file decides how it is read."""
     text = "<s>[INST] x"
     kinds = ("older llama", "older legacy llama", "mistral")
     ids = [tokenizer.from_directory(made(k)).encode(text, parse_special=True) for k in kinds]
@@ -184,8 +184,8 @@ def test_no_text_becomes_a_control_token(kind: str, made: Any) -> None:
         assert own.decode([token]) == "" and own.decode([token], skip_special=False) != ""
 
 
-def test_a_token_that_ends_is_never_of_text(tmp_path: Path) -> None:
-    """Even one that its file calls ordinary; it is shown, as transformers shows it."""
+def test_text_never_becomes_an_end_token(tmp_path: Path) -> None:
+    """Even one that its file declares ordinary; it is decoded, as in transformers."""
     text = Package.from_str(byte_level())
     text.add_tokens(["<|done|>", "<tool>"])
     save_raw(tmp_path, text.to_str(), "gpt2", tokenizer_class="PreTrainedTokenizerFast")
@@ -220,18 +220,18 @@ def test_ends(tmp_path: Path) -> None:
     text.add_special_tokens(["<|eot_id|>", "<|other|>"])
     eot = text.token_to_id("<|eot_id|>")
     save_raw(tmp_path, text.to_str(), eos_token="<|endoftext|>")
-    assert ends(tmp_path, {}) == {0, eot}  # by name: of the tokenizer, and of what is known to end
+    assert ends(tmp_path, {}) == {0, eot}  # by name: EOS of the tokenizer, and known end tokens
     assert ends(tmp_path, {"eos_token_id": 9}) == {0, eot, 9}
     assert ends(tmp_path, {"eos_token_id": [9, 10]}) == {0, eot, 9, 10}
     assert ends(tmp_path, {"eos_token_id": 9}, {"eos_token_id": [7]}) == {0, eot, 7}
     assert ends(tmp_path, {"eos_token_id": 9}, {"top_k": 1}) == {0, eot, 9}
-    assert ends(tmp_path, {"eos_token_id": 50256}) == {0, eot}  # a family's default
+    assert ends(tmp_path, {"eos_token_id": 50256}) == {0, eot}  # default of the model type
     assert tokenizer.from_directory(tmp_path, {"eos_token_id": 8}).eog_ids == {0, eot, 8}
 
 
 @pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
 @pytest.mark.parametrize("value", ["x", -1, 2**31, 1.5, True, [1, -1], {"id": 1}, "x" * 10**6])
-def test_what_can_be_no_id(tmp_path: Path, key: str, value: Any) -> None:
+def test_bad_eos_ids(tmp_path: Path, key: str, value: Any) -> None:
     save_raw(tmp_path, byte_level(WORDS))
     for configs in ({key: value}, {}), ({}, {key: value}):
         with pytest.raises(ModelFileError, match=rf"config\.json: {key} = .* is neither") as caught:
@@ -265,7 +265,7 @@ def test_load_takes_directories(made: Any) -> None:
     assert own.piece(own.encode("a")[0]) == b"a"
 
 
-# -- what cannot be read
+# -- malformed files
 
 
 def changed(text: str, change: Any) -> str:
@@ -281,7 +281,7 @@ def added(token: int, text: str) -> dict[str, Any]:
 
 PIECE = {"type": "WordPiece", "prefix": "##", "cleanup": True}
 MAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # the package panics
-BAD_JSON: list[tuple[Any, Any, str]] = [  # what a good file was, its change, the message
+BAD_JSON: list[tuple[Any, Any, str]] = [  # good file, change, message
     (lambda: "", None, "EOF"),
     (lambda: "{", None, "EOF"),
     (lambda: "[1, 2]", None, "tokenizer.json: "),
@@ -298,7 +298,7 @@ BAD_JSON: list[tuple[Any, Any, str]] = [  # what a good file was, its change, th
 
 
 def set_at(*path: Any) -> Any:
-    """A change of a file: the last of ``path`` is the value of what the others lead to."""
+    """Return a change of a file that sets a value; the last of ``path`` is the value."""
 
     def change(content: Any) -> None:
         *names, last, value = path
@@ -331,7 +331,7 @@ def test_a_panic_is_one_line_and_writes_nothing(tmp_path: Path, change: Any, cap
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_others_write_meanwhile_is_not_lost(capfd: Any) -> None:
+def test_output_of_others_is_not_lost(capfd: Any) -> None:
     with hold_stderr():
         os.write(2, b"one\n")
         assert capfd.readouterr().err == ""
@@ -401,7 +401,7 @@ def test_missing_and_huge(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="no tokenizer"):
         tokenizer.from_directory(tmp_path / "none")
     save_raw(tmp_path, "")
-    os.truncate(tmp_path / "tokenizer.json", 200_000_001)  # takes no room
+    os.truncate(tmp_path / "tokenizer.json", 200_000_001)  # a sparse file
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: 200 MB, more than 200"):
         tokenizer.from_directory(tmp_path)
 
@@ -410,8 +410,8 @@ def test_missing_and_huge(tmp_path: Path) -> None:
     "name",
     ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
 )
-def test_files_that_are_no_regular_ones(tmp_path: Path, name: str) -> None:
-    """A pipe, which nobody writes to, and a device that has no end."""
+def test_not_regular_files(tmp_path: Path, name: str) -> None:
+    """A pipe without a writer, and a device without an end."""
     save_raw(tmp_path, byte_level())
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         (tmp_path / name).unlink(missing_ok=True)

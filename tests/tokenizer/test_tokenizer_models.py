@@ -1,5 +1,7 @@
-"""SentencePiece models of Hugging Face directories, against the sentencepiece package; ChatGLM's,
-against the formulas of its published `tokenization_chatglm.py`; llama2.c's pieces."""
+"""SentencePiece .model files against the sentencepiece package, and llama2.c's pieces.
+
+ChatGLM's tokenizers are tested against formulas of its published `tokenization_chatglm.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ KINDS = [("bpe", "identity"), ("bpe", "nmt_nfkc"), ("unigram", "identity"), ("un
 def save(
     folder: Path, model: Path, name: str = "tokenizer.model", kind: str = "llama", **settings: Any
 ) -> Tokenizer:
-    """The tokenizer of a directory with the model file, of that model type."""
+    """Return the tokenizer of a directory with the .model file and this model type."""
     folder.mkdir(exist_ok=True)
     shutil.copy(model, folder / name)
     write_json(folder / "config.json", {"model_type": kind})
@@ -52,8 +54,8 @@ def test_ids_and_texts_equal_sentencepiece(tmp_path: Path, kind: str, rule: str)
     assert 2 not in own.encode("a</s>a")
 
 
-def test_a_llama_keeps_the_space_that_a_text_has(tmp_path: Path) -> None:
-    """transformers 5 puts none before it, where SentencePiece does; nor after special tokens."""
+def test_a_llama_adds_no_space_before_a_space(tmp_path: Path) -> None:
+    """transformers 5 adds none, unlike SentencePiece; nor after special tokens."""
     model = train_model("bpe")
     own = save(tmp_path, model, tokenizer_class="LlamaTokenizer")
     oracle = SentencePieceProcessor(model_file=str(model))
@@ -106,8 +108,8 @@ def ice_text() -> Path:
     )
 
 
-class Ice:
-    """ChatGLM-6B's tokenizer, from its formulas."""
+class PublishedChatGlm:
+    """ChatGLM-6B's tokenizer by its published formulas."""
 
     def __init__(self, model: Path, images: int) -> None:
         self.sp, self.images = SentencePieceProcessor(model_file=str(model)), images
@@ -133,14 +135,14 @@ class Ice:
 @pytest.mark.parametrize(("images", "settings"), [(0, {"num_image_tokens": 0}), (20_000, {})])
 def test_chatglm_6b(tmp_path: Path, ice_text: Path, images: int, settings: dict[str, Any]) -> None:
     own = save(tmp_path, ice_text, "ice_text.model", "chatglm", **settings)
-    oracle = Ice(ice_text, images)
+    oracle = PublishedChatGlm(ice_text, images)
     assert own.vocab_size == oracle.sp.vocab_size() + images and not own.add_bos
     names = ("<sop>", "<eop>")
     assert [own.bos_id, own.eos_id] == [oracle.sp.piece_to_id(n) + images for n in names]
     assert own.eos_id in own.eog_ids
     for text in TEXTS:
         if any(name in text for name in COMMANDS):
-            continue  # these the published code makes of a text, and graphllm only if asked
+            continue  # the published code parses these in text, graphllm only on request
         ids = oracle.encode(text)
         assert own.encode(text) == ids, text
         assert own.encode(text, add_special=True) == oracle.prompt(text), text
@@ -156,7 +158,7 @@ def test_chatglm_6b(tmp_path: Path, ice_text: Path, images: int, settings: dict[
         assert own.decode([5, own.encode("a")[0]]) == own.decode(own.encode("a")[:1])
 
 
-def test_chatglm_6b_wants_its_pieces(tmp_path: Path) -> None:
+def test_chatglm_6b_requires_its_pieces(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"ice_text\.model: pieces: there is no \[gMASK\]"):
         save(tmp_path, train_model("bpe"), "ice_text.model", "chatglm")
     with pytest.raises(ModelFileError, match=r"num_image_tokens = -1 is not a count"):
@@ -206,7 +208,7 @@ def test_llama2_c_pieces(tmp_path: Path) -> None:
         assert str(caught.value).startswith(name)
 
 
-# -- what cannot be read
+# -- malformed files
 
 
 def test_other_files(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""GGUF files of every family that llama.cpp has: the logits of the safetensors that they were made
-of, and those that llama.cpp gave of the same file (`golden/make_families.py`)."""
+"""GGUF files of every architecture: the logits of the original safetensors and of llama.cpp.
+
+`golden/make_gguf_logits.py` recorded llama.cpp's logits of the same files.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ import pytest
 import graphllm
 from graphllm.profiler.bench import parameters
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "family_logits.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
 SETTINGS = {"device": "reference", "kv_type": "f32", "context": gguf_models.CONTEXT}
 
 
 @pytest.fixture(scope="module", params=gguf_models.CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def made(request, tmp_path_factory):
-    """(the case's name, its directory, its GGUF file, transformers' model)."""
+    """Return the name of the case, its directory, its GGUF file and transformers' model."""
     kind, i = request.param
     folder, model = tmp_path_factory.mktemp(kind), gguf_models.model_of(kind, i)
     model.save_pretrained(folder)
@@ -31,7 +33,7 @@ def made(request, tmp_path_factory):
 
 @pytest.mark.parity
 def test_parameters_are_counted_as_llama_cpp_does(made):
-    """All elements that the file has, constants included."""
+    """All elements of the file are counted, constants included."""
     path = made[2]
     stored = sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(path).tensors)
     assert parameters(graphllm.load(path, **SETTINGS).decoder.weights) == stored

@@ -1,8 +1,8 @@
-"""Writes family_logits.json: llama.cpp's logits on the small GGUF files of `gguf_models` (extra
-"peers").
+"""Write gguf_logits.json: llama.cpp's logits of the small GGUF files of `gguf_models`.
 
-Run by hand when its cases change: ``python tests/golden/make_families.py``. It stops at the first
-model on which llama.cpp and transformers do not agree.
+Needs the extra "peers". Run by hand when the cases change: ``python
+tests/golden/make_gguf_logits.py``. It stops at the first model on which llama.cpp and transformers
+disagree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hf_models  # noqa: E402
 
 
 def logits(path: Path) -> np.ndarray:
-    """llama.cpp's, of all tokens: [T, vocab]."""
+    """Return llama.cpp's logits of all tokens [T, vocab]."""
     llm = llama_cpp.Llama(
         str(path), n_ctx=models.CONTEXT, n_threads=1, logits_all=True, verbose=False,
         flash_attn=False, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
@@ -44,7 +44,7 @@ def main() -> None:
             rows = found[list(models.ROWS)]
             kept[f"{kind}-{i}"] = [[float(f"{v:.5g}") for v in row] for row in rows]
     made = {"llama_cpp_python": llama_cpp.__version__, "logits": kept}
-    (HERE / "family_logits.json").write_text(json.dumps(made) + "\n")
+    (HERE / "gguf_logits.json").write_text(json.dumps(made) + "\n")
 
 
 if __name__ == "__main__":

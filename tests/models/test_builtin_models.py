@@ -1,4 +1,4 @@
-"""Every family against transformers, on small random models that its TINY describes."""
+"""Every built-in model against transformers, on small random models of its TINY."""
 
 from __future__ import annotations
 
@@ -22,33 +22,36 @@ STEPS = 8
     scope="module", params=hf_models.VARIANTS, ids=[f"{n}-{i}" for n, i in hf_models.VARIANTS]
 )
 def model(request, tmp_path_factory):
-    """(the directory, transformers' model)."""
+    """Return the directory and transformers' model."""
     name, variant = request.param
     folder = tmp_path_factory.mktemp(name)
     return folder, hf_models.write(folder, hf_models.SPECS[name], variant)
 
 
-def stepped(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
-    """Logits of a prompt, and of single tokens after it: [T, vocab]."""
+def stepwise_logits(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
+    """Return the logits [T, vocab] of a prefill and of decode steps after it."""
     engine = llm.engine
     engine.begin(ids)
     first = engine.step_logits(ids[:prompt])
     return np.concatenate([first, *(engine.step_logits([i]) for i in ids[prompt:])])
 
 
-def loaded(folder: Path, device: str) -> Callable[[int], graphllm.LLM]:
-    """The model for a context of so many tokens: one for all, unless its positions depend on it."""
+def loader(folder: Path, device: str) -> Callable[[int], graphllm.LLM]:
+    """Return a function from the context length to the model.
+
+    It is the same model for all lengths unless its rotary positions depend on the length.
+    """
 
     @cache
     def made(context: int) -> graphllm.LLM:
-        strict = device == "cuda"  # all of it runs there
+        strict = device == "cuda"  # no fallback
         return graphllm.load(folder, device=device, kv_type="f32", context=context, strict=strict)
 
     whole = made(len(IDS))
-    turns = (layer.rope for layer in whole.decoder.cfg.layers)
+    ropes = (layer.rope for layer in whole.decoder.cfg.layers)
     return (
         made
-        if any(rope is not None and rope.original_context for rope in turns)
+        if any(rope is not None and rope.original_context for rope in ropes)
         else lambda _: whole
     )
 
@@ -58,8 +61,8 @@ def loaded(folder: Path, device: str) -> Callable[[int], graphllm.LLM]:
 def test_logits_agree_with_transformers(model, device):
     need_device(device)
     folder, oracle = model
-    of = loaded(folder, device)
+    of = loader(folder, device)
     for prompt in PROMPTS:
         ids = IDS[: prompt + STEPS]
         want = hf_models.logits_of(oracle, ids)
-        assert hf_models.distance(stepped(of(len(ids)), ids, prompt), want) <= 1e-4
+        assert hf_models.distance(stepwise_logits(of(len(ids)), ids, prompt), want) <= 1e-4
