@@ -1,13 +1,13 @@
-"""How often `graphllm compare` is wrong on this machine, and whether it sees a slowed kernel.
+"""False alarms of `graphllm compare` on this machine, and detection of a slowed kernel.
 
     python benchmarks/compare_error_rates.py demo --comparisons 20 -r 5 --with "-n 64 -t 2"
     python benchmarks/compare_error_rates.py demo --comparisons 5 -r 5 --with "-t 2" --slow gated
 
-Every run is a process that profiles the model. A comparison is ``-r`` pairs of runs in turns, as
-`graphllm compare --against` makes them; besides, the runs of each pair are compared as one file
-with another. Both sides are identical, so whatever is called slower or faster is a false alarm;
-with ``--slow OP`` every thread of B waits at the end of its part of such a step, for ``--share`` of
-the time that the part took. ``--keep FOLDER`` keeps the profiles, and goes on with what is there.
+Every run is a process that profiles the model. A comparison has ``-r`` interleaved pairs of runs,
+as in `graphllm compare --against`; each pair is also compared alone, one file per side. Both sides
+are identical, so every row called slower or faster is a false alarm. With ``--slow OP`` every
+thread of side B waits at the end of its part of such a step for ``--share`` of the time the part
+took. ``--keep FOLDER`` keeps the profiles and resumes from existing ones.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
 from graphllm.cli import main as graphllm
 from graphllm.profiler.compare.comparison import WALL, Comparison, compare
 
-LINE = 8  # words of a cache line
+LINE = 8  # 8-byte words per cache line
 
 
 @kernel
 def begin(p, thread, threads):
-    """Note when each thread begins."""
+    """Record when each thread begins."""
     (notes,) = args(p, 1)
     i64s(notes)[LINE * thread] = clock_ns()
 
 
 @kernel
 def linger(p, thread, threads):
-    """Wait for so many thousandths of the time since then."""
+    """Wait for a share of the time since `begin`, given in thousandths."""
     notes, thousandths = args(p, 2)
     now = clock_ns()
     end = now + (now - i64s(notes)[LINE * thread]) * i64s(thousandths)[0] // 1000
@@ -52,7 +52,7 @@ def linger(p, thread, threads):
 
 
 def slow_down(op: str, share: float) -> None:
-    """Let the CPU's kernels for ``op`` take ``share`` longer."""
+    """Make the CPU kernels for ``op`` take ``share`` longer."""
 
     def slowed(build):
         def slower(ctx: KernelContext) -> list[Launch]:
@@ -70,14 +70,14 @@ def slow_down(op: str, share: float) -> None:
 
 
 def profile(words: Sequence[str], path: Path, slow: Sequence[str] = ()) -> None:
-    """Profile in a process of its own. ``slow``: op and share of `slow_down`."""
+    """Profile in a separate process. ``slow``: arguments of `slow_down`."""
     if not path.exists():
         own = [sys.executable, __file__, "--run", *slow, "--", *words, "-o", str(path)]
         subprocess.run(own, check=True, stdout=subprocess.DEVNULL)
 
 
 def run(words: list[str]) -> None:
-    """What such a process does: ``[op share] -- words of profile``."""
+    """Run in that process; ``words``: ``[op share] -- arguments of profile``."""
     at = words.index("--")
     if at:
         slow_down(words[0], float(words[1]))
@@ -86,7 +86,7 @@ def run(words: list[str]) -> None:
 
 
 class Score:
-    """Comparisons of one kind, and what they said."""
+    """Counts of verdicts over comparisons of one kind."""
 
     def __init__(self, kind: str, slow: str | None) -> None:
         self.kind, self.slow = kind, slow
@@ -108,7 +108,7 @@ class Score:
         return label.split()[0] == self.slow
 
     def _expected(self, label: str) -> bool:
-        """Slowing an op makes the whole slower, too."""
+        """Whether a verdict is expected: the slowed op, and the wall time."""
         return self.slow is not None and (label == WALL or self._slowed(label))
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Score:
             by = f" by {np.mean(self.hits):+.0%}" if self.hits else ""
             text += f"; decode {self.slow} slower{by} in {len(self.hits)}"
         if self.silent:
-            text += f"; the machine too busy for verdicts on decode in {self.silent}"
+            text += f"; no verdicts on decode in {self.silent}, the machine was busy"
         return text + (f"; {dict(self.said)}" if self.said else "")
 
 
@@ -126,14 +126,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--comparisons", type=int, default=20)
     parser.add_argument("-r", "--repetitions", type=int, default=5)
-    parser.add_argument("--with", dest="flags", default="", help="flags of profile")
-    parser.add_argument("--slow", metavar="OP", help="slow side B's kernels for this op down")
-    parser.add_argument("--share", type=float, default=0.2, help="by so much")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="use and keep profiles there")
+    parser.add_argument("--with", dest="flags", default="", help="Flags of profile.")
+    parser.add_argument("--slow", metavar="OP", help="Slow down side B's kernels of this op.")
+    parser.add_argument("--share", type=float, default=0.2, help="Slowdown, as a share.")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="Folder to keep and reuse profiles."
+    )
     asked = parser.parse_args()
     words = [asked.model, *shlex.split(asked.flags)]
     slow = [asked.slow, str(asked.share)] if asked.slow else []
-    turns, files = Score("in turns", asked.slow), Score("one file a side", asked.slow)
+    turns, files = Score("interleaved", asked.slow), Score("one file per side", asked.slow)
     with TemporaryDirectory() as folder:
         kept = asked.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)

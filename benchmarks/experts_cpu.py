@@ -1,13 +1,13 @@
-"""Speed of expert_linear on the CPU beside linear, by format: decode in GB/s, prefill in GOP/s.
+"""Speed of expert_linear on the CPU against linear, by format: decode in GB/s, prefill in GOP/s.
 
     python benchmarks/experts_cpu.py [--formats q8_0,q4_k] [--shapes 8x3584x2048:2]
 
-A shape is experts x N x K : experts of a token. Decode multiplies one token with k experts at a
-time, until all of the experts were read once, in random order. In turn with it, linear reads the
-same bytes, as matrices of k N rows, and the read ceiling is taken: all threads read as many bytes,
-and do nothing with them. Prefill counts 2 T k N K operations, the tokens' experts being random;
-linear does as many, with as many bytes: T k / E tokens and one matrix of E N rows. Medians; the
-first round, which also compiles, is left out, and so is the time to quantise the activation.
+A shape is E x N x K : k, with E experts of which each token uses k. Decode multiplies one token
+with k experts at a time, until every expert was read once, in random order. Interleaved with it,
+linear reads the same bytes as matrices of k N rows, and a read probe measures the ceiling. Prefill
+counts 2 T k N K operations with random experts; linear does the same number of operations on the
+same bytes: T k / E tokens and one matrix of E N rows. Figures are medians without the first round,
+which also compiles, and without the time to quantize activations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-from linear_cpu import Turns
+from linear_cpu import InterleavedRuns
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
@@ -32,7 +32,7 @@ from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
 
 @dataclass(frozen=True)
 class Shape:
-    """``experts`` matrices N x K, of which a token meets ``each``."""
+    """``experts`` matrices N x K, of which each token uses ``each``."""
 
     experts: int
     n: int
@@ -49,7 +49,7 @@ class Shape:
 
 
 class Bench:
-    """Experts of one format, and programs that multiply activations with some of them."""
+    """Experts of one format, and programs that multiply activations with them."""
 
     def __init__(self, kind: DType, shape: Shape, options: Options, total: int) -> None:
         self.kind, self.shape, self.options = kind, shape, options
@@ -87,9 +87,10 @@ class Bench:
         return Operand(Meta.of((nbytes,), "i8"), self.device.alloc(nbytes)) if nbytes else None
 
     def program(self, name: str, tokens: int, steps: int = 1, joined: int = 1) -> tuple[Run, int]:
-        """``steps`` products by the op of that name, and how many steps before them quantise.
+        """Build ``steps`` products by op ``name``; return the program and its quantizing steps.
 
-        ``joined``: how many experts are one matrix for linear.
+        The quantizing steps come first. ``joined``: number of experts that linear treats as one
+        matrix.
         """
         shape, k = self.shape, self.shape.k
         x = self._leaf("x", (tokens, k), "f32")
@@ -120,7 +121,7 @@ class Bench:
         return self.device.build(made, Header()).run, len(made) - steps
 
     def _chosen(self, tokens: int, layer: int, group: int) -> tuple[Tensor, Operand]:
-        """Ids as a node and in place: of one token, each expert of a layer once in all groups."""
+        """Return expert ids, node and operand; for one token, groups cover each expert once."""
         shape, node = self.shape, self._ids(tokens)
         if tokens == 1:
             every = np.random.default_rng(layer).permutation(shape.experts)
@@ -131,7 +132,7 @@ class Bench:
         return node, Operand(node.meta, stored.view(np.uint8).reshape(-1))
 
     def decode(self, rounds: int) -> tuple[float, float, float]:
-        """Bytes a second of expert_linear, of linear, and of a plain read."""
+        """Return the bytes/s of expert_linear, of linear, and of the read probe."""
         steps = self.layers * (self.shape.experts // self.shape.each)
         area = allocate(self.nbytes)
         area[:] = 1
@@ -140,21 +141,21 @@ class Bench:
             for name in ("expert_linear", "linear")
         }
         read = read_probe(area, self.threads)
-        turns = Turns(read=read, **{name: run for name, (run, _) in runs.items()})
-        found = turns.seconds(rounds)
+        interleaved = InterleavedRuns(read=read, **{name: run for name, (run, _) in runs.items()})
+        found = interleaved.seconds(rounds)
         times = [found[name][:, first:].sum(axis=1) for name, (_, first) in runs.items()]
         experts, linear, reading = (self.nbytes / np.median(t) for t in (*times, found["read"]))
         return experts, linear, reading
 
     def prefill(self, tokens: int, rounds: int) -> tuple[float, float]:
-        """Operations a second of expert_linear and of linear."""
+        """Return the operations/s of expert_linear and of linear."""
         shape = self.shape
         fewer = tokens * shape.each // shape.experts
         runs = {
             "expert_linear": self.program("expert_linear", tokens),
             "linear": self.program("linear", fewer, joined=shape.experts),
         }
-        found = Turns(**{name: run for name, (run, _) in runs.items()}).seconds(rounds)
+        found = InterleavedRuns(**{name: run for name, (run, _) in runs.items()}).seconds(rounds)
         done = 2 * tokens * shape.each * shape.n * shape.k
         times = [found[name][:, first:].sum(axis=1) for name, (_, first) in runs.items()]
         experts, linear = (done / np.median(t) for t in times)
@@ -165,8 +166,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--formats", default="q4_k,q8_0,mxfp4,f16", help=", ".join(FORMATS))
     parser.add_argument("--shapes", default="8x3584x2048:2,128x768x2048:8")
-    parser.add_argument("--tokens", type=int, default=128, help="of prefill")
-    parser.add_argument("--mib", type=int, default=512, help="of weights that decode reads")
+    parser.add_argument("--tokens", type=int, default=128, help="Tokens of prefill.")
+    parser.add_argument("--mib", type=int, default=512, help="MiB of weights that decode reads.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     opts = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Speed of a Mixtral-8x7B's experts (8 of 14336 x 4096, 2 of them a token) on this machine's GPU.
+"""Speed of the experts of a Mixtral 8x7B (8 of 14336 x 4096, 2 per token) on this machine's GPU.
 
     python benchmarks/experts_cuda.py [--formats f16,q8_0,q4_k] [--tokens 1,2,4,8,64,512]
 
-``mixture``: layers that are a router, experts and the residual, one after the other: microseconds
-of one, the GB/s of the weights that its tokens name, their share of the best read, TFLOP/s. Tokens
-and weights are random; one token is a replayed graph; there are more weights than the caches hold.
-``steps``: of one token, each kind of step by the kernels' own times.
+``mixture``: a chain of layers of a router, experts and the residual: microseconds per layer, GB/s
+of the selected weights, their share of the read bandwidth, TFLOP/s. Tokens and weights are random;
+one token is a replayed CUDA graph; the weights exceed the caches. ``steps``: decode time by kind of
+step, from the kernels' timestamps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 EXPERTS, EACH, HIDDEN, DIM = 8, 2, 14336, 4096
-BYTES = 4 << 30  # of weights that a measurement goes over, about
+BYTES = 4 << 30  # approximate bytes of weights per measurement
 ROUNDS = 10
 MATRICES = {"gate": (HIDDEN, DIM), "up": (HIDDEN, DIM), "down": (DIM, HIDDEN)}
 
 
 class Layers:
-    """As many mixtures as make `BYTES`, one after the other, in one format."""
+    """A chain of MoE layers of one format, of `BYTES` in total."""
 
     def __init__(self, kind: str) -> None:
         form = dtype(kind)
@@ -56,7 +56,7 @@ class Layers:
         self.outputs = {"x": x}
 
     def _mixture(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
-        """Layer ``i`` of x [T, DIM]: its result [T, DIM], and the experts that were chosen."""
+        """Apply layer ``i`` to x [T, DIM]; return the result [T, DIM] and the selected experts."""
         scores = ops.softmax(ops.linear(x, weight(f"{i}.router", (EXPERTS, DIM), "f32")))
         ids = ops.top_k(scores, k=EACH)
         weights = ops.sum_norm(ops.pick(scores, ids))
@@ -70,7 +70,7 @@ class Layers:
         return ops.combine(product(h, "down"), weights), ids
 
     def run(self, tokens: int, recorder: Recorder | None = None) -> tuple[float, float]:
-        """Seconds of a layer for so many tokens, and how many experts these name on average."""
+        """Return the seconds of a layer, and the mean number of distinct experts."""
         x = np.random.default_rng(tokens).standard_normal((tokens, DIM)).astype(np.float32)
         bounds = {"T": (1, tokens)}
         found = self.executor.run(self.executor.compile(self.ids, bounds), {"x": x})
@@ -89,7 +89,7 @@ class Layers:
         return median(times) / self.count, distinct
 
     def mixture(self, counts: list[int]) -> Iterator[str]:
-        """A line for each count of tokens."""
+        """Yield a line for each number of tokens."""
         for tokens in counts:
             seconds, distinct = self.run(tokens)
             rate = self.one * distinct / EXPERTS / seconds
@@ -100,7 +100,7 @@ class Layers:
             )
 
     def steps(self) -> Iterator[str]:
-        """A line for each kind of step of one token."""
+        """Yield a line for each kind of decode step."""
         recorder = Recorder()
         self.run(1, recorder)
         for name, total in totals(recorder.rows).items():

@@ -1,13 +1,13 @@
-"""What the CUDA backend does on this machine's GPU, as tables: is it right, and how fast.
+"""Correctness and speed of the CUDA backend on this machine's GPU, as tables.
 
     python benchmarks/gpu.py                                    # all parts
     python benchmarks/gpu.py ceilings ops                       # some
     python benchmarks/gpu.py models profile --only mistral-7b:q4_0
 
-The output is printed and kept in benchmarks/results/, named after the GPU and the date. Times are
-the GPU's own (CUDA events), the median of 20 runs after two, which are not counted, or wall times
-where that is said. A part that fails leaves a line that begins with "error:", the others run, and
-the exit code is 1.
+The output is printed and written to benchmarks/results/, in a file named after the GPU and the
+date. Times are GPU times (CUDA events) unless marked as wall times: the median of 20 runs after two
+warm-up runs. If a part fails, its line begins with "error:", the other parts run, and the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from statistics import median
 
 import gpu_models
 import numpy as np
-from gpu_shared import Lines, Model, ModelPart, Part, cuda, rates, share
+from gpu_shared import Lines, Model, ModelPart, Part, cuda, measure_ceilings, share
 
 from graphllm import ops
 from graphllm.backends import Options
@@ -37,11 +37,11 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 ROOT = Path(__file__).parents[1]
-ROUNDS, CHAIN, WIDTH = 20, 64, 4096  # runs that count; ops of one kind in a plan; their columns
+ROUNDS, CHAIN, WIDTH = 20, 64, 4096  # timed runs; ops of one kind per plan; columns
 
 
 def correctness() -> Lines:
-    """The tests that need a GPU."""
+    """Tests that need a GPU."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "--tb=line"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     yield from done.stdout.splitlines()[-12:]
@@ -50,29 +50,29 @@ def correctness() -> Lines:
 
 
 def ceilings() -> Lines:
-    """What memory, cache and arithmetic give; copies with both directions counted."""
-    measured = rates()
+    """Ceilings of memory, cache and arithmetic; copies count both directions."""
+    measured = measure_ceilings()
     for kind, found in {**measured.memory, **measured.caches, **measured.peaks}.items():
         each = ", ".join(f"{n}: {rate / 1e9:.0f}" for n, rate in found.items())
         best = max(found.values())
         shown = f"{best / 1e9:7.0f} GFLOP/s     " if kind in measured.peaks else share(best)
-        yield f"{kind:<10} {shown}   by blocks a processor: {each}"
+        yield f"{kind:<10} {shown}   by blocks per multiprocessor: {each}"
 
 
 def upload() -> Lines:
-    """Weights from the page cache to the GPU."""
+    """Upload of weights from the page cache to the GPU."""
     device = cuda().open_device(Options())
     raw = np.random.default_rng(0).integers(0, 256, (1024, 2 << 20), np.uint8)
     for _ in range(2):
         start = time.perf_counter()
         buffer = device.prepare(None, raw, weight("w", raw.shape, "i8").meta)
-        buffer[-1:]  # waits
+        buffer[-1:]  # waits for the copy
         rate = raw.nbytes / (time.perf_counter() - start)
         yield f"{raw.nbytes / 1e9:.1f} GB at {rate / 1e9:.1f} GB/s"
 
 
 def per_op() -> Lines:
-    """Microseconds of one op among many: one token (a replayed graph), and 512 (launches)."""
+    """Microseconds per op: at 1 token (a replayed CUDA graph) and at 512 (launches)."""
     yield f"{'op':<14} {'1 token, us':>12} {'512 tokens, us':>16}"
     for name, make in CHAINS.items():
         (few, _), (many, nbytes) = (chain_time(make, rows) for rows in (1, 512))
@@ -85,8 +85,7 @@ def per_op() -> Lines:
 
 
 def chain_time(make: Callable[[Tensor, int], tuple[Tensor, ...]], rows: int) -> tuple[float, float]:
-    """Microseconds an op of many that read what one fed value gives, one after the other, and the
-    bytes that it declares."""
+    """Return microseconds and declared bytes per op, for a plan of many ops on one fed value."""
     x = feed("x", (Var("T", rows, rows), WIDTH), "f32")
     outputs = {f"y{i}.{k}": y for i in range(CHAIN) for k, y in enumerate(make(x, i))}
     names = {f"w{i}": np.ones(WIDTH, np.float32) for i in range(CHAIN)}
@@ -109,7 +108,7 @@ def _sandwich(x: Tensor, i: int) -> tuple[Tensor, ...]:
 
 
 def _turned(x: Tensor, i: int) -> tuple[Tensor, ...]:
-    """32 heads of queries, 8 of keys and of values, to a pool of float16."""
+    """Rotate 32 query heads and 8 key heads; write keys and values to a float16 pool."""
     pos, slot = (feed(name, x.shape[:1], "i32") for name in ("pos", "slot"))
     q, k = x.heads(32), x.slice(1, 0, WIDTH // 4).heads(8)
     pools = [state(f"{n}{i}", (512, 8, WIDTH // 32), "f16") for n in "kv"]
@@ -140,7 +139,7 @@ CHAINS: dict[str, Callable[[Tensor, int], tuple[Tensor, ...]]] = {
 
 
 def sample_time(width: int, top_k: int) -> tuple[float, float]:
-    """Microseconds of drawing one id, and the bytes that this declares."""
+    """Return the microseconds of sampling one id, and its declared bytes."""
     n = Var("N", 1, 1)
     settings = {
         "temperature": np.float32(0.8), "top_k": np.int32(top_k), "top_p": np.float32(0.95),
@@ -155,7 +154,7 @@ def sample_time(width: int, top_k: int) -> tuple[float, float]:
 
 
 def host() -> Lines:
-    """What a plan of 300 small steps costs the host, and the GPU."""
+    """Overhead of a plan of 300 small steps on host and GPU."""
     x = feed("x", (Var("T", 1, 1), WIDTH), "f32")
     y = x
     for _ in range(300):
@@ -168,16 +167,16 @@ def host() -> Lines:
     ((segment, _),) = executor.segments(plan)
     gpu = executor.devices["cuda"].gpu
     each = median(gpu.time_runs(lambda: segment.run(None), ROUNDS)) / 300
-    yield f"GPU, a step: {1e6 * each:.2f} us"
-    yield f"host, to launch the graph: {host_time(lambda: segment.run(None)):.1f} us"
+    yield f"GPU, per step: {1e6 * each:.2f} us"
+    yield f"host, launch of the CUDA graph: {host_time(lambda: segment.run(None)):.1f} us"
     gpu.stream.synchronize()
     whole = host_time(lambda: executor.run(plan, feeds))
     done = host_time(lambda: (segment.run(None), gpu.stream.synchronize()))
-    yield f"Executor.run: {whole:.1f} us; its segment alone, until it is done: {done:.1f} us"
+    yield f"Executor.run: {whole:.1f} us; its segment alone, with synchronization: {done:.1f} us"
 
 
 def host_time(work: Callable[[], object], rounds: int = 50) -> float:
-    """Microseconds of wall time, the median."""
+    """Return the median wall time in microseconds."""
     found = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -187,7 +186,7 @@ def host_time(work: Callable[[], object], rounds: int = 50) -> float:
 
 
 def run_time(outputs: dict, feeds: dict, weights: dict, env: dict) -> tuple[float, float]:
-    """Microseconds of a plan on the GPU, and the bytes that its ops declare."""
+    """Return the microseconds of a plan on the GPU, and the declared bytes of its ops."""
     executor = Executor(Arrays(weights), ("cuda", "reference"))
     plan = executor.compile(outputs)
     used = {name: data for name, data in feeds.items() if name in plan.leaves}
@@ -217,14 +216,14 @@ NAMES = (*MODEL_PARTS, *PARTS)
 
 
 def commit() -> str:
-    """The commit that this checkout is at, if that can be told."""
+    """Return the commit of this checkout, or "unknown"."""
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
 def model_named(text: str) -> Model:
-    """SHAPE:FORMAT. ArgumentTypeError lists what is known."""
+    """Parse SHAPE:FORMAT; ArgumentTypeError lists the known ones."""
     shape, _, kind = text.partition(":")
     if shape not in SHAPES:
         raise argparse.ArgumentTypeError(f"no shape {shape!r}; known: {', '.join(SHAPES)}")
@@ -234,7 +233,7 @@ def model_named(text: str) -> Model:
 
 
 class Report:
-    """What is printed, kept in a file from the first line on: nothing is lost with what follows."""
+    """Prints lines and appends each to a file at once, so that a crash loses nothing."""
 
     def __init__(self, what: str) -> None:
         now = datetime.now(timezone.utc)
@@ -252,13 +251,13 @@ class Report:
             file.write(text + "\n")
 
     def part(self, name: str, only: list[Model]) -> bool:
-        """Run one part; whether it came to its end. What it raises is one line of the report."""
+        """Run one part; return whether it succeeded. An exception becomes one line."""
         run = MODEL_PARTS.get(name) or PARTS[name]
         self.line(f"\n## {name}: {(run.__doc__ or '').splitlines()[0]}")
         try:
             for line in MODEL_PARTS[name](only) if name in MODEL_PARTS else PARTS[name]():
                 self.line(line)
-        except Exception as error:  # the other parts' figures are wanted all the same
+        except Exception as error:  # the other parts still run
             self.line(f"error: {name}: {type(error).__name__}: {error}".replace("\n", " "))
             debug(1, traceback.format_exc())
             return False
@@ -267,10 +266,12 @@ class Report:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"Parts to run: {', '.join(NAMES)}."
+    )
     parser.add_argument(
         "--only", action="append", default=[], type=model_named, metavar="SHAPE:FORMAT",
-        help="run the parts on this model (repeatable), not on their own choice",
+        help="Model to run instead of the defaults of each part; may be repeated.",
     )  # fmt: skip
     asked = parser.parse_args()
     unknown = sorted(set(asked.parts) - set(NAMES))

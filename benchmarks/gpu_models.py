@@ -1,4 +1,4 @@
-"""The parts of gpu.py that run whole models with random weights, sampling included."""
+"""Parts of gpu.py that run whole models with random weights, including sampling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import gpu_shared as shared
 import numpy as np
-from gpu_shared import Lines, Marks, Model
+from gpu_shared import Lines, Model, StepEvents
 
 import graphllm
 from graphllm.checkpoints.random_weights import RandomCheckpoint
@@ -37,7 +37,7 @@ TESTS: dict[Model, tuple[bench.Test, ...]] = {
     ("qwen3-30b-a3b", "q4_k_m"): (DECODE, PROMPT),
     ("gpt-oss-20b", "mxfp4"): (DECODE, PROMPT),
 }
-ROUNDS = 3  # of each test that count, after one that does not
+ROUNDS = 3  # of each test, after one warm-up
 SEQUENCES, DEPTH, STEPS = 16, 512, 64  # of the part `batch`
 GREEDY = Sampling(temperature=0.0, seed=0)
 
@@ -46,11 +46,11 @@ GREEDY = Sampling(temperature=0.0, seed=0)
 
 
 def models(only: list[Model]) -> Lines:
-    """Tokens a second, with GB/s of weights and cache and share of the best read, or TFLOP/s."""
+    """Tokens per second, with GB/s of weights and cache and share of bandwidth, or TFLOP/s."""
     yield f"{'shape':<12} {'format':<8} {'test':<14} {'tok/s':>9}"
-    for model in shared.picked(only, tuple(TESTS)):
+    for model in shared.select_models(only, tuple(TESTS)):
         tests = TESTS.get(model, (DECODE, PROMPT))
-        llm = shared.loaded(model, max(test.context for test in tests) + 64)
+        llm = shared.load_random(model, max(test.context for test in tests) + 64)
         for test in tests:
             result = bench.run(llm, test, ROUNDS, lambda done: None)
             rate = median(result.rates)
@@ -63,7 +63,7 @@ def models(only: list[Model]) -> Lines:
 
 
 def prompt_flops(engine: Engine, test: bench.Test) -> float:
-    """Operations of reading the prompt, by what ops declare."""
+    """Return the operations of the prefill, by declared costs."""
     size = engine.limits.tokens
     plan = engine._plan(["ids"], size)
     ends = range(test.depth, test.depth + test.prompt, size)
@@ -75,17 +75,17 @@ def prompt_flops(engine: Engine, test: bench.Test) -> float:
 
 
 def idle(only: list[Model]) -> Lines:
-    """How long the GPU has nothing to do between two steps of decoding, and the host has work."""
+    """GPU idle time between decode steps, and busy time of the host."""
     usual = (("mistral-7b", "f16"), ("mistral-7b", "q4_0"), ("llama-1b", "f16"))
     yield (
         f"{'shape':<12} {'format':<8} {'wall us':>8} {'GPU us':>8} {'idle':>6} {'between us':>11} "
-        f"{'host us':>8}   while it works"
+        f"{'host us':>8}   while busy"
     )
-    for model in shared.picked(only, usual):
-        llm = shared.loaded(model, DECODE.context + 64)
+    for model in shared.select_models(only, usual):
+        llm = shared.load_random(model, DECODE.context + 64)
         plain = bench.run(llm, DECODE, ROUNDS, lambda done: None)
         wall, nbytes = 1e6 / median(plain.rates), plain.nbytes
-        steps, between = marked(llm.engine)
+        steps, between = step_times(llm.engine)
         own, gap = 1e6 * median(steps), 1e6 * median(between)
         yield (
             f"{model[0]:<12} {model[1]:<8} {wall:8.1f} {own:8.1f} {1 - own / wall:6.1%} "
@@ -115,15 +115,15 @@ def decode(engine: Engine, wrap: Any) -> float:
         engine.executor.decode_loop = repeat
 
 
-def marked(engine: Engine) -> tuple[list[float], list[float]]:
-    """Seconds of each step by the GPU's clock, and between each and the next."""
+def step_times(engine: Engine) -> tuple[list[float], list[float]]:
+    """Return the GPU seconds of each step, and of the gaps between steps."""
     device, made = engine.executor.devices["cuda"], []
-    decode(engine, lambda steps: made.append(Marks(steps, device)))
+    decode(engine, lambda steps: made.append(StepEvents(steps, device)))
     return made[0].seconds()
 
 
 def host(engine: Engine) -> float:
-    """Microseconds a token in which the host does not wait for the GPU."""
+    """Return the microseconds per token in which the host does not wait for the GPU."""
     waited = []
 
     def timed(steps: DecodeLoop) -> None:
@@ -144,16 +144,16 @@ def host(engine: Engine) -> float:
 
 
 def batch(only: list[Model]) -> Lines:
-    """A step of 16 sequences, 512 tokens of each in the cache, by way of the Executor."""
+    """Decode steps of 16 sequences with 512 cached tokens each, through the Executor."""
     yield f"{'shape':<12} {'format':<8} {'tok/s, GPU':>11} {'tok/s, wall':>12} {'step us':>8}"
-    for model in shared.picked(only, (("mistral-7b", "f16"),)):
+    for model in shared.select_models(only, (("mistral-7b", "f16"),)):
         many = Batch(model, SEQUENCES, DEPTH + STEPS + 8)
         for s in range(SEQUENCES):
             many.prefill(s, DEPTH)
         many.decode(DEPTH, STEPS)
         many.check()
         wall = median(many.decode(DEPTH, STEPS) for _ in range(ROUNDS))
-        own = median(many.marked(DEPTH, STEPS).seconds()[0])
+        own = median(many.step_times(DEPTH, STEPS).seconds()[0])
         nbytes = bench.step_bytes(many.plan, DEPTH + STEPS // 2, SEQUENCES)
         yield (
             f"{model[0]:<12} {model[1]:<8} {SEQUENCES / own:11.1f} {SEQUENCES / wall:12.1f} "
@@ -163,9 +163,9 @@ def batch(only: list[Model]) -> Lines:
 
 
 class Batch:
-    """Sequences that decode together: what an engine of many requests would feed.
+    """Batched decode of several sequences, fed as an engine of many requests would.
 
-    GraphllmError for a model of which some layers keep a window only.
+    Raises GraphllmError for a model with sliding-window layers.
     """
 
     def __init__(self, model: Model, sequences: int, context: int) -> None:
@@ -174,29 +174,29 @@ class Batch:
         self.limits = Limits(tokens=512, sequences=sequences, context=context)
         self.vocab, self.names = decoder.cfg.vocab, [c.name for c in decoder.caches]
         if any(c.window for c in decoder.caches):
-            raise GraphllmError(f"batch: {model[0]} has layers with a window")
+            raise GraphllmError(f"batch: {model[0]} has sliding-window layers")
         self.outputs = decoder.build(self.limits)
         self.executor = Executor(decoder.weights, shared.ORDER)
         most = sequences
         bounds = {"T": (1, most), "S": (1, most), "Q": (2, most + 1), "N": (1, most)}
         self.plan = self.executor.compile({"ids": self.outputs["ids"]}, bounds)
         self.tables = [self._table(s) for s in range(sequences)]
-        self.drawn: list[np.ndarray] = []
+        self.sampled: list[np.ndarray] = []
 
     def _table(self, sequence: int) -> BlockTable:
-        """The blocks of one sequence, all of them."""
+        """Return the block table of one sequence, with all its blocks."""
         first, count = sequence * self.limits.blocks, self.limits.blocks
         table = BlockTable(list(range(first, first + count)), self.limits.block, count)
         table.grow(self.limits.context)
         return table
 
     def tokens(self, sequence: int, count: int) -> list[int]:
-        """The first and the last sequence have the same ones."""
+        """Return token ids of a sequence; the first and the last sequence have the same ids."""
         own = sequence % (self.limits.sequences - 1)
         return bench.filler_tokens(count + 31 * own, self.vocab)[31 * own :]
 
     def prefill(self, sequence: int, count: int) -> None:
-        """Put ``count`` tokens of a sequence into the cache."""
+        """Prefill ``count`` tokens of a sequence."""
         pools = {n: node for n, node in self.outputs.items() if n.startswith("kv.")}
         most = {"T": (1, self.limits.tokens), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}
         plan, tokens = self.executor.compile(pools, most), self.tokens(sequence, count)
@@ -215,7 +215,7 @@ class Batch:
             self.executor.run(plan, whole, fetch=())
 
     def feeds(self, depth: int) -> dict[str, np.ndarray]:
-        """Of the first step after ``depth`` tokens of each sequence."""
+        """Return the feeds of the first step after ``depth`` tokens of each sequence."""
         s = self.limits.sequences
         ints = {
             "ids": [self.tokens(i, depth + 1)[-1] for i in range(s)], "pos": [depth] * s,
@@ -234,47 +234,47 @@ class Batch:
         }
 
     def decode(self, depth: int, count: int, wrap: Any = lambda steps: None) -> float:
-        """Draw ``count`` tokens of each sequence: seconds of wall time a step."""
+        """Decode ``count`` tokens of each sequence; return the wall time per step in seconds."""
         s = self.limits.sequences
         env = {"T": s, "S": s, "Q": s + 1, "N": s}
         steps = self.executor.decode_loop(self.plan, self.feeds(depth), env, "ids")
         wrap(steps)
-        self.drawn, begun = [], 0
+        self.sampled, begun = [], 0
         start = time.perf_counter()
-        while len(self.drawn) < count:
+        while len(self.sampled) < count:
             while steps.waiting <= steps.lookahead and begun < count:
                 steps.launch()
                 begun += 1
-            self.drawn.append(steps.take())
+            self.sampled.append(steps.take())
         return (time.perf_counter() - start) / count
 
-    def marked(self, depth: int, count: int) -> Marks:
-        """The same, with events around each step."""
-        made: list[Marks] = []
+    def step_times(self, depth: int, count: int) -> StepEvents:
+        """Decode with CUDA events around each step."""
+        made: list[StepEvents] = []
         device = self.executor.devices["cuda"]
-        self.decode(depth, count, lambda steps: made.append(Marks(steps, device)))
+        self.decode(depth, count, lambda steps: made.append(StepEvents(steps, device)))
         return made[0]
 
     def check(self) -> None:
-        """GraphllmError unless the ids are of the vocabulary, and equal sequences drew the same."""
-        ids = np.array(self.drawn)
+        """Raise GraphllmError unless all ids are valid and equal sequences sampled the same ids."""
+        ids = np.array(self.sampled)
         if (
-            ids.shape != (len(self.drawn), self.limits.sequences)
+            ids.shape != (len(self.sampled), self.limits.sequences)
             or not ((ids >= 0) & (ids < self.vocab)).all()
         ):
             raise GraphllmError(f"batch: ids {ids.shape} from {ids.min()} to {ids.max()}")
         if (ids[:, 0] != ids[:, -1]).any():
-            raise GraphllmError("batch: two equal sequences drew different tokens")
+            raise GraphllmError("batch: two equal sequences sampled different tokens")
 
 
 # -------------------------------------------------------------------------------------------- load
 
 
 def load(only: list[Model]) -> Lines:
-    """A file that is in the page cache already to the GPU, and the memory that is in use then."""
-    from make_random_gguf import write  # needs the package gguf, which no other part does
+    """Loading of a file in the page cache to the GPU, and memory in use afterwards."""
+    from make_random_gguf import write  # only this part needs the package gguf
 
-    for model in shared.picked(only, (("mistral-7b", "f16"),)):
+    for model in shared.select_models(only, (("mistral-7b", "f16"),)):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             start = time.perf_counter()
@@ -290,7 +290,7 @@ def rate(nbytes: float, seconds: float) -> str:
 
 
 def read(path: Path) -> float:
-    """Seconds of reading the file."""
+    """Return the seconds of reading the file."""
     piece, start = bytearray(64 << 20), time.perf_counter()
     with open(path, "rb", buffering=0) as file:
         while file.readinto(piece):
@@ -298,8 +298,8 @@ def read(path: Path) -> float:
     return time.perf_counter() - start
 
 
-class Told:
-    """When loading began to tell of something, and when that was done."""
+class LoadTimes:
+    """Progress callback that records when each phase of loading began and ended."""
 
     def __init__(self) -> None:
         self._begun: dict[str, float] = {}
@@ -315,15 +315,15 @@ class Told:
 
 
 def load_file(path: Path) -> Lines:
-    """Load it twice: the first time kernels may be compiled, too."""
+    """Load the file twice; the first time may include compilation of kernels."""
     for turn in ("first", "second"):
         gc.collect()
-        before, told = shared.memory_in_use(), Told()
-        llm = graphllm.load(path, device="cuda", context=4096, progress=told)
+        before, load_times = shared.memory_in_use(), LoadTimes()
+        llm = graphllm.load(path, device="cuda", context=4096, progress=load_times)
         weights = sum(t.nbytes for t in llm.file.tensors.values())
         cache = sum(node.meta.bound().nbytes for node in llm.decoder.pools.values())
-        after, upload = shared.memory_in_use(), told.seconds("preparing weights")
-        yield f"{turn}: load_s {llm.load_s:.2f}, {rate(weights, llm.load_s)} in all"
+        after, upload = shared.memory_in_use(), load_times.seconds("preparing weights")
+        yield f"{turn}: load_s {llm.load_s:.2f}, {rate(weights, llm.load_s)} in total"
         yield f"  upload of weights: {upload:.2f} s, {rate(weights, upload)}"
         yield (
             f"  GPU memory in use: {after / 1e9:.2f} GB ({before / 1e9:.2f} before); weights "
@@ -337,9 +337,9 @@ def load_file(path: Path) -> Lines:
 
 
 def profile(only: list[Model]) -> Lines:
-    """A prompt of 512 tokens and 64 after it, op by op: `graphllm profile` as it is."""
-    for model in shared.picked(only, (("mistral-7b", "q4_0"), ("mistral-7b", "f16"))):
-        llm = shared.loaded(model, DECODE.context + 64)
+    """Output of `graphllm profile` for 512 prompt tokens and 64 decoded tokens."""
+    for model in shared.select_models(only, (("mistral-7b", "q4_0"), ("mistral-7b", "f16"))):
+        llm = shared.load_random(model, DECODE.context + 64)
         yield f"{model[0]} {model[1]}"
         found = llm.profile(bench.filler_tokens(DECODE.depth, llm.decoder.cfg.vocab), 64, ROUNDS)
         yield from found.table().splitlines()

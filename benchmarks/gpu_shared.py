@@ -1,4 +1,4 @@
-"""What the parts of gpu.py share: the backend, its ceiling, the GPU's own clock, models."""
+"""Shared by the parts of gpu.py: backend, ceilings, GPU timing, models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Model = tuple[str, str]  # shape and format
 
 
 def cuda() -> Backend:
-    """The backend. RequestError where it cannot be used."""
+    """Return the CUDA backend; RequestError if it is not usable."""
     backend = backends.find("cuda")
     ok, reason = backend.available()
     if not ok:
@@ -32,41 +32,41 @@ def cuda() -> Backend:
 
 
 @cache
-def rates(nbytes: int = 4 << 30) -> ProbeResults:
-    """What memory, cache and arithmetic give, by blocks a processor."""
+def measure_ceilings(nbytes: int = 4 << 30) -> ProbeResults:
+    """Measure ceilings of memory, cache and arithmetic, by blocks per multiprocessor."""
     measure = cuda().measure
     assert measure is not None
     return measure(nbytes, lambda *_: None)
 
 
 def share(bytes_a_second: float) -> str:
-    """A rate, and how much of the best read it is: ``3354 GB/s  73.6 %``."""
-    ceiling = max(rates().memory["read"].values())
+    """Format a rate and its share of the read bandwidth: ``3354 GB/s  73.6 %``."""
+    ceiling = max(measure_ceilings().memory["read"].values())
     return f"{bytes_a_second / 1e9:7.0f} GB/s {bytes_a_second / ceiling:6.1%}"
 
 
 def memory_in_use() -> int:
-    """Bytes of the GPU's memory that are taken, by whomever."""
+    """Return the bytes of GPU memory in use, by any process."""
     from cupy.cuda import runtime
 
     free, total = runtime.memGetInfo()
     return int(total - free)
 
 
-def loaded(model: Model, context: int) -> LLM:
-    """A model with random weights, on the GPU."""
-    gc.collect()  # the one before: its cycles hold GPU memory
+def load_random(model: Model, context: int) -> LLM:
+    """Load a model with random weights on the GPU."""
+    gc.collect()  # reference cycles of the previous model hold GPU memory
     file = RandomCheckpoint(*model)
     limits = Limits(context=context)
     return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
 
 
-def picked(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:
-    """The models that a part runs on."""
+def select_models(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:
+    """Yield the models that a part runs on: those asked for, or its defaults."""
     yield from only or usual
 
 
-class Marks:
+class StepEvents:
     """Events around the work of each step of a one-segment `DecodeLoop`, without the copy of ids.
 
     An event costs a microsecond, so wall times are taken without events."""
@@ -75,22 +75,24 @@ class Marks:
         from cupy.cuda import Event, get_elapsed_time
 
         self._event, self._elapsed, self._stream = Event, get_elapsed_time, device.gpu.stream
-        self._marks: list[Any] = []
+        self._events: list[Any] = []
         if not steps.lookahead:
             raise GraphllmError("the steps are not one segment on the GPU")
         work, *copies = steps.launchers
-        steps.launchers = [self._mark, work, self._mark, *copies]
+        steps.launchers = [self._record, work, self._record, *copies]
 
-    def _mark(self) -> None:
-        self._marks.append(self._event())
-        self._marks[-1].record(self._stream)
+    def _record(self) -> None:
+        self._events.append(self._event())
+        self._events[-1].record(self._stream)
 
     def seconds(self, skip: int = 4) -> tuple[list[float], list[float]]:
-        """Of each step, and between each and the next; the first ``skip``, among which is the one
-        that a graph is made in, are not counted."""
-        marks = self._marks[2 * skip :]
-        marks[-1].synchronize()
-        gaps = [self._elapsed(a, b) / 1e3 for a, b in itertools.pairwise(marks)]
+        """Return the seconds of each step and of each gap, without the first ``skip`` steps.
+
+        The CUDA graph is captured in one of the first steps.
+        """
+        events = self._events[2 * skip :]
+        events[-1].synchronize()
+        gaps = [self._elapsed(a, b) / 1e3 for a, b in itertools.pairwise(events)]
         return gaps[::2], gaps[1::2]
 
 

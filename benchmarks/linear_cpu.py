@@ -2,12 +2,11 @@
 
     python benchmarks/linear_cpu.py [--formats q8_0,q4_k] [--tokens 128] [--shape 1536x8960]
 
-Decode multiplies one token with enough different matrices (N x K each) to leave the caches behind;
-its bytes are the weights'. The read ceiling, in GB/s, is taken in turn with it: all threads read as
-many bytes, and do nothing with them. Prefill counts 2 T N K operations; its peak, taken in turn
-with it, is what all threads reach with the same instructions on registers, no scales applied.
-Medians; the first round, which also compiles, is left out. Quantising the activation has its own
-column.
+Decode multiplies one token with enough matrices (N x K each) to exceed the caches; its bytes are
+those of the weights. Interleaved with it, a read probe measures the ceiling in GB/s. Prefill counts
+2 T N K operations; its peak, also interleaved, is what all threads reach with the same instructions
+on registers, without scales. Figures are medians without the first round, which also compiles.
+Quantizing the activation has its own column.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from graphllm.formats.quantization import quantise
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
 
-_CHAINS, _TURNS = 12, 1 << 16  # of the peak: sums that do not wait for each other; their terms
+_CHAINS, _TURNS = 12, 1 << 16  # of the peak: independent sums, and terms of each
 
 
 @intrinsic(prefer_literal=True)
 def _calculate(typingctx, integer, at):
-    """Add up products of the vectors at ``at`` in registers; the sums follow them there."""
+    """Accumulate products of the two vectors at ``at``; store the sums after them."""
 
     def generate(context, builder, sig, values):
         e, fixed = Emit(builder), integer.literal_value
@@ -56,25 +55,25 @@ def _calculate(typingctx, integer, at):
 
 
 @kernel
-def integers(p, thread, threads):
+def integer_products(p, thread, threads):
     (room,) = args(p, 1)
     _calculate(1, room + thread * (2 + _CHAINS) * VECTOR)
 
 
 @kernel
-def floats(p, thread, threads):
+def float_products(p, thread, threads):
     (room,) = args(p, 1)
     _calculate(0, room + thread * (2 + _CHAINS) * VECTOR)
 
 
-class Turns:
-    """Programs whose steps are timed in turn, so that what else happens here meets all alike."""
+class InterleavedRuns:
+    """Interleaved runs of several programs, so that noise affects all of them alike."""
 
     def __init__(self, **programs: Run) -> None:
         self.programs = programs
 
     def seconds(self, rounds: int) -> dict[str, np.ndarray]:
-        """Of each step in each round [rounds, steps], without a first round."""
+        """Return the seconds of each step [rounds, steps], without a warm-up round."""
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.programs}
         for _ in range(rounds + 1):
             for name, run in self.programs.items():
@@ -86,7 +85,7 @@ class Turns:
 
 
 class Bench:
-    """Matrices of one format [N, K], and programs that multiply activations with each of them."""
+    """Matrices of one format [N, K], and programs that multiply activations with them."""
 
     def __init__(self, kind: DType, n: int, k: int, options: Options, total: int) -> None:
         self.kind, self.n, self.k, self.options = kind, n, k, options
@@ -116,7 +115,7 @@ class Bench:
         return Bound(node, self._select(node), inputs, out)
 
     def program(self, tokens: int, most: int = 1 << 30) -> tuple[Run, int]:
-        """Products with each matrix, ``most`` of them, and how many steps before them quantise."""
+        """Build products with ``most`` matrices; return the program and its quantizing steps."""
         x = self._input(tokens)
         data = np.random.default_rng(1).standard_normal((tokens, self.k)).astype(np.float32)
         place = Operand(x.meta, data.view(np.uint8).reshape(-1))
@@ -134,25 +133,25 @@ class Bench:
         return self.device.build(steps, Header()).run, first
 
     def decode(self, rounds: int) -> tuple[float, float, float]:
-        """Bytes a second, those of a plain read, and seconds to quantise the activation."""
+        """Return bytes/s, bytes/s of the read probe, and seconds to quantize the activation."""
         area = allocate(self.nbytes)
         area[:] = 1
         run, first = self.program(1)
-        turns = Turns(read=read_probe(area, self.threads), linear=run)
-        found = turns.seconds(rounds)
-        # The threads do not wait for each other between products: only their sum is a time.
+        interleaved = InterleavedRuns(read=read_probe(area, self.threads), linear=run)
+        found = interleaved.seconds(rounds)
+        # There is no barrier between products, so only the sum of their times is meaningful.
         rate = self.nbytes / np.median(found["linear"][:, first:].sum(axis=1))
         quantising = float(np.median(found["linear"][:, :first].sum(axis=1)))
         return rate, self.nbytes / np.median(found["read"]), quantising
 
     def prefill(self, tokens: int, rounds: int) -> tuple[float, float]:
-        """Operations a second, and those of the peak."""
+        """Return operations/s, and those of the peak."""
         run, first = self.program(tokens, most=2)
         fixed = first > 0
         room = allocate(self.threads * (2 + _CHAINS) * VECTOR)
-        launch = Launch(integers if fixed else floats, [room.ctypes.data])
+        launch = Launch(integer_products if fixed else float_products, [room.ctypes.data])
         peak = CompiledProgram(self.threads, [[launch]], [BARRIER], room).run
-        found = Turns(peak=peak, linear=run).seconds(rounds)
+        found = InterleavedRuns(peak=peak, linear=run).seconds(rounds)
         most = self.threads * _CHAINS * _TURNS * (128 if fixed else 32)
         seconds = found["linear"][:, first:]
         done = 2 * tokens * self.n * self.k * seconds.shape[1]
@@ -163,17 +162,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--linear", default="auto,float")
-    parser.add_argument("--tokens", default="128", help="of prefill; several with commas")
-    parser.add_argument("--shape", default="1536x8960", help="N x K")
-    parser.add_argument("--mib", type=int, default=1024, help="of weights that decode reads")
+    parser.add_argument("--tokens", default="128", help="Tokens of prefill, comma-separated.")
+    parser.add_argument("--shape", default="1536x8960", help="N x K of the matrices.")
+    parser.add_argument("--mib", type=int, default=1024, help="MiB of weights that decode reads.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     opts = parser.parse_args()
     n, k = map(int, opts.shape.split("x"))
     total = opts.mib << 20
     print(f"{isa()}; N x K = {n} x {k}")
-    head = "".join(f" | GOP/s T={t} | part" for t in opts.tokens.split(","))
-    print(f"format  | linear  | decode GB/s | ceiling | part | quantise us{head}")
+    head = "".join(f" | GOP/s T={t} | share" for t in opts.tokens.split(","))
+    print(f"format  | linear  | decode GB/s | ceiling | share | quantise us{head}")
     for name in opts.formats.split(","):
         for linear in opts.linear.split(","):
             if linear == "auto" and not dtype(name).quantised:
@@ -181,10 +180,10 @@ def main() -> None:
             bench = Bench(dtype(name), n, k, Options(linear, opts.threads), total)
             rate, roof, first = bench.decode(opts.rounds)
             row = f"{name:7} | {linear:7} | {rate / 1e9:11.1f}"
-            row += f" | {roof / 1e9:7.1f} | {rate / roof:4.0%} | {first * 1e6:11.1f}"
+            row += f" | {roof / 1e9:7.1f} | {rate / roof:5.0%} | {first * 1e6:11.1f}"
             for tokens in map(int, opts.tokens.split(",")):
                 rate, peak = bench.prefill(tokens, opts.rounds)
-                row += f" | {rate / 1e9:{len(f'GOP/s T={tokens}')}.0f} | {rate / peak:4.0%}"
+                row += f" | {rate / 1e9:{len(f'GOP/s T={tokens}')}.0f} | {rate / peak:5.0%}"
             print(row, flush=True)
 
 

@@ -1,11 +1,11 @@
-"""Products on this machine's GPU: the library's ways, where own kernels end, and a layer's steps.
+"""Matrix products on this machine's GPU: cuBLASLt choices, kernel crossover, and steps of a layer.
 
     python benchmarks/linear_cuda.py                      # all parts
     python benchmarks/linear_cuda.py layers --type q8_0   # one
 
-``products``: of a Mistral-7B's layer, the library's first choice and the fastest of eight, over
-more weights than the caches hold. ``counts``: a linear of few tokens by own kernels and by the
-library. ``layers``: where the time of a prompt goes, by step, in a model of four such layers.
+``products``: the products of a Mistral-7B layer by the first choice of cuBLASLt and by the fastest
+of eight, over more weights than the caches hold. ``counts``: a linear of few tokens by graphllm's
+kernels and by cuBLASLt. ``layers``: prefill time by step, in a model of four such layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.record import Recorder, totals
 
-BYTES = 512 << 20  # of the weights that a measurement goes over
+BYTES = 512 << 20  # bytes of weights per measurement
 # rows, depth, matrices at a time, result, added: what linear_many makes of a layer
 SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
     "q": (4096, 4096, 1, F32, False),
@@ -47,7 +47,7 @@ SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
 
 
 def products(given: argparse.Namespace) -> Iterator[str]:
-    """Microseconds of a product, by the library's first choice and by the fastest."""
+    """Microseconds per product, by the first and by the fastest choice of cuBLASLt."""
     device = cuda().open_device(Options())
     own = cublaslt.instance(device)
     room = [device.alloc(n) for n in (BYTES, 64 << 20, 128 << 20, 128 << 20)]
@@ -79,7 +79,7 @@ def run(own: cublaslt.CublasLt, each: Sequence[cublaslt.Matmul], way: cublaslt.M
 
 
 def counts(given: argparse.Namespace) -> Iterator[str]:
-    """Microseconds of a linear [14336, 4096] of few tokens by own kernels and by the library."""
+    """Microseconds of a linear [14336, 4096] of few tokens, by own kernels and by cuBLASLt."""
     yield f"{'format':<8} {'tokens':>6} {'own, us':>9} {'library, us':>12}"
     rng = np.random.default_rng(0)
     plain = rng.standard_normal((14336, 4096), np.float32).astype(np.float16)
@@ -105,7 +105,7 @@ def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
 
 
 def layers(given: argparse.Namespace) -> Iterator[str]:
-    """Microseconds of each step of a layer while a prompt is read, and of the layer."""
+    """Microseconds of each step of a layer during prefill, and of the layer."""
     count, tokens, kind, depth = 4, given.tokens, given.type, given.depth
     file = RandomCheckpoint(replace(SHAPES["mistral-7b"], layers=count), kind)
     limits = Limits(context=depth + tokens + 64)
@@ -118,7 +118,7 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
         recorder = Recorder()
         next(llm.engine.generate(ids, bench._GREEDY, [], None, (recorder, recorder)))
         rows = [r for r in recorder.rows if ".layers." in r.scope]
-    yield f"{kind}, {tokens} tokens after {depth}: {median(result.rates):.0f} tok/s of the whole"
+    yield f"{kind}, {tokens} tokens after {depth}: {median(result.rates):.0f} tok/s in total"
     yield f"{'step':<28} {'calls':>5} {'us each':>9} {'us a layer':>11} {'GB/s':>6} {'TFLOP/s':>8}"
     total = 0.0
     for name, t in totals(rows).items():
@@ -135,11 +135,15 @@ PARTS = {"products": products, "counts": counts, "layers": layers}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"Parts to run: {', '.join(PARTS)}."
+    )
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=0, help="tokens before (layers)")
-    parser.add_argument("--type", default="f16", help="format of the weights (layers)")
-    parser.add_argument("--tile", type=int, help="MB of block weights expanded at a time (layers)")
+    parser.add_argument("--depth", type=int, default=0, help="Cached tokens (layers).")
+    parser.add_argument("--type", default="f16", help="Weight format (layers).")
+    parser.add_argument(
+        "--tile", type=int, help="MB of quantized weights expanded at a time (layers)."
+    )
     given = parser.parse_args()
     gemm._TILE = given.tile << 20 if given.tile else gemm._TILE
     chosen = given.parts or list(PARTS)

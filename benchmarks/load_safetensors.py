@@ -1,12 +1,12 @@
-"""Opening a directory of safetensors that is in the page cache: a random llama in bf16.
+"""Time to open a directory of safetensors in the page cache: a random llama in bf16.
 
     python benchmarks/load_safetensors.py FOLDER [--shape llama-1b] [--layers 20] [--shards 2]
 
-Llama 3.2 1B with 20 layers instead of 16 is 3.0 GB. The directory FOLDER/<shape>-<layers> is made
-once, with its `config.json`, and used again. Each figure is the best of five: opening the files,
-which reads their headers, and a view of each tensor; and, as what any way of loading has above it,
-the rate at which one thread reads all the bytes. Then `graphllm.load` on the CPU in processes of
-their own, which say what memory they took at most: as stored, and quantised to ``--type``.
+Llama 3.2 1B with 20 layers instead of 16 has 3.0 GB. The directory FOLDER/<shape>-<layers> is
+created once, with its `config.json`, and reused. Each figure is the best of five: opening the
+files, which reads their headers; a view of each tensor; and, as an upper bound, the rate at which
+one thread reads all bytes. Then `graphllm.load` runs on the CPU in separate processes that report
+their peak memory: with the stored weights, and quantized to ``--type``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Tensors = dict[str, tuple[int, ...]]
 
 
 def tensors(shape: ModelShape) -> Tensors:
-    """Names and shapes, as Hugging Face has them for a llama."""
+    """Return the names and shapes of a llama in Hugging Face's layout."""
     dim, width = shape.dim, shape.head_width
     q, kv = shape.heads * width, shape.kv_heads * width
     found: Tensors = {"model.embed_tokens.weight": (shape.vocab, dim)}
@@ -60,7 +60,7 @@ def tensors(shape: ModelShape) -> Tensors:
 
 
 def config(shape: ModelShape) -> dict[str, object]:
-    """The keys of `config.json`."""
+    """Return the keys of `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,7 +83,7 @@ def config(shape: ModelShape) -> dict[str, object]:
 
 
 def write_file(path: Path, named: Tensors) -> None:
-    """One safetensors file: norms are 1, matrices normal numbers, again and again."""
+    """Write a safetensors file; norms are 1, matrices repeat a pattern of normal numbers."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, axes in named.items():
@@ -104,7 +104,7 @@ def write_file(path: Path, named: Tensors) -> None:
 
 
 def write(folder: Path, shape: ModelShape, shards: int) -> None:
-    """The directory. Its index, or its one file, comes last: it is whole where that is there."""
+    """Write the directory. The index, or the single file, comes last and marks it complete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(shape), indent=1))
     parts: list[Tensors] = [{} for _ in range(shards)]
@@ -127,7 +127,7 @@ def write(folder: Path, shape: ModelShape, shards: int) -> None:
 
 
 def best(work: Callable[[], object]) -> float:
-    """Seconds of the best of some runs."""
+    """Return the seconds of the fastest run."""
 
     def times() -> Iterator[float]:
         for _ in range(_ROUNDS):
@@ -139,18 +139,17 @@ def best(work: Callable[[], object]) -> float:
 
 
 def views(file: Safetensors) -> int:
-    """Bytes of all tensors, none of which is read."""
+    """Return the bytes of all tensors without reading them."""
     return sum(file.raw(name).nbytes for name in file.tensors)
 
 
 def read(file: Safetensors) -> int:
-    """A sum over all bytes."""
+    """Read all bytes; return a checksum."""
     words = (file.raw(name).reshape(-1).view(np.uint64) for name in file.tensors)
     return sum(int(each.max()) for each in words)
 
 
-# What a process of its own does: load, read one token, say how long loading took and the most bytes
-# that were resident.
+# Script of the separate process: load, compute one token, print load time and peak resident bytes.
 _LOAD = """
 import resource, sys, graphllm
 llm = graphllm.load(sys.argv[1], type=sys.argv[2] or None, device="cpu", context=512)
@@ -160,7 +159,7 @@ print(llm.load_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def loaded(folder: Path, kind: str) -> tuple[float, float]:
-    """Seconds and bytes of the fastest of some processes that load the directory."""
+    """Return seconds and peak bytes of the fastest of three processes that load the directory."""
     words = [sys.executable, "-c", _LOAD, str(folder), kind]
     runs = [subprocess.run(words, capture_output=True, text=True, check=True) for _ in range(3)]
     seconds, nbytes = min(tuple(map(float, run.stdout.split())) for run in runs)
@@ -189,7 +188,7 @@ def main() -> None:
         print(f"all bytes read      {seconds * 1e3:8.2f} ms   {nbytes / seconds / 1e9:.1f} GB/s")
     for kind in ("", a.type):
         seconds, most = loaded(folder, kind)
-        share = f"{most / 1e6:.0f} MB at most, {most / nbytes:.2f} of the file"
+        share = f"{most / 1e6:.0f} MB peak, {most / nbytes:.2f} of the file"
         print(f"load, {kind or 'as stored':<12}  {seconds * 1e3:8.0f} ms   {share}")
 
 

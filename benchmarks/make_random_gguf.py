@@ -1,11 +1,11 @@
-"""Writes a GGUF file of a real model's shape with random weights: for speed, not for sense.
+"""Write a GGUF file with the shape of a real model and random weights, for speed measurements.
 
     pip install 'graphllm[test]'
     python benchmarks/make_random_gguf.py qwen2-1.5b q4_k_m /tmp/qwen2-1.5b-q4_k_m.gguf
 
-The tensors are those of `graphllm bench --random`; the vocabulary is made up, so that llama.cpp
-loads the file, too. A type is one format for all matrices (llama.cpp's own files give the head more
-bits), but q4_k_m is llama.cpp's usual mix of Q4_K and Q6_K.
+The tensors are those of `graphllm bench --random`; an artificial vocabulary lets llama.cpp load the
+file, too. All matrices have one format (llama.cpp's own files use more bits for the head), except
+for q4_k_m, which is llama.cpp's mix of Q4_K and Q6_K.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphllm.checkpoints.random_weights import RandomCheckpoint
 
 
 def add_keys(writer: gguf.GGUFWriter, file: RandomCheckpoint) -> None:
-    """The metadata; the architecture was given to the writer."""
+    """Write the metadata, except for the architecture, which the writer has."""
     for key, value in file.metadata.items():
         if key == "general.architecture":
             continue
@@ -34,7 +34,7 @@ def add_keys(writer: gguf.GGUFWriter, file: RandomCheckpoint) -> None:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """A SentencePiece vocabulary: three special tokens, all bytes, and made-up words."""
+    """Write a SentencePiece vocabulary: three special tokens, all bytes, and artificial words."""
     special, numbered = ["<unk>", "<s>", "</s>"], [f"<0x{i:02X}>" for i in range(256)]
     words = [f"w{i}" for i in range(size - len(special) - len(numbered))]
     writer.add_tokenizer_model("llama")
@@ -44,7 +44,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def write(file: RandomCheckpoint, path: Path) -> None:
-    """Write all of it."""
+    """Write metadata, vocabulary and tensors."""
     writer = gguf.GGUFWriter(path, file.architecture)
     add_keys(writer, file)
     add_vocabulary(writer, file.tensors["token_embd.weight"].shape[0])

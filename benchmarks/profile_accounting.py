@@ -1,11 +1,11 @@
-"""Does a profile add up, what does taking it cost, and do the GPU's own records agree with it?
+"""Check that profiles account for the wall time, their overhead, and agreement with CUPTI.
 
     python benchmarks/profile_accounting.py demo -t 2
     python benchmarks/profile_accounting.py --random mistral-7b --type f16 --cupti
 
-Of each phase: the share of the wall time that has a name, what is left, what noting times costs.
-With --cupti (package cupti-python), the time of each kind of op in timed replays beside that of
-CUPTI's kernel records of the same runs, taken alike: from the end of the step before to its own.
+For each phase: the attributed share of the wall time, the rest, and the profiling overhead. With
+--cupti (package cupti-python): the time of each kind of op in profiled replays, next to that of
+CUPTI's kernel records of the same runs, both from the end of the step before to its own end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from graphllm.profiler.bench import filler_tokens
 from graphllm.profiler.profile import Phase
 from graphllm.profiler.record import GROUP_KEYS, Recorder, Run, rows_of
 
-TOKENS = 32  # that CUPTI looks at
+TOKENS = 32  # recorded with CUPTI
 
 
 def accounting(phase: Phase) -> str:
-    """What is attributed, and what timing costs."""
+    """Format the attributed share and the profiling overhead of a phase."""
     own = phase.accounting
     parts = ", ".join(f"{name} {ns / own.wall:.2%}" for name, ns in own.as_dict().items())
     return f"{phase.name}: attributed {own.attributed:.2%}, overhead {phase.overhead:+.2%}; {parts}"
@@ -40,7 +40,7 @@ def accounting(phase: Phase) -> str:
 
 
 def kernels(work: Callable[[], None]) -> list[tuple[int, int, str]]:
-    """(start, end, name) of all kernels of ``work`` in order of their ends, by CUPTI's records."""
+    """Return (start, end, name) of all kernels of ``work``, recorded by CUPTI, by end time."""
     from cupti import cupti
 
     found: list[tuple[int, int, str]] = []
@@ -57,31 +57,33 @@ def kernels(work: Callable[[], None]) -> list[tuple[int, int, str]]:
 
 
 def recorded(llm: LLM, ids: list[int]) -> tuple[list[tuple[int, int, str]], list[Run]]:
-    """CUPTI's records of the kernels of some tokens, and what was noted of their runs."""
+    """Return CUPTI's kernel records of some decode steps, and the profiled runs of the same."""
     recorders = Recorder(), Recorder()
-    drawn = llm.engine.generate(ids, Sampling(seed=0), (), profile=recorders)
+    sampled = llm.engine.generate(ids, Sampling(seed=0), (), profile=recorders)
     for _ in range(4):
-        next(drawn)  # the graph is made
+        next(sampled)  # the CUDA graph is captured
     begun = len(recorders[1]._pending)
 
     def tokens() -> None:
         for _ in range(TOKENS):
-            next(drawn)
-        llm.executor.get_state("ids")  # all that was begun is over
+            next(sampled)
+        llm.executor.get_state("ids")  # waits for launched steps
 
     llm.executor.get_state("ids")
     return kernels(tokens), recorders[1].runs[begun:]
 
 
 def agreement(llm: LLM, ids: list[int]) -> Iterator[str]:
-    """Each kind of op in timed runs of a plan that is one CUDA graph, by CUPTI and as noted."""
+    """Compare the times of each kind of op with CUPTI, for a plan that is one CUDA graph."""
     found, runs = recorded(llm, ids)
     plan = llm.engine.decode_plan()
     ((segment, _),) = llm.executor.segments(plan)
     owners = [i for i, part in enumerate(segment._work) for w in part if 0 not in w.grid]
-    count = len(owners) + 2  # a kernel before them, and one after them, are the profiler's
+    count = len(owners) + 2  # the profiler adds a kernel before and after
     if len(found) != count * len(runs):
-        raise GraphllmError(f"CUPTI saw {len(found)} kernels of {len(runs)} runs of {count}")
+        raise GraphllmError(
+            f"CUPTI recorded {len(found)} kernels, expected {len(runs)} runs of {count}"
+        )
     ends = np.array([end for _, end, _ in found]).reshape(len(runs), count)
     took = np.diff(ends, axis=1)
     theirs: Counter[str] = Counter()
@@ -91,7 +93,7 @@ def agreement(llm: LLM, ids: list[int]) -> Iterator[str]:
         theirs[GROUP_KEYS["op"](rows[step])] += float(np.median(took[:, column]))
     for row in rows:
         ours[GROUP_KEYS["op"](row)] += float(np.median(row.times))
-    yield f"{'op':<28} {'CUPTI us':>9} {'ours us':>9} {'':>7}"
+    yield f"{'op':<28} {'CUPTI us':>9} {'own us':>9} {'':>7}"
     for name, ns in sorted(theirs.items(), key=lambda item: -item[1]):
         yield f"{name:<28} {ns / 1e3:9.1f} {ours[name] / 1e3:9.1f} {ours[name] / ns - 1:+7.1%}"
     total, own = sum(theirs.values()), sum(ours.values())
@@ -100,15 +102,15 @@ def agreement(llm: LLM, ids: list[int]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a .gguf file, or demo")
-    parser.add_argument("--random", metavar="SHAPE", help="random weights of a real model's shape")
-    parser.add_argument("--type", default="q4_k_m", help="their format")
+    parser.add_argument("model", nargs="?", help="A .gguf file, or demo.")
+    parser.add_argument("--random", metavar="SHAPE", help="Random weights with this shape.")
+    parser.add_argument("--type", default="q4_k_m", help="Format of random weights.")
     parser.add_argument("--device", default="auto")
     parser.add_argument("-t", "--threads", type=int, default=0)
-    parser.add_argument("-n", type=int, default=64, help="tokens after the prompt")
-    parser.add_argument("-r", type=int, default=5, help="passes")
+    parser.add_argument("-n", type=int, default=64, help="Tokens to decode.")
+    parser.add_argument("-r", type=int, default=5, help="Number of passes.")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--cupti", action="store_true", help="compare with CUPTI's records")
+    parser.add_argument("--cupti", action="store_true", help="Compare with CUPTI.")
     asked = parser.parse_args()
     model = RandomCheckpoint(asked.random, asked.type) if asked.random else asked.model or "demo"
     context = asked.prompt_tokens + asked.n + 64

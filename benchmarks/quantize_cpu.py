@@ -1,14 +1,14 @@
-"""Weights quantised while they are loaded (`--type`): M weights a second by format and threads.
+"""Speed of quantization on load (`--type`): million weights per second, by format and threads.
 
     python benchmarks/quantize_cpu.py [--types q8_0,q4_0] [-t 1,2,4] [--against CHECKOUT]
 
-A matrix of random bf16 numbers, 2,048 columns wide, in memory. Each row is a process of its own on
-so many cores, which converts the matrix once to compile and touch everything, and then some times;
-medians of ``--rounds`` such processes. With ``--against`` the same is done by another checkout of
-graphllm, in turns: here, there, there, here.
+The input is a matrix of random bf16 numbers in memory, 2,048 columns wide. Each measurement is a
+separate process on the given number of cores: one conversion as warm-up, then ``--repeats`` more.
+Figures are medians over ``--rounds`` processes. ``--against`` runs another checkout of graphllm
+interleaved: here, there, there, here.
 
-GB/s counts the bf16 that is read and the blocks that are written. What the memory gives at most is
-measured beside it: a copy of as much by NumPy on as many threads, which reads and writes.
+GB/s counts the bf16 bytes read and the blocks written. As a ceiling, NumPy copies the same amount
+of memory on the same number of threads, which also reads and writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphllm.graph.dtype import BF16, DTYPES
 HERE = Path(__file__).parents[1]
 COLUMNS = 2048
 
-# What a process of its own does: seconds of each of some conversions.
+# Script of the separate process: prints the seconds of each conversion.
 _CONVERT = """
 import os, sys, time
 kind, threads, rows, repeats = sys.argv[1], *map(int, sys.argv[2:])
@@ -52,15 +52,15 @@ for _ in range(repeats + 1):
 
 
 def seconds(checkout: Path, kind: str, threads: int, rows: int, repeats: int) -> float:
-    """The median of some conversions in one process."""
-    # Run there, so that its graphllm is the one that is imported.
+    """Return the median time of the conversions in one process."""
+    # The working directory decides which graphllm is imported.
     words = [sys.executable, "-c", _CONVERT, kind, *map(str, (threads, rows, repeats))]
     done = subprocess.run(words, cwd=checkout, capture_output=True, text=True, check=True)
     return statistics.median([float(line) for line in done.stdout.split()][1:])
 
 
 def shown(kind: str, threads: int, weights: int, found: list[list[float]]) -> str:
-    """A row: M weights/s and GB/s of each side, and how the first compares with the second."""
+    """Format a row: M weights/s and GB/s of each side, and their ratio."""
     written = 2.0 if kind == "copy" else DTYPES[kind].nbytes / DTYPES[kind].block
     words = []
     for each in found:

@@ -29,14 +29,16 @@ from graphllm.backends.cpu.runtime.roofline_probes import _OPERATIONS, _program
 from graphllm.graph.dtype import dtype
 from graphllm.profiler import kernel_probes
 
-TURNS, CYCLES = 50_000, 16  # of the clock's loop, and of one turn
-ABOVE = 1.02  # of a peak: noise
+ITERATIONS, CYCLES = 50_000, 16  # of the clock loop: iterations, and cycles of each
+MAX_SHARE = 1.02  # of a peak, with noise
 
 
 @kernel
 def squares(p, thread, threads):
-    """Squares of squares, each waiting for the one before: a multiplication (3 cycles on x86 since
-    2008) and an or (1)."""
+    """Square repeatedly, each time depending on the result before.
+
+    A step is a multiplication (3 cycles on x86 since 2008) and an or (1 cycle).
+    """
     turns, sink = args(p, 2)
     x = turns
     for _ in range(turns):
@@ -48,7 +50,7 @@ def squares(p, thread, threads):
 
 
 def ran(run: Callable[[TimestampLog | None], None]) -> float:
-    """Seconds of the best of some runs."""
+    """Return the seconds of the fastest of 20 runs."""
     log = TimestampLog()
     for _ in range(20):
         run(log)
@@ -56,7 +58,7 @@ def ran(run: Callable[[TimestampLog | None], None]) -> float:
 
 
 def linear(name: str, tokens: int) -> float:
-    """Operations a second of a linear of ``tokens``."""
+    """Return the operations/s of a linear of ``tokens`` tokens."""
     step = kernel_probes._linear("cpu", 1, dtype(name), kernel_probes.WIDTH, tokens)
     assert step is not None, name
     return step.flops / min(step.seconds)
@@ -65,7 +67,7 @@ def linear(name: str, tokens: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--width", type=int, default=1024, help="rows and columns of linears")
+    parser.add_argument("--width", type=int, default=1024, help="Rows and columns of the linears.")
     parser.add_argument("--tokens", type=int, default=128)
     asked = parser.parse_args()
     kernel_probes.WIDTH, kernel_probes.MIN_SECONDS = asked.width, 0.0
@@ -74,8 +76,8 @@ def main() -> int:
     chains = probe_kernels.multiply_add_loops()
     tries: dict[str, Callable[[], float]] = {}
     if isa().x86:
-        run = _program(squares, 1, area, TURNS)
-        tries["clock"] = lambda: CYCLES * TURNS / ran(run)
+        run = _program(squares, 1, area, ITERATIONS)
+        tries["clock"] = lambda: CYCLES * ITERATIONS / ran(run)
     for kind in chains:
         made, work = probe_kernels.multiply_add(kind)
         turns = _OPERATIONS // work
@@ -92,15 +94,15 @@ def main() -> int:
     for kind, chain in chains.items():
         cycle = best[f"peak {kind}"] / clock if clock else 0.0
         vectors = cycle / chain.operations * 64 / isa().width
-        print(f"{kind:<8} {best[f'peak {kind}'] / 1e9:8.1f} GFLOP/s {cycle:7.1f} a cycle, "
-              f"{vectors:.2f} products of {isa().width} bytes a cycle: {chain.how}")  # fmt: skip
+        print(f"{kind:<8} {best[f'peak {kind}'] / 1e9:8.1f} GFLOP/s {cycle:7.1f} per cycle, "
+              f"{vectors:.2f} products of {isa().width} bytes per cycle: {chain.how}")  # fmt: skip
     worst = 0.0
     for name, form in FORMATS.items():
         peak = "peak f32" if form.block == 1 else "peak int8"
         share = best[name] / best[peak]
         worst = max(worst, share)
         print(f"{name:<8} {best[name] / 1e9:8.1f} GFLOP/s {share:7.1%} of {peak}")
-    return int(worst > ABOVE)
+    return int(worst > MAX_SHARE)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""graphllm beside llama.cpp, in turns within one run, on the same file and the same threads.
+"""Compare graphllm with llama.cpp in one interleaved run, on the same file and threads.
 
     pip install 'graphllm[demo,peers]'
     python benchmarks/vs_llama_cpp.py demo -p 128,512 -n 64 -d 0,4096 -t 2 -r 5 --rss
 
-Each test reads a prompt (pp) or generates (tg), after some tokens that are in both caches already.
-Rates are medians over the rounds; the ratio is taken round by round, since the speed of a shared
-machine drifts, and its smallest and largest values stand beside its median. The first round warms
-up. Nothing is tokenised; llama.cpp's side does not sample, ours takes the most likely token.
-``--rss``: the most memory that each side has held, in a process of its own.
+Each test is a prefill (pp) or a decode (tg) after tokens that both caches already contain. Rates
+are medians over the rounds. The ratio is computed per round, since the speed of a shared machine
+drifts; its median, minimum and maximum are shown. The first round is a warm-up. Nothing is
+tokenized; llama.cpp does not sample, graphllm samples greedily. ``--rss``: peak memory of each
+side, in a separate process.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from graphllm.profiler.bench import Test, filler_tokens, time_once
 
 
 class Peer:
-    """llama.cpp with one sequence in its cache."""
+    """llama.cpp with one sequence in its KV cache."""
 
     def __init__(self, path: Path, threads: int, context: int, flash: bool) -> None:
         self.llama = llama_cpp.Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads,
             flash_attn=flash, verbose=False,
         )  # fmt: skip
-        self._kept: list[int] = []  # what the cache begins with
+        self._kept: list[int] = []  # prefix of the cache
 
     def _rewind(self, tokens: list[int]) -> None:
-        """Leave ``tokens``, and no others, in the cache."""
+        """Leave exactly ``tokens`` in the cache."""
         if self._kept[: len(tokens)] != tokens:
             self.llama.reset()
             if tokens:
                 self.llama.eval(tokens)
         self._kept = tokens
-        self.llama.n_tokens = len(tokens)  # the next `eval` removes what lies behind
+        self.llama.n_tokens = len(tokens)  # the next `eval` removes what follows
 
     def time_once(self, test: Test, tokens: list[int]) -> int:
-        """Nanoseconds of one run of the test."""
+        """Return the nanoseconds of one run of the test."""
         depth = test.depth if test.prompt else max(test.depth, 1)
         self._rewind(tokens[:depth])
         rest = tokens[depth : depth + test.tokens]
@@ -59,7 +59,7 @@ class Peer:
 
 
 def row(name: str, test: Test, threads: int, llm: LLM, peer: Peer, rounds: int) -> str:
-    """One test as a row of the table."""
+    """Run one test; return a row of the table."""
     tokens = filler_tokens(test.context, llm.decoder.cfg.vocab)
     pairs = [
         (time_once(llm.engine, test, tokens), peer.time_once(test, tokens))
@@ -78,13 +78,13 @@ def row(name: str, test: Test, threads: int, llm: LLM, peer: Peer, rounds: int) 
 
 
 def peak_mb() -> float:
-    """The most memory that this process has held, in MB."""
+    """Return the peak memory of this process in MB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
 
 
 def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None:
-    """Load one side, read 128 tokens, generate 16, and print the peak: a process of its own."""
+    """Load one side, prefill 128 tokens, decode 16, and print the peak memory."""
     tests = Test(128, 0), Test(0, 16)
     if side == "ours":
         llm = graphllm.load(model, threads=threads, context=context)
@@ -98,7 +98,7 @@ def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None
 
 
 def memory_row(a: argparse.Namespace, name: str, threads: int) -> str:
-    """Both sides' peaks as a row."""
+    """Return the peak memory of both sides as a row."""
     words = [sys.executable, __file__, a.model, "-t", str(threads), "-c", str(a.context)]
     words += ["--flash-attn"] * a.flash_attn
     us, them = (
@@ -114,14 +114,14 @@ def memory_row(a: argparse.Namespace, name: str, threads: int) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("-p", default="128", help="prompt tokens; 0: none; several with commas")
-    parser.add_argument("-n", default="64", help="generated tokens; the same")
-    parser.add_argument("-d", default="0", help="tokens in the cache before; the same")
-    parser.add_argument("-t", default="2", help="threads; the same")
-    parser.add_argument("-c", dest="context", type=int, default=4096, help="context, at least")
+    parser.add_argument("-p", default="128", help="Prompt tokens, comma-separated; 0 for none.")
+    parser.add_argument("-n", default="64", help="Generated tokens, comma-separated.")
+    parser.add_argument("-d", default="0", help="Cached tokens, comma-separated.")
+    parser.add_argument("-t", default="2", help="Threads, comma-separated.")
+    parser.add_argument("-c", dest="context", type=int, default=4096, help="Minimum context.")
     parser.add_argument("-r", dest="rounds", type=int, default=5)
-    parser.add_argument("--rss", action="store_true", help="also the peak of memory")
-    parser.add_argument("--flash-attn", action="store_true", help="on llama.cpp's side")
+    parser.add_argument("--rss", action="store_true", help="Also measure peak memory.")
+    parser.add_argument("--flash-attn", action="store_true", help="Flash attention in llama.cpp.")
     parser.add_argument("--hold", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -56,7 +56,9 @@ def gpu(monkeypatch, tmp_path):
     import gpu_models
     import gpu_shared
 
-    monkeypatch.setattr(gpu_shared, "rates", lambda: ProbeResults(memory={"read": {1: 1e12}}))
+    monkeypatch.setattr(
+        gpu_shared, "measure_ceilings", lambda: ProbeResults(memory={"read": {1: 1e12}})
+    )
     monkeypatch.setattr(gpu_shared, "memory_in_use", lambda: 123_000_000)
     monkeypatch.setattr(gpu_models, "DECODE", Test(0, 12, 40))
     monkeypatch.setattr(gpu_models, "PROMPT", Test(50, 0))
