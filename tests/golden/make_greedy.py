@@ -1,10 +1,9 @@
 """Write gemma3_greedy.json: llama.cpp's greedy tokens on the demo model (extra "peers").
 
-With quantised activations a tiny change of an activation flips the rounding of others, and the
-logits move by some tenths: llama.cpp itself often parts from itself between prompts read at once,
-in pieces or token by token, with flash attention on or off, with the cache in f16 or f32. A prompt
-is golden only where all of its own ways agree on every token, so that the tokens say something
-about the engine that is tested.
+With quantised activations a tiny change of one activation changes the rounding of others, and the
+logits move by some tenths. llama.cpp often disagrees with itself between prefill in one step, in
+chunks or token by token, with flash attention on or off, and with a cache in f16 or f32. A prompt
+is kept only if all of these variants agree on every token.
 
 Run by hand when the candidates change: ``python tests/golden/make_greedy.py``.
 """

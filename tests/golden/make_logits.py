@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "support"))
+sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "models")]
 import tiny_models as tiny  # noqa: E402
 from test_models import IDS, KINDS  # noqa: E402
 
