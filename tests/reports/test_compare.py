@@ -1,4 +1,4 @@
-"""`graphllm compare`: noise raises no alarm, a slowed kernel does; what cannot be compared."""
+"""`graphllm compare`: no false alarms from noise, detection of slowed kernels, invalid input."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def changed(found: Comparison) -> dict[tuple[str, str], str]:
     return {(name, row.label): row.verdict for name, row in found.changed}
 
 
-# ------------------------------------------------------------------------- false alarms, and misses
+# ------------------------------------------------------------------------- false alarms and misses
 
 
-def test_identical_runs_in_turns_raise_no_alarm(tmp_path):
-    """Twenty comparisons of five pairs: at most one alarm in all of their rows."""
+def test_identical_interleaved_runs_raise_no_false_alarm(tmp_path):
+    """At most one false alarm in all rows of twenty comparisons of five pairs."""
     machine = Machine(seed=1)
     alarms = [changed(compare(*run_interleaved(machine, 5, tmp_path))) for _ in range(20)]
     assert sum(map(bool, alarms)) <= 1, alarms
 
 
-def test_identical_files_raise_no_alarm(tmp_path):
+def test_identical_files_raise_no_false_alarm(tmp_path):
     machine = Machine(seed=2)
     alarms = []
     for _ in range(20):
@@ -59,8 +59,8 @@ def test_identical_files_raise_no_alarm(tmp_path):
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_a_busy_machine_raises_no_alarm(tmp_path, load):
-    """Where runs are disturbed all the time, too few files have no verdicts, and enough know."""
+def test_a_busy_machine_raises_no_false_alarm(tmp_path, load):
+    """With constant interference, few files give no verdicts and enough files do."""
     calm, busy, alarms = Machine(seed=3), Machine(seed=4, drift=0.1, load=load), []
     for _ in range(5):
         a = write(tmp_path, "a", calm.process())
@@ -76,8 +76,8 @@ def test_a_busy_machine_raises_no_alarm(tmp_path, load):
 
 
 @pytest.mark.parametrize("op", ["gated q5_0", "linear q8_0", "linear q4_k", "attention"])
-def test_a_kernel_slowed_by_a_fifth_is_flagged(tmp_path, op):
-    """In turns, and no other op with it; the whole only where it is most of it."""
+def test_a_kernel_slowed_by_20_percent_is_flagged(tmp_path, op):
+    """No other op is flagged, and the wall time only if the op dominates it."""
     machine = Machine(seed=5)
     found = compare(*run_interleaved(machine, 5, tmp_path, slow={op: 1.2}))
     flags = changed(found)
@@ -90,8 +90,8 @@ def test_a_kernel_slowed_by_a_fifth_is_flagged(tmp_path, op):
     assert changed(back)[("decode", op)] == "faster"
 
 
-def test_one_file_a_side_is_enough_for_a_large_op(tmp_path):
-    """Four times in five, at least; nothing else is ever flagged."""
+def test_one_file_per_side_suffices_for_a_large_op(tmp_path):
+    """In at least four of five comparisons; nothing else is ever flagged."""
     machine, seen = Machine(seed=6), 0
     for _ in range(10):
         a = write(tmp_path, "a", machine.process())
@@ -102,19 +102,19 @@ def test_one_file_a_side_is_enough_for_a_large_op(tmp_path):
     assert seen >= 8
 
 
-def test_one_slow_site_is_found_by_scope(tmp_path):
+def test_one_slow_scope_is_found(tmp_path):
     site = "model.layers.3.gated_q5_0"
     files = run_interleaved(Machine(seed=7), 5, tmp_path, slow={site: 1.3})
     assert ("decode", "gated q5_0") not in changed(compare(*files))
     assert changed(compare(*files, by="scope"))[("decode", site)] == "slower"
 
 
-# ------------------------------------------------------------------------------- what all ops share
+# ----------------------------------------------------------------------------------- shared change
 
 
-def test_a_drift_of_everything_is_told_apart(tmp_path):
-    """Of one file a side it may be the machine's: the rows are without it."""
-    machine = Machine(seed=8, drift=0.0)  # its own
+def test_machine_drift_is_removed(tmp_path):
+    """With one file per side a shared change may be drift and is removed from the rows."""
+    machine = Machine(seed=8, drift=0.0)  # no drift of its own
     a = write(tmp_path, "a", machine.process())
     b = write(tmp_path, "b", machine.process(slow={"all": 1.06}))
     found = compare(a, b)
@@ -128,14 +128,14 @@ def test_a_drift_of_everything_is_told_apart(tmp_path):
         next(r for r in found.phases[1].rows if r.label == label) for label in (WALL, "linear q8_0")
     )
     assert wall.change == pytest.approx(wall.b_ns / wall.a_ns - 1) and wall.change > 0.03
-    assert abs(linear.change) < 0.02  # without it
+    assert abs(linear.change) < 0.02  # without the shared change
     both = write(tmp_path, "c", machine.process(slow={"all": 1.06, **SLOWED}))
     assert set(changed(compare(a, both))) <= {("decode", "gated q5_0"), ("prefill", "gated q5_0")}
     assert changed(compare(a, both))
 
 
-def test_what_took_longer_is_not_called_faster(tmp_path):
-    """Because all others took longer still."""
+def test_a_slower_row_is_never_called_faster(tmp_path):
+    """Even if all others took longer still."""
     slow = {op if not weight else f"{op} {weight}": 1.15 for op, _, _, _, weight, _ in steps()}
     machine = Machine(seed=21, drift=0.0)
     a = write(tmp_path, "a", machine.process())
@@ -147,8 +147,8 @@ def test_what_took_longer_is_not_called_faster(tmp_path):
     assert not compare(a, c).changed
 
 
-def test_a_change_of_all_ops_in_turns_is_a_change(tmp_path):
-    """Which the drift of the machine cannot be, time after time."""
+def test_a_change_of_all_ops_in_every_pair_is_a_change(tmp_path):
+    """Machine drift would not repeat in every pair."""
     found = compare(*run_interleaved(Machine(seed=9), 5, tmp_path, slow={"all": 1.25}))
     shared = found.phases[1].shared
     assert shared is not None and not shared.taken_out and shared.low > 0.1
@@ -157,7 +157,7 @@ def test_a_change_of_all_ops_in_turns_is_a_change(tmp_path):
     assert "more than machine drift; rows are as measured" in found.table()
 
 
-def test_the_same_is_known_to_be_the_same(tmp_path):
+def test_unchanged_rows_get_the_verdict_same(tmp_path):
     found = compare(*run_interleaved(Machine(seed=10), 8, tmp_path), min_effect=0.05)
     rows = {row.label: row for row in found.phases[1].rows}
     assert {rows[name].verdict for name in ("linear q8_0", "gated q5_0", "sample")} == {"same"}
@@ -165,7 +165,7 @@ def test_the_same_is_known_to_be_the_same(tmp_path):
     assert "no row is slower or faster by more than 5 %" in found.table()
 
 
-def test_the_wider_the_effect_the_more_is_the_same(tmp_path):
+def test_a_larger_min_effect_gives_more_verdicts_same(tmp_path):
     files = run_interleaved(Machine(seed=11), 5, tmp_path)
     counts = [
         sum(row.verdict == "same" for phase in compare(*files, min_effect=effect).phases
@@ -178,8 +178,8 @@ def test_the_wider_the_effect_the_more_is_the_same(tmp_path):
 # --------------------------------------------------------------------------------------- statistics
 
 
-def test_students_distribution():
-    """Against printed tables."""
+def test_student_t_distribution():
+    """Compare with published tables."""
     for df, chance, t in ((1, 0.025, 12.706), (4, 0.0005, 8.610), (8, 5e-5, 7.120),
                           (30, 0.025, 2.0423), (4, 0.5, 0.0)):  # fmt: skip
         assert t_quantile(chance, df) == pytest.approx(t, abs=2e-3)
@@ -187,21 +187,21 @@ def test_students_distribution():
     assert t_tail(-2.0423, 30) == pytest.approx(0.975, abs=1e-4)
 
 
-def test_chances_of_many_rows():
-    """Holm's own way: the smallest times their count, the next times one less, never falling."""
+def test_holm_adjustment():
+    """The smallest p-value times n, the next times n - 1, and so on, made monotonic."""
     assert holm_adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm_adjust([0.9, 0.5]) == [1.0, 1.0]
     assert holm_adjust([]) == []
 
 
-def test_what_is_shared_is_a_median_by_weight():
+def test_shared_change_is_a_weighted_median():
     logs = np.array([[0.0, 0.1, 5.0], [0.2, 0.2, -3.0]])
     assert shared_change(logs, np.array([1.0, 1.0, 1.0])).tolist() == [0.1, 0.2]
     assert shared_change(logs, np.array([1.0, 1.0, 0.01])).tolist() == [5.0, -3.0]
 
 
-def test_intervals_hold_what_they_should():
-    """Of processes that are apart as usual, and of some that are three times as far."""
+def test_coverage_of_intervals():
+    """For processes with the prior variance, and with three times its standard deviation."""
     rng = np.random.default_rng(0)
     variance = np.full(8, 2 * 0.02**2)
     for factor, pairs in ((1.0, 5), (3.0, 5), (1.0, 2), (3.0, 12), (1.0, 1), (1.8, 1)):
@@ -211,7 +211,7 @@ def test_intervals_hold_what_they_should():
         assert missed < 0.06, (factor, pairs, missed)
 
 
-def test_more_pairs_know_more(tmp_path):
+def test_more_pairs_give_narrower_intervals(tmp_path):
     machine = Machine(seed=12)
     widths = []
     for pairs in (1, 3, 10):
@@ -221,7 +221,7 @@ def test_more_pairs_know_more(tmp_path):
     assert widths == sorted(widths, reverse=True) and widths[2] < widths[0] / 3
 
 
-def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_path):
+def test_steps_use_the_best_pass_and_wall_time_the_median(tmp_path):
     found = Machine(seed=13).process()
     row = found["phases"][1]["rows"][4]
     row["times"] = [9000] * 16 + [7000] * 9 + [70000] * 7 + [8000] * 16
@@ -229,7 +229,7 @@ def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_
     timed = load_samples([write(tmp_path, "a", found)])[0].phases["decode"]
     assert timed.times[4] == 16 * 7000 and timed.speed.ns == 4
     short = Machine(seed=13).process()
-    for phase in short["phases"]:  # another that had one pass
+    for phase in short["phases"]:  # a file with one pass
         phase["runs"] = [run for run in phase["runs"] if not run["pass"]]
         phase["passes"] = phase["passes"][:1]
         for each in phase["rows"]:
@@ -242,8 +242,8 @@ def test_steps_count_with_their_best_pass_and_the_wall_time_with_the_median(tmp_
     assert both[0].phases["decode"].speed.ns == 4
 
 
-def test_a_prompt_of_several_chunks_is_not_taken_for_a_busy_machine(tmp_path):
-    """The last one is short: it is like the last ones of other passes."""
+def test_a_prompt_of_several_chunks_is_no_interference(tmp_path):
+    """The last chunk is short and is compared with the last chunks of other passes."""
     found = Machine(seed=20).process()
     prefill = found["phases"][0]
     prefill["runs"] = [{**run, "pass": i} for i, run in enumerate(prefill["runs"]) for _ in "abc"]
@@ -270,7 +270,7 @@ def row(op: str, scope: str, weight: str = "", shape: str = "f32[1]") -> dict:
     }
 
 
-def test_steps_are_matched_and_fused_ones_stand_for_their_parts():
+def test_fused_steps_match_their_parts():
     a = [row("embedding", "embed"), row("norm_quantise", "l.norm"), row("gated", "l.gate", "q4_k"),
          row("linear", "l.down", "q4_k"), row("advance", "")]  # fmt: skip
     b = [row("embedding", "embed"), row("rms_norm", "l.norm"), row("linear", "l.gate", "q4_k"),
@@ -308,7 +308,7 @@ def test_steps_of_one_side_only(tmp_path):
     json.dumps(compare(b, a).as_dict(), allow_nan=False)
 
 
-def test_all_of_the_time_is_in_the_rows(tmp_path):
+def test_rows_add_up_to_all_steps(tmp_path):
     files = run_interleaved(Machine(seed=15), 2, tmp_path)
     times = load_samples(files[0])[0].phases["decode"].times
     for by, count in (
@@ -383,7 +383,7 @@ def damaged(change) -> dict:
     (lambda p: p["phases"][0]["rows"][2].update(layer="3"), "layer is not an integer or null"),
     (lambda p: p["phases"][0]["runs"][0].update({"pass": 7}), "a run belongs to no pass"),
 ])  # fmt: skip
-def test_what_is_no_profile_says_so(tmp_path, change, message):
+def test_invalid_profiles_are_rejected(tmp_path, change, message):
     path = write(tmp_path, "x", damaged(change))
     with pytest.raises(RequestError, match=message) as error:
         read_profile(path)
@@ -391,7 +391,7 @@ def test_what_is_no_profile_says_so(tmp_path, change, message):
 
 
 def test_profiles_of_version_1_are_compared(tmp_path):
-    """Those of a commit before version 2."""
+    """A profile of version 1 can be compared."""
     machine = Machine(seed=22)
     old = write(tmp_path, "a", {**machine.process(), "version": 1})
     found = compare(old, write(tmp_path, "b", machine.process()))
@@ -406,7 +406,7 @@ def test_profiles_of_version_1_are_compared(tmp_path):
     (bench_text(samples_ns=[5, 0]), "a test has no samples, or a sample of 0 ns"),
     ('[{"n_prompt": 1}]', r"not written by `bench -o json`: \[0\].n_gen is missing"),
 ])  # fmt: skip
-def test_what_is_no_file_of_times_says_so(tmp_path, text, message):
+def test_invalid_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "x.json"
     path.write_text(text, "utf-8")
     with pytest.raises(RequestError, match=message):
@@ -420,7 +420,7 @@ def test_what_is_no_file_of_times_says_so(tmp_path, text, message):
     ({"settings": {"prompt_tokens": 7}}, "b.json: prompt_tokens is 7, but 6 in .*a.json"),
     ({"settings": {"depth": 4096}}, "b.json: depth is 4096, but 0 in .*a.json"),
 ])  # fmt: skip
-def test_other_models_and_shapes_are_refused(tmp_path, sections, message):
+def test_different_models_and_shapes_are_rejected(tmp_path, sections, message):
     machine = Machine(seed=17)
     a = write(tmp_path, "a", machine.process())
     b = write(tmp_path, "b", machine.process(**sections))
@@ -432,7 +432,7 @@ def test_other_models_and_shapes_are_refused(tmp_path, sections, message):
     assert compare(a, threads).notes == ("threads: 2 -> 1",)
 
 
-def test_what_else_cannot_be_compared(tmp_path):
+def test_other_incomparable_files_are_rejected(tmp_path):
     machine = Machine(seed=18)
     a, b = (write(tmp_path, name, machine.process()) for name in "ab")
     with pytest.raises(RequestError, match="2 files against 1: both sides need the same"):
@@ -460,7 +460,7 @@ def call(*words: object):
     return CliRunner().invoke(app, ["compare", *map(str, words)])
 
 
-def test_the_verb(tmp_path):
+def test_command_line(tmp_path):
     files = run_interleaved(Machine(seed=19), 5, tmp_path, slow=SLOWED)
     sides = [",".join(map(str, side)) for side in files]
     done = call(*sides)
@@ -476,7 +476,7 @@ def test_the_verb(tmp_path):
     fails = {row["label"] for phase in found["phases"] for row in phase["rows"] if row["fails"]}
     assert "gated q5_0" in fails
     assert call(*sides, "--fail-above", "40 %").exit_code == 0
-    assert call(*reversed(sides), "--fail-above", "5").exit_code == 0  # it is faster
+    assert call(*reversed(sides), "--fail-above", "5").exit_code == 0  # faster does not fail
 
 
 @pytest.mark.parametrize("words, message", [
@@ -497,11 +497,11 @@ def test_an_error_is_one_line(words, message):
     assert isinstance(done.exception, RequestError) and message in str(done.exception)
 
 
-# ----------------------------------------------------------------------------------------- in turns
+# --------------------------------------------------------------------------------- interleaved runs
 
 
-def test_turns_change_sides(tmp_path, monkeypatch):
-    """A machine that grows slower takes as much from both; the first of each is no sample."""
+def test_interleaving_alternates_sides(tmp_path, monkeypatch):
+    """Slowdown of the machine affects both sides alike; the first run of each is a warm-up."""
     ran = []
     monkeypatch.setattr(
         interleaved_runs, "_profile", lambda way, path: ran.append((way, path.name))
@@ -516,7 +516,7 @@ def test_turns_change_sides(tmp_path, monkeypatch):
     assert {(way.name, name[0]) for way, name in ran} == {("then", "A"), ("now", "B")}
 
 
-def test_what_is_compared_with_what():
+def test_variants_of_against():
     with interleaved_runs.variants(["m.gguf", "-n", "8"], "backend=reference") as (a, b):
         assert a.arguments == ("m.gguf", "-n", "8", "--device", "reference")
         assert b.arguments == ("m.gguf", "-n", "8") and a.root == b.root
@@ -531,7 +531,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *who, *words], check=True, capture_output=True)
 
 
-def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
+def test_a_commit_is_checked_out_in_a_worktree(tmp_path, monkeypatch):
     home = (tmp_path / "repository").resolve()
     home.mkdir()
     monkeypatch.setattr(interleaved_runs, "_ROOT", home)
@@ -561,7 +561,7 @@ def test_a_commit_is_checked_out_aside(tmp_path, monkeypatch):
 
 
 def test_a_small_model_against_another_backend(tmp_path):
-    """Really run, each in a process of its own; every step is in a row."""
+    """End to end, with one process per run; every step is in a row."""
     path = tiny.write_llama(tmp_path / "tiny.gguf", tiny.llama_weights())
     words = [path, "--against", "backend=reference", "-r", "2", "-o", "json"]
     flags = "-n 4 -r 1 --prompt-tokens 8 --threads 1"
@@ -579,8 +579,8 @@ def test_a_small_model_against_another_backend(tmp_path):
     assert "No such option: --rubbish" in failed.stderr
 
 
-def test_profiles_and_benches_of_a_model_are_read(tmp_path):
-    """What the other verbs write."""
+def test_profiles_and_benches_are_read(tmp_path):
+    """Files written by `graphllm profile` and `graphllm bench`."""
     path = tiny.write_llama(tmp_path / "tiny.gguf", tiny.llama_weights())
     llm = graphllm.load(path, context=64)
     written = write(tmp_path, "p", llm.profile([3, 4, 5], 3, 2).as_dict())

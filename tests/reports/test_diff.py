@@ -1,4 +1,4 @@
-"""`graphllm diff`: honest pairs agree, a crooked kernel is named, and what cannot be compared."""
+"""`graphllm diff`: correct backends agree, a faulty kernel is named, invalid input."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def path(tmp_path_factory):
     return write_tiny(tmp_path_factory.mktemp("diff") / "tiny.gguf", "llama")
 
 
-def crooked(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu") -> None:
-    """Let a backend's kernel for ``op`` read the weight ``operand`` 1 % too large where the site's
-    scope begins with ``scope``."""
+def inject_fault(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu") -> None:
+    """Scale weight ``operand`` of a backend's kernel for ``op`` by 1.01 in scopes that begin with
+    ``scope``."""
     kernels = find(backend).kernels[op]
     honest = next(k for k in kernels if "f32" in k.dtypes.get(operand, ("f32",)))
     pack = honest.pack.get(operand)
@@ -50,11 +50,11 @@ def crooked(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu"
             return "elsewhere"
         return honest.when(node, options) if honest.when else None
 
-    wrong = replace(honest, name="crooked", pack={**honest.pack, operand: larger}, when=when)
+    wrong = replace(honest, name="faulty", pack={**honest.pack, operand: larger}, when=when)
     monkeypatch.setitem(find(backend).kernels, op, [wrong, *kernels])
 
 
-# ------------------------------------------------------------------------------------- honest pairs
+# --------------------------------------------------------------------------------- correct backends
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
@@ -63,7 +63,7 @@ def crooked(monkeypatch, op: str, scope: str, operand: str, backend: str = "cpu"
     [{}, {"fused": True}, {"no_fuse": ["all"]}, {"backends": ("reference", "reference")}],
     ids=["fused", "own parts", "unfused", "reference"],
 )
-def test_honest_backends_agree(arch, how, tmp_path):
+def test_correct_backends_agree(arch, how, tmp_path):
     path = write_tiny(tmp_path / "tiny.gguf", arch)
     found = graphllm.diff(path, ids=IDS, **how)
     assert found.first is None, found.table()
@@ -74,8 +74,8 @@ def test_honest_backends_agree(arch, how, tmp_path):
     assert all(row.cumulative.nmse < 1e-6 and row.cumulative.cosine > 0.999 for row in found.rows)
 
 
-def test_every_step_of_the_plan_has_its_rows(path):
-    """As many as it has results; alone they are nearer than in the chain."""
+def test_every_step_has_a_row_per_result(path):
+    """Isolated deviations are smaller than cumulative ones."""
     found = graphllm.diff(path, ids=IDS, no_fuse=["all"])
     assert [row.op for row in found.rows].count("kv_write") == 6
     assert len({row.step for row in found.rows}) == len(found.rows)
@@ -85,8 +85,8 @@ def test_every_step_of_the_plan_has_its_rows(path):
     assert rows[0].backend == "cpu" and rows[0].inputs[0] == "f32[11,6,10]"
 
 
-def test_values_are_looked_at_in_groups(path, monkeypatch):
-    """Which must not change what is found."""
+def test_groups_do_not_change_the_result(path, monkeypatch):
+    """Smaller groups give the same rows."""
     found = []
     for nbytes in (replay.GROUP_BYTES, 20_000):
         monkeypatch.setattr(replay, "GROUP_BYTES", nbytes)
@@ -96,7 +96,7 @@ def test_values_are_looked_at_in_groups(path, monkeypatch):
 
 @pytest.mark.parametrize("second", ["remote", "cpu", "reference"])
 def test_a_plan_with_copies_between_memories(remote, path, second):  # noqa: F811
-    """They are no rows; what they bring is compared where it was made."""
+    """Copies have no rows; their values are compared where they are computed."""
     place = {"model.layers.1.*": "reference"}
     found = graphllm.diff(path, ("remote", second), ids=IDS, place=place)
     assert found.first is None, found.table()
@@ -120,7 +120,7 @@ def test_the_real_model_agrees(demo_path, how):
     assert quantised == (how.get("linear") != "float")
 
 
-# ---------------------------------------------------------------------------------- crooked kernels
+# ----------------------------------------------------------------------------------- faulty kernels
 
 
 @pytest.mark.parametrize("no_fuse", [[], ["all"]], ids=["fused", "unfused"])
@@ -131,19 +131,23 @@ def test_the_real_model_agrees(demo_path, how):
         ("linear", "lm_head", "w"),
     ],
 )
-def test_a_kernel_one_percent_off_is_the_first_divergence(
+def test_a_kernel_off_by_1_percent_is_the_first_divergence(
     path, monkeypatch, op, scope, operand, no_fuse
 ):
-    crooked(monkeypatch, op, scope, operand)
+    inject_fault(monkeypatch, op, scope, operand)
     found = graphllm.diff(path, ids=IDS, no_fuse=no_fuse)
     first = found.first
-    assert first is not None and (first.op, first.scope, first.kernel) == (op, scope, "crooked")
+    assert first is not None and (first.op, first.scope, first.kernel) == (
+        op,
+        scope,
+        "faulty",
+    )
     assert first.isolated.got == pytest.approx(1.01 * first.isolated.want, rel=1e-4)
     assert [row for row in found.rows if row.diverged] == [first]
     before = [r for r in found.rows if r.step < first.step and ".layers.1." not in r.scope]
     assert all(r.cumulative.nmse < 1e-6 for r in before)
     assert first.cumulative.nmse == pytest.approx(1e-4, rel=0.05)
-    for words in (scope, op, "kernel crooked", "f32[11,60]", "worst at ["):
+    for words in (scope, op, "kernel faulty", "f32[11,60]", "worst at ["):
         assert words in "\n".join(found.verdict())
 
 
@@ -152,14 +156,14 @@ def test_a_kernel_one_percent_off_is_the_first_divergence(
     "op, scope, operand",
     [("norm_quantise", "model.norm", "w"), ("norm_add_norm", "model.layers.3.post_att", "w2")],
 )
-def test_a_fused_kernel_of_the_real_model_one_percent_off(
+def test_a_fused_kernel_of_the_real_model_off_by_1_percent(
     demo_path, monkeypatch, op, scope, operand
 ):
-    """Its quantised result, too, where single roundings may fall the other way."""
-    crooked(monkeypatch, op, scope, operand)
+    """Also for quantized results, in which single rounding steps are allowed."""
+    inject_fault(monkeypatch, op, scope, operand)
     found = graphllm.diff("demo")
     first = found.first
-    assert first is not None and (first.kernel, first.op) == ("crooked", op)
+    assert first is not None and (first.kernel, first.op) == ("faulty", op)
     assert first.scope.startswith(scope)
     assert {row.step for row in found.rows if row.diverged} == {first.step}
 
@@ -168,7 +172,7 @@ def test_a_fused_kernel_of_the_real_model_one_percent_off(
 
 
 def test_two_files(path, tmp_path):
-    """The same weights agree; one matrix that differs is where it begins."""
+    """Equal weights agree; a changed matrix is the first divergence."""
     same = graphllm.diff(path, ids=IDS, against=path)
     assert same.first is None and len(same.rows) > 50
     assert all(row.isolated is None and row.cumulative.max == 0 for row in same.rows)
@@ -184,7 +188,7 @@ def test_two_files(path, tmp_path):
 # ------------------------------------------------------------------------------------------ numbers
 
 
-def test_deviation_says_where_and_how_much():
+def test_deviation_has_place_and_size():
     want = np.array([[1.0, -4.0], [0.5, 0.25]])
     got = want + np.array([[0.0, 0.1], [0.0, 0.05]])
     found = deviation(got, want)
@@ -198,21 +202,21 @@ def test_deviation_says_where_and_how_much():
     (np.nan, np.nan, 0.0), (np.inf, np.inf, 0.0), (np.nan, 1.0, np.inf), (-np.inf, np.inf, np.inf),
     (0.0, 0.0, 0.0), (1.0, 0.0, 1.0),
 ])  # fmt: skip
-def test_deviation_of_what_is_no_number(got, want, apart):
+def test_deviation_of_nan_and_infinity(got, want, apart):
     found = deviation(np.array([[got, 2.0]]), np.array([[want, 2.0]]))
     assert found.max == apart and (found.relative > 0) == (apart > 0)
     json.dumps(found.as_dict(), allow_nan=False)
 
 
-def test_quantised_activations_of_several_axes_are_numbers():
-    """As an executor gives them: bytes of all axes but the first in one."""
+def test_quantized_activations_of_several_axes():
+    """In the layout of an executor: the bytes of all axes but the first in one axis."""
     x = np.random.default_rng(0).standard_normal((3, 2, 64)).astype(np.float32)
     found = as_float64(quantise_act(x, A8_32).reshape(3, -1), Meta.of(x.shape, A8_32))
     np.testing.assert_allclose(found, x, atol=0.02)
 
 
-def test_roundings_of_a_fused_op_may_fall_the_other_way():
-    """A few of them, not all; elsewhere results are held to the tolerance alone."""
+def test_rounding_steps_of_fused_ops_are_allowed():
+    """A few, not all of them; unfused results must meet the tolerance alone."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 256)).astype(np.float32)
     meta = Meta.of((64, 256), A8_32)
@@ -226,8 +230,8 @@ def test_roundings_of_a_fused_op_may_fall_the_other_way():
     assert not error_bounds(fused, F32).allow(deviation(want * 1.001, want))
 
 
-def test_a_backend_may_allow_more_for_halves():
-    """As a bound on each value, and on all together: 1 % too much is found."""
+def test_half_precision_tolerance_of_a_backend():
+    """Both a bound on each value and on NMSE, so that an error of 1 % is found."""
     rng = np.random.default_rng(0)
     want = rng.standard_normal((64, 256))
     noisy = deviation(want + 1e-3 * rng.standard_normal(want.shape), want)
@@ -239,7 +243,7 @@ def test_a_backend_may_allow_more_for_halves():
 
 
 def step_of(op: str, halves: dict[str, float], kind: str = "f32") -> Step:
-    """A step of a backend that allows ``halves``, with one operand of dtype ``kind``."""
+    """Return a step of a backend with tolerances ``halves`` and one operand of dtype ``kind``."""
     backend = Backend("halves", lambda: (True, ""), lambda options: None)
     backend.half_tolerance = halves
     node = Tensor(op, (feed("x", (64, 256), kind),), {}, Meta.of((64, 256), "f32"))
@@ -253,7 +257,7 @@ def call(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True)
 
 
-def test_the_verb(path, tmp_path):
+def test_command_line(path, tmp_path):
     done = call(path, "--ids", "1,5,300")
     assert done.returncode == 0, done.stderr
     assert "cpu against reference, unfused, 3 tokens" in done.stdout
@@ -325,12 +329,12 @@ def test_cuda_agrees_on_the_real_model(demo_path, second, words):
 
 
 @pytest.mark.cuda
-def test_a_crooked_kernel_on_the_gpu(path, monkeypatch):
-    """Whose scaled weight the GPU's kernel for one site reads."""
+def test_a_faulty_kernel_on_the_gpu(path, monkeypatch):
+    """The GPU kernel of one scope reads a scaled weight."""
     need_gpu()
     scope = "model.layers.1.input_layernorm"
-    crooked(monkeypatch, "rms_norm", scope, "w", backend="cuda")
+    inject_fault(monkeypatch, "rms_norm", scope, "w", backend="cuda")
     first = graphllm.diff(path, ("cuda", "reference"), ids=IDS, no_fuse=["all"]).first
     assert first is not None and (first.op, first.scope, first.kernel) == (
-        "rms_norm", scope, "crooked",
+        "rms_norm", scope, "faulty",
     )  # fmt: skip

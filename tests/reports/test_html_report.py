@@ -1,5 +1,4 @@
-"""The HTML report: one file without a network, in which nothing of a profile is read as HTML, and
-which a browser shows, sorts and filters."""
+"""The HTML report: self-contained, safe against hostile strings, and usable in a browser."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def report() -> dict[str, Any]:
 
 
 def hostile(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with texts in it that mean something to HTML, JavaScript or the template."""
+    """Return the report with strings that are special in HTML, JavaScript or the template."""
     report = copy.deepcopy(report)
     rows = report["phases"][-1]["rows"]
     for i, text in enumerate(HOSTILE):
@@ -55,7 +54,7 @@ def hostile(report: dict[str, Any]) -> dict[str, Any]:
 
 
 class Elements(HTMLParser):
-    """Tags with their attributes, and the texts of those that hold nothing else."""
+    """Tags with their attributes, and the text of elements without children."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,17 +77,17 @@ class Elements(HTMLParser):
             self.texts[self._open][-1] += data
 
 
-def test_it_is_one_file_that_asks_for_nothing(report):
+def test_page_needs_no_other_resource(report):
     text = render_page(report)
     found = Elements(text)
     addresses = [v for _, a in found.tags for k, v in a.items() if k in ("src", "href", "action")]
     assert addresses == ["data:,"]
     assert "@import" not in text and "url(" not in text and "eval(" not in text
-    known = "http://www.w3.org/2000/svg"  # the name of SVG's elements, not an address
+    known = "http://www.w3.org/2000/svg"  # a namespace, not an address
     assert set(re.findall(r"\w+://[^\s\"'`]*", found.texts["script"][1])) == {known}
 
 
-def test_only_its_own_script_and_style_may_run(report):
+def test_content_security_policy_allows_only_own_script(report):
     found = Elements(render_page(report))
     policy = next(a["content"] for t, a in found.tags if a.get("http-equiv"))
     assert policy is not None and policy.startswith("default-src 'none'")
@@ -100,7 +99,7 @@ def test_only_its_own_script_and_style_may_run(report):
             assert word not in source.read_text("utf-8"), source
 
 
-def test_texts_of_a_profile_stay_texts(report):
+def test_hostile_strings_are_escaped(report):
     plain, found = Elements(render_page(report)), Elements(render_page(hostile(report)))
     assert [tag for tag, _ in found.tags] == [tag for tag, _ in plain.tags]
     assert found.texts["script"][1] == plain.texts["script"][1]
@@ -110,7 +109,7 @@ def test_texts_of_a_profile_stay_texts(report):
     assert found.texts["title"] == [f"{HOSTILE[0]}: profile"]
 
 
-def test_all_its_parts_are_installed():
+def test_all_files_are_package_data():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     package = "graphllm.profiler.html"
@@ -131,15 +130,15 @@ SIGHT = {
 
 
 def oklab(rgb: np.ndarray) -> np.ndarray:
-    """Linear RGB [n, 3] as colours whose distances are those that one sees (Ottosson 2020)."""
+    """Convert linear RGB [n, 3] to OKLab (Ottosson 2020), whose distances are perceptual."""
     cones = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
     axes = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
     return np.cbrt(rgb @ np.transpose(cones)) @ np.transpose(axes)
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-def test_colours_can_be_told_apart(sight):
-    """Those of the ops, by everyone: 0.02 is a difference that one sees side by side."""
+def test_colours_are_distinguishable(sight):
+    """Colours of ops, also with colour blindness; 0.02 is a visible difference side by side."""
     found = re.findall(r"--c\d: #(\w{6})", (FOLDER / "style.css").read_text("utf-8"))
     assert len(found) == 16
     for theme in (found[:8], found[8:]):  # light, dark
@@ -149,10 +148,10 @@ def test_colours_can_be_told_apart(sight):
         assert apart.min() > 0.1
 
 
-# ------------------------------------------------------------------------------------ what is in it
+# --------------------------------------------------------------------------------------------- data
 
 
-def test_times_are_reduced_to_what_they_sum_up_to(report):
+def test_reduced_times_keep_their_sums(report):
     held = reduce_report(report)
     for phase, small in zip(report["phases"], held["phases"]):
         columns = small["rows"]
@@ -167,7 +166,7 @@ def test_times_are_reduced_to_what_they_sum_up_to(report):
             assert columns["limit"][i] == (None if row["limit"] is None else round(row["limit"]))
 
 
-def test_the_typical_run_is_the_one_of_median_length(report):
+def test_median_run(report):
     for phase, small in zip(report["phases"], reduce_report(report)["phases"]):
         assert [run["plan"] for run in small["typical"]] == sorted(
             {r["plan"] for r in phase["rows"]}
@@ -187,7 +186,7 @@ def test_the_typical_run_is_the_one_of_median_length(report):
             assert typical["called"] == runs[index]["called"] and typical["runs"] == len(runs)
 
 
-def test_what_is_alive_at_once(report):
+def test_arena_peak(report):
     for arena in reduce_report(report)["phases"][0]["arena"]:
         spans = arena["spans"]
         alive = [
@@ -202,7 +201,7 @@ def large() -> str:
     return render_page(profile_sample.large(100_000))
 
 
-def test_many_rows_are_not_many_bytes(large):
+def test_size_with_many_rows(large):
     assert len(large.encode()) < 20e6
 
 
@@ -220,7 +219,7 @@ Opener = Callable[..., Page]
 
 @pytest.fixture
 def opened(browser, tmp_path) -> Iterator[Opener]:
-    """Opens the page of a report, and sees to it that nothing went wrong there in the end."""
+    """Open pages of reports; check for errors of the page at the end."""
     pages: list[Page] = []
 
     def opener(text: str, **window: Any) -> Page:
@@ -248,7 +247,7 @@ def count(shown: Page, selector: str) -> int:
 
 
 def column(shown: Page, name: str) -> list[str]:
-    """The cells of a column of the table, from above."""
+    """Return the cells of a column of the table."""
     heads = shown.evaluate("[...document.querySelectorAll('.profile > thead th')].map(e => "
                            "e.dataset.column)")  # fmt: skip
     nth = heads.index(name) + 1
@@ -272,7 +271,7 @@ def total(rows: list[dict[str, Any]], key: str) -> float:
 
 
 @pytest.mark.browser
-def test_the_summary_closes(report, opened):
+def test_summary_adds_up(report, opened):
     shown = opened(render_page(report))
     for card, phase in zip(("1", "2"), report["phases"]):
         cells = texts(shown, f".card:nth-child({card}) tbody td:nth-child(2)")
@@ -319,7 +318,7 @@ def test_the_plot_has_a_dot_for_each_op_and_backend(report, opened):
 
 
 def crowded(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with 40 ops of long names that compute alike, and ceilings that are nearly one."""
+    """Return the report with 40 similar ops with long names, and nearly equal ceilings."""
     report = copy.deepcopy(report)
     for phase in report["phases"]:
         for i, row in enumerate(phase["rows"]):
@@ -353,12 +352,12 @@ def test_no_labels_of_the_plot_overlap(report, opened, width, tmp_path):
             assert count(shown, ".roofline .names text") >= 1
             assert shown.evaluate(OVERLAPS) == []
             held = texts(shown, ".roofline .roof text") + texts(shown, "#roofline .about")
-            for roof in each["ceilings"].values():  # named in the plot, or else below it
+            for roof in each["ceilings"].values():  # labelled in the plot or below it
                 assert roof["bytes_s"] == 0 or "GB/s" in " ".join(held)
 
 
 @pytest.mark.browser
-def test_the_table_sorts_both_ways_by_every_column(report, opened):
+def test_table_sorts_by_every_column(report, opened):
     shown = opened(render_page(report))
     heads = texts(shown, ".profile > thead th")
     assert len(heads) == 10
@@ -379,7 +378,7 @@ def test_the_table_sorts_both_ways_by_every_column(report, opened):
 
 
 @pytest.mark.browser
-def test_the_table_is_what_the_rows_add_up_to(report, opened):
+def test_table_has_the_sums_of_rows(report, opened):
     shown = opened(render_page(report))
     phase = report["phases"][1]
     tokens = phase["tokens"] * len(phase["passes"])
@@ -406,7 +405,7 @@ def test_the_table_is_what_the_rows_add_up_to(report, opened):
 
 
 @pytest.mark.browser
-def test_rows_are_added_up_as_one_chooses(report, opened):
+def test_grouping_and_filter(report, opened):
     shown = opened(render_page(report))
     rows = report["phases"][1]["rows"]
     keys = {
@@ -426,7 +425,7 @@ def test_rows_are_added_up_as_one_chooses(report, opened):
 
 
 @pytest.mark.browser
-def test_a_row_opens_into_its_steps(report, opened):
+def test_a_row_expands_to_its_steps(report, opened):
     shown = opened(render_page(report))
     rows = kinds(report["phases"][1]["rows"])["gated q5_0"]
     button = (
@@ -447,7 +446,7 @@ def test_a_row_opens_into_its_steps(report, opened):
 
 
 @pytest.mark.browser
-def test_the_other_phase_is_one_click_away(report, opened):
+def test_choice_of_phase(report, opened):
     shown = opened(render_page(report))
     assert shown.evaluate("document.querySelector('#phase input:checked').value") == "decode"
     shown.click("#phase input[value=prefill] + span")
@@ -458,8 +457,8 @@ def test_the_other_phase_is_one_click_away(report, opened):
     assert texts(shown, "#timeline .about")[0].endswith("T = 20.")
 
 
-def painted(shown: Page, selector: str) -> dict[str, int]:
-    """How many pixels of each colour a canvas has."""
+def pixel_colours(shown: Page, selector: str) -> dict[str, int]:
+    """Count the pixels of each colour on a canvas."""
     return shown.evaluate(f"""(() => {{
         const canvas = document.querySelector({json.dumps(selector)}), seen = {{}};
         const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
@@ -475,10 +474,10 @@ def painted(shown: Page, selector: str) -> dict[str, int]:
 
 @pytest.mark.browser
 @pytest.mark.parametrize("name", ["timeline", "arena"])
-def test_drawings_are_zoomed_and_read_by_keys(report, opened, name):
+def test_canvases_zoom_and_scroll_with_keys(report, opened, name):
     shown = opened(render_page(report))
     canvas = f"#{name} canvas"
-    whole = painted(shown, canvas)
+    whole = pixel_colours(shown, canvas)
     assert sum(n > 100 for n in whole.values()) >= 5  # the lane, and ops in their colours
     shown.evaluate(f"document.querySelector('{canvas}').focus()")
     shown.key("ArrowRight")
@@ -488,10 +487,10 @@ def test_drawings_are_zoomed_and_read_by_keys(report, opened, name):
     shown.key("Escape")
     assert not count(shown, "#tip:not([hidden])")
     shown.key("+")
-    assert painted(shown, canvas) != whole
+    assert pixel_colours(shown, canvas) != whole
     shown.key("0")
     shown.evaluate(f"document.querySelector('{canvas}').blur()")
-    assert painted(shown, canvas) == whole
+    assert pixel_colours(shown, canvas) == whole
 
 
 @pytest.mark.browser
@@ -522,16 +521,16 @@ def test_heat_memory_and_placement(report, opened):
 def test_light_and_dark(report, opened):
     shown = opened(render_page(report))
     paper = "getComputedStyle(document.body).backgroundColor"
-    light, drawn = shown.evaluate(paper), painted(shown, "#timeline canvas")
+    light, drawn = shown.evaluate(paper), pixel_colours(shown, "#timeline canvas")
     shown.colours(dark=True)
     assert shown.evaluate(paper) != light
     areas = {colour for colour, pixels in drawn.items() if pixels > 100} - {"0,0,0,0"}
-    assert len(areas) >= 5 and areas.isdisjoint(painted(shown, "#timeline canvas"))
+    assert len(areas) >= 5 and areas.isdisjoint(pixel_colours(shown, "#timeline canvas"))
 
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [320, 380, 700, 1600])
-def test_nothing_is_wider_than_the_window(report, opened, width):
+def test_page_fits_the_window(report, opened, width):
     shown = opened(render_page(hostile(report)), width=width)
     for by in ("op", "step"):
         shown.click(f"#by input[value={by}] + span")
@@ -553,7 +552,7 @@ def test_a_measured_profile_opens(opened, tmp_path):
 
 
 @pytest.mark.browser
-def test_texts_that_look_like_elements_are_shown(report, opened):
+def test_hostile_strings_are_shown(report, opened):
     shown = opened(render_page(hostile(report)))
     assert texts(shown, "h1") == [HOSTILE[0]] and not count(shown, "img")
     assert {text for text in HOSTILE if "\\" not in text} <= {
@@ -562,7 +561,7 @@ def test_texts_that_look_like_elements_are_shown(report, opened):
 
 
 @pytest.mark.browser
-def test_what_is_missing_is_said(report, opened):
+def test_missing_data_is_reported(report, opened):
     shown = opened(render_page(profile_sample.sample(LAYERS, ceilings=False)))
     assert "graphllm doctor --measure" in texts(shown, "#summary")[0]
     assert count(shown, ".dot") and not count(shown, ".roof") and not count(shown, "#headroom")

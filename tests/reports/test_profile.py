@@ -1,4 +1,4 @@
-"""A profile of a small model: rows, sums that add up to the wall time, the report as JSON."""
+"""Profiles of a small model: rows, accounting of the wall time, the JSON report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(llm):
     return llm.profile(list(range(3, 3 + PROMPT)), DECODE, REPEAT)
 
 
-def test_there_is_a_row_for_each_step(llm, found):
+def test_one_row_per_step(llm, found):
     decode = found["decode"]
     steps = llm.engine.decode_plan().steps
     assert [row.op for row in decode.rows] == [step.node.op for step in steps]
@@ -57,7 +57,7 @@ def test_there_is_a_row_for_each_step(llm, found):
     assert {len(row.times) for row in found["prefill"].rows} == {REPEAT}
 
 
-def test_it_adds_up(found):
+def test_accounting_adds_up(found):
     for phase in found.phases:
         own = phase.accounting
         assert own.wall == sum(p.end - p.start for p in phase.passes)
@@ -66,14 +66,14 @@ def test_it_adds_up(found):
         assert min(own.gaps, own.host) >= 0 and own.attributed > 0.97
 
 
-def test_a_row_has_what_its_runs_cost(found):
+def test_row_has_the_declared_cost_of_its_runs(found):
     (row,) = (r for r in found["decode"].rows if r.scope == "lm_head" and r.weight)
     calls = len(row.times)
     rows, columns = (int(n) for n in row.inputs[1].partition("[")[2].rstrip("]").split(","))
     assert row.flops == calls * 2 * rows * columns
 
 
-def test_rows_are_summed_by_every_key(found):
+def test_rows_are_grouped_by_every_key(found):
     rows = found["decode"].rows
     for by in GROUP_KEYS:
         sums = totals(rows, by)
@@ -84,13 +84,13 @@ def test_rows_are_summed_by_every_key(found):
         found.table("name")
 
 
-def test_the_longest_rows_and_what_is_left(found):
+def test_top_rows_and_the_rest(found):
     lines = found.table(top=2).split("\n\n")[1].splitlines()
     kinds = len(totals(found["decode"].rows))
     assert lines[4].startswith(f"{kinds - 2} more") and lines[5].startswith("all ops")
 
 
-def test_the_report_is_json_and_its_times_fit_together(found):
+def test_report_is_consistent_json(found):
     report = json.loads(json.dumps(found.as_dict()))
     assert (report["schema"], report["version"]) == ("graphllm.profile", 2)
     for phase in report["phases"]:
@@ -112,7 +112,7 @@ def test_the_report_is_json_and_its_times_fit_together(found):
             assert all(s["first"] <= s["last"] for s in arena["spans"])
 
 
-def test_limits_are_those_of_what_binds(found):
+def test_limit_is_the_binding_ceiling(found):
     row = replace(found["decode"].rows[0], bytes=1e6, flops=1e6, integer=False)
     roofline = Roofline("", False, "", bytes_s=1e9, float_flop_s=1e10, integer_flop_s=1e8)
     assert roofline.limit(row) == (1e6, "memory")
@@ -120,11 +120,11 @@ def test_limits_are_those_of_what_binds(found):
     assert replace(roofline, bytes_s=0.0, float_flop_s=0.0).limit(row) == (0.0, "")
 
 
-# ------------------------------------------------------------------------------- speed, disturbance
+# ------------------------------------------------------------------------------ speed, interference
 
 
 def test_profile_compare_and_bench_show_one_speed(found, tmp_path):
-    """The median of the passes without profiling, and their spread."""
+    """Median and spread of the passes without profiling."""
     path = tmp_path / "p.json"
     path.write_text(json.dumps(found.as_dict()))
     compared = compare(path, path)
@@ -154,8 +154,8 @@ def test_speed_of_some_passes():
     assert str(speed(20, [4_000_000])) == "5000.0 tok/s"
 
 
-def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
-    """In the table, in JSON and on the page."""
+def test_load_by_other_processes_is_reported(llm, tmp_path, monkeypatch):
+    """In the table, in JSON and on the HTML page."""
     monkeypatch.setattr(system_info, "_processor_seconds", iter([(0, 0, 0), (10, 9, 5)]).__next__)
     busy = llm.profile([3, 4, 5], 2, 1)
     assert busy.other_load == 0.4
@@ -168,8 +168,8 @@ def test_work_of_others_is_reported(llm, tmp_path, monkeypatch):
     assert calm.load_note == "" and "busy" not in calm.table()
 
 
-def test_runs_that_were_disturbed_are_reported(llm):
-    """As in a comparison, from the same times."""
+def test_interference_is_reported(llm):
+    """Computed from the times of runs, as in a comparison."""
     plan, long = llm.engine.decode_plan(), 10**8
     passes, steps = (Pass(0, 1000, long), Pass(1000, 2000, long)), len(plan.steps)
 
@@ -185,14 +185,14 @@ def test_runs_that_were_disturbed_are_reported(llm):
         assert Profile((brief,), {}, {}, {}).load_note == ""
 
 
-def test_a_ceiling_that_is_in_doubt_is_reported(found):
+def test_unreliable_ceilings_are_reported(found):
     roofline = Roofline("", False, "unreliable: busy; measure again", 1e9, 0.0, 0.0)
     assert (
         "ceilings of cpu: unreliable: busy" in replace(found, rooflines={"cpu": roofline}).table()
     )
 
 
-# ------------------------------------------------------------------------------------------ closing
+# --------------------------------------------------------------------------------------- accounting
 
 
 def a_run(plan, called: int, returned: int, *ends: list[int]) -> Run:
@@ -201,13 +201,13 @@ def a_run(plan, called: int, returned: int, *ends: list[int]) -> Run:
 
 
 class _Plan:
-    """Of five steps that copy nothing."""
+    """A plan of five steps without copies."""
 
     def __init__(self, llm) -> None:
         self.steps = llm.engine.decode_plan().steps[:5]
 
 
-def test_time_is_given_to_who_spent_it(llm):
+def test_time_is_attributed_by_cause(llm):
     plan = _Plan(llm)
     first = a_run(plan, 10, 75, [20, 30, 40], [50, 55, 60, 70])
     second = a_run(plan, 90, 140, [100, 105, 110], [110, 120, 125, 130])
@@ -217,7 +217,7 @@ def test_time_is_given_to_who_spent_it(llm):
     assert own.host == 10 + 15 + 10 and own.unattributed == 0
 
 
-def test_the_host_is_not_waited_for_where_it_runs_ahead(llm):
+def test_asynchronous_runs_have_no_host_time(llm):
     plan = _Plan(llm)
     first = a_run(plan, 0, 1, [5, 10, 20], [20, 30, 40, 50])
     second = a_run(plan, 2, 3, [52, 60, 70], [70, 80, 90, 100])
@@ -226,7 +226,7 @@ def test_the_host_is_not_waited_for_where_it_runs_ahead(llm):
     assert own.unattributed == 0
 
 
-def test_clocks_that_differ_leave_something(llm):
+def test_clock_differences_are_unattributed(llm):
     first = a_run(_Plan(llm), 10, 12, [4, 10, 20], [20, 30, 40, 50])
     own = account([Pass(0, 50, 1)], [first])
     assert own.wall == 50 == own.ops + own.gaps + own.host + own.unattributed
@@ -235,7 +235,7 @@ def test_clocks_that_differ_leave_something(llm):
 # ---------------------------------------------------------------------------------------- recorders
 
 
-def test_a_program_without_times_has_no_place_for_them(path):
+def test_runs_without_profiling_record_no_times(path):
     llm = graphllm.load(path, device="cpu", context=128)
     plan = llm.engine.decode_plan()
     ((segment, _),) = llm.executor.segments(plan)
@@ -261,10 +261,10 @@ def test_two_recorders_of_one_plan_do_not_mix(llm):
     assert calls == sorted(calls)
 
 
-# --------------------------------------------------------------------------------------------- verb
+# ------------------------------------------------------------------------------------- command line
 
 
-def test_the_verb_writes_reports(path, tmp_path):
+def test_command_line_writes_reports(path, tmp_path):
     out = [tmp_path / name for name in ("report.json", "run.trace.json", "report.html")]
     asked = ["profile", str(path), "--prompt-tokens", "9", "-n", "3", "-r", "2", "-c", "64",
              "--by", "layer", "--top", "3", *(f"-o{each}" for each in out)]  # fmt: skip
@@ -276,7 +276,7 @@ def test_the_verb_writes_reports(path, tmp_path):
     assert out[2].read_text().startswith("<!doctype html>")
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_work(path, tmp_path):
+def test_unwritable_output_is_rejected_before_the_run(path, tmp_path):
     asked = ["profile", str(path), "-n", "2", "-r", "1", "-o", str(tmp_path / "no" / "x.json")]
     result = CliRunner().invoke(app, asked)
     assert isinstance(result.exception, OutputError) and "No such file" in str(result.exception)
@@ -297,25 +297,25 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(path, tmp_pa
         (["-r", "0"], "repeat = 0"),
     ],
 )
-def test_what_it_refuses(path, asked, words):
+def test_invalid_arguments(path, asked, words):
     result = CliRunner().invoke(app, ["profile", str(path), *asked])
     assert isinstance(result.exception, RequestError) and words in str(result.exception)
 
 
-# ----------------------------------------------------------------------------------------- the walk
+# ----------------------------------------------------------------------------------------- tutorial
 
 
-def test_the_bottleneck_of_the_walk_is_found_and_mended(tmp_path, monkeypatch):
+def test_tutorial_finds_and_fixes_the_bottleneck(tmp_path, monkeypatch):
     """The two model files of docs/profiling.md."""
-    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))  # they declare ops
+    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))  # the model files declare ops
     text = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text("utf-8")
-    before, mended = re.findall(r"```python\n(.*?)```", text, re.S)
+    before, fixed = re.findall(r"```python\n(.*?)```", text, re.S)
     path = tiny.write_tiny(tmp_path / "m.gguf", "gemma3")
     found = []
-    for name, code in (("before", before), ("after", before.split("class Model")[0] + mended)):
+    for name, code in (("before", before), ("after", before.split("class Model")[0] + fixed)):
         own = tmp_path / name / "my_gemma.py"
         own.parent.mkdir()
-        own.write_text(code.replace("geglu", f"geglu_{name}"))  # one file cannot be two
+        own.write_text(code.replace("geglu", f"geglu_{name}"))  # an op can be declared only once
         llm = graphllm.load(path, model_def=own, device="cpu", context=64)
         found.append((llm.profile([3, 4, 5], 2, 1)["decode"].rows, llm.logits([3, 4, 5])))
     (slow, logits), (fast, same) = found

@@ -25,13 +25,13 @@ from graphllm.profiler.roofline import Ceilings
 SMALL = 4 << 20
 
 
-def nobody(what, done, total):
+def ignore_progress(what, done, total):
     assert 0 <= done <= total
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """A cache directory of its own, and a small buffer to go over."""
+    """A temporary cache directory, and small probes."""
     monkeypatch.setattr(
         roofline, "_CACHE_FILE", CacheFile("ceilings.json", root=tmp_path / "cache")
     )
@@ -48,9 +48,9 @@ def made(**changes) -> Ceilings:
     return replace(Ceilings("cpu", roofline.machine_name(), date, SMALL, rates), **changes)
 
 
-def test_measured_and_kept(cache):
+def test_measurement_is_cached(cache):
     assert roofline.load_cached("cpu") is None
-    found = roofline.measure("cpu", nobody)
+    found = roofline.measure("cpu", ignore_progress)
     assert set(found.rates) == set(MEMORY_PROBES) and found.nbytes == SMALL
     assert set(found.flops) == set(kernel_probes.KINDS) and set(found.peaks) == set(
         probe_kernels.multiply_add_loops()
@@ -75,22 +75,22 @@ def test_counts_of_threads():
     assert list(thread_counts(12)) == [1, 2, 4, 8, 12]
 
 
-def test_the_best_is_over_as_many_threads_or_fewer():
+def test_bandwidth_is_the_best_up_to_a_number_of_threads():
     found = made()
     assert [found.bytes_s(n) for n in (1, 2, 3, 4, 0)] == [2e10, 3e10, 3e10, 3e10, 3e10]
     assert made(rates={"read": {4: 1e10}}).bytes_s(2) == 0.0
     assert made(rates={"read": {1: 1e10}, "write": {1: 2e10}, "copy": {1: 3e10}}).bytes_s() == 1e10
 
 
-def test_rates_of_kernels_and_roofs_of_arithmetic():
+def test_kernel_rates_and_peaks():
     found = made(flops={"float": {1: 1e11, 2: 2e11}}, peaks={"f32": {1: 3e11, 2: 4e11}})
     assert [found.flop_s("float", n) for n in (1, 2, 0)] == [1e11, 2e11, 2e11]
-    blocks = replace(found, counted="blocks")  # these are no threads
+    blocks = replace(found, counted="blocks")  # counts are not of threads
     assert blocks.flop_s("f32", 1) == 4e11 and blocks.bytes_s(1) == 3e10
     assert found.flop_s("f32", 1) == 3e11 and found.flop_s("f16") == found.flop_s("integer") == 0
 
 
-def test_roofs_are_peaks_whatever_kernels_reach():
+def test_peaks_do_not_depend_on_kernel_rates():
     found = made(
         flops={"float": {1: 9e11}, "integer": {1: 9e11}},
         peaks={"f32": {1: 3e11, 2: 4e11}, "f16": {1: 8e11}, "int8": {1: 5e11}},
@@ -101,8 +101,8 @@ def test_roofs_are_peaks_whatever_kernels_reach():
     assert several.peak_flop_s("float") == 9e11
 
 
-def test_a_profile_is_held_against_roofs(cache):
-    """Not against the rates of kernels, which predictions are made of."""
+def test_profiles_use_peaks_as_ceilings(cache):
+    """Not the rates of kernels, which are for predictions."""
     from graphllm.profiler.capture import _add_roofline
 
     roofline._save(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
@@ -111,13 +111,13 @@ def test_a_profile_is_held_against_roofs(cache):
     assert (roofs["cpu"].float_flop_s, roofs["cpu"].integer_flop_s) == (3e11, 5e11)
 
 
-def test_the_best_of_some_repeats_and_their_spread():
+def test_best_repetition_and_spread():
     found = ProbeResults()
     found.add(found.memory, "read", 2, 10.0, [4.0, 2.0, 2.5])
     assert found.memory == {"read": {2: 5.0}} and found.spreads["read"][2] == pytest.approx(0.2)
 
 
-def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
+def test_only_fresh_measurements_of_this_machine_are_reused(cache, monkeypatch):
     calls = []
 
     def measure(backend, show, nbytes=0):
@@ -133,13 +133,14 @@ def test_only_a_fresh_one_of_this_machine_is_used_again(cache, monkeypatch):
     ):
         roofline._save(kept)
         assert roofline.load_cached("cpu") == kept and not kept.is_fresh()
-        roofline.load_or_measure("cpu", nobody)
+        roofline.load_or_measure("cpu", ignore_progress)
     assert calls == ["cpu"] * 3
     roofline._save(made(date=(now - timedelta(hours=23)).isoformat()))
     assert (
-        roofline.load_or_measure("cpu", nobody) == roofline.load_cached("cpu") and len(calls) == 3
+        roofline.load_or_measure("cpu", ignore_progress) == roofline.load_cached("cpu")
+        and len(calls) == 3
     )
-    assert roofline.load_or_measure("reference", nobody) is None
+    assert roofline.load_or_measure("reference", ignore_progress) is None
 
 
 OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "nbytes": 1,
@@ -151,7 +152,7 @@ OLD = {"backend": "cpu", "machine": "m", "date": "2026-01-01T00:00:00+00:00", "n
     ["", "{", "[]", "null", '{"cpu": 3}', '{"cpu": {"version": 2}}', json.dumps({"cpu": OLD}),
      json.dumps({"cpu": {**OLD, "version": 2}}), '{"cpu": {"version": 3, "rates": {}}}'],
 )  # fmt: skip
-def test_a_damaged_file_counts_for_nothing(cache, text):
+def test_a_damaged_cache_file_is_ignored(cache, text):
     cache.mkdir()
     (cache / "ceilings.json").write_text(text)
     assert roofline.load_cached("cpu") is None
@@ -159,20 +160,20 @@ def test_a_damaged_file_counts_for_nothing(cache, text):
     assert roofline.load_cached("cpu") == made(date=roofline.load_cached("cpu").date)
 
 
-def test_others_stay_in_the_file(cache):
+def test_entries_of_other_backends_are_kept(cache):
     roofline._save(made(backend="gpu"))
     roofline._save(made())
     assert set(json.loads((cache / "ceilings.json").read_text())) == {"cpu", "gpu"}
     assert roofline.load_cached("gpu") == made(backend="gpu", date=roofline.load_cached("gpu").date)
 
 
-def test_a_cache_that_is_a_file(cache):
+def test_a_cache_directory_that_is_a_file(cache):
     cache.write_text("")
     roofline._save(made())
     assert roofline.load_cached("cpu") is None
 
 
-def test_memory_that_is_not_there(monkeypatch):
+def test_too_little_memory(monkeypatch):
     monkeypatch.setattr(roofline, "free_bytes", lambda: 1 << 30)
     with pytest.raises(RequestError, match=r"needs 1\.3 GB; 1\.1 GB are free"):
         roofline.probe_bytes()
@@ -180,10 +181,10 @@ def test_memory_that_is_not_there(monkeypatch):
         monkeypatch.setattr(roofline, "free_bytes", lambda free=free: free)
         assert roofline.probe_bytes() == size
     with pytest.raises(RequestError, match="reference has no probes"):
-        roofline.measure("reference", nobody)
+        roofline.measure("reference", ignore_progress)
 
 
-def test_doctor_shows_it(cache, capsys):
+def test_doctor_shows_ceilings(cache, capsys):
     doctor.doctor(measure=False)
     assert "memory: not measured (graphllm doctor --measure)" in capsys.readouterr().out
     doctor.doctor(measure=True)
@@ -201,7 +202,7 @@ def test_doctor_shows_it(cache, capsys):
     assert lines[at + 1] == "unreliable: measured on another machine; measure again"
 
 
-def test_as_a_table():
+def test_table():
     found = made(
         flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
         many={"q4_0": 1.02}, caches={"L2 2 MB": {1: 2e11}}, peaks={"int8": {4: 3e12}},
@@ -221,7 +222,7 @@ def test_as_a_table():
     ]
 
 
-def test_what_makes_a_measurement_doubtful():
+def test_reasons_to_measure_again():
     now = datetime.now(timezone.utc)
     plain = f"measured {now.isoformat()} on {roofline.machine_name()}"
     assert made(date=now.isoformat()).provenance() == plain
@@ -237,14 +238,14 @@ def test_what_makes_a_measurement_doubtful():
     )
 
 
-def test_what_others_take_of_the_machine(monkeypatch):
-    """All processors' time, what is at work of it, this process's: in seconds."""
+def test_load_by_other_processes(monkeypatch):
+    """From total, busy and own processor seconds."""
     times = iter([(100.0, 40.0, 7.0), (200.0, 90.0, 27.0), None, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
     monkeypatch.setattr(system_info, "_processor_seconds", lambda: next(times))
     watch = system_info.OtherProcesses()
     assert watch.share() == pytest.approx(0.3)
-    assert watch.share() is None  # the system does not say
-    assert system_info.OtherProcesses().share() is None  # no time has gone by
+    assert watch.share() is None  # not available on this system
+    assert system_info.OtherProcesses().share() is None  # no time has passed
     monkeypatch.undo()
     share = system_info.OtherProcesses().share()
     assert share is None or 0 <= share <= 1
@@ -255,7 +256,7 @@ def shown(capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
+def test_bench_reports_the_measurement(cache, capsys, monkeypatch):
     found = _ceiling("auto")
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
     assert _ceiling("cpu") == found and f"cached: measured {found.date}" in capsys.readouterr().err
@@ -269,8 +270,8 @@ def test_bench_says_whether_it_measured(cache, capsys, monkeypatch):
     assert _ceiling("cpu") is None and capsys.readouterr().err == "note: no ceiling: no room\n"
 
 
-class Gpu:
-    """As much of one as is asked: the fastest run takes 1 ms, whatever it does."""
+class FakeGpu:
+    """The parts of a GPU that the probes use; the fastest run of anything takes 1 ms."""
 
     index, processors = 0, 100
 
@@ -287,17 +288,17 @@ class Gpu:
 
 
 @pytest.mark.parametrize("capability, kinds", [((9, 0), 3), ((7, 5), 2)])
-def test_what_is_measured_on_a_gpu(monkeypatch, capability, kinds):
-    gpu = Gpu(capability)
+def test_gpu_probes(monkeypatch, capability, kinds):
+    gpu = FakeGpu(capability)
     device = SimpleNamespace(gpu=gpu, alloc=lambda nbytes: SimpleNamespace(address=0))
     monkeypatch.setattr(cuda_ceiling, "CudaDevice", lambda options: device)
     monkeypatch.setattr(cuda_ceiling, "_cache", lambda device: 50 << 20)
-    found = cuda_ceiling.measure(1 << 30, nobody)
+    found = cuda_ceiling.measure(1 << 30, ignore_progress)
     assert found.counted != "threads" and len(found.peaks) == kinds and set(found.how) >= {"f16"}
     assert set(found.memory) == {"read", "write", "copy"}
     assert {r for row in found.memory.values() for r in row.values()} == {1000 * 2.0**30}
     assert found.caches == {"L2 50 MB": {n: 25 * 2**20 * n * 1e5 for n in (1, 2, 4)}}
-    each = 512 * 4096 * 8 * 100 * 1000  # multiply-adds a second of one block a processor
+    each = 512 * 4096 * 8 * 100 * 1000  # multiply-adds/s at one block per multiprocessor
     assert found.peaks["f32"] == {n: 2 * n * each for n in (1, 2, 4)}
     assert found.peaks["int8"] == {n: 8 * n * each for n in (1, 2, 4)}
     assert found.spreads["read"][4] == pytest.approx(0.5)

@@ -1,5 +1,4 @@
-"""The trace of a profile: that it is one, by the published description of the format, and that it
-says what the report says."""
+"""The trace of a profile: valid by the published format description, and equal to the report."""
 
 from __future__ import annotations
 
@@ -27,70 +26,70 @@ METADATA = {
 }  # fmt: skip
 
 
-class Broken(Exception):
+class InvalidTrace(Exception):
     pass
 
 
-def need(condition: object, event: object, what: str) -> None:
+def require(condition: object, event: object, what: str) -> None:
     if not condition:
-        raise Broken(f"{what}: {event}")
+        raise InvalidTrace(f"{what}: {event}")
 
 
 def ns(us: float) -> int:
-    """As Perfetto reads microseconds: what is behind the nanoseconds is cut off."""
+    """Convert microseconds as Perfetto does: truncated to nanoseconds."""
     whole = int(us * 1e3)
-    need(us * 1e3 - whole < 1e-2, us, "not a whole count of nanoseconds")
+    require(us * 1e3 - whole < 1e-2, us, "not a whole count of nanoseconds")
     return whole
 
 
 def check(found: dict[str, Any]) -> None:
-    """Broken, unless it is a trace that viewers show as it is meant."""
+    """Raise InvalidTrace unless viewers display the trace as intended."""
     events = json.loads(json.dumps(found, allow_nan=False))["traceEvents"]
-    need(isinstance(events, list) and events, found.keys(), "no events")
-    need(found.get("displayTimeUnit", "ms") in ("ms", "ns"), found.keys(), "unit")
+    require(isinstance(events, list) and events, found.keys(), "no events")
+    require(found.get("displayTimeUnit", "ms") in ("ms", "ns"), found.keys(), "unit")
     for event in events:
         _fields(event)
     timed = [e for e in events if e["ph"] != "M"]
-    need(timed == sorted(timed, key=lambda e: e["ts"]), "events", "not sorted by time")
+    require(timed == sorted(timed, key=lambda e: e["ts"]), "events", "not sorted by time")
     _named(events)
     _nested([e for e in events if e["ph"] == "X"])
 
 
 def _fields(event: dict[str, Any]) -> None:
-    need(event.get("ph") in NEEDED, event, "unknown phase")
+    require(event.get("ph") in NEEDED, event, "unknown phase")
     for name, kind in {**NEEDED[event["ph"]], "pid": int, "tid": int, "args": dict}.items():
-        need(isinstance(event.get(name), kind), event, f"no {name}")
+        require(isinstance(event.get(name), kind), event, f"no {name}")
     for name in ("ts", "dur"):
-        need(math.isfinite(event.get(name, 0)) and event.get(name, 0) >= 0, event, name)
+        require(math.isfinite(event.get(name, 0)) and event.get(name, 0) >= 0, event, name)
     if event["ph"] == "C":
         numbers = [isinstance(v, (int, float)) for v in event["args"].values()]
-        need(numbers and all(numbers), event, "a counter of something else than numbers")
+        require(numbers and all(numbers), event, "a counter of something else than numbers")
     if event["ph"] == "M":
         key, kind = METADATA.get(event["name"], ("", object))
-        need(key and isinstance(event["args"].get(key), kind), event, "unknown metadata")
+        require(key and isinstance(event["args"].get(key), kind), event, "unknown metadata")
 
 
 def _named(events: list[dict[str, Any]]) -> None:
-    """Every process and every track with slices has one name."""
+    """Check that every process and every track with slices has one name."""
     names = Counter((e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M")
-    need(set(names.values()) == {1}, names, "said twice")
+    require(set(names.values()) == {1}, names, "said twice")
     processes = {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     for event in events:
-        need(event["pid"] in processes, event, "a process without a name")
+        require(event["pid"] in processes, event, "a process without a name")
         if event["ph"] == "X":
             track = ("thread_name", event["pid"], event["tid"])
-            need(track in names, event, "a track without a name")
+            require(track in names, event, "a track without a name")
 
 
 def _nested(slices: list[dict[str, Any]]) -> None:
-    """Slices of a track lie inside one another or apart."""
+    """Check that slices of a track are nested or disjoint."""
     open_: dict[tuple[int, int], list[int]] = defaultdict(list)
     for event in slices:
         begin = ns(event["ts"])
         end, ends = begin + ns(event["dur"]), open_[event["pid"], event["tid"]]
         while ends and ends[-1] <= begin:
             ends.pop()
-        need(not ends or end <= ends[-1], event, "ends after the slice that it is in")
+        require(not ends or end <= ends[-1], event, "ends after the slice that it is in")
         ends.append(end)
 
 
@@ -111,18 +110,18 @@ def events(report) -> list[dict[str, Any]]:
 
 
 def spent(events: list[dict[str, Any]], **where: Any) -> int:
-    """Nanoseconds of the slices with these fields."""
+    """Return the nanoseconds of the slices with these fields."""
     return sum(ns(e["dur"]) for e in events if e["ph"] == "X" and where.items() <= e.items())
 
 
-def test_times_are_those_of_the_report(report, events):
+def test_times_equal_the_report(report, events):
     for name in ("ops", "copies", "gaps", "host"):
         cat = {"ops": "op", "copies": "copy", "gaps": "gap", "host": "host"}[name]
         assert spent(events, cat=cat) == sum(p["closing"][name] for p in report["phases"]), name
     assert spent(events, cat="pass") == sum(p["closing"]["wall"] for p in report["phases"])
 
 
-def test_each_step_has_its_times_bytes_and_operations(report, events):
+def test_steps_have_times_bytes_and_operations(report, events):
     starts = [ns(e["ts"]) for e in events if e.get("cat") == "phase"]
     found: dict[Any, list[Any]] = defaultdict(list)
     for event in events:
@@ -141,7 +140,7 @@ def test_each_step_has_its_times_bytes_and_operations(report, events):
         assert all(("share of ceiling" in e["args"]) == (row["limit"] is not None) for e in own)
 
 
-def test_runs_hold_the_steps_of_their_backends(report, events):
+def test_runs_contain_the_steps_of_their_backends(report, events):
     runs = [run for phase in report["phases"] for run in phase["runs"]]
     used = {r["backend"] for p in report["phases"] for r in p["rows"]}
     assert len(used) == 2
@@ -163,8 +162,8 @@ def test_runs_hold_the_steps_of_their_backends(report, events):
     assert {f"launch on {backends[0]}", there, back, "return"} >= gaps >= {there, back}
 
 
-def test_counters_are_the_rates_of_the_steps(events):
-    """Over their time they add up to the bytes and operations of all steps."""
+def test_counters_equal_the_rates_of_steps(events):
+    """Integrated over time they give the bytes and operations of all steps."""
     for counter, key in (("GB/s", "bytes"), ("GFLOP/s", "flops")):
         moved, last = 0.0, {}
         for event in (e for e in events if e["ph"] == "C" and e["name"] == counter):
@@ -176,8 +175,8 @@ def test_counters_are_the_rates_of_the_steps(events):
         assert moved == pytest.approx(sum(e["args"][key] for e in steps), rel=1e-3)
 
 
-def test_a_device_that_runs_ahead_keeps_its_tracks_in_order():
-    """The host has a run back, and calls the next, before the device has begun with it."""
+def test_tracks_of_an_asynchronous_device_are_in_order():
+    """The host gets a run back and calls the next before the device has begun it."""
     report = profile_sample.sample(layers=1, passes=1, decode=3)
     decode = report["phases"][1]
     for row in decode["rows"]:
@@ -218,9 +217,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_finds(fault):
+def test_check_detects_faults(fault):
     found = copy.deepcopy(trace(profile_sample.sample(layers=2, passes=1, decode=2)))
     check(found)
     FAULTS[fault](found["traceEvents"])
-    with pytest.raises(Broken, match=fault):
+    with pytest.raises(InvalidTrace, match=fault):
         check(found)

@@ -1,4 +1,4 @@
-"""Profiles of a machine that is made up, as noisy as real ones are."""
+"""Synthetic profiles with the noise of real machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDS = (("embedding", "model.embed_tokens", "q8_0", 2.5), ("scale", "model", "",
 
 
 def steps() -> list[tuple[str, tuple[str, ...], str, int | None, str, float]]:
-    """(op, parts, scope, layer, weight, microseconds) in the order of running."""
+    """(op, parts, scope, layer, weight, microseconds) in execution order."""
     inner = [
         (op, parts, f"model.layers.{layer}.{op}_{weight}", layer, weight, us)
         for layer in range(LAYERS)
@@ -38,7 +38,7 @@ def steps() -> list[tuple[str, tuple[str, ...], str, int | None, str, float]]:
 
 @dataclass
 class Machine:
-    """Times of runs, with the noise that real ones were seen to have.
+    """Generator of run times with the noise observed on real machines.
 
     A process is slower as a whole by some percent (``drift``), and each of its steps for itself by
     a percent and a part of a microsecond. A step's run is longer by some percent, and now and then
@@ -54,8 +54,11 @@ class Machine:
         self.rng = np.random.default_rng(self.seed)
 
     def process(self, slow: dict[str, float] | None = None, **sections: Any) -> dict[str, Any]:
-        """A profile by a new process. ``slow``: factors by ``op weight``, by scope or for ``all``;
-        ``sections``: what is different in ``model`` and ``settings``."""
+        """Return a profile of a new process.
+
+        ``slow``: factors by ``op weight``, by scope or for ``all``; ``sections``: changes of
+        ``model`` and ``settings``.
+        """
         rng, all_steps = self.rng, steps()
         usual = np.array([1e3 * us for *_, us in all_steps])
         own = usual * np.exp(rng.normal(0, 0.012, len(usual))) + rng.normal(0, 100, len(usual))
@@ -120,7 +123,7 @@ def write(folder: Path, name: str, found: Any) -> Path:
 def run_interleaved(
     machine: Machine, pairs: int, folder: Path, **slow: Any
 ) -> tuple[list[Path], list[Path]]:
-    """Files of ``pairs`` processes a side, A B B A ...; those of B with ``slow``."""
+    """Write files of ``pairs`` interleaved processes per side; side B is slowed by ``slow``."""
     files: tuple[list[Path], list[Path]] = ([], [])
     for turn in range(pairs):
         for side in (0, 1) if turn % 2 else (1, 0):
