@@ -5,17 +5,9 @@ Their GGUF files have the usual tensor names and are read by `glm`.
 
 from dataclasses import replace
 
+from graphllm.model.config import Attention, DecoderConfig, Layer, Mlp, ModuleNames, Norm, Rope
 from graphllm.model.config_keys import Keys, kv_head_count
-from graphllm.model.decoder import (
-    Attention,
-    Decoder,
-    DecoderConfig,
-    Layer,
-    Mlp,
-    ModuleNames,
-    Norm,
-    Rope,
-)
+from graphllm.model.decoder import Decoder
 from graphllm.weights.weight_rules import WeightRule
 
 NAMES = ModuleNames(
@@ -57,7 +49,7 @@ def config(keys: Keys) -> DecoderConfig:
     groups = kv_head_count(keys, heads, "multi_query_group_num")
     width = keys.positive("kv_channels", dim // heads)
     grouped = keys("multi_query_attention", bool, False)
-    every = keys("add_bias_linear", bool, False)
+    biased = keys("add_bias_linear", bool, False)
     after_norm = keys("apply_residual_connection_post_layernorm", bool, False)
     norm = "rms" if keys("rmsnorm", bool, True) else "layer"
     rope = Rope(10_000.0 * keys.factor("rope_ratio", 1.0), width // 2, "interleaved")
@@ -66,9 +58,9 @@ def config(keys: Keys) -> DecoderConfig:
         layers=(Layer(rope),) * keys.layers(),
         attention=Attention(
             heads, groups if grouped else heads, width, fused="rows" if grouped else "heads",
-            bias=keys("add_qkv_bias", bool, False) or every, out_bias=every,
+            bias=keys("add_qkv_bias", bool, False) or biased, out_bias=biased,
         ),
-        mlp=Mlp(keys.positive("ffn_hidden_size"), fused=True, bias=every),
+        mlp=Mlp(keys.positive("ffn_hidden_size"), fused=True, bias=biased),
         norm=Norm(keys.eps("layernorm_epsilon", 1e-5), norm),
         names=NAMES if keys("post_layer_norm", bool, True) else replace(NAMES, norm=""),
         post_layernorm_residual=float(after_norm),

@@ -44,7 +44,8 @@ def config(keys: Keys) -> DecoderConfig:
     methods = "greedy", "group_limited_greedy"
     grouped = keys.choice("topk_method", methods, methods[keys.gguf]) == methods[1]
     keys.require("scoring_func", "softmax")
-    if not keys.gguf:  # with true, the published code and transformers differ
+    # With true, the published code would drop the scale, and transformers the normalisation.
+    if not keys.gguf:
         keys.require("norm_topk_prob", False)
     return deepseek(keys, sigmoid, grouped)
 

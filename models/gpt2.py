@@ -40,9 +40,8 @@ def config(keys: Keys) -> DecoderConfig:
     keys.set_defaults(max_position_embeddings=1024)
     keys.require("add_cross_attention", False)
     keys.ignore("reorder_and_upcast_attn")  # float16 rounding
-    keys.ignore(
-        "n_ctx", *(f"summary_{k}" for k in _SUMMARY)
-    )  # n_ctx duplicates n_positions; others: another task
+    keys.ignore("n_ctx")  # duplicate of n_positions
+    keys.ignore(*(f"summary_{k}" for k in _SUMMARY))  # another task
     keys.ignore("n_special", "predict_special_tokens")  # GPT-1 settings
     dim, heads, width = mha_sizes(keys)
     scale = width**-0.5 if keys("scale_attn_weights", bool, True) else 1.0

@@ -48,7 +48,7 @@ def config(keys: Keys) -> DecoderConfig:
     keys.require("rotary_scaling_factor", 1.0)
     c = base_config(keys, eps="layer_norm_eps", partial=1.0)
     normed, parallel = (keys(n, bool, False) for n in ("qk_layernorm", "use_parallel_residual"))
-    if keys.gguf:  # the tensors tell; the key "parallel" is always set
+    if keys.gguf:  # known from the tensors; the key for parallel residuals is always true
         normed = "blk.0.attn_q_norm.weight" in keys.tensors
         parallel = "blk.0.ffn_norm.weight" not in keys.tensors
     bias, a, names = keys.bias("use_qkv_bias"), c.attention, c.names

@@ -1,1 +1,1 @@
-"""Model files by kind: GGUF, Hugging Face directories, llama2.c, random weights, the demo."""
+"""Checkpoints: GGUF, Hugging Face directories, llama2.c, random weights, the demo model."""

@@ -22,8 +22,8 @@ from ..weights import Weights
 KINDS = WEIGHT_FORMATS  # formats that weights can be converted to
 _PLAIN = ("f32", "f16", "bf16")  # formats that they can be converted from
 
-_TILE = 1 << 24  # elements converted at a time; Ctrl-C takes effect between two
-_CHECKED = 1 << 18  # floats checked for infinity and NaN at a time
+_TILE = 1 << 24  # elements converted at once; Ctrl-C takes effect between tiles
+_CHECKED = 1 << 18  # floats checked for infinity and NaN at once
 _EXPONENT = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of infinity and NaN
 
 

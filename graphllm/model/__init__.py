@@ -1,1 +1,1 @@
-"""What model files are written with: configuration, decoder, modules, weight names."""
+"""Building blocks of model files: configuration, decoder, modules, rotary positions."""

@@ -27,7 +27,7 @@ def mla_config(keys: Keys) -> DecoderConfig:
     mla = _mla_sizes(keys)
     if keys.has("num_key_value_heads") and not keys.gguf:
         keys.require("num_key_value_heads", keys.positive("num_attention_heads"))
-    keys.ignore("num_key_value_heads")  # in GGUF files 1, or in old ones the heads
+    keys.ignore("num_key_value_heads")  # GGUF: 1, or in old files the number of heads
     c = base_config(keys, head_dim=mla.rope)
     bias = keys.bias("attention_bias")
     scale = (mla.nope + mla.rope) ** -0.5 * yarn_score_scale(keys)

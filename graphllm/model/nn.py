@@ -37,7 +37,7 @@ class Module:
         if meta is None:
             raise ModelFileError(f"missing tensor {path!r}{_requested_at()}")
         if meta.shape != shape:
-            text = f"tensor {path!r} is {meta.shape}, the model wants {shape}"
+            text = f"tensor {path!r} is {meta.shape}, the model expects {shape}"
             raise ModelFileError(f"{text}{_requested_at()}")
         self.used.add(path)
         return weight(path, shape, meta.dtype)

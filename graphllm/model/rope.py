@@ -42,7 +42,7 @@ class _Scaling:
         if layer_type:  # the old form applies to the layers without a window
             values = {**new.get(layer_type, {}), **(old if layer_type == FULL_ATTENTION else {})}
         for before, now in _OLD_KEYS.items():
-            # transformers ignores an old key that stands beside entries per layer type.
+            # transformers ignores an old key next to entries per layer type.
             if before in values and not (layer_type and before in old):
                 values.setdefault(now, values.pop(before))
         self.keys, self.values = keys, values

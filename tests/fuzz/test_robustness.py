@@ -65,7 +65,7 @@ NAN = float("nan")
         ("block_count", "U64", 2**40, ConfigError, "block_count = 1099511627776 is not in 1.."),
         ("block_count", "U32", 1, ModelFileError, "unexpected tensor 'model.layers.1."),
         ("attention.head_count", "U32", 0, ConfigError, "head_count = 0 is not in 1.."),
-        ("attention.head_count", "U32", 5, ModelFileError, "is (24, 24), the model wants (20, 24)"),
+        ("attention.head_count", "U32", 5, ModelFileError, "(24, 24), the model expects (20, 24)"),
         (
             "attention.head_count_kv",
             "U32",

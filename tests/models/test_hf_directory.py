@@ -166,7 +166,7 @@ def test_refused_configurations(tmp_path, keys, message):
         ({"num_hidden_layers": 2}, r"unexpected tensor 'model\.layers\.2\."),
         ({"head_dim": 12}, r"'model\.layers\.0\.self_attn\.q_proj\.weight' is \(60, 60\)"),
         ({"tie_word_embeddings": True}, "'lm_head.weight' differs from"),
-        ({"vocab_size": 7}, r"'model\.embed_tokens\.weight' is \(\d+, 60\), the model wants \(7"),
+        ({"vocab_size": 7}, r"'model\.embed_tokens\.weight' is \(\d+, 60\), the model expects \(7"),
     ],
 )
 def test_refused_directories(tmp_path, keys, message):

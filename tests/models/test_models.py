@@ -84,7 +84,7 @@ def test_missing_unexpected_and_misshapen_tensors(tmp_path):
     with pytest.raises(ModelFileError, match=f"missing tensor '{name}'"):
         graphllm.load(tiny.write_llama(tmp_path / "missing.gguf", missing))
     misshapen = {**weights, name: weights[name][:-1]}
-    message = rf"'{name}' is \(51, 60\), the model wants \(52, 60\)"
+    message = rf"'{name}' is \(51, 60\), the model expects \(52, 60\)"
     with pytest.raises(ModelFileError, match=message):
         graphllm.load(tiny.write_llama(tmp_path / "shape.gguf", misshapen))
     extra = {**weights, "model.layers.7.input_layernorm.weight": weights["model.norm.weight"]}

@@ -162,7 +162,7 @@ FAULTS = {
     "not tied": (QWEN2, 1, TIED % False, "weights", ["missing tensor 'lm_head.weight'"]),
     "width of heads": (
         LLAMA, 0, WIDTH, "weights",
-        ["tensor 'model.layers.0.self_attn.q_proj.weight' is (60, 60), the model wants (72, 60)"],
+        ["tensor 'model.layers.0.self_attn.q_proj.weight' is (60, 60), the model expects (72, 60)"],
     ),
     "activation": (
         GEMMA3, 0, ACTIVATION, "layers",
@@ -376,7 +376,7 @@ class Model(Decoder):
          "first.py: TINY: the model does not know the key 'intermediate_sise' (it reads "
          "'intermediate_size')"),
         ("intermediate_size", "return llama.config(keys)",
-         "tensor 'model.layers.0.mlp.gate_proj.weight' is (52, 60), the model wants (7, 60) "
+         "tensor 'model.layers.0.mlp.gate_proj.weight' is (52, 60), the model expects (7, 60) "
          "({}/first.py:12)"),
     ],
 )  # fmt: skip
