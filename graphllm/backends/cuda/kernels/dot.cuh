@@ -1,10 +1,10 @@
 #pragma once
-// Items of plain weights, like those of blocks.cuh; and products of items with activations.
+// Items of plain weights, like those of formats.cuh; and products of items with activations.
 //
 // FORMAT: of the weights. INTEGER: activations are quantised, else float32, or HALVES: 1: float16,
 // 2: bfloat16. LONE: a token at a time.
 
-#include "blocks.cuh"
+#include "formats.cuh"
 
 template <int COUNT> struct Floats {
     float v[COUNT];
@@ -224,29 +224,6 @@ template <class W> struct Activations {
     }
 };
 
-// Four products, summed: bytes of `a` unsigned or signed, of `b` signed. Unlike __dp4a the compiler may
-// move them.
-__device__ __forceinline__ int dot4(u32 a, int b, int sum) {
-    int r;
-    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
-    return r;
-}
-__device__ __forceinline__ int dot4(int a, int b, int sum) {
-    int r;
-    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
-    return r;
-}
-// Two products, summed: of the halves of `a`, signed, and the low bytes of `b`, unsigned.
-__device__ __forceinline__ int dot2(u32 a, u32 b, int sum) {
-    int r;
-    asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
-    return r;
-}
-
-__device__ __forceinline__ int dot16(const int* v, const int4& x) {
-    return dot4(v[3], x.w, dot4(v[2], x.z, dot4(v[1], x.y, dot4(v[0], x.x, 0))));
-}
-
 template <int PARTS, class W>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations<W>& a) {
     int products[PARTS];
@@ -269,62 +246,13 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations
     return a.d * sum;
 }
 
-// The low and the high nibbles of 16 bytes, times activations; the high ones stay where they are, which
-// counts 16 times.
-__device__ __forceinline__ void dot_nibbles(const uint4& q, const int4* x, int& low, int& high) {
-    const int* first = &x[0].x;
-    const int* second = &x[1].x;
-    low = high = 0;
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        low = dot4(word(q, k) & 0x0f0f0f0f, first[k], low);
-        high = dot4(word(q, k) & 0xf0f0f0f0, second[k], high);
-    }
-    high >>= 4;
-}
-
-// Formats whose sums stay integers as long as they can, in few instructions: these decide how fast such
-// weights are read.
-template <int ZERO>
-__device__ __forceinline__ float product(const Nibbles<ZERO>& w, int lane,
-                                         const Activations<Nibbles<ZERO>>& a) {
-    int low, high;
-    dot_nibbles(w.q, a.x, low, high);
-    return a.d * from_f16(w.d) * (low + high - ZERO * a.sums[0]);
-}
-
-__device__ __forceinline__ float scaled(const Scales& w, int lane, int first, int second,
-                                        const int* sums, float d) {
-    u32 s, m;
-    w.coefficients(lane, s, m);
-    const int all = (int)(s & 255) * first + (int)(s >> 8) * second;
-    const int least = dot2((u32)sums[0] & 0xffff | (u32)sums[1] << 16, m, 0);
-    return d * (low_half(w.head.x) * all - high_half(w.head.x) * least);
-}
-
-__device__ __forceinline__ float product(const Q4_K& w, int lane, const Activations<Q4_K>& a) {
-    int low, high;
-    dot_nibbles(w.q, a.x, low, high);
-    return scaled(w, lane, low, high, a.sums, a.d);
-}
-
-__device__ __forceinline__ float product(const Q5_K& w, int lane, const Activations<Q5_K>& a) {
-    int v[8];
-    w.integers(lane, v);
-    return scaled(w, lane, dot16(v, a.x[0]), dot16(v + 4, a.x[1]), a.sums, a.d);
-}
-
-__device__ __forceinline__ float product(const Q6_K& w, int lane, const Activations<Q6_K>& a) {
-    int v[8];
-    w.integers(lane, v);
-    const int first = dot16(v, a.x[0]) - 32 * a.sums[0];
-    const int second = dot16(v + 4, a.x[1]) - 32 * a.sums[1];
-    return a.d * from_f16(w.d) * (w.low_scale * first + w.high_scale * second);
-}
 #endif
 
 template <class W>
 __device__ __forceinline__ float product(const W& w, int lane, const Activations<W>& a) {
+#if INTEGER
+    if constexpr (W::INTEGER_PRODUCT) return w.product(lane, a);
+#endif
     typename W::Values u;
     w.unpack(lane, u);
     return dot(u, a);

@@ -6,22 +6,49 @@ import struct
 
 from .. import BACKEND
 from ..runtime.device import KernelContext
-from ..runtime.source import module
+from ..runtime.source import Function, module
 from ..runtime.work import Launch, ceil
 from .gemm import PLAIN
-from .weight_packing import PACK, PLANES, planes
+from .weight_packing import PACK, PLANES, item_elements, planes
 
-_MODULE = module("embedding")
 _THREADS = 128
 
 
+def _float_kernel(name: str) -> Function:
+    return module("embedding_float", FORMAT=PLAIN.index(name))["embedding"]
+
+
+def _block_kernel(name: str) -> Function:
+    return module("embedding", FORMAT=name.upper())["embedding"]
+
+
 @BACKEND.kernel("embedding", name="embedding_plain", dtypes={"w": PLAIN})
-@BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": tuple(PLANES)}, pack={"w": PACK})
-def embedding(ctx: KernelContext) -> Launch:
-    """Blocks lie as linears want them: of a table that is a linear's weight, too, there is one."""
-    w, ids = ctx.w, ctx.ids
-    count, width = w.meta.shape
+def embedding_float(ctx: KernelContext) -> Launch:
+    return _launch(ctx, _float_kernel(ctx.w.dtype.name), ctx.w.address, 1)
+
+
+@BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": PLANES}, pack={"w": PACK})
+def embedding_blocks(ctx: KernelContext) -> Launch:
+    """Rows of blocks, packed as linears read them: a table may be a linear's weight, too."""
+    w = ctx.w
     table = struct.pack("<4Q", *planes(w.address, w.meta))
+    return _launch(ctx, _block_kernel(w.dtype.name), table, item_elements(w.dtype))
+
+
+def _launch(ctx: KernelContext, kernel: Function, table: int | bytes, elements: int) -> Launch:
+    """``elements``: of a thread."""
+    ids, (count, width) = ctx.ids, ctx.w.meta.shape
     args = (ids.address, table, count, ctx.out.address, ctx.live_address(ids.meta.rows), width)
-    grid = (ctx.upper_bound(ids.meta.rows), ceil(width, _THREADS))
-    return Launch(_MODULE[f"embedding_{w.dtype.name}"], grid, (_THREADS,), args)
+    grid = (ctx.upper_bound(ids.meta.rows), ceil(width // elements, _THREADS))
+    return Launch(kernel, grid, (_THREADS,), args)
+
+
+def _all_instances() -> None:
+    """Every module that a plan may ask for is known from the start: tests compile them all."""
+    for name in PLAIN:
+        _float_kernel(name)
+    for name in PLANES:
+        _block_kernel(name)
+
+
+_all_instances()

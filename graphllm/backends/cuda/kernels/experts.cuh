@@ -2,7 +2,7 @@
 // Matrices of which each row of activations meets one, as an argument of a kernel. A row of results
 // is called a pair: one of a token and one of its matrices, number token * each + choice.
 
-#include "blocks.cuh"
+#include "formats.cuh"
 #include "quantize.cuh"
 
 struct Experts {

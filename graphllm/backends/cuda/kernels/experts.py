@@ -24,9 +24,9 @@ from ..runtime.source import Function, Module, module
 from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, matmul_dtype
 from .gemv_shapes import default_next, default_tile
-from .linear import ITEM, WARPS, activation, has_tensor_cores, lower_activation
+from .linear import WARPS, activation, has_tensor_cores, lower_activation
 from .quantize import HALVES
-from .weight_packing import PACK, PLANES, planes
+from .weight_packing import PACK, PLANES, item_elements, planes
 
 _MODULE = module("experts")
 _THREADS = 256
@@ -160,7 +160,7 @@ def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = Fal
 
 def _has_wgmma_kernel(kind: DType, size: int) -> bool:
     """Whether there is such a kernel: of formats whose items leave registers for it."""
-    return size >= 64 and kind.name not in ("q2_k", "q3_k")
+    return size >= 64 and item_elements(kind) < 64
 
 
 def _gemm_warps(size: int, groups: bool) -> int:
@@ -232,7 +232,7 @@ def _gemv(ctx: KernelContext, arg: bytes, gated: bool) -> Launch:
     x, name, pairs = ctx.x, ctx.w.dtype.name, _max_pairs(ctx.node)
     _, n, depth = ctx.w.meta.shape
     halves = HALVES.get(x.dtype.name, 0)
-    if name in PLAIN and (depth % ITEM[name] or not _rows_aligned(x, 16)):
+    if name in PLAIN and (depth % item_elements(dtype(name)) or not _rows_aligned(x, 16)):
         return Launch(_unaligned_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
     integer = x.dtype.quantised
     rows, _ = default_tile(name, integer, 1, gated)

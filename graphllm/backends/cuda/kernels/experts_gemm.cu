@@ -1,7 +1,7 @@
 // Products of rows with matrices of their own, for many rows: those of one matrix, of which experts.cu
 // makes groups, are multiplied together on tensor cores, as halves.
 //
-// FORMAT: a struct of blocks.cuh, or PLAIN: the weights are halves as x is (BFLOAT: bfloat16). TOKENS:
+// FORMAT: a struct of formats.cuh, or PLAIN: the weights are halves as x is (BFLOAT: bfloat16). TOKENS:
 // pairs of a group, at most. A block of WARPS takes SIDE rows and goes along the depth 64 at a time;
 // parts of STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in
 // the order of their items: for the sum it is all the same, as long as x follows. GATED: eight rows of

@@ -2,7 +2,7 @@
 // for one pair, as in gemv.cu for one token. Pairs are neighbours in the grid, so that those of one
 // expert find its rows in the second-level cache.
 //
-// FORMAT: a struct of blocks.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
+// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
 // HALVES. ROWS, DEPTH, NEXT: as in gemv.cu. GATED: each row of two matrices, act(first) * second.
 
 #define LONE 1

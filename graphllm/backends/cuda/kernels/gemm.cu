@@ -1,6 +1,6 @@
 // Block weights as float16, for the library's matrix products. FORMAT: of the weights.
 
-#include "blocks.cuh"
+#include "formats.cuh"
 
 // `count` items of a matrix, whole rows from item `first` on, as float16. The 32 items of a warp are
 // neighbours: they are put in order in shared memory, and leave it as whole lines.

@@ -17,7 +17,7 @@ from ..runtime import cublaslt
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import HostCall, Launch, Work, ceil
-from .weight_packing import planes
+from .weight_packing import item_elements, planes
 
 PLAIN = ("f32", "f16", "bf16")
 _TILE = 128 << 20  # bytes of expanded weights at a time
@@ -50,11 +50,6 @@ def matmul_dtype(kind: DType) -> DType:
 
 def dequantize_module(kind: DType) -> Any:
     return module("gemm", FORMAT=kind.name.upper())
-
-
-def item_elements(kind: DType) -> int:
-    """Elements of an item of a block format: see blocks.cuh."""
-    return {"q8_0": 16, "q2_k": 64, "q3_k": 64}.get(kind.name, 32)
 
 
 # ---------------------------------------------------------------------------------------- products

@@ -1,6 +1,6 @@
 // Matrix products with weights, for few tokens: a warp goes along a few rows of the matrix.
 //
-// FORMAT: a struct of blocks.cuh or of dot.cuh. INTEGER: activations are quantised, else
+// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: activations are quantised, else
 // float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
 // on their way at a time. GATED: two matrices of one shape give act(first) * second. NEXT: when the
 // kernel after this one may begin: 0: at once, 1: when the first weights are asked for, 2: at the end.

@@ -24,7 +24,7 @@ from . import gemv_shapes
 from .gemm import PLAIN, Job, dequantize_module, gemms, matmul_dtype, workspace_nbytes
 from .gemv_shapes import Shape
 from .quantize import HALVES
-from .weight_packing import PACK, PLANES, planes
+from .weight_packing import PACK, PLANES, item_elements, planes
 
 MAX_F32_TOKENS = 8  # tokens, up to which plain weights meet activations of float32
 MAX_SMALL_BATCH = 16  # tokens, up to which own kernels multiply; above the library is faster
@@ -34,7 +34,6 @@ _WARPS_PER_ROW, _BUSY_WARPS = (
     (1, 2, 4),
     20,
 )  # warps that may share a row; warps that keep a processor busy
-ITEM = {"f32": 4, "f16": 8, "bf16": 8, "q8_0": 16}  # elements that a thread loads at a time
 _STEP = 32  # depth that a warp of small_batch_f32.cu or small_batch.cu takes at a time
 _SMALL_BATCH_ROWS = {
     64: 2.0,
@@ -100,7 +99,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
         x.address, x.row_stride, ctx.live_address(x.meta.rows), k, _matrices_argument(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
-    if name in PLAIN and (k % ITEM[name] or unaligned):
+    if name in PLAIN and (k % item_elements(w.dtype) or unaligned):
         return _launch(_unaligned_kernel(name), jobs, 1, WARPS, most, args)
     if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and has_tensor_cores(ctx):
         grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
@@ -110,7 +109,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     shape = gemv_shapes.shape(name, x.dtype != F32, k, gated, tokens)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
-    items = k // ITEM.get(name, 32)
+    items = k // item_elements(w.dtype)
     shared = _warps_per_row(groups, items, shape.depth, ctx) if shape.split else 1
     kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
@@ -213,7 +212,7 @@ def can_fuse_gate(gate: Job, up: Job) -> bool:
     if gate.x.dtype.name in HALVES:
         return False
     same = (gate.x.address, kind, gate.w.meta.shape) == (up.x.address, up.w.dtype, up.w.meta.shape)
-    whole = kind.name in PLANES or (gate.depth % ITEM[kind.name] == 0)
+    whole = kind.name in PLANES or (gate.depth % item_elements(kind) == 0)
     return same and whole and gate.x.address % 16 == 0
 
 

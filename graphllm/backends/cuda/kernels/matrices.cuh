@@ -1,7 +1,7 @@
 #pragma once
 // The matrices of one or several linears, as an argument of a kernel.
 
-#include "blocks.cuh"
+#include "formats.cuh"
 
 struct Matrix {
     Planes w;

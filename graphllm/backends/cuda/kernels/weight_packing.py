@@ -1,10 +1,12 @@
-"""Block weights as kernels read them: blocks.cuh says why, `quant_formats` what is where."""
+"""Block weights as kernels read them: split into planes, see formats.cuh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 
+from ....formats import BLOCK_FORMATS
+from ....graph.dtype import DType
 from ....graph.tensor import Meta
 from ..runtime.device import DevicePack
 from ..runtime.source import module
@@ -13,22 +15,17 @@ from ..runtime.work import Launch, ceil
 _MODULE = module("layouts")
 _THREADS, _ALIGN = 256, 256
 
-# The bytes of a block that go to each plane: the small integers first.
-PLANES: dict[str, tuple[tuple[int, int], ...]] = {
-    "q8_0": ((2, 34), (0, 2)),
-    "q4_0": ((2, 18), (0, 2)),
-    "q4_1": ((4, 20), (0, 4)),
-    "q5_0": ((6, 22), (2, 6), (0, 2)),
-    "q5_1": ((8, 24), (4, 8), (0, 4)),
-    "iq4_nl": ((2, 18), (0, 2)),
-    "mxfp4": ((1, 17), (0, 1)),
-    "q2_k": ((16, 80), (0, 16), (80, 84)),
-    "q3_k": ((32, 96), (0, 32), (96, 108), (108, 110)),
-    "q4_k": ((16, 144), (0, 16)),
-    "q5_k": ((48, 176), (16, 48), (0, 16)),
-    "q6_k": ((0, 128), (128, 192), (192, 208), (208, 210)),
-    "iq4_xs": ((8, 136), (0, 8)),
-}
+# (offset, end) of the bytes of a block that go to each plane, by format; see formats.cuh.
+PLANES = {name: form.plane_spans() for name, form in BLOCK_FORMATS.items() if form.planes}
+
+
+def item_elements(kind: DType) -> int:
+    """Elements that a thread loads at a time: 16 bytes of a float format, or of the first plane of
+    a block format."""
+    if kind.name not in PLANES:
+        return 16 // kind.nbytes
+    start, end = PLANES[kind.name][0]
+    return 16 * kind.block // (end - start)
 
 
 def _blocks(meta: Meta) -> int:
@@ -37,7 +34,7 @@ def _blocks(meta: Meta) -> int:
 
 
 def _offsets(meta: Meta) -> list[int]:
-    """Where each plane of [..., N, K] begins, and where the last one ends, in bytes."""
+    """The offset of each plane of [..., N, K] and the end of the last one, in bytes."""
     found = [0]
     for first, last in PLANES[meta.dtype.name]:
         found.append(found[-1] + ceil(_blocks(meta) * (last - first), _ALIGN) * _ALIGN)
@@ -45,7 +42,7 @@ def _offsets(meta: Meta) -> list[int]:
 
 
 def planes(address: int, meta: Meta) -> tuple[int, int, int, int]:
-    """The struct Planes of a matrix that lies at ``address``; a plain one is its own first."""
+    """The struct Planes of a matrix at ``address``; a float matrix is its own first plane."""
     if meta.dtype.name not in PLANES:
         return address, 0, 0, 0
     starts = [address + offset for offset in _offsets(meta)[:-1]]

@@ -1,0 +1,158 @@
+#pragma once
+// Weight formats as kernels read them: planes of the blocks of a matrix, and items in registers.
+//
+// weight_packing.py splits the blocks of a matrix into planes: a plane holds the same fields of every
+// block, one block after the other (the fields are those that graphllm/formats declares in `planes`).
+// So a warp reads whole lines, and every thread 16 bytes at a time from an aligned address.
+//
+// An item is what one thread takes at a time: 16 bytes of the first plane, with their scales. It has
+// PARTS parts of 16 neighbouring weights; weight e of part p is scale[p] * v + offset[p], where v is
+// byte e of v[4 p ..]. In a format with blocks of 32 all parts have the same scale and offset.
+//
+// A format is a struct, with the name of the format in capitals:
+//   BLOCK, PARTS, ITEM  elements of a block, parts of an item, elements of an item
+//   OFFSET              whether some offsets are not zero
+//   ZERO_POINT          the v that stands for zero, -1 in a format with minima
+//   at(j, p)            first element of part p of item j of a row
+//   load(w, i)          load item i of a matrix
+//   unpack(j, u)        unpack it; j: its number in the row
+//   INTEGER_PRODUCT     whether there is product(j, a): the product with quantised activations in
+//                       fewer instructions than unpack needs
+// Each family has a header formats_*.cuh, included at the end.
+
+struct Planes {
+    const u8 *a, *b, *c, *d;
+};
+
+template <int PARTS> struct Unpacked {
+    int v[4 * PARTS];  // four int8 each
+    float scale[PARTS], offset[PARTS];
+};
+
+// Part p of an item as 16 float16.
+template <int PARTS>
+__device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uint4* to) {
+    u32 r[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+        int v = u.v[4 * p + e / 2] >> 16 * (e % 2);
+        float low = fmaf(u.scale[p], (float)(i8)v, u.offset[p]);
+        r[e] = two_within_f16(low, fmaf(u.scale[p], (float)(i8)(v >> 8), u.offset[p]));
+    }
+    to[0] = make_uint4(r[0], r[1], r[2], r[3]);
+    to[1] = make_uint4(r[4], r[5], r[6], r[7]);
+}
+
+__device__ __forceinline__ float low_half(u32 pair) { return from_f16((u16)pair); }
+__device__ __forceinline__ float high_half(u32 pair) { return from_f16((u16)(pair >> 16)); }
+
+// 16 bytes that are read once: they do not take a place in the first-level cache.
+__device__ __forceinline__ uint4 stream16(const void* address) {
+    uint4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(address));
+    return r;
+}
+
+template <class V> __device__ __forceinline__ V constant(const void* address) {
+    return __ldg((const V*)address);
+}
+
+__device__ __forceinline__ u16 half_at(const u8* plane, size_t index) {
+    return constant<u16>(plane + 2 * index);
+}
+
+__device__ __forceinline__ const u32& word(const uint4& q, int k) { return (&q.x)[k]; }
+
+// The low and the high nibbles of 16 bytes.
+__device__ __forceinline__ void nibbles(const uint4& q, int* v) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        v[k] = word(q, k) & 0x0f0f0f0f;
+        v[4 + k] = word(q, k) >> 4 & 0x0f0f0f0f;
+    }
+}
+
+// Bits 4k..4k+3 of `bits` as the fifth bits of four bytes.
+__device__ __forceinline__ int fifth(u32 bits, int k) {
+    return (bits >> 4 * k & 15) * 0x02040810 & 0x10101010;
+}
+
+// What the nibbles of 16 bytes stand for, by a table of sixteen int8 in four words.
+__device__ __forceinline__ void looked_up(const uint4& q, uint4 table, int* v) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 bits = word(q, k), low3 = bits & 0x77777777;
+        u32 which = 0x32103210 | (bits & 0x88888888) >> 1;  // of a pair: by the fourth bit
+        u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
+                                     __byte_perm(table.z, table.w, low3), which);
+        u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
+                                      __byte_perm(table.z, table.w, low3 >> 16), which >> 16);
+        v[k] = __byte_perm(first, second, 0x6420);
+        v[4 + k] = __byte_perm(first, second, 0x7531);
+    }
+}
+
+// ------------------------------------------------------------------------- integer dot products
+
+// Four products, summed: bytes of `a` unsigned or signed, of `b` signed. Unlike __dp4a the compiler may
+// move them.
+__device__ __forceinline__ int dot4(u32 a, int b, int sum) {
+    int r;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+__device__ __forceinline__ int dot4(int a, int b, int sum) {
+    int r;
+    asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+// Two products, summed: of the halves of `a`, signed, and the low bytes of `b`, unsigned.
+__device__ __forceinline__ int dot2(u32 a, u32 b, int sum) {
+    int r;
+    asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
+    return r;
+}
+
+__device__ __forceinline__ int dot16(const int* v, const int4& x) {
+    return dot4(v[3], x.w, dot4(v[2], x.z, dot4(v[1], x.y, dot4(v[0], x.x, 0))));
+}
+
+// The low and the high nibbles of 16 bytes, times activations; the high ones stay where they are, which
+// counts 16 times.
+__device__ __forceinline__ void dot_nibbles(const uint4& q, const int4* x, int& low, int& high) {
+    const int* first = &x[0].x;
+    const int* second = &x[1].x;
+    low = high = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        low = dot4(word(q, k) & 0x0f0f0f0f, first[k], low);
+        high = dot4(word(q, k) & 0xf0f0f0f0, second[k], high);
+    }
+    high >>= 4;
+}
+
+// -------------------------------------------------------------------------------- bases of items
+
+struct By32 {
+    static constexpr int BLOCK = 32, PARTS = 2, ITEM = 32;
+    typedef Unpacked<2> Values;
+    static constexpr bool INTEGER_PRODUCT = false;
+    static constexpr int ZERO_POINT = -1;
+    static constexpr bool OFFSET = true;  // offsets are not all zero
+    // Where part p of item j of a row begins, in elements.
+    __device__ static __forceinline__ int at(int j, int p) { return 32 * j + 16 * p; }
+};
+
+struct By256 {
+    static constexpr int BLOCK = 256, PARTS = 2, ITEM = 32;
+    typedef Unpacked<2> Values;
+    static constexpr bool INTEGER_PRODUCT = false;
+    static constexpr int ZERO_POINT = -1;
+    static constexpr bool OFFSET = true;
+};
+
+#include "formats_legacy.cuh"
+#include "formats_k_quants.cuh"
+#include "formats_iq4.cuh"
+#include "formats_mxfp4.cuh"

@@ -1,0 +1,100 @@
+// q4_0, q4_1, q5_0, q5_1 and q8_0. Planes: q; the fifth bits, if any; d, or d and m.
+
+struct Q8_0 {
+    static constexpr int ZERO_POINT = 0;
+    static constexpr int BLOCK = 32, PARTS = 1, ITEM = 16;
+    typedef Unpacked<1> Values;
+    static constexpr bool OFFSET = false;
+    static constexpr bool INTEGER_PRODUCT = false;
+    uint4 q;
+    u16 d;
+    __device__ static __forceinline__ int at(int j, int p) { return 16 * j; }
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        q = stream16(w.a + 16 * i);
+        d = half_at(w.b, i >> 1);
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<1>& u) const {
+#pragma unroll
+        for (int k = 0; k < 4; k++) u.v[k] = word(q, k);
+        u.scale[0] = from_f16(d);
+        u.offset[0] = 0;
+    }
+};
+
+template <int ZERO> struct Nibbles : By32 {  // scale * (nibble - ZERO)
+    static constexpr int ZERO_POINT = ZERO;
+    static constexpr bool INTEGER_PRODUCT = true;
+    uint4 q;
+    u16 d;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        q = stream16(w.a + 16 * i);
+        d = half_at(w.b, i);
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        nibbles(q, u.v);
+        u.scale[0] = u.scale[1] = from_f16(d);
+        u.offset[0] = u.offset[1] = -ZERO * u.scale[0];
+    }
+    template <class A> __device__ __forceinline__ float product(int lane, const A& a) const {
+        int low, high;
+        dot_nibbles(q, a.x, low, high);
+        return a.d * from_f16(d) * (low + high - ZERO * a.sums[0]);
+    }
+};
+
+using Q4_0 = Nibbles<8>;
+
+struct Q4_1 : By32 {
+    uint4 q;
+    u32 dm;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        q = stream16(w.a + 16 * i);
+        dm = constant<u32>(w.b + 4 * i);
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        nibbles(q, u.v);
+        u.scale[0] = u.scale[1] = low_half(dm);
+        u.offset[0] = u.offset[1] = high_half(dm);
+    }
+};
+
+struct Fifths : By32 {
+    uint4 q;
+    u32 high;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        q = stream16(w.a + 16 * i);
+        high = constant<u32>(w.b + 4 * i);
+    }
+    __device__ __forceinline__ void integers(int* v) const {
+        nibbles(q, v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] |= fifth(high, k);
+    }
+};
+
+struct Q5_0 : Fifths {
+    static constexpr int ZERO_POINT = 16;
+    u16 d;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        Fifths::load(w, i);
+        d = half_at(w.c, i);
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        integers(u.v);
+        u.scale[0] = u.scale[1] = from_f16(d);
+        u.offset[0] = u.offset[1] = -16 * u.scale[0];
+    }
+};
+
+struct Q5_1 : Fifths {
+    u32 dm;
+    __device__ __forceinline__ void load(const Planes& w, size_t i) {
+        Fifths::load(w, i);
+        dm = constant<u32>(w.c + 4 * i);
+    }
+    __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
+        integers(u.v);
+        u.scale[0] = u.scale[1] = low_half(dm);
+        u.offset[0] = u.offset[1] = high_half(dm);
+    }
+};
