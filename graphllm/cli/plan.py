@@ -11,7 +11,7 @@ from .options import AsJson, LoadOptions, ModelSource, verb
 from .output import note, show, show_json
 
 if TYPE_CHECKING:
-    from ..profiler.prediction import DryRun, Phase
+    from ..profiler.prediction import DryRun, StepPrediction
 
 
 @verb
@@ -73,7 +73,7 @@ def _lines(found: DryRun) -> Iterator[str]:
         yield from (f"from {line}" for line in found.basis)
 
 
-def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
+def _table(phases: tuple[StepPrediction, StepPrediction]) -> Iterator[str]:
     """Yield a table of step counts by op, with columns for prefill and decode by backend."""
     columns = [
         (f"{backend} {'prefill' if phase.tokens > 1 else 'decode'}", phase.ops.get(backend, {}))
@@ -88,7 +88,7 @@ def _table(phases: tuple[Phase, Phase]) -> Iterator[str]:
         yield f"{op:<{width}} " + " ".join(f"{cell:>16}" for cell in cells)
 
 
-def _misses(phase: Phase) -> Iterator[str]:
+def _misses(phase: StepPrediction) -> Iterator[str]:
     """Yield the ops that miss the first backend, one line per reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for miss in phase.misses:
@@ -97,7 +97,7 @@ def _misses(phase: Phase) -> Iterator[str]:
         yield f"{phase.name}, on {backend}: {', '.join(ops)}: {why}"
 
 
-def _time(phase: Phase) -> str:
+def _time(phase: StepPrediction) -> str:
     """Return a line with the bytes and FLOPs of a phase, and its predicted time."""
     work = f"{phase.nbytes / 1e6:.1f} MB, {phase.flops / 1e9:.2f} GFLOP"
     after = f" after {phase.cached} tokens" if phase.cached else ""

@@ -6,7 +6,8 @@ How a profile is made, in order:
 - `record` takes the time of every step from the backends' logs and adds the bytes and FLOPs that
   the op declares (`graphllm.ops`, `OpDef.node_cost`): one `Row` per step;
 - `accounting` splits the wall time into ops, copies, gaps and host time;
-- `roofline` measures the ceilings of the machine, `profile` holds the rows against them;
+- `roofline` measures the ceilings of the machine, `phase` compares the rows with them;
+- `profile` joins the phases with what was run, on what machine;
 - `report`, `html` and `trace` show a profile; `compare` and `diff` compare two.
 
 `prediction` estimates times without running, `bench` measures speed only.

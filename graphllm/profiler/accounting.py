@@ -49,6 +49,7 @@ class TimeAccounting:
     wall: int = 0
 
     def as_dict(self) -> dict[str, int]:
+        """Return the JSON form."""
         return asdict(self)
 
     @property

@@ -52,11 +52,13 @@ class Test:
 
     @property
     def name(self) -> str:
+        """Name as in llama-bench: ``pp512``, ``tg128 @ d4096``."""
         what = f"pp{self.prompt}" if self.prompt else f"tg{self.gen}"
         return f"{what} @ d{self.depth}" if self.depth else what
 
     @property
     def tokens(self) -> int:
+        """Number of timed tokens."""
         return self.prompt or self.gen
 
     @property
@@ -178,7 +180,13 @@ def filler_tokens(count: int, vocab: int) -> list[int]:
 
 
 def time_once(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Return the nanoseconds of one run of the test; ``tokens``: from `filler_tokens`."""
+    """Run a test once; return its nanoseconds.
+
+    Args:
+        engine: the engine; its cache is changed.
+        test: what to time.
+        tokens: ids from `filler_tokens`, at least ``test.context``.
+    """
     return (
         _time_prefill(engine, test, tokens) if test.prompt else _time_decode(engine, test, tokens)
     )
@@ -238,8 +246,12 @@ def step_bytes(plan: Plan, length: int, sequences: int = 1) -> float:
 def step_flops(plan: Plan, start: int, count: int) -> float:
     """Return the operations of a prefill step, by the declared costs.
 
-    The step computes ``count`` tokens of one sequence after ``start`` cached ones, and the logits
-    of the last token.
+    The logits of the last token are computed.
+
+    Args:
+        plan: the prefill plan.
+        start: cached tokens of the sequence.
+        count: tokens that the step computes.
     """
     env = {"T": count, "S": 1, "Q": 2, "N": 1}
     env["kv_sum"] = count * start + count * (count + 1) // 2

@@ -42,7 +42,13 @@ def interference_of_steps(passes: Sequence[np.ndarray]) -> float:
 
 
 def times_by_pass(times: np.ndarray, within: np.ndarray, passes: int) -> list[np.ndarray]:
-    """Split times of a plan [steps, runs] by pass; ``within``: the pass of each run."""
+    """Split the times of a plan by pass.
+
+    Args:
+        times: [steps, runs].
+        within: index of the pass of each run [runs].
+        passes: number of passes; those without runs are left out.
+    """
     each = [times[:, within == index] for index in range(passes)]
     return [some for some in each if some.size]
 

@@ -63,10 +63,12 @@ class Phase:
 
     @cached_property
     def rows(self) -> list[Row]:
+        """One row per step of each plan (`record.rows_of`)."""
         return rows_of(self.runs)
 
     @cached_property
     def plans(self) -> list[Plan]:
+        """The plans that ran."""
         return plans_of(self.runs)
 
     @cached_property
@@ -77,6 +79,7 @@ class Phase:
 
     @cached_property
     def accounting(self) -> TimeAccounting:
+        """Wall time of the profiled passes by cause."""
         return account(self.passes, self.runs)
 
     @cached_property
@@ -112,6 +115,7 @@ class Phase:
         return statistics.median((p.end - p.start) / p.plain for p in self.passes) - 1
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form (docs/profile-format.md)."""
         zero = self.passes[0].start
         return {
             "name": self.name,

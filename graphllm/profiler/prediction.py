@@ -8,98 +8,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import backends as registry
 from ..arguments import Integer, Optional, check
-from ..backends import Backend, Device, Options
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..compiler.plan import HOST, Copies, Plan, Step
+from ..compiler.plan import Copies, Plan, Step
 from ..engine.engine import Engine
-from ..errors import PlacementError
 from ..graph.tensor import WEIGHT
 from ..loading.load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
 from ..model.decoder import Decoder
 from ..ops import get
-from ..runtime.devices import Devices
-from ..runtime.executor import Executor
 from ..runtime.gpu_offload import leaf_buffers
 from . import roofline
 from .bench import Test, leaf_bytes, model_type
 from .kernel_probes import FLOAT, operations
+from .planner import Planner
 from .roofline import Ceilings
-
-if TYPE_CHECKING:
-    from ..weights import Weights
-
-
-# --------------------------------------------------------------------------------- planned devices
-
-
-@dataclass
-class _PlannedDevice:
-    """A device that exists only in the plan; ``room``: free bytes of its memory."""
-
-    memory: str
-    room: int | None
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None
-
-    def free(self) -> int | None:
-        return self.room
-
-
-class _PlannedDevices(Devices):
-    """Devices that need not exist.
-
-    ``skipped``: backends that are not usable here; ``free``: free bytes of device memory, instead
-    of what the device reports.
-    """
-
-    def __init__(self, skipped: Container[str], free: int | None, *more: Any) -> None:
-        super().__init__(*more)
-        self._skipped, self._free = skipped, free
-
-    def of(self, backend: Backend) -> Device:
-        if backend.name not in self:
-            if backend.name in self._skipped:
-                self[backend.name] = _planned_device(backend.memory, self._free)
-            else:
-                own = super().of(backend)
-                if self._free is not None and own.memory != HOST:
-                    self[backend.name] = _planned_device(own.memory, self._free)
-        return self[backend.name]
-
-
-class _Planner(Executor):
-    """An Executor that only compiles plans.
-
-    ``asked``, the first backend, need not be usable here. ``free``: see `_PlannedDevices`.
-    """
-
-    def __init__(
-        self, weights: Weights, asked: str, options: Options, free: int | None, **more: Any
-    ) -> None:
-        self._asked, self._free = asked, free
-        names = registry.names() if asked == "auto" else registry.fallbacks(asked)
-        super().__init__(weights, names, options, **more)
-
-    def _devices(self) -> Devices:
-        if self._asked in self.skipped:
-            missing = registry.find(self._asked)
-            if not missing.kernels:
-                why = self.skipped[self._asked]
-                what = f"device = {self._asked!r} cannot be planned for: {why}"
-                raise PlacementError(what, "device")
-            self.backends.insert(0, missing)
-        return _PlannedDevices(self.skipped, self._free, self.backends, self.options, self.progress)
-
-
-def _planned_device(memory: str, room: int | None) -> Device:
-    return _PlannedDevice(memory, room)  # type: ignore[return-value]  # no plan is bound to it
-
 
 # ------------------------------------------------------------------------------------------ results
 
@@ -115,7 +43,7 @@ class Miss:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPrediction:
     """Prediction of one step: ``tokens`` tokens of one sequence after ``cached`` ones.
 
     Attributes:
@@ -144,7 +72,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes in one memory: weights, KV cache, other inputs and state, intermediates."""
 
     weights: int = 0
@@ -154,6 +82,7 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """Sum of all kinds."""
         return self.weights + self.kv + self.state + self.arena
 
 
@@ -177,9 +106,9 @@ class DryRun:
     kv_type: str
     threads: int
     notes: Sequence[str]
-    prefill: Phase
-    token: Phase
-    memory: Mapping[str, Memory]
+    prefill: StepPrediction
+    token: StepPrediction
+    memory: Mapping[str, MemoryUse]
     basis: Sequence[str]
     lacking: Sequence[str] = field(default_factory=tuple)
 
@@ -290,7 +219,13 @@ def step_env(tokens: int, cached: int) -> dict[str, int]:
 
 
 def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
-    """Predict the seconds of a test of `bench`; None if a measurement is missing."""
+    """Predict the seconds of a test of `bench`; None if a measurement is missing.
+
+    Args:
+        engine: the engine that the test runs on.
+        test: the test.
+        threads: number of CPU threads.
+    """
     prompt, token = plans = engine.generation_plans()
     predictor = TimePredictor.of(plans, threads)
     if test.gen:
@@ -339,13 +274,13 @@ def dry_run(
     decoder = build_decoder(file, model_def, type)
     limits = decoder.limits(graph_limits(own["context"], kv_type, device))
     pinned = {"pins": own["place"], "strict": own["strict"]}
-    planner = _Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
+    planner = Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
     return _summarize(file, decoder, engine, planner)
 
 
-def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: _Planner) -> DryRun:
+def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:
     from ..backends.cpu.runtime.isa import thread_count
 
     prefill, token = plans = engine.generation_plans()
@@ -372,12 +307,14 @@ def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: _Pla
     )
 
 
-def _phase(name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredictor) -> Phase:
+def _phase(
+    name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredictor
+) -> StepPrediction:
     env = step_env(tokens, cached)
     ops: dict[str, Counter[str]] = {}
     for step in plan.steps:
         ops.setdefault(step.backend.name, Counter())[step.node.op] += 1
-    return Phase(
+    return StepPrediction(
         name=name,
         tokens=tokens,
         cached=cached,
@@ -390,7 +327,7 @@ def _phase(name: str, plan: Plan, tokens: int, cached: int, predictor: TimePredi
     )
 
 
-def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, Memory]:
+def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, MemoryUse]:
     """Return the bytes that the plans need in each memory."""
     buffers: dict[str, dict[tuple[str, object], tuple[str, int]]] = {}
     for plan in plans:
@@ -405,5 +342,5 @@ def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, Memory]:
         for kind, nbytes in buffers.get(memory, {}).values():
             sums[kind] += nbytes
         sums["arena"] = max(plan.arena.get(memory, 0) for plan in plans)
-        found[memory] = Memory(**sums)
+        found[memory] = MemoryUse(**sums)
     return found

@@ -59,6 +59,7 @@ class Row:
 
     @property
     def ns(self) -> int:
+        """Nanoseconds of all runs."""
         return sum(self.times)
 
     @property
@@ -152,6 +153,7 @@ class Recorder:
 
     @property
     def rows(self) -> list[Row]:
+        """Rows of all runs (`rows_of`)."""
         return rows_of(self.runs)
 
 
@@ -218,6 +220,7 @@ class Total:
     limit: float = 0.0
 
     def add(self, row: Row, limit: float = 0.0) -> None:
+        """Add a row; ``limit``: its nanoseconds at the ceiling."""
         self.calls += len(row.times)
         self.ns += row.ns
         self.overlap += row.overlap
@@ -227,10 +230,12 @@ class Total:
 
     @property
     def gb_s(self) -> float:
+        """Bandwidth in GB/s."""
         return self.bytes / self.ns if self.ns else 0.0
 
     @property
     def gflop_s(self) -> float:
+        """Rate in GFLOP/s."""
         return self.flops / self.ns if self.ns else 0.0
 
 

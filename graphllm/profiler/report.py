@@ -90,9 +90,11 @@ class _Columns:
         self.unit, self.ns = ("us", 1e3) if short else ("ms", 1e6)
 
     def part(self, ns: float) -> str:
+        """Format a time: per token, and as share of the wall time."""
         return f"{ns / self.ns / self.tokens:>9.3f} {ns / max(self.wall, 1):>6.1%}"
 
     def row(self, total: Total) -> str:
+        """Format a sum of rows."""
         line = f"{total.calls // self.passes:>6} {self.part(total.ns)}"
         line += f" {total.gb_s:>7.1f} {total.gflop_s:>9.1f}"
         if not self.has_ceiling:

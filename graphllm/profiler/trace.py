@@ -88,6 +88,7 @@ class _Writer:
     def slice(
         self, name: str, cat: str, pid: int, tid: int, begin: int, end: int, **args: Any
     ) -> None:
+        """Append a complete event (a slice) from ``begin`` to ``end``."""
         where = {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid}
         times = {"ts": _us(self.zero + begin), "dur": _us(end - begin)}
         self.events.append({**where, **times, "args": args})

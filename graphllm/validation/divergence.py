@@ -77,6 +77,7 @@ class _Values:
         return named.node not in self.upstream and not self.matches(named.node, named.want, limit)
 
     def matches(self, node: Tensor, wanted: Iterable[np.ndarray], limit: float) -> bool:
+        """Whether the value of ``node`` equals one of ``wanted`` up to NMSE ``limit``."""
         found = nearest_deviation(self.got[node], wanted)
         return found is not None and found.nmse <= limit
 

@@ -40,6 +40,11 @@ def split_graph(llm: LLM, layers: Sequence[str], record: OracleRecord) -> list[S
     """Split the graph of ``llm`` at the values of ``record``, in execution order.
 
     A layer that the oracle did not record is merged with the next.
+
+    Args:
+        llm: the model.
+        layers: paths of its layers.
+        record: values of the oracle.
     """
     outputs = {name: llm.engine.outputs[name] for name in llm.engine.logits_outputs}
     order = toposort(outputs.values())
@@ -96,6 +101,7 @@ class Substitution:
 
     @property
     def value(self) -> np.ndarray:
+        """The recorded value of the whole run."""
         return np.concatenate(self.got)
 
 

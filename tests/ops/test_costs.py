@@ -21,7 +21,8 @@ from graphllm.graph.op import MATMUL
 from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.ops.attention import _visible_pairs
-from graphllm.profiler import bench, kernel_probes, prediction
+from graphllm.profiler import bench, kernel_probes
+from graphllm.profiler.planner import Planner
 
 HALF, Q8 = 2, 34 / 32  # bytes of an element of the cache
 EXPERT = "_exps."  # in the names of experts' tensors
@@ -31,7 +32,7 @@ def engine_of(file: GgufCheckpoint, device: str, kv_type: str = "f16", **options
     """Plans of a file, of which no data is read, for a device that need not be here."""
     decoder = build_decoder(file)
     limits = graph_limits(4096, kv_type, device).within(decoder.cfg.context)
-    planner = prediction._Planner(decoder.weights, device, Options(**options), None)
+    planner = Planner(decoder.weights, device, Options(**options), None)
     engine = Engine(decoder, planner, limits)
     engine.offload_layers("all")
     return engine

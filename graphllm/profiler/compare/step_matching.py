@@ -62,7 +62,14 @@ def _match_ranges(
 
 
 def label(matched: MatchedSteps, a: Sequence[Row], b: Sequence[Row], by: str) -> str:
-    """Return the label of matched steps in a report; ``by``: a key of `LABELS`."""
+    """Return the label of matched steps in a report.
+
+    Args:
+        matched: the steps.
+        a: rows of the first profile.
+        b: rows of the second profile.
+        by: a key of `LABELS`.
+    """
     name = LABELS[by]
     sides = [
         _listed(name(rows[i]) for i in indices)

@@ -71,6 +71,7 @@ class DiffRow:
     diverged: bool
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         own["isolated"] = self.isolated and self.isolated.as_dict()
         return {**own, "cumulative": self.cumulative.as_dict()}
@@ -90,6 +91,7 @@ class Diff:
         return next((row for row in self.rows if row.diverged), None)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
         first = self.first.as_dict() if self.first else None
         rows = [row.as_dict() for row in self.rows]
         return {"sides": self.sides, "ids": self.ids, "first": first, "rows": rows}
@@ -240,6 +242,7 @@ class ReferenceExecutors:
         self.llm, self.names, self.options, self.progress = llm, names, options, progress
 
     def executor(self) -> Executor:
+        """Return a new executor."""
         weights = self.llm.decoder.weights
         return Executor(weights, self.names, self.options, progress=self.progress)
 

@@ -45,6 +45,7 @@ class Deviation:
     want: float
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
         return {k: _finite(v) for k, v in asdict(self).items()}
 
 

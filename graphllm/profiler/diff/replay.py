@@ -39,6 +39,7 @@ class StepItem:
 
     @classmethod
     def of(cls, index: int, step: Step) -> StepItem:
+        """Return the item of step ``index`` of a plan."""
         node = step.node
         return cls(index, step, results(node) if get(node.op).fusion else (node,))
 
@@ -107,7 +108,14 @@ def group_items(all_items: Sequence[StepItem], env: Mapping[str, int]) -> Iterat
 def run_instrumented(
     executor: Executor, plan: Plan, group: Sequence[StepItem], run: StepInputs
 ) -> Values:
-    """Run the plan; return results and operands of the steps in ``group``."""
+    """Run the plan; return results and operands of the steps in ``group``.
+
+    Args:
+        executor: executor of the first side.
+        plan: its plan.
+        group: steps whose values are fetched.
+        run: inputs of the plan.
+    """
     wanted = {name: r for item in group for name, r in zip(item.names, item.results)}
     wanted |= {item.operand(i): s for item in group for i, s in item.read.items()}
     wider = executor.with_outputs(plan, wanted)
@@ -123,6 +131,12 @@ def run_isolated(
     """Run the steps in ``group`` on another executor, each from the first side's operands.
 
     States that a step writes are zero initially, as on the first side.
+
+    Args:
+        executor: executor of the second side.
+        group: the steps.
+        run: inputs of the plan.
+        values: values of the first side, from `run_instrumented`.
     """
     outputs: dict[str, Tensor] = {}
     for item in group:
@@ -167,6 +181,7 @@ class _Decomposition:
         self.old: dict[Tensor, tuple[Tensor, ...]] = {}  # the same results in the old graph
 
     def results(self) -> dict[str, Tensor]:
+        """Return the rebuilt results of all items by name."""
         for item in self.items:
             if get(item.step.node.op).fusion:
                 self.old[item.step.node] = item.results
@@ -215,5 +230,12 @@ def run_cumulative(
     run: StepInputs,
     bounds: Mapping[str, tuple[int, int]] | None = None,
 ) -> Values:
-    """Run a graph on one executor, so that each value depends on its own earlier ones."""
+    """Run a graph on one executor, so that each value depends on its own earlier ones.
+
+    Args:
+        executor: the executor.
+        outputs: nodes to compute, by name.
+        run: inputs of the graph.
+        bounds: ranges of the Vars; None for those of the graph.
+    """
     return executor.run(executor.compile(outputs, bounds), run.feeds, run.env)

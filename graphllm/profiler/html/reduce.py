@@ -26,6 +26,7 @@ class _Texts:
         return self._numbers.setdefault(text, len(self._numbers))
 
     def all(self) -> list[str]:
+        """Return all strings in the order of their indices."""
         return list(self._numbers)
 
 
