@@ -33,6 +33,10 @@ from .dtype import F32, DType, dtype
 from .scopes import error_location
 from .tensor import Dim, Env, Meta, Tensor, set_contiguous_op
 
+Rng = np.random.Generator
+Shape = tuple[int, ...]
+Maker = Callable[[Rng, Shape], np.ndarray]  # makes the values of a test operand
+
 # Kinds of arithmetic, which determine the rate at which an op can run.
 ELEMENTWISE, MATMUL, ATTENTION = ARITHMETIC = ("elementwise", "matmul", "attention")
 
@@ -69,7 +73,7 @@ class Arg:
     dtype: DType = F32
     layout: str = "contiguous"
     leaf: str = "input"
-    make: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] | None = None
+    make: Maker | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The ops, one module per family; `graphllm.graph.op` says how an op is declared.
+"""Ops, one module per family; see `graphllm.graph.op` for how an op is declared.
 
-`ops.NAME(...)` makes a node of the op, for ops declared outside this package too.
+`ops.NAME(...)` returns a node of the op, also for ops declared outside this package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Build:
-    """``ops.NAME`` for every op, those declared outside this package included."""
+    """Return the op ``name``, also if it is declared outside this package."""
     if name not in registry():
         raise AttributeError(f"no op {name!r}")
     return registry()[name]
@@ -44,5 +44,5 @@ def __getattr__(name: str) -> Build:
 
 for _family in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_family.name}")
-# A family may be called as one of its ops is; the op is what callers mean by the name.
+# A module may have the name of one of its ops; as an attribute the op takes precedence.
 globals().update(registry())

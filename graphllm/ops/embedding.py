@@ -1,21 +1,23 @@
-"""Rows of a table, by token id."""
+"""Embedding: rows of a table by token id."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError
 from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS, blocks_of
 from ..formats.quantization import Blocks
-from ..graph.dtype import BF16, F16, F32, I32
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out
-from ..graph.tensor import Meta, current_scope
+from ..graph.dtype import BF16, F16, F32, I32, DType
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out
+from ..graph.tensor import Env, Meta, current_scope
 
 
 def expect_weight(w: Meta, axes: int = 2) -> None:
-    """A line of a shape rule: ``w`` is a matrix in a weight format, or with three axes several.
+    """Check in a shape rule that ``w`` has a weight format and ``axes`` axes.
 
-    ModelFileError for a block format that no code here can read.
+    ModelFileError for a block format that is not supported.
     """
     if w.dtype.quantised and w.dtype.name not in BLOCK_FORMATS:
         where, known = current_scope() or "w", ", ".join(WEIGHT_FORMATS)
@@ -23,21 +25,21 @@ def expect_weight(w: Meta, axes: int = 2) -> None:
     expect("w", w, axes, *WEIGHT_FORMATS)
 
 
-def _infer(ids, w):
+def _infer(ids: Meta, w: Meta) -> Meta:
     expect("ids", ids, 1, "i32")
     expect_weight(w)
     return out((ids.shape[0], w.shape[1]))
 
 
-def _cost(out, ids, w, *, env):
-    rows = ids.size  # only these rows of the table are touched
+def _cost(out: Meta, ids: Meta, w: Meta, *, env: Env) -> Cost:
+    rows = ids.size  # only these rows of the table are read
     return Cost(out.size, rows * w.dtype.row_nbytes(w.shape[1]) + ids.nbytes + out.nbytes)
 
 
-def _sample(rows, shape, kind):
-    def tokens(rng, count):
+def _sample(rows: int, shape: Shape, kind: DType) -> Sample:
+    def tokens(rng: Rng, count: Shape) -> np.ndarray:
         ids = rng.integers(0, shape[0], count)
-        ids[-1:] = shape[0] - 1  # the last row is where a kernel reads past the end
+        ids[-1:] = shape[0] - 1  # the last row, where a kernel may read past the end
         return ids
 
     return Sample((Arg(("T",), I32, make=tokens), Arg(shape, kind, leaf="weight")), {}, {"T": rows})
@@ -60,11 +62,11 @@ def _sample(rows, shape, kind):
               kind=blocks_of(256, common=False)),
     ],
 )  # fmt: skip
-def embedding(ids, w):
+def embedding(ids: np.ndarray, w: Any) -> np.ndarray:
     """Rows of the table as float32. ids [T] i32 below V, w [V, D] any weight format -> [T, D].
 
-    The rows are read where they lie, so the table need not be in memory; a block format is
-    dequantised exactly as `graphllm.formats.quantization` says.
+    Only the selected rows are read, so the table need not be in memory. Block formats are
+    dequantised exactly as by `graphllm.formats.quantization`.
     """
     rows = w[ids]
     return rows.dequantise() if isinstance(rows, Blocks) else rows.astype(np.float32)

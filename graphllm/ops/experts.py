@@ -1,12 +1,29 @@
-"""Mixtures of experts: the choice of a few matrices for each token, their products, and the sum."""
+"""Mixture of experts: selection of experts per token, their products, and the weighted sum."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ..formats import A8_32, A8_256, Q8_0
-from ..graph.dtype import BF16, F16, F32, I32
-from ..graph.op import MATMUL, Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.dtype import BF16, F16, F32, I32, DType
+from ..graph.op import (
+    MATMUL,
+    Arg,
+    Cost,
+    Maker,
+    Rng,
+    Sample,
+    Shape,
+    expect,
+    grid,
+    op,
+    out,
+    require,
+    same,
+)
+from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 from .linear import (
     ACTIVATION_DTYPES,
@@ -26,7 +43,9 @@ _ROWS = (0, 1, 7)
 # ----------------------------------------------------------------------------------------- routing
 
 
-def _top_k_infer(x, bias=None, *, k, groups, top_groups, top_per_group):
+def _top_k_infer(
+    x: Meta, bias: Meta | None = None, *, k: int, groups: int, top_groups: int, top_per_group: int,
+) -> Meta:  # fmt: skip
     expect("x", x, 2, "f32")
     columns = x.shape[1]
     if bias is not None:
@@ -42,8 +61,8 @@ def _top_k_infer(x, bias=None, *, k, groups, top_groups, top_per_group):
     return out((x.shape[0], k), I32)
 
 
-def _ties(rng, shape):
-    """Rows of few distinct values, of equal ones, with infinities and with NaN."""
+def _ties(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return rows of few distinct values, of equal values, with infinities and with NaN."""
     x = np.round(rng.standard_normal(shape) * 2) / 2
     x[1::4] = rng.standard_normal(x[1::4].shape)
     x[2::4] = 0.25
@@ -53,7 +72,7 @@ def _ties(rng, shape):
     return x.astype(np.float32)
 
 
-def _top_k_sample(rows, choice, bias, layout):
+def _top_k_sample(rows: int, choice: tuple[int, dict[str, Any]], bias: bool, layout: str) -> Sample:
     columns, attrs = choice
     args = (
         Arg(("T", columns), layout=layout, make=_ties),
@@ -83,7 +102,10 @@ _CHOICES = (
     samples=grid(_top_k_sample, rows=(0, 1, 9), choice=_CHOICES, bias=(False, True),
                  layout=_LAYOUTS),
 )  # fmt: skip
-def top_k(x, bias=None, *, k, groups=1, top_groups=1, top_per_group=1):
+def top_k(
+    x: np.ndarray, bias: np.ndarray | None = None, *, k: int, groups: int = 1, top_groups: int = 1,
+    top_per_group: int = 1,
+) -> np.ndarray:  # fmt: skip
     """Return the columns of the k largest entries of x + bias in each row, largest first.
 
     x [T, E] f32, bias [E] f32 -> [T, k] i32.
@@ -110,30 +132,30 @@ def top_k(x, bias=None, *, k, groups=1, top_groups=1, top_per_group=1):
     return np.take_along_axis(columns, first, axis=1).astype(np.int32)
 
 
-def _largest(x):
-    """Indices that order each row from its largest entry down; NaN first."""
+def _largest(x: np.ndarray) -> np.ndarray:
+    """Return indices that sort each row in descending order, NaN first."""
     number = ~np.isnan(x)
     return np.lexsort((np.where(number, -x, 0), number), axis=-1)
 
 
-def _pick_infer(x, ids):
+def _pick_infer(x: Meta, ids: Meta) -> Meta:
     expect("x", x, 2, "f32")
     _expect_ids(ids, x)
     return out(ids.shape)
 
 
-def _expect_ids(ids, x):
-    """``ids`` has a row for each row of ``x``."""
+def _expect_ids(ids: Meta, x: Meta) -> None:
+    """Check that ``ids`` has a row for each row of ``x``."""
     expect("ids", ids, 2, "i32")
     require(ids.shape[0] == x.shape[0], f"ids {ids.shape} does not fit the rows of {x.shape}")
 
 
-def _below(count):
-    """Ids below ``count``, the last of them always there."""
+def _below(count: int) -> Maker:
+    """Return a maker of ids below ``count`` that always include the last one."""
 
-    def make(rng, shape):
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
         ids = rng.integers(0, count, shape)
-        ids[-1:, -1:] = count - 1  # where a kernel reads past the end
+        ids[-1:, -1:] = count - 1  # where a kernel may read past the end
         return ids
 
     return make
@@ -156,12 +178,12 @@ def _below(count):
         layout=_LAYOUTS,
     ),
 )
-def pick(x, ids):
-    """Chosen entries of each row. x [T, E] f32, ids [T, k] i32 below E -> [T, k]."""
+def pick(x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Select entries of each row. x [T, E] f32, ids [T, k] i32 below E -> [T, k]."""
     return np.take_along_axis(x, ids, axis=1)
 
 
-def _sum_norm_infer(x, *, eps):
+def _sum_norm_infer(x: Meta, *, eps: float) -> Meta:
     expect("x", x, 2, "f32")
     require(eps >= 0, f"eps is {eps}, below zero")
     return same(x)
@@ -184,8 +206,8 @@ def _sum_norm_infer(x, *, eps):
         layout=_LAYOUTS,
     ),
 )
-def sum_norm(x, *, eps=0.0):
-    """Each row divided by its sum, to which eps is added. x [T, D] f32 -> [T, D]."""
+def sum_norm(x: np.ndarray, *, eps: float = 0.0) -> np.ndarray:
+    """Divide each row by its sum plus eps. x [T, D] f32 -> [T, D]."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return x / (x.sum(axis=-1, keepdims=True, dtype=np.float32) + np.float32(eps))
 
@@ -193,7 +215,7 @@ def sum_norm(x, *, eps=0.0):
 # ---------------------------------------------------------------------------------------- products
 
 
-def _expert_infer(x, w, ids, bias=None):
+def _expert_infer(x: Meta, w: Meta, ids: Meta, bias: Meta | None = None) -> Meta:
     expect("x", x, None, "f32", *ACTIVATION_DTYPES)
     require(x.ndim in (2, 3), f"x has {x.ndim} axes, not 2 or 3")
     expect_weight(w, 3)
@@ -206,14 +228,19 @@ def _expert_infer(x, w, ids, bias=None):
     return out((*ids.shape, w.shape[1]))
 
 
-def _expert_cost(out, x, w, ids, bias=None, *, env):
+def _expert_cost(
+    out: Meta, x: Meta, w: Meta, ids: Meta, bias: Meta | None = None, *, env: Env,
+) -> Cost:  # fmt: skip
     named = min(env.get("experts", ids.size), ids.size, w.shape[0])
-    read = w.nbytes + (bias.nbytes if bias is not None else 0)  # of all experts
+    read = w.nbytes + (bias.nbytes if bias is not None else 0)  # bytes of all experts
     moved = x.nbytes + ids.nbytes + out.nbytes
     return Cost(2 * out.size * w.shape[2], moved + read * named // max(1, w.shape[0]))
 
 
-def _expert_sample(rows, shape, kind, x=F32, each=False, k=2, layout="contiguous", bias=False):
+def _expert_sample(
+    rows: int, shape: Shape, kind: DType, x: DType = F32, each: bool = False, k: int = 2,
+    layout: str = "contiguous", bias: bool = False,
+) -> Sample:  # fmt: skip
     experts, _, width = shape
     args = (
         Arg(("T", k, width) if each else ("T", width), x, layout),
@@ -252,13 +279,12 @@ _BOTH = (False, True)
               layout=("permuted", "expanded"), each=(True,)),
     ],
 )  # fmt: skip
-def expert_linear(x, w, ids, bias=None):
-    """Products with the matrices that ``ids`` names: out[t, j] = w[ids[t, j]] x[t, j] +
-    bias[ids[t, j]].
+def expert_linear(x: Any, w: Any, ids: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """Multiply by the matrices of experts: out[t, j] = w[ids[t, j]] x[t, j] + bias[ids[t, j]].
 
-    x [T, K] (one row for all k) or [T, k, K], f32 or as `quantise_act` gives it; w [E, N, K] any
-    weight format; ids [T, k] i32 below E; bias [E, N] f32 -> f32 [T, k, N]. Only what is named is
-    read. In a price ``env["experts"]``, where it is given, is how many different ones are.
+    x [T, K] (one row for all k) or [T, k, K], f32 or a result of `quantise_act`; w [E, N, K] any
+    weight format; ids [T, k] i32 below E; bias [E, N] f32 -> f32 [T, k, N]. Only experts in ``ids``
+    are read; the cost uses ``env["experts"]``, if set, as the number of distinct ones.
 
     Shazeer et al. 2017.
     """
@@ -271,7 +297,7 @@ def expert_linear(x, w, ids, bias=None):
     return result
 
 
-def _combine_infer(y, weights):
+def _combine_infer(y: Meta, weights: Meta) -> Meta:
     expect("y", y, 3, "f32")
     expect("weights", weights, 2, "f32")
     require(y.shape[:2] == weights.shape, f"weights {weights.shape} does not fit y {y.shape}")
@@ -298,6 +324,6 @@ def _combine_infer(y, weights):
         layout=(*_LAYOUTS, "permuted"),
     ),
 )  # fmt: skip
-def combine(y, weights):
-    """The weighted sum of each token's results. y [T, k, N] f32, weights [T, k] f32 -> [T, N]."""
+def combine(y: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted sum of expert outputs. y [T, k, N] f32, weights [T, k] f32 -> [T, N]."""
     return np.einsum("tkn,tk->tn", y, weights)

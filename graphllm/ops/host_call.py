@@ -1,18 +1,21 @@
-"""A step that leaves the kernels: a Python function of one value, in the middle of a plan."""
+"""Call of a Python function in the middle of a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from ..graph.op import Arg, Cost, Sample, grid, op, require, same
+from ..graph.op import Arg, Cost, Sample, Shape, grid, op, require, same
+from ..graph.tensor import Meta
 
 
-def _infer(x, *, call):
-    require(x.dtype.numpy is not None, f"x is {x.dtype}; a function is given plain dtypes only")
+def _infer(x: Meta, *, call: Callable[[np.ndarray], np.ndarray]) -> Meta:
+    require(x.dtype.numpy is not None, f"x is {x.dtype}; a Python function takes plain dtypes only")
     return same(x)
 
 
-def _sample(rows, inner, layout):
+def _sample(rows: int, inner: Shape, layout: str) -> Sample:
     return Sample((Arg(("T", *inner), layout=layout),), {"call": np.negative}, {"T": rows})
 
 
@@ -29,10 +32,10 @@ def _sample(rows, inner, layout):
         layout=("contiguous", "strided", "permuted"),
     ),
 )
-def host_call(x, *, call):
-    """What a Python function makes of an array: ``call(x)``. x [T, ...] -> the same shape, dtype.
+def host_call(x: np.ndarray, *, call: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Apply a Python function to an array: ``call(x)``. x [T, ...] -> same shape and dtype.
 
-    Only the reference has it, so that a plan is split there: what comes before is done, and is in
-    the host's memory. ``x`` is where the value lies: ``call`` must not write to it or keep it.
+    Only the reference backend runs it, so the plan is split: earlier steps have finished, and the
+    value is in the host's memory. ``x`` is the buffer itself; ``call`` must not modify or keep it.
     """
     return call(x)

@@ -1,24 +1,27 @@
-"""Ops that move values: other dtypes, other layouts, other memories, other rows."""
+"""Data movement: casts, contiguous copies, copies between memories, row gathers, concatenation."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ..formats.quantization import Blocks
-from ..graph.dtype import BF16, F16, F32, I8, I16, I32, I64
+from ..graph.dtype import BF16, F16, F32, I8, I16, I32, I64, DType
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require, same
+from ..graph.tensor import Env, Meta
 
 _FLOATS = ("f32", "f16", "bf16")
 _LAYOUTS = ("contiguous", "strided", "permuted", "expanded")
 
 
-def _moved(result, x, *_, env, **__):
+def _moved(result: Meta, x: Meta, *_: Meta, env: Env, **__: Any) -> Cost:
     return Cost(0, x.nbytes + result.nbytes)
 
 
-def _floats(rng, shape):
-    """Normal values, and those where rounding to 16 bits is delicate."""
+def _floats(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return normally distributed values, and edge cases of rounding to 16 bits."""
     x = rng.standard_normal(shape).astype(np.float32)
     edge = (65504.0, 65519.9, 65520.0, 1e-8, 6e-8, -0.0, 1.0009765625, 1.00390625, 1e38, np.inf)
     count = min(x.size, len(edge))
@@ -26,14 +29,14 @@ def _floats(rng, shape):
     return x
 
 
-def _cast_infer(x, *, dtype):
+def _cast_infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, None, *_FLOATS)
     kind = dtype_of(dtype)
     require(kind.name in _FLOATS, f"dtype is {kind}, not {' or '.join(_FLOATS)}")
     return out(x.shape, kind)
 
 
-def _cast_sample(rows, inner, layout, source, target):
+def _cast_sample(rows: int, inner: Shape, layout: str, source: DType, target: str) -> Sample:
     arg = Arg(("T", *inner), source, layout, make=_floats)
     return Sample((arg,), {"dtype": target}, {"T": rows})
 
@@ -52,26 +55,26 @@ def _cast_sample(rows, inner, layout, source, target):
         target=_FLOATS,
     ),
 )
-def cast(x, *, dtype):
-    """The same values in another float type, rounded to nearest even. x [T, ...] -> [T, ...].
+def cast(x: np.ndarray, *, dtype: str) -> np.ndarray:
+    """Convert to another float dtype, rounding to nearest even. x [T, ...] -> [T, ...].
 
-    ``dtype``: f32, f16 or bf16. Beyond the range of the type a value becomes infinite.
+    ``dtype``: f32, f16 or bf16. Values beyond its range become infinite.
     """
     with np.errstate(over="ignore"):
         return x.astype(dtype_of(dtype).numpy)
 
 
-def _contiguous_infer(x):
-    require(not x.dtype.quantised, f"x is {x.dtype}; only plain dtypes can be rearranged")
+def _contiguous_infer(x: Meta) -> Meta:
+    require(not x.dtype.quantised, f"x is {x.dtype}; only plain dtypes can be made contiguous")
     require(x.ndim <= 4, f"x has {x.ndim} axes, more than 4")
     return same(x)
 
 
-def _numbers(rng, shape):
+def _numbers(rng: Rng, shape: Shape) -> np.ndarray:
     return rng.integers(-100, 100, shape)
 
 
-def _any_sample(rows, inner, layout, kind):
+def _any_sample(rows: int, inner: Shape, layout: str, kind: DType) -> Sample:
     make = None if kind.name in _FLOATS else _numbers
     return Sample((Arg(("T", *inner), kind, layout, make=make),), {}, {"T": rows})
 
@@ -90,16 +93,16 @@ def _any_sample(rows, inner, layout, kind):
         kind=(F32, F16, BF16, I8, I16, I32, I64),
     ),
 )
-def contiguous(x):
-    """The same values, densely packed in row-major order. x [T, ...], at most 4 axes."""
+def contiguous(x: np.ndarray) -> np.ndarray:
+    """Copy to a contiguous row-major layout. x [T, ...], at most 4 axes."""
     return np.ascontiguousarray(x)
 
 
-def _copy_infer(x, *, memory):
+def _copy_infer(x: Meta, *, memory: str) -> Meta:
     return same(x)
 
 
-def _copy_sample(rows, inner, kind):
+def _copy_sample(rows: int, inner: Shape, kind: DType) -> Sample:
     arg = _any_sample(rows, inner, "contiguous", kind).args
     return Sample(arg, {"memory": "host"}, {"T": rows})
 
@@ -112,21 +115,21 @@ def _copy_sample(rows, inner, kind):
     role="transfer",
     samples=grid(_copy_sample, rows=(0, 1, 5), inner=((1,), (67,), (4, 16)), kind=(F32, F16, I32)),
 )
-def copy(x, *, memory):
-    """The same values in the memory called ``memory`` (see `Device.memory`), densely packed."""
+def copy(x: Any, *, memory: str) -> Any:
+    """Copy to the memory called ``memory`` (see `Device.memory`), contiguous."""
     if isinstance(x, Blocks):
         return Blocks(x.raw.copy(), x.dtype, x.elements)
     return x.copy()
 
 
-def _gather_infer(x, rows):
+def _gather_infer(x: Meta, rows: Meta) -> Meta:
     require(x.ndim >= 1 and not x.dtype.quantised, f"x is {x}, not rows of a plain dtype")
     expect("rows", rows, 1, "i32")
     return out((rows.shape[0], *x.inner), x.dtype)
 
 
-def _gather_sample(count, total, inner, layout):
-    def choose(rng, shape):
+def _gather_sample(count: int, total: int, inner: Shape, layout: str) -> Sample:
+    def choose(rng: Rng, shape: Shape) -> np.ndarray:
         return rng.integers(0, total, shape)
 
     x, rows = Arg(("T", *inner), layout=layout), Arg(("N",), I32, make=choose)
@@ -146,21 +149,21 @@ def _gather_sample(count, total, inner, layout):
         layout=("contiguous", "strided"),
     ),
 )
-def gather_rows(x, rows):
-    """Chosen rows, in the order given. x [T, ...], rows [N] i32 below T -> [N, ...]."""
+def gather_rows(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Select rows in the given order. x [T, ...], rows [N] i32 below T -> [N, ...]."""
     return x[rows]
 
 
-def _concat_infer(a, b):
+def _concat_infer(a: Meta, b: Meta) -> Meta:
     expect("a", a, None, "f32")
     expect("b", b, None, "f32")
-    require(a.ndim >= 2, "a has one axis: what varies is not extended")
+    require(a.ndim >= 2, "a has one axis; the varying axis cannot be extended")
     fits = a.shape[:-1] == b.shape[:-1]
     require(fits, f"a {a.shape} and b {b.shape} differ before their last axis")
     return out((*a.shape[:-1], a.shape[-1] + b.shape[-1]))
 
 
-def _concat_sample(rows, inner, widths, layout):
+def _concat_sample(rows: int, inner: Shape, widths: tuple[int, int], layout: str) -> Sample:
     args = (Arg(("T", *inner, width), layout=layout) for width in widths)
     return Sample(tuple(args), {}, {"T": rows})
 
@@ -182,6 +185,6 @@ def _concat_sample(rows, inner, widths, layout):
         _concat_sample(5, (4,), (6, 10), "permuted"),
     ],
 )
-def concat(a, b):
-    """Side by side along the last axis. a [T, ..., A], b [T, ..., B] -> [T, ..., A + B]."""
+def concat(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Concatenate along the last axis. a [T, ..., A], b [T, ..., B] -> [T, ..., A + B]."""
     return np.concatenate([a, b], axis=-1)

@@ -1,22 +1,26 @@
-"""Matrix products with weights, and the quantised activations that they may read."""
+"""Matrix products with weights, and quantisation of their activations."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ..formats import A8_32, A8_256, BLOCK_FORMATS, Q8_0, blocks_of
 from ..formats import activations as activation_formats
 from ..formats.quantization import Blocks
-from ..graph.dtype import BF16, F16, F32
+from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import MATMUL, Arg, Cost, Sample, expect, grid, op, out, require
+from ..graph.op import MATMUL, Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
+from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 
-_TILE = 16 << 20  # bytes of weights that are float32 at one time
-ACTIVATION_DTYPES = ("a8_32", "a8_256", "f16", "bf16")  # what activations are brought to
+_TILE_BYTES = 16 << 20  # maximum size of the weights that are dequantised at a time
+ACTIVATION_DTYPES = ("a8_32", "a8_256", "f16", "bf16")  # dtypes of `quantise_act`
 
 
-def _infer(x, w, bias=None):
+def _infer(x: Meta, w: Meta, bias: Meta | None = None) -> Meta:
     expect("x", x, 2, "f32", *ACTIVATION_DTYPES)
     expect_weight(w)
     require(x.shape[1] == w.shape[1], f"w {w.shape} does not fit rows of {x.shape[1]}")
@@ -26,19 +30,22 @@ def _infer(x, w, bias=None):
     return out((x.shape[0], w.shape[0]))
 
 
-def _cost(out, x, w, bias=None, *, env):
+def _cost(out: Meta, x: Meta, w: Meta, bias: Meta | None = None, *, env: Env) -> Cost:
     if not out.size:
         return Cost(0, 0)
     extra = bias.nbytes if bias is not None else 0
     return Cost(2 * out.size * w.shape[-1], x.nbytes + w.nbytes + extra + out.nbytes)
 
 
-def unit_variance(rng, shape):
-    """Weights that keep a result's size near one, as the tolerance assumes."""
+def unit_variance(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return weights for results of unit variance, as the tolerances assume."""
     return rng.standard_normal(shape) / np.sqrt(shape[-1])
 
 
-def _sample(rows, shape, kind, x=F32, layout="contiguous", bias=False):
+def _sample(
+    rows: int, shape: Shape, kind: DType, x: DType = F32, layout: str = "contiguous",
+    bias: bool = False,
+) -> Sample:  # fmt: skip
     args = (
         Arg(("T", shape[1]), x, layout),
         Arg(shape, kind, leaf="weight", make=unit_variance),
@@ -84,42 +91,42 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
         *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
     ],
 )  # fmt: skip
-def linear(x, w, bias=None):
-    """x w^T + bias. x [T, K] f32, or as `quantise_act` gives it; w [N, K] any weight format;
+def linear(x: Any, w: Any, bias: np.ndarray | None = None) -> np.ndarray:
+    """x w^T + bias. x [T, K] f32 or a result of `quantise_act`; w [N, K] any weight format;
     bias [N] f32 -> f32 [T, N].
 
-    The sum is in float32 over the values that x and w stand for; weights are expanded in tiles.
+    Both operands are dequantised (weights in tiles), and products are summed in float32.
     """
     result = matmul(to_float32(x), w)
     return result if bias is None else result + bias
 
 
-def to_float32(x):
-    """What an operand [T, ..., K] as `quantise_act` gives it, or float32, stands for."""
+def to_float32(x: Any) -> np.ndarray:
+    """Return activations [T, ..., K], f32 or a result of `quantise_act`, as float32."""
     if isinstance(x, Blocks):
         return activation_formats.dequantise_act(x.raw, x.dtype, x.elements)
     return np.ascontiguousarray(x, np.float32)
 
 
-def matmul(x, w):
-    """x w^T in float32. x [T, K] f32; w [N, K] any weight format, expanded in tiles."""
+def matmul(x: np.ndarray, w: Any) -> np.ndarray:
+    """x w^T in float32. x [T, K] f32; w [N, K] any weight format, dequantised in tiles."""
     result = np.empty((x.shape[0], w.shape[0]), np.float32)
     for start, tile in _tiles(w):
         np.matmul(x, tile.T, out=result[:, start : start + len(tile)])
     return result
 
 
-def _tiles(w):
-    """(first row, float32 rows) of ``w``, of about `_TILE` bytes each."""
+def _tiles(w: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (first row, float32 rows) of ``w`` in tiles of about `_TILE_BYTES` bytes."""
     if isinstance(w, Blocks):
-        yield from w.tiles(_TILE)
+        yield from w.tiles(_TILE_BYTES)
         return
-    step = max(1, _TILE // (4 * max(1, w.shape[1])))
+    step = max(1, _TILE_BYTES // (4 * max(1, w.shape[1])))
     for start in range(0, w.shape[0], step):
         yield start, w[start : start + step].astype(np.float32, copy=False)
 
 
-def _heads_infer(x, w):
+def _heads_infer(x: Meta, w: Meta) -> Meta:
     expect("x", x, 3, "f32", *ACTIVATION_DTYPES)
     expect_weight(w, 3)
     fits = (x.shape[1], x.shape[2]) == (w.shape[0], w.shape[2])
@@ -127,7 +134,9 @@ def _heads_infer(x, w):
     return out((x.shape[0], w.shape[0], w.shape[1]))
 
 
-def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
+def _heads_sample(
+    rows: int, shape: Shape, kind: DType, x: DType = F32, layout: str = "contiguous",
+) -> Sample:  # fmt: skip
     heads, _, k = shape
     args = (Arg(("T", heads, k), x, layout), Arg(shape, kind, leaf="weight", make=unit_variance))
     return Sample(args, {}, {"T": rows})
@@ -150,11 +159,11 @@ def _heads_sample(rows, shape, kind, x=F32, layout="contiguous"):
               layout=("strided", "permuted")),
     ],
 )  # fmt: skip
-def head_linear(x, w):
-    """Products of each head with a matrix of its own. x [T, H, K] f32, or as `quantise_act` gives
-    it; w [H, N, K] any weight format -> f32 [T, H, N].
+def head_linear(x: Any, w: Any) -> np.ndarray:
+    """Multiply each head by its own matrix. x [T, H, K] f32 or a result of `quantise_act`;
+    w [H, N, K] any weight format -> f32 [T, H, N].
 
-    DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: latent attention, its up projections absorbed.
+    DeepSeek-AI 2024 (DeepSeek V2), section 2.1.2: MLA with absorbed up projections.
     """
     x = to_float32(x)
     result = np.empty((*x.shape[:2], w.shape[1]), np.float32)
@@ -163,7 +172,7 @@ def head_linear(x, w):
     return result
 
 
-def _quantise_infer(x, *, dtype):
+def _quantise_infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, None, "f32")
     require(x.ndim > 1, f"x has {x.ndim} axes, not 2 or more")
     kind = dtype_of(dtype)
@@ -174,8 +183,8 @@ def _quantise_infer(x, *, dtype):
     return out(x.shape, kind)
 
 
-def _delicate(rng, shape):
-    """Rows of very different size, ties between two integers, a row of zeros and one of nothing."""
+def _delicate(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return rows of very different magnitude, with ties, zeros, subnormals, NaN and infinity."""
     x = rng.standard_normal(shape).astype(np.float32)
     x *= (10.0 ** rng.integers(-6, 6, (*shape[:-1], 1))).astype(np.float32)
     if shape[0] > 4:
@@ -188,7 +197,9 @@ def _delicate(rng, shape):
     return x
 
 
-def _quantise_sample(rows, elements, layout, kind, between=()):
+def _quantise_sample(
+    rows: int, elements: int, layout: str, kind: str, between: Shape = (),
+) -> Sample:  # fmt: skip
     arg = Arg(("T", *between, elements), layout=layout, make=_delicate)
     return Sample((arg,), {"dtype": kind}, {"T": rows})
 
@@ -210,12 +221,12 @@ _LAYOUTS = ("contiguous", "strided")
               kind=("a8_32", "a8_256"), between=((3,), (2, 3))),
     ],
 )  # fmt: skip
-def quantise_act(x, *, dtype):
-    """Activations in fewer bits: int8 in blocks along the last axis, or halves. x [T, ..., K] f32
-    -> [T, ..., K] a8_32, a8_256, f16 or bf16.
+def quantise_act(x: np.ndarray, *, dtype: str) -> Any:
+    """Quantise activations to int8 blocks along the last axis, or round them to f16 or bf16.
 
-    Bit-exact on every backend; int8 as in `graphllm.formats.activations.quantise_act`. Halves are
-    rounded to nearest even; values beyond the range of f16 become its largest number.
+    x [T, ..., K] f32 -> [T, ..., K] a8_32, a8_256, f16 or bf16. Bit-exact on every backend; int8 as
+    by `graphllm.formats.activations.quantise_act`. f16 and bf16 round to nearest even; values
+    beyond the range of f16 become its largest number.
     """
     kind = dtype_of(dtype)
     if kind.numpy is not None:

@@ -1,18 +1,19 @@
-"""Normalisation ops."""
+"""Norms and softmax."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.tensor import Meta
 
 
-def _infer(x, w, *, eps):
+def _infer(x: Meta, w: Meta, *, eps: float) -> Meta:
     require(w.shape == x.shape[-1:], f"weight {w.shape} does not fit rows of {x.shape[-1]}")
     return same(x)
 
 
-def _sample(rows, inner, layout):
+def _sample(rows: int, inner: Shape, layout: str) -> Sample:
     return Sample(
         (Arg(("T", *inner), layout=layout), Arg(inner[-1:], leaf="weight")),
         {"eps": 1e-6},
@@ -32,16 +33,16 @@ def _sample(rows, inner, layout):
         layout=("contiguous", "strided"),
     ),
 )
-def rms_norm(x, w, *, eps):
+def rms_norm(x: np.ndarray, w: np.ndarray, *, eps: float) -> np.ndarray:
     """Root-mean-square norm over the last axis. x [T, ..., D], w [D] -> [T, ..., D].
 
-    Zhang & Sennrich 2019, eq. 4, with the weight as a plain factor.
+    Zhang & Sennrich 2019, eq. 4; the weight is a plain factor.
     """
     x = x.astype(np.float32)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + eps) * w
 
 
-def _layer_infer(x, w, b, *, eps):
+def _layer_infer(x: Meta, w: Meta, b: Meta, *, eps: float) -> Meta:
     for name, operand in (("weight", w), ("bias", b)):
         if operand is not None:
             fits = operand.shape == x.shape[-1:]
@@ -49,7 +50,7 @@ def _layer_infer(x, w, b, *, eps):
     return same(x)
 
 
-def _layer_sample(rows, inner, layout, bias):
+def _layer_sample(rows: int, inner: Shape, layout: str, bias: bool) -> Sample:
     x, leaf = Arg(("T", *inner), layout=layout), Arg(inner[-1:], leaf="weight")
     return Sample((x, leaf, leaf if bias else None), {"eps": 1e-5}, {"T": rows})
 
@@ -69,11 +70,12 @@ def _layer_sample(rows, inner, layout, bias):
         bias=(False, True),
     ),
 )
-def layer_norm(x, w, b=None, *, eps):
-    """Layer norm over the last axis. x [T, ..., D], w [D], b [D] or none -> [T, ..., D].
+def layer_norm(
+    x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, *, eps: float,
+) -> np.ndarray:  # fmt: skip
+    """Layer norm over the last axis. x [T, ..., D], w [D], b [D] or None -> [T, ..., D].
 
-    Ba, Kiros & Hinton 2016: the row less its mean, over its standard deviation (of the whole
-    population), times w plus b.
+    (x - mean) / sqrt(variance + eps) * w + b with the population variance. Ba, Kiros & Hinton 2016.
     """
     x = x.astype(np.float32)
     x = x - np.mean(x, axis=-1, keepdims=True, dtype=np.float32)
@@ -81,14 +83,14 @@ def layer_norm(x, w, b=None, *, eps):
     return y if b is None else y + b
 
 
-def _softmax_infer(x):
+def _softmax_infer(x: Meta) -> Meta:
     expect("x", x, None, "f32")
-    require(x.shape[-1] > 0, "a row of no columns has no softmax")
+    require(x.shape[-1] > 0, "softmax of a row without columns is undefined")
     return same(x)
 
 
-def _logits(rng, shape):
-    """Ordinary rows, and one far from zero with a masked column."""
+def _logits(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return ordinary rows, and one far from zero with a masked column."""
     x = (rng.standard_normal(shape) * 4).astype(np.float32)
     if len(x) > 1:
         x[1] += 200
@@ -110,8 +112,8 @@ def _logits(rng, shape):
         layout=("contiguous", "strided"),
     ),
 )
-def softmax(x):
-    """exp(x) over its sum along the last axis, the row's largest subtracted first. [T, ..., D]."""
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Softmax over the last axis, with the row maximum subtracted first. [T, ..., D]."""
     x = x.astype(np.float32)
     e = np.exp(x - np.max(x, axis=-1, keepdims=True))
     return e / np.sum(e, axis=-1, keepdims=True, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Weights in fewer bits."""
+"""Quantisation of weights."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import numpy as np
 
 from ..formats import BLOCK_FORMATS, quantization
 from ..formats.quantization import Blocks
-from ..graph.dtype import BF16, F16, F32
+from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
+from ..graph.tensor import Meta
 
-_TILE = 1 << 18  # elements that are quantised at a time: NumPy needs some 30 bytes for each
+_TILE_ELEMENTS = 1 << 18  # quantised at a time; NumPy needs about 30 bytes for each
 
 
-def _infer(x, *, dtype):
+def _infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, 2, "f32", "f16", "bf16")
     kind = dtype_of(dtype)
     require(kind.name in BLOCK_FORMATS, f"dtype is {kind}, not {', '.join(BLOCK_FORMATS)}")
@@ -21,9 +22,8 @@ def _infer(x, *, dtype):
     return out(x.shape, kind)
 
 
-def _delicate(rng, shape):
-    """Rows of very different size, of halves of steps, of zeros, of numbers near nothing, of the
-    largest, and of one sign."""
+def _delicate(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return rows of very different magnitude, ties, zeros, subnormals, large values, one sign."""
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, (*shape[:-1], 1))
     if shape[0] > 6:
         x[1] = rng.integers(-256, 257, shape[1:]) * 0.5
@@ -37,7 +37,9 @@ def _delicate(rng, shape):
     return x
 
 
-def _sample(rows, elements, source, target, layout="contiguous"):
+def _sample(
+    rows: int, elements: int, source: DType, target: str, layout: str = "contiguous",
+) -> Sample:  # fmt: skip
     arg = Arg(("T", elements), source, layout, make=_delicate)
     return Sample((arg,), {"dtype": target}, {"T": rows})
 
@@ -59,15 +61,15 @@ _BY_256 = tuple(name for name, form in BLOCK_FORMATS.items() if form.dtype.block
               layout=("strided",)),
     ],
 )  # fmt: skip
-def quantise(x, *, dtype):
-    """A weight's floats as blocks of a weight format. x [T, K] f32, f16 or bf16 -> [T, K].
+def quantise(x: np.ndarray, *, dtype: str) -> Blocks:
+    """Quantise weights to a block format. x [T, K] f32, f16 or bf16 -> [T, K].
 
     Bit-exact on every backend; each format's encoder is in the module of its family in
     `graphllm.formats`. Raises GraphllmError for infinity and NaN.
     """
     kind = dtype_of(dtype)
     made = np.empty((x.shape[0], kind.row_nbytes(x.shape[1])), np.uint8)
-    step = max(1, _TILE // max(1, x.shape[1]))
+    step = max(1, _TILE_ELEMENTS // max(1, x.shape[1]))
     for first in range(0, len(made), step):
         tile = slice(first, first + step)
         made[tile] = quantization.quantise(x[tile].astype(np.float32), kind)

@@ -1,12 +1,12 @@
-"""From logits to token ids, and the random numbers for it."""
+"""Sampling: argmax, random sampling, penalties, and the random number generator."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..graph.dtype import I32, I64
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, out, require, same
-from ..graph.tensor import Var
+from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, expect, grid, op, out, require, same
+from ..graph.tensor import Env, Meta, Var
 
 # --------------------------------------------------------------------------------- random numbers
 
@@ -15,8 +15,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-def philox4x32(counter, key, rounds=10):
-    """Four random words for each counter, uint32 [..., 4].
+def philox4x32(counter: np.ndarray, key: np.ndarray, rounds: int = 10) -> np.ndarray:
+    """Return four random words for each counter, uint32 [..., 4].
 
     counter [..., 4], key [..., 2], unsigned 32-bit. Salmon et al. 2011 (Random123), section 3.3.
     """
@@ -30,8 +30,8 @@ def philox4x32(counter, key, rounds=10):
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def uniform(seed, count):
-    """One number in [0, 1) for each request: seed [N] i64, count [N] i32 -> float64 [N].
+def uniform(seed: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return a number in [0, 1) for each request: seed [N] i64, count [N] i32 -> float64 [N].
 
     Philox4x32-10 with key (low, high half of the seed) and counter (output position, sample index
     0, purpose 0 = token, 0); the number is the first word's upper 24 bits times 2^-24.
@@ -46,14 +46,14 @@ def uniform(seed, count):
 # ----------------------------------------------------------------------------------------- argmax
 
 
-def _argmax_infer(x):
+def _argmax_infer(x: Meta) -> Meta:
     expect("x", x, 2, "f32")
     require(x.shape[1] > 0, "x has no columns")
     return out(x.shape[:1], I32)
 
 
-def _rows_with_ties(rng, shape):
-    """Ties for the largest; then a row with NaN, a row of NaN alone, one of -inf after NaN."""
+def _rows_with_ties(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return rows with ties for the maximum, with NaN, only NaN, and -inf after NaN."""
     x = np.round(rng.standard_normal(shape) * 2).astype(np.float32)
     if shape[0] > 4:
         x[1, 0] = np.nan
@@ -64,12 +64,12 @@ def _rows_with_ties(rng, shape):
     return x
 
 
-def _argmax_sample(rows, width, layout):
+def _argmax_sample(rows: int, width: int, layout: str) -> Sample:
     return Sample((Arg(("N", width), layout=layout, make=_rows_with_ties),), {}, {"N": rows})
 
 
-def _first_largest(x):
-    """Index of the largest number of each row, the lowest among equals; 0 where all is NaN."""
+def _first_largest(x: np.ndarray) -> np.ndarray:
+    """Return the index of each row's maximum, the lowest of ties; 0 if all values are NaN."""
     best = np.where(np.isnan(x), -np.inf, x).max(axis=-1, keepdims=True)
     return np.argmax(x == best, axis=-1).astype(np.int32)
 
@@ -86,7 +86,7 @@ def _first_largest(x):
         layout=("contiguous", "strided"),
     ),
 )
-def argmax(x):
+def argmax(x: np.ndarray) -> np.ndarray:
     """Index of the largest value of each row. x [N, V] f32 -> i32 [N].
 
     The lowest index wins ties; NaN never wins over a number, and a row of NaN gives 0.
@@ -102,7 +102,7 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-def _sample_infer(logits, *settings):
+def _sample_infer(logits: Meta, *settings: Meta) -> Meta:
     expect("logits", logits, 2, "f32")
     require(logits.shape[1] > 0, "logits has no columns")
     for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
@@ -111,21 +111,21 @@ def _sample_infer(logits, *settings):
     return out(logits.shape[:1], I32)
 
 
-def _fit(name, x, logits):
-    """GraphError unless ``x`` may have a row for each row of logits."""
+def _fit(name: str, x: Meta, logits: Meta) -> None:
+    """Raise GraphError unless ``x`` can have a row for each row of logits."""
     rows = {x.shape[0], logits.shape[0]}
-    # Two Vars may differ by name (sequences, rows of logits): a run gives them one value.
+    # Vars of different names (sequences, rows of logits) may have the same live value.
     varies = any(isinstance(row, Var) for row in rows)
     require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
 
 
-def _sample_cost(out, logits, *settings, env):
+def _sample_cost(out: Meta, logits: Meta, *settings: Meta, env: Env) -> Cost:
     small = sum(m.nbytes for m in settings)
     return Cost(8 * logits.size, logits.nbytes + small + out.nbytes)
 
 
-def _logits(rng, shape):
-    """Peaked rows, flat rows with many ties, rows with masked ids, and a row of one value."""
+def _logits(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return peaked rows, flat rows with ties, rows with masked ids, and rows of one value."""
     x = (rng.standard_normal(shape) * 3).astype(np.float32)
     x[1::4] = np.round(x[1::4])
     x[2::4, : shape[1] // 2] = -np.inf
@@ -133,8 +133,8 @@ def _logits(rng, shape):
     return x
 
 
-def _logits_and_faults(rng, shape):
-    """As `_logits`, with rows that hold NaN of either sign, +inf, or nothing but -inf."""
+def _logits_and_faults(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return `_logits` with rows that contain NaN of either sign, +inf, or only -inf."""
     x = _logits(rng, shape)
     places = rng.integers(0, shape[1], shape[0])
     for first, value in ((5, np.nan), (11, np.inf), (17, -np.float32(np.nan))):
@@ -144,20 +144,20 @@ def _logits_and_faults(rng, shape):
     return x
 
 
-def _cycle(*values):
-    """The values over and over, with a period that is no multiple of the others'."""
+def _cycle(*values: float) -> Maker:
+    """Return a maker that repeats ``values``; the periods of the settings differ."""
 
-    def make(rng, shape):
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
         return np.array([values[i % len(values)] for i in range(shape[0])])
 
     return make
 
 
-def _seeds(rng, shape):
+def _seeds(rng: Rng, shape: Shape) -> np.ndarray:
     return rng.integers(-(2**63), 2**63 - 1, shape)
 
 
-def _sample_sample(rows, width, layout):
+def _sample_sample(rows: int, width: int, layout: str) -> Sample:
     n = ("N",)
     args = (
         Arg(("N", width), layout=layout, make=_logits_and_faults),
@@ -184,18 +184,21 @@ def _sample_sample(rows, width, layout):
     )
     + grid(_sample_sample, rows=(3,), width=(40001,), layout=("contiguous",)),
 )
-def sample(logits, temperature, top_k, top_p, min_p, seed, count):
-    """One random id for each row of logits [N, V] f32, by settings [N] each -> i32 [N].
+def sample(
+    logits: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray,
+    min_p: np.ndarray, seed: np.ndarray, count: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Sample one id for each row of logits [N, V] f32, with settings [N] each -> i32 [N].
 
-    The id is -1 for a row that holds NaN or +inf, or nothing but -inf: no token can be chosen
-    there. A single -inf is legal and excludes its id.
+    The id is -1 for a row with NaN or +inf, or with only -inf, from which no token can be sampled.
+    A single -inf is valid and excludes its id.
 
-    temperature f32 (<= 0: the largest), top_k i32 (0: off), top_p f32 (1: off), min_p f32 (0: off),
-    seed i64, count i32 (the output position). Each filter works on what the one before left: top_k
-    keeps the k largest; top_p the fewest of the largest whose probabilities, untempered, reach
-    top_p; min_p those of at least min_p times the largest probability; among equals the lowest
-    index comes first. Then softmax(logits / temperature) is inverted at `uniform`, over the ids in
-    order; all sums are float64 and sequential.
+    temperature f32 (<= 0: argmax), top_k i32 (0: off), top_p f32 (1: off), min_p f32 (0: off), seed
+    i64, count i32 (output position). Filters apply in this order, each to the ids that the previous
+    one kept: top_k keeps the k largest; top_p the smallest set of largest ids whose probabilities
+    at temperature 1 reach top_p; min_p the ids with at least min_p times the largest probability.
+    Ties go to the lowest index. Then the cumulative distribution of softmax(logits / temperature),
+    in order of ids, is inverted at `uniform`; all sums are float64 and sequential.
 
     top_k: Fan et al. 2018; top_p: Holtzman et al. 2019; min_p: Nguyen et al. 2024; the order of the
     filters is that of llama.cpp's default chain.
@@ -205,14 +208,16 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, count):
     for n in range(len(logits)):
         if temperature[n] > 0 and chosen[n] >= 0:
             row = logits[n].astype(np.float64)
-            chosen[n] = _draw(
+            chosen[n] = _sample_row(
                 row, float(temperature[n]), int(top_k[n]), top_p[n], min_p[n], numbers[n]
             )
     return chosen
 
 
-def _draw(row, temperature, top_k, top_p, min_p, number):
-    """One id by ``number`` in [0, 1); row [V] float64."""
+def _sample_row(
+    row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, number: float,
+) -> int:  # fmt: skip
+    """Sample one id from row [V] float64 with ``number`` in [0, 1)."""
     ids = np.arange(len(row))
     if 0 < top_k < len(row):
         least = np.partition(row, len(row) - top_k)[len(row) - top_k]
@@ -229,8 +234,8 @@ def _draw(row, temperature, top_k, top_p, min_p, number):
     return ids[min(at, len(ids) - 1)]
 
 
-def _weights(row, temperature=1.0):
-    """exp((row - max) / temperature), for a row whose maximum is finite."""
+def _weights(row: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Return exp((row - max) / temperature) for a row with a finite maximum."""
     return np.exp((row - row.max()) / temperature)
 
 
@@ -241,7 +246,7 @@ _PENALTIES = {
 }  # fmt: skip
 
 
-def _penalise_infer(logits, history, count, stop, *settings):
+def _penalise_infer(logits: Meta, history: Meta, count: Meta, stop: Meta, *settings: Meta) -> Meta:
     expect("logits", logits, 2, "f32")
     require(logits.shape[1] > 0, "logits has no columns")
     expect("history", history, 2, "i32")
@@ -253,14 +258,14 @@ def _penalise_infer(logits, history, count, stop, *settings):
     return same(logits)
 
 
-def _penalise_cost(out, logits, *rest, env):
+def _penalise_cost(out: Meta, logits: Meta, *rest: Meta, env: Env) -> Cost:
     return Cost(4 * rest[0].size, logits.nbytes + out.nbytes + sum(m.nbytes for m in rest))
 
 
-def _past(width):
-    """Rows of few distinct ids, of ids all over, half empty, empty, and with ids out of range."""
+def _past(width: int) -> Maker:
+    """Return a maker of histories: few distinct ids, random, half empty, empty, out of range."""
 
-    def make(rng, shape):
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
         past = rng.integers(0, width, shape)
         past[::5] = rng.integers(0, min(width, 3), past[::5].shape)
         past[1::5, ::2] = -1
@@ -271,7 +276,7 @@ def _past(width):
     return make
 
 
-def _penalise_sample(rows, width, ring, layout):
+def _penalise_sample(rows: int, width: int, ring: int, layout: str) -> Sample:
     n = ("N",)
     args = (
         Arg(("N", width), layout=layout, make=_logits_and_faults),
@@ -300,15 +305,18 @@ def _penalise_sample(rows, width, ring, layout):
     )
     + grid(_penalise_sample, rows=(2,), width=(40001,), ring=(64,), layout=("contiguous",)),
 )
-def penalise(logits, history, count, stop, repeat, presence, frequency, min_tokens):
-    """Logits [N, V] f32 with what was said of late made less likely -> [N, V].
+def penalise(
+    logits: np.ndarray, history: np.ndarray, count: np.ndarray, stop: np.ndarray,
+    repeat: np.ndarray, presence: np.ndarray, frequency: np.ndarray, min_tokens: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    """Penalise recently generated ids and early stop tokens. logits [N, V] f32 -> [N, V].
 
     history [N, W] i32: the last ids of each sequence, in any order; stop [E] i32; and for each
-    sequence count i32 (its ids so far), repeat, presence, frequency f32, min_tokens i32. Entries
-    outside 0..V-1 are empty. An id that stands c > 0 times in the history has its logit divided by
-    ``repeat`` (multiplied where it is not above zero) and lessened by presence + c * frequency.
-    While count < min_tokens the ids in ``stop`` are lessened by infinity: a finite logit becomes
-    -inf, and NaN or +inf becomes NaN, so that no fault of the logits is hidden.
+    sequence count i32 (number of its ids), repeat, presence, frequency f32, min_tokens i32. Entries
+    outside 0..V-1 are ignored. The logit of an id that occurs c > 0 times in the history is divided
+    by ``repeat`` (multiplied if it is not positive) and reduced by presence + c * frequency. While
+    count < min_tokens, infinity is subtracted from the logits of ``stop``: a finite logit becomes
+    -inf, and NaN or +inf becomes NaN, so that faulty logits are not hidden.
 
     repeat: Keskar et al. 2019 (CTRL), section 4.1; presence and frequency: as OpenAI's API defines
     them; all three together as in llama.cpp's penalties.
@@ -322,6 +330,6 @@ def penalise(logits, history, count, stop, repeat, presence, frequency, min_toke
         value = np.where(value > 0, value / repeat[n], value * repeat[n])
         row[ids] = value - (presence[n] + times.astype(np.float32) * frequency[n])
         if count[n] < min_tokens[n]:
-            with np.errstate(invalid="ignore"):  # of +inf
+            with np.errstate(invalid="ignore"):  # +inf - inf
                 row[stop] -= np.float32(np.inf)
     return result

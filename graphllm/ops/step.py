@@ -1,21 +1,27 @@
-"""The end of a step: what it sampled becomes the input of the next one."""
+"""End of a decode step: the sampled ids become the input of the next step."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from ..graph.dtype import I32
-from ..graph.op import Arg, Cost, Sample, expect, grid, op, require
+from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, expect, grid, op, require
+from ..graph.tensor import Env, Meta
 
 _TOKENS, _SEQUENCES = ("ids", "pos"), ("kv_len", "count", "done")
 
 
-def _written(count):
-    """ids, pos, kv_len, count, done, history, and the slots of every group."""
+def _written(count: int) -> tuple[int, ...]:
+    """Return the indices of ids, pos, kv_len, count, done, history and every group's slots."""
     return (2, 3, 4, 5, 6, 7, *range(8, count, 2))
 
 
-def _infer(sampled, stop, ids, pos, kv_len, count, done, history, *groups, block):
+def _infer(
+    sampled: Meta, stop: Meta, ids: Meta, pos: Meta, kv_len: Meta, count: Meta, done: Meta,
+    history: Meta, *groups: Meta, block: int,
+) -> Meta:  # fmt: skip
     for name, x in (("sampled", sampled), ("stop", stop)):
         expect(name, x, 1, "i32")
     for name, x in zip((*_TOKENS, *_SEQUENCES), (ids, pos, kv_len, count, done), strict=True):
@@ -35,7 +41,10 @@ def _infer(sampled, stop, ids, pos, kv_len, count, done, history, *groups, block
     return ids
 
 
-def _cost(out, sampled, stop, ids, pos, kv_len, *rest, env, **_):
+def _cost(
+    out: Meta, sampled: Meta, stop: Meta, ids: Meta, pos: Meta, kv_len: Meta, *rest: Meta, env: Env,
+    **_: Any,
+) -> Cost:  # fmt: skip
     groups = (len(rest) - 3) // 2
     words = kv_len.size * (10 + 2 * groups) + stop.size  # each read or written once
     return Cost(kv_len.size * (3 + 4 * groups), 4 * words)
@@ -44,36 +53,36 @@ def _cost(out, sampled, stop, ids, pos, kv_len, *rest, env, **_):
 _STOP, _WIDTH, _RING = 3, 4, 5
 
 
-def _tokens(rng, shape):
-    """Ids, and -1 for rows that `sample` had none for."""
+def _tokens(rng: Rng, shape: Shape) -> np.ndarray:
+    """Return ids, with -1 for rows from which `sample` cannot sample."""
     return rng.integers(-1, 6, shape)
 
 
-def _stops(rng, shape):
+def _stops(rng: Rng, shape: Shape) -> np.ndarray:
     return np.array([4, -1, 2, -1])[: shape[0]]
 
 
-def _flags(rng, shape):
+def _flags(rng: Rng, shape: Shape) -> np.ndarray:
     return np.arange(shape[0]) % 5 == 1
 
 
-def _lengths(block):
-    """Within a block, at its end, and past the table."""
+def _lengths(block: int) -> Maker:
+    """Return a maker of lengths within a block, at its end, and past the table."""
 
-    def make(rng, shape):
+    def make(rng: Rng, shape: Shape) -> np.ndarray:
         known = np.array([0, block - 1, block, 2 * block + 1, _WIDTH * block, _WIDTH * block - 1])
         return known[np.arange(shape[0]) % len(known)]
 
     return make
 
 
-def _table(rng, shape):
+def _table(rng: Rng, shape: Shape) -> np.ndarray:
     table = rng.permutation(shape[0] * shape[1]).reshape(shape)
     table[:, -1] = -1
     return table
 
 
-def _sample(rows, spare, block, groups):
+def _sample(rows: int, padding_rows: int, block: int, groups: int) -> Sample:
     t, s = ("T",), ("S",)
     states = [Arg(t, I32, leaf="state"), Arg(t, I32, leaf="state")]
     states += [Arg(s, I32, leaf="state", make=_lengths(block)), Arg(s, I32, leaf="state")]
@@ -81,7 +90,7 @@ def _sample(rows, spare, block, groups):
     for _ in range(groups):
         states += [Arg(t, I32, leaf="state"), Arg(("S", _WIDTH), I32, make=_table)]
     first = (Arg(("N",), I32, make=_tokens), Arg((_STOP,), I32, make=_stops))
-    env = {"N": rows, "S": rows, "T": rows + spare}
+    env = {"N": rows, "S": rows, "T": rows + padding_rows}
     return Sample((*first, *states), {"block": block}, env)
 
 
@@ -91,17 +100,20 @@ def _sample(rows, spare, block, groups):
     cost=_cost,
     tol={},
     writes=_written,
-    samples=grid(_sample, rows=(0, 1, 7), spare=(0, 5), block=(1, 8), groups=(0, 1, 2)),
+    samples=grid(_sample, rows=(0, 1, 7), padding_rows=(0, 5), block=(1, 8), groups=(0, 1, 2)),
 )
-def advance(sampled, stop, ids, pos, kv_len, count, done, history, *groups, block):
-    """Make each sequence's sampled id the next step's token, all in place.
+def advance(
+    sampled: np.ndarray, stop: np.ndarray, ids: np.ndarray, pos: np.ndarray, kv_len: np.ndarray,
+    count: np.ndarray, done: np.ndarray, history: np.ndarray, *groups: np.ndarray, block: int,
+) -> None:  # fmt: skip
+    """Make each sequence's sampled id the token of the next step. All states are written in place.
 
     sampled [N >= S], stop [E] (entries below zero are padding); state: ids, pos [T >= S], kv_len,
     count, done [S], history [S, W] (a ring of the last ids, see `penalise`); then for each cache
-    group slot [T] and table [S, B]; all i32. Token s of the next step belongs to sequence s and
-    stands at p = kv_len[s], in column p % W of its history, and in slot table[s, p // block] *
-    block + p % block, or -1 (stored nowhere) where the table has no such block. An id of -1, which
-    `sample` gives where it can choose none, is stored as it is and ends nothing.
+    group slot [T] and table [S, B]; all i32. Token s of the next step belongs to sequence s, with
+    position p = kv_len[s], column p % W of its history, and slot table[s, p // block] * block +
+    p % block, or -1 (not stored) if the table has no such block. An id of -1, for which `sample`
+    found no token, is stored unchanged and does not end the sequence.
     """
     live = len(kv_len)
     chosen, p = sampled[:live], kv_len.copy()

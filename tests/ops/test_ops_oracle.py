@@ -92,7 +92,7 @@ def test_attention_in_pieces(monkeypatch):
     """Splitting the queries changes nothing but memory."""
     case = list(cases("attention"))[-3]
     whole, _ = case.expected()
-    monkeypatch.setattr(sys.modules["graphllm.ops.attention"], "_SCORES", 1)
+    monkeypatch.setattr(sys.modules["graphllm.ops.attention"], "_SCORE_BYTES", 1)
     pieces, _ = case.expected()
     assert mismatch(pieces, whole, 1e-6) == ""
 
@@ -101,7 +101,7 @@ def test_linear_in_tiles(monkeypatch):
     """Expanding a weight a row at a time changes nothing but memory."""
     large = [c for c in cases("linear") if c.sample.env["T"] == 5]
     whole = [c.expected()[0] for c in large]
-    monkeypatch.setattr(sys.modules["graphllm.ops.linear"], "_TILE", 1)
+    monkeypatch.setattr(sys.modules["graphllm.ops.linear"], "_TILE_BYTES", 1)
     for case, want in zip(large, whole, strict=True):
         assert mismatch(case.expected()[0], want, 1e-5) == "", case.sample.label
 

@@ -1,20 +1,22 @@
-"""Fused ops before and after attention. None spans it: attention is always a step's own kernel."""
+"""Fused ops before and after attention, which itself is always a separate kernel."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ...graph.dtype import F16, F32, I32
+from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
-from .linear import is_op
+from .norm import is_op
 
 _LAYOUTS = ("contiguous", "strided")
 
 
 def _rotated(node: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What a rope turns, and the weight of its norm if it is normed first."""
+    """Return the input of a rope, and the weight of the norm before it, if any."""
     if not is_op(node, "rope"):
         return None, None
     assert node is not None
@@ -29,8 +31,8 @@ def _propose_rope_write(node: Tensor, users: Users) -> Proposal | None:
     if not (is_op(k_pool, "kv_write") and is_op(v_pool, "kv_write")):
         return None
     assert q is not None and k_pool is not None and v_pool is not None
-    turned = k_pool.src[1]
-    (queries, q_norm), (keys, k_norm) = _rotated(q), _rotated(turned)
+    rotated = k_pool.src[1]
+    (queries, q_norm), (keys, k_norm) = _rotated(q), _rotated(rotated)
     if queries is None or keys is None:
         return None
     eps = 0.0
@@ -48,14 +50,19 @@ def _slots(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return slot
 
 
-def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
+def _rope_sample(
+    rows: int, heads: int, width: int, style: str, dims: int, norm: bool, kind: DType,
+    factors: bool, layout: str,
+) -> Sample:  # fmt: skip
     kv = max(1, heads // 2)
     pool = Arg((24, kv, width), kind, leaf="state")
     vectors = (Arg(("T", n, width), layout=layout) for n in (heads, kv, kv))
     norms = (Arg((width,), leaf="weight"), Arg((width,), leaf="weight")) if norm else (None, None)
-    stretch = Arg(((dims or width) // 2,), leaf="weight", make=lambda g, s: g.uniform(1, 9, s))
+    frequency_factors = Arg(
+        ((dims or width) // 2,), leaf="weight", make=lambda g, s: g.uniform(1, 9, s)
+    )
     args = (*vectors, Arg(("T",), I32), pool, pool, Arg(("T",), I32, make=_slots), *norms,
-            stretch if factors else None)  # fmt: skip
+            frequency_factors if factors else None)  # fmt: skip
     attrs = {"base": 1e4, "dims": dims, "style": style, "scale": 1.0, "eps": 1e-6 if norm else 0.0,
              "attention_factor": 1.25 if factors else 1.0}  # fmt: skip
     return Sample(args, attrs, {"T": rows})
@@ -75,14 +82,15 @@ def _rope_sample(rows, heads, width, style, dims, norm, kind, factors, layout):
     ],
 )  # fmt: skip
 def rope_write(
-    q, k, v, pos, k_pool, v_pool, slot, q_norm=None, k_norm=None, factors=None,
-    *, eps, base, dims, style, scale, attention_factor,
-):  # fmt: skip
-    """Queries and keys normed, if they are, and turned; keys and values written to their pools.
+    q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_pool: Tensor, v_pool: Tensor, slot: Tensor,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, factors: Tensor | None = None, *,
+    eps: float, base: float, dims: int, style: str, scale: float, attention_factor: float,
+) -> Any:  # fmt: skip
+    """Apply norms (if given) and rope to queries and keys; write keys and values to their pools.
 
     q [T, H, D], k, v [T, Hkv, D] -> q [T, H, D], and the pools.
     """
-    turn = {
+    rope = {
         "base": base,
         "dims": dims,
         "style": style,
@@ -91,7 +99,7 @@ def rope_write(
     }
     q = q if q_norm is None else get("rms_norm")(q, q_norm, eps=eps)
     k = k if k_norm is None else get("rms_norm")(k, k_norm, eps=eps)
-    q, k = get("rope")(q, pos, factors, **turn), get("rope")(k, pos, factors, **turn)
+    q, k = get("rope")(q, pos, factors, **rope), get("rope")(k, pos, factors, **rope)
     write = get("kv_write")
     return q, write(k_pool, k, slot), write(v_pool, v, slot)
 
@@ -104,9 +112,11 @@ def _propose_attention_quantise(node: Tensor, users: Users) -> Proposal | None:
     return attended.src, {**attended.attrs, "dtype": node.attrs["dtype"]}
 
 
-def _attention_sample(rows, heads, width, dtype, window, extras=False, latent=0):
-    """``extras``: with sinks, slopes and a prefix; ``latent``: columns of the keys behind those
-    that are the values."""
+def _attention_sample(
+    rows: int, heads: int, width: int, dtype: str, window: int, extras: bool = False,
+    latent: int = 0,
+) -> Sample:  # fmt: skip
+    """``extras``: with sinks, slopes and a prefix; ``latent``: columns of keys after the values."""
     past, kv = 70, max(1, heads // 3)
     optional = (
         Arg((heads,), leaf="weight"), Arg((heads,), leaf="weight"),
@@ -143,10 +153,11 @@ def _attention_sample(rows, heads, width, dtype, window, extras=False, latent=0)
     ],
 )  # fmt: skip
 def attention_quantise(
-    q, k, v, q_start, kv_len, table, sinks=None, slopes=None, prefix_len=None,
-    *, scale, block, causal, window, softcap, dtype,
-):  # fmt: skip
-    """Attention, its heads side by side and quantised: what the output linear reads."""
+    q: Tensor, k: Tensor, v: Tensor, q_start: Tensor, kv_len: Tensor, table: Tensor,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, prefix_len: Tensor | None = None, *,
+    scale: float, block: int, causal: bool, window: int, softcap: float, dtype: str,
+) -> Any:  # fmt: skip
+    """Attention with heads concatenated and quantised, as input of the output linear."""
     attended = get("attention")(
         q, k, v, q_start, kv_len, table, sinks, slopes, prefix_len,
         scale=scale, block=block, causal=causal, window=window, softcap=softcap,

@@ -1,4 +1,4 @@
-"""Fused ops around a mixture's router, and at its end; those around its products are in `fused`."""
+"""Fused ops for routing and combining experts; those around products are in `linear`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid
 from ...graph.tensor import Tensor
-from .linear import is_op
+from .norm import is_op
 
-_SCORES = ("softmax", "sigmoid")  # of all; else the chosen ones' softmax
+_SCORES = ("softmax", "sigmoid")  # over all experts; otherwise softmax over the chosen ones
 
 
 def _propose_route(node: Tensor, users: Users) -> Proposal | None:
@@ -60,12 +60,16 @@ _CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
         layout=("contiguous", "strided"),
     ),
 )
-def route(x, bias=None, *, score, k, groups, top_groups, top_per_group, eps, factor):
-    """The experts of each token, and the weights of their results, from the router's logits.
-    x [T, E], bias [E] and the choice as in `top_k` -> ids [T, k] i32, weights [T, k].
+def route(
+    x: Tensor, bias: Tensor | None = None, *, score: str, k: int, groups: int, top_groups: int,
+    top_per_group: int, eps: float | None, factor: float,
+) -> Any:  # fmt: skip
+    """Select the experts of each token and their weights from the router's logits.
 
-    ``score``: what is chosen by, and what weights: softmax or sigmoid of x, or x, of which the
-    chosen ones' softmax weights. ``eps``: of `sum_norm`, None to leave it out.
+    x [T, E], bias [E] and the selection as in `top_k` -> ids [T, k] i32, weights [T, k].
+
+    ``score``: "softmax" or "sigmoid" of x selects and weights; "chosen": x selects, and the softmax
+    over the chosen entries weights. ``eps``: of `sum_norm`, None omits it. ``factor``: of `scale`.
     """
     scores = x if score == "chosen" else get(score)(x)
     ids = get("top_k")(
@@ -107,7 +111,6 @@ def _propose_combine_add(node: Tensor, users: Users) -> Proposal | None:
         layout=("contiguous", "strided"),
     ),
 )
-def combine_add(y, weights, r):
-    """r and the weighted sum of each token's results: a mixture's end. y [T, k, N], weights [T, k],
-    r [T, N] -> [T, N]."""
+def combine_add(y: Tensor, weights: Tensor, r: Tensor) -> Any:
+    """r + weighted sum of expert outputs. y [T, k, N], weights [T, k], r [T, N] -> [T, N]."""
     return get("add")(r, get("combine")(y, weights))

@@ -1,0 +1,134 @@
+"""Fused ops around norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...graph.fused_op import fused_op
+from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.tensor import Tensor
+
+LAYOUTS = ("contiguous", "strided")
+TOL = {"f32": 2e-5}
+
+
+def is_op(node: Tensor | None, op: str) -> bool:
+    """Return whether ``node`` is a node of that op."""
+    return node is not None and node.op == op
+
+
+def quantised_dtypes(node: Tensor, users: Users) -> tuple[str, ...]:
+    """Return the dtypes to which users quantise ``node``; empty if one reads it unquantised."""
+    kinds = [u.attrs["dtype"] for u in users(node) if u.op == "quantise_act"]
+    return tuple(kinds) if len(kinds) == len(users(node)) else ()
+
+
+def quantise_to(y: Tensor, dtypes: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """Return ``y`` quantised to each of ``dtypes``, or ``y`` itself if there are none."""
+    return tuple(get("quantise_act")(y, dtype=d) for d in dtypes) or (y,)
+
+
+def row_arg(width: int, layout: str = "contiguous") -> Arg:
+    return Arg(("T", width), layout=layout)
+
+
+def weight_arg(width: int) -> Arg:
+    return Arg((width,), leaf="weight")
+
+
+def _propose_norm_add_norm(node: Tensor, users: Users) -> Proposal | None:
+    total, w2 = node.src
+    if not is_op(total, "add") or len(total.shape) != 2:  # type: ignore[union-attr]
+        return None
+    x, inner = total.src  # type: ignore[union-attr]
+    if not is_op(inner, "rms_norm"):
+        return None
+    h, w = inner.src  # type: ignore[union-attr]
+    eps, eps2 = inner.attrs["eps"], node.attrs["eps"]  # type: ignore[union-attr]
+    return (h, w, x, w2), {"eps": eps, "eps2": eps2, "dtypes": quantised_dtypes(node, users)}
+
+
+@fused_op(
+    "norm_add_norm",
+    anchor="rms_norm",
+    propose=_propose_norm_add_norm,
+    tol=TOL,
+    samples=grid(
+        lambda rows, width, layout, dtypes: Sample(
+            (row_arg(width, layout), weight_arg(width), row_arg(width, layout), weight_arg(width)),
+            {"eps": 1e-6, "eps2": 1e-5, "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(256, 768),
+        layout=LAYOUTS,
+        dtypes=((), ("a8_32",), ("a8_256",), ("a8_32", "a8_256")),
+    ),
+)
+def norm_add_norm(
+    h: Tensor, w: Tensor, x: Tensor, w2: Tensor, *, eps: float, eps2: float,
+    dtypes: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """x + norm(h), and the norm of the sum, quantised to each of ``dtypes`` if any. All [T, D].
+
+    It ends one half of a layer with sandwich norms and starts the next half.
+    """
+    x = get("add")(x, get("rms_norm")(h, w, eps=eps))
+    return (x, *quantise_to(get("rms_norm")(x, w2, eps=eps2), dtypes))
+
+
+def _propose_norm_add(node: Tensor, users: Users) -> Proposal | None:
+    x, inner = node.src
+    if not is_op(inner, "rms_norm") or len(node.shape) != 2:
+        return None
+    return (*inner.src, x), {"eps": inner.attrs["eps"]}  # type: ignore[union-attr]
+
+
+@fused_op(
+    "norm_add",
+    anchor="add",
+    propose=_propose_norm_add,
+    tol=TOL,
+    samples=grid(
+        lambda rows, width, layout: Sample(
+            (row_arg(width, layout), weight_arg(width), row_arg(width, layout)),
+            {"eps": 1e-6},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(1, 63, 640),
+        layout=LAYOUTS,
+    ),
+)
+def norm_add(h: Tensor, w: Tensor, x: Tensor, *, eps: float) -> Any:
+    """x + norm(h). h, x [T, D], w [D] -> [T, D]."""
+    return get("add")(x, get("rms_norm")(h, w, eps=eps))
+
+
+def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
+    dtypes = quantised_dtypes(node, users)
+    if not dtypes or len(node.shape) != 2:
+        return None
+    return node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}
+
+
+@fused_op(
+    "norm_quantise",
+    anchor="rms_norm",
+    propose=_propose_norm_quantise,
+    tol=TOL,
+    samples=grid(
+        lambda rows, width, layout, dtypes: Sample(
+            (row_arg(width, layout), weight_arg(width)),
+            {"eps": 1e-6, "dtypes": dtypes},
+            {"T": rows},
+        ),
+        rows=(0, 1, 7),
+        width=(256, 768),
+        layout=LAYOUTS,
+        dtypes=(("a8_32",), ("a8_256",), ("a8_256", "a8_32")),
+    ),
+)
+def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) -> Any:
+    """The norm of x, quantised to each of ``dtypes``. x [T, D], w [D] -> [T, D] each."""
+    return quantise_to(get("rms_norm")(x, w, eps=eps), dtypes)
