@@ -52,7 +52,7 @@ def config(keys: Keys) -> DecoderConfig:
 
 def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
     """Read the keys that V2 and V3 share; ``sigmoid``: experts are scored as in V3."""
-    c, hidden = mla_config(keys), keys.positive("moe_intermediate_size")
+    c, size = mla_config(keys), keys.positive("moe_intermediate_size")
     keys.require("moe_layer_freq", 1)
     keys.ignore("ep_size")  # expert parallelism of the training
     dense = keys("first_k_dense_replace", int)
@@ -66,11 +66,10 @@ def deepseek(keys: Keys, sigmoid: bool, grouped: bool = True) -> DecoderConfig:
         layers=tuple(replace(layer, moe=i >= dense) for i, layer in enumerate(c.layers)),
         mlp=replace(c.mlp, bias=keys.bias("mlp_bias")),
         moe=moe_config(
-            keys, hidden, "n_routed_experts",
-            shared_intermediate_size=hidden * keys("n_shared_experts", int, 0),
+            keys, size, "n_routed_experts",
+            shared_intermediate_size=size * keys("n_shared_experts", int, 0),
             normalise=keys("norm_topk_prob", bool, False),
-            scale=keys.factor("routed_scaling_factor", 1.0),
-            **moe,
+            scale=keys.factor("routed_scaling_factor", 1.0), **moe,
         ),
         names=replace(c.names, shared="shared_experts"),
     )  # fmt: skip

@@ -12,21 +12,17 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 _GATE, _UP = slice(0, None, 2), slice(1, None, 2)  # rows of gate and up are interleaved
 
 
-def _gate_up(
-    suffix: str, kind: str, transform: Callable[[slice], Transform], part: int = 0
-) -> WeightRule:
+def _gate_up(end: str, kind: str, rows: Callable[[slice], Transform], part: int = 0) -> WeightRule:
     """Return the rule that splits a tensor of gate_up_proj.
 
     Args:
-        suffix: End of the tensor's name.
+        end: End of the tensor's name.
         kind: "weight" or "bias".
-        transform: Transform that selects the given rows.
+        rows: Makes the transform that selects rows.
         part: Part of the weight that the tensor is.
     """
     gate, up = (f"{_EXPERTS}.{name}_proj.{kind}" for name in ("gate", "up"))
-    return WeightRule(
-        gate, f"{_EXPERTS}.gate_up_proj{suffix}", transform(_GATE), part, ((up, transform(_UP)),)
-    )
+    return WeightRule(gate, f"{_EXPERTS}.gate_up_proj{end}", rows(_GATE), part, ((up, rows(_UP)),))
 
 
 HF = (
@@ -60,20 +56,16 @@ TINY = (
 
 
 def config(keys: Keys) -> DecoderConfig:
-    keys.set_defaults(
-        head_dim=64, max_position_embeddings=131072, sliding_window=128, rope_theta=150000.0
-    )
+    keys.set_defaults(head_dim=64, max_position_embeddings=131072, sliding_window=128)
+    keys.set_defaults(rope_theta=150000.0)
     # The model was trained without truncation; llama.cpp, whose files do not state it, truncates.
     c = base_config(keys, truncate=not keys.gguf, required=True)
-    bias = keys.bias("attention_bias", True)
+    bias, windows = keys.bias("attention_bias", True), sliding_windows(keys, lambda i: i % 2 == 0)
     keys.require("experts_per_token", keys.positive("num_experts_per_tok"))
     keys.ignore("initial_context_length")  # duplicate of a rope_scaling value
     return replace(
         c,
-        layers=tuple(
-            replace(layer, window=w, moe=True)
-            for layer, w in zip(c.layers, sliding_windows(keys, lambda i: i % 2 == 0))
-        ),
+        layers=tuple(replace(e, window=w, moe=True) for e, w in zip(c.layers, windows)),
         attention=replace(c.attention, bias=bias, out_bias=bias, sinks=True),
         moe=moe_config(
             keys, keys.positive("moe_intermediate_size", c.mlp.intermediate_size),
