@@ -54,7 +54,7 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
     llm.check_ids(ids)
     llm.engine.prepare()
     plain: list[tuple[_Window, _Window]] = []
-    timed: list[tuple[_Window, _Window]] = []
+    profiled: list[tuple[_Window, _Window]] = []
     recorders = Recorder(), Recorder()
     watch = OtherProcesses()
     for done in range(repeat + 1):
@@ -63,9 +63,9 @@ def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show
         if not done:  # CUDA graphs are captured in the second run of each kind
             _run_pass(llm, ids, min(decode, 3), (Recorder(), Recorder()))
             continue
-        timed.append(_run_pass(llm, ids, decode, recorders))
+        profiled.append(_run_pass(llm, ids, decode, recorders))
     show("profiling", repeat + 1, repeat + 1)
-    phases = _phases(llm, len(ids), decode, plain[1:], timed, recorders)
+    phases = _phases(llm, len(ids), decode, plain[1:], profiled, recorders)
     on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
     return Profile(
         phases,
@@ -94,14 +94,14 @@ def _run_pass(
 
 def _phases(
     llm: LoadedModel, prompt: int, decode: int, plain: Sequence[tuple[_Window, _Window]],
-    timed: Sequence[tuple[_Window, _Window]], recorders: Recorders,
+    profiled: Sequence[tuple[_Window, _Window]], recorders: Recorders,
 ) -> tuple[Phase, ...]:  # fmt: skip
     found = []
     rooflines: dict[str, Roofline] = {}
     for index, (name, tokens) in enumerate((("prefill", prompt), ("decode", decode))):
         if not tokens:
             continue
-        spans = [pair[index] for pair in timed]
+        spans = [pair[index] for pair in profiled]
         lengths = [pair[index][1] - pair[index][0] for pair in plain]
         passes = tuple(Pass(*span, length) for span, length in zip(spans, lengths))
         runs = recorders[index].runs

@@ -123,20 +123,20 @@ class Case:
         self.new = max(1, min(self.new, most // 4))
         self.tokens = max(1, min(self.tokens, most - self.new))
         vocab = llm.decoder.cfg.vocab
-        draw = np.random.default_rng(7)
+        rng = np.random.default_rng(7)
         stated = {
             v
             for k, v in self.file.metadata.items()
             if k.endswith("_token_id") and isinstance(v, int)
         }
         plain = [i for i in range(vocab) if i not in stated]  # special ids may have an effect
-        ids = draw.choice(plain, self.tokens).tolist()
+        ids = rng.choice(plain, self.tokens).tolist()
         if self.file.has_vocabulary:
             ids = [i for i in llm.encode(TEXT)[: self.tokens] if i < vocab]
         self.tokens = len(ids)
         for _ in range(self.new):
             if self.oracle is None:
-                ids.append(int(draw.choice(plain)))
+                ids.append(int(rng.choice(plain)))
             else:
                 ids.append(int(self.run_oracle(ids).logits[-1].argmax()))
         self.ids = ids

@@ -91,11 +91,11 @@ def _randomise(model: Any) -> None:
     """
     import torch
 
-    draw = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     buffers = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     with torch.no_grad():
         for value in (*model.parameters(), *buffers):
-            noise = torch.randn(value.shape, generator=draw)
+            noise = torch.randn(value.shape, generator=rng)
             if value.ndim > 1:
                 value.copy_(noise / value.shape[-1] ** 0.5)
             else:
@@ -144,7 +144,7 @@ class RandomModel:
 def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
     """Return random float32 arrays for all weights that the decoder asks for."""
     made: dict[str, np.ndarray] = {}
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     class Made(Arrays):
         def meta(self, name: str) -> Meta | None:
@@ -154,16 +154,16 @@ def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
         def weight(self, name: str, *shape: int, root: bool = False) -> Tensor:
             path = name if root else f"{current_scope()}.{name}".lstrip(".")
             if self.weights.meta(path) is None:
-                made[path] = _random(draw, path, shape)
+                made[path] = _random(rng, path, shape)
             return super().weight(name, *shape, root=root)
 
     Asking(config, Made({})).build(Limits(context=64, kv_dtype="f32"))
     return made
 
 
-def _random(draw: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return a random weight as in `_randomise`: biases near 0, other vectors near 1."""
-    noise = draw.standard_normal(shape, np.float32)
+    noise = rng.standard_normal(shape, np.float32)
     if len(shape) > 1:
         return noise / np.float32(shape[-1] ** 0.5)
     return np.float32(0 if name.endswith("bias") else 1) + np.float32(0.2) * noise

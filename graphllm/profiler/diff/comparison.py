@@ -123,8 +123,8 @@ class Diff:
 def _table(diff: Diff) -> Iterator[str]:
     wide = [max(map(len, column)) for column in zip(*((r.scope, r.op) for r in diff.rows))]
     yield (
-        f"{'scope':<{wide[0]}} {'op':<{wide[1]}} {'backend':<9} {'tol':>5} {'alone: max':>10} "
-        f"{'of row':>7} {'NMSE':>7} {'cosine':>8} {'chain: max':>10} {'NMSE':>7} {'cosine':>8}"
+        f"{'scope':<{wide[0]}} {'op':<{wide[1]}} {'backend':<9} {'tol':>5} {'isolated':>10} "
+        f"{'of row':>7} {'NMSE':>7} {'cosine':>8} {'cumulative':>10} {'NMSE':>7} {'cosine':>8}"
     )
     for row in diff.rows:
         alone, chain = row.isolated, row.cumulative
@@ -258,11 +258,11 @@ def _one_file(
     chained, chain = decomposed(found), oracle.executor()
     for group in group_items(found, run.env):
         have = run_instrumented(llm.executor, plan, group, run)
-        alone = run_isolated(oracle.executor(), group, run, have)
+        isolated_run = run_isolated(oracle.executor(), group, run, have)
         wanted = {name: chained[name] for item in group for name in item.names}
-        beside = run_cumulative(chain, wanted, run)
+        cumulative_run = run_cumulative(chain, wanted, run)
         for item in group:
-            yield from _rows(item, run, have, alone, beside)
+            yield from _rows(item, run, have, isolated_run, cumulative_run)
 
 
 def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, StepInputs]:
@@ -275,17 +275,21 @@ def _rows(
     item: StepItem,
     run: StepInputs,
     have: Mapping[str, np.ndarray],
-    alone: Mapping[str, np.ndarray] | None,
-    beside: Mapping[str, np.ndarray],
+    isolated_run: Mapping[str, np.ndarray] | None,
+    cumulative_run: Mapping[str, np.ndarray],
 ) -> Iterator[DiffRow]:
-    """Yield a row for each result of a step; ``alone`` is None if there is no isolated run."""
+    """Yield a row for each result of a step; ``isolated_run`` is None if it did not run."""
     node = item.step.node
     tol = tolerance(item.step)
     for name, result in zip(item.names, item.results):
         meta = result.meta.at(run.env)
         got = as_float64(have[name], meta)
-        isolated = deviation(got, as_float64(alone[name], meta)) if alone is not None else None
-        cumulative = deviation(got, as_float64(beside[name], meta))
+        isolated = (
+            deviation(got, as_float64(isolated_run[name], meta))
+            if isolated_run is not None
+            else None
+        )
+        cumulative = deviation(got, as_float64(cumulative_run[name], meta))
         within = error_bounds(item.step, meta.dtype).allow(isolated or cumulative)
         yield DiffRow(
             item.index, node.op, _parts(node), node.scope, node.origin, item.step.backend.name,

@@ -76,18 +76,18 @@ def deviation(got: np.ndarray, want: np.ndarray) -> Deviation:
         return Deviation(0.0, 0.0, 0.0, 1.0, (), 0.0, 0.0)
     with np.errstate(all="ignore"):
         same = (got == want) | (np.isnan(got) & np.isnan(want))
-        apart = np.where(same, 0.0, np.abs(got - want))
-        apart[np.isnan(apart)] = np.inf
+        difference = np.where(same, 0.0, np.abs(got - want))
+        difference[np.isnan(difference)] = np.inf
         size = np.where(np.isfinite(want), np.abs(want), 0.0)
         along = -1 if want.shape[-1:] != (1,) else None  # a single value may be near 0
-        largest = np.broadcast_to(size.max(axis=along, keepdims=True), apart.shape)
-        shares = np.where(same, 0.0, apart / largest)
+        largest = np.broadcast_to(size.max(axis=along, keepdims=True), difference.shape)
+        shares = np.where(same, 0.0, difference / largest)
         at = np.unravel_index(int(np.argmax(shares)), shares.shape)
-        power, noise = float(np.sum(size**2)), float(np.sum(apart**2))
+        power, noise = float(np.sum(size**2)), float(np.sum(difference**2))
         nmse = noise / power if power else (np.inf if noise else 0.0)
     place = tuple(int(i) for i in at)
     return Deviation(
-        float(apart.max()), float(shares[at]), nmse, _cosine(got, want), place, float(got[at]),
+        float(difference.max()), float(shares[at]), nmse, _cosine(got, want), place, float(got[at]),
         float(want[at]),
     )  # fmt: skip
 
