@@ -21,7 +21,7 @@ from . import Bound, Header, Operand, Options
 
 @dataclass(frozen=True)
 class OperandRef:
-    """An operand as a kernel sees it: where its first element lies, and how the others follow."""
+    """An operand as a kernel receives it: address of the first element, and layout."""
 
     address: int
     meta: Meta
@@ -38,7 +38,7 @@ class OperandRef:
 
     @property
     def width(self) -> int:
-        """Elements of a row: the product of all axes but the first."""
+        """Elements per row: product of all axes but the first."""
         return prod(self.meta.inner)
 
 
@@ -46,10 +46,15 @@ S = TypeVar("S", bound=OperandRef)
 
 
 class KernelContext(Generic[S]):
-    """One step as a kernel builder receives it; operands by name: ``ctx.x`` or ``ctx.op("x")``.
+    """One step as a kernel builder receives it; operands by name as ``ctx.x`` or ``ctx.op("x")``.
 
-    ``inputs``: all operands in order, None where one was left out; ``rest``: those of a variadic op
-    beyond the named ones. ``scratch``: the address of the step's workspace, 0 without one.
+    Attributes:
+        inputs: all operands in order, None where one is omitted.
+        rest: operands of a variadic op beyond the named ones.
+        out: the result.
+        attrs: attributes of the node.
+        node: the node.
+        scratch: address of the step's workspace; 0 if it has none.
     """
 
     def __init__(self, bound: Bound, header: Header) -> None:
@@ -66,15 +71,15 @@ class KernelContext(Generic[S]):
         self.scratch = self.ref(bound.scratch).address if bound.scratch is not None else 0
 
     def ref(self, operand: Operand) -> S:
-        """The operand with its address on this device."""
+        """Return the operand with its address on this device."""
         raise NotImplementedError
 
     def op(self, name: str) -> S | None:
-        """The operand called ``name``, None where it was left out."""
+        """Return the operand called ``name``, None if it is omitted."""
         return self._operands[name]
 
     def need(self, name: str) -> S:
-        """The operand called ``name``, which cannot have been left out."""
+        """Return the operand called ``name``, which must not be omitted."""
         ref = self._operands[name]
         assert ref is not None, name
         return ref
@@ -86,12 +91,12 @@ class KernelContext(Generic[S]):
             raise AttributeError(name) from None
 
     def address(self, name: str) -> int:
-        """The address of an operand, 0 where it was left out."""
+        """Return the address of an operand, 0 if it is omitted."""
         return address(self._operands[name])
 
     @property
     def results(self) -> list[S]:
-        """A fused op's own results, in order: where each lies in the op's buffer."""
+        """Results of a fused op that are in the op's buffer, in order."""
         views = [v for v in results(self.node) if v.base is self.node]
         base, start = self.out.operand, self.node.meta.offset
         metas = [replace(v.meta, offset=base.meta.offset + v.meta.offset - start) for v in views]
@@ -99,13 +104,15 @@ class KernelContext(Generic[S]):
 
 
 def address(ref: OperandRef | None) -> int:
-    """Where an operand lies, 0 for none."""
+    """Return the address of an operand, 0 for None."""
     return ref.address if ref is not None else 0
 
 
 def numpy_layout(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype]:
-    """Shape, strides and dtype of an array over an operand whose shape has no Var; of a block
-    format as rows of uint8."""
+    """Return shape, strides and dtype of an array over an operand whose shape has no Var.
+
+    A block format is viewed as rows of uint8.
+    """
     shape: tuple[Any, ...] = meta.shape
     if meta.dtype.numpy is not None:
         return shape, meta.strides, meta.dtype.numpy
@@ -114,29 +121,28 @@ def numpy_layout(meta: Meta) -> tuple[tuple[int, ...], tuple[int, ...], np.dtype
 
 
 def span(meta: Meta) -> int:
-    """Bytes from the first element of an operand to behind its last; its shape has no Var."""
+    """Return the bytes from the first to past the last element; the shape has no Var."""
     shape, strides, kind = numpy_layout(meta)
     return 0 if 0 in shape else sum((d - 1) * s for d, s in zip(shape, strides)) + kind.itemsize
 
 
-# ------------------------------------------------------------------------------- rules of selection
+# -------------------------------------------------------------------------------- selection rules
 
 
 def requires_row(node: Tensor, options: Options) -> str | None:
-    """For a kernel whose second operand is one (contiguous) row, or element, for all rows of the
-    first."""
+    """Selection rule of kernels whose second operand is one row, or one element, for all rows."""
     a, b = node.sources
     return None if a.shape != b.shape else "b has as many rows as a"
 
 
 def requires_equal_shapes(node: Tensor, options: Options) -> str | None:
-    """For a kernel of two operands with as many rows."""
+    """Selection rule of kernels of two operands with equal shapes."""
     a, b = node.sources
     return None if a.shape == b.shape else "b is one row"
 
 
 def requires_constant_factors(node: Tensor, options: Options) -> str | None:
-    """For a kernel that reads ``factors`` when it is built."""
+    """Selection rule of kernels that read the values of ``factors`` when they are built."""
     factors = node.src[get(node.op).params.index("factors")]
     fits = factors is None or factors.base.op == WEIGHT
     return None if fits else "factors is not a weight"

@@ -1,3 +1,3 @@
-"""The order in which backends are asked whether they can run an op: the first that can, does."""
+"""Order of preference of backends: an op runs on the first backend that has a kernel for it."""
 
 ORDER = ("cuda", "cpu", "reference")

@@ -1,4 +1,4 @@
-"""What a backend's own kernels reach at best, as its `Backend.measure` gives it."""
+"""Results of a backend's roofline probes, as `Backend.measure` returns them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# What was run -> how many took part in it -> a rate, the best of some repeats.
+# Probe -> number of participants (threads) -> rate, the best of several repetitions.
 Table = dict[str, dict[int, float]]
 
-THREADS = "threads"  # what counts are of on the host
-# The rates of which the largest bounds all arithmetic of a kind: of floats, and of quantised
-# activations with quantised weights.
+THREADS = "threads"  # participants on the host
+# Kind of arithmetic (floats; quantised activations times quantised weights) -> the peaks of which
+# the largest is the ceiling.
 ROOFS: Mapping[str, tuple[str, ...]] = {"float": ("f32",), "integer": ("int8",)}
 
 
 @dataclass
 class ProbeResults:
-    """Rates by what was run and by a count, of which ``counted`` says what it counts.
+    """Rates by probe and number of participants.
 
-    ``memory``: bytes a second of going over much memory: ``read``, ``write``, ``copy`` (what is
-    read and what is written both counted), and other ways to read. ``caches``: of reading again and
-    again what fits a cache, by its level and size. ``peaks``: operations a second of nothing but
-    multiply-adds in registers, two each: ``f32``, ``f16``, ``int8``. ``roofs``: of these, the ones
-    that kernels may use, as `ROOFS`. ``how``: by which instructions they were, or why there are
-    none. ``spreads``: for each rate, by how much the median of the
-    repeats was below it: 0.03 is 3 %.
+    Attributes:
+        counted: what participates: threads, or blocks per multiprocessor of a GPU.
+        memory: bytes/s over buffers beyond the caches: "read", "write", "copy" (both directions
+            counted), and other access patterns.
+        caches: bytes/s of repeated reads from a cache, by its level and size.
+        peaks: operations/s of multiply-adds in registers, two each: "f32", "f16", "int8".
+        roofs: the peaks that kernels may use, as `ROOFS`.
+        how: instructions of each peak, or why it was not measured.
+        spreads: excess of each rate over the rate of the median repetition: 0.03 is 3 %.
     """
 
     counted: str = THREADS
@@ -39,11 +41,19 @@ class ProbeResults:
     def add(
         self, table: Table, kind: str, count: int, work: float, seconds: Sequence[float]
     ) -> None:
-        """Note in ``table``, one of these, that ``work`` took ``seconds``, each of them once."""
+        """Add a rate to one of the tables of this object.
+
+        Args:
+            table: the table.
+            kind: name of the probe.
+            count: number of participants.
+            work: bytes or operations of one repetition.
+            seconds: duration of each repetition.
+        """
         table.setdefault(kind, {})[count] = work / min(seconds)
         self.spreads.setdefault(kind, {})[count] = spread(seconds)
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """By how much the rate of the median is below that of the fastest, as a part of it."""
+    """Return how much the median rate is below the fastest, as a share of the fastest."""
     return 1 - min(seconds) / statistics.median(seconds)

@@ -1,7 +1,7 @@
-"""The reference backend: every op's NumPy body, as it stands in the declaration.
+"""The reference backend: the NumPy body of every op, as declared.
 
-It supports everything, by construction, and so stands last in the order. It is also the oracle that
-the other backends are compared with.
+It supports every unfused op and is the last in the order. It is also the oracle for the other
+backends.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _kernel(op: OpDef) -> Kernel:
 class _Reference(Backend):
     def _find(self, node: Tensor, options: Options) -> Kernel | str:
         if get(node.op).fusion:
-            return "the reference runs the parts of fused ops"
+            return "the reference runs fused ops unfused"
         return _kernel(get(node.op))
 
 
 def _view(buffer: np.ndarray, meta: Meta, rows: int) -> Any:
-    """The operand's first ``rows`` as an array on ``buffer``, or as Blocks."""
+    """View the first ``rows`` rows of an operand in ``buffer`` as an array, or as Blocks."""
     shape = (rows, *meta.inner) if meta.shape else ()
-    if 0 in shape:  # NumPy checks offsets against a buffer that may hold nothing
+    if 0 in shape:  # NumPy would check the offset against an empty buffer
         buffer, meta = np.zeros(0, np.uint8), Meta.of(shape, meta.dtype)
     if meta.dtype.numpy is not None:
         return np.ndarray(shape, meta.dtype.numpy, buffer, meta.offset, meta.strides)
@@ -55,7 +55,7 @@ def _rows(meta: Meta) -> int:
 
 
 class _Live:
-    """An operand as an array of its live shape; the view is made once where nothing varies."""
+    """View of an operand with its live shape; created once if the shape has no Var."""
 
     def __init__(self, operand: Operand, header: Header) -> None:
         self.operand, self.header = operand, header
@@ -72,7 +72,7 @@ class _Live:
 
 
 class _Call:
-    """One step: the body on its operands' live views."""
+    """One step: calls the NumPy body with views of the operands."""
 
     def __init__(self, step: Bound, header: Header) -> None:
         self.body, self.attrs = step.kernel.build, step.attrs
@@ -96,7 +96,7 @@ class _Segment:
         self.calls = [_Call(step, header) for step in steps]
 
     def run(self, log: TimestampLog | None) -> None:
-        with np.errstate(all="ignore"):  # NaN and infinity are results, as on the other backends
+        with np.errstate(all="ignore"):  # NaN and infinity are valid results, as on other backends
             self._run(log)
 
     def _run(self, log: TimestampLog | None) -> None:
@@ -113,7 +113,7 @@ class _Segment:
 
 
 class HostDevice:
-    """Buffers are uint8 arrays in the process's memory; steps are NumPy calls."""
+    """Host memory: buffers are uint8 arrays, steps are NumPy calls."""
 
     memory = "host"
 
@@ -121,32 +121,32 @@ class HostDevice:
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
     def alloc(self, nbytes: int) -> np.ndarray:
-        """Zeros, beginning at a multiple of 64 bytes."""
-        spare = np.zeros(nbytes + ALIGN, np.uint8)
-        start = -spare.ctypes.data % ALIGN
-        return spare[start : start + nbytes]
+        """Return a zeroed buffer that is aligned to 64 bytes."""
+        padded = np.zeros(nbytes + ALIGN, np.uint8)
+        start = -padded.ctypes.data % ALIGN
+        return padded[start : start + nbytes]
 
     def free(self) -> int | None:
-        """See `graphllm.backends.Device`."""
+        """See `graphllm.backends.contract.Device`."""
         return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        """Write ``data``, of the operand's shape; for a block format its bytes, [rows, n]."""
+        """Write ``data``, of the operand's shape; for a block format uint8 [rows, row_bytes]."""
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
         target = view.raw if isinstance(view, Blocks) else view
         target[...] = data.reshape(target.shape)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
-        """A dense copy of the operand; for a block format its bytes, [rows, n]."""
+        """Return a contiguous copy of the operand; for a block format uint8 [rows, row_bytes]."""
         view = _view(operand.buffer, operand.meta, _rows(operand.meta))
         return np.array(view.rows() if isinstance(view, Blocks) else view, order="C")
 
     def reader(self, operand: Operand) -> Callable[[], np.ndarray]:
-        """See `graphllm.backends.Device`."""
+        """See `graphllm.backends.contract.Device`."""
         return lambda: self.copy_out(operand)
 
     def ring(self, operand: Operand) -> None:
-        """See `graphllm.backends.Device`: nothing runs ahead."""
+        """See `graphllm.backends.contract.Device`; runs are synchronous, so there is no ring."""
 
     def prepare(
         self,
@@ -154,7 +154,7 @@ class HostDevice:
         raw: np.ndarray,
         meta: Meta,
     ) -> np.ndarray:
-        """The stored bytes as they are: without a copy wherever they are dense."""
+        """Return the stored bytes, packed if there is ``pack``; without a copy if contiguous."""
         check_scales(raw, meta.dtype)
         if pack is not None:
             raw = pack(raw, meta)
