@@ -17,7 +17,7 @@ from llvmlite.binding import Linkage
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu.kernels import experts, fused_attention, sampling
+from graphllm.backends.cpu.kernels import fused_attention, routing, sampling
 from graphllm.backends.cpu.runtime import isa, kernel_cache
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.backends.cpu.runtime.isa import MAX_THREADS, cgroup_cores, thread_count, usable_cores
@@ -227,9 +227,9 @@ def test_part_of_a_core_counts_as_one(monkeypatch, allowed, cores):
 def test_more_threads_than_cores_is_one_line_of_warning():
     """They are asked for in vain: threads on one core are held up by each other."""
     ask = "from graphllm.backends import Options\n"
-    ask += "from graphllm.backends.cpu.runtime.isa import threads_for\n"
+    ask += "from graphllm.backends.cpu.runtime.isa import thread_count\n"
     ask += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    ask += "print(*(threads_for(Options(threads=n)) for n in (0, 1, 9, 9)))"
+    ask += "print(*(thread_count(Options(threads=n)) for n in (0, 1, 9, 9)))"
     done = _python(ask, PYTHONPATH=str(PACKAGE.parent))
     assert done.stdout.split() == ["1"] * 4
     assert done.stderr == "graphllm: threads = 9: using 1, the number of usable cores\n"
@@ -337,7 +337,7 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "made", [fused_attention._rope_write, sampling._sample, experts._top_k, run_with_caller]
+    "made", [fused_attention._rope_write, sampling._sample, routing._top_k, run_with_caller]
 )
 def test_a_kernel_calls_no_function_that_another_may_stand_for(made):
     """So it rounds alike in the process that compiles it and in those that load it."""

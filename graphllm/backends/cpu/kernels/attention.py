@@ -1,11 +1,11 @@
 """Attention over the paged cache.
 
-A tile is up to ROWS rows: the query heads that share a kv head, of as many neighbouring tokens as
-fit. It goes through the keys in pieces that begin at multiples of SPLIT_KEYS, whoever asks: each
-piece has a softmax of its own, and the pieces are merged in order. So the result for a token does
-not depend on the batch, on how a prompt was cut, or on threads. Few tokens leave too few tiles for
-all threads: then each piece is an item of its own, whose part waits in scratch until a second
-kernel merges the parts, with the same arithmetic.
+A tile has up to ROWS rows: the query heads that share a kv head, of as many consecutive tokens as
+fit. It goes through the keys in splits that begin at multiples of SPLIT_KEYS of the sequence. Each
+split has a softmax of its own, and splits are merged in order, so the result for a token does not
+depend on the batch, on how a prompt was chunked, or on threads. Few tokens give too few tiles for
+all threads: then each split is a work item, whose result is kept in scratch until a second kernel
+merges the splits with the same arithmetic.
 """
 
 from __future__ import annotations
@@ -19,39 +19,35 @@ from ... import Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
-from ..runtime.jit import Kernel, args, f32_bits, f32s, kernel, load_i64, next_chunk
-from .attention_tile import (  # fmt: skip
-    HEADS,
-    KV_HEADS,
-    MAX_SPLIT_TOKENS,
-    NEVER,
+from ..runtime.jit import Kernel, f32_bits, f32s, kernel, load_i64, next_chunk
+from .attention_arguments import (  # fmt: skip
     NEW_FACTOR,
     OLD_FACTOR,
-    PADDED_WIDTH,
     ROW_MAX,
     ROW_SUM,
     ROWS,
-    SCRATCH,
-    SCRATCH_BYTES,
-    TOKENS,
-    WORDS,
+    AttentionArgs,
+    padded,
+    partial_address,
+    read_attention,
+    thread_scratch_bytes,
+    totals_address,
+)
+from .attention_tile import (  # fmt: skip
+    MINUS_INF,
     count_tiles,
     finish_row,
     locate_tile,
     make_tile,
     merge,
-    padded,
-    partial_address,
     shape_of_tile,
-    thread_scratch_bytes,
-    totals_address,
     visible_keys,
 )
 from .attention_vectors import BLOCK_ROWS, SPLIT_KEYS, merge_rows
 from .elementwise import thread_range
 
-_SPLIT = 16  # tiles of one token below which pieces are items
-_ENOUGH = 4  # items a thread
+_MIN_TILES = 16  # steps of fewer tiles are split
+_ITEMS_PER_THREAD = 4  # work items per thread to aim for
 
 
 @cache
@@ -60,29 +56,29 @@ def _attend(k: str, v: str, height: int) -> Kernel:
 
     @kernel(key=(k, v, height))
     def attend(p, thread, threads):
-        w = args(p, WORDS)
-        own = w[SCRATCH] + thread * w[SCRATCH_BYTES]
-        _, subs, per = shape_of_tile(p)
-        groups, enough = w[KV_HEADS] * subs, _ENOUGH * threads
-        count, most = count_tiles(p, per)
-        if load_i64(w[TOKENS]) <= w[MAX_SPLIT_TOKENS]:
-            # All heads of a piece, one after another, read its memory in order: if there is enough
-            # to share out.
-            inner = groups if count * most >= enough else int64(1)
+        a = read_attention(p)
+        local = a.scratch + thread * a.thread_scratch
+        _, subgroups, per = shape_of_tile(p)
+        groups, enough = a.kv_heads * subgroups, _ITEMS_PER_THREAD * threads
+        count, splits = count_tiles(p, per)
+        if load_i64(a.tokens) <= a.max_split_tokens:
+            # If there are enough work items, one item handles all heads of a split in order, which
+            # reads memory sequentially.
+            inner = groups if count * splits >= enough else int64(1)
             outer = count * groups // inner
             item = next_chunk(p)
-            while item < outer * most:
+            while item < outer * splits:
                 for i in range(inner):
-                    tile(p, own, item // most * inner + i, per, item % most)
+                    tile(p, local, item // splits * inner + i, per, item % splits)
                 item = next_chunk(p)
         else:
             while per > 1 and count * groups < enough:
                 per = (per + 1) // 2
-                count, most = count_tiles(p, per)
+                count, splits = count_tiles(p, per)
             item = next_chunk(p)
             while item < count * groups:
-                # The last tiles of a prompt see the most keys: they come first.
-                tile(p, own, count * groups - 1 - item, per, int64(-1))
+                # The last tiles of a prompt see the most keys, so they start first.
+                tile(p, local, count * groups - 1 - item, per, int64(-1))
                 item = next_chunk(p)
 
     return attend
@@ -90,48 +86,44 @@ def _attend(k: str, v: str, height: int) -> Kernel:
 
 @kernel
 def _merge_splits(p, thread, threads):
-    """Merge the parts of each token and head, if the step had so few that pieces were items."""
-    w = args(p, WORDS)
-    tokens = load_i64(w[TOKENS])
-    if tokens > w[MAX_SPLIT_TOKENS]:
+    """Merge the splits of each token and head, if the step has so few tokens that it is split."""
+    a = read_attention(p)
+    tokens = load_i64(a.tokens)
+    if tokens > a.max_split_tokens:
         return
-    own = w[SCRATCH] + thread * w[SCRATCH_BYTES]
-    wide, total = w[PADDED_WIDTH], totals_address(p, own)
-    tops, sums, a, b = (
-        f32s(own + ROW_MAX),
-        f32s(own + ROW_SUM),
-        f32s(own + OLD_FACTOR),
-        f32s(own + NEW_FACTOR),
-    )
-    first, last = thread_range(tokens * w[HEADS], thread, threads)
+    local = a.scratch + thread * a.thread_scratch
+    width, total = a.padded_width, totals_address(p, local)
+    tops, sums = f32s(local + ROW_MAX), f32s(local + ROW_SUM)
+    old, new = f32s(local + OLD_FACTOR), f32s(local + NEW_FACTOR)
+    first, last = thread_range(tokens * a.heads, thread, threads)
     for line in range(first, last):
-        s, token, _ = locate_tile(p, line // w[HEADS], int64(1))
+        s, token, _ = locate_tile(p, line // a.heads, int64(1))
         if s < 0:
             continue
         low, high, _ = visible_keys(p, s, token)
-        for i in range(wide):
+        for i in range(width):
             f32s(total)[i] = float32(0)
-        tops[0], sums[0] = NEVER, float32(0)
-        for piece in range(low // SPLIT_KEYS, (high + SPLIT_KEYS - 1) // SPLIT_KEYS):
-            part = partial_address(p, token, line % w[HEADS], piece)
+        tops[0], sums[0] = MINUS_INF, float32(0)
+        for split in range(low // SPLIT_KEYS, (high + SPLIT_KEYS - 1) // SPLIT_KEYS):
+            part = partial_address(p, token, line % a.heads, split)
             ends = f32s(part)
-            merged = merge(tops[0], sums[0], ends[wide], ends[wide + 1])
-            tops[0], sums[0], a[0], b[0] = merged
-            merge_rows((total, part, wide // 16, own + OLD_FACTOR, own + NEW_FACTOR))
-        finish_row(p, own, 0, token, line % w[HEADS], -1)
+            merged = merge(tops[0], sums[0], ends[width], ends[width + 1])
+            tops[0], sums[0], old[0], new[0] = merged
+            merge_rows((total, part, width // 16, local + OLD_FACTOR, local + NEW_FACTOR))
+        finish_row(p, local, 0, token, line % a.heads, -1)
 
 
 # ---------------------------------------------------------------------------------------- builders
 
 
 def _block_rows(shared: int) -> int:
-    """Rows that a tile's block has: those that leave the fewest empty, and then the most."""
+    """Block height that leaves the fewest rows empty; the largest of those."""
     return min(BLOCK_ROWS, key=lambda height: (-shared % height, -height))
 
 
-def _split_tokens(heads: int, kv_heads: int) -> int:
-    """Up to how many tokens a step has pieces as items."""
-    return max(1, _SPLIT // (kv_heads * -(-heads // kv_heads // ROWS)))
+def _max_split_tokens(heads: int, kv_heads: int) -> int:
+    """Largest number of tokens of a step whose splits are work items."""
+    return max(1, _MIN_TILES // (kv_heads * -(-heads // kv_heads // ROWS)))
 
 
 def _max_splits(node: Tensor) -> int:
@@ -139,19 +131,21 @@ def _max_splits(node: Tensor) -> int:
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
-    """Heads, kv heads, depth of a query, width of a value."""
+    """Return heads, depth of a query, kv heads and width of a value."""
     q, _, v = node.sources[:3]
     return (*q.meta.inner, *v.meta.inner)  # type: ignore[return-value]
 
 
 def scratch(node: Tensor, options: Options) -> int:
-    """Bytes of workspace: every thread's memory, and the parts that wait to be merged."""
+    """Bytes of the scratch of all threads, and of the results of splits."""
     heads, depth, kv_heads, width = _sizes(node)
-    parts = _split_tokens(heads, kv_heads) * heads * _max_splits(node) * (padded(width) + 16) * 4
+    parts = (
+        _max_split_tokens(heads, kv_heads) * heads * _max_splits(node) * (padded(width) + 16) * 4
+    )
     return thread_count(options) * thread_scratch_bytes(depth, width) + parts
 
 
-LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # of a token, of a slot
+LAYOUT = dict.fromkeys(("q", "k", "v"), "rows")  # rows of tokens, and of cache slots
 
 
 @BACKEND.kernel("attention", layout=LAYOUT, scratch=scratch)
@@ -159,21 +153,52 @@ def attention(ctx: KernelContext) -> list[Launch]:
     return launches(ctx, ctx.out.address, ctx.scratch)
 
 
-def launches(ctx: KernelContext, result: int, room: int) -> list[Launch]:
-    """Attention over the step's operands: the result [T, H, D] f32 goes to address ``result``, and
-    ``room`` is that of the workspace."""
+def launches(ctx: KernelContext, out: int, scratch: int) -> list[Launch]:
+    """Launch attention over the operands of the step.
+
+    Args:
+        ctx: the step.
+        out: address of the result, f32 [T, H, D].
+        scratch: address of the workspace.
+    """
     heads, depth, kv_heads, width = _sizes(ctx.node)
-    attrs, own = ctx.attrs, thread_scratch_bytes(depth, width)
     q, k, v, table = ctx.q, ctx.k, ctx.v, ctx.table
-    words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
-    words += [k.dtype.row_nbytes(depth), v.dtype.row_nbytes(width)]
-    words += [ctx.q_start.address, ctx.kv_len.address, table.address, table.meta.shape[1]]
-    words += [ctx.address(name) for name in ("sinks", "slopes", "prefix_len")]
-    words += [result, ctx.live(q.meta.rows), ctx.live(ctx.kv_len.meta.rows)]
-    words += [heads, kv_heads, depth, width, padded(depth), padded(width)]
-    words += [f32_bits(attrs["scale"]), f32_bits(attrs["softcap"])]
-    words += [attrs["block"], int(attrs["causal"]), attrs["window"], room, own]
-    words += [room + ctx.threads * own, _split_tokens(heads, kv_heads)]
-    words.append(_max_splits(ctx.node))
+    thread_scratch = thread_scratch_bytes(depth, width)
+    block = AttentionArgs(
+        q=q.address,
+        q_stride=q.row_stride,
+        k=k.address,
+        k_stride=k.row_stride,
+        v=v.address,
+        v_stride=v.row_stride,
+        k_head_stride=k.dtype.row_nbytes(depth),
+        v_head_stride=v.dtype.row_nbytes(width),
+        q_start=ctx.q_start.address,
+        kv_len=ctx.kv_len.address,
+        table=table.address,
+        table_width=table.meta.shape[1],
+        sinks=ctx.address("sinks"),
+        slopes=ctx.address("slopes"),
+        prefix_len=ctx.address("prefix_len"),
+        out=out,
+        tokens=ctx.live(q.meta.rows),
+        sequences=ctx.live(ctx.kv_len.meta.rows),
+        heads=heads,
+        kv_heads=kv_heads,
+        depth=depth,
+        width=width,
+        padded_depth=padded(depth),
+        padded_width=padded(width),
+        scale_bits=f32_bits(ctx.attrs["scale"]),
+        softcap=ctx.attrs["softcap"],
+        block=ctx.attrs["block"],
+        causal=int(ctx.attrs["causal"]),
+        window=ctx.attrs["window"],
+        scratch=scratch,
+        thread_scratch=thread_scratch,
+        partials=scratch + ctx.threads * thread_scratch,
+        max_split_tokens=_max_split_tokens(heads, kv_heads),
+        splits=_max_splits(ctx.node),
+    )
     attend = _attend(k.dtype.name, v.dtype.name, _block_rows(heads // kv_heads))
-    return [Launch(attend, words), Launch(_merge_splits, words)]
+    return [Launch(attend, block), Launch(_merge_splits, block)]

@@ -1,17 +1,17 @@
-"""Kernels that move values: any strides to dense, between float types, chosen rows."""
+"""Kernels that move values: copies from any strides, casts between float types, gathered rows."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import float32
 
 from .. import BACKEND
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import (  # fmt: skip
     Kernel,
-    args,
     bf16_to_f32,
     f16_to_f32,
     f32_to_bf16,
@@ -33,8 +33,27 @@ from .elementwise import CHUNK_COLUMNS, thread_range
 AXES = 4
 
 
+class MoveArgs(NamedTuple):
+    """Argument block of copies and casts of up to four axes."""
+
+    x: int
+    stride0: int
+    stride1: int
+    stride2: int
+    stride3: int
+    y: int
+    rows: int  # address of the live length of axis 0
+    n1: int
+    n2: int
+    n3: int
+    element_bytes: int  # of x
+
+
+_read_move = argument_reader(MoveArgs)
+
+
 @inlined
-def _same(x):
+def _identity(x):
     return x
 
 
@@ -49,70 +68,77 @@ def _bf16_to_f16(x):
 
 
 @inlined
-def _widen_f16(x):
+def _f16_to_f32(x):
     return f16_to_f32(x)
 
 
 @inlined
-def _narrow_f16(x):
+def _f32_to_f16(x):
     return f32_to_f16(float32(x))
 
 
-def _mover(name: str, source: Any, target: Any, wide: int, convert: Any) -> Kernel:
-    """A kernel for out = convert(x), x of up to four axes with any strides; ``wide``: bytes of out.
+def _mover(name: str, source: Any, target: Any, out_bytes: int, convert: Any) -> Kernel:
+    """Make a kernel for y = convert(x) with y contiguous.
 
-    The last axis is walked by byte addresses where it is not dense.
+    Args:
+        name: identifies the kernel in the disk cache.
+        source: view of x's elements, such as `f32s`.
+        target: view of y's elements.
+        out_bytes: bytes of an element of y.
+        convert: inlined function of one element.
     """
 
     @kernel(key=(name,))
     def move(p, thread, threads):
-        x, s0, s1, s2, s3, y, rows_at, n1, n2, n3, size = args(p, 11)
-        pieces = (n3 + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
-        first, last = thread_range(load_i64(rows_at) * n1 * n2 * pieces, thread, threads)
+        a = _read_move(p)
+        n1, n2, n3 = a.n1, a.n2, a.n3
+        chunks = (n3 + CHUNK_COLUMNS - 1) // CHUNK_COLUMNS
+        first, last = thread_range(load_i64(a.rows) * n1 * n2 * chunks, thread, threads)
         for item in range(first, last):
-            line, column = item // pieces, item % pieces * CHUNK_COLUMNS
-            outer, c = line // n2, line % n2
-            start = x + outer // n1 * s0 + outer % n1 * s1 + c * s2 + column * s3
-            out = target(y + (line * n3 + column) * wide)
+            line, column = item // chunks, item % chunks * CHUNK_COLUMNS
+            outer, i2 = line // n2, line % n2
+            start = a.x + outer // n1 * a.stride0 + outer % n1 * a.stride1
+            start += i2 * a.stride2 + column * a.stride3
+            out = target(a.y + (line * n3 + column) * out_bytes)
             count = min(CHUNK_COLUMNS, n3 - column)
-            if s3 == size:
+            if a.stride3 == a.element_bytes:
                 dense = source(start)
                 for i in range(count):
                     out[i] = convert(dense[i])
             else:
                 for i in range(count):
-                    out[i] = convert(source(start + i * s3)[0])
+                    out[i] = convert(source(start + i * a.stride3)[0])
 
     return move
 
 
 _COPY = {
-    1: _mover("move1", u8s, u8s, 1, _same),
-    2: _mover("move2", u16s, u16s, 2, _same),
-    4: _mover("move4", u32s, u32s, 4, _same),
-    8: _mover("move8", i64s, i64s, 8, _same),
+    1: _mover("move1", u8s, u8s, 1, _identity),
+    2: _mover("move2", u16s, u16s, 2, _identity),
+    4: _mover("move4", u32s, u32s, 4, _identity),
+    8: _mover("move8", i64s, i64s, 8, _identity),
 }
 _CAST = {
-    ("f32", "f16"): _mover("f32_f16", f32s, u16s, 2, _narrow_f16),
+    ("f32", "f16"): _mover("f32_f16", f32s, u16s, 2, _f32_to_f16),
     ("f32", "bf16"): _mover("f32_bf16", f32s, u16s, 2, f32_to_bf16),
-    ("f16", "f32"): _mover("f16_f32", u16s, f32s, 4, _widen_f16),
+    ("f16", "f32"): _mover("f16_f32", u16s, f32s, 4, _f16_to_f32),
     ("bf16", "f32"): _mover("bf16_f32", u16s, f32s, 4, bf16_to_f32),
     ("f16", "bf16"): _mover("f16_bf16", u16s, u16s, 2, _f16_to_bf16),
     ("bf16", "f16"): _mover("bf16_f16", u16s, u16s, 2, _bf16_to_f16),
 }
 
 
-def _launch(ctx: KernelContext, made: Kernel) -> Launch:
+def _launch(ctx: KernelContext, code: Kernel) -> Launch:
     meta = ctx.x.meta
     missing = AXES - max(meta.ndim, 1)
     strides = [*(meta.strides or (0,)), *[0] * missing]
     inner = [*meta.inner, *[1] * missing]
-    if missing:  # the axis that is walked comes last
+    if missing:  # move the innermost axis to the end
         strides = [strides[0], *strides[AXES - missing :], *strides[1 : AXES - missing]]
         inner = [*inner[AXES - 1 - missing :], *inner[: AXES - 1 - missing]]
     rows = ctx.live(meta.rows)
-    words = [ctx.x.address, *strides, ctx.out.address, rows, *inner, meta.dtype.nbytes]
-    return Launch(made, words)
+    block = MoveArgs(ctx.x.address, *strides, ctx.out.address, rows, *inner, meta.dtype.nbytes)
+    return Launch(code, block)
 
 
 @BACKEND.kernel("contiguous", layout={"x": "any"})
@@ -132,27 +158,42 @@ _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
 
 @BACKEND.kernel("copy", dtypes={"x": _PLAIN})
 def copy(ctx: KernelContext) -> Launch:
-    """Between devices that share the host's memory."""
+    """Copy between devices that share the host's memory."""
     return contiguous(ctx)
 
 
-_BYTES = 8192  # of a row, moved at a time
+_CHUNK_BYTES = 8192
+
+
+class GatherArgs(NamedTuple):
+    """Argument block of `gather_rows`."""
+
+    x: int
+    x_stride: int
+    x_rows: int  # address of the live count
+    rows: int  # row indices, int32
+    count: int  # address of the live count of indices
+    y: int
+    row_bytes: int
+
+
+_read_gather = argument_reader(GatherArgs)
 
 
 @kernel
 def _gather(p, thread, threads):
-    x, stride, total_at, rows, count_at, y, width = args(p, 7)
-    index, total = i32s(rows), load_i64(total_at)
-    pieces = (width + _BYTES - 1) // _BYTES
-    first, last = thread_range(load_i64(count_at) * pieces, thread, threads)
+    a = _read_gather(p)
+    index, total, width = i32s(a.rows), load_i64(a.x_rows), a.row_bytes
+    chunks = (width + _CHUNK_BYTES - 1) // _CHUNK_BYTES
+    first, last = thread_range(load_i64(a.count) * chunks, thread, threads)
     for item in range(first, last):
-        line, column = item // pieces, item % pieces * _BYTES
+        line, column = item // chunks, item % chunks * _CHUNK_BYTES
         row = index[line]
         if row < 0 or row >= total:
             set_status(p, STATUS_ID)
             continue
-        source, target = u8s(x + row * stride + column), u8s(y + line * width + column)
-        for i in range(min(_BYTES, width - column)):
+        source, target = u8s(a.x + row * a.x_stride + column), u8s(a.y + line * width + column)
+        for i in range(min(_CHUNK_BYTES, width - column)):
             target[i] = source[i]
 
 
@@ -161,20 +202,37 @@ def gather_rows(ctx: KernelContext) -> Launch:
     x, rows = ctx.x, ctx.rows
     width = prod(x.meta.inner) * x.dtype.nbytes
     total, count = ctx.live(x.meta.rows), ctx.live(rows.meta.rows)
-    return Launch(
-        _gather, [x.address, x.row_stride, total, rows.address, count, ctx.out.address, width]
-    )
+    block = GatherArgs(x.address, x.row_stride, total, rows.address, count, ctx.out.address, width)
+    return Launch(_gather, block)
+
+
+class ConcatArgs(NamedTuple):
+    """Argument block of `concat`: a [rows, lines, a_width] and b [rows, lines, b_width]."""
+
+    a: int
+    a_stride: int
+    b: int
+    b_stride: int
+    y: int
+    rows: int  # address of the live count
+    lines: int
+    a_width: int
+    b_width: int
+
+
+_read_concat = argument_reader(ConcatArgs)
 
 
 @kernel
 def _concat(p, thread, threads):
-    a, a_stride, b, b_stride, y, rows_at, lines, a_width, b_width = args(p, 9)
-    first, last = thread_range(load_i64(rows_at) * lines, thread, threads)
+    w = _read_concat(p)
+    lines, a_width, b_width = w.lines, w.a_width, w.b_width
+    first, last = thread_range(load_i64(w.rows) * lines, thread, threads)
     for item in range(first, last):
         row, line = item // lines, item % lines
-        left = f32s(a + row * a_stride + 4 * line * a_width)
-        right = f32s(b + row * b_stride + 4 * line * b_width)
-        target = f32s(y + 4 * item * (a_width + b_width))
+        left = f32s(w.a + row * w.a_stride + 4 * line * a_width)
+        right = f32s(w.b + row * w.b_stride + 4 * line * b_width)
+        target = f32s(w.y + 4 * item * (a_width + b_width))
         for i in range(a_width):
             target[i] = left[i]
         for i in range(b_width):
@@ -185,6 +243,15 @@ def _concat(p, thread, threads):
 def concat(ctx: KernelContext) -> Launch:
     a, b = ctx.a, ctx.b
     *lines, width = a.meta.inner
-    words = [a.address, a.row_stride, b.address, b.row_stride, ctx.out.address]
-    words += [ctx.live(a.meta.rows), prod(lines), width, b.meta.inner[-1]]
-    return Launch(_concat, words)
+    block = ConcatArgs(
+        a=a.address,
+        a_stride=a.row_stride,
+        b=b.address,
+        b_stride=b.row_stride,
+        y=ctx.out.address,
+        rows=ctx.live(a.meta.rows),
+        lines=prod(lines),
+        a_width=width,
+        b_width=b.meta.inner[-1],
+    )
+    return Launch(_concat, block)

@@ -1,4 +1,4 @@
-"""Rows of a weight table, dequantised from the stored bytes (in the mapped file).
+"""embedding: rows of a weight table, dequantised from the stored bytes (in the mapped file).
 
 Values round exactly as the decoders of `graphllm.formats` do.
 """
@@ -6,14 +6,14 @@ Values round exactly as the decoders of `graphllm.formats` do.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import BACKEND
 from ..formats import FORMATS
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import (  # fmt: skip
     Kernel,
-    args,
     bf16_to_f32,
     exact_helper,
     f16_to_f32,
@@ -91,6 +91,21 @@ def _block_decoder(name: str) -> tuple[Any, int]:
 _FLOATS = {"f32": (_f32, 4), "f16": (_f16, 2), "bf16": (_bf16, 2)}
 
 
+class EmbeddingArgs(NamedTuple):
+    """Argument block of `embedding`."""
+
+    ids: int
+    count: int  # address of the live count of ids
+    w: int
+    w_stride: int
+    w_rows: int
+    y: int
+    width: int
+
+
+_read_embedding = argument_reader(EmbeddingArgs)
+
+
 @cache
 def _rows(name: str) -> Kernel:
     """The kernel for a format."""
@@ -98,17 +113,17 @@ def _rows(name: str) -> Kernel:
 
     @kernel(key=(FORMATS[name].cache_key,))
     def rows(p, thread, threads):
-        ids, count_at, w, stride, total, y, width = args(p, 7)
-        index = i32s(ids)
+        a = _read_embedding(p)
+        index, width = i32s(a.ids), a.width
         chunks = (width + chunk - 1) // chunk
-        start, end = thread_range(load_i64(count_at) * chunks, thread, threads)
+        start, end = thread_range(load_i64(a.count) * chunks, thread, threads)
         for item in range(start, end):
             line, first = item // chunks, item % chunks * chunk
             row = index[line]
-            if row < 0 or row >= total:
+            if row < 0 or row >= a.w_rows:
                 set_status(p, STATUS_ID)
                 continue
-            decode(w + row * stride, first, y + line * width * 4, width)
+            decode(a.w + row * a.w_stride, first, a.y + line * width * 4, width)
 
     return rows
 
@@ -117,5 +132,6 @@ def _rows(name: str) -> Kernel:
 def embedding(ctx: KernelContext) -> Launch:
     ids, w = ctx.ids, ctx.w
     total, width = w.meta.shape
-    words = [ids.address, ctx.live(ids.meta.rows), w.address, w.row_stride, total]
-    return Launch(_rows(w.dtype.name), [*words, ctx.out.address, width])
+    count, out = ctx.live(ids.meta.rows), ctx.out.address
+    block = EmbeddingArgs(ids.address, count, w.address, w.row_stride, total, out, width)
+    return Launch(_rows(w.dtype.name), block)

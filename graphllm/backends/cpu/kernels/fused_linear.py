@@ -1,10 +1,10 @@
-"""Kernels of fused ops: `graphllm.ops.fused.linear` says what each of them does."""
+"""Kernels of the ops fused with linear and norms; see `graphllm.ops.fused.linear`."""
 
 from __future__ import annotations
 
 from functools import cache
 from math import prod, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import float32
 
@@ -14,23 +14,30 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from .. import BACKEND
 from ..formats import FORMATS
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
-from ..runtime.jit import Kernel, args, as_f32, f32_bits, f32s, helper, kernel, load_i64
+from ..runtime.jit import Kernel, f32s, helper, kernel, load_i64
 from . import linear
 from .elementwise import activation_function, thread_range
 from .linear_microkernels import workspace
 from .quantize import quantise_block
 from .weight_packing import pack
 
-_BLOCK = 256  # columns that are finished at a time: a multiple of every block of activations
-_ROOM = 4 * _BLOCK  # bytes
+_COLUMNS = 256  # columns that are computed at a time: whole blocks of activations
+_STACK_BYTES = 4 * _COLUMNS
 
-# ---------------------------------------------------------------------------------------- finishes
+# ---------------------------------------------------------------------------------- result formats
 
-# Where a finished row goes: an address, the bytes from row to row, and 0, 32 or 256: as it is, or
-# quantised in blocks of so many. Two of them; the second's address is 0 where there is only one.
-Target = tuple[int, int, int]
-_NOWHERE: Target = (0, 0, 0)
+
+class Target(NamedTuple):
+    """Where result rows are written, and whether they are quantised. A kernel has two of them."""
+
+    address: int  # 0: this target is not used
+    stride: int
+    block: int  # block of the quantised activations, 0: rows stay float32
+
+
+_UNUSED = Target(0, 0, 0)
 
 
 def _block_of(meta: Meta) -> int:
@@ -39,7 +46,7 @@ def _block_of(meta: Meta) -> int:
 
 @helper
 def _write_row(values, y, block, column, count, width):
-    """``count`` values of a row of ``width``, from ``column`` on, as the row at y wants them."""
+    """Write ``count`` values from ``column`` on to a row at ``y``, quantised in blocks if not 0."""
     if block == 0:
         source, target = f32s(values), f32s(y + 4 * column)
         for i in range(count):
@@ -60,7 +67,7 @@ def _write_row(values, y, block, column, count, width):
 
 @helper
 def rms_norm_factor(row, width, eps):
-    """What a root-mean-square norm multiplies a row with."""
+    """The factor by which a root-mean-square norm scales a row."""
     values, total = f32s(row), float32(0)
     for i in range(width):
         total += values[i] * values[i]
@@ -68,60 +75,101 @@ def rms_norm_factor(row, width, eps):
 
 
 @helper
-def normalize(row, w, factor, column, count, room):
-    """``count`` elements of a row from ``column`` on, normed, to ``room``."""
-    values, weight, target = f32s(row + 4 * column), f32s(w + 4 * column), f32s(room)
+def normalize(row, w, factor, column, count, out):
+    """Write ``count`` normed elements of a row, from ``column`` on, to ``out``."""
+    values, weight, target = f32s(row + 4 * column), f32s(w + 4 * column), f32s(out)
     for i in range(count):
         target[i] = values[i] * factor * weight[i]
 
 
+class NormsArgs(NamedTuple):
+    """Argument block of norm_add_norm, norm_add and norm_quantise."""
+
+    h: int  # 0: nothing is added to x
+    h_stride: int
+    weight: int  # of the norm of h
+    eps: float
+    x: int
+    x_stride: int
+    total: int  # x + norm(h)
+    total_stride: int
+    rows: int  # address of the live count
+    width: int
+    weight2: int  # of the norm of the total, or of x
+    eps2: float
+    y: int  # 0: there is no second norm
+    y_stride: int
+    y_block: int  # see `Target`
+    y2: int  # 0: one target
+    y2_stride: int
+    y2_block: int
+
+
+_read_norms = argument_reader(NormsArgs)
+
+
 @kernel
 def _norms(p, thread, threads):
-    """x + norm(h) to ``total`` if there is an h, and the norm of that, or of x, to two targets."""
-    w = args(p, 18)
-    h, h_stride, weight, x, x_stride, total, total_stride, eps = w[:8]
-    weight2, eps2, y, y_stride, block, y2, y2_stride, block2 = w[8:16]
-    rows_at, width = w[16], w[17]
-    room = workspace(_ROOM)
-    first, last = thread_range(load_i64(rows_at), thread, threads)
+    """Write x + norm(h) to ``total`` if there is an h, and the norm of that or of x to targets."""
+    a = _read_norms(p)
+    width, values = a.width, workspace(_STACK_BYTES)
+    first, last = thread_range(load_i64(a.rows), thread, threads)
     for t in range(first, last):
-        row = x + t * x_stride
-        if h != 0:
-            old, new, target = f32s(row), f32s(h + t * h_stride), f32s(total + t * total_stride)
-            factor, scale = rms_norm_factor(h + t * h_stride, width, as_f32(eps)), f32s(weight)
+        row = a.x + t * a.x_stride
+        if a.h != 0:
+            h, total = a.h + t * a.h_stride, a.total + t * a.total_stride
+            old, new, target = f32s(row), f32s(h), f32s(total)
+            factor, scale = rms_norm_factor(h, width, a.eps), f32s(a.weight)
             for i in range(width):
                 target[i] = old[i] + new[i] * factor * scale[i]
-            row = total + t * total_stride
-        if y == 0:
+            row = total
+        if a.y == 0:
             continue
-        factor = rms_norm_factor(row, width, as_f32(eps2))
-        for column in range(0, width, _BLOCK):
-            count = min(_BLOCK, width - column)
-            normalize(row, weight2, factor, column, count, room)
-            _write_row(room, y + t * y_stride, block, column, count, width)
-            if y2 != 0:
-                _write_row(room, y2 + t * y2_stride, block2, column, count, width)
+        factor = rms_norm_factor(row, width, a.eps2)
+        for column in range(0, width, _COLUMNS):
+            count = min(_COLUMNS, width - column)
+            normalize(row, a.weight2, factor, column, count, values)
+            _write_row(values, a.y + t * a.y_stride, a.y_block, column, count, width)
+            if a.y2 != 0:
+                _write_row(values, a.y2 + t * a.y2_stride, a.y2_block, column, count, width)
 
 
 def _norms_launch(
-    ctx: KernelContext, added: bool, weight2: int, eps2: float, total: Target, targets: list[Target]
+    ctx: KernelContext,
+    weight2: int,
+    eps2: float,
+    targets: list[Target],
+    total: Target | None = None,
 ) -> Launch:
-    words: list[int] = []
-    if added:
-        words += [ctx.h.address, ctx.h.row_stride, ctx.w.address]
-    else:
-        words += [0, 0, 0]
-    words += [ctx.x.address, ctx.x.row_stride, *total[:2], f32_bits(ctx.attrs["eps"])]
-    words += [weight2, f32_bits(eps2)]
-    for target in [*targets, _NOWHERE, _NOWHERE][:2]:
-        words += target
-    meta = ctx.x.meta
-    return Launch(_norms, [*words, ctx.live(meta.rows), meta.shape[1]])
+    """Launch the kernel; with a ``total``, which gets x + norm(h)."""
+    x = ctx.x
+    y, y2 = [*targets, _UNUSED, _UNUSED][:2]
+    block = NormsArgs(
+        h=ctx.h.address if total else 0,
+        h_stride=ctx.h.row_stride if total else 0,
+        weight=ctx.w.address if total else 0,
+        eps=ctx.attrs["eps"],
+        x=x.address,
+        x_stride=x.row_stride,
+        total=total.address if total else 0,
+        total_stride=total.stride if total else 0,
+        rows=ctx.live(x.meta.rows),
+        width=x.meta.shape[1],
+        weight2=weight2,
+        eps2=eps2,
+        y=y.address,
+        y_stride=y.stride,
+        y_block=y.block,
+        y2=y2.address,
+        y2_stride=y2.stride,
+        y2_block=y2.block,
+    )
+    return Launch(_norms, block)
 
 
 def _one_or_two(node: Tensor, options: Options) -> str | None:
-    """A finished row goes to two targets at most."""
-    return "three forms of one row" if len(node.attrs["dtypes"]) > 2 else None
+    """Rule of kernels that write each row to at most two targets."""
+    return "a row has more than two result formats" if len(node.attrs["dtypes"]) > 2 else None
 
 
 _FLOATS: dict[str, Any] = {
@@ -133,29 +181,29 @@ _FLOATS: dict[str, Any] = {
 @BACKEND.kernel("norm_add_norm", when=_one_or_two, **_FLOATS)
 def norm_add_norm(ctx: KernelContext) -> Launch:
     total, *targets = _targets(ctx)
-    return _norms_launch(ctx, True, ctx.w2.address, ctx.attrs["eps2"], total, targets)
+    return _norms_launch(ctx, ctx.w2.address, ctx.attrs["eps2"], targets, total)
 
 
 @BACKEND.kernel("norm_add", **_FLOATS)
 def norm_add(ctx: KernelContext) -> Launch:
-    return _norms_launch(ctx, True, 0, 0.0, _targets(ctx)[0], [])
+    return _norms_launch(ctx, 0, 0.0, [], _targets(ctx)[0])
 
 
 @BACKEND.kernel("norm_quantise", when=_one_or_two, **_FLOATS)
 def norm_quantise(ctx: KernelContext) -> Launch:
-    return _norms_launch(ctx, False, ctx.w.address, ctx.attrs["eps"], _NOWHERE, _targets(ctx))
+    return _norms_launch(ctx, ctx.w.address, ctx.attrs["eps"], _targets(ctx))
 
 
 def _targets(ctx: KernelContext) -> list[Target]:
-    """Where the op's own results go."""
-    return [(ref.address, ref.row_stride, _block_of(ref.meta)) for ref in ctx.results]
+    """Targets of the op's own results."""
+    return [Target(ref.address, ref.row_stride, _block_of(ref.meta)) for ref in ctx.results]
 
 
 # ----------------------------------------------------------------------------------------- linears
 
 
 def _unmatched(x: Tensor | None, w: Tensor | None) -> str | None:
-    """Why the weight does not meet these activations."""
+    """Why the weight cannot be multiplied with these activations."""
     assert x is not None and w is not None
     fits = w.dtype.name in FORMATS and x.dtype.name in ("f32", linear.activation_format(w.dtype))
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
@@ -168,7 +216,7 @@ def _all_matched(node: Tensor, options: Options) -> str | None:
 
 @BACKEND.kernel("linears", when=_all_matched, **linear.RULES)
 def linears(ctx: KernelContext) -> list[Launch]:
-    """One after the other without a meeting in between."""
+    """Launch one linear after the other, without barriers between them."""
     found = []
     for i, out in enumerate(ctx.results):
         x, w, bias = ctx.inputs[3 * i : 3 * i + 3]
@@ -191,29 +239,52 @@ def linear_add(ctx: KernelContext) -> Launch:
 # --------------------------------------------------------------------------------------------- glu
 
 
+class GluArgs(NamedTuple):
+    """Argument block of `glu`: gate and up [rows, inner, width]."""
+
+    gate: int
+    gate_stride: int
+    up: int
+    up_stride: int
+    rows: int  # address of the live length of axis 0
+    inner: int
+    width: int
+    y: int
+    y_stride: int
+    y_block: int  # see `Target`
+    y_line: int  # bytes from line to line in a row of y
+    y2: int  # 0: one target
+    y2_stride: int
+    y2_block: int
+    y2_line: int
+
+
+_read_glu = argument_reader(GluArgs)
+
+
 @cache
 def _glu(act: str, kind: str) -> Kernel:
     activate = activation_function(act, kind)
 
     @kernel(key=("glu", act, kind))
     def glu(p, thread, threads):
-        w = args(p, 15)
-        gate, gate_stride, up, up_stride, rows_at, inner, width = w[:7]
-        y, y_stride, block, y_line, y2, y2_stride, block2, y2_line = w[7:]
-        room = workspace(_ROOM)
-        target = f32s(room)
-        pieces = (width + _BLOCK - 1) // _BLOCK
-        first, last = thread_range(load_i64(rows_at) * inner * pieces, thread, threads)
+        w = _read_glu(p)
+        inner, width, values = w.inner, w.width, workspace(_STACK_BYTES)
+        target = f32s(values)
+        chunks = (width + _COLUMNS - 1) // _COLUMNS
+        first, last = thread_range(load_i64(w.rows) * inner * chunks, thread, threads)
         for item in range(first, last):
-            line, column = item // pieces, item % pieces * _BLOCK
-            t, j, count = line // inner, line % inner, min(_BLOCK, width - column)
+            line, column = item // chunks, item % chunks * _COLUMNS
+            t, j, count = line // inner, line % inner, min(_COLUMNS, width - column)
             at = 4 * (j * width + column)
-            a, b = f32s(gate + t * gate_stride + at), f32s(up + t * up_stride + at)
+            gate, up = f32s(w.gate + t * w.gate_stride + at), f32s(w.up + t * w.up_stride + at)
             for i in range(count):
-                target[i] = activate(a[i], float32(0)) * b[i]
-            _write_row(room, y + t * y_stride + j * y_line, block, column, count, width)
-            if y2 != 0:
-                _write_row(room, y2 + t * y2_stride + j * y2_line, block2, column, count, width)
+                target[i] = activate(gate[i], float32(0)) * up[i]
+            y = w.y + t * w.y_stride + j * w.y_line
+            _write_row(values, y, w.y_block, column, count, width)
+            if w.y2 != 0:
+                y2 = w.y2 + t * w.y2_stride + j * w.y2_line
+                _write_row(values, y2, w.y2_block, column, count, width)
 
     return glu
 
@@ -225,12 +296,26 @@ def glu(ctx: KernelContext) -> Launch:
 
 def _glu_launch(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
     *between, width = gate.meta.inner
-    words = [gate.address, gate.row_stride, up.address, up.row_stride]
-    words += [ctx.live(gate.meta.rows), prod(between), width]
-    lines = [ref.dtype.row_nbytes(width) for ref in ctx.results]
-    for target, line in list(zip([*_targets(ctx), _NOWHERE], [*lines, 0]))[:2]:
-        words += [*target, line]
-    return Launch(_glu(ctx.attrs["act"], ctx.attrs["kind"]), words)
+    lines = [*(ref.dtype.row_nbytes(width) for ref in ctx.results), 0]
+    y, y2 = [*_targets(ctx), _UNUSED][:2]
+    block = GluArgs(
+        gate=gate.address,
+        gate_stride=gate.row_stride,
+        up=up.address,
+        up_stride=up.row_stride,
+        rows=ctx.live(gate.meta.rows),
+        inner=prod(between),
+        width=width,
+        y=y.address,
+        y_stride=y.stride,
+        y_block=y.block,
+        y_line=lines[0],
+        y2=y2.address,
+        y2_stride=y2.stride,
+        y2_block=y2.block,
+        y2_line=lines[1],
+    )
+    return Launch(_glu(ctx.attrs["act"], ctx.attrs["kind"]), block)
 
 
 def _gated_when(node: Tensor, options: Options) -> str | None:
@@ -238,7 +323,7 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _half(node: Tensor) -> Meta:
-    """Of what one of the two linears gives."""
+    """Meta of the result of one of the two linears."""
     x, w = node.src[:2]
     assert x is not None and w is not None
     return Meta.of((x.meta.rows, w.meta.bound().shape[0]), F32)
@@ -251,7 +336,7 @@ def _half(node: Tensor) -> Meta:
     **linear.RULES,
 )
 def gated(ctx: KernelContext) -> list[Launch]:
-    """Both linears without a meeting between, then their product."""
+    """Launch both linears without a barrier between them, then their gated product."""
     meta = _half(ctx.node)
     found, halves = [], []
     for i in range(2):

@@ -1,18 +1,19 @@
-"""Writes into the pools of keys and values."""
+"""kv_write: conversion of rows to the dtype of a KV pool, and their stores into cache slots."""
 
 from __future__ import annotations
 
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import int64
 
 from ....graph.dtype import DTYPES
 from .. import BACKEND
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
-from ..runtime.jit import Kernel, args, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
+from ..runtime.jit import Kernel, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emit, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range
@@ -30,9 +31,10 @@ def _to_f16(e: Emit, source: Value, target: Value) -> None:
 
 
 def _to_q8_0(e: Emit, source: Value, target: Value) -> None:
-    """A block, bit for bit as the op's body: d = amax / 127, q = x / d with halves away from zero.
+    """Encode a block exactly as the op's NumPy body: d = amax / 127, q = x / d, ties away from 0.
 
-    A block with NaN or infinity gets the scale NaN; one that is all but zero becomes zero.
+    A block with NaN or infinity gets the scale NaN; a block whose largest magnitude is below
+    2**-100 becomes zero.
     """
     b, half = e.b, _Q8.block // LANES
     values = [e.load_f32(source, 4 * LANES * i) for i in range(half)]
@@ -53,7 +55,7 @@ def _to_q8_0(e: Emit, source: Value, target: Value) -> None:
         e.store(b.trunc(nearest, ir.VectorType(I8, LANES)), target, 2 + LANES * i)
 
 
-_CONVERSIONS = {  # elements at a time, their bytes, and the code
+_CONVERSIONS = {  # elements of a unit, its bytes, and the function that emits its conversion
     "f32": (LANES, 4 * LANES, _to_f32),
     "f16": (LANES, 2 * LANES, _to_f16),
     "q8_0": (_Q8.block, _Q8.nbytes, _to_q8_0),
@@ -61,7 +63,7 @@ _CONVERSIONS = {  # elements at a time, their bytes, and the code
 
 
 @cache
-def row_converter(kind: str) -> Any:
+def _row_converter(kind: str) -> Any:
     """A helper ``move(target, source, width)``: float32 at an address as elements of ``kind``."""
     unit, nbytes, code = _CONVERSIONS[kind]
     whole, half, rest = (
@@ -85,37 +87,54 @@ def row_converter(kind: str) -> Any:
     return convert
 
 
+class StoreArgs(NamedTuple):
+    """Argument block of stores into a pool."""
+
+    pool: int
+    pool_stride: int
+    x: int
+    x_stride: int
+    slots: int  # int32 [rows], negative: the row is not stored
+    rows: int  # address of the live count
+    width: int
+
+
+_read_store = argument_reader(StoreArgs)
+
+
 @cache
 def _store(kind: str) -> Kernel:
-    convert = row_converter(kind)
+    convert = _row_converter(kind)
 
     @kernel(key=(kind,))
     def store(p, thread, threads):
-        pool, row_nbytes, x, stride, slots, rows_at, width = args(p, 7)
-        first, last = thread_range(load_i64(rows_at), thread, threads)
+        a = _read_store(p)
+        first, last = thread_range(load_i64(a.rows), thread, threads)
         for row in range(first, last):
-            slot = int64(i32s(slots)[row])
+            slot = int64(i32s(a.slots)[row])
             if slot >= 0:
-                convert(pool + slot * row_nbytes, x + row * stride, width)
+                convert(a.pool + slot * a.pool_stride, a.x + row * a.x_stride, a.width)
 
     return store
 
 
 def store(
-    pool: OperandRef,
-    x: int,
-    stride: int,
-    slot: OperandRef,
-    rows: int,
+    pool: OperandRef, x: int, x_stride: int, slots: OperandRef, rows: int,
     overlaps_previous: bool = False,
-) -> Launch:
-    """Rows at address ``x`` to their slots; ``rows``: the address of their live count.
+) -> Launch:  # fmt: skip
+    """Launch the stores of rows into their slots; each thread stores its `thread_range` of rows.
 
-    Every thread stores what `thread_range` gives it of the rows.
+    Args:
+        pool: KV pool [slots, ...].
+        x: address of float32 rows.
+        x_stride: bytes from row to row.
+        slots: slot of each row.
+        rows: address of the live count of rows.
+        overlaps_previous: see `Launch`.
     """
     width = prod(pool.meta.inner)
-    words = [pool.address, pool.row_stride, x, stride, slot.address, rows, width]
-    return Launch(_store(pool.dtype.name), words, overlaps_previous)
+    block = StoreArgs(pool.address, pool.row_stride, x, x_stride, slots.address, rows, width)
+    return Launch(_store(pool.dtype.name), block, overlaps_previous)
 
 
 @BACKEND.kernel("kv_write", layout={"x": "rows"})

@@ -1,13 +1,15 @@
-"""linear on the CPU: integer kernels for block formats, float kernels for every format.
+"""linear: integer kernels for block formats, float kernels for every format.
 
-Work is shared out in chunks of 16-row groups. The order of every sum depends on K and the format
-alone, so a token's results have the same bits alone, in a batch, and for any number of threads.
+Threads take chunks of groups, each of 16 interleaved weight rows. The order of every sum depends on
+K and the format only, so a token's results have the same bits alone, in a batch, and for any number
+of threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .... import ops
 from ....graph.dtype import F32, DType
@@ -16,9 +18,10 @@ from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
 from ..formats import BLOCK_FORMATS, FORMATS
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.isa import isa
-from ..runtime.jit import Kernel, args, f32s, helper, i64s, kernel, load_i64, next_chunk
+from ..runtime.jit import Kernel, f32s, helper, i64s, kernel, load_i64, next_chunk
 from ..simd.emitter import VECTOR
 from .linear_float import FLOAT_CHUNK
 from .linear_integer import CHUNK, PANEL
@@ -33,16 +36,16 @@ from .linear_microkernels import (
 )
 from .weight_packing import pack, packed_bytes
 
-GROUP_ROWS = 16  # rows
-PASS_TOKENS = 128  # whose results are kept in the first-level cache at a time; whole tiles
-# A thread takes so many bytes of weights at a time, or fewer, so that each comes back a few times.
+GROUP_ROWS = 16  # weight rows that are interleaved in packed weights
+PASS_TOKENS = 128  # tokens whose results fit the L1 cache; whole tiles
+# Largest chunk of weights that a thread takes, and how many chunks there should be per thread.
 _CHUNK_BYTES, _CHUNKS_PER_THREAD = 128 << 10, 8
 
 
 def tile_shape(floating: bool) -> tuple[int, int]:
-    """(Groups, tokens) of a tile: as many accumulators as registers, less what else needs some.
+    """Return (groups, tokens) of a tile: its accumulators and operands fill the registers.
 
-    Groups share each activation that is read, tokens each weight.
+    Groups share each activation that is loaded, tokens share each weight.
     """
     if isa().vnni or (floating and isa().avx512):
         return 3, 4
@@ -50,15 +53,16 @@ def tile_shape(floating: bool) -> tuple[int, int]:
 
 
 @helper
-def tokens_per_pass(tokens, many):
-    """Tokens per pass: equal parts of at most `PASS_TOKENS`, in whole tiles of ``many``."""
-    parts = max(tokens + PASS_TOKENS - 1, PASS_TOKENS) // PASS_TOKENS
-    each = (tokens + parts - 1) // parts
-    return (each + many - 1) // many * many
+def tokens_per_pass(tokens, tile_tokens):
+    """Tokens per pass: equal parts of at most `PASS_TOKENS`, in whole tiles."""
+    passes = max(tokens + PASS_TOKENS - 1, PASS_TOKENS) // PASS_TOKENS
+    each = (tokens + passes - 1) // passes
+    return (each + tile_tokens - 1) // tile_tokens * tile_tokens
 
 
 @helper
 def zero_results(c, count):
+    """Zero ``count`` groups of accumulators at ``c``."""
     results = f32s(c)
     for i in range(count * GROUP_ROWS):
         results[i] = 0
@@ -66,9 +70,11 @@ def zero_results(c, count):
 
 @helper
 def _write_results(c, width, count, y, stride, bias, added, added_stride, first, n):
-    """Write ``count`` tokens' results for ``width`` rows, of which those from ``n`` on are not
-    wanted; with the bias, and with a row of its own added for each token, unless their address is
-    0."""
+    """Write the results of ``count`` tokens for weight rows ``first`` to ``first + width``.
+
+    Rows from ``n`` on are left out. Adds the bias, and to each token its row of ``added``, unless
+    the address is 0.
+    """
     results, offsets = f32s(c), f32s(bias)
     rows = min(n - first, width)
     for t in range(count):
@@ -81,47 +87,48 @@ def _write_results(c, width, count, y, stride, bias, added, added_stride, first,
 
 @helper
 def no_gemv(w, g, x, k, c):
-    """Where one token is multiplied as several are."""
+    """Stands for the missing GEMV of formats whose GEMM also serves a single token."""
 
 
-def _token_tiles(wide, many, make):
-    """A helper that goes over ``count`` tokens by ``many``, and by half as many at the end.
+def _token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
+    """Make a helper that goes over ``count`` tokens in tiles of ``tokens``, then of half as many.
 
-    ``make(tokens)`` makes ``tile(left, panel, step, size, x, rows, columns before, columns, c)``;
-    ``wide``: groups in a tile, whose panels are ``step`` bytes apart; ``rows``: see `microkernels`.
+    ``make_tile(tokens)`` makes ``tile(left, panel, step, size, x, rows, at, k, c)`` for ``size``
+    blocks from column ``at`` on, of ``k``; panels of the groups are ``step`` bytes apart; for the
+    other arguments see `linear_microkernels`.
     """
-    few, each = many // 2, wide * 4 * GROUP_ROWS
-    large, small = make(many), make(few)
+    half, token_bytes = tokens // 2, groups * 4 * GROUP_ROWS
+    large, small = make_tile(tokens), make_tile(half)
 
     @helper
     def run(panel, step, size, x, rows, at, k, c, count):
         t = 0
-        while t + many <= count:
-            large(many, panel, step, size, x, rows + 8 * t, at, k, c + t * each)
-            t += many
+        while t + tokens <= count:
+            large(tokens, panel, step, size, x, rows + 8 * t, at, k, c + t * token_bytes)
+            t += tokens
         while t < count:
-            small(count - t, panel, step, size, x, rows + 8 * t, at, k, c + t * each)
-            t += few
+            small(count - t, panel, step, size, x, rows + 8 * t, at, k, c + t * token_bytes)
+            t += half
 
     return run
 
 
-def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
-    """`loops` of quantised activations."""
+def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """`make_loops` for quantised activations."""
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
-    per_sums, sum_bytes = (32, 4) if block == 32 else (16, 2)
+    per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
 
-    def make(tokens):
+    def make_tile(count):
         @helper
         def run(left, panel, step, size, x, rows, at, k, c):
             d = x + k + at // block * 4
-            s = x + k + k // block * 4 + at // per_sums * sum_bytes
-            tile(code, wide, tokens, left, panel, size, x + at, d, s, rows, c)
+            s = x + k + k // block * 4 + at // per_sum * sum_bytes
+            tile(code, groups, count, left, panel, size, x + at, d, s, rows, c)
 
         return run
 
-    tiles = _token_tiles(wide, many, make)
+    tiles = _token_tiles(groups, tokens, make_tile)
 
     @helper
     def gemv(w, g, x, k, c):
@@ -132,29 +139,29 @@ def _integer(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
     def gemm(w, g, last, x, rows, k, panel, c, count):
         for b in range(0, k // block, per_chunk):
             size = min(per_chunk, k // block - b)
-            for i in range(wide):
+            for i in range(groups):
                 source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
                 unpack(code, source, panel + i * PANEL, size)
             tiles(panel, PANEL, size, x, rows, b * block, k, c, count)
 
-    return gemv, gemm, wide * PANEL
+    return gemv, gemm, groups * PANEL
 
 
-def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
-    """`loops` of float activations; weights in blocks have none for one token."""
+def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """`make_loops` for float activations; block formats have no GEMV."""
     form = FORMATS[name]
     code, block, nbytes = form.code, form.block, form.nbytes
     chunk = max(FLOAT_CHUNK, block)
-    each = chunk * VECTOR  # bytes of a panel
+    panel_bytes = chunk * VECTOR
 
-    def make(tokens):
+    def make_tile(count):
         @helper
         def run(left, panel, step, size, x, rows, at, k, c):
-            tile_float(wide, tokens, left, panel, step, size, x + 4 * at, rows, c)
+            tile_float(groups, count, left, panel, step, size, x + 4 * at, rows, c)
 
         return run
 
-    tiles = _token_tiles(wide, many, make)
+    tiles = _token_tiles(groups, tokens, make_tile)
 
     @helper
     def gemv(w, g, x, k, c):
@@ -165,65 +172,96 @@ def _float(name: str, wide: int, many: int) -> tuple[Any, Any, int]:
     def gemm(w, g, last, x, rows, k, panel, c, count):
         for at in range(0, k, chunk):
             size = min(chunk, k - at)
-            for i in range(wide):
+            for i in range(groups):
                 source = w + (min(g + i, last - 1) * k + at) // block * nbytes
-                unpack_float(code, source, panel + i * each, size // block)
-            tiles(panel, each, size, x, rows, at, k, c, count)
+                unpack_float(code, source, panel + i * panel_bytes, size // block)
+            tiles(panel, panel_bytes, size, x, rows, at, k, c, count)
 
-    return gemv if block == 1 else no_gemv, gemm, wide * each
+    return gemv if block == 1 else no_gemv, gemm, groups * panel_bytes
 
 
-def make_loops(name: str, floating: bool, wide: int, many: int) -> tuple[Any, Any, int]:
-    """What multiplies rows with a matrix of this format: helpers for one token (or `no_gemv`) and
-    for several, and the bytes of panels that those need. ``wide``, ``many``: groups and tokens of a
-    tile.
+def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """Make the loops that multiply rows with a matrix of a format.
 
-    ``one(w, g, x, k, c)`` and ``several(w, g, last, x, rows, k, panel, c, count)`` add to results
-    at ``c``; ``g``: the first group, ``last``: the end of groups that may be read.
+    Both helpers add to accumulators at ``c``. ``g`` is the first group; ``last`` is the end of the
+    groups that may be read.
+
+    Args:
+        name: weight format.
+        floating: whether activations are float32.
+        groups: groups of weight rows in a tile.
+        tokens: tokens in a tile.
+
+    Returns:
+        ``gemv(w, g, x, k, c)`` for one token (or `no_gemv`),
+        ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several, and the bytes of its panels.
     """
-    return (_float if floating else _integer)(name, wide, many)
+    return (_float if floating else _integer)(name, groups, tokens)
+
+
+class LinearArgs(NamedTuple):
+    """Argument block of `linear`: y = added + x w^T + bias, w [n, k] packed."""
+
+    x: int
+    x_stride: int
+    w: int
+    bias: int  # 0: none
+    y: int
+    y_stride: int
+    added: int  # 0: none
+    added_stride: int
+    tokens: int  # address of the live count
+    n: int
+    k: int
+    chunk_groups: int  # groups that a thread takes at a time
+
+
+_read_linear = argument_reader(LinearArgs)
 
 
 @cache
-def _kernel(name: str, floating: bool, wide: int, many: int) -> Kernel:
-    """The kernel for a format; see `loops`."""
-    gemv, gemm, panels = make_loops(name, floating, wide, many)
-    has_gemv, width = gemv is not no_gemv, wide * GROUP_ROWS
+def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Kernel:
+    """The kernel for a format; see `make_loops`."""
+    gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
+    has_gemv, width = gemv is not no_gemv, tile_groups * GROUP_ROWS
     results = PASS_TOKENS * 4 * width
-    room = panels + results + 8 * PASS_TOKENS
+    stack_bytes = panels + results + 8 * PASS_TOKENS
 
-    @kernel(key=(FORMATS[name].cache_key, floating, wide, many))
+    @kernel(key=(FORMATS[name].cache_key, floating, tile_groups, tile_tokens))
     def linear(p, thread, threads):
-        x, stride, w, bias, y, y_stride, added, added_stride, live, n, k, per = args(p, 12)
-        tokens, groups, panel = load_i64(live), (n + GROUP_ROWS - 1) // GROUP_ROWS, workspace(room)
-        c, step, single = panel + panels, tokens_per_pass(tokens, many), has_gemv and tokens == 1
-        rows = c + results
+        a = _read_linear(p)
+        tokens, n, k, per = load_i64(a.tokens), a.n, a.k, a.chunk_groups
+        groups, panel = (n + GROUP_ROWS - 1) // GROUP_ROWS, workspace(stack_bytes)
+        c, step = panel + panels, tokens_per_pass(tokens, tile_tokens)
+        single, rows = has_gemv and tokens == 1, c + results
         if not single:
-            per = (per + wide - 1) // wide * wide
+            per = (per + tile_groups - 1) // tile_groups * tile_groups
             for t in range(step):
-                i64s(rows)[t] = t * stride
+                i64s(rows)[t] = t * a.x_stride
         group = next_chunk(p) * per
         while tokens > 0 and group < groups:
             last = min(group + per, groups)
             if single:
                 for g in range(group, last):
                     zero_results(c, 1)
-                    gemv(w, g, x, k, c)
+                    gemv(a.w, g, a.x, k, c)
                     _write_results(
-                        c, GROUP_ROWS, 1, y, y_stride, bias, added, added_stride, g * GROUP_ROWS, n
-                    )
+                        c, GROUP_ROWS, 1, a.y, a.y_stride, a.bias, a.added, a.added_stride,
+                        g * GROUP_ROWS, n,
+                    )  # fmt: skip
             else:
-                for g in range(group, last, wide):
+                for g in range(group, last, tile_groups):
                     for t in range(0, tokens, step):
-                        count, row, to = min(step, tokens - t), x + t * stride, y + t * y_stride
-                        before = added + t * added_stride if added != 0 else 0
-                        zero_results(c, wide * count)
-                        # Of the last groups some may be multiplied twice, and are not written.
-                        gemm(w, g, last, row, rows, k, panel, c, count)
-                        at, end = g * GROUP_ROWS, min(n, last * GROUP_ROWS)
+                        count = min(step, tokens - t)
+                        row, to = a.x + t * a.x_stride, a.y + t * a.y_stride
+                        before = a.added + t * a.added_stride if a.added != 0 else 0
+                        zero_results(c, tile_groups * count)
+                        # A tile may read its last group twice; the copy is not written.
+                        gemm(a.w, g, last, row, rows, k, panel, c, count)
                         _write_results(
-                            c, width, count, to, y_stride, bias, before, added_stride, at, end
-                        )
+                            c, width, count, to, a.y_stride, a.bias, before, a.added_stride,
+                            g * GROUP_ROWS, min(n, last * GROUP_ROWS),
+                        )  # fmt: skip
             group = next_chunk(p) * per
 
     return linear
@@ -236,21 +274,29 @@ def launch(
     ctx: KernelContext, x: OperandRef, w: OperandRef, bias: OperandRef | None, out: OperandRef,
     added: OperandRef | None = None, overlaps_previous: bool = False,
 ) -> Launch:  # fmt: skip
-    """out = added + x w^T + bias: one linear, or one of several of a fused step."""
+    """Launch out = added + x w^T + bias: one linear, or one of several of a fused step."""
     n, k = w.meta.shape
     assert isinstance(n, int) and isinstance(k, int)
-    per = groups_per_chunk(w.meta, 1, ctx.threads)
-    words = [
-        x.address, x.row_stride, w.address, address(bias), out.address,
-        out.row_stride, *((added.address, added.row_stride) if added else (0, 0)),
-        ctx.live(x.meta.rows), n, k, per,
-    ]  # fmt: skip
+    block = LinearArgs(
+        x=x.address,
+        x_stride=x.row_stride,
+        w=w.address,
+        bias=address(bias),
+        y=out.address,
+        y_stride=out.row_stride,
+        added=address(added),
+        added_stride=added.row_stride if added else 0,
+        tokens=ctx.live(x.meta.rows),
+        n=n,
+        k=k,
+        chunk_groups=groups_per_chunk(w.meta, 1, ctx.threads),
+    )
     floating = x.dtype == F32
-    return Launch(_kernel(w.dtype.name, floating, *tile_shape(floating)), words, overlaps_previous)
+    return Launch(_kernel(w.dtype.name, floating, *tile_shape(floating)), block, overlaps_previous)
 
 
 def groups_per_chunk(w: Meta, matrices: int, threads: int) -> int:
-    """Groups that a thread takes at a time where so many [N, K] of w [..., N, K] are read."""
+    """Groups that a thread takes at a time, if ``matrices`` [N, K] of w [..., N, K] are read."""
     rows = w.shape[-2]
     assert isinstance(rows, int)
     groups = max(1, -(-rows // GROUP_ROWS))
@@ -259,7 +305,7 @@ def groups_per_chunk(w: Meta, matrices: int, threads: int) -> int:
 
 
 def activation_format(w: DType) -> str:
-    """The quantised activations that the weight's format is multiplied with."""
+    """Format of the quantised activations that a weight format is multiplied with."""
     return "a8_32" if w.block == 32 else "a8_256"
 
 
@@ -291,5 +337,5 @@ INTEGER: dict[str, Any] = {
 @BACKEND.kernel("linear", name="linear_float", **FLOAT)
 @BACKEND.kernel("linear", name="linear_integer", **INTEGER)
 def linear(ctx: KernelContext) -> Launch:
-    """Integer, which is asked first, or float."""
+    """Integer or float; the integer kernel is tried first."""
     return launch(ctx, ctx.x, ctx.w, ctx.op("bias"), ctx.out)

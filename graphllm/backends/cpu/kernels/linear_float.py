@@ -1,4 +1,4 @@
-"""What the float microkernels emit; for what they do, see `microkernels.py`."""
+"""Code emitters of the float microkernels; see `linear_microkernels`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ..formats import FORMATS, PackedFormat, by_code
 from ..simd.emitter import F32S, VECTOR, Emit, Value
 from .linear_integer import token_rows
 
-FLOAT_CHUNK = 128  # columns between two visits to c: two groups' panels fit the first-level cache
+FLOAT_CHUNK = 128  # columns per update of c: the panels of two groups fit the L1 cache
 FLOAT_PANEL = FLOAT_CHUNK * VECTOR
-_BY = 8  # blocks of plain formats that a loop takes at a time
+_UNROLL = 8  # elements of plain formats in an iteration of a loop
 
 
 def _steps(e: Emit, f: PackedFormat, blocks: Value, body: Callable[[Value, int], None]) -> None:
-    """``body(first block, how many)`` over all blocks; plain formats by 8, then one by one."""
-    by = _BY if f.block == 1 else 1
+    """Emit ``body(first block, count)`` for all blocks; plain formats by 8, then one by one."""
+    by = _UNROLL if f.block == 1 else 1
     whole = e.b.sdiv(blocks, e.count(by))
     with e.loop(whole) as loop:
         body(e.times(loop.index, by), by)
@@ -26,7 +26,7 @@ def _steps(e: Emit, f: PackedFormat, blocks: Value, body: Callable[[Value, int],
 
 
 def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
-    """`prefetch_stream` from block ``i`` of ``nbytes``, where a cache line begins with it."""
+    """Prefetch ahead of block ``i`` of ``nbytes`` bytes, if a cache line begins with it."""
     if i * nbytes % VECTOR == 0:
         for line in range(0, nbytes, VECTOR):
             e.prefetch_ahead(at, i * nbytes + line)

@@ -1,8 +1,8 @@
-"""What the integer microkernels emit; for what they do, see `microkernels.py`.
+"""Code emitters of the integer microkernels; see `linear_microkernels`.
 
 A panel holds at most `CHUNK` columns of a group: vectors of unsigned bytes of q, then factors (for
-blocks of 32: after each block). Dots of unsigned bytes with signed ones begin at what the format
-takes away from q times the sum of the activations, so that nothing is left to subtract.
+blocks of 32: after each block). The dot product of unsigned with signed bytes starts at minus the
+format's offset times the sum of the activations, so that no subtraction is needed at the end.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 from ..formats import Block32, Block256, by_code
 from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emit, Value
 
-CHUNK = 256  # columns between two visits to c
-_BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m where there is one
-_K_WORDS = 64 * VECTOR  # of a super-block's panel; scales, corrections and offsets, factors follow
+CHUNK = 256  # columns per update of c
+_BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
+# A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
+_K_WORDS = 64 * VECTOR
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
-_SUMS = 2 * VECTOR  # a token's sums for a super-block: where dots begin, and pairs
-_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # the sums of which pairs are made: see `Block256.offsets`
+_SUMS = 2 * VECTOR  # bytes of sums of a token and a super-block: initial dots, and pairs
+_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # indices of paired sums; see `Block256.offsets`
 
 
 def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
-    """The byte offset of each token's row, from int64 at ``rows``; a missing token reads the first
-    one's."""
+    """Load the byte offset of each token's row from ``rows``; missing tokens use the first row."""
     found = [e.load(rows, I64)]
     for t in range(1, tokens):
         exists = e.b.icmp_signed("<", e.count(t), left)
@@ -46,12 +46,12 @@ def _unpack_k(e: Emit, f: Block256, w: Value, panel: Value) -> None:
     for k, words in f.sub_blocks(e, w):
         for j, word in enumerate(words):
             e.store(word, panel, VECTOR * (k * f.sub // 4 + j))
-    for j, vector in enumerate([vector for kind in _rest_k(e, f, w) for vector in kind]):
+    for j, vector in enumerate([vector for kind in _factors_k(e, f, w) for vector in kind]):
         e.store(vector, panel, _K_WORDS + VECTOR * j)
 
 
-def _rest_k(e: Emit, f: Block256, w: Value) -> tuple[list[Value], ...]:
-    """A super-block's scales, as they are multiplied, corrections, offsets and factors."""
+def _factors_k(e: Emit, f: Block256, w: Value) -> tuple[list[Value], ...]:
+    """Prepared scales, corrections, offsets and factors of a super-block."""
     scales = [e.prepare_scale(scale, f.fits_i16(e)) for scale in f.scales(e, w)]
     corrections = f.corrections(e, w) if f.has_corrections(e) else []
     offsets = f.offsets(e, w) if f.has_offsets(e) else []
@@ -75,23 +75,23 @@ def fused(
 ) -> None:
     f = by_code(code)
     acc = e.variable(e.load(c, F32S))
-    room = e.stack_buffer(_SUMS)
+    sums_at = e.stack_buffer(_SUMS)
     sums = 4 if f.block == 32 else 32  # bytes of sums a block
     with e.loop(blocks) as loop:
         i = loop.index
         block, x = e.at(w, e.times(i, f.nbytes)), e.at(q, e.times(i, f.block))
         at_d, at_s = e.at(d, e.times(i, 4)), e.at(s, e.times(i, sums))
         if isinstance(f, Block256):
-            e.set(acc, _fused_k(e, f, e.get(acc), block, x, at_d, at_s, room))
+            e.set(acc, _fused_k(e, f, e.get(acc), block, x, at_d, at_s, sums_at))
         else:
             e.set(acc, _fused_32(e, f, e.get(acc), block, x, at_d, at_s))
     e.store(e.get(acc), c)
 
 
 def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: list[Value]) -> Any:
-    """Dots [token][group] of ``count`` vectors of each panel with VNNI, from ``begin`` [token] on.
+    """VNNI dots [token][group] of ``count`` vectors of each panel, starting at ``begin`` [token].
 
-    Vector after vector, so that no instruction waits for the one before.
+    Vectors are the outer loop, so that consecutive instructions are independent.
     """
     dots = [[first] * len(panels) for first in begin]
     for j in range(count):
@@ -105,8 +105,8 @@ def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: li
 # ------------------------------------------------------------------------------------ blocks of 32
 
 
-def _begin_32(e: Emit, f: Block32, s: Value) -> Value:
-    """Minus the offset times the sum of the activations at ``s``."""
+def _dot_start_32(e: Emit, f: Block32, s: Value) -> Value:
+    """Initial value of a dot: minus the offset times the sum of the activations at ``s``."""
     if not f.zero_point(e):
         return e.i32(0)
     return e.splat(e.b.mul(e.load(s, I32), I32(-f.zero_point(e))))
@@ -115,8 +115,8 @@ def _begin_32(e: Emit, f: Block32, s: Value) -> Value:
 def _add_32(
     e: Emit, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
 ) -> Value:
-    """acc + dot * (scale * the activations' scale), and then + m * (sum of activations * their
-    scale) where there is an m."""
+    """acc + dot * (scale * activation scale), and if the format has an m, then
+    + m * (sum of activations * activation scale)."""
     acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.broadcast_f32(d))))
     if not f.has_minimum:
         return acc
@@ -127,7 +127,7 @@ def _add_32(
 def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
     with e.prefetching():
         words, factors = f.integers(e, block), f.factors(e, block)
-    dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _begin_32(e, f, s))
+    dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _dot_start_32(e, f, s))
     return _add_32(e, f, acc, dot, factors, d, s)
 
 
@@ -142,7 +142,7 @@ def _tile_32(
         four = e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
-        begin = [_begin_32(e, f, sums) for sums in ss]
+        begin = [_dot_start_32(e, f, sums) for sums in ss]
         if e.isa.vnni:
             dots = _grid(e, at, 8, xs, begin)
         else:
@@ -161,50 +161,50 @@ def _tile_32(
 # ------------------------------------------------------------------------------------ super-blocks
 
 
-def _sums_k(e: Emit, f: Block256, s: Value, room: Value) -> None:
-    """Prepare a token's sums over 16 activations each, int16 at ``s``, in `_SUMS` bytes of room."""
+def _sums_k(e: Emit, f: Block256, s: Value, sums_at: Value) -> None:
+    """Prepare the sums of a token over 16 activations each, int16 at ``s``, in `_SUMS` bytes."""
     sums = e.b.sext(e.load(s, I16S), I32S)
     if f.sub == 32:
         sums = e.b.add(e.select_lanes(sums, range(0, 16, 2)), e.select_lanes(sums, range(1, 16, 2)))
         low, high = (e.select_lanes(sums, which) for which in _AS_PAIRS)
-        e.store(e.pack_i16(low, high), room, VECTOR)
+        e.store(e.pack_i16(low, high), sums_at, VECTOR)
     if f.zero_point(e):
-        e.store(e.b.mul(sums, e.i32(-f.zero_point(e))), room)
+        e.store(e.b.mul(sums, e.i32(-f.zero_point(e))), sums_at)
 
 
-def _begin_k(e: Emit, f: Block256, room: Value) -> Value:
-    """Where the dot of the sub-block begins whose place in ``room`` is given."""
-    return e.broadcast_i32(room) if f.zero_point(e) else e.i32(0)
+def _dot_start_k(e: Emit, f: Block256, sums_at: Value) -> Value:
+    """Initial value of a sub-block's dot, from its place in the sums."""
+    return e.broadcast_i32(sums_at) if f.zero_point(e) else e.i32(0)
 
 
-def _moved(
-    e: Emit, pairs: list[Value], s: Value, room: Value, total: Value | None = None
+def _add_offsets(
+    e: Emit, pairs: list[Value], s: Value, sums_at: Value, total: Value | None = None
 ) -> Value | None:
-    """``total`` plus `Block256.offsets` or corrections times the sums that go with them."""
-    at = s if len(pairs) == 8 else e.at(room, VECTOR)
+    """``total`` plus offsets or corrections (see `Block256`) times the corresponding sums."""
+    at = s if len(pairs) == 8 else e.at(sums_at, VECTOR)
     for j, pair in enumerate(pairs):
         total = e.dot_i16(pair, e.broadcast_i32(at, 4 * j), total)
     return total
 
 
 def _fused_k(
-    e: Emit, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, room: Value
+    e: Emit, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, sums_at: Value
 ) -> Value:
-    """acc + a super-block's share."""
-    _sums_k(e, f, s, room)
+    """acc plus the contribution of a super-block."""
+    _sums_k(e, f, s, sums_at)
     total = None
     with e.prefetching():
-        scales, corrections, offsets, factors = _rest_k(e, f, block)
+        scales, corrections, offsets, factors = _factors_k(e, f, block)
         for k, words in f.sub_blocks(e, block):
             pairs = [(word, e.broadcast_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
             if e.isa.vnni:
-                dot = e.dot_bytes(pairs, f.largest, _begin_k(e, f, e.at(room, 4 * k)))
+                dot = e.dot_bytes(pairs, f.largest, _dot_start_k(e, f, e.at(sums_at, 4 * k)))
                 total = e.add_scaled(dot, scales[k], total, f.fits_i16(e))
             else:
                 total = f.dot(e, pairs, scales[k], total)
-    total = _moved(e, corrections, s, room, total)
-    share = f.join(e, total, _moved(e, offsets, s, room), factors)
-    return e.add(acc, e.mul(share, e.broadcast_f32(d)))
+    total = _add_offsets(e, corrections, s, sums_at, total)
+    contribution = f.join(e, total, _add_offsets(e, offsets, s, sums_at), factors)
+    return e.add(acc, e.mul(contribution, e.broadcast_f32(d)))
 
 
 def _tile_k(
@@ -212,9 +212,9 @@ def _tile_k(
     c: Value,
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
-    room = e.stack_buffer(_SUMS * len(rows))
-    rooms = [e.at(room, _SUMS * t) for t in range(len(rows))]
-    for row, place in zip(rows, rooms):
+    sums_at = e.stack_buffer(_SUMS * len(rows))
+    sums_of = [e.at(sums_at, _SUMS * t) for t in range(len(rows))]
+    for row, place in zip(rows, sums_of):
         _sums_k(e, f, e.at(s, row), place)
     totals = [[e.variable(e.i32(0)) for _ in panels] for _ in rows]
     with e.loop(subs) as loop:
@@ -224,24 +224,24 @@ def _tile_k(
         xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
         if e.isa.vnni:
             four = e.times(loop.index, 4)
-            begin = [_begin_k(e, f, e.at(place, four)) for place in rooms]
+            begin = [_dot_start_k(e, f, e.at(place, four)) for place in sums_of]
             for total, dots in zip(totals, _grid(e, at, per, xs, begin)):
                 for one, dot, scale in zip(total, dots, scales):
                     e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
         else:
-            _scaled(e, f, at, per, xs, scales, totals)
+            _add_scaled_dots(e, f, at, per, xs, scales, totals)
     for g, panel in enumerate(panels):
         for t, row in enumerate(rows):
             place = e.at(c, VECTOR * (t * count + g))
             at_d, at_s = e.at(d, row), e.at(s, row)
-            _add_k(e, f, panel, e.get(totals[t][g]), at_d, at_s, rooms[t], place)
+            _add_k(e, f, panel, e.get(totals[t][g]), at_d, at_s, sums_of[t], place)
 
 
-def _scaled(
+def _add_scaled_dots(
     e: Emit, f: Block256, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
     totals: list[list[Value]],
 ) -> None:  # fmt: skip
-    """Add a sub-block's share to totals [token][group] without VNNI."""
+    """Add the contribution of a sub-block to totals [token][group], without VNNI."""
     for g, panel in enumerate(panels):
         words = [e.load(panel, offset=VECTOR * j) for j in range(count)]
         for total, x in zip(totals, xs):
@@ -250,9 +250,9 @@ def _scaled(
 
 
 def _add_k(
-    e: Emit, f: Block256, panel: Value, total: Value, d: Value, s: Value, room: Value, c: Value
+    e: Emit, f: Block256, panel: Value, total: Value, d: Value, s: Value, sums_at: Value, c: Value
 ) -> None:
-    """Add a super-block's share, of which the panel has the rest, to 16 results at ``c``."""
+    """Add the contribution of a super-block to 16 results at ``c``; the panel has its factors."""
     at = e.at(panel, _K_WORDS + VECTOR * (CHUNK // f.sub))
     each = 128 // f.sub  # vectors of corrections and of offsets
     corrections = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_corrections(e))]
@@ -260,9 +260,9 @@ def _add_k(
     offsets = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_offsets(e))]
     at = e.at(at, VECTOR * len(offsets))
     factors = [e.load(at, F32S, VECTOR * j) for j in range(1 + f.minima)]
-    total = _moved(e, corrections, s, room, total)
-    share = f.join(e, total, _moved(e, offsets, s, room), factors)
-    e.store(e.add(e.load(c, F32S), e.mul(share, e.broadcast_f32(d))), c)
+    total = _add_offsets(e, corrections, s, sums_at, total)
+    contribution = f.join(e, total, _add_offsets(e, offsets, s, sums_at), factors)
+    e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
 __all__ = ["CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]

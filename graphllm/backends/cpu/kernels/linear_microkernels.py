@@ -1,15 +1,15 @@
-"""The inner loops of linear: groups of 16 weight rows against some tokens.
+"""Intrinsics for the inner loops of linear: groups of 16 interleaved weight rows times tokens.
 
-For several tokens a chunk of columns of one or two groups is unpacked once into panels in the
-first-level cache, and tiles of tokens run over them. For one token unpacking and multiplying are
-fused, so that each weight byte goes straight from memory into a register. Both ways, and any number
-of tokens in a tile, do the same float operations in the same order for each result: bits do not
-depend on company.
+For several tokens, a chunk of columns of one or more groups is unpacked once into panels in the L1
+cache, and tiles of tokens run over them (GEMM). For one token, unpacking and multiplying are fused,
+so that each weight byte goes from memory directly into a register (GEMV). Both, and tiles of any
+number of tokens, do the same float operations in the same order for each result, so the bits of a
+result do not depend on the batch.
 
-Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are where int8
-values, scales and sums of a row of activations begin (layout: `graphllm.graph.dtype`); in tiles the
-int64 at ``rows`` are the byte offsets of each token's row. All arguments are int64; those that
-choose what is emitted are literals. Emitters: `linear_integer`, `linear_float`.
+Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are the addresses
+of the int8 values, scales and sums of a row of activations (layout: `graphllm.graph.dtype`); in
+tiles the int64 at ``rows`` are the byte offsets of each token's row. All arguments are int64;
+arguments that select code are literals. The code is emitted by `linear_integer` and `linear_float`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from . import linear_float, linear_integer
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
-    """What an intrinsic returns: ``emit(Emit, *numbers of the literals, *values)``."""
+    """Return value of an intrinsic that runs ``emit(Emit, *literals, *values)``."""
     if not all(isinstance(v, types.IntegerLiteral) for v in literals):
-        raise RequireLiteralValue("what a microkernel emits is chosen by literal integers")
+        raise RequireLiteralValue(
+            "the arguments that select a microkernel must be literal integers"
+        )
     numbers = [v.literal_value for v in literals]
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
@@ -40,15 +42,15 @@ def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) 
 
 @intrinsic(prefer_literal=True)
 def unpack(typingctx, fmt, w, panel, blocks):
-    """Blocks of an integer format, at most `CHUNK` columns, into a panel for `tile`."""
+    """Unpack blocks of an integer format, at most `CHUNK` columns, into a panel for `tile`."""
     return _emitted((fmt,), 3, linear_integer.unpack)
 
 
 @intrinsic(prefer_literal=True)
 def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c):
-    """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if those are fewer.
+    """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if that is less.
 
-    c has room for all of them; what it gets for missing ones means nothing.
+    c has space for all tokens of the tile; results of missing tokens are undefined.
     """
     return _emitted((fmt, groups, tokens), 8, linear_integer.tile)
 
@@ -61,7 +63,7 @@ def fused(typingctx, fmt, w, blocks, q, d, s, c):
 
 @intrinsic(prefer_literal=True)
 def unpack_float(typingctx, fmt, w, panel, blocks):
-    """Blocks of any format as f32 [k][16] for `tile_float`."""
+    """Unpack blocks of any format to f32 [k][16] for `tile_float`."""
     return _emitted((fmt,), 3, linear_float.unpack)
 
 
@@ -79,9 +81,9 @@ def fused_float(typingctx, fmt, w, columns, x, c):
 
 @intrinsic(prefer_literal=True)
 def workspace(typingctx, nbytes):
-    """The address of so many bytes on the stack, aligned to a vector."""
+    """Address of ``nbytes`` (a literal) bytes of stack, aligned to a vector."""
     if not isinstance(nbytes, types.IntegerLiteral):
-        raise RequireLiteralValue("a workspace has a literal size")
+        raise RequireLiteralValue("workspace(nbytes) needs a literal size")
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
         return Emit(builder).stack_buffer(nbytes.literal_value)

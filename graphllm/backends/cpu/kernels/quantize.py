@@ -1,10 +1,10 @@
-"""Quantise activations and weights, bit for bit as `graphllm.formats.quantization` does."""
+"""Quantisation of activations and weights, bit for bit as in `graphllm.formats.quantization`."""
 
 from __future__ import annotations
 
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -16,18 +16,19 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..formats import FORMATS
 from ..formats.encoder import ROUND, ROUND_BITS, BlockEncoder
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import Kernel, args, kernel, load_i64, next_chunk, set_status
+from ..runtime.jit import Kernel, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
 
-_PIECE = 4096  # columns that a thread takes at a time
+_CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
 _TINY_BITS = 0x0D800000  # of 2**-100
 _INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 
 
 def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
-    """(127 / amax, d, whether the block has values) from the bits of amax, an int32."""
+    """Return (127 / amax, bits of d, whether the block is finite and not tiny) from amax's bits."""
     b = e.b
     finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
     some = b.icmp_unsigned(">=", largest, ir.Constant(I32, _TINY_BITS))
@@ -40,7 +41,7 @@ def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
 
 
 def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
-    """One block: float32 at ``x``; int8, scale and sums to ``q``, ``d``, ``s``."""
+    """Emit one block: float32 at ``x``; int8, scale and sums to ``q``, ``d``, ``s``."""
     b, count = e.b, block // LANES
     values = [e.load(x, offset=VECTOR * i) for i in range(count)]
     largest = e.mask(values[0], 0x7FFFFFFF)
@@ -66,7 +67,7 @@ def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> No
 
 @intrinsic(prefer_literal=True)
 def quantise_block(typingctx, block, x, q, d, s):
-    """One block of 32 or 256 (a literal); see `_quantise`."""
+    """Quantise one block of 32 or 256 (a literal) activations; see `_quantise`."""
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
         _quantise(Emit(builder), block.literal_value, *given[1:])
@@ -75,28 +76,43 @@ def quantise_block(typingctx, block, x, q, d, s):
     return types.none(block, *[types.int64] * 4), generate
 
 
+class QuantiseArgs(NamedTuple):
+    """Argument block of `quantise_act`: x and y [rows, inner, k]."""
+
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    rows: int  # address of the live count
+    inner: int
+    k: int
+
+
+_read_quantise = argument_reader(QuantiseArgs)
+
+
 @cache
 def quantise_kernel(block: int) -> Kernel:
-    """Rows of float32 in blocks of 32 or 256: addresses and strides of both, rows, lines in each
-    row, columns of a line."""
-    per_piece = _PIECE // block
+    """Make a kernel that quantises float32 rows in blocks of 32 or 256."""
+    chunk_blocks = _CHUNK_COLUMNS // block
     sum_bytes = 4 if block == 32 else 32  # of a block
 
     @kernel
     def quantise(p, thread, threads):
-        x, x_stride, y, y_stride, live, inner, k = args(p, 7)
-        blocks = k // block
-        pieces, line_bytes = (blocks + per_piece - 1) // per_piece, k + blocks * (4 + sum_bytes)
-        todo = load_i64(live) * inner * pieces
-        piece = next_chunk(p)
-        while piece < todo:
-            line, first = piece // pieces, piece % pieces * per_piece
+        a = _read_quantise(p)
+        inner, k, blocks = a.inner, a.k, a.k // block
+        chunks = (blocks + chunk_blocks - 1) // chunk_blocks
+        line_bytes = k + blocks * (4 + sum_bytes)
+        items = load_i64(a.rows) * inner * chunks
+        item = next_chunk(p)
+        while item < items:
+            line, first = item // chunks, item % chunks * chunk_blocks
             t, j = line // inner, line % inner
-            source, target = x + t * x_stride + 4 * j * k, y + t * y_stride + j * line_bytes
-            for i in range(first, min(first + per_piece, blocks)):
+            source, target = a.x + t * a.x_stride + 4 * j * k, a.y + t * a.y_stride + j * line_bytes
+            for i in range(first, min(first + chunk_blocks, blocks)):
                 d, s = target + k + 4 * i, target + k + 4 * blocks + sum_bytes * i
                 quantise_block(block, source + 4 * block * i, target + block * i, d, s)
-            piece = next_chunk(p)
+            item = next_chunk(p)
 
     return quantise
 
@@ -108,17 +124,22 @@ def _to_int8(node: Tensor, options: Options) -> str | None:
 @BACKEND.kernel("quantise_act", dtypes={"x": "f32"}, layout={"x": ROWS}, when=_to_int8)
 def quantise_act(ctx: KernelContext) -> Launch:
     x, out = ctx.x, ctx.out
-    words = [
-        x.address, x.row_stride, out.address, out.row_stride, ctx.live(x.meta.rows),
-        prod(x.meta.inner[:-1]), x.meta.inner[-1],
-    ]  # fmt: skip
-    return Launch(quantise_kernel(DTYPES[ctx.attrs["dtype"]].block), words)
+    block = QuantiseArgs(
+        x=x.address,
+        x_stride=x.row_stride,
+        y=out.address,
+        y_stride=out.row_stride,
+        rows=ctx.live(x.meta.rows),
+        inner=prod(x.meta.inner[:-1]),
+        k=x.meta.inner[-1],
+    )
+    return Launch(quantise_kernel(DTYPES[ctx.attrs["dtype"]].block), block)
 
 
 # ---------------------------------------------------------------------------------------- weights
 
-_RUN = 256  # elements that are encoded together: a block of 256, or eight of 32
-_PART = 1 << 15  # elements that a thread takes at a time, a multiple of all runs
+_RUN = 256  # elements that are encoded together: a block of 256, or eight blocks of 32
+_CHUNK = 1 << 15  # elements that a thread takes at a time, a multiple of `_RUN`
 _LOADS = {
     "f32": BlockEncoder.load_f32,
     "f16": BlockEncoder.load_f16,
@@ -128,8 +149,11 @@ _LOADS = {
 
 @intrinsic(prefer_literal=True)
 def encode(typingctx, source, target, elements, x, y):
-    """Encode ``elements`` (a literal) of the dtype ``source`` at ``x`` as blocks of ``target`` at
-    ``y``. Returns int64: 1 if an element is infinite or NaN, else 0."""
+    """Encode elements of dtype ``source`` at ``x`` as blocks of ``target`` at ``y``.
+
+    The dtypes and the number of elements are literals. Returns an int64, 1 if an element is
+    infinite or NaN, else 0.
+    """
     load, write = _LOADS[source.literal_value], FORMATS[target.literal_value].encode
     assert write is not None
     nbytes, count = DTYPES[source.literal_value].nbytes, elements.literal_value
@@ -142,26 +166,38 @@ def encode(typingctx, source, target, elements, x, y):
     return types.int64(source, target, elements, types.int64, types.int64), generate
 
 
+class EncodeArgs(NamedTuple):
+    """Argument block of `quantise`: rows of floats to rows of blocks."""
+
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    rows: int  # address of the live count
+    k: int
+
+
+_read_encode = argument_reader(EncodeArgs)
+
+
 @cache
 def _to_blocks(source: str, target: str) -> Kernel:
-    """Rows of floats to rows of blocks: addresses and strides of both, rows, columns."""
+    """Make a kernel that encodes rows of dtype ``source`` in the block format ``target``."""
     size, block, nbytes = DTYPES[source].nbytes, DTYPES[target].block, DTYPES[target].nbytes
 
     @kernel(key=(source, FORMATS[target].cache_key))
     def to_blocks(p, thread, threads):
-        x, x_stride, y, y_stride, live, k = args(p, 6)
-        lines = load_i64(live)
-        if x_stride == k * size and lines > 0:  # one behind the other: as good as one long row
+        a = _read_encode(p)
+        lines, k = load_i64(a.rows), a.k
+        if a.x_stride == k * size and lines > 0:  # contiguous rows are encoded as one long row
             lines, k = 1, k * lines
-        parts = (k + _PART - 1) // _PART
-        part = next_chunk(p)
-        while part < lines * parts:
-            line, first = part // parts, part % parts * _PART
-            at, to = (
-                x + line * x_stride + first * size,
-                y + line * y_stride + first // block * nbytes,
-            )
-            i, count, bad = 0, min(_PART, k - first), 0
+        chunks = (k + _CHUNK - 1) // _CHUNK
+        item = next_chunk(p)
+        while item < lines * chunks:
+            line, first = item // chunks, item % chunks * _CHUNK
+            at = a.x + line * a.x_stride + first * size
+            to = a.y + line * a.y_stride + first // block * nbytes
+            i, count, bad = 0, min(_CHUNK, k - first), 0
             while block < _RUN and i + _RUN <= count:
                 bad |= encode(source, target, _RUN, at + i * size, to + i // block * nbytes)
                 i += _RUN
@@ -171,7 +207,7 @@ def _to_blocks(source: str, target: str) -> Kernel:
             if bad != 0:
                 set_status(p, STATUS_VALUE)
                 return
-            part = next_chunk(p)
+            item = next_chunk(p)
 
     return to_blocks
 
@@ -184,6 +220,12 @@ def _has_encoder(node: Tensor, options: Options) -> str | None:
 @BACKEND.kernel("quantise", dtypes={"x": tuple(_LOADS)}, layout={"x": ROWS}, when=_has_encoder)
 def quantise(ctx: KernelContext) -> Launch:
     x, out = ctx.x, ctx.out
-    words = [x.address, x.row_stride, out.address, out.row_stride]
-    words += [ctx.live(x.meta.rows), x.meta.inner[0]]
-    return Launch(_to_blocks(x.dtype.name, out.dtype.name), words)
+    block = EncodeArgs(
+        x=x.address,
+        x_stride=x.row_stride,
+        y=out.address,
+        y_stride=out.row_stride,
+        rows=ctx.live(x.meta.rows),
+        k=x.meta.inner[0],
+    )
+    return Launch(_to_blocks(x.dtype.name, out.dtype.name), block)

@@ -1,112 +1,44 @@
-"""argmax, sample and penalise, without a sort of the vocabulary.
+"""sample: temperature, top-k, top-p and min-p without sorting the vocabulary.
 
-Logits are compared as integers (`sort_key`), which vectorises and settles what NaN and -0 mean. To
-`sample` NaN is the largest, so that a row's largest key says whether an id can be chosen. A
-first kernel finds the largest key of every 64 logits, with the whole team. From those the second
-one, a row to a thread, reads nearly everything: the largest logit lies in the block that shows it,
-and the k largest lie in blocks that reach the k-th largest block maximum.
+The k largest logits are in blocks whose maximum (see argmax.py) reaches the k-th largest block
+maximum, so most logits are never looked at. NaN counts as the largest logit, so the largest key of
+a row shows whether a token can be chosen.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numba import float32, float64, int32, int64, uint32, uint64
+from typing import NamedTuple
+
+from numba import float64, int32, int64, uint32, uint64
 
 from ....graph.tensor import Tensor
 from ... import Options
 from .. import BACKEND
+from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
-from ..runtime.jit import (
-    args,
-    f32s,
-    f64s,
-    helper,
-    i32s,
-    i64s,
-    inlined,
-    kernel,
-    load_i64,
-    next_chunk,
-)
+from ..runtime.jit import f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk
 from ..simd.math import exp64
-from .elementwise import thread_range
+from .argmax import (  # fmt: skip
+    BLOCK,
+    MAX_KEY,
+    MIN_KEY,
+    block_maxima_nan_greatest,
+    first_index,
+    largest_key,
+    maxima_nbytes,
+    row_arguments,
+    sort_key,
+)
 
-BLOCK = 64
-_LEAST, _MOST = int32(-(2**31)), int32(2**31 - 1)
-_INF = int32(0x7F800000)  # the key of +inf
+_INF = int32(0x7F800000)  # key of +inf
 _MINUS_INF = int32(-0x7F800000)
-_SORTED = 4096  # survivors that are worth sorting for top_p
-
-
-@inlined
-def sort_key(bits, nan):
-    """An int32 that orders as the float32 with these bits; -0 equals 0; NaN becomes ``nan``."""
-    size = bits & int32(0x7FFFFFFF)
-    key = int32(0) - size if bits < int32(0) else size
-    return nan if size > int32(0x7F800000) else key
-
-
-@helper
-def _block_maxima(p, thread, threads, nan):
-    """The largest key of each block of each row."""
-    x, stride, rows_at, width, tops, count = args(p, 6)
-    first, last = thread_range(load_i64(rows_at) * count, thread, threads)
-    out = i32s(tops)
-    for item in range(first, last):
-        row, start = item // count, item % count * BLOCK
-        bits = i32s(x + row * stride + start * 4)
-        top = _LEAST
-        for i in range(min(BLOCK, width - start)):
-            top = max(top, sort_key(bits[i], nan))
-        out[item] = top
-
-
-@kernel
-def _blocks_nan_last(p, thread, threads):
-    _block_maxima(p, thread, threads, _LEAST)
-
-
-@kernel
-def _blocks_nan_first(p, thread, threads):
-    _block_maxima(p, thread, threads, _MOST)
-
-
-@helper
-def largest_key(keys, count):
-    top = _LEAST
-    for i in range(count):
-        top = max(top, keys[i])
-    return top
-
-
-@helper
-def _first_index(bits, width, tops, count, top, nan):
-    """The lowest index of those whose key is ``top``, the largest of a row."""
-    for b in range(count):
-        if tops[b] == top:
-            for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                if sort_key(bits[i], nan) == top:
-                    return i
-    return int64(0)
-
-
-@kernel
-def _argmax(p, thread, threads):
-    x, stride, rows_at, width, tops, count, y = args(p, 7)
-    first, last = thread_range(load_i64(rows_at), thread, threads)
-    for row in range(first, last):
-        mine = i32s(tops + row * count * 4)
-        top = largest_key(mine, count)
-        i32s(y)[row] = _first_index(i32s(x + row * stride), width, mine, count, top, _LEAST)
-
-
-# ------------------------------------------------------------------------------------------- draws
+_SORT_LIMIT = 4096  # survivors up to which top_p sorts
 
 
 @helper
 def _philox(seed, counter):
-    """The first word of Philox4x32-10 for (seed; counter, 0, 0, 0), uint64 below 2^32."""
+    """First word of Philox4x32-10 with key ``seed`` and counter (counter, 0, 0, 0), below 2^32."""
     low, shift = uint64(0xFFFFFFFF), uint64(32)
     k0, k1 = uint64(seed) & low, uint64(seed) >> shift
     c0, c1, c2, c3 = uint64(uint32(counter)), uint64(0), uint64(0), uint64(0)
@@ -120,8 +52,8 @@ def _philox(seed, counter):
 
 @helper
 def _kth_largest(keys, count, k):
-    """The k-th largest of ``count`` keys: the largest value that k of them reach."""
-    low, high = int64(_LEAST), int64(2**31 - 1)
+    """The k-th largest of ``count`` keys, by bisection."""
+    low, high = int64(MIN_KEY), int64(2**31 - 1)
     while low < high:
         middle = (low + high + 1) >> 1
         reached = 0
@@ -135,26 +67,26 @@ def _kth_largest(keys, count, k):
 
 
 @helper
-def _top_k(bits, width, tops, blocks, k, ids, keys):
-    """Indices and keys of the k largest, in index order; their count."""
-    least = _kth_largest(tops, blocks, k) if k <= blocks else _LEAST
+def _top_k(bits, width, maxima, blocks, k, ids, keys):
+    """Write indices and keys of the k largest in index order; returns their count."""
+    least = _kth_largest(maxima, blocks, k) if k <= blocks else MIN_KEY
     count = 0
     for b in range(blocks):
-        if tops[b] >= least:
+        if maxima[b] >= least:
             for i in range(b * BLOCK, min(width, (b + 1) * BLOCK)):
-                key = sort_key(bits[i], _MOST)
+                key = sort_key(bits[i], MAX_KEY)
                 if key >= least:
                     ids[count], keys[count] = i, key
                     count += 1
     least = _kth_largest(keys, count, k)
-    level = k  # how many of those equal to the k-th may stay
+    ties = k  # how many keys equal to the k-th are kept
     for i in range(count):
-        level -= 1 if keys[i] > least else 0
+        ties -= 1 if keys[i] > least else 0
     kept = 0
     for i in range(count):
         equal = keys[i] == least
-        if keys[i] > least or (equal and level > 0):
-            level -= 1 if equal else 0
+        if keys[i] > least or (equal and ties > 0):
+            ties -= 1 if equal else 0
             ids[kept], keys[kept] = ids[i], keys[i]
             kept += 1
     return kept
@@ -162,7 +94,7 @@ def _top_k(bits, width, tops, blocks, k, ids, keys):
 
 @helper
 def _softmax_weights(logits, ids, keys, count, peak, temperature, weights):
-    """exp((logit - max) / temperature) of each survivor."""
+    """Write exp((logit - max) / temperature) of each survivor."""
     for i in range(count):
         gap = (float64(logits[ids[i]]) - peak) / temperature
         weights[i] = exp64(gap) if keys[i] > _MINUS_INF else 0.0
@@ -170,7 +102,7 @@ def _softmax_weights(logits, ids, keys, count, peak, temperature, weights):
 
 @helper
 def _sort_descending(order, keys, count):
-    """Positions of the survivors, largest first, in the low halves of ``order``. Shell's sort."""
+    """Shell sort of survivors, descending; their positions go to the low halves of ``order``."""
     for i in range(count):
         order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
     gap = 1
@@ -188,7 +120,7 @@ def _sort_descending(order, keys, count):
 
 @helper
 def _cut_sorted(keys, weights, count, top_p, order):
-    """The last survivor that top_p keeps, as (key, position)."""
+    """Return (key, position) of the last survivor that top_p keeps."""
     _sort_descending(order, keys, count)
     total = 0.0
     for i in range(count):
@@ -204,12 +136,12 @@ def _cut_sorted(keys, weights, count, top_p, order):
 
 @helper
 def _cut_searched(keys, weights, count, top_p):
-    """The same by bisection on the key: for so many survivors that a sort would take longer."""
+    """As `_cut_sorted`, by bisection on the key, which is faster for many survivors."""
     total = 0.0
     for i in range(count):
         total += weights[i]
-    low, high = int64(_LEAST), int64(2**31 - 1)
-    while low < high:  # the largest key whose survivors reach the sum
+    low, high = int64(MIN_KEY), int64(2**31 - 1)
+    while low < high:  # the largest key such that keys from it on reach top_p
         middle = (low + high + 1) >> 1
         mass = 0.0
         for i in range(count):
@@ -233,10 +165,10 @@ def _cut_searched(keys, weights, count, top_p):
 
 @helper
 def _filter(keys, ids, weights, count, top_p, min_p, order):
-    """Keep what top_p and then min_p keep, in index order; the count of survivors."""
-    cut, last = _LEAST, count
+    """Apply top_p, then min_p, in index order; returns the count of survivors."""
+    cut, last = MIN_KEY, count
     if top_p < 1:
-        if count <= _SORTED:
+        if count <= _SORT_LIMIT:
             cut, last = _cut_sorted(keys, weights, count, top_p, order)
         else:
             cut, last = _cut_searched(keys, weights, count, top_p)
@@ -251,7 +183,7 @@ def _filter(keys, ids, weights, count, top_p, min_p, order):
 
 @helper
 def _choose(weights, ids, count, number):
-    """The survivor at ``number`` of the way through the summed weights."""
+    """The survivor at the fraction ``number`` of the cumulated weights."""
     total = 0.0
     for i in range(count):
         total += weights[i]
@@ -263,137 +195,88 @@ def _choose(weights, ids, count, number):
     return ids[count - 1]
 
 
+class SampleArgs(NamedTuple):
+    """Argument block of `sample`."""
+
+    logits: int
+    logits_stride: int
+    rows: int  # address of the live count
+    width: int
+    maxima: int  # int32 [rows, blocks]
+    blocks: int
+    y: int
+    scratch: int
+    thread_scratch: int  # bytes of it for each thread
+    temperature: int  # this and the following: a value per row
+    top_k: int
+    top_p: int
+    min_p: int
+    seed: int
+    count: int
+
+
+_read_sample = argument_reader(SampleArgs)
+
+
 @kernel
 def _sample(p, thread, threads):
-    x, stride, rows_at, width, tops, blocks, y, work, each = args(p, 9)
-    temperatures, ks, ps, mins, seeds, counts = args(p + 72, 6)
-    own = work + thread * each
+    a = _read_sample(p)
+    width, blocks, y = a.width, a.blocks, i32s(a.y)
+    own = a.scratch + thread * a.thread_scratch
     weights, order = f64s(own), i64s(own + width * 8)
-    keys, ids = i32s(own + (width + _SORTED) * 8), i32s(own + (width + _SORTED) * 8 + width * 4)
-    rows = load_i64(rows_at)
+    own += (width + _SORT_LIMIT) * 8
+    keys, ids = i32s(own), i32s(own + width * 4)
+    rows = load_i64(a.rows)
     row = next_chunk(p)
     while row < rows:
-        logits, bits = f32s(x + row * stride), i32s(x + row * stride)
-        mine = i32s(tops + row * blocks * 4)
-        top = largest_key(mine, blocks)
-        if top >= _INF or top == _MINUS_INF:  # NaN, +inf or nothing but -inf
-            i32s(y)[row] = -1
+        at = a.logits + row * a.logits_stride
+        logits, bits, maxima = f32s(at), i32s(at), i32s(a.maxima + row * blocks * 4)
+        top = largest_key(maxima, blocks)
+        if top >= _INF or top == _MINUS_INF:  # NaN, +inf, or -inf everywhere
+            y[row] = -1
             row = next_chunk(p)
             continue
-        best = _first_index(bits, width, mine, blocks, top, _MOST)
-        if not f32s(temperatures)[row] > 0:
-            i32s(y)[row] = best
+        best = first_index(bits, width, maxima, blocks, top, MAX_KEY)
+        temperature = f32s(a.temperature)[row]
+        if not temperature > 0:
+            y[row] = best
             row = next_chunk(p)
             continue
-        peak, k, top_p = float64(logits[best]), int64(i32s(ks)[row]), float64(f32s(ps)[row])
+        peak, k = float64(logits[best]), int64(i32s(a.top_k)[row])
+        top_p, min_p = float64(f32s(a.top_p)[row]), float64(f32s(a.min_p)[row])
         count = width
         if 0 < k < width:
-            count = _top_k(bits, width, mine, blocks, k, ids, keys)
+            count = _top_k(bits, width, maxima, blocks, k, ids, keys)
         else:
             for i in range(width):
-                ids[i], keys[i] = i, sort_key(bits[i], _MOST)
-        least = float64(f32s(mins)[row])
-        if top_p < 1 or least > 0:
+                ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
+        if top_p < 1 or min_p > 0:
             _softmax_weights(logits, ids, keys, count, peak, 1.0, weights)
-            count = _filter(keys, ids, weights, count, top_p, least, order)
-        _softmax_weights(logits, ids, keys, count, peak, float64(f32s(temperatures)[row]), weights)
-        number = float64(_philox(i64s(seeds)[row], i32s(counts)[row]) >> uint64(8)) * 2.0**-24
-        i32s(y)[row] = _choose(weights, ids, count, number)
+            count = _filter(keys, ids, weights, count, top_p, min_p, order)
+        _softmax_weights(logits, ids, keys, count, peak, float64(temperature), weights)
+        number = float64(_philox(i64s(a.seed)[row], i32s(a.count)[row]) >> uint64(8)) * 2.0**-24
+        y[row] = _choose(weights, ids, count, number)
         row = next_chunk(p)
 
 
-# --------------------------------------------------------------------------------------- penalties
+def _thread_nbytes(width: int) -> int:
+    """Bytes of weights, order, keys and ids of one thread."""
+    return -(-(width * 16 + _SORT_LIMIT * 8) // 64) * 64
 
 
-@helper
-def _occurrences(ids, first, count):
-    """How often ``ids[first]`` stands from there on; 0 where it has come before."""
-    token, times = ids[first], 0
-    for i in range(first):
-        if ids[i] == token:
-            return 0
-    for i in range(first, count):
-        times += 1 if ids[i] == token else 0
-    return times
-
-
-@kernel
-def _penalise(p, thread, threads):
-    x, stride, rows_at, width, y, history, ring, stop, stops = args(p, 9)
-    counts, repeats, presences, frequencies, least = args(p + 72, 5)
-    # Threads share out the columns, so that none waits for another.
-    first, last = thread_range(width, thread, threads)
-    for row in range(load_i64(rows_at)):
-        source, target = f32s(x + row * stride), f32s(y + row * width * 4)
-        for i in range(first, last):
-            target[i] = source[i]
-        past, repeat = i32s(history + row * ring * 4), f32s(repeats)[row]
-        for i in range(ring):
-            if first <= past[i] < last:
-                times = _occurrences(past, i, ring)
-                if times > 0:
-                    value = target[past[i]]
-                    value = value / repeat if value > float32(0) else value * repeat
-                    less = f32s(presences)[row] + float32(times) * f32s(frequencies)[row]
-                    target[past[i]] = value - less
-        if i32s(counts)[row] < i32s(least)[row]:
-            for i in range(stops):
-                if first <= i32s(stop)[i] < last:
-                    target[i32s(stop)[i]] -= float32(np.inf)  # NaN stays, +inf becomes NaN
-
-
-# ---------------------------------------------------------------------------------------- builders
-
-
-def _count(width: int) -> int:
-    return -(-width // BLOCK)
-
-
-def _tops_nbytes(node: Tensor) -> int:
-    rows, width = node.sources[0].meta.bound().shape
-    return -(-rows * _count(width) * 4 // 64) * 64  # type: ignore[operator,arg-type]
-
-
-def _each_nbytes(width: int) -> int:
-    """One thread's weights, order, keys and ids."""
-    return -(-(width * 16 + _SORTED * 8) // 64) * 64
-
-
-def _sample_scratch(node: Tensor, options: Options) -> int:
+def _scratch(node: Tensor, options: Options) -> int:
     width = int(node.sources[0].shape[1])  # type: ignore[arg-type]
-    return _tops_nbytes(node) + thread_count(options) * _each_nbytes(width)
+    return maxima_nbytes(node) + thread_count(options) * _thread_nbytes(width)
 
 
-def _words(ctx: KernelContext, name: str) -> list[int]:
-    ref = ctx.need(name)
-    (width,) = ref.meta.inner
-    rows = ctx.live(ref.meta.rows)
-    return [ref.address, ref.row_stride, rows, width, ctx.scratch, _count(width)]
-
-
-@BACKEND.kernel("argmax", layout={"x": "rows"}, scratch=lambda node, options: _tops_nbytes(node))
-def argmax(ctx: KernelContext) -> list[Launch]:
-    words = _words(ctx, "x")
-    return [Launch(_blocks_nan_last, words), Launch(_argmax, [*words, ctx.out.address])]
-
-
-@BACKEND.kernel("sample", layout={"logits": "rows"}, scratch=_sample_scratch)
+@BACKEND.kernel("sample", layout={"logits": "rows"}, scratch=_scratch)
 def sample(ctx: KernelContext) -> list[Launch]:
-    words = _words(ctx, "logits")
-    own = ctx.scratch + _tops_nbytes(ctx.node)
-    draw = [*words, ctx.out.address, own, _each_nbytes(words[3])]
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "count"):
-        draw.append(ctx.need(name).address)
-    return [Launch(_blocks_nan_first, words), Launch(_sample, draw)]
-
-
-@BACKEND.kernel("penalise", layout={"logits": "rows"})
-def penalise(ctx: KernelContext) -> Launch:
-    logits, history = ctx.need("logits"), ctx.need("history")
-    (width,) = logits.meta.inner
-    words = [logits.address, logits.row_stride, ctx.live(logits.meta.rows), width]
-    words += [ctx.out.address, history.address, *history.meta.inner]
-    words += [ctx.need("stop").address, int(ctx.stop.meta.shape[0])]
-    for name in ("count", "repeat", "presence", "frequency", "min_tokens"):
-        words.append(ctx.need(name).address)
-    return Launch(_penalise, words)
+    rows = row_arguments(ctx, "logits")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "count")
+    block = SampleArgs(
+        *rows,
+        scratch=ctx.scratch + maxima_nbytes(ctx.node),
+        thread_scratch=_thread_nbytes(rows.width),
+        **{name: ctx.need(name).address for name in names},
+    )
+    return [Launch(block_maxima_nan_greatest, rows), Launch(_sample, block)]

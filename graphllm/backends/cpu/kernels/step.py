@@ -1,44 +1,80 @@
-"""The end of a step. Small and sequential: one thread does it."""
+"""End of a decode step: append the sampled tokens. One thread runs it, as it is short."""
 
 from __future__ import annotations
 
-from .. import BACKEND
-from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import args, i32s, kernel, load_i64
+from typing import NamedTuple
 
-_FIXED = 13  # words before those of the groups: slot, table and its width each
+from .. import BACKEND
+from ..runtime.argument_block import argument_reader, argument_words
+from ..runtime.device import KernelContext, Launch
+from ..runtime.jit import i32s, kernel, load_i64
+
+
+class AdvanceArgs(NamedTuple):
+    """Argument block of the op `advance`: addresses of int32 arrays, and sizes."""
+
+    sampled: int
+    stop: int
+    ids: int
+    pos: int
+    kv_len: int
+    count: int
+    done: int
+    history: int
+    sequences: int  # address of the live count
+    history_length: int  # tokens of history per sequence, a ring
+    stop_count: int
+    block: int  # cache slots per block
+    groups: int  # `GroupArgs` that follow
+
+
+class GroupArgs(NamedTuple):
+    """One KV cache group of `AdvanceArgs`."""
+
+    slot: int
+    table: int
+    table_width: int
+
+
+_read_advance, _read_group = argument_reader(AdvanceArgs), argument_reader(GroupArgs)
+_ADVANCE_BYTES, _GROUP_BYTES = 8 * len(AdvanceArgs._fields), 8 * len(GroupArgs._fields)
 
 
 @kernel
 def _advance(p, thread, threads):
     if thread != 0:
         return
-    sampled, stop, ids, pos, kv_len, count, done, history = args(p, 8)
-    live_at, ring, stops, block, groups = args(p + 64, 5)
-    chosen, last = i32s(sampled), i32s(stop)
-    for s in range(load_i64(live_at)):
-        token, at = chosen[s], i32s(kv_len)[s]
-        i32s(ids)[s], i32s(pos)[s] = token, at
-        i32s(history)[s * ring + at % ring] = token
-        column = at // block
-        for g in range(groups):
-            entry = p + 8 * (_FIXED + 3 * g)
-            slot, table, width = load_i64(entry), load_i64(entry + 8), load_i64(entry + 16)
-            first = i32s(table)[s * width + column] if column < width else -1
-            i32s(slot)[s] = first * block + at % block if first >= 0 else -1
-        i32s(kv_len)[s] = at + 1
-        i32s(count)[s] += 1
-        for e in range(stops):
-            if last[e] >= 0 and last[e] == token:
-                i32s(done)[s] |= 1
+    a = _read_advance(p)
+    sampled, stop = i32s(a.sampled), i32s(a.stop)
+    for s in range(load_i64(a.sequences)):
+        token, at = sampled[s], i32s(a.kv_len)[s]
+        i32s(a.ids)[s], i32s(a.pos)[s] = token, at
+        i32s(a.history)[s * a.history_length + at % a.history_length] = token
+        column = at // a.block
+        for i in range(a.groups):
+            group = _read_group(p + _ADVANCE_BYTES + _GROUP_BYTES * i)
+            width = group.table_width
+            first = i32s(group.table)[s * width + column] if column < width else -1
+            i32s(group.slot)[s] = first * a.block + at % a.block if first >= 0 else -1
+        i32s(a.kv_len)[s] = at + 1
+        i32s(a.count)[s] += 1
+        for e in range(a.stop_count):
+            if stop[e] >= 0 and stop[e] == token:
+                i32s(a.done)[s] |= 1
 
 
 @BACKEND.kernel("advance")
 def advance(ctx: KernelContext) -> Launch:
     names = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
-    words = [ctx.need(name).address for name in names]
-    words += [ctx.live(ctx.kv_len.meta.rows), *ctx.history.meta.inner]
-    words += [int(ctx.stop.meta.shape[0]), ctx.attrs["block"], len(ctx.rest) // 2]
+    block = AdvanceArgs(
+        **{name: ctx.need(name).address for name in names},
+        sequences=ctx.live(ctx.kv_len.meta.rows),
+        history_length=ctx.history.meta.inner[0],
+        stop_count=ctx.stop.meta.shape[0],
+        block=ctx.attrs["block"],
+        groups=len(ctx.rest) // 2,
+    )
+    words = argument_words(block)
     for slot, table in zip(ctx.rest[::2], ctx.rest[1::2]):
-        words += [slot.address, table.address, *table.meta.inner]
+        words += GroupArgs(slot.address, table.address, table.meta.inner[0])
     return Launch(_advance, words)
