@@ -101,7 +101,7 @@ def wrong() -> list[str]:
 
 def test_arithmetic():
     assert wrong() == [] and {"f32", "int8"} <= set(probe_kernels.multiply_add_loops())
-    assert set(probe_kernels.how()) == {"f32", "f16", "int8"}
+    assert set(probe_kernels.instruction_names()) == {"f32", "f16", "int8"}
 
 
 # ------------------------------------------------------------------------ what no kernel can exceed

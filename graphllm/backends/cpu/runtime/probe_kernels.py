@@ -1,6 +1,6 @@
-"""Loops that do nothing but move vectors, or nothing but multiply and add: `ceiling.py` times them.
+"""Kernels of the roofline probes: loops that only move vectors, or only multiply and add.
 
-They are written with what all kernels here are written with, so that no kernel can be faster.
+They use the same primitives as all kernels of this backend, so no kernel can be faster.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..simd.vectors import vector
 from .isa import ISA, isa
 from .jit import Kernel, args, i64s, kernel, next_chunk
 
-ITERATION_BYTES = 4 * VECTOR  # bytes that a turn of a loop over memory moves
+ITERATION_BYTES = 4 * VECTOR  # bytes that an iteration of a loop over memory moves
 _CHUNK = 256 << 10  # bytes that a thread takes at a time
-_PREFETCH_BYTES = 1024  # bytes between a load and what is asked for
-FACTOR_PERIOD = 16  # turns after which the factors of multiply-adds are the same again
+_PREFETCH_BYTES = 1024  # prefetch distance
+FACTOR_PERIOD = 16  # iterations after which the factors of multiply-adds repeat
 FACTOR_VECTORS = 2 * FACTOR_PERIOD  # vectors that factors are taken from; they fit the L1 cache
-_ONE = 0x3F800000  # the float32 1.0, which is written
+_ONE = 0x3F800000  # bits of the float32 1.0, which is written
 _HALVES = vector(F16, VECTOR // 2)
 _LEAST = min(form.largest for form in FORMATS.values() if form.block > 1)  # of largest numbers
 
@@ -31,9 +31,9 @@ _LEAST = min(form.largest for form in FORMATS.values() if form.block > 1)  # of 
 
 
 def _mover(reads: bool, writes: bool, ahead: int) -> Any:
-    """``move(source, target, nbytes)``, whole turns: an int64 that depends on all that was read.
+    """Make ``move(source, target, nbytes)``, which returns an int64 that depends on all data read.
 
-    Stores go past the caches: a line that is stored to in a cache is read from memory first.
+    Stores bypass the caches, as a store to a cache reads the line from memory first.
     """
 
     @intrinsic
@@ -63,7 +63,7 @@ def _read(e: Emit, at: Value, offset: int, ahead: int) -> Value:
 
 
 def _xor_lanes(e: Emit, vectors: list[Value]) -> Value:
-    """All bits of some vectors in an int64, so that none is left out."""
+    """Combine some vectors to an int64 that depends on all their bits."""
     found = e.b.bitcast(vectors[0], I32S)
     for each in vectors[1:]:
         found = e.b.xor(found, e.b.bitcast(each, I32S))
@@ -71,7 +71,10 @@ def _xor_lanes(e: Emit, vectors: list[Value]) -> Value:
 
 
 def memory_kernel(reads: bool, writes: bool) -> Kernel:
-    """Arguments: source, target, bytes, and an int64 for each thread that keeps what was read."""
+    """Make a kernel that moves memory.
+
+    Its arguments are source, target, bytes, and an int64 per thread for the result.
+    """
     move = _mover(reads, writes, _PREFETCH_BYTES)
 
     @kernel(key=("over memory", reads, writes, _PREFETCH_BYTES, ITERATION_BYTES))
@@ -92,11 +95,14 @@ _read_cached = _mover(True, False, 0)
 
 @kernel(key=("read_cached", ITERATION_BYTES))
 def read_cached(p, thread, threads):
-    """All of a piece of memory, by every thread, so many times; each begins at another place."""
-    start, nbytes, times, sink = args(p, 4)
+    """Every thread reads the same memory repeatedly, each from another start.
+
+    Arguments: address, bytes, repetitions, and an int64 per thread for the result.
+    """
+    start, nbytes, repetitions, sink = args(p, 4)
     first = nbytes // threads * thread // ITERATION_BYTES * ITERATION_BYTES
     total = 0
-    for _ in range(times):
+    for _ in range(repetitions):
         total += _read_cached(start + first, start, nbytes - first)
         total += _read_cached(start, start, first)
     i64s(sink)[thread] = total
@@ -111,18 +117,21 @@ copy = memory_kernel(True, True)
 
 @dataclass(frozen=True)
 class MultiplyAddLoop:
-    """How the target multiplies and adds at its highest rate.
+    """The loop of multiply-adds with the highest throughput on the target.
 
-    A turn of the loop adds products to ``sums`` independent vectors: to each those of ``owns``
-    vectors, which stay in registers, with ``factors`` vectors, which the turn loads. There are
-    enough sums to hide the latency of the instructions, and few enough for the registers.
+    An iteration adds products to ``sums`` independent vectors: each sum gets the products of
+    ``owns`` vectors, which stay in registers, with ``factors`` vectors, which the iteration loads.
+    There are enough sums to hide the latency of the instructions, and few enough for the registers.
 
     Attributes:
         form: type of the vectors, of 64 bytes each.
-        operations: of the product of two vectors that is added to a third, two per multiply-add.
-        how: the instructions, as `graphllm doctor` names them.
-        fused: whether the product and the sum are one instruction, so that all sums may be of the
-            same vectors. Otherwise the compiler would compute their product once.
+        operations: operations of one product of vectors and its addition, two per multiply-add.
+        how: the instructions, as `graphllm doctor` shows them.
+        sums: number of independent sums.
+        owns: vectors of each sum that stay in registers.
+        factors: vectors that an iteration loads.
+        fused: whether product and sum are one instruction, so that all sums may use the same
+            vectors. Otherwise the compiler would compute their product only once.
     """
 
     form: Any
@@ -135,21 +144,21 @@ class MultiplyAddLoop:
 
     @property
     def sets(self) -> int:
-        """How many sets of ``owns`` vectors differ."""
+        """Number of different sets of ``owns`` vectors."""
         return 1 if self.fused else self.sums
 
     @property
     def operations_per_iteration(self) -> int:
-        """Operations of a turn."""
+        """Operations of one iteration."""
         return self.operations * self.sums * self.owns * self.factors
 
 
 def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
-    """The multiply-adds of the target by kind: ``f32``, ``int8``, and ``f16`` where it has them."""
+    """Loops of the target by kind: ``f32``, ``int8``, and ``f16`` if it computes with float16."""
     target = target or isa()
     fused = target.avx2 or not target.x86
-    # FMA and vpdpbusd have a latency of 4 or 5 cycles and start twice a cycle. A vector is one
-    # register of 32 on AVX-512, two of 16 on AVX2, four of 16 on other x86, four of 32 on Arm.
+    # FMA and vpdpbusd have a latency of 4 or 5 cycles and a throughput of 2 per cycle. A vector is
+    # one register of 32 on AVX-512, two of 16 on AVX2, four of 16 on other x86, four of 32 on Arm.
     sums = 12 if target.avx512 else 5 if fused else 2
     name = "fused" if fused else "a product and a sum"
     found = {"f32": MultiplyAddLoop(F32S, 2 * 16, name, sums, fused=fused)}
@@ -158,7 +167,7 @@ def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
     if target.vnni:
         found["int8"] = MultiplyAddLoop(I32S, 2 * 64, "vpdpbusd", sums)
     elif target.avx2:
-        # Products of small numbers are added in int16 first: up to 43 of q2_k's, which are least.
+        # Products are added in int16 first: up to 43 of q2_k's, which are the smallest.
         each = "vpmaddubsw and vpaddw; vpmaddwd and vpaddd after 42 of them"
         found["int8"] = MultiplyAddLoop(
             I32S, 2 * 64, each, 2 if target.avx512 else 1, 3, 14, fused=False
@@ -169,13 +178,13 @@ def multiply_add_loops(target: ISA | None = None) -> dict[str, MultiplyAddLoop]:
 
 
 def instruction_names() -> dict[str, str]:
-    """By kind, the instructions that multiply and add here, or why there are none."""
-    none = {"f16": "not on this processor: kernels widen to float32"}
+    """By kind, the instructions that multiply and add on this processor, or why there are none."""
+    none = {"f16": "not on this processor: kernels convert to float32"}
     return none | {kind: chain.how for kind, chain in multiply_add_loops().items()}
 
 
 def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Value]) -> Value:
-    """``total`` plus all products, which int8 adds up in each lane of 32 bits."""
+    """``total`` plus all products; those of int8 are summed in lanes of 32 bits."""
     if kind == "f32":
         return e.madd(owns[0], factors[0], total)
     if kind == "f16":
@@ -194,7 +203,7 @@ def emit_multiply_add(e: Emit, kind: str, operands: Value, turns: Value) -> Valu
     first = [e.load(operands, chain.form, i * VECTOR) for i in range(max(8, chain.sums))]
     totals = [e.variable(first[i]) for i in range(chain.sums)]
     with e.loop(turns) as loop:
-        # Other factors in each turn: what stays the same would be computed before the loop.
+        # Factors change in each iteration, as the compiler would hoist a constant product.
         which = e.b.and_(loop.index, e.count(FACTOR_PERIOD - 1))
         at = e.at(operands, e.times(which, VECTOR))
         factors = [e.load(at, chain.form, i * VECTOR) for i in range(chain.factors)]

@@ -1,6 +1,7 @@
-"""What memory, caches and arithmetic give at best here, by the team that runs plans.
+"""Probes of the roofline: bandwidth of memory and caches, and arithmetic throughput.
 
-`graphllm.profiler.roofline` asks for it and keeps the answer.
+The thread pool that runs plans runs the probes. `graphllm.profiler.roofline` calls `measure` and
+caches its result.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .isa import usable_cores
 from .jit import Kernel
 from .step_interpreter import BARRIER
 
-ROUNDS, SECONDS = 5, 0.1  # so often at least, and so long
-_WIDTH = 4096  # of the matrix
-_UNIT = 4 * _WIDTH * 16  # bytes that all measurements divide the buffer into
-_LEAST = 64 << 20  # bytes that a thread reads from a cache in a round
+ROUNDS, SECONDS = 5, 0.1  # a probe is repeated at least so often, and at least for so long
+_WIDTH = 4096  # columns of the matrix
+_UNIT = 4 * _WIDTH * 16  # the size of the buffer is a multiple of it, for all probes
+_CACHE_BYTES = 64 << 20  # bytes that a thread reads from a cache in a round
 _OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -38,7 +39,14 @@ Run = Callable[[TimestampLog | None], None]
 
 @dataclass(frozen=True)
 class Probe:
-    """``make`` gives a call that does ``work`` (bytes or operations) of a `ProbeResults` table."""
+    """One measurement.
+
+    Attributes:
+        table: table of `ProbeResults` that gets the rate.
+        kind: name in the table.
+        work: bytes or operations of a run.
+        make: builds the program.
+    """
 
     table: str
     kind: str
@@ -47,30 +55,30 @@ class Probe:
 
 
 def _program(kernel: Kernel, threads: int, area: np.ndarray, *words: int) -> Run:
-    """One launch of a kernel whose last argument is an int64 for each thread."""
+    """Build a program of one kernel, whose last argument is an int64 per thread."""
     sink = np.zeros(threads, np.int64)
     launch = Launch(kernel, [*words, sink.ctypes.data])
     return CompiledProgram(threads, [[launch]], [BARRIER], (area, sink)).run
 
 
 def read_probe(area: np.ndarray, threads: int) -> Run:
-    """A program that reads ``area``, whole turns of it."""
+    """Build a program that reads ``area``."""
     return _program(probe_kernels.read, threads, area, area.ctypes.data, 0, area.nbytes)
 
 
 def write_probe(area: np.ndarray, threads: int) -> Run:
-    """A program that fills ``area`` with the float32 1.0, past the caches."""
+    """Build a program that fills ``area`` with the float32 1.0, bypassing the caches."""
     return _program(probe_kernels.write, threads, area, 0, area.ctypes.data, area.nbytes)
 
 
 def copy_probe(area: np.ndarray, threads: int) -> Run:
-    """A program that copies the first half of ``area`` to the second, past the caches."""
+    """Build a program that copies half of ``area`` to the other half, bypassing the caches."""
     start, half = area.ctypes.data, area.nbytes // 2
     return _program(probe_kernels.copy, threads, area, start, start + half, half)
 
 
 def matvec_probe(area: np.ndarray, threads: int) -> Run:
-    """A program that multiplies one row of activations with ``area`` as float32 weights."""
+    """Build a program that multiplies a row of activations with ``area`` as float32 weights."""
     options = Options("float", threads)
     device, rows = CpuDevice(options), area.nbytes // (4 * _WIDTH)
     x = Tensor(INPUT, (), {"name": "x"}, Meta.of((1, _WIDTH), "f32"), scopes=("",))
@@ -93,7 +101,7 @@ MEMORY_PROBES: dict[str, Callable[[np.ndarray, int], Run]] = {
 
 
 def cache_sizes(folder: Path = _CACHES) -> dict[str, int]:
-    """Sizes in bytes of the caches of data by name, ``L2 2 MB``; none where Linux does not say."""
+    """Bytes of the data caches by name (``L2 2 MB``); empty if Linux does not list them."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for each in sorted(folder.glob("index*")):
@@ -106,21 +114,23 @@ def cache_sizes(folder: Path = _CACHES) -> dict[str, int]:
 
 
 def thread_counts(cores: int) -> Iterator[int]:
-    """Counts of threads to try: all of a few, else powers of two, and all cores."""
+    """Thread counts to measure: every count up to 8 cores, else powers of two and all cores."""
     yield from range(1, cores + 1) if cores <= 8 else [2**i for i in range(cores.bit_length())]
     if cores > 8 and cores & (cores - 1):
         yield cores
 
 
 def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
-    """What so many threads do: go over memory and half of each cache, multiply and add."""
+    """Probes of memory, of half of each cache, and of multiply-adds, on ``threads`` threads."""
     for kind, make in MEMORY_PROBES.items():
         yield Probe("memory", kind, area.nbytes, partial(make, area, threads))
     start = area.ctypes.data
     for name, size in cache_sizes().items():
         nbytes = size // 2 // probe_kernels.ITERATION_BYTES * probe_kernels.ITERATION_BYTES
-        if nbytes <= area.nbytes // 4:  # else the buffer would not tell it from memory
-            times = max(1, _LEAST // nbytes)
+        if (
+            nbytes <= area.nbytes // 4
+        ):  # otherwise the buffer is too small to tell the cache from memory
+            times = max(1, _CACHE_BYTES // nbytes)
             make = partial(_program, probe_kernels.read_cached, threads, area, start, nbytes, times)
             yield Probe("caches", name, nbytes * times * threads, make)
     for kind in probe_kernels.multiply_add_loops():
@@ -131,24 +141,24 @@ def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
-    """Rates by kind and count of threads, over ``nbytes`` of memory, all of it touched.
+    """Measure rates by kind and number of threads, over ``nbytes`` of memory.
 
-    ``show`` is told how far it is: what, done, total.
+    ``show`` is called with the progress: activity, done, total.
     """
     area = allocate(max(1, nbytes // _UNIT) * _UNIT)
-    write_probe(area, usable_cores())(None)  # as weights, and so that it is there
-    tries = [(n, each) for n in thread_counts(usable_cores()) for each in _probes(area, n)]
+    write_probe(area, usable_cores())(None)  # touches all pages; the values serve as weights
+    probes = [(n, probe) for n in thread_counts(usable_cores()) for probe in _probes(area, n)]
     found = ProbeResults(how=probe_kernels.instruction_names())
-    for done, (threads, each) in enumerate(tries):
-        show("measuring memory, caches and arithmetic", done, len(tries))
-        seconds = _seconds(each.make())
-        found.add(getattr(found, each.table), each.kind, threads, each.work, seconds)
-    show("measuring memory, caches and arithmetic", len(tries), len(tries))
+    for done, (threads, probe) in enumerate(probes):
+        show("measuring memory, caches and arithmetic", done, len(probes))
+        seconds = _seconds(probe.make())
+        found.add(getattr(found, probe.table), probe.kind, threads, probe.work, seconds)
+    show("measuring memory, caches and arithmetic", len(probes), len(probes))
     return found
 
 
 def _seconds(run: Run) -> list[float]:
-    """What each of `ROUNDS` runs or more took, after one that compiles and wakes the team."""
+    """Seconds of each of at least `ROUNDS` runs, after a warm-up run."""
     log, found = TimestampLog(), list[float]()
     run(log)
     while len(found) < ROUNDS or sum(found) < SECONDS:

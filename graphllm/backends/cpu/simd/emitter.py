@@ -1,13 +1,13 @@
-"""Vectors of 16 lanes, written in LLVM's terms: what microkernels are made with.
+"""Emitter of LLVM code for vectors of 16 lanes, which microkernels are written with.
 
-An `Emit` writes instructions at the builder's position. A vector always has 16 lanes of 32 bits
-(`i32x16`, `f32x16`), one lane a row of a weight matrix; LLVM splits it into the registers that the
-target has: one on AVX-512, two on AVX2, four elsewhere. Bytes and int16 pairs are carried in the
-int32 lanes and named where they matter. Addresses are int64.
+An `Emit` emits instructions at the builder's position. A vector always has 16 lanes of 32 bits
+(`i32x16`, `f32x16`), one per interleaved row of a weight matrix; LLVM splits it into registers: one
+on AVX-512, two on AVX2, four elsewhere. Bytes and pairs of int16 are stored in int32 lanes, and
+methods that treat lanes so say it. Addresses are int64.
 
-Integer arithmetic is exact on every target. Float arithmetic is written operation by operation and
-carries a flag that keeps Numba's fast-math pass away, so nothing is reassociated or contracted: a
-microkernel gives the same bits on every target, unless it calls `madd`.
+Integer arithmetic is exact on every target. Float operations carry a flag that makes Numba's
+fast-math pass skip them, so they are not reassociated or contracted: a microkernel gives the same
+bits on every target, unless it calls `madd`.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ SIGN_BITS = 0x80808080  # of four bytes
 
 
 class Emit(VectorBuilder):
-    """Writes vector code with an llvmlite ``builder`` for the target ``features``."""
+    """Emits vector code with an llvmlite ``builder`` for the target ``features``."""
 
     # -- bytes and pairs of int16
     def add_bytes(self, x: Value, value: int) -> Value:
-        """A number added to each byte, modulo 256."""
+        """Add a number to each byte, modulo 256."""
         each = ir.Constant(BYTES, [value] * BYTES.count)
         return self.b.bitcast(self.b.add(self.b.bitcast(x, BYTES), each), I32S)
 
     def lookup_bytes(self, x: Value, table: Sequence[int]) -> Value:
-        """Each byte of x, which is below 16, as that one of 16 bytes."""
+        """Replace each byte of x, which is below 16, by that entry of a table of 16 bytes."""
         if self.isa.avx2:
             entries = self.b.bitcast(ir.Constant(BYTES, [*table] * 4), I32S)
             if self.isa.avx512:
@@ -66,27 +66,28 @@ class Emit(VectorBuilder):
         return self.b.bitcast(found[0], I32S)
 
     def duplicate_i16(self, x: Value) -> Value:
-        """int32 lanes that fit int16 as a pair of equal int16."""
+        """Duplicate int32 lanes that fit int16 as pairs of int16."""
         return self.pack_i16(x, x)
 
     def pack_i16(self, low: Value, high: Value) -> Value:
-        """int32 lanes that fit int16 side by side."""
+        """Pack two vectors of int32 lanes that fit int16 as pairs of int16."""
         return self.b.or_(self.mask(low, 0xFFFF), self.shl(high, 16))
 
     def select_lanes(self, x: Value, lanes: Sequence[int]) -> Value:
-        """These lanes of x; what follows means nothing."""
+        """Select lanes of x; the lanes that follow are undefined."""
         chosen = [*lanes, *[0] * (LANES - len(lanes))]
         return self.b.shuffle_vector(x, x, ir.Constant(I32S, chosen))
 
     def low_i16(self, x: Value) -> Value:
-        """The low int16 of each pair as int32."""
+        """Low int16 of each pair as int32."""
         return self.sar(self.shl(x, 16), 16)
 
     def high_i16(self, x: Value) -> Value:
+        """High int16 of each pair as int32."""
         return self.sar(x, 16)
 
     def dot_i16(self, x: Value, y: Value, total: Value | None = None) -> Value:
-        """``total`` plus, in each lane, the sum of two products of int16."""
+        """``total`` plus the dot product of the int16 pairs in each lane."""
         if self.isa.vnni and total is not None:
             return self._call("llvm.x86.avx512.vpdpwssd.512", I32S, total, x, y)
         if self.isa.avx512:
@@ -99,7 +100,7 @@ class Emit(VectorBuilder):
         return self._add_to(total, found)
 
     def dot_bytes(self, pairs: Pairs, largest: int, total: Value | None = None) -> Value:
-        """``total`` plus, in each lane, the sum of products u * s of the four bytes of each pair.
+        """``total`` plus the dot products of bytes u and s in each lane, of all pairs (u, s).
 
         u is unsigned and at most ``largest``, s is signed and not -128.
         """
@@ -120,7 +121,7 @@ class Emit(VectorBuilder):
         return total
 
     def dot_signed_bytes(self, pairs: Pairs, total: Value | None = None) -> Value:
-        """As `dot`, for two signed factors of which the second is not -128. Not for VNNI."""
+        """As `dot_bytes`, for signed u and s, with s not -128. Not for VNNI."""
         for w, s in pairs:
             if self.isa.avx2:
                 total = self._dot_by_sign(w, s, self.i32(0x00010001), total)
@@ -129,7 +130,7 @@ class Emit(VectorBuilder):
         return total
 
     def prepare_scale(self, scale: Value, narrow: bool = False) -> Value:
-        """int32 scales, that fit int16, as `dot_scaled` and `plus_scaled` want them."""
+        """Convert int32 scales that fit int16 to operands of `dot_bytes_scaled`, `add_scaled`."""
         if narrow:
             return self.mask(scale, 0xFFFF)
         return self.duplicate_i16(scale) if self._scales_pairs else scale
@@ -137,7 +138,7 @@ class Emit(VectorBuilder):
     def dot_bytes_scaled(
         self, pairs: Pairs, largest: int, scale: Value, total: Value | None = None
     ) -> Value:
-        """``total`` plus `dot` of the pairs times a scale (see `scale_form`) in each lane."""
+        """``total`` plus `dot_bytes` of the pairs times a scale (see `prepare_scale`) per lane."""
         if not self._scales_pairs:
             return self.add_scaled(self.dot_bytes(pairs, largest), scale, total)
         for run in self._i16_sums(pairs, largest):
@@ -155,7 +156,7 @@ class Emit(VectorBuilder):
     def dot_signed_bytes_scaled(
         self, pairs: Pairs, scale: Value, total: Value | None = None
     ) -> Value:
-        """As `dot_scaled`, for factors as `dot_signed` has them. Not for VNNI."""
+        """As `dot_bytes_scaled`, for operands as in `dot_signed_bytes`. Not for VNNI."""
         if not self._scales_pairs:
             return self._add_to(total, self.b.mul(self.dot_signed_bytes(pairs), scale))
         for w, s in pairs:
@@ -164,14 +165,14 @@ class Emit(VectorBuilder):
 
     @property
     def _scales_pairs(self) -> bool:
-        """Without VNNI the step from int16 to int32 multiplies anyway: let it apply the scale."""
+        """Whether the multiplication that widens int16 to int32 applies the scale (no VNNI)."""
         return self.isa.avx2 and not self.isa.vnni
 
     def _add_to(self, total: Value | None, x: Value) -> Value:
         return x if total is None else self.b.add(total, x)
 
     def _i16_sums(self, pairs: Pairs, largest: int) -> Iterable[Value]:
-        """Sums of byte products in int16, each of as many pairs as cannot overflow."""
+        """Sum byte products in int16; each sum has as many pairs as cannot overflow."""
         room = ((1 << 15) - 1) // (2 * largest * 127)
         for start in range(0, len(pairs), room):
             run = None
@@ -185,13 +186,13 @@ class Emit(VectorBuilder):
         return self.b.bitcast(words, I32S)
 
     def _multiply_bytes(self, u: Value, s: Value) -> Value:
-        """u0 * s0 + u1 * s1 and u2 * s2 + u3 * s3 in int16, which must not overflow. AVX2."""
+        """u0 * s0 + u1 * s1 and u2 * s2 + u3 * s3 in int16, without overflow. Needs AVX2."""
         if self.isa.avx512:
             return self._call_as("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
         return self._call_per_half("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
 
     def _dot_by_sign(self, w: Value, s: Value, scale: Value, total: Value | None) -> Value:
-        """|w| times s with the sign of w: 2 * 128 * 127 fits int16. ``scale``: in pairs."""
+        """Dot of |w| and s with the sign of w, as 2 * 128 * 127 fits int16; scales are pairs."""
         size, moved = self.b.bitcast(w, BYTES), self.b.bitcast(s, BYTES)
         zero = ir.Constant(BYTES, None)
         below = self.b.icmp_signed("<", size, zero)
@@ -204,7 +205,7 @@ class Emit(VectorBuilder):
         return self.dot_i16(product, scale, total)
 
     def split_bytes(self, x: Value) -> tuple[Value, Value]:
-        """Bytes 0 and 2, then 1 and 3, of each lane as pairs of int16 with their signs."""
+        """Bytes 0 and 2, and bytes 1 and 3, of each lane as sign-extended pairs of int16."""
         words = self.b.bitcast(x, WORDS)
         eight = ir.Constant(WORDS, [8] * WORDS.count)
         even = self.b.ashr(self.b.shl(words, eight), eight)

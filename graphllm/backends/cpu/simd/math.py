@@ -1,7 +1,7 @@
-"""Elementary functions that LLVM can vectorise, right to about the last digit of their type.
+"""Elementary functions that LLVM can vectorise, accurate to about one unit in the last place.
 
-Only contraction is allowed here: a reassociated reduction to a small argument would lose the very
-digits that it is there to keep. NaN comes through. Coefficients were fitted for this file.
+The only fast-math flag here is contraction: reassociation would break the reduction of arguments.
+NaN propagates. Coefficients were fitted for this file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba import float32, float64, int32, int64, njit
 
 from ..runtime.jit import as_f64, bits_f32, f32_of_bits, f64_as_bits, with_unique_name
 
-# Inlined by force: a loop with a call in it is not vectorised.
+# Always inlined, as a loop that contains a call is not vectorised.
 _njit = njit(fastmath={"contract"}, boundscheck=False, error_model="numpy", forceinline=True)
 
 
@@ -67,7 +67,7 @@ def tanh32(x):
     """Hyperbolic tangent."""
     z = abs(x)
     u = z * z
-    if u > float32(1.0):  # the polynomial's value is not used there, only kept finite
+    if u > float32(1.0):  # the polynomial is not used there; keep it finite
         u = _ONE
     p = _T[0]
     p = p * u + _T[1]
@@ -126,14 +126,14 @@ def gelu_erf32(x):
 
 _ROUND64 = 6755399441055744.0  # 1.5 * 2^52
 _ROUND64_BITS = 0x4338000000000000
-_QUARTER = (1.5707963267948966, 6.123233995736766e-17)  # pi/2 and what that leaves out
+_QUARTER = (1.5707963267948966, 6.123233995736766e-17)  # pi/2, and the remainder of its rounding
 _SIN = tuple(s / f for s, f in ((-1, 39916800), (1, 362880), (-1, 5040), (1, 120), (-1, 6)))
 _COS = tuple(s / f for s, f in ((1, 479001600), (-1, 3628800), (1, 40320), (-1, 720), (1, 24)))
 
 
 @_exact
 def cos_sin(angle):
-    """Cosine and sine of a float64 as float32, right to 1e-9 below a million radians."""
+    """Cosine and sine of a float64 as float32, accurate to 1e-9 below a million radians."""
     shifted = angle * (1 / _QUARTER[0]) + _ROUND64
     n = shifted - _ROUND64
     r = (angle - n * _QUARTER[0]) - n * _QUARTER[1]
@@ -142,10 +142,10 @@ def cos_sin(angle):
     s = r + r * z * s
     c = (((_COS[0] * z + _COS[1]) * z + _COS[2]) * z + _COS[3]) * z + _COS[4]
     c = 1.0 - 0.5 * z + z * z * c
-    turn = f64_as_bits(shifted) & int64(3)  # the quadrant
-    if turn & 1:
+    quadrant = f64_as_bits(shifted) & int64(3)
+    if quadrant & 1:
         s, c = c, -s
-    if turn & 2:
+    if quadrant & 2:
         s, c = -s, -c
     return float32(c), float32(s)
 

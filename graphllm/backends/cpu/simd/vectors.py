@@ -1,4 +1,4 @@
-"""The base of `simd.Emit`: addresses, loops, memory, numbers, and what vectors have in common."""
+"""Base of `simd.emitter.Emit`: addresses, loops, memory, constants and lane-wise arithmetic."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def vector(element: Any, lanes: int = LANES) -> Any:
 I32S, F32S, F16S = vector(I32), vector(F32), vector(F16)
 I16S, I8S = vector(I16), vector(I8)
 BYTES, WORDS = vector(I8, 4 * LANES), vector(I16, 2 * LANES)
-# Numba's fast-math pass leaves an operation alone that has a flag already. "afn" says nothing
-# about addition and multiplication, "nsz" nothing about the quotient of positive numbers.
+# Numba's fast-math pass skips operations that have a flag already. "afn" has no effect on addition
+# and multiplication, "nsz" none on the quotient of positive numbers.
 _EXACT, _EXACT_QUOTIENT = ("afn",), ("nsz",)
 
 
 class VectorBuilder:
-    """What all vector code is written with: see `simd.Emit`."""
+    """Emitter of the operations that all vector code uses; see `simd.emitter.Emit`."""
 
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
         self.b = builder
@@ -60,12 +60,12 @@ class VectorBuilder:
         return ir.Constant(I64, number)
 
     def loop(self, count: Value | int) -> AbstractContextManager[Any]:
-        """``with e.loop(n) as loop: ... loop.index ...``"""
+        """Emit a counted loop: ``with e.loop(n) as loop: ... loop.index ...``"""
         count = self.count(count) if isinstance(count, int) else count
         return cgutils.for_range(self.b, count, intp=I64)
 
     def variable(self, first: Value) -> Value:
-        """A variable that lives through loops, in a register if LLVM finds one; see get and set."""
+        """Make a variable that can change in loops, with an initial value; see `get` and `set`."""
         place = cgutils.alloca_once(self.b, first.type)
         self.b.store(first, place)
         return place
@@ -81,7 +81,7 @@ class VectorBuilder:
         return self.b.inttoptr(self.at(address, offset), kind.as_pointer())
 
     def load(self, address: Value, kind: Any = I32S, offset: int = 0) -> Value:
-        """Any vector or number at an address of any alignment."""
+        """Load a vector or number from an address of any alignment."""
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
         place = address, offset
@@ -92,9 +92,9 @@ class VectorBuilder:
 
     @contextmanager
     def prefetching(self) -> Iterator[None]:
-        """Meanwhile, each vector loaded is also prefetched from, once: see `prefetch_stream`.
+        """In this context each vector load also prefetches ahead, once; see `prefetch_ahead`.
 
-        One request between a few instructions is served better than many in a row.
+        Prefetches between other instructions are faster than many prefetches in a row.
         """
         self._prefetching = True
         yield
@@ -102,9 +102,9 @@ class VectorBuilder:
         self._prefetched.clear()
 
     def stack_buffer(self, nbytes: int) -> Value:
-        """The address of so many bytes on the stack, aligned to a vector."""
+        """Address of ``nbytes`` bytes on the stack, aligned to a vector."""
         with self.b.goto_entry_block():
-            # Not Numba's alloca_once: that stores zeros, byte by byte in the end.
+            # Numba's alloca_once would also store zeros.
             area = self.b.alloca(ir.ArrayType(I8, nbytes))
         area.align = VECTOR
         return self.b.ptrtoint(area, I64)
@@ -113,22 +113,22 @@ class VectorBuilder:
         self.b.store(value, self._pointer(address, value.type, offset)).align = 1
 
     def store_nontemporal(self, value: Value, address: Value, offset: int = 0) -> None:
-        """Store a vector at a multiple of its size, past the caches."""
+        """Store a vector at a multiple of its size, bypassing the caches."""
         stored = self.b.store(value, self._pointer(address, value.type, offset))
         stored.align = VECTOR
         stored.set_metadata("nontemporal", self.b.module.add_metadata([ir.Constant(I32, 1)]))
 
     def load_f32(self, address: Value, offset: int = 0) -> Value:
-        """Sixteen float32."""
+        """Load 16 float32."""
         return self.load(address, F32S, offset)
 
     def load_f16(self, address: Value, offset: int = 0) -> Value:
-        """Sixteen float16 as f32x16."""
+        """Load 16 float16 as f32x16."""
         if self.isa.f16c:
             return self.b.fpext(self.load(address, F16S, offset), F32S)
         bits = self.b.zext(self.load(address, I16S, offset), I32S)
-        # Shifted into place the exponent is 112 short, which a product makes up for, subnormals
-        # included; what had the largest exponent is infinity or NaN.
+        # After the shift the exponent is 112 too small. A product corrects that, also for
+        # subnormals; the largest exponent means infinity or NaN.
         size = self.b.bitcast(self.shl(self.mask(bits, 0x7FFF), 13), F32S)
         value = self.b.bitcast(self.mul(size, self.f32(2.0**112)), I32S)
         is_inf_or_nan = self.b.icmp_unsigned(">=", self.mask(bits, 0x7FFF), self.i32(0x7C00))
@@ -136,33 +136,35 @@ class VectorBuilder:
         return self.b.bitcast(self.b.or_(value, self.shl(self.mask(bits, 0x8000), 16)), F32S)
 
     def load_bf16(self, address: Value, offset: int = 0) -> Value:
-        """Sixteen bfloat16 as f32x16."""
+        """Load 16 bfloat16 as f32x16."""
         bits = self.b.zext(self.load(address, I16S, offset), I32S)
         return self.b.bitcast(self.shl(bits, 16), F32S)
 
     def load_e8m0_half(self, address: Value, offset: int = 0) -> Value:
-        """Sixteen bytes e as 2 ** (e - 128), f32x16; subnormal where e is 0 or 1."""
+        """Load 16 bytes e as f32x16 2 ** (e - 128), which is subnormal if e is 0 or 1."""
         exponent = self.shl(self.b.zext(self.load(address, I8S, offset), I32S), 23)
         least = self.i32(0x00400000)  # half of the least normal number
         exponent = self.b.select(self.b.icmp_unsigned(">", exponent, least), exponent, least)
         return self.mul(self.b.bitcast(exponent, F32S), self.f32(0.5))
 
     def prefetch(self, address: Value, offset: int = 0, level: int = 1) -> None:
-        """Ask for the cache line there, in a cache of this level; any address will do."""
+        """Prefetch the cache line into the cache of a level; the address need not be valid."""
         pointer = self._pointer(address, I8, offset)
-        hints = [ir.Constant(I32, v) for v in (0, 4 - level, 1)]  # read, how near, data
+        hints = [
+            ir.Constant(I32, v) for v in (0, 4 - level, 1)
+        ]  # for reading, locality, data cache
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
     def prefetch_ahead(self, address: Value, offset: int = 0) -> None:
-        """Ask for what will be read after the line there, of memory that is read once, in order.
+        """Prefetch what follows the line at the address, in memory that is read once, in order.
 
-        What is far comes to the second level, where many lines can be on their way; to the first
-        there are a dozen, which should not be taken for as long as memory needs.
+        The longer distance is prefetched into L2, which can have many outstanding misses. L1 has
+        only about a dozen, so a line is prefetched into it when it is in L2 already.
         """
         self.prefetch(address, offset + L2_PREFETCH_BYTES, level=2)
         self.prefetch(address, offset + L1_PREFETCH_BYTES)
 
-    # -- numbers in all lanes
+    # -- constants and broadcasts
     def i32(self, value: int) -> Value:
         signed = value - (1 << 32) if value >= 1 << 31 else value
         return ir.Constant(I32S, [signed] * LANES)
@@ -171,14 +173,14 @@ class VectorBuilder:
         return ir.Constant(F32S, [value] * LANES)
 
     def splat(self, value: Value) -> Value:
-        """A number in every lane."""
+        """Broadcast a number to all lanes."""
         kind = vector(value.type)
-        nothing = ir.Constant(kind, ir.Undefined)
-        one = self.b.insert_element(nothing, value, ir.Constant(I32, 0))
-        return self.b.shuffle_vector(one, nothing, ir.Constant(I32S, [0] * LANES))
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self.b.insert_element(undefined, value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, undefined, ir.Constant(I32S, [0] * LANES))
 
     def broadcast_i32(self, address: Value, offset: int = 0) -> Value:
-        """The int32 (or four bytes, or two int16) at an address in every lane."""
+        """Load an int32 (or four bytes, or two int16) and broadcast it to all lanes."""
         return self.splat(self.load(address, I32, offset))
 
     def broadcast_f32(self, address: Value, offset: int = 0) -> Value:
@@ -199,17 +201,17 @@ class VectorBuilder:
         return self.b.fdiv(x, y, flags=_EXACT_QUOTIENT)
 
     def madd(self, x: Value, y: Value, z: Value) -> Value:
-        """x * y + z, rounded once where the target has such an instruction, else twice."""
+        """x * y + z, rounded once if the target has fused multiply-add, else twice."""
         if self.isa.x86 and not self.isa.avx2:
             return self.add(self.mul(x, y), z)
         return self._call("llvm.fma.v16f32", F32S, x, y, z)
 
     def madd_f16(self, x: Value, y: Value, z: Value) -> Value:
-        """`madd` of 32 float16, for targets that compute with them."""
+        """`madd` of 32 float16, for targets with float16 arithmetic."""
         return self._call("llvm.fma.v32f16", z.type, x, y, z)
 
     def to_f32(self, x: Value) -> Value:
-        """int32 lanes as float32, to nearest even."""
+        """Convert int32 lanes to float32, to nearest even."""
         return self.b.sitofp(x, F32S)
 
     # -- integer arithmetic on int32 lanes
@@ -223,19 +225,19 @@ class VectorBuilder:
         return self.b.shl(x, self.i32(count)) if count else x
 
     def shr(self, x: Value, count: int) -> Value:
-        """Zeros come in."""
+        """Logical shift right."""
         return self.b.lshr(x, self.i32(count)) if count else x
 
     def sar(self, x: Value, count: int) -> Value:
-        """The sign comes in."""
+        """Arithmetic shift right."""
         return self.b.ashr(x, self.i32(count)) if count else x
 
     def signed_byte(self, x: Value, index: int) -> Value:
-        """Byte ``index`` of each lane with its sign."""
+        """Byte ``index`` of each lane, sign-extended."""
         return self.sar(self.shl(x, 24 - 8 * index), 24)
 
     def byte(self, x: Value, index: int) -> Value:
-        """Byte ``index`` of each lane without sign."""
+        """Byte ``index`` of each lane, zero-extended."""
         return self.mask(self.shr(x, 8 * index), 0xFF) if index < 3 else self.shr(x, 24)
 
     # -- calls
@@ -244,12 +246,12 @@ class VectorBuilder:
         return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)
 
     def _call_as(self, name: str, operand: Any, result: Any, x: Value, y: Value) -> Value:
-        """Call with vectors seen as ``operand``; the result seen as int32 lanes."""
+        """Call a function on vectors cast to ``operand``; the result is cast to int32 lanes."""
         found = self._call(name, result, self.b.bitcast(x, operand), self.b.bitcast(y, operand))
         return self.b.bitcast(found, I32S)
 
     def _call_per_half(self, name: str, lanes: int, element: Any, x: Value, y: Value) -> Value:
-        """Call a 256-bit instruction on both halves."""
+        """Call a 256-bit instruction on both halves of 512-bit vectors."""
         operand = vector(element, lanes)
         result = {"wd": vector(I32, 8), "sw": vector(I16, 16)}.get(name[-2:], operand)
         found = []
@@ -261,5 +263,5 @@ class VectorBuilder:
         return self.b.shuffle_vector(found[0], found[1], both)
 
     def reduce(self, name: str, x: Value) -> Value:
-        """The lanes of an i32x16 folded into one: add or umax."""
+        """Reduce the lanes of an i32x16 to one value with add or umax."""
         return self._call(f"llvm.vector.reduce.{name}.v16i32", I32, x)
