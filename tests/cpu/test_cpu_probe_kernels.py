@@ -170,7 +170,7 @@ def test_no_kernel_does_more_per_instruction_than_the_peak(name):
 
 
 def _peak(kind: str, e: Emit, values: list[Any]) -> Any:
-    return probe_kernels.emit_multiply(e, kind, *values)
+    return probe_kernels.emit_multiply_add(e, kind, *values)
 
 
 def _tile(code: int | None, shape: tuple[int, int], e: Emit, values: list[Any]) -> None:
@@ -191,7 +191,7 @@ def test_all_of_memory_is_read(threads):
 def test_every_thread_reads_all_of_a_cache(threads):
     """From a place of its own on: what it keeps is of both parts."""
     data, times = area(8 * probe_kernels.ITERATION_BYTES), 5
-    sums = kept(probe_kernels.cached, threads, data, data.ctypes.data, data.nbytes, times)
+    sums = kept(probe_kernels.read_cached, threads, data, data.ctypes.data, data.nbytes, times)
     for thread, found in enumerate(sums):
         first = (
             data.nbytes
@@ -213,11 +213,11 @@ def test_memory_is_written_and_copied():
 
     data = area()
     first = data[: NBYTES // 2].copy()
-    done(roofline_probes.copier(data, 2))
+    done(roofline_probes.copy_probe(data, 2))
     assert (data[NBYTES // 2 :] == first).all() and (data[: NBYTES // 2] == first).all()
-    done(roofline_probes.writer(data, 2))
+    done(roofline_probes.write_probe(data, 2))
     assert (data.view(np.float32) == 1).all()
-    done(roofline_probes.reader(data, 2))
+    done(roofline_probes.read_probe(data, 2))
     assert (data.view(np.float32) == 1).all()
 
 
@@ -229,7 +229,7 @@ def test_caches_by_name(tmp_path):
         folder.mkdir()
         for name, text in (("level", level), ("type", kind), ("size", size)):
             (folder / name).write_text(text + "\n")
-    assert roofline_probes.caches(tmp_path) == {"L1 48 KB": 48 << 10, "L2 2 MB": 2 << 20}
-    assert roofline_probes.caches(tmp_path / "none") == {}
+    assert roofline_probes.cache_sizes(tmp_path) == {"L1 48 KB": 48 << 10, "L2 2 MB": 2 << 20}
+    assert roofline_probes.cache_sizes(tmp_path / "none") == {}
     (tmp_path / "index0" / "size").write_text("big")
-    assert roofline_probes.caches(tmp_path) == {}
+    assert roofline_probes.cache_sizes(tmp_path) == {}
