@@ -14,6 +14,7 @@ import numpy as np
 from gpu_shared import Lines, Model, StepEvents
 
 import graphllm
+from graphllm.api import LLM
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
@@ -65,7 +66,7 @@ def models(only: list[Model]) -> Lines:
 def prompt_flops(engine: Engine, test: bench.Test) -> float:
     """Return the operations of the prefill, by declared costs."""
     size = engine.limits.tokens
-    plan = engine._plan(["ids"], size)
+    plan, _ = engine.generation_plans()
     ends = range(test.depth, test.depth + test.prompt, size)
     last = test.depth + test.prompt
     return sum(bench.step_flops(plan, at, min(size, last - at)) for at in ends)
@@ -85,21 +86,23 @@ def idle(only: list[Model]) -> Lines:
         llm = shared.load_random(model, DECODE.context + 64)
         plain = bench.run(llm, DECODE, ROUNDS, lambda done: None)
         wall, nbytes = 1e6 / median(plain.rates), plain.nbytes
-        steps, between = step_times(llm.engine)
+        steps, between = step_times(llm)
         own, gap = 1e6 * median(steps), 1e6 * median(between)
         yield (
             f"{model[0]:<12} {model[1]:<8} {wall:8.1f} {own:8.1f} {1 - own / wall:6.1%} "
-            f"{gap:11.1f} {host(llm.engine):8.1f} {shared.share(1e6 * nbytes / own)}"
+            f"{gap:11.1f} {host_busy(llm):8.1f} {shared.share(1e6 * nbytes / own)}"
         )
         del llm
 
 
-def decode(engine: Engine, wrap: Any) -> float:
-    """Microseconds a token of the test `DECODE`, whose `DecodeLoop` is passed to ``wrap``."""
-    repeat, tokens = engine.executor.decode_loop, bench.filler_tokens(DECODE.depth, engine._vocab)
+def decode(llm: LLM, wrap: Any) -> float:
+    """Return the microseconds per token of `DECODE`, whose `DecodeLoop` is passed to ``wrap``."""
+    engine = llm.engine
+    make_loop = engine.executor.decode_loop
+    tokens = bench.filler_tokens(DECODE.depth, llm.decoder.cfg.vocab)
 
     def wrapped(*call: Any) -> DecodeLoop:
-        steps = repeat(*call)
+        steps = make_loop(*call)
         wrap(steps)
         return steps
 
@@ -112,17 +115,17 @@ def decode(engine: Engine, wrap: Any) -> float:
             next(ids)
         return 1e6 * (time.perf_counter() - start) / DECODE.gen
     finally:
-        engine.executor.decode_loop = repeat
+        engine.executor.decode_loop = make_loop
 
 
-def step_times(engine: Engine) -> tuple[list[float], list[float]]:
+def step_times(llm: LLM) -> tuple[list[float], list[float]]:
     """Return the GPU seconds of each step, and of the gaps between steps."""
-    device, made = engine.executor.devices["cuda"], []
-    decode(engine, lambda steps: made.append(StepEvents(steps, device)))
+    device, made = llm.executor.devices["cuda"], []
+    decode(llm, lambda steps: made.append(StepEvents(steps, device)))
     return made[0].seconds()
 
 
-def host(engine: Engine) -> float:
+def host_busy(llm: LLM) -> float:
     """Return the microseconds per token in which the host does not wait for the GPU."""
     waited = []
 
@@ -137,7 +140,7 @@ def host(engine: Engine) -> float:
 
         steps.take = waiting
 
-    return decode(engine, timed) - 1e6 * sum(waited) / DECODE.gen
+    return decode(llm, timed) - 1e6 * sum(waited) / DECODE.gen
 
 
 # ------------------------------------------------------------------------------------------- batch

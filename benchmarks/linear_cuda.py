@@ -116,7 +116,7 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
     for _ in range(5):
         llm.engine.reuse_cache([*ids[:depth], -1])
         recorder = Recorder()
-        next(llm.engine.generate(ids, bench._GREEDY, [], None, (recorder, recorder)))
+        next(llm.engine.generate(ids, bench.GREEDY, [], None, (recorder, recorder)))
         rows = [r for r in recorder.rows if ".layers." in r.scope]
     yield f"{kind}, {tokens} tokens after {depth}: {median(result.rates):.0f} tok/s in total"
     yield f"{'step':<28} {'calls':>5} {'us each':>9} {'us a layer':>11} {'GB/s':>6} {'TFLOP/s':>8}"

@@ -62,7 +62,7 @@ def recorded(llm: LLM, ids: list[int]) -> tuple[list[tuple[int, int, str]], list
     sampled = llm.engine.generate(ids, Sampling(seed=0), (), profile=recorders)
     for _ in range(4):
         next(sampled)  # the CUDA graph is captured
-    begun = len(recorders[1]._pending)
+    begun = len(recorders[1].runs)
 
     def tokens() -> None:
         for _ in range(TOKENS):

@@ -59,7 +59,7 @@ def ran(run: Callable[[TimestampLog | None], None]) -> float:
 
 def linear(name: str, tokens: int) -> float:
     """Return the operations/s of a linear of ``tokens`` tokens."""
-    step = kernel_probes._linear("cpu", 1, dtype(name), kernel_probes.WIDTH, tokens)
+    step = kernel_probes.time_linear("cpu", 1, dtype(name), kernel_probes.WIDTH, tokens)
     assert step is not None, name
     return step.flops / min(step.seconds)
 

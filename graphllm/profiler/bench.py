@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..loading.loaded_model import LoadedModel
     from ..weights import Weights
 
-_GREEDY = Sampling(temperature=0.0, seed=0)
+GREEDY = Sampling(temperature=0.0, seed=0)
 _UNUSED_ID = -1  # a token that no prompt has
 
 
@@ -195,7 +195,7 @@ def time_once(engine: Engine, test: Test, tokens: list[int]) -> int:
 def _rewind(engine: Engine, tokens: list[int]) -> None:
     """Leave exactly ``tokens`` in the cache; compute only those that are missing."""
     if engine.reuse_cache([*tokens, _UNUSED_ID]) < len(tokens):
-        next(engine.generate(tokens, _GREEDY, []))
+        next(engine.generate(tokens, GREEDY, []))
 
 
 def _time_prefill(engine: Engine, test: Test, tokens: list[int]) -> int:
@@ -203,7 +203,7 @@ def _time_prefill(engine: Engine, test: Test, tokens: list[int]) -> int:
     _rewind(engine, tokens[: test.depth])
     prompt = tokens[: test.depth + test.prompt]
     start = time.perf_counter_ns()
-    next(engine.generate(prompt, _GREEDY, []))
+    next(engine.generate(prompt, GREEDY, []))
     took = time.perf_counter_ns() - start
     if engine.prefill_tokens != test.prompt:
         raise RequestError(f"{test.name}: the cache did not keep {test.depth} tokens")
@@ -217,7 +217,7 @@ def _time_decode(engine: Engine, test: Test, tokens: list[int]) -> int:
     """
     before = tokens[: max(test.depth, 1)]
     _rewind(engine, before)
-    sampled = engine.generate(before, _GREEDY, [])
+    sampled = engine.generate(before, GREEDY, [])
     next(sampled)
     start = time.perf_counter_ns()
     for _ in range(test.gen):

@@ -108,7 +108,7 @@ def _phases(
         if name == "decode":
             runs = [run for span in spans for run in _runs_in_window(runs, span)[:tokens]]
         for backend in {step.backend.name for run in runs for step in run.plan.steps}:
-            _add_roofline(rooflines, backend, _threads(llm))
+            add_roofline(rooflines, backend, _threads(llm))
         found.append(Phase(name, tokens, passes, tuple(runs), rooflines))
     return tuple(found)
 
@@ -124,7 +124,7 @@ def _runs_in_window(runs: Sequence[Run], span: _Window) -> list[Run]:
     return [run for run in runs if span[0] <= run.called < span[1]]
 
 
-def _add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
+def add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
     """Add the cached ceilings of ``backend`` to ``rooflines``, if it was measured."""
     ceilings = roofline.load_cached(backend)
     if ceilings is None or backend in rooflines:

@@ -108,7 +108,7 @@ def measure(
     for done, threads in enumerate(counts):
         show("measuring linears", done, total)
         for form in _REFERENCE_FORMATS:
-            _add_rate(found, threads, _linear(backend, threads, form, WIDTH, TOKENS))
+            _add_rate(found, threads, time_linear(backend, threads, form, WIDTH, TOKENS))
         _add_rate(found, threads, _attention(backend, threads))
         _add_rate(found, threads, _elementwise(backend, threads))
         own = step_overhead(backend, threads, nbytes)
@@ -120,7 +120,7 @@ def measure(
         show("measuring linears", done, total)
         form = dtype(name)
         rows = max(1, min(nbytes, 2 * _MAX_CHAIN_BYTES) // form.row_nbytes(WIDTH))
-        one, many = (_linear(backend, alone, form, *n) for n in ((rows, 1), (WIDTH, TOKENS)))
+        one, many = (time_linear(backend, alone, form, *n) for n in ((rows, 1), (WIDTH, TOKENS)))
         if one is not None:
             found.shares[name] = min(1.0, one.nbytes / min(one.seconds) / best(alone))
         if many is not None:
@@ -140,7 +140,9 @@ def _add_rate(found: KernelRates, threads: int, step: _StepSample | None) -> Non
         found.spreads.setdefault(step.kind, {})[threads] = spread(step.seconds)
 
 
-def _linear(backend: str, threads: int, form: DType, rows: int, tokens: int) -> _StepSample | None:
+def time_linear(
+    backend: str, threads: int, form: DType, rows: int, tokens: int
+) -> _StepSample | None:
     """Time a linear of ``rows`` outputs; None if the backend does not run it."""
     raw = np.resize(random_bytes(form), rows * form.row_nbytes(WIDTH)).reshape(rows, -1)
     x = feed("x", (Var("T", 1, tokens), WIDTH), F32)

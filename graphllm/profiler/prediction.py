@@ -156,7 +156,7 @@ class TimePredictor:
         if ceiling is None:
             return None
         threads, many = self.threads, env["T"] > 1
-        best, computes = ceiling.bytes_s(threads), _compute_seconds(step, env, ceiling, threads)
+        best, computes = ceiling.bytes_s(threads), compute_seconds(step, env, ceiling, threads)
         if not best or (computes is None and many):
             return None
         if many:
@@ -187,7 +187,7 @@ class TimePredictor:
         ]
 
 
-def _compute_seconds(
+def compute_seconds(
     step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
 ) -> float | None:
     """Return the seconds of the step's operations, by kind; None if a rate is unknown."""

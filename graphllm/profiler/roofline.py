@@ -238,7 +238,7 @@ def measure(backend: str, show: Show, nbytes: int = 0) -> Ceilings:
         found, flops=more.flops, steps=more.steps, shares=more.shares, many=more.many,
         spreads={**own.spreads, **more.spreads}, others=others.share() if by_threads else None,
     )  # fmt: skip
-    _save(found)
+    save(found)
     return found
 
 
@@ -258,7 +258,7 @@ def _now() -> datetime:
 
 
 def _read(entry: Mapping[str, Any]) -> Ceilings:
-    """Parse an entry that `_save` wrote.
+    """Parse an entry that `save` wrote.
 
     Raises KeyError, TypeError, ValueError or AttributeError if it is anything else.
     """
@@ -288,7 +288,7 @@ def _numbers(row: Mapping[str, Any], key: Callable[[str], Any]) -> dict[Any, flo
     return found
 
 
-def _save(ceiling: Ceilings) -> None:
+def save(ceiling: Ceilings) -> None:
     """Add ``ceiling`` to the cache file, replacing the entry of its backend."""
     entries = _entries()
     if not isinstance(entries, dict):

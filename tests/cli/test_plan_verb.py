@@ -247,7 +247,7 @@ def test_missing_rates(tiny):
     cost = ops.get(step.node.op).node_cost(step.node, env).flops
     for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
         own = Ceilings(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
-        assert prediction._compute_seconds(step, env, own, 1) == (cost / rate if rate else None)
+        assert prediction.compute_seconds(step, env, own, 1) == (cost / rate if rate else None)
 
 
 def test_a_bench_test_is_predicted(tiny, measured):

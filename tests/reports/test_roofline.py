@@ -103,11 +103,11 @@ def test_peaks_do_not_depend_on_kernel_rates():
 
 def test_profiles_use_peaks_as_ceilings(cache):
     """Not the rates of kernels, which are for predictions."""
-    from graphllm.profiler.capture import _add_roofline
+    from graphllm.profiler.capture import add_roofline
 
-    roofline._save(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
+    roofline.save(made(flops={"integer": {1: 9e11}}, peaks={"f32": {1: 3e11}, "int8": {1: 5e11}}))
     roofs = {}
-    _add_roofline(roofs, "cpu", 1)
+    add_roofline(roofs, "cpu", 1)
     assert (roofs["cpu"].float_flop_s, roofs["cpu"].integer_flop_s) == (3e11, 5e11)
 
 
@@ -131,11 +131,11 @@ def test_only_fresh_measurements_of_this_machine_are_reused(cache, monkeypatch):
         made(date=(now + timedelta(hours=2)).isoformat()),
         made(machine="another"),
     ):
-        roofline._save(kept)
+        roofline.save(kept)
         assert roofline.load_cached("cpu") == kept and not kept.is_fresh()
         roofline.load_or_measure("cpu", ignore_progress)
     assert calls == ["cpu"] * 3
-    roofline._save(made(date=(now - timedelta(hours=23)).isoformat()))
+    roofline.save(made(date=(now - timedelta(hours=23)).isoformat()))
     assert (
         roofline.load_or_measure("cpu", ignore_progress) == roofline.load_cached("cpu")
         and len(calls) == 3
@@ -156,20 +156,20 @@ def test_a_damaged_cache_file_is_ignored(cache, text):
     cache.mkdir()
     (cache / "ceilings.json").write_text(text)
     assert roofline.load_cached("cpu") is None
-    roofline._save(made())
+    roofline.save(made())
     assert roofline.load_cached("cpu") == made(date=roofline.load_cached("cpu").date)
 
 
 def test_entries_of_other_backends_are_kept(cache):
-    roofline._save(made(backend="gpu"))
-    roofline._save(made())
+    roofline.save(made(backend="gpu"))
+    roofline.save(made())
     assert set(json.loads((cache / "ceilings.json").read_text())) == {"cpu", "gpu"}
     assert roofline.load_cached("gpu") == made(backend="gpu", date=roofline.load_cached("gpu").date)
 
 
 def test_a_cache_directory_that_is_a_file(cache):
     cache.write_text("")
-    roofline._save(made())
+    roofline.save(made())
     assert roofline.load_cached("cpu") is None
 
 
@@ -196,7 +196,7 @@ def test_doctor_shows_ceilings(cache, capsys):
         for title in ("read, GB/s ", "f32 multiply-add, GFLOP/s", "fixed overhead of a step, us"):
             (row,) = (line for line in out.splitlines() if line.strip().startswith(title))
             assert len(row.split(title)[1].split()) >= usable_cores()
-    roofline._save(made(machine="another box"))
+    roofline.save(made(machine="another box"))
     lines = [line.strip() for line in shown(capsys).splitlines()]
     (at,) = (i for i, line in enumerate(lines) if line.endswith(" on another box"))
     assert lines[at + 1] == "unreliable: measured on another machine; measure again"
@@ -261,7 +261,7 @@ def test_bench_reports_the_measurement(cache, capsys, monkeypatch):
     assert found is not None and f"measured {found.date}" in capsys.readouterr().err
     assert _ceiling("cpu") == found and f"cached: measured {found.date}" in capsys.readouterr().err
     assert _ceiling("reference") is None and capsys.readouterr().err == ""
-    roofline._save(made(machine="another"))
+    roofline.save(made(machine="another"))
 
     def full():
         raise RequestError("no room")

@@ -1,8 +1,8 @@
-"""Profile reports, as docs/profile-format.md has them: what writers of other forms are tested on.
+"""Profile reports (docs/profile-format.md) for tests of the writers of other formats.
 
-`sample` is made up and has what is rare: two plans in one phase, a backend in the middle of
-another, steps that missed the first backend, overlaps, rows without a limit. `large` has many rows.
-`measured` is a real one, of a small model on two backends.
+`sample` is synthetic and has rare cases: two plans in one phase, segments of several backends, steps
+that missed the first backend, overlaps, rows without a ceiling. `large` has many rows. `measured`
+is a real profile of a small model on two backends.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tiny_models
 import graphllm
 from graphllm.profiler.speed import speed
 
-ROOFS = {"cuda": (900e9, 20e12, 80e12), "cpu": (30e9, 200e9, 800e9)}
+CEILINGS = {"cuda": (900e9, 20e12, 80e12), "cpu": (30e9, 200e9, 800e9)}
 PINNED = 1  # the layer that runs on the CPU
 
 
 @dataclass
 class Clock:
-    """The time of a pass, and what it was spent on."""
+    """Time within a pass, and its accounting."""
 
     at: int = 0
     spent: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def _limit(row: dict[str, Any], ceilings: bool) -> tuple[float | None, str]:
     """Of all its runs, nanoseconds; none for the sampler and where no ceiling is known."""
     if not ceilings or row["op"] in ("sample", "advance"):
         return None, ""
-    bytes_s, _, flop_s = ROOFS[row["backend"]]
+    bytes_s, _, flop_s = CEILINGS[row["backend"]]
     memory, arithmetic = 1e9 * row["bytes"] / bytes_s, 1e9 * row["flops"] / flop_s
     return max((memory, "memory"), (arithmetic, "arithmetic"))
 
@@ -98,7 +98,7 @@ def _run(
         clock.spend("gaps", random.randrange(2_000, 9_000))
         segments.append({"first": first, "count": count, "begin": clock.at})
         for row in rows[first : first + count]:
-            bytes_s, _, flop_s = ROOFS[row["backend"]]
+            bytes_s, _, flop_s = CEILINGS[row["backend"]]
             ideal = 1e9 * max(row["bytes"] / bytes_s, row["flops"] / flop_s)
             ns = int(ideal * random.uniform(1.1, 1.6)) + random.randrange(300, 900)
             clock.spend("copies" if row["copy"] else "ops", ns)
@@ -172,13 +172,13 @@ def sample(layers: int = 4, passes: int = 3, decode: int = 5, ceilings: bool = T
 
 
 def _report(phases: list[dict[str, Any]], ceilings: bool) -> dict[str, Any]:
-    roofs = {
+    ceilings_by_backend = {
         name: {
             "date": "2026-11-20T10:00:00Z", "stale": name == "cpu", "bytes_s": bytes_s,
             "doubt": "measured 3 days ago; measure again" if name == "cpu" else "",
             "float_flop_s": float_s, "integer_flop_s": integer_s,
         }
-        for name, (bytes_s, float_s, integer_s) in ROOFS.items()
+        for name, (bytes_s, float_s, integer_s) in CEILINGS.items()
     }  # fmt: skip
     return {
         "schema": "graphllm.profile", "version": 2,
@@ -197,7 +197,7 @@ def _report(phases: list[dict[str, Any]], ceilings: bool) -> dict[str, Any]:
         },
         "start": {"load_s": 1.9, "weights_s": 1.1, "kernels_s": 0.5, "first_run_s": 0.03},
         "busy": {"others": 0.02, "note": ""},
-        "ceilings": roofs if ceilings else {},
+        "ceilings": ceilings_by_backend if ceilings else {},
         "phases": phases,
     }  # fmt: skip
 
