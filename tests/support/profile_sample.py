@@ -1,8 +1,8 @@
 """Profile reports (docs/profile-format.md) for tests of the writers of other formats.
 
-`sample` is synthetic and has rare cases: two plans in one phase, segments of several backends, steps
-that missed the first backend, overlaps, rows without a ceiling. `large` has many rows. `measured`
-is a real profile of a small model on two backends.
+`sample` is synthetic and has rare cases: two plans in one phase, segments of several backends,
+steps that missed the first backend, overlaps, rows without a ceiling. `large` has many rows.
+`measured` is a real profile of a small model on two backends.
 """
 
 from __future__ import annotations
