@@ -82,7 +82,7 @@ class KernelRates:
 
 
 @dataclass(frozen=True)
-class _StepSample:
+class StepSample:
     """The step of a plan that computes most: kind, bytes, operations, seconds of each run."""
 
     kind: str
@@ -133,7 +133,7 @@ def measure(
     return found
 
 
-def _add_rate(found: KernelRates, threads: int, step: _StepSample | None) -> None:
+def _add_rate(found: KernelRates, threads: int, step: StepSample | None) -> None:
     if step is not None:
         rates = found.flops.setdefault(step.kind, {})
         rates[threads] = max(rates.get(threads, 0.0), step.flops / min(step.seconds))
@@ -142,8 +142,16 @@ def _add_rate(found: KernelRates, threads: int, step: _StepSample | None) -> Non
 
 def time_linear(
     backend: str, threads: int, form: DType, rows: int, tokens: int
-) -> _StepSample | None:
-    """Time a linear of ``rows`` outputs; None if the backend does not run it."""
+) -> StepSample | None:
+    """Time a linear with random weights; None if the backend does not run it.
+
+    Args:
+        backend: name of the backend.
+        threads: number of threads.
+        form: format of the weights.
+        rows: number of outputs; `WIDTH` inputs.
+        tokens: number of tokens.
+    """
     raw = np.resize(random_bytes(form), rows * form.row_nbytes(WIDTH)).reshape(rows, -1)
     x = feed("x", (Var("T", 1, tokens), WIDTH), F32)
     with scope("product"):
@@ -152,7 +160,7 @@ def time_linear(
     return _time_plan(executor, y, {"x": np.ones((tokens, WIDTH), np.float32)}, {})
 
 
-def _attention(backend: str, threads: int) -> _StepSample | None:
+def _attention(backend: str, threads: int) -> StepSample | None:
     """Time causal attention over `TOKENS` tokens; None if the backend does not run it."""
     heads, kv_heads = _HEAD_COUNTS
     feeds = {
@@ -170,7 +178,7 @@ def _attention(backend: str, threads: int) -> _StepSample | None:
     return _time_plan(_executor(backend, threads, {}), y, feeds, {"kv_sum": pairs})
 
 
-def _elementwise(backend: str, threads: int) -> _StepSample | None:
+def _elementwise(backend: str, threads: int) -> StepSample | None:
     """Time an elementwise op; None if the backend does not run it."""
     x = feed("x", (Var("T", 1, TOKENS), _DIM), F32)
     with scope("elements"):
@@ -181,7 +189,7 @@ def _elementwise(backend: str, threads: int) -> _StepSample | None:
 
 def _time_plan(
     executor: Executor, y: Tensor, feeds: Mapping[str, np.ndarray], env: Mapping[str, int]
-) -> _StepSample | None:
+) -> StepSample | None:
     """Time the step of a plan that computes most; None if a step is not on the first backend."""
     plan = executor.compile({"y": y})
     if {step.backend for step in plan.steps} != {executor.backends[0]}:
@@ -193,7 +201,7 @@ def _time_plan(
     seconds = [max(ns, 1) / 1e9 for ns in row.times[1:]]  # the first run compiles and loads kernels
     calls = len(row.times)
     kind = arithmetic_kind(plan.steps[row.step].node)
-    return _StepSample(kind, row.bytes / calls, row.flops / calls, seconds)
+    return StepSample(kind, row.bytes / calls, row.flops / calls, seconds)
 
 
 def step_overhead(backend: str, threads: int, nbytes: int) -> float | None:
