@@ -1,6 +1,6 @@
-"""The cache directory: what is in it is used only if it is sound and nobody else's.
+"""The cache directory: files are used only if they are intact and belong to the user.
 
-As a script it runs the campaign at any count: `python tests/core/test_cache.py 1000`.
+As a script it runs the campaign of damaged kernels: `python tests/core/test_cache.py 1000`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from graphllm.errors import ModelFileError
 
 OTHER = 12345  # a user id
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-COUNT = 60  # cases of the campaign, where it is a test
+COUNT = 60  # cases of the campaign when run as a test
 
 
 # ------------------------------------------------------------------------------------ one CacheFile
@@ -65,7 +65,9 @@ def test_a_file_is_bound_to_its_key(kept, capsys):
     assert kept.load(b"other") is None
     moved = CacheFile("a", "b", "y.bin", root=kept.path.parents[2])
     shutil.copy(kept.path, moved.path)
-    assert moved.load(b"ke") is None and moved.load(b"keyb") is None  # nothing runs together
+    assert (
+        moved.load(b"ke") is None and moved.load(b"keyb") is None
+    )  # fields are separated by their lengths
     assert capsys.readouterr().err == (
         f"graphllm: cache file not used: {kept.path}: its checksum is wrong\n"
     )
@@ -113,8 +115,8 @@ NOT_USED = {
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=AS_ROOT) if "'" in k else k for k in NOT_USED]
 )
-def test_what_is_no_file_of_the_users_own(kind, kept, capsys):
-    """A miss with one line, without waiting, and replaced if that is possible."""
+def test_files_that_another_user_may_have_written_are_rejected(kind, kept, capsys):
+    """They are misses, reported in one line, without blocking, and replaced if possible."""
     make, reason = NOT_USED[kind]
     kept.path.unlink()
     make(kept.path)
@@ -127,7 +129,7 @@ def test_what_is_no_file_of_the_users_own(kind, kept, capsys):
 
 @pytest.mark.parametrize("level", range(3))
 @pytest.mark.parametrize("kind", ["writable", pytest.param("another's", marks=AS_ROOT), "symlink"])
-def test_a_directory_that_is_not_the_users_own(kind, level, kept, tmp_path, capsys):
+def test_directories_that_others_may_write_are_rejected(kind, level, kept, tmp_path, capsys):
     """Nothing is read from it or below it, and nothing is written."""
     folder = kept.path.parents[2 - level]
     if kind == "symlink":
@@ -137,7 +139,7 @@ def test_a_directory_that_is_not_the_users_own(kind, level, kept, tmp_path, caps
         folder.chmod(0o770)
     else:
         os.chown(folder, OTHER, OTHER)
-    if kind == "symlink" and level == 0:  # the path that the user names may lead anywhere
+    if kind == "symlink" and level == 0:  # the path that the user sets may contain links
         assert kept.load(b"key") == b"body"
         return
     assert kept.load(b"key") is None and not capsys.readouterr().err
@@ -177,7 +179,7 @@ def test_a_full_disk_leaves_nothing_behind(kept, monkeypatch, capsys):
 
 
 def test_writers_at_once_leave_one_whole_file(kept):
-    """Whoever reads meanwhile has one of the texts, and never a part of it."""
+    """A concurrent reader gets one of the contents as a whole."""
     texts = [bytes([65 + n]) * (1 << 18) for n in range(4)]
     kept.save(b"key", texts[0])
 
@@ -215,7 +217,7 @@ def test_a_demo_file_that_others_could_have_written(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
     path = demo_path()
     path.write_bytes(b"wrong")
-    assert demo_path().read_bytes() == b"wrong"  # the size alone is looked at
+    assert demo_path().read_bytes() == b"wrong"  # only the size is checked
     os.chown(path, OTHER, OTHER)
     assert demo_path().read_bytes() == b"right"
     assert f"it belongs to user {OTHER}" in capsys.readouterr().err
@@ -236,7 +238,7 @@ def path_of(kernel: Kernel) -> Path:
 
 
 def computed(address: int) -> bytes:
-    """What the kernel at ``address`` makes of some numbers."""
+    """Return the results of the kernel at ``address`` for fixed inputs."""
     x = np.linspace(-9, 9, 96, dtype=np.float32)
     y, rows = np.zeros_like(x), np.ones(1, np.int64)
     words = [x.ctypes.data, x.nbytes, y.ctypes.data, rows.ctypes.data, x.size, 0x40000000]
@@ -274,7 +276,7 @@ def rewritten(rng: random.Random, kernel: Kernel, data: dict[str, bytes]) -> Non
 
 
 def resealed(rng: random.Random, kernel: Kernel, data: dict[str, bytes]) -> None:
-    """Under a sound checksum something that is no kernel."""
+    """Replace a kernel by other content with a valid checksum."""
     file, key = kernel._cache._file, kernel._cache._key
     body = file.load(key)
     assert body is not None
@@ -314,7 +316,7 @@ DAMAGES: list[Callable[[random.Random, Kernel, dict[str, bytes]], None]] = [
 
 
 def child(seed: int, folder: Path, data: dict[str, bytes], whole: bool) -> None:
-    """One case, in a process of its own, which ends here: with 0 if all is well."""
+    """Run one case in a forked process and exit, with 0 if it passes."""
     rng, wrong = random.Random(seed), 1
     cache._reported.append("this is quiet")
     try:
@@ -340,13 +342,13 @@ def child(seed: int, folder: Path, data: dict[str, bytes], whole: bool) -> None:
 
 
 def campaign(count: int, folder: Path, seed: int = 0) -> Counter[int]:
-    """Run ``count`` cases; how many ended with each status (of a signal: negative)."""
+    """Run ``count`` cases; return how many ended with each status (negative for a signal)."""
     os.environ["GRAPHLLM_CACHE"] = str(folder / "good")
     data: dict[str, bytes] = {}
     for name, kernel in KERNELS.items():
         kernel._library, kernel._address = None, 0
         data[f"{name} gives"] = computed(kernel.address)
-        assert kernel._cache.load(_codegen()) is not None  # undamaged, it is loaded
+        assert kernel._cache.load(_codegen()) is not None  # undamaged, so it is loaded
         data[name] = path_of(kernel).read_bytes()
     found: Counter[int] = Counter()
     for each in range(seed, seed + count):
@@ -361,7 +363,7 @@ def campaign(count: int, folder: Path, seed: int = 0) -> Counter[int]:
 
 
 def test_damaged_kernels_are_misses(tmp_path):
-    """In a process without threads, from which others are forked."""
+    """Runs in a process without threads, which is safe to fork."""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, __file__, str(COUNT)], env=env, capture_output=True, text=True, timeout=600
@@ -382,7 +384,7 @@ PROGRAM = """
 
 
 def test_a_process_with_a_poisoned_cache(tmp_path):
-    """Each kernel in the other's place: the right results, and one line."""
+    """Two kernels swapped in the cache: results are right, with one warning."""
     env = {**os.environ, "GRAPHLLM_CACHE": str(tmp_path)}
 
     def run() -> subprocess.CompletedProcess:
@@ -399,7 +401,7 @@ def test_a_process_with_a_poisoned_cache(tmp_path):
     again = run()
     assert (again.returncode, again.stdout) == (0, first.stdout)
     assert again.stderr.count("\n") == 1 and "its checksum is wrong" in again.stderr
-    last = run()  # they were made anew, and kept
+    last = run()  # they were compiled again, and stored
     assert (last.stderr, last.stdout) == ("", first.stdout)
 
 

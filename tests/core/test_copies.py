@@ -1,4 +1,4 @@
-"""Copies between memories in graphs made by hand; `test_placement.py` has those of whole models."""
+"""Copies between memories in small graphs; `test_placement.py` tests whole models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_a_state_is_copied_where_pins_ask_for_it(remote):  # noqa: F811
         y = ops.gather_rows(written, slot)
     executor = Executor(backends=("remote", "reference"), pins={"read": "reference"})
     plan = executor.compile({"y": y})
-    assert {s.backend.name for s in plan.steps} == {"reference"}  # the writer goes along
+    assert {s.backend.name for s in plan.steps} == {
+        "reference"
+    }  # the writer moves to the same memory
     executor = Executor(
         backends=("remote", "reference"), pins={"read": "reference", "write": "remote"}
     )
@@ -37,7 +39,7 @@ def test_a_state_is_copied_where_pins_ask_for_it(remote):  # noqa: F811
 @pytest.mark.parametrize("kind", ["fed", "kept", "weight", "made"])
 @pytest.mark.parametrize("target", [HOST, "remote"])
 def test_a_copy_that_the_graph_asks_for(remote, kind, target):  # noqa: F811
-    """It comes from the other memory, whoever else reads what is copied, and where."""
+    """Explicit copies in a graph, with users of the source in both memories."""
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     leaf = {"kept": state, "weight": weight}.get(kind, feed)("x", (3, 4), "f32")
     with scope("near"):
@@ -52,7 +54,7 @@ def test_a_copy_that_the_graph_asks_for(remote, kind, target):  # noqa: F811
     plan = executor.compile(outputs)
     other = HOST if target == "remote" else "remote"
     found = {(copies.source, copies.target): str(copies) for copies in plan.copies()}
-    if kind in ("fed", "weight"):  # they lie in both memories
+    if kind in ("fed", "weight"):  # in both memories
         assert list(found) == [(other, target)]
         assert found[other, target].endswith(": 1, of 48 bytes in all")
     assert (other, target) in found

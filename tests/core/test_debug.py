@@ -1,4 +1,4 @@
-"""The rungs of GRAPHLLM_DEBUG: each says what it should, and what those below it say."""
+"""The levels of GRAPHLLM_DEBUG: each prints its own lines and those of the lower levels."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def tiny(tmp_path_factory):
 
 
 def generated(model, device: str = "cpu", **options) -> list[int]:
-    """Five tokens after three."""
+    """Generate five tokens after a prompt of three."""
     llm = graphllm.load(model, device=device, threads=2, context=64, **options)
     return list(islice(llm.engine.generate([3, 1, 4], Sampling(temperature=0, seed=0), []), 5))
 
 
 def said(capsys, monkeypatch, level: int | str, model) -> list[str]:
-    """The lines of a generation."""
+    """Return the debug lines of a generation."""
     monkeypatch.setenv("GRAPHLLM_DEBUG", str(level))
     generated(model)
     out, err = capsys.readouterr()
@@ -62,7 +62,7 @@ def test_one_backends_plans_and_memory(tiny, capsys, monkeypatch):
 
 
 def test_two_a_line_for_every_step(tiny, capsys, monkeypatch):
-    """Of the prompt, and of each token: the last of the five ids needs no step after it."""
+    """For the prompt and four tokens: the last of five ids needs no further step."""
     plain = generated(tiny)
     lines = said(capsys, monkeypatch, 2, tiny)
     steps = [match for match in map(STEP.match, lines) if match]
@@ -76,7 +76,7 @@ def test_two_a_line_for_every_step(tiny, capsys, monkeypatch):
     assert {match[1] for match in steps} == {"cpu"} and "[3," in steps[0][8]
     assert "memory host: " in "\n".join(lines) and "graph, " not in "\n".join(lines)
     capsys.readouterr()
-    assert generated(tiny) == plain  # it is the same run
+    assert generated(tiny) == plain  # the same run
 
 
 def test_two_runs_of_several_backends(remote, tiny, capsys, monkeypatch):  # noqa: F811
@@ -110,7 +110,7 @@ def kernel(key: str) -> Kernel:
 
 
 def test_four_the_source_of_kernels(capsys, monkeypatch, tmp_path):
-    """Also of those that the disk has as machine code."""
+    """Also of kernels that are cached on disk."""
     for level, shown, how in ((1, False, "compiled"), (1, False, "loaded"), (4, True, "compiled")):
         monkeypatch.setenv("GRAPHLLM_DEBUG", str(level))
         assert kernel(str(tmp_path)).address

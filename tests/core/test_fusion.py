@@ -1,4 +1,4 @@
-"""Fusion: every fused op against its parts, the rules on whole decoders, and what stops a rule."""
+"""Fusion: every fused op against its decomposition, rules on whole decoders, rejected matches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 FUSED = sorted(fusion.rules())
-# Rules that save what a launch costs: the CPU walks from step to step for next to nothing. They are
-# tested in test_cuda.py and, without a GPU, in test_cuda_plans.py.
+# Rules that only save launch overhead, which is negligible on the CPU. They are tested in
+# test_cuda.py and, without a GPU, in test_cuda_plans.py.
 NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "route"}
 ON_CPU = [name for name in FUSED if name not in NOT_ON_CPU]
 T = Var("T", 1, 8)
@@ -40,7 +40,7 @@ def named(results) -> dict[str, Tensor]:
 
 
 def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
-    """A result as numbers, and how far two roundings of the same number may lie apart."""
+    """Return a result as floats, and the maximum difference of two roundings of one value."""
     if not node.dtype.name.startswith("a8_"):
         return array, 0.0
     k = int(node.shape[-1])
@@ -50,7 +50,7 @@ def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_fused_equals_its_parts(name):
-    """On cpu as one step, in an arena of NaN and with canaries, and on the reference in parts."""
+    """On cpu fused, with buffer guards, and on the reference unfused."""
     weights = {k: v for g in grouped(name) if g.cases for k, v in g.weights.items()}
     cpu = GuardedExecutor(Arrays(weights), ("cpu",))
     reference = Executor(Arrays(weights), ("reference",))
@@ -81,7 +81,7 @@ def test_fused_equals_its_parts(name):
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_every_rule_finds_its_own_parts(name):
-    """The op's parts, as a graph, are fused to it again (all of them, or by a larger rule)."""
+    """The decomposition, as a graph, is fused to the op again, or to a larger one."""
     for group in grouped(name):
         if name in ("gated", "linears", "rope_write"):
             continue  # see the tests called test_..._found
@@ -94,8 +94,8 @@ def test_every_rule_finds_its_own_parts(name):
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_price_of_a_fused_op(name):
-    """As many operations as its parts have, and no more bytes."""
+def test_cost_of_a_fused_op(name):
+    """It has the operations of its parts, and no more bytes."""
     for group in grouped(name):
         own = decompose(group.node)
         for case in group.cases:
@@ -106,7 +106,7 @@ def test_price_of_a_fused_op(name):
             assert 0 <= joint.bytes <= sum(c.bytes for c in single)
 
 
-# ------------------------------------------------------------------------------ what stops a rule
+# ------------------------------------------------------------------------------- rejected matches
 
 
 def steps(outputs, weights, **options) -> list[str]:
@@ -120,7 +120,7 @@ def glu_parts():
     return activated, ops.mul(activated, up)
 
 
-def test_a_value_that_somebody_else_reads_is_not_fused_away():
+def test_a_value_with_another_user_is_not_fused_away():
     activated, y = glu_parts()
     assert steps({"y": y}, {}) == ["glu"]
     assert sorted(steps({"y": y, "also": activated}, {})) == ["mul", "silu"]
@@ -142,7 +142,7 @@ def test_a_rule_stays_within_one_backend():
 
 
 def test_linears_are_found():
-    """Those that read one activation, of any format; not those behind them."""
+    """Linears of one activation in any format, but not linears of their results."""
     w: dict = {n: np.eye(256, dtype=np.float32) for n in ("w1", "w2", "w3")}
     w |= {
         k.name: quantization.Blocks(quantization.quantise(w["w1"], k), k, 256) for k in (Q8_0, Q4_K)
@@ -166,8 +166,8 @@ def test_gated_linears_are_found():
     assert sorted(steps({"y": ops.mul(ops.silu(g), u), "z": u}, w)) == ["glu", "linears"]
 
 
-def test_parts_that_need_each_other_are_not_one_step():
-    """Values made of the turned queries: fused, the step would wait for itself."""
+def test_fusion_never_makes_a_cycle():
+    """Values computed from rotated queries: fused, the step would depend on itself."""
     assert "rope_write" in steps({"y": attended(lambda q: None)}, {})
     assert "rope_write" not in steps({"y": attended(lambda q: ops.scale(q, factor=2.0))}, {})
 
@@ -179,7 +179,7 @@ def test_unknown_rules_are_named():
 
 
 def attended(values, normed: bool = False) -> Tensor:
-    """Attention over pools that this step writes; ``values(q)`` may make v of the turned q."""
+    """Attention over pools that this step writes; ``values(q)`` may use the rotated q."""
     q, k, v = (feed(n, (T, 2, 32), "f32") for n in "qkv")
     pos, slot, s = feed("pos", (T,), "i32"), feed("slot", (T,), "i32"), Var("S", 1, 1)
     k_pool, v_pool = (state(n, (32, 2, 32), "f16") for n in ("kp", "vp"))
@@ -195,7 +195,7 @@ def attended(values, normed: bool = False) -> Tensor:
 
 
 def test_rope_write_is_found():
-    """With and without norms, where attention reads what was written."""
+    """With and without norms, if attention reads the written pools."""
     w = {"n": np.ones(32, np.float32)}
     for normed in (False, True):
         y = attended(lambda q: None, normed)
@@ -227,9 +227,9 @@ def test_small_decoders_agree_fused_and_unfused(arch, tmp_path):
 
 @pytest.mark.realmodel
 def test_the_real_model_agrees_and_is_short(demo_path):
-    """Float logits as without fusion. With quantised activations a rounding that falls the other
-    way moves them as much as quantisation does: fusion may not add to that. And at most nine steps
-    a layer."""
+    """Float logits equal those without fusion. With quantised activations, a different rounding
+    changes logits as much as quantisation does, and fusion must not add to that. At most nine
+    steps per layer."""
     text = "Fusion joins what neighbours compute, so that less goes through memory."
     found = {}
     for linear in ("float", "integer"):

@@ -1,4 +1,4 @@
-"""What an executor keeps of a graph goes with the graph, and is the graph's own until then."""
+"""Lifetimes: what an executor caches for a graph is freed with the graph. Feeds are checked."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ every_order = pytest.mark.parametrize("order", ORDERS, ids="+".join)
 
 
 @pytest.fixture
-def counted():
-    """No collector: whatever is freed here is freed by counting references alone."""
+def no_gc():
+    """Disable the garbage collector: objects must be freed by reference counts."""
     gc.collect()
     gc.disable()
     yield
@@ -31,7 +31,7 @@ def counted():
 
 
 @every_order
-def test_short_lived_graphs_are_right_and_leave_nothing(order, counted):
+def test_short_lived_graphs_are_right_and_leave_nothing(order, no_gc):
     found = campaign(1000, order)
     assert (found.wrong, found.held) == (0, 0)
     assert found.grown < 2 << 20
@@ -51,14 +51,14 @@ def outputs():
     return {"y": ops.rms_norm(x, weight("w", (4,), "f32"), eps=1e-6), "pool": written}
 
 
-def test_the_same_graph_has_one_plan_while_it_lives(executor, counted):
+def test_the_same_graph_has_one_plan_while_it_lives(executor, no_gc):
     graph = outputs()
     plan = executor.compile(graph)
     assert executor.compile(graph) is plan and executor.compile(graph, {"T": (1, 3)}) is not plan
     assert executor.compile(outputs()) is not plan
 
 
-def test_state_lives_as_long_as_the_graph_that_has_it(executor, counted):
+def test_state_lives_as_long_as_the_graph_that_has_it(executor, no_gc):
     graph = outputs()
     executor.run(executor.compile(graph), FEEDS)
     np.testing.assert_array_equal(executor.get_state("pool", 3)[:, 0], X)
@@ -72,7 +72,7 @@ def test_state_lives_as_long_as_the_graph_that_has_it(executor, counted):
         executor.get_state("pool")
 
 
-def test_a_plan_outlives_its_graph(executor, counted):
+def test_a_plan_outlives_its_graph(executor, no_gc):
     plan = executor.compile(outputs())
     assert np.isfinite(executor.run(plan, FEEDS)["y"]).all()
     np.testing.assert_array_equal(executor.get_state("pool", 3)[:, 0], X)
@@ -80,7 +80,7 @@ def test_a_plan_outlives_its_graph(executor, counted):
     assert held(executor) == 0
 
 
-def test_a_graph_goes_when_one_of_its_outputs_does(executor, counted):
+def test_a_graph_goes_when_one_of_its_outputs_does(executor, no_gc):
     x = feed("x", (T, 4), "f32")
     executor.bind(executor.compile({"x": x, "y": ops.silu(x)}))
     sizes = executor.cache_sizes()
@@ -88,7 +88,7 @@ def test_a_graph_goes_when_one_of_its_outputs_does(executor, counted):
     assert sizes["plans"] == sizes["values"] == 0
 
 
-def test_an_adopted_model_is_held(executor, counted):
+def test_a_placed_model_is_kept(executor, no_gc):
     executor.place_model(outputs())
     model = executor.model
     plan = executor.compile({"y": model["y"]})
@@ -97,8 +97,8 @@ def test_an_adopted_model_is_held(executor, counted):
     assert address() is executor.compile({"y": model["y"]})
 
 
-def test_an_executor_is_no_cycle(executor, request, counted):
-    """So its memory is free as soon as nobody holds it."""
+def test_an_executor_is_no_cycle(executor, request, no_gc):
+    """So its memory is freed with the last reference."""
     own = Executor(Arrays({"w": np.full(4, 2, np.float32)}), ORDERS[1])
     graph = outputs()
     plan = own.compile(graph)
@@ -148,7 +148,7 @@ def test_a_missing_feed_is_named(executor):
             executor.run(plan, {k: v for k, v in FEEDS.items() if k != name}, {"T": 3})
 
 
-def test_a_repeated_plan_keeps_what_it_was_fed(executor):
+def test_a_decode_loop_keeps_its_feeds(executor):
     plan, live = executor.compile(outputs()), {"T": 3}
     with pytest.raises(GraphError, match=r"input '.*' .* was never fed"):
         executor.decode_loop(plan, {}, live, "y")

@@ -1,5 +1,5 @@
-"""Layers in two memories: pins, copies, states, what fits, kernels that are switched off; with a
-stand-in backend that does the reference's arithmetic in a memory of its own."""
+"""Placement on two memories: pins, copies, states, GPU offload, disabled kernels. The backend
+`remote` runs the reference's kernels in a memory of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory):
 
 
 def answers(llm) -> list[list[int]]:
-    """Greedy tokens: beyond a block of the cache; after a common prefix; and with penalties."""
+    """Generate greedily beyond a cache block, after a common prefix, and with penalties."""
     found = []
     for prompt, count, more in ((IDS, 70, {}), (MORE, 8, {}), (IDS, 8, {"repeat_penalty": 1.7})):
         ids = llm.engine.generate(prompt, Sampling(temperature=0.0, **more), ())
@@ -59,7 +59,7 @@ def plain(tiny):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_split_changes_no_token(remote, tiny, plain, split):  # noqa: F811
-    """What `advance` writes in one memory is read in the other in the next step."""
+    """The next step reads in one memory what `advance` wrote in the other."""
     llm = graphllm.load(tiny, device="remote", kv_type="f32", **SPLITS[split])
     assert answers(llm) == plain
     assert llm.logits(IDS).shape == (len(IDS), 400)
@@ -69,7 +69,7 @@ def test_a_split_changes_no_token(remote, tiny, plain, split):  # noqa: F811
 
 
 def test_a_split_with_kernels_of_the_cpu(remote, tiny, plain):  # noqa: F811
-    """One segment for each stay on a backend, and one more where a copy comes between."""
+    """One segment per run of steps on a backend."""
     place = {"model.layers.1.*": "cpu"}
     llm = graphllm.load(tiny, kv_type="f32", linear="float", place=place)
     assert answers(llm) == plain
@@ -82,7 +82,7 @@ def test_a_split_with_kernels_of_the_cpu(remote, tiny, plain):  # noqa: F811
 
 
 def test_states_lie_where_they_are_written(remote, tiny):  # noqa: F811
-    """Each in one memory, though plans without `advance` are compiled, too."""
+    """Each state has one memory, although plans without `advance` are compiled as well."""
     llm = graphllm.load(
         tiny, device="remote", kv_type="f32", place={"model.layers.0.*": "reference"}
     )
@@ -94,7 +94,7 @@ def test_states_lie_where_they_are_written(remote, tiny):  # noqa: F811
     assert {name for name, memories in homes.items() if len(memories) > 1} == {
         "q_start",
         "table.full",
-    }  # what is fed goes to both
+    }  # feeds are copied to both
     assert homes["full.0.k"] == {HOST} and homes["full.1.k"] == homes["pos"] == {"remote"}
 
 
@@ -117,7 +117,7 @@ def test_the_plan_and_the_model_name_copies(remote, tiny):  # noqa: F811
 
 
 def test_a_cache_is_not_copied(remote, tiny):  # noqa: F811
-    """An op that is switched off takes those with it that share its pools."""
+    """A disabled op moves the other users of its pools to its own backend."""
     llm = graphllm.load(tiny, device="remote", no_kernels=("remote:attention",))
     assert llm.placement()["reference"] == {"attention": LAYERS, "kv_write": 2 * LAYERS}
     assert (
@@ -131,11 +131,11 @@ def test_a_cache_is_not_copied(remote, tiny):  # noqa: F811
     assert to_host.nbytes < 2 * LAYERS * 10 * 10 * 4
 
 
-# ------------------------------------------------------------------------------------------- fits
+# ------------------------------------------------------------------------------------ GPU offload
 
 
-def test_what_fits_is_decided_by_bytes(remote, tiny, plain, monkeypatch):  # noqa: F811
-    """The last layers and the output first; never more than there is."""
+def test_offload_fills_the_memory(remote, tiny, plain, monkeypatch):  # noqa: F811
+    """The last layers and the output go first; never more than the memory holds."""
     whole = graphllm.load(tiny, device="remote", kv_type="f32").gpu_offload
     assert str(whole) == f"all {LAYERS} layers on remote: 0.54 GB of 1099.51 GB free there"
     seen = []
@@ -153,7 +153,7 @@ def test_what_fits_is_decided_by_bytes(remote, tiny, plain, monkeypatch):  # noq
 
 
 def test_a_shared_matrix_goes_with_the_output(remote, tmp_path, monkeypatch):  # noqa: F811
-    """A head that is the embedding takes its room from the layers, at the first attempt."""
+    """A tied head counts once, and the first attempt fits."""
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
     whole = graphllm.load(tied, device="remote", kv_type="f32").gpu_offload
     placed, adopt = [], Executor.place_model
@@ -166,7 +166,7 @@ def test_a_shared_matrix_goes_with_the_output(remote, tmp_path, monkeypatch):  #
         2,
         True,
     ) and llm.gpu_offload.needed_bytes < whole.needed_bytes
-    assert len(placed) == 2  # the whole, and what fits
+    assert len(placed) == 2  # all layers, then those that fit
 
 
 def test_layers_that_do_not_fit_are_the_first(remote, tiny):  # noqa: F811
@@ -185,11 +185,13 @@ def test_layers_that_do_not_fit_are_the_first(remote, tiny):  # noqa: F811
     ]
 
 
-def test_a_pin_comes_before_what_fits(remote, tiny):  # noqa: F811
+def test_pins_have_priority_over_offload(remote, tiny):  # noqa: F811
     llm = graphllm.load(
         tiny, device="remote", gpu_layers=3, place={"model.layers.0.mlp.*": "remote"}
     )
-    assert llm.gpu_offload.first == 1 and llm.gpu_offload.layers == 3  # a part of the first, too
+    assert (
+        llm.gpu_offload.first == 1 and llm.gpu_offload.layers == 3
+    )  # including a part of the first
     own = [s for s in llm.engine.decode_plan().steps if s.node.scope.startswith("model.layers.0.")]
     assert {s.backend.name for s in own if ".mlp" in s.node.scope} == {"remote"}
     assert "reference" in {s.backend.name for s in own}
@@ -215,7 +217,7 @@ def test_layers_without_a_device_of_their_own(tiny):
 
 @pytest.mark.parametrize("room", [1000, 10_000, 60_000])
 def test_no_room_is_one_line(remote, tiny, monkeypatch, room):  # noqa: F811
-    """Whatever does not fit: weights, the cache, intermediates."""
+    """For weights, the cache and intermediates."""
     monkeypatch.setattr(RemoteDevice, "room", room)
     with pytest.raises(OutOfMemory) as caught:
         graphllm.load(tiny, device="remote", gpu_layers="all", context=128)
@@ -224,8 +226,8 @@ def test_no_room_is_one_line(remote, tiny, monkeypatch, room):  # noqa: F811
     assert str(error).startswith(f"no memory for {error.what}: ") and "are free; " in str(error)
 
 
-def test_what_had_no_room_is_named(remote, tiny, monkeypatch):  # noqa: F811
-    """Each allocation of a load fails in its turn."""
+def test_out_of_memory_names_the_allocation(remote, tiny, monkeypatch):  # noqa: F811
+    """Each allocation of a load fails in turn."""
     made, alloc, seen = [], RemoteDevice.alloc, set()
 
     def failing(device, nbytes):
@@ -277,8 +279,8 @@ def test_a_bad_switch(tiny, switch, says):
         graphllm.load(tiny, device="reference", no_kernels=(switch,))
 
 
-def test_a_switched_off_part_is_not_fused(tiny):
-    """Of the CPU's fused ops none has a part that is switched off."""
+def test_a_disabled_op_is_not_fused(tiny):
+    """No fused op of the CPU contains a disabled op."""
     llm = graphllm.load(tiny, device="cpu", no_kernels=("cpu:rms_norm",))
     assert not any("norm" in op for op in llm.placement()["cpu"])
     assert llm.placement()["reference"]["rms_norm"] == 2 * LAYERS + 1
@@ -326,7 +328,7 @@ def test_run_without_a_kernel(tiny, monkeypatch, capsys):
 # -------------------------------------------------------------------------------------- the order
 
 
-def test_who_stands_behind_a_device():
+def test_fallbacks_of_a_device():
     assert backends.names()[-3:] == list(ORDER) == ["cuda", "cpu", "reference"]
     assert backends.fallbacks("cuda") == ["cuda", "cpu", "reference"]
     assert backends.fallbacks("cpu") == ["cpu", "reference"]
@@ -336,7 +338,7 @@ def test_who_stands_behind_a_device():
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """A machine on which CuPy is installed, and of no use; nobody may open its device."""
+    """A machine with CuPy but no usable GPU; opening the device is an error."""
     cuda = backends.find("cuda")
     monkeypatch.setattr(cuda, "probe", lambda: (False, "no NVIDIA driver is installed"))
     monkeypatch.setattr(cuda, "wanted", lambda: True)
@@ -344,12 +346,12 @@ def no_gpu(monkeypatch):
     return cuda
 
 
-def test_what_is_installed_and_not_used_is_told(no_gpu, tiny, monkeypatch, capsys):
+def test_an_installed_backend_that_is_not_used_is_reported(no_gpu, tiny, monkeypatch, capsys):
     words = ("run", tiny, "-p", "a", "-n", 1, "--json")
     code, out, err = called(monkeypatch, capsys, *words)
     assert not code and json.loads(out)["device"] == "cpu"
     assert err == "note: cuda is not used: no NVIDIA driver is installed\n"
-    for device in ("cpu", "reference"):  # not asked for
+    for device in ("cpu", "reference"):  # not requested
         assert not called(monkeypatch, capsys, *words, "--device", device)[2]
     monkeypatch.setattr(no_gpu, "wanted", lambda: False)  # and not installed
     assert not called(monkeypatch, capsys, *words)[2]
@@ -368,7 +370,7 @@ def test_doctor_says_what_is_missing_in_a_line(no_gpu, monkeypatch, capsys):
 
 
 def test_the_cpu_opens_no_gpu(monkeypatch, tiny):
-    """Nor is it asked whether there is one."""
+    """Nor does it probe for one."""
     monkeypatch.setattr(backends.find("cuda"), "probe", None)
     llm = graphllm.load(tiny, device="cpu")
     assert llm.executor.skipped == {} and set(llm.executor.devices) == {"cpu"}

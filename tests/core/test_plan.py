@@ -26,11 +26,11 @@ T = Var("T", 1, 8)
 
 
 class ToyDevice(HostDevice):
-    """Runs builders' results, which here are NumPy functions, through the reference's segment."""
+    """Runs the results of builders, here NumPy functions, with the reference's segment."""
 
 
 def toy(**kernels) -> Backend:
-    """A backend whose kernels are the reference's bodies, registered with the given rules."""
+    """Return a backend whose kernels are the NumPy bodies, registered with the given rules."""
     backend = Backend("toy", lambda: (True, "a test"), lambda options: ToyDevice())
     for name, rules in kernels.items():
         backend.kernel(name, **rules)(ops.get(name).reference)
@@ -39,7 +39,7 @@ def toy(**kernels) -> Backend:
 
 @pytest.fixture
 def with_toy(monkeypatch):
-    """Executor(backends=("toy", "reference")) finds the backend that was put in here."""
+    """A mapping whose entry "toy" is the backend that Executor(backends=("toy", ...)) finds."""
     known = {}
     real = backends.find
     monkeypatch.setattr(backends, "find", lambda name: known.get(name) or real(name))
@@ -58,7 +58,7 @@ def test_equal_nodes_merge_and_keep_their_scopes():
     assert rewrite.dump(merged).count("silu") == 1 and "silu" in rewrite.dot(merged)
 
 
-def test_verify_finds_a_read_that_a_write_overtakes():
+def test_verify_finds_a_read_after_an_overwrite():
     pool, x = state("pool", (8, 1, 4), "f32"), feed("x", (T, 1, 4), "f32")
     slot = feed("slot", (T,), "i32")
     written = ops.kv_write(pool, x, slot)
@@ -77,7 +77,7 @@ def test_verify_finds_leaves_that_disagree():
         rewrite.verify({"y": y, "z": ops.silu(feed("x", (T, 5), "f32"))})
 
 
-def test_memory_shares_only_what_never_meets():
+def test_only_disjoint_lifetimes_share_memory():
     rng = np.random.default_rng(0)
     for _ in range(50):
         intervals = []
@@ -171,29 +171,29 @@ def test_feeds_are_checked():
         missing.bind(missing.compile({"y": ops.rms_norm(x, w, eps=1e-6)}))
 
 
-def test_poison_catches_a_kernel_that_writes_beside_its_buffer(with_toy):
+def test_guards_catch_an_out_of_bounds_write(with_toy):
     with_toy["toy"] = toy(silu={})
 
-    class Sloppy(ToyDevice):
+    class OutOfBounds(ToyDevice):
         def build(self, steps, header):
             segment = super().build(steps, header)
             run, out = segment.run, steps[0].out
 
-            def sloppy(log):
+            def write_past_the_end(log):
                 run(log)
                 out.buffer[out.meta.offset + out.meta.bound().nbytes] = 1
 
-            segment.run = sloppy
+            segment.run = write_past_the_end
             return segment
 
-    with_toy["toy"].open_device = lambda options: Sloppy()
+    with_toy["toy"].open_device = lambda options: OutOfBounds()
     ex = GuardedExecutor(backends=("toy", "reference"))
     plan = ex.compile({"y": ops.silu(feed("x", (T, 4), "f32"))})
     with pytest.raises(GraphError, match="wrote outside"):
         ex.run(plan, {"x": np.ones((8, 4), np.float32)})
 
 
-def test_rows_price_the_live_step():
+def test_costs_use_live_values():
     x, w = feed("x", (T, 32), "f32"), weight("w", (16, 32), "f32")
     ex = Executor(Arrays({"w": np.ones((16, 32), np.float32)}), ("reference",))
     with scope("layer"):
@@ -207,7 +207,7 @@ def test_rows_price_the_live_step():
         assert row.bytes == 4 * (rows * 32 + 16 * 32 + rows * 16) and row.ns > 0
 
 
-def test_state_lives_from_run_to_run():
+def test_state_persists_between_runs():
     pool, x = state("pool", (8, 1, 4), "f32"), feed("x", (T, 1, 4), "f32")
     slot = feed("slot", (T,), "i32")
     ex = Executor(backends=("reference",))

@@ -1,4 +1,4 @@
-"""Kernels read slices where they lie: no step of a plan is there to rearrange them."""
+"""Kernels read slices in place: plans contain no copies of them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def attended(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None) -> T
     return ops.attention(q, k, v, *batch, None, slopes, scale=0.1, block=16)
 
 
-def latent(kind: str) -> Tensor:
-    """Mla attention: a pool of what all heads share, whose first columns are the values."""
+def mla(kind: str) -> Tensor:
+    """MLA: one pool shared by all heads, whose first columns are the values."""
     pos, slot = feed("pos", (T,), "i32"), feed("slot", (T,), "i32")
-    turned = ops.rope(feed("turned", (T, 1, TURNED), "f32"), pos, base=1e4)
-    rows = ops.concat(feed("latent", (T, 1, LATENT), "f32"), turned)
+    rotated = ops.rope(feed("rotated", (T, 1, TURNED), "f32"), pos, base=1e4)
+    rows = ops.concat(feed("mla", (T, 1, LATENT), "f32"), rotated)
     k = ops.kv_write(state("k", (32, 1, DEPTH), kind), rows, slot)
     return attended(feed("q", (T, 4, DEPTH), "f32"), k, k.slice(2, 0, LATENT))
 
 
 def heads_of(x: Tensor, layout: str) -> list[Tensor]:
-    """Queries, keys and values [T, H, D] in the row of a joint linear: all heads of each after
-    those of the other (split), or those of one head side by side (joint)."""
+    """Slice queries, keys and values [T, H, D] from rows of a joint linear: each as a whole
+    (split), or interleaved by head (joint)."""
     size = HEADS * WIDTH
     if layout == "split":
         return [x.slice(1, i * size, (i + 1) * size).heads(HEADS) for i in range(3)]
@@ -50,16 +50,16 @@ def heads_of(x: Tensor, layout: str) -> list[Tensor]:
     return [joint.slice(2, i * WIDTH, (i + 1) * WIDTH) for i in range(3)]
 
 
-def fused(layout: str, turned: bool, kind: str) -> Tensor:
-    """Attention from one linear's row; normed and turned (Qwen3), or with slopes (Bloom)."""
+def fused(layout: str, rotated: bool, kind: str) -> Tensor:
+    """Attention from rows of one linear: with norms and rope (Qwen3), or with slopes (Bloom)."""
     q, k, v = heads_of(feed("x", (T, 3 * HEADS * WIDTH), "f32"), layout)
     pos, slot = feed("pos", (T,), "i32"), feed("slot", (T,), "i32")
-    if turned:
+    if rotated:
         norm = weight("norm", (WIDTH,), "f32")
         q, k = (ops.rope(ops.rms_norm(x, norm, eps=1e-6), pos, base=1e4) for x in (q, k))
     pools = (state(name, (32, HEADS, WIDTH), kind) for name in "kv")
     k, v = (ops.kv_write(pool, x, slot) for pool, x in zip(pools, (k, v)))
-    return attended(q, k, v, None if turned else weight("slopes", (HEADS,), "f32"))
+    return attended(q, k, v, None if rotated else weight("slopes", (HEADS,), "f32"))
 
 
 def ops_of(backend: str, y: Tensor, **options: object) -> list[str]:
@@ -78,7 +78,7 @@ def _plans_for_a_gpu(paper):  # noqa: F811
 @BACKENDS
 @pytest.mark.parametrize("kind", CACHED)
 def test_values_that_are_columns_of_the_keys_are_not_copied(backend, kind):
-    y = latent(kind)
+    y = mla(kind)
     assert ops_of(backend, y) == ["rope", "concat", "kv_write", "attention"]
     quantised = ops.quantise_act(y.flatten(), dtype="a8_32")
     assert ops_of(backend, quantised) == ["rope", "concat", "kv_write", "attention_quantise"]
@@ -94,17 +94,17 @@ def test_parts_of_a_joint_row_are_not_copied(backend, kind):
 
 
 @BACKENDS
-def test_heads_that_lie_apart_are_made_dense(backend):
-    """Which is why weights of this form had better be sorted when they are loaded."""
-    for turned in (False, True):
-        assert ops_of(backend, fused("joint", turned, "f16")).count("contiguous") == 3
+def test_interleaved_heads_are_copied(backend):
+    """So weights of this form are better reordered when they are loaded."""
+    for rotated in (False, True):
+        assert ops_of(backend, fused("joint", rotated, "f16")).count("contiguous") == 3
 
 
 # -------------------------------------------------------------------------------------- the values
 
 
 def chunks(executor: Executor, y: Tensor, sizes: tuple[int, ...]) -> np.ndarray:
-    """The result for a sequence of which a run has ``sizes`` tokens each."""
+    """Return the result for a sequence that is split into runs of ``sizes`` tokens."""
     rng, done, found = np.random.default_rng(3), 0, []
     executor.bind(plan := executor.compile({"y": y}))
     leaves = {leaf.name: leaf for leaf in plan.leaves.values() if leaf.op == "input"}
@@ -123,21 +123,21 @@ def chunks(executor: Executor, y: Tensor, sizes: tuple[int, ...]) -> np.ndarray:
 
 
 CASES: dict[str, Callable[[str], Tensor]] = {
-    "latent": latent,
-    "split, turned": lambda kind: fused("split", True, kind),
+    "mla": mla,
+    "split, rotated": lambda kind: fused("split", True, kind),
     "split, with slopes": lambda kind: fused("split", False, kind),
-    "joint, turned": lambda kind: fused("joint", True, kind),
+    "joint, rotated": lambda kind: fused("joint", True, kind),
 }
 
 
 @pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("case", CASES)
-def test_slices_give_what_the_reference_gives(case, kind):
-    """And a prompt in pieces what it gives at once, to the last bit."""
+def test_slices_match_the_reference(case, kind):
+    """And a prompt in chunks gives bit-identical results."""
     y, sizes = CASES[case](kind), (20, 1, 3)
     cpu = Executor(Arrays(WEIGHTS), ("cpu",))
     have = chunks(cpu, y, sizes)
     want = chunks(Executor(Arrays(WEIGHTS), ("reference",)), y, sizes)
-    # A turned key may round to the neighbouring step of a pool's format.
+    # A rotated key may round to an adjacent value of the pool's format.
     assert mismatch(have, want, {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-2}[kind]) == ""
     np.testing.assert_array_equal(chunks(cpu, y, (1, 2, 18, 3)), have)

@@ -13,7 +13,7 @@ T = Var("T", 1, 16)
 
 
 def as_numpy(node: Tensor, data: np.ndarray) -> np.ndarray:
-    """What ``node``, a view of a leaf, sees of ``data``."""
+    """Return the NumPy view of ``data`` that corresponds to ``node``, a view of a leaf."""
     meta = node.meta.at({"T": data.shape[0]})
     return np.ndarray(meta.shape, data.dtype, data.data, meta.offset, meta.strides)
 

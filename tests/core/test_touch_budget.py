@@ -1,4 +1,4 @@
-"""A new op, model or backend takes one file or directory. Runs the examples of CONTRIBUTING.md."""
+"""A new op, model or backend needs one file or directory: runs the examples of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = [1, 5, 300, 17, 9, 9, 250]
 
 
 def example(heading: str, language: str = "python") -> str:
-    """The first block of code in ``language`` under the heading of the page."""
+    """Return the first code block in ``language`` under a heading of the page."""
     page = (DOCS.parent / "CONTRIBUTING.md").read_text("utf-8")
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
@@ -40,7 +40,7 @@ def example(heading: str, language: str = "python") -> str:
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Ops declared in a test are forgotten after it."""
+    """Remove ops declared in a test after it."""
     monkeypatch.setattr(op, "_REGISTRY", dict(ops.registry()))
     reference._kernel.cache_clear()
     yield
@@ -50,7 +50,7 @@ def registry(monkeypatch):
 def test_an_op_is_one_declaration(registry, tmp_path):
     (tmp_path / "softsign.py").write_text(example("Add an op"))
     runpy.run_path(str(tmp_path / "softsign.py"))
-    # it builds, runs, is profiled
+    # it builds, runs and is profiled
     data = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
     with scope("mine"):
         y = ops.softsign(feed("x", (Var("T", 1, 8), 4), "f32"))
@@ -63,13 +63,13 @@ def test_an_op_is_one_declaration(registry, tmp_path):
     assert (row.op, row.backend, row.scope) == ("softsign", "reference", "mine")
     assert (row.flops, row.bytes) == (3 * 12, 2 * 4 * 12)
     assert "softsign" in plan.explain()
-    # the generated tests and the table have it
+    # it is in the generated tests and the table
     assert not generated.run_all("softsign", ("reference",), graphllm.backends.Options())
     generated.test_samples_cover_the_edges("softsign")
-    generated.test_price("softsign")
+    generated.test_cost("softsign")
     page = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
     assert "\n| `softsign` " in page and "\n- `softsign`: x / (1 + |x|). " in page
-    # a backend without a kernel passes it on, with the reason
+    # it falls back from a backend without a kernel, with the reason
     (choice,) = (s.choice for s in Executor().compile({"y": y}).steps)
     assert choice.backend.name == "reference" and "no kernel for softsign" in choice.why
 
@@ -85,7 +85,7 @@ def _logits(path: Path, **options) -> np.ndarray:
 
 
 def test_a_model_is_one_file(tmp_path):
-    """Side by side is the same as one after another where attention or MLP gives nothing."""
+    """Parallel blocks equal sequential ones if attention or MLP returns zeros."""
     (tmp_path / "parallel.py").write_text(example("Add a model"))
     own = {"model_def": tmp_path / "parallel.py"}
     weights = tiny.llama_weights(bias=True)
@@ -102,7 +102,7 @@ def test_a_model_is_one_file(tmp_path):
 
 
 def install(folder: Path, name: str, source: str, entry: str) -> None:
-    """What pip leaves of a package with one entry point: the package and its dist-info."""
+    """Install a package with one entry point as pip does: the package and its dist-info."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(source)
     info = folder / f"{name}-1.dist-info"
@@ -112,7 +112,7 @@ def install(folder: Path, name: str, source: str, entry: str) -> None:
 
 
 def python(folder: Path, *words: str) -> str:
-    """Standard output of a Python that finds what is installed in ``folder``."""
+    """Run Python with ``folder`` on its path, and return its standard output."""
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=120,
@@ -147,7 +147,7 @@ def test_a_backend_is_one_directory(tmp_path):
     assert doctor[1] == "abacus     usable: NumPy, one op"
 
 
-def test_a_broken_backend_is_passed_over(tmp_path):
+def test_a_broken_backend_is_skipped(tmp_path):
     install(tmp_path, "broken", "import no_such_module", "broken = broken:BACKEND")
     doctor = python(tmp_path, "-m", "graphllm", "doctor")
     assert "broken     not usable: ModuleNotFoundError: No module named 'no_such_module'" in doctor
@@ -161,7 +161,7 @@ def test_the_table_of_ops_is_current():
 
 
 def test_the_table_asks_what_a_backend_does_with_each_format(monkeypatch):
-    """Not what is true of most: a kernel that is taken away is missed in its cells alone."""
+    """Removing a kernel changes only the cells of its op and formats."""
     made = runpy.run_path(str(DOCS / "make_ops_table.py"))
     cpu, form = backends.find("cpu"), dtype("q4_0")
     cells = {n: made["cell"](cpu, ops.get(n), form) for n in ("embedding", "linear", "linears")}

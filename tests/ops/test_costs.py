@@ -1,4 +1,4 @@
-"""What ops declare to move and to compute, against a count from the file's tensors and keys."""
+"""Declared costs of ops against counts from the tensors and keys of model files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERT = "_exps."  # in the names of experts' tensors
 
 
 def engine_of(file: GgufCheckpoint, device: str, kv_type: str = "f16", **options) -> Engine:
-    """Plans of a file, of which no data is read, for a device that need not be here."""
+    """Return an engine that plans a file for a device, without reading data or a device."""
     decoder = build_decoder(file)
     limits = graph_limits(4096, kv_type, device).within(decoder.cfg.context)
     planner = Planner(decoder.weights, device, Options(**options), None)
@@ -39,11 +39,11 @@ def engine_of(file: GgufCheckpoint, device: str, kv_type: str = "f16", **options
 
 
 def keys_of(file: GgufCheckpoint, length: int) -> list[int]:
-    """How many keys a query that ends a sequence of ``length`` tokens sees in each layer."""
+    """Return the visible keys of the last query of ``length`` tokens, for each layer."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     window = own.get("attention.sliding_window", 0)
     usual = 6 if file.architecture == "gemma3" else 2  # gpt-oss: every other layer
-    period = own.get("attention.sliding_window_pattern", usual)  # the last one sees all
+    period = own.get("attention.sliding_window_pattern", usual)  # the last layer sees all
     return [
         min(length, window) if window and (layer + 1) % period else length
         for layer in range(own["block_count"])
@@ -51,21 +51,24 @@ def keys_of(file: GgufCheckpoint, length: int) -> list[int]:
 
 
 def heads_of(file: GgufCheckpoint) -> tuple[int, int, int]:
-    """Heads of queries, of keys, and their width."""
+    """Return query heads, key heads and head size."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     names = ("head_count", "head_count_kv", "key_length")
     return tuple(own[f"attention.{name}"] for name in names)
 
 
 def used(file: GgufCheckpoint) -> float:
-    """The share of the experts that a token passes."""
+    """Return the share of experts that a token uses."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     return own.get("expert_used_count", 1) / own.get("expert_count", 1)
 
 
 def bytes_of(file: GgufCheckpoint, length: int, element: float) -> float:
-    """Of a token's step: all tensors, but of experts those that it passes, and of an embedding that
-    is not the head one row; the keys and values that are seen are read, and one of each written."""
+    """Return the bytes of a decode step.
+
+    All tensors, but only the experts that the token uses, and one row of an embedding that is not
+    the head; visible keys and values, and one of each written.
+    """
     embedding = file.tensors["token_embd.weight"]
     weights = sum(t.nbytes * (used(file) if EXPERT in n else 1) for n, t in file.tensors.items())
     if "output.weight" in file.tensors:
@@ -76,9 +79,9 @@ def bytes_of(file: GgufCheckpoint, length: int, element: float) -> float:
 
 
 def flops_of(file: GgufCheckpoint, start: int, count: int) -> float:
-    """Of a step of ``count`` tokens after ``start``: two a weight and token (of experts those that
-    a token passes), of the head for the last token alone; two a query's element and key that it
-    sees, and as many for the values."""
+    """Return the FLOPs of ``count`` tokens after ``start``: two per weight and token (only experts
+    that are used; the head for the last token only), two per query element and visible key, and as
+    many for the values."""
     head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     matrices = {
         name: math.prod(t.shape) * (used(file) if EXPERT in name else 1)
@@ -117,7 +120,7 @@ def test_of_every_family(shape, kind, device):
 
 
 def test_unfused_and_with_a_cache_in_blocks():
-    """Fusion leaves out what passes between steps, which is not counted, and nothing else."""
+    """Fusion removes only traffic between steps, which is not counted."""
     file = RandomCheckpoint("gemma3-1b", "q8_0")
     check(file, engine_of(file, "cpu", "q8_0", without=("all",)), Q8)
     check(file, engine_of(file, "cpu", "q8_0"), Q8)
@@ -146,7 +149,7 @@ def test_pairs_that_a_window_leaves(start, count, window):
 
 
 def test_attention_of_several_sequences():
-    """One token of each: operations by the sum of their lengths, a window by their mean."""
+    """One token per sequence: FLOPs from the sum of lengths, windows from their mean."""
     t, s, q = Var("T", 1, 8), Var("S", 1, 8), Var("Q", 2, 9)
     small = feed("q_start", (q,), "i32"), feed("kv_len", (s,), "i32"), feed("table", (s, 8), "i32")
     pools = [state(name, (512, 2, 16), "f16") for name in ("k", "v")]
@@ -157,7 +160,7 @@ def test_attention_of_several_sequences():
         )
         cost = ops.get("attention").node_cost(node, env)
         assert cost.flops == keys * 4 * 4 * 16
-        own = bench.leaf_bytes(node, env)  # its result alone is no leaf
+        own = bench.leaf_bytes(node, env)  # only its result is not a leaf
         assert own == keys * 2 * 2 * 16 * 2 + 3 * 4 * 16 * 4 + 4 * (4 + 3 + 3 * 8)
 
 
@@ -174,8 +177,8 @@ def test_values_that_are_a_part_of_the_keys_are_read_once(kind, element):
     assert cost.bytes == 300 * 576 * element + 4 * 4 * (576 + 512) + 4 * (2 + 1 + 8)
 
 
-def test_matrix_products_are_priced_as_such():
-    """By their declaration, whatever their name: experts' and heads' products included."""
+def test_matrix_products_are_declared():
+    """By their declaration, not their name: products of experts and heads are included."""
     t = Var("T", 1, 8)
     products = {name for name, op in ops.registry().items() if op.arithmetic == MATMUL}
     assert products == {"linear", "expert_linear", "head_linear"}

@@ -1,7 +1,6 @@
-"""Every op and sample, from the declarations: through the executor, on the reference and on cpu.
+"""Every sample of every op on the reference and the CPU, through an executor with buffer guards.
 
-Arenas are NaN before each run and every buffer has canaries on both sides; rows beyond the live
-ones must stay as they were.
+Rows beyond the live ones must stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
-KERNELS = [n for n in OPS if ops.get(n).role != CALL]  # what the reference alone has is not one
+KERNELS = [
+    n for n in OPS if ops.get(n).role != CALL
+]  # ops that only the reference runs are excluded
 REFUSALS = Path(__file__).parents[1] / "golden" / "cpu_refusals.txt"
 SENTINEL = 77
 
@@ -36,10 +37,12 @@ def grouped(name: str) -> list[Group]:
 def run_all(
     name: str, order: tuple[str, ...], options: Options, cap: float = np.inf, floor: float = 0.0
 ) -> list[str]:
-    """Run the op's samples; what is wrong, a line each. ``cap``, ``floor``: the loosest and the
-    tightest tolerance."""
+    """Run the op's samples and return a line for each failure.
+
+    ``cap``, ``floor``: upper and lower bound of the tolerance.
+    """
     for group in grouped(name):
-        assert group.cases  # makes the weights too
+        assert group.cases  # makes the weights as well
     weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
     executor = GuardedExecutor(Arrays(weights), order, options)
     wrong = []
@@ -55,15 +58,15 @@ def run_all(
 
 
 def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float) -> str:
-    """Words about what is wrong with one run, empty when nothing is."""
+    """Run one sample; return what is wrong, or an empty string."""
     leaves = {leaf.name: leaf.meta.bound() for leaf in plan.leaves.values() if leaf.op == "state"}
-    for name, meta in leaves.items():  # rows beyond the live ones keep this
+    for name, meta in leaves.items():  # value of rows beyond the live ones
         executor.set_state(name, sentinels(meta))
     want, states = case.expected()
     meta = group.node.meta.at(case.sample.env)
     if meta.dtype.numpy is not None and (meta.shape, meta.dtype.numpy) != (want.shape, want.dtype):
         return f"the rule says {meta}, the body gives {want.dtype}{list(want.shape)}"
-    blocks = {n for n, meta in leaves.items() if meta.dtype.numpy is None}  # no feed has those
+    blocks = {n for n, meta in leaves.items() if meta.dtype.numpy is None}  # rows that no feed has
     for name in blocks:
         executor.set_state(name, case.feeds[name])
     feeds = {name: data for name, data in case.feeds.items() if name not in blocks}
@@ -74,7 +77,9 @@ def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float
     for name, want in states.items():
         got = executor.get_state(name)
         own = got[: len(want), ..., : want.shape[-1]] if want.ndim > 1 else got[: len(want)]
-        problem = mismatch(own, want, tolerance)  # a leading operand is the first columns
+        problem = mismatch(
+            own, want, tolerance
+        )  # a "leading" operand has the first columns of wider rows
         if problem:
             return f"state {name}: {problem}"
         if (got[len(want) :] != SENTINEL).any():
@@ -83,7 +88,7 @@ def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float
 
 
 def sentinels(meta: Meta) -> np.ndarray:
-    """As many of them as there is room for; of a block format, bytes."""
+    """Fill rows with sentinel values; bytes for a block format."""
     if meta.dtype.numpy is not None:
         return np.full(meta.shape, SENTINEL, meta.dtype.numpy)
     return np.full((meta.rows, meta.dtype.row_nbytes(prod(meta.inner))), SENTINEL, np.uint8)
@@ -107,13 +112,13 @@ def test_cpu(name):
 
 @pytest.mark.parametrize("linear, cap", [("float", 2e-5), ("integer", np.inf)])
 def test_cpu_linear_options(linear, cap):
-    """Without quantised activations a block format leaves only the order of the sum to choose."""
+    """Without quantised activations only the order of summation may differ."""
     wrong = run_all("linear", ("cpu", "reference"), Options(linear=linear), cap)
     assert not wrong, report(wrong)
 
 
 def test_cpu_refusals():
-    """What cpu does not run, of all contiguous samples, is exactly what the committed list says."""
+    """The contiguous samples that cpu cannot run are exactly those of the committed list."""
     cpu = backends.find("cpu")
     refused = set()
     for name in OPS:
@@ -126,8 +131,8 @@ def test_cpu_refusals():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_price(name):
-    """Costs are numbers, and nothing moves where there is nothing."""
+def test_cost(name):
+    """Costs are finite, and zero bytes are moved for empty operands."""
     for group in grouped(name):
         for case in group.cases:
             cost = ops.get(name).node_cost(group.node, case.sample.env)
@@ -139,6 +144,6 @@ def test_price(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_samples_cover_the_edges(name):
-    """Every op is tried on no rows, on one, on several, and with rows to spare."""
+    """Every op has samples with no rows, one row, several rows, and padding rows."""
     least = {min(s.env.values()) for s in ops.get(name).samples}
     assert {0, 1} <= least and max(least) > 1 and SPARE > 0

@@ -1,4 +1,4 @@
-"""The ops' NumPy bodies against independent formulas: `oracles`, published vectors, and torch."""
+"""NumPy bodies of ops against independent formulas (`oracles`), published vectors, and torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.ops.sampling import philox4x32, uniform
 
 OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
-# A float body is held to float32's own rounding, not to the looser tolerance of integer kernels.
+# NumPy bodies on floats must meet float32 rounding, not the looser tolerance of integer kernels.
 TIGHT = 1e-5
 
 
@@ -52,7 +52,7 @@ def test_philox_known_answers():
         assert " ".join(f"{w:08x}" for w in got) == words
 
 
-def test_uniform_depends_on_seed_and_count_alone():
+def test_uniform_depends_only_on_seed_and_count():
     seed, count = np.array([5, 5, -1, 2**40], np.int64), np.array([0, 1, 0, 0], np.int32)
     together = uniform(seed, count)
     alone = [uniform(seed[i : i + 1], count[i : i + 1])[0] for i in range(4)]
@@ -79,7 +79,7 @@ def test_sample_frequencies():
 
 
 def test_rope_angle_is_exact_near_the_start():
-    """Where float32 angles lose nothing, the rotation is the one of the formula in float64."""
+    """At small positions, where float32 angles are exact, it equals the float64 formula."""
     x = np.random.default_rng(0).standard_normal((8, 2, 64)).astype(np.float32)
     got = ops.get("rope").reference(x, np.arange(8, dtype=np.int32), base=1e4, dims=0)
     angle = np.arange(8)[:, None, None] * 1e4 ** (-np.arange(32) / 32)
@@ -88,8 +88,8 @@ def test_rope_angle_is_exact_near_the_start():
     np.testing.assert_allclose(got, np.concatenate(turned, -1), atol=2e-6)
 
 
-def test_attention_in_pieces(monkeypatch):
-    """Splitting the queries changes nothing but memory."""
+def test_attention_in_splits(monkeypatch):
+    """Splitting the queries changes no result."""
     case = list(cases("attention"))[-3]
     whole, _ = case.expected()
     monkeypatch.setattr(sys.modules["graphllm.ops.attention"], "_SCORE_BYTES", 1)
@@ -98,7 +98,7 @@ def test_attention_in_pieces(monkeypatch):
 
 
 def test_linear_in_tiles(monkeypatch):
-    """Expanding a weight a row at a time changes nothing but memory."""
+    """Dequantising one row at a time changes no result."""
     large = [c for c in cases("linear") if c.sample.env["T"] == 5]
     whole = [c.expected()[0] for c in large]
     monkeypatch.setattr(sys.modules["graphllm.ops.linear"], "_TILE_BYTES", 1)
