@@ -33,7 +33,8 @@ class BlockFormat:
 
     ``scales`` are the fields that must be finite: float16, or e8m0 exponents (OCP MX, 2023) where
     their type is uint8. ``planes`` groups the fields into arrays that the CUDA backend stores
-    separately, each aligned; the first one holds the low bits of the elements.
+    separately, each aligned; the first one holds the low bits of the elements. Without planes the
+    CUDA backend does not run the format.
 
     ``gguf_type`` is the number in GGUF's tensor entries (ggml, `ggml_type`), None for a format that
     GGUF does not have. ``file_types`` are GGUF's `general.file_type` numbers and labels of files
@@ -46,9 +47,9 @@ class BlockFormat:
     dtype: DType
     layout: np.dtype
     scales: tuple[str, ...]
-    planes: tuple[tuple[str, ...], ...]
     decode: Callable[[Array], Array]
     encode: Callable[[Array], Mapping[str, Array]]
+    planes: tuple[tuple[str, ...], ...] = ()
     gguf_type: int | None = None
     file_types: Mapping[int, str] = field(default_factory=dict)
     fallback: str | None = None
@@ -92,9 +93,9 @@ def declare(
     fields: Fields,
     *,
     scales: tuple[str, ...],
-    planes: tuple[tuple[str, ...], ...],
     decode: Callable[[Array], Array],
     encode: Callable[[Array], Mapping[str, Array]],
+    planes: tuple[tuple[str, ...], ...] = (),
     gguf_type: int | None = None,
     file_types: Mapping[int, str] | None = None,
     fallback: str | None = None,
@@ -112,7 +113,7 @@ def declare(
     layout = np.dtype([(label, f"<{kind}", (count,)) for label, kind, count in fields])
     made = register(DType(name, block, layout.itemsize))
     BLOCK_FORMATS[name] = BlockFormat(
-        made, layout, scales, planes, decode, encode, gguf_type, file_types or {}, fallback, common
+        made, layout, scales, decode, encode, planes, gguf_type, file_types or {}, fallback, common
     )
     WEIGHT_FORMATS[name] = made
     return made

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import Q8_0
+from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (

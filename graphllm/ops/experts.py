@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import A8_32, A8_256, Q8_0
+from ..formats import A8_32, A8_256
+from ..formats.legacy import Q8_0
 from ..graph.dtype import BF16, F16, F32, I32, DType
 from ..graph.op import (
     MATMUL,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import Q8_0
 from ..formats.activations import ACT_TINY
+from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks, quantise
 from ..graph.dtype import CACHED, F16, F32, I32, DType
 from ..graph.op import (

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import A8_32, A8_256, BLOCK_FORMATS, Q8_0, blocks_of
+from ..formats import A8_32, A8_256, BLOCK_FORMATS, blocks_of
 from ..formats import activations as activation_formats
+from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of

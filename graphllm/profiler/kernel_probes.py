@@ -19,7 +19,7 @@ from .. import ops
 from ..backends import Options
 from ..backends.probe_results import Table, spread
 from ..checkpoints.random_weights import random_bytes
-from ..formats import Q8_0
+from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import F16, F32, I32, DType, dtype
 from ..graph.fused_op import decompose

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import ModelFileError, quote
-from ..formats import MXFP4
+from ..formats.microscaling import MXFP4
 from ..formats.quantization import dequantise
 from ..graph.dtype import DTYPES, F32, DType
 from ..graph.tensor import Meta

@@ -14,7 +14,9 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.compiler import fusion
 from graphllm.errors import GraphError
-from graphllm.formats import Q4_K, Q8_0, activations, quantization
+from graphllm.formats import activations, quantization
+from graphllm.formats.k_quants import Q4_K
+from graphllm.formats.legacy import Q8_0
 from graphllm.graph.fused_op import decompose, results
 from graphllm.graph.tensor import Tensor, Var, feed, state, weight
 from graphllm.runtime.buffer_guards import GuardedExecutor

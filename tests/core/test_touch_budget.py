@@ -1,8 +1,9 @@
-"""A new op, model or backend needs one file or directory: runs the examples of CONTRIBUTING.md."""
+"""What a new op, model, block format or backend touches. Runs the examples of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import configparser
+import importlib
 import os
 import re
 import runpy
@@ -19,11 +20,17 @@ import tiny_models as tiny
 import graphllm
 from graphllm import backends, ops
 from graphllm.backends import reference
+from graphllm.backends.cpu import formats as cpu_formats
+from graphllm.checkpoints.quantize_on_load import QuantizedWeights
+from graphllm.formats import A8_32, BLOCK_FORMATS, WEIGHT_FORMATS
+from graphllm.formats.activations import dequantise_act, quantise_act
+from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph import op
-from graphllm.graph.dtype import dtype
-from graphllm.graph.tensor import Var, feed, scope
+from graphllm.graph.dtype import DTYPES, dtype
+from graphllm.graph.tensor import Var, feed, scope, weight
 from graphllm.profiler.record import Recorder
 from graphllm.runtime.executor import Executor
+from graphllm.weights import Arrays
 
 DOCS = Path(__file__).parents[2] / "docs"
 IDS = [1, 5, 300, 17, 9, 9, 250]
@@ -99,6 +106,104 @@ def test_a_model_is_one_file(tmp_path):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
         with pytest.raises(graphllm.ModelFileError, match=r"unexpected tensor .*post_attention"):
             _logits(tiny.write_llama(tmp_path / "more.gguf", both, "parallel"), **own)
+
+
+@pytest.fixture
+def example_format(monkeypatch, tmp_path):
+    """The block format of CONTRIBUTING.md, which is forgotten after the test."""
+    tables: tuple[dict, ...] = (
+        BLOCK_FORMATS, WEIGHT_FORMATS, DTYPES, cpu_formats.FORMATS, cpu_formats.BLOCK_FORMATS,
+    )  # fmt: skip
+    before = [dict(table) for table in tables]
+    (tmp_path / "example_format.py").write_text(example("Add a block format"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("example_format").E2_0
+    del sys.modules["example_format"]
+    for table, known in zip(tables, before):
+        table.clear()
+        table.update(known)
+
+
+def test_a_block_format_is_a_declaration_and_a_snippet(example_format):
+    """Embedding rows, linear of one token and of several, and quantisation on load."""
+    form, rng = example_format, np.random.default_rng(0)
+    rows, k, ids = 21, 320, np.array([20, 0, 7, 7], np.int32)
+    floats = rng.standard_normal((rows, k)).astype(np.float32)
+    x = rng.standard_normal((4, k)).astype(np.float32)
+    loaded = QuantizedWeights(Arrays({"w": floats}), form.name)
+    stored = Blocks(loaded.raw("w"), form, k)
+    w = stored.dequantise()
+    assert loaded.notes() == [f"matrices are converted on reference: no encoder for {form}"]
+    assert (stored.raw == quantise(floats, form)).all()
+    assert np.corrcoef(w.ravel(), floats.ravel())[0, 1] > 0.8
+    tokens, leaf = Var("T", 1, 4), weight("w", (rows, k), form)
+    exact = dequantise_act(quantise_act(x, A8_32), A8_32, k)
+    inputs = feed("ids", (tokens,), "i32"), feed("x", (tokens, k), "f32")
+    nodes = {"rows": ops.embedding(inputs[0], leaf), "y": ops.linear(inputs[1], leaf)}
+    for backend, linear, values in (
+        ("reference", "auto", x), ("cpu", "float", x), ("cpu", "integer", exact),
+    ):  # fmt: skip
+        executor = Executor(loaded, (backend,), backends.Options(linear))
+        plan = executor.compile(nodes)
+        executor.bind(plan)
+        for count in (1, 4):
+            feeds = {"ids": ids[:count], "x": x[:count]}
+            found = executor.run(plan, feeds, {"T": count})
+            assert (found["rows"] == w[ids[:count]]).all()
+            np.testing.assert_allclose(found["y"], values[:count] @ w.T, rtol=1e-4, atol=1e-4)
+    made = runpy.run_path(str(DOCS / "make_ops_table.py"))
+    cells = {b: made["cell"](backends.find(b), ops.get("linear"), form) for b in ("cpu", "cuda")}
+    assert cells == {"cpu": "int8", "cuda": "-"}
+
+
+# Files that choose a format for a purpose of their own. A new format need not be named there.
+CHOICES = {
+    "graphllm/backends/cpu/kernels/attention_vectors.py": "KV cache",
+    "graphllm/backends/cpu/kernels/kv_cache.py": "KV cache",
+    "graphllm/backends/cpu/runtime/probe_kernels.py": "a comment on the smallest integers",
+    "graphllm/backends/cuda/kernels/attention.py": "KV cache",
+    "graphllm/backends/cuda/kernels/attention_generic.cu": "KV cache",
+    "graphllm/backends/cuda/kernels/attention_split_kv.cu": "KV cache",
+    "graphllm/backends/cuda/kernels/attention_tiled.cu": "KV cache",
+    "graphllm/backends/cuda/kernels/gemv_shapes.py": "launch shapes tuned for some formats",
+    "graphllm/backends/cuda/kernels/kv_cache.cuh": "KV cache",
+    "graphllm/checkpoints/hf_directory.py": "quant_method of Hugging Face",
+    "graphllm/checkpoints/model_shapes.py": "mixes of formats",
+    "graphllm/cli/bench.py": "help text",
+    "graphllm/cli/options.py": "help text",
+    "graphllm/cli/plan.py": "help text",
+    "graphllm/cli/profile.py": "help text",
+    "graphllm/graph/dtype.py": "KV cache",
+    "graphllm/loading/load.py": "docstring",
+    "graphllm/loading/loaded_model.py": "docstring",
+    "graphllm/ops/attention.py": "KV cache",
+    "graphllm/ops/experts.py": "samples",
+    "graphllm/ops/fused/linear.py": "samples",
+    "graphllm/ops/kv_cache.py": "KV cache",
+    "graphllm/ops/linear.py": "samples",
+    "graphllm/ops/quantise.py": "samples",
+    "graphllm/profiler/bench.py": "docstring",
+    "graphllm/profiler/kernel_probes.py": "formats to probe",
+    "graphllm/weights/weight_rules.py": "tensors of gpt-oss",
+    "models/gpt_oss.py": "tensors of gpt-oss",
+}
+
+
+def test_a_block_format_is_named_in_at_most_four_files():
+    """Outside tests, documentation and golden data, and but for `CHOICES`."""
+    root, chosen = DOCS.parent, set()
+    paths = [p for folder in ("graphllm", "models") for p in (root / folder).rglob("*.*")]
+    texts = {
+        str(path.relative_to(root)): path.read_text("utf-8")
+        for path in paths
+        if path.suffix in (".py", ".cu", ".cuh")
+    }
+    for name in BLOCK_FORMATS:
+        spellings = rf"(?<![a-z0-9_])({name}|{name.replace('_', '')})(?![a-z0-9])"
+        named = {p for p, text in texts.items() if re.search(spellings, text, re.IGNORECASE)}
+        chosen |= named & CHOICES.keys()
+        assert 3 <= len(named - CHOICES.keys()) <= 4, (name, sorted(named - CHOICES.keys()))
+    assert chosen == CHOICES.keys()  # none is out of date
 
 
 def install(folder: Path, name: str, source: str, entry: str) -> None:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from graphllm.errors import GraphError
-from graphllm.formats import A8_32, A8_256, BLOCK_FORMATS, Q4_K, Q8_0
+from graphllm.formats import A8_32, A8_256, BLOCK_FORMATS
 from graphllm.formats.activations import dequantise_act, quantise_act, split_act
+from graphllm.formats.k_quants import Q4_K
+from graphllm.formats.legacy import Q8_0
 from graphllm.formats.quantization import Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES, F32, DType
 

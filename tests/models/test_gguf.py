@@ -15,7 +15,7 @@ from gguf_files import write_tensors
 
 from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.errors import ModelFileError
-from graphllm.formats import Q8_0
+from graphllm.formats.legacy import Q8_0
 from graphllm.graph.dtype import F16, F32
 from graphllm.weights.gguf import StringArray
 

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import graphllm
 from graphllm.errors import ConfigError, ModelFileError, RequestError
-from graphllm.formats import MXFP4, Q8_0
+from graphllm.formats.legacy import Q8_0
+from graphllm.formats.microscaling import MXFP4
 from graphllm.formats.quantization import dequantise, quantise
 from graphllm.graph.dtype import F32
 from graphllm.graph.tensor import Meta

@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import A8_32, A8_256, MXFP4, Q4_K, Q5_0, Q8_0
+from ...formats import A8_32, A8_256
+from ...formats.k_quants import Q4_K
+from ...formats.legacy import Q5_0, Q8_0
+from ...formats.microscaling import MXFP4
 from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
 from ...graph.op import Arg, Proposal, Sample, Users, get, grid

@@ -155,4 +155,4 @@ struct By256 {
 #include "formats_legacy.cuh"
 #include "formats_k_quants.cuh"
 #include "formats_iq4.cuh"
-#include "formats_mxfp4.cuh"
+#include "formats_microscaling.cuh"

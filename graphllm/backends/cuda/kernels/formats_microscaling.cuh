@@ -1,6 +1,6 @@
 // mxfp4. Planes: nibbles; exponents.
 
-// MXFP4_VALUES of graphllm/formats/mxfp4.py as int8.
+// MXFP4_VALUES of graphllm/formats/microscaling.py as int8.
 __device__ __forceinline__ uint4 mxfp4_values() {
     return make_uint4(0x03020100, 0x0c080604, 0xfdfeff00, 0xf4f8fafc);
 }

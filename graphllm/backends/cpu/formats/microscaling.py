@@ -1,4 +1,7 @@
-"""mxfp4 on the CPU. A block of a tile: 4 vectors of nibbles and 16 bytes of exponents."""
+"""Microscaling formats on the CPU: mxfp4.
+
+A block of a tile: 4 vectors of nibbles and 16 bytes of exponents.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ....formats.mxfp4 import MXFP4_VALUES
+from ....formats.microscaling import MXFP4_VALUES
 from ..simd.emitter import F32S, I8, I32, LANES, Emit, Value
 from .encoder import BlockEncoder, runs_of_32
 from .iq4 import CodebookBlock

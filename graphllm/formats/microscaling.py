@@ -1,6 +1,7 @@
-"""MXFP4 (OCP Microscaling Formats, 2023): 32 elements of e2m1 with an e8m0 scale.
+"""Microscaling formats (OCP, 2023): mxfp4, 32 elements of e2m1 with an e8m0 scale.
 
-The layout is that of GGUF (ggml, `ggml-common.h`).
+The layout is that of GGUF (ggml, `ggml-common.h`); the encoder is bit-equal to ggml's reference
+quantiser.
 """
 
 from __future__ import annotations
