@@ -92,7 +92,7 @@ def steps(case: Case) -> Check:
     whole, engine = case.llm.logits(case.ids), case.llm.engine
     engine.begin(case.ids)
     alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
-    return _logits_check("steps", case, alone, whole, "those of one prefill")
+    return _logits_check("steps", case, alone, whole, "one prefill")
 
 
 def fusion(case: Case) -> Check:

@@ -69,13 +69,13 @@ def validate(
     """
     if tokens < 2 or new < 1 or tokens + new > 512:
         raise RequestError(
-            f"tokens = {tokens} must be at least 2, and at most 512 with new = {new}"
+            f"tokens = {tokens} must be at least 2, new = {new} at least 1, their sum at most 512"
         )
     show = progress or (lambda what, done, total: None)
     show("checks", 0, len(CHECKS))  # importing transformers takes seconds
     function = None if oracle is None else load_oracle(Path(oracle))
     if tiny:
-        spec = _family(model, model_def)
+        spec = _model_spec(model, model_def)
         runs = [
             _run(spec.name + f" {i}", file, spec, device, made, tokens, new, show)
             for i, (file, made) in enumerate(tiny_models(spec, function))
@@ -88,7 +88,7 @@ def validate(
         hint = {".py": "; use --tiny for a model file", ".gguf": "; use diff to compare backends"}
         hint_text = hint.get(path.suffix, "")
         raise RequestError(f"{path}: not a Hugging Face directory{hint_text}")
-    file = ValidatedDirectory(path, None if model_def is None else _family(None, model_def))
+    file = ValidatedDirectory(path, None if model_def is None else _model_spec(None, model_def))
     spec = file.spec()
     try:
         known = _oracle(file, spec, function)
@@ -99,7 +99,7 @@ def validate(
     return Report(str(path), (run,))
 
 
-def _family(model: str | Path | None, model_def: str | Path | ModelSpec | None) -> ModelSpec:
+def _model_spec(model: str | Path | None, model_def: str | Path | ModelSpec | None) -> ModelSpec:
     """Return the model spec of ``--tiny``. Raises RequestError or ModelFileError."""
     from .. import models
 

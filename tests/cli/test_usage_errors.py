@@ -83,7 +83,7 @@ USAGE_ERRORS = [
     (["diff", "tiny.gguf", "--ids", "a,b"], 1, "--ids 'a,b' must be comma-separated"),
     (["compare", "a.json"], 1, "give two files"),
     (["compare", "folder", "folder"], 1, "folder: Is a directory"),
-    (["validate", "tiny.gguf"], 1, "is no Hugging Face directory"),
+    (["validate", "tiny.gguf"], 1, "not a Hugging Face directory"),
     (["validate", "folder", "-o", "none/x.html"], 1, "-o none/x.html: No such file"),
     (["new", "1x"], 1, "'1x' cannot be a model file's name"),
     (["new", "mine", "--like", "gpt5"], 1, "--like gpt5: no such family"),

@@ -465,14 +465,17 @@ def test_what_is_no_number_is_a_name_in_json():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give a Hugging Face directory, or --tiny"),
+        ([], "pass a Hugging Face directory, or --tiny"),
         (["nowhere"], "nowhere: no such file"),
-        ([__file__], "is no Hugging Face directory, which validate compares with; --tiny is for"),
-        (["--tiny"], "--tiny is for one family"),
-        (["llama", "--tiny", "--model-def", "x.py"], "--tiny is for one family"),
+        ([__file__], "not a Hugging Face directory; use --tiny for a model file"),
+        (["--tiny"], "--tiny needs either a model type or a model file"),
+        (
+            ["llama", "--tiny", "--model-def", "x.py"],
+            "--tiny needs either a model type or a model file",
+        ),
         (["lama", "--tiny"], "unknown model_type 'lama'; nearest: llama"),
         (["llama", "--tiny", "--tokens", "1"], "tokens = 1 must be at least 2"),
-        (["llama", "--tiny", "--oracle", __file__], "has no function oracle(config, weights, ids)"),
+        (["llama", "--tiny", "--oracle", __file__], "defines neither oracle(config, weights, ids)"),
         (["llama", "--tiny", "-o", "x.txt"], "-o x.txt: the name must end in .html or .json"),
     ],
 )
