@@ -77,12 +77,12 @@ def prompt_flops(engine: Engine, test: bench.Test) -> float:
 
 def idle(only: list[Model]) -> Lines:
     """GPU idle time between decode steps, and busy time of the host."""
-    usual = (("mistral-7b", "f16"), ("mistral-7b", "q4_0"), ("llama-1b", "f16"))
+    default = (("mistral-7b", "f16"), ("mistral-7b", "q4_0"), ("llama-1b", "f16"))
     yield (
         f"{'shape':<12} {'format':<8} {'wall us':>8} {'GPU us':>8} {'idle':>6} {'between us':>11} "
         f"{'host us':>8}   while busy"
     )
-    for model in shared.select_models(only, usual):
+    for model in shared.select_models(only, default):
         llm = shared.load_random(model, DECODE.context + 64)
         plain = bench.run(llm, DECODE, ROUNDS, lambda done: None)
         wall, nbytes = 1e6 / median(plain.rates), plain.nbytes

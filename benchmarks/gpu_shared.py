@@ -61,9 +61,9 @@ def load_random(model: Model, context: int) -> LLM:
     return LLM(file, build_decoder(file), {"backends": ORDER}, limits)
 
 
-def select_models(only: list[Model], usual: tuple[Model, ...]) -> Iterator[Model]:
+def select_models(only: list[Model], default: tuple[Model, ...]) -> Iterator[Model]:
     """Yield the models that a part runs on: those asked for, or its defaults."""
-    yield from only or usual
+    yield from only or default
 
 
 class StepEvents:

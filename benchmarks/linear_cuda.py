@@ -36,7 +36,7 @@ from graphllm.profiler import bench
 from graphllm.profiler.record import Recorder, totals
 
 BYTES = 512 << 20  # bytes of weights per measurement
-# rows, depth, matrices at a time, result, added: what linear_many makes of a layer
+# rows, depth, matrices at a time, result, added: a layer as gemm splits it
 SHAPES_OF_A_LAYER: dict[str, tuple[int, int, int, Any, bool]] = {
     "q": (4096, 4096, 1, F32, False),
     "k, v": (1024, 4096, 2, F32, False),

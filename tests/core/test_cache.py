@@ -86,7 +86,7 @@ def elsewhere(path: Path) -> None:
     path.symlink_to("z")
 
 
-def endless(path: Path) -> None:
+def huge(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
@@ -106,7 +106,7 @@ NOT_USED = {
     "device": (device, "it is a symbolic link"),
     "symlink": (elsewhere, "it is a symbolic link"),
     "directory": (Path.mkdir, "it is no regular file"),
-    "endless": (endless, "it has 1099511627776 bytes, more than 67108864"),
+    "huge": (huge, "it has 1099511627776 bytes, more than 67108864"),
     "writable": (open_to_all, "others may write to it (mode 0666); only its owner must be able to"),
     "another's": (anothers, f"it belongs to user {OTHER}, not to user {os.geteuid()}"),
 }

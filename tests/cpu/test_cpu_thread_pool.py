@@ -1,4 +1,4 @@
-"""The CPU backend's foundation: the thread team, and the cache of compiled kernels."""
+"""The CPU backend's foundation: the thread pool, and the cache of compiled kernels."""
 
 from __future__ import annotations
 
@@ -249,11 +249,11 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("busy", [True, False])
 def test_ctrl_c_stops_a_long_program(busy, tmp_path):
     """Within 0.3 s, inside a kernel that takes tickets and between short kernels alike."""
-    module = tmp_path / "endless.py"
+    module = tmp_path / "spin_forever.py"
     module.write_text(
         "from graphllm.backends.cpu.runtime.jit import kernel, next_chunk\n"
         "@kernel\n"
-        "def endless(p, thread, threads):\n"
+        "def spin_forever(p, thread, threads):\n"
         "    while next_chunk(p) < 1 << 39:\n"
         "        pass\n"
     )
@@ -262,11 +262,11 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         import os, signal, threading, time
         import numpy as np
         from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL
-        from endless import endless
+        from spin_forever import spin_forever
         steps = 1 if {busy} else 2_000_000
         tickets = np.zeros(8, np.int64)
         block = np.array([tickets.ctypes.data, THREAD_POOL.control], np.int64)
-        entry = (endless.address if {busy} else 0, block.ctypes.data + 16, -1, {BARRIER})
+        entry = (spin_forever.address if {busy} else 0, block.ctypes.data + 16, -1, {BARRIER})
         entries = np.array([entry] * steps, np.int64)
         words = np.array([entries.ctypes.data, steps, 0, tickets.ctypes.data, 1])
         nothing = np.zeros(5, np.int64)

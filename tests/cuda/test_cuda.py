@@ -71,7 +71,7 @@ def test_every_contiguous_sample_runs_on_the_gpu():
 
 
 def unequal(node, cases, weights, tolerance: float) -> list[str]:
-    """A fused node on the GPU, in an arena of NaN and with canaries, against its parts on the
+    """A fused node on the GPU, with buffer guards, against its decomposition on the
     reference. ``cases``: label -> feeds. States begin as sevens."""
     op = ops.get(node.op)
     one, many = named(results(node)), named(op(*node.src, **node.attrs))

@@ -42,8 +42,8 @@ def keys_of(file: GgufCheckpoint, length: int) -> list[int]:
     """Return the visible keys of the last query of ``length`` tokens, for each layer."""
     own = {key.partition(".")[2]: value for key, value in file.metadata.items()}
     window = own.get("attention.sliding_window", 0)
-    usual = 6 if file.architecture == "gemma3" else 2  # gpt-oss: every other layer
-    period = own.get("attention.sliding_window_pattern", usual)  # the last layer sees all
+    default = 6 if file.architecture == "gemma3" else 2  # gpt-oss: every other layer
+    period = own.get("attention.sliding_window_pattern", default)  # the last layer sees all
     return [
         min(length, window) if window and (layer + 1) % period else length
         for layer in range(own["block_count"])

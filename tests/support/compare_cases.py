@@ -60,9 +60,11 @@ class Machine:
         ``model`` and ``settings``.
         """
         rng, all_steps = self.rng, steps()
-        usual = np.array([1e3 * us for *_, us in all_steps])
-        own = usual * np.exp(rng.normal(0, 0.012, len(usual))) + rng.normal(0, 100, len(usual))
-        own = np.maximum(own, 0.5 * usual) * np.exp(rng.normal(0, self.drift))
+        default = np.array([1e3 * us for *_, us in all_steps])
+        own = default * np.exp(rng.normal(0, 0.012, len(default))) + rng.normal(
+            0, 100, len(default)
+        )
+        own = np.maximum(own, 0.5 * default) * np.exp(rng.normal(0, self.drift))
         factors = {"all": 1.0, **(slow or {})}
         for index, (op, _, scope, _, weight, _) in enumerate(all_steps):
             named = factors.get(f"{op} {weight}".strip(), 1.0) * factors.get(scope, 1.0)

@@ -47,7 +47,7 @@ def decoder(name: str, variant: int = 0, kind: str = "f32", **changes: object) -
     keys = Keys("drawn", values, layers, {})
     arrays: dict[str, np.ndarray | Blocks] = {}
 
-    class Drawing(spec.model):  # type: ignore[name-defined,misc]
+    class RandomWeights(spec.model):  # type: ignore[name-defined,misc]
         def __init__(self, config: DecoderConfig) -> None:
             super().__init__(config, Arrays({}))
             self.weights.source._arrays = arrays
@@ -58,7 +58,7 @@ def decoder(name: str, variant: int = 0, kind: str = "f32", **changes: object) -
                 arrays[path] = drawn(path, shape, kind)
             return super().weight(name, *shape, root=root)
 
-    return Drawing(spec.config(keys))
+    return RandomWeights(spec.config(keys))
 
 
 def engine(model: Decoder, order: tuple[str, ...], context: int = 128, **options) -> Engine:

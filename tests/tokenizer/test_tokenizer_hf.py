@@ -120,15 +120,15 @@ def test_classes_of_model_types_are_those_of_transformers(tmp_path: Path) -> Non
     )  # fmt: skip
     plain = (None, "MistralCommonBackend", "TokenizersBackend")
     for kind in types:
-        usual = auto.TOKENIZER_MAPPING_NAMES.get(kind)
+        default = auto.TOKENIZER_MAPPING_NAMES.get(kind)
         own = TokenizerDirectory(tmp_path, {"model_type": kind})
-        assert own.class_name(False) == ("TokenizersBackend" if usual in plain else usual), kind
+        assert own.class_name(False) == ("TokenizersBackend" if default in plain else default), kind
         fast = TokenizerDirectory(
             tmp_path, {"model_type": kind, "tokenizer_class": "LlamaTokenizerFast"}
         )
         misnamed = kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-        generic = usual in plain and usual is not None
-        expect = "TokenizersBackend" if generic else usual if misnamed else "LlamaTokenizer"
+        generic = default in plain and default is not None
+        expect = "TokenizersBackend" if generic else default if misnamed else "LlamaTokenizer"
         assert fast.class_name(False) == expect, kind
         assert fast.class_name(True) == ("TokenizersBackend" if not misnamed else expect), kind
 

@@ -52,11 +52,11 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     rows, depth = default_tile(name, integer, tokens, gated)
     if tokens > 1:
         return Shape(rows, depth, 0)
-    usual = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
+    default = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
     if (not integer and name not in ("f16", "bf16")) or (name == "q6_k" and k < _Q6_K):
-        return usual
+        return default
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
-    found = _SHAPES.get(("f16" if name == "bf16" else name, kind), usual)
+    found = _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
     return found if k % 64 == 0 else replace(found, staged=False)  # copied 16 bytes at a time
 
 

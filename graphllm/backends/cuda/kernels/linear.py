@@ -1,4 +1,4 @@
-"""linear: own kernels for few tokens; for gemms, see `linear_many`.
+"""linear: own kernels for few tokens; for gemms, see `gemm`.
 
 Few: integer kernels on quantised activations for block formats (or float ones, as `Options.linear`
 says), tensor cores for f16 and bf16. Above `MAX_F32_TOKENS` these take activations in half
