@@ -27,7 +27,7 @@ RETIRED = {
     r"\bmixture\.py\b|\bmodel\.mixture\b": "moe",
     r"\brotary\.py\b|\bmodel\.rotary\b": "rope",
     r"\bllm\.fit\b|\bengine\.fit\b|\bfit\.py\b|\bFit\b": "gpu_offload, GpuOffload",
-    r"\bRepeat\b(?=[(`\],]|$)|\bexecutor\.repeat\b|\brepeat\.py\b": "DecodeLoop, Executor.decode_loop",
+    r"\bRepeat\b(?=[(`\],]|$)|\bexecutor\.repeat\b|\brepeat\.py\b": "DecodeLoop, decode_loop",
     r"\bFamily\b|\bfamily\.py\b|\bmodel\.family\b": "model spec",
     r"\bstarter\b": "scaffold",
     r"\bhost\.py\b|\bgraphllm\.host\b": "system_info",
