@@ -1,6 +1,6 @@
 """Every block format on the CPU, on random and on extreme blocks, against the `gguf` package.
 
-The oracle is its dequantisation, times activations in float64.
+The oracle multiplies the dequantised blocks by activations in float64.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from graphllm.weights import Arrays
 
 ROWS, MOST = 21, 5  # of the weight, not a multiple of 16; tokens
 T = Var("T", 0, MOST)
-# Stored scales: float16 bits and a byte of exponent. The largest of mxfp4 are those whose values
-# float32 can hold. The last number is what activations are scaled with, for results that float32
-# can hold, normal ones where that is possible.
+# Stored scales as float16 bits and as exponents of one byte, and a factor for the activations. The
+# largest exponents are those whose values float32 can hold; the factor keeps results in the range
+# of float32, and normal if possible.
 EXTREMES = {
     "zero": ((0x0000, 0x8000), (0, 0), 1.0),
     "largest": ((0x7BFF, 0xFBFF), (251, 252), 2.0**-20),
@@ -50,7 +50,7 @@ def stored_scales(kind: str, size: int, shape: tuple[int, ...], rng: np.random.G
 
 
 def make_blocks(form: DType, kind: str, blocks: int) -> np.ndarray:
-    """uint8 [ROWS, row_bytes]: two rows of equal bits, random ones, and scales as asked for."""
+    """uint8 [ROWS, row_bytes]: rows of zero bits, of ones, and random; scales by ``kind``."""
     rng = np.random.default_rng([blocks, KINDS.index(kind)])
     raw = rng.integers(0, 256, (ROWS, blocks, form.nbytes), dtype=np.uint8)
     raw[0], raw[1] = 0, 255
@@ -69,7 +69,7 @@ def dequantised(form: DType, raw: np.ndarray) -> np.ndarray:
 
 
 def run(made: Tensor, weights: dict[str, Blocks], feeds: dict[str, np.ndarray], linear: str):
-    """The value of ``made`` with all steps on the CPU backend, for `MOST` tokens and for one."""
+    """Run ``made`` on the CPU backend for `MOST` tokens and for one; return the former."""
     executor = GuardedExecutor(Arrays(weights), ("cpu",), Options(linear))
     plan = executor.compile({"y": made})
     assert {step.backend.name for step in plan.steps} == {"cpu"}
@@ -83,7 +83,7 @@ def run(made: Tensor, weights: dict[str, Blocks], feeds: dict[str, np.ndarray], 
 
 
 def activations(k: int, size: float) -> np.ndarray:
-    """[MOST, k]: random rows, one of largest sums, one of zeros, one where a value stands out."""
+    """[MOST, k]: random rows, one with the largest sums, one of zeros, one with an outlier."""
     x = np.random.default_rng(k).standard_normal((MOST, k))
     x[1], x[2], x[3, k // 2] = np.where(x[1] < 0, -1, 1), 0, 5
     return (x * size).astype(np.float32)
@@ -92,7 +92,7 @@ def activations(k: int, size: float) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_linear(name, kind):
-    """Float, integer, and integer with activations that are given; of one block and of several."""
+    """Float kernels, integer kernels, and integer kernels on given int8 activations."""
     form, tol = dtype(name), ops.get("linear").tol
     act = BLOCK_FORMATS[name].activation
     for blocks in (1, 3):
@@ -110,7 +110,7 @@ def test_linear(name, kind):
             got = run(node, {"w": Blocks(raw, form, k)}, {"x": x}, linear)
             a = values.astype(np.float64)
             want = a @ w.T
-            # Samples have a result's size near one: here that is this size.
+            # The tolerance assumes results of size one; here their size is this.
             ones = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(w, axis=1) / np.sqrt(k)
             limit = allowed * np.maximum(ones, np.abs(want)) + np.finfo(np.float32).tiny
             assert np.isfinite(got).all()
@@ -132,8 +132,8 @@ def test_embedding(name, kind):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_endless_scales_stop_the_load(name):
-    """Each of a block's scales, infinite or NaN, with either sign; with the tensor's name."""
+def test_infinite_and_nan_scales_stop_the_load(name):
+    """An error names the tensor and the row, for every scale of a block and every such value."""
     form, (first, end) = dtype(name), SCALES[name]
     k, size = 3 * form.block, min(2, end - first)
     x = feed("x", (T, k), "f32")
@@ -152,8 +152,8 @@ def test_endless_scales_stop_the_load(name):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_scales_are_looked_at_in_pieces(name, monkeypatch):
-    """The first bad row is named, whichever piece it is in; all sound rows are let through."""
+def test_scales_are_checked_in_chunks(name, monkeypatch):
+    """The first bad row is named, in whichever chunk it is; valid rows pass."""
     form = dtype(name)
     raw = make_blocks(form, "largest", 3)[2:]
     monkeypatch.setattr(quantization, "_CHECKED", 4 * raw.shape[1])
@@ -178,7 +178,7 @@ def wide(monkeypatch):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_model_file(name, wide, tmp_path):
-    """With all matrices in the format: the numbers of the reference, without its help."""
+    """A model whose matrices all have the format: equal to the reference, every op on the CPU."""
     path = tiny.write_llama(tmp_path / "x.gguf", tiny.llama_weights(), kind=name)
     ids = [1, 5, 77, 300, 2]
     want = graphllm.load(path, device="reference", kv_type="f32").logits(ids)
@@ -189,7 +189,7 @@ def test_a_model_file(name, wide, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["q4_k", "mxfp4"])
-def test_an_endless_scale_in_a_file_stops_the_load(name, wide, tmp_path):
+def test_a_nan_scale_in_a_file_stops_the_load(name, wide, tmp_path):
     path = tiny.write_llama(tmp_path / "x.gguf", tiny.llama_weights(), kind=name)
     with GgufCheckpoint(path) as file:
         info = file.info("blk.1.ffn_up.weight")

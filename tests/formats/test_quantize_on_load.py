@@ -1,4 +1,4 @@
-"""Weights converted while they are loaded: the bits of `quant.quantise`, whatever the tiles."""
+"""Weights quantised on load are bit-equal to `formats.quantization.quantise` for any tile size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORED = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
 class Watched(Arrays):
-    """Notes which weights were asked for and released."""
+    """Weights that log what is read and released."""
 
     def __init__(self, arrays) -> None:
         super().__init__(arrays)
@@ -46,13 +46,7 @@ def values(*shape: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(shape) * 0.02).astype(np.float32)
 
 
-MANY = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q6_k",
-)  # from every float; the others from bf16, as files are
+MANY = ("f32", "f16", "bf16", "q8_0", "q6_k")  # from every float type; the others from bf16 only
 
 
 @pytest.mark.parametrize("tile", [1, 600, 1 << 18])
@@ -105,7 +99,7 @@ def test_hard_values(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
 def test_threads_and_places_change_nothing(kind: str) -> None:
-    """Several parts of a matrix; bytes that begin anywhere."""
+    """Several chunks of a matrix, and unaligned bytes."""
     x = values(80, 2048).astype(ml_dtypes.bfloat16)
     room = np.zeros(x.nbytes + 1, np.uint8)
     room[1:] = x.view(np.uint8).reshape(-1)

@@ -1,4 +1,4 @@
-"""Weights from GGUF's rows to R16: see `formats.py` for what that is."""
+"""Pack weights at load into tiles of 16 rows; `graphllm.backends.cpu.formats` describes tiles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ..runtime.jit import Kernel, args, i64s, kernel
 from ..simd.emitter import LANES, VECTOR, Emit, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
-_SLAB = 64 << 20  # bytes that are mapped at a time for weights
-_PACKERS = 8  # threads at most: memory, not arithmetic, is what packing waits for
+_SLAB = 64 << 20  # bytes that are mapped at a time for small weights
+_PACKERS = 8  # threads at most: packing is bound by memory bandwidth
 
 
 @intrinsic(prefer_literal=True)
 def pack_block(typingctx, fmt, source, target, row):
-    """Pack the stored block at ``source`` into row ``row`` of the tile's block at ``target``:
-    `PackedFormat.pack`."""
+    """Pack the stored block at ``source`` into row ``row`` of the tile's block at ``target``; see
+    `PackedFormat.pack`. ``fmt``: the code of the format, a literal."""
     form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
@@ -41,6 +41,7 @@ def pack_block(typingctx, fmt, source, target, row):
 
 @cache
 def _packer(name: str) -> Kernel:
+    """The kernel that packs matrices; it reports a row with a bad scale for each thread, or -1."""
     form = FORMATS[name]
     code, nbytes = form.code, form.nbytes
     stored = nbytes // LANES
@@ -63,10 +64,10 @@ def _packer(name: str) -> Kernel:
 
 
 class _Slabs:
-    """Zeroed memory for weights in huge pages, cut off larger pieces one after the other.
+    """Allocator of zeroed memory in huge pages, which cuts small buffers from larger mappings.
 
-    With a mapping of its own each buffer would end in a huge page that it hardly uses: 200 MB for a
-    model of 200 matrices. A piece goes back to the system when all buffers cut off it are gone.
+    With a mapping of its own, each buffer would end in a huge page that it hardly uses: 200 MB for
+    a model of 200 matrices. A mapping is freed when all buffers cut from it are gone.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,7 @@ class _Slabs:
         self._rest = np.zeros(0, np.uint8)
 
     def cut(self, nbytes: int) -> np.ndarray:
+        """uint8 [nbytes], aligned to 64 bytes."""
         if nbytes > _SLAB // 2:
             return _map(nbytes)[:nbytes]
         with self._lock:
@@ -87,8 +89,8 @@ _slabs = _Slabs()
 
 
 def _map(nbytes: int) -> np.ndarray:
-    """New memory, in huge pages where the system has them, and beginning with one. MemoryError."""
-    try:  # private: memory that may be shared is not given huge pages
+    """Map memory aligned to a huge page, in huge pages if the system has them. MemoryError."""
+    try:  # private, because shared memory does not get huge pages
         area = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{nbytes} bytes: {error.strerror}") from None
@@ -100,7 +102,7 @@ def _map(nbytes: int) -> np.ndarray:
 
 
 def allocate(nbytes: int) -> np.ndarray:
-    """Zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages where the system has them."""
+    """Allocate zeroed uint8 [nbytes], aligned to 64 bytes; in huge pages if the system has them."""
     if nbytes >= _HUGE:
         return _map(nbytes)[:nbytes]
     room = np.zeros(nbytes + VECTOR, np.uint8)
@@ -109,24 +111,24 @@ def allocate(nbytes: int) -> np.ndarray:
 
 
 def packed_bytes(meta: Meta) -> int:
-    """The size of a weight [..., N, K] in R16 form: that of its blocks, for N rounded up to 16."""
+    """Bytes of a packed weight [..., N, K]: those of its blocks, with N rounded up to 16."""
     matrices, rows, columns = _sizes(meta)
     form = FORMATS[meta.dtype.name]
     return matrices * -(-rows // LANES) * (columns // form.block) * form.nbytes
 
 
 def _sizes(meta: Meta) -> tuple[int, int, int]:
-    """Matrices, their rows and their columns."""
+    """(matrices, rows of each, columns) of a weight [..., N, K]."""
     *matrices, rows, columns = meta.bound().shape
     assert isinstance(rows, int) and isinstance(columns, int)
     return prod(matrices), rows, columns  # type: ignore[arg-type]
 
 
 def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
-    """uint8 [rows, row_bytes] of a weight [N, K], or of several [E, N, K], as R16, uint8 [bytes].
+    """Pack uint8 [rows, row_bytes] of a weight [N, K] or [E, N, K]; returns uint8 [bytes].
 
-    The last group of a matrix is filled up with zeros. ModelFileError if a block's scale is
-    infinite or NaN.
+    The last tile of a matrix is padded with zero rows. ModelFileError if a block has an infinite or
+    NaN scale.
     """
     matrices, rows, columns = _sizes(meta)
     assert raw.dtype == np.uint8 and raw.strides[1] == 1 and len(raw) == matrices * rows
@@ -141,7 +143,7 @@ def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
         np.int64,
     )  # fmt: skip
     run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_packer(meta.dtype.name).address)
-    with ThreadPoolExecutor(threads) as pool:  # native code, without the interpreter's lock
+    with ThreadPoolExecutor(threads) as pool:  # native code: releases the GIL
         list(pool.map(lambda thread: run(block.ctypes.data, thread, threads), range(threads)))
     if report.max() >= 0:
         raise bad_scale(int(report[report >= 0].min()), meta.dtype)

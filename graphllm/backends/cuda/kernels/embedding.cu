@@ -1,7 +1,7 @@
 // Rows of a table in a block format, by token id. FORMAT: a struct of formats.cuh.
 //
 // Values have the bits that the decoders in graphllm/formats compute: the product of scale and integer
-// is exact in float32, so that one rounding is as good as two. The table lies in planes
+// is exact in float32, so one rounding gives the result of two. The table lies in planes
 // (weight_packing.py), so that a linear may share it as its weight. A thread block does one token (x)
 // and some items of its row (y), a thread one item.
 

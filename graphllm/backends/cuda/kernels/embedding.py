@@ -36,7 +36,7 @@ def embedding_blocks(ctx: KernelContext) -> Launch:
 
 
 def _launch(ctx: KernelContext, kernel: Function, table: int | bytes, elements: int) -> Launch:
-    """``elements``: of a thread."""
+    """A launch in which each thread writes ``elements`` of a row."""
     ids, (count, width) = ctx.ids, ctx.w.meta.shape
     args = (ids.address, table, count, ctx.out.address, ctx.live_address(ids.meta.rows), width)
     grid = (ctx.upper_bound(ids.meta.rows), ceil(width // elements, _THREADS))

@@ -46,7 +46,7 @@ __device__ __forceinline__ void expand_part(const Unpacked<PARTS>& u, int p, uin
 __device__ __forceinline__ float low_half(u32 pair) { return from_f16((u16)pair); }
 __device__ __forceinline__ float high_half(u32 pair) { return from_f16((u16)(pair >> 16)); }
 
-// 16 bytes that are read once: they do not take a place in the first-level cache.
+// Load 16 bytes that are read once, without a place in the L1 cache.
 __device__ __forceinline__ uint4 stream16(const void* address) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -64,7 +64,7 @@ __device__ __forceinline__ u16 half_at(const u8* plane, size_t index) {
 
 __device__ __forceinline__ const u32& word(const uint4& q, int k) { return (&q.x)[k]; }
 
-// The low and the high nibbles of 16 bytes.
+// The low nibbles of 16 bytes, then the high ones.
 __device__ __forceinline__ void nibbles(const uint4& q, int* v) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -73,17 +73,17 @@ __device__ __forceinline__ void nibbles(const uint4& q, int* v) {
     }
 }
 
-// Bits 4k..4k+3 of `bits` as the fifth bits of four bytes.
+// Bits 4 k to 4 k + 3 of `bits` as the fifth bits of four bytes.
 __device__ __forceinline__ int fifth(u32 bits, int k) {
     return (bits >> 4 * k & 15) * 0x02040810 & 0x10101010;
 }
 
-// What the nibbles of 16 bytes stand for, by a table of sixteen int8 in four words.
+// Look up the nibbles of 16 bytes in a table of sixteen int8, in the order of nibbles().
 __device__ __forceinline__ void looked_up(const uint4& q, uint4 table, int* v) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         u32 bits = word(q, k), low3 = bits & 0x77777777;
-        u32 which = 0x32103210 | (bits & 0x88888888) >> 1;  // of a pair: by the fourth bit
+        u32 which = 0x32103210 | (bits & 0x88888888) >> 1;  // selects one of each pair by the fourth bit
         u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
                                      __byte_perm(table.z, table.w, low3), which);
         u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
@@ -95,8 +95,8 @@ __device__ __forceinline__ void looked_up(const uint4& q, uint4 table, int* v) {
 
 // ------------------------------------------------------------------------- integer dot products
 
-// Four products, summed: bytes of `a` unsigned or signed, of `b` signed. Unlike __dp4a the compiler may
-// move them.
+// The sum of four products of bytes, those of `b` signed. The compiler may reorder these, unlike
+// __dp4a.
 __device__ __forceinline__ int dot4(u32 a, int b, int sum) {
     int r;
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
@@ -107,7 +107,7 @@ __device__ __forceinline__ int dot4(int a, int b, int sum) {
     asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
     return r;
 }
-// Two products, summed: of the halves of `a`, signed, and the low bytes of `b`, unsigned.
+// The sum of two products: the halves of `a`, signed, times the low bytes of `b`, unsigned.
 __device__ __forceinline__ int dot2(u32 a, u32 b, int sum) {
     int r;
     asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
@@ -118,8 +118,8 @@ __device__ __forceinline__ int dot16(const int* v, const int4& x) {
     return dot4(v[3], x.w, dot4(v[2], x.z, dot4(v[1], x.y, dot4(v[0], x.x, 0))));
 }
 
-// The low and the high nibbles of 16 bytes, times activations; the high ones stay where they are, which
-// counts 16 times.
+// Dot products of the low and of the high nibbles of 16 bytes with activations. The high nibbles are
+// not shifted, so that their sum counts 16 times.
 __device__ __forceinline__ void dot_nibbles(const uint4& q, const int4* x, int& low, int& high) {
     const int* first = &x[0].x;
     const int* second = &x[1].x;
@@ -140,7 +140,7 @@ struct By32 {
     static constexpr bool INTEGER_PRODUCT = false;
     static constexpr int ZERO_POINT = -1;
     static constexpr bool OFFSET = true;  // offsets are not all zero
-    // Where part p of item j of a row begins, in elements.
+    // The first element of part p of item j of a row.
     __device__ static __forceinline__ int at(int j, int p) { return 32 * j + 16 * p; }
 };
 

@@ -1,13 +1,13 @@
 // q2_k, q3_k, q4_k, q5_k and q6_k. Planes: low bits; higher bits, if any; scales; d.
 
-// 128 bytes of nibbles: of 64 neighbours the first half low, the second high.
+// 128 bytes of nibbles: of 64 neighbouring elements, 32 in low halves and 32 in high halves.
 struct Scales : By256 {
     static constexpr bool INTEGER_PRODUCT = true;
-    uint4 q, head;  // head: d, dmin: f16, then 6-bit scales and mins in 12 bytes
+    uint4 q, head;  // head: d, dmin: f16, then 6-bit scales and minima in 12 bytes
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 64 * (j >> 1 & 3) + 16 * (j & 1) + 32 * p;
     }
-    // Scales and mins of sub-blocks 2 pair and 2 pair + 1: a byte each.
+    // Scales and minima of sub-blocks 2 pair and 2 pair + 1, a byte each.
     __device__ __forceinline__ void coefficients(int j, u32& s, u32& m) const {
         int pair = j >> 1 & 3, shift = 16 * (pair & 1);
         u32 low = head.y >> shift, high = head.z >> shift, mixed = head.w >> shift;
@@ -52,7 +52,7 @@ struct Q4_K : Scales {
 };
 
 struct Q5_K : Scales {
-    uint4 high;  // bit s for sub-block s
+    uint4 high;  // bit s belongs to sub-block s
     __device__ __forceinline__ void load(const Planes& w, size_t i) {
         q = stream16(w.a + 16 * i);
         high = constant<uint4>(w.b + 32 * (i >> 3) + 16 * (i & 1));
@@ -82,7 +82,7 @@ struct Q5_K : Scales {
 struct Q6_K : By256 {
     static constexpr int ZERO_POINT = 32;
     static constexpr bool INTEGER_PRODUCT = true;
-    uint4 q, high;  // high: of the half's run r bits 2 r and 2 r + 1
+    uint4 q, high;  // high: bits 2 r and 2 r + 1 belong to run r of the half
     u16 d;
     int low_scale, high_scale;
     __device__ static __forceinline__ int at(int j, int p) {
@@ -122,7 +122,7 @@ struct Q6_K : By256 {
     }
 };
 
-// 64 bytes of bit pairs: of each half (32 bytes) all lowest pairs, then the next.
+// 64 bytes of bit pairs: of each half (32 bytes) the lowest pairs of all bytes, then the next pairs.
 struct Pairs {
     static constexpr int BLOCK = 256, PARTS = 4, ITEM = 64;
     typedef Unpacked<4> Values;
@@ -140,7 +140,7 @@ struct Pairs {
 
 struct Q2_K : Pairs {
     static constexpr int ZERO_POINT = -1;
-    uint2 scales;  // of the half: a scale below a min each
+    uint2 scales;  // of the half: scales in low nibbles, minima in high ones
     u32 dm;
     __device__ __forceinline__ void load(const Planes& w, size_t i) {
         q = stream16(w.a + 16 * i);
@@ -161,7 +161,7 @@ struct Q2_K : Pairs {
 
 struct Q3_K : Pairs {
     static constexpr int ZERO_POINT = 4;
-    uint4 third;  // bit 4 half + r for run r
+    uint4 third;  // bit 4 half + r belongs to run r
     u32 low0, low1, top;  // sixteen 6-bit scales: nibbles, and their top bit pairs
     u16 d;
     __device__ __forceinline__ void load(const Planes& w, size_t i) {

@@ -1,4 +1,4 @@
-"""Block weights as kernels read them: split into planes, see formats.cuh."""
+"""Split block weights into planes, as kernels read them; see formats.cuh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..runtime.device import DevicePack
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
 
-_MODULE = module("layouts")
+_MODULE = module("weight_packing")
 _THREADS, _ALIGN = 256, 256
 
 # (offset, end) of the bytes of a block that go to each plane, by format; see formats.cuh.
@@ -29,6 +29,7 @@ def item_elements(kind: DType) -> int:
 
 
 def _blocks(meta: Meta) -> int:
+    """Number of blocks of [..., N, K]."""
     *lines, columns = meta.bound().shape
     return prod(lines) * (columns // meta.dtype.block)  # type: ignore[arg-type,operator]
 
@@ -50,6 +51,7 @@ def planes(address: int, meta: Meta) -> tuple[int, int, int, int]:
 
 
 def _split(raw: int, packed: int, meta: Meta) -> Sequence[Launch]:
+    """Launches that copy each plane from stored blocks at ``raw`` to ``packed``."""
     made, count = [], _blocks(meta)
     for (first, last), offset in zip(PLANES[meta.dtype.name], _offsets(meta)):
         args = (raw + first, meta.dtype.nbytes, packed + offset, last - first, count)
