@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,14 +24,25 @@ from graphllm.backends import TimestampLog
 from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels
+from graphllm.backends.cpu.runtime.argument_block import argument_reader
 from graphllm.backends.cpu.runtime.isa import isa
-from graphllm.backends.cpu.runtime.jit import args, i64s, kernel
-from graphllm.backends.cpu.runtime.roofline_probes import _OPERATIONS, _program
+from graphllm.backends.cpu.runtime.jit import i64s, kernel
+from graphllm.backends.cpu.runtime.roofline_probes import OPERATIONS, probe_program
 from graphllm.graph.dtype import dtype
 from graphllm.profiler import kernel_probes
 
 ITERATIONS, CYCLES = 50_000, 16  # of the clock loop: iterations, and cycles of each
 MAX_SHARE = 1.02  # of a peak, with noise
+
+
+class SquaresArgs(NamedTuple):
+    """Argument block of `squares`."""
+
+    iterations: int
+    sink: int = 0
+
+
+read_squares = argument_reader(SquaresArgs)
 
 
 @kernel
@@ -39,14 +51,14 @@ def squares(p, thread, threads):
 
     A step is a multiplication (3 cycles on x86 since 2008) and an or (1 cycle).
     """
-    turns, sink = args(p, 2)
-    x = turns
-    for _ in range(turns):
+    a = read_squares(p)
+    x = a.iterations
+    for _ in range(a.iterations):
         x = x * x | 1
         x = x * x | 3
         x = x * x | 5
         x = x * x | 7
-    i64s(sink)[thread] = x
+    i64s(a.sink)[thread] = x
 
 
 def ran(run: Callable[[TimestampLog | None], None]) -> float:
@@ -76,13 +88,14 @@ def main() -> int:
     chains = probe_kernels.multiply_add_loops()
     tries: dict[str, Callable[[], float]] = {}
     if isa().x86:
-        run = _program(squares, 1, area, ITERATIONS)
+        run = probe_program(squares, 1, area, SquaresArgs(ITERATIONS))
         tries["clock"] = lambda: CYCLES * ITERATIONS / ran(run)
     for kind in chains:
-        made, work = probe_kernels.multiply_add(kind)
-        turns = _OPERATIONS // work
-        each = _program(made, 1, area, area.ctypes.data, turns)
-        tries[f"peak {kind}"] = lambda each=each, work=work * turns: work / ran(each)
+        code, work = probe_kernels.multiply_add(kind)
+        iterations = OPERATIONS // work
+        block = probe_kernels.MultiplyArgs(area.ctypes.data, iterations)
+        each = probe_program(code, 1, area, block)
+        tries[f"peak {kind}"] = lambda each=each, work=work * iterations: work / ran(each)
     for name in FORMATS:
         tries[name] = partial(linear, name, asked.tokens)
     best = dict.fromkeys(tries, 0.0)

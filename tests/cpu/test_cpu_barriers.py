@@ -1,4 +1,4 @@
-"""Where the CPU's threads meet: exactly where a step touches what another thread may still use."""
+"""Barriers between steps: only where a step touches memory that another thread may still use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ARENA = np.zeros(16 << 20, np.uint8)
 
 
 def step(out: int, *sources: int, width: int = BIG) -> Bound:
-    """A sum whose operands lie at these places of the arena, in units of the big row."""
+    """A step whose operands are at these places of the arena, in units of the big row."""
 
     def place(at: int) -> Operand:
         meta = Meta.of((T, width), "f32")
@@ -44,5 +44,5 @@ def step(out: int, *sources: int, width: int = BIG) -> Bound:
         ([], []),
     ],
 )  # fmt: skip
-def test_threads_meet_where_they_must_and_nowhere_else(steps, want):
+def test_barriers_are_where_needed_and_nowhere_else(steps, want):
     assert barrier_flags(steps) == want

@@ -1,4 +1,4 @@
-"""expert_linear and head_linear on the CPU: against float64, against linear, against themselves."""
+"""expert_linear and head_linear on the CPU: against float64, and against linear."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BAD = (-1, EXPERTS, 2**31 - 1, -(2**31))
 
 
 class Experts:
-    """expert_linear, or head_linear where ``each`` is 0, as a program of the CPU device.
+    """expert_linear, or head_linear if ``each`` is 0, as a program of the CPU device.
 
-    ``own``: whether a token has a row for each of its experts.
+    ``own``: whether a token has a separate row for each of its experts.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Experts:
         return out
 
     def __call__(self, x: np.ndarray, ids: np.ndarray | None = None) -> np.ndarray:
-        """[T, k, n]; what lies beyond T must stay as it is."""
+        """Return [T, k, n]; rows beyond T must stay unchanged."""
         self.x[...], self.ids[...] = np.nan, -1
         self.x[: len(x)] = x
         if ids is not None:
@@ -92,7 +92,7 @@ class Experts:
         return result[: len(x)].copy()
 
     def read(self, x: np.ndarray) -> np.ndarray:
-        """What the product reads in place of ``x``, float64."""
+        """The operand of the product that stands for ``x``, in float64."""
         node = self.steps[0].node
         if node.op == "quantise_act":
             return activations.dequantise_act(
@@ -113,7 +113,7 @@ def alike(got: np.ndarray, want: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name, linear", CASES)
 def test_experts(name, linear):
-    """Against float64; a token has the bits of `linear`, and the same in any company."""
+    """Against float64; the bits of a token are those of `linear`, whatever the batch."""
     kind = dtype(name)
     k = COLUMNS[kind.block][-1]
     raw = any_bits(kind, EXPERTS * ROWS, k)
@@ -145,7 +145,7 @@ def test_threads_change_nothing(name, linear):
 
 @pytest.mark.parametrize("name, tokens", [("f16", 300), ("q8_0", 1200), ("q6_k", 300)])
 def test_many_tokens_on_one_expert(name, tokens):
-    """More than are multiplied at a time, or sorted on a stack; the same bits as alone."""
+    """More tokens than a pass, or than are sorted on the stack; the same bits as single tokens."""
     kind, k = dtype(name), 256
     raw, (x, ids) = any_bits(kind, EXPERTS * ROWS, k), inputs(k, tokens=tokens)
     ids[:] = 3
@@ -158,8 +158,8 @@ def test_many_tokens_on_one_expert(name, tokens):
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "q8_0", "q4_k"])
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_what_is_not_named_is_not_read(name, tokens):
-    """Other experts hold bytes of ones: NaN, in weights and in scales."""
+def test_experts_that_are_not_selected_are_not_read(name, tokens):
+    """The other experts hold NaN, in weights and scales."""
     kind, k = dtype(name), 256
     raw, (x, ids) = any_bits(kind, EXPERTS * ROWS, k), inputs(k, tokens=tokens)
     ids = np.where(ids % 2, 1, 4).astype(np.int32)
@@ -183,7 +183,7 @@ def test_bias():
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_ids_out_of_range(bad, tokens):
-    """They are reported; other products of the run are as ever, and the next run is well."""
+    """An error is raised; other products of the run and the next run are correct."""
     kind, k = dtype("q8_0"), 64
     raw, (x, ids) = any_bits(kind, EXPERTS * ROWS, k), inputs(k, tokens=tokens)
     product = Experts(raw, kind, k)
@@ -210,7 +210,7 @@ def test_picked_columns_out_of_range(bad):
 
 
 @pytest.mark.parametrize("name, linear", [("f16", "float"), *((n, "auto") for n in BLOCKS)])
-def test_heads_are_linears(name, linear):
+def test_head_linear_equals_linear(name, linear):
     kind = dtype(name)
     k = COLUMNS[kind.block][-1]
     raw = any_bits(kind, EXPERTS * ROWS, k)
@@ -226,7 +226,7 @@ def test_heads_are_linears(name, linear):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [16, 21])
-def test_matrices_are_packed_each_for_itself(name, rows):
+def test_matrices_are_packed_separately(name, rows):
     kind = dtype(name)
     k = 2 * kind.block
     raw, one = any_bits(kind, 3 * rows, k), Meta.of((rows, k), kind)
@@ -235,7 +235,7 @@ def test_matrices_are_packed_each_for_itself(name, rows):
         assert np.array_equal(packed[i], pack(raw[i * rows : (i + 1) * rows], one))
 
 
-def test_the_body_opens_what_is_named():
+def test_reference_reads_only_selected_experts():
     class Watched:
         shape, opened = (EXPERTS, 3, 4), []
 
@@ -248,7 +248,7 @@ def test_the_body_opens_what_is_named():
     assert w.opened == [1, 4]
 
 
-def test_a_price_counts_the_experts_that_are_read():
+def test_cost_counts_the_experts_that_are_read():
     tokens, w = Var("T", 0, 64), weight("w", (64, 32, 256), "q8_0")
     node = ops.expert_linear(feed("x", (tokens, 256), "f32"), w, feed("i", (tokens, 4), "i32"))
     one = w.meta.nbytes // 64
@@ -263,11 +263,11 @@ def test_a_price_counts_the_experts_that_are_read():
     assert read(T=60) == 64 * one == read(T=60, experts=1000)
 
 
-# ---------------------------------------------------------------------------------- a whole mixture
+# --------------------------------------------------------------------------------- MoE layer
 
 
-def mixture(x: Tensor, kind: str) -> Tensor:
-    """A layer of 8 experts, of which 3 for each token."""
+def moe_layer(x: Tensor, kind: str) -> Tensor:
+    """A layer of 8 experts, 3 of which are selected for each token."""
     scores = ops.softmax(ops.linear(x, weight("gate", (8, 256), "f32")))
     ids = ops.top_k(scores, k=3)
     weights = ops.sum_norm(ops.pick(scores, ids))
@@ -277,7 +277,7 @@ def mixture(x: Tensor, kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_k"])
-def test_a_mixture(kind):
+def test_moe_layer(kind):
     rng = np.random.default_rng(0)
     form, arrays = dtype(kind), {"gate": rng.standard_normal((8, 256)).astype(np.float32)}
     for name, shape in {"w1": (8, 512, 256), "w3": (8, 512, 256), "w2": (8, 256, 512)}.items():
@@ -289,7 +289,7 @@ def test_a_mixture(kind):
     found = {}
     for order in (("cpu",), ("reference",)):
         executor = GuardedExecutor(Arrays(arrays), order, Options("float"))
-        y = mixture(feed("x", (Var("T", 0, 64), 256), "f32"), kind)
+        y = moe_layer(feed("x", (Var("T", 0, 64), 256), "f32"), kind)
         plan = executor.compile({"y": y})
         found[order[0]] = [executor.run(plan, {"x": x[:t]}, {"T": t})["y"] for t in (0, 1, 40)]
     for got, want in zip(*found.values()):

@@ -1,8 +1,8 @@
-"""The CPU kernels compiled for other processors: every op's samples, and the same bits in linear.
+"""CPU kernels compiled for other processors: samples of every op, and equal bits in linear.
 
-Run as a script, with kernels for the processor that Numba's environment names, it prints that
-target, a digest of what each integer format computes, and whatever is wrong with any sample. The
-tests do that in processes of their own: code for another processor may stop a process.
+Run as a script, with kernels for the processor that Numba's variables name, it prints the target,
+digests of the results of each integer format, and the errors of all samples. The tests do so in
+separate processes, as code for another processor may crash.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd.emitter import Emit
 
-# What the processor must have, and how the target describes itself.
+# The feature that the processor needs, and the description of the target.
 TARGETS = {
     "haswell": ("avx2", "haswell (avx2, f16c, 256-bit vectors)"),
     "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
-    "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # nothing but the generic code
+    "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # generic code only
 }
-KEPT = 8  # folders of kernels: one for each target and version of the sources
+KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 
 
 @pytest.fixture(scope="session")
 def kernels(request, tmp_path_factory):
-    """A cache for these kernels alone, kept from session to session where pytest keeps things."""
+    """A separate kernel cache, kept between sessions if pytest has a cache folder."""
     kept = getattr(request.config, "cache", None)
     folder = Path(kept.mkdir("kernels")) if kept else tmp_path_factory.mktemp("kernels")
     yield folder
@@ -50,7 +50,7 @@ def kernels(request, tmp_path_factory):
 
 
 def start(target: str, kernels: Path, *command: str | Path) -> subprocess.Popen[str]:
-    """Python, compiling for ``target``."""
+    """Start Python, with kernels compiled for ``target``."""
     env = {**os.environ, CPU_NAME: target, CPU_FEATURES: "", "GRAPHLLM_CACHE": str(kernels)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -59,7 +59,7 @@ def start(target: str, kernels: Path, *command: str | Path) -> subprocess.Popen[
 
 
 def finish(process: subprocess.Popen[str]) -> list[str]:
-    """The lines that it prints."""
+    """Wait for a process; returns the lines that it printed."""
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err
     return out.splitlines()
@@ -71,7 +71,7 @@ def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def targets(kernels):
-    """All targets at once, since compiling for them takes minutes."""
+    """Processes for all targets, started together, as compiling takes minutes."""
     able = [name for name, (feature, _) in TARGETS.items() if getattr(isa(), feature)]
     running = {name: start(name, kernels, Path(__file__)) for name in able}
     yield running
@@ -96,7 +96,7 @@ def test_every_op_and_the_same_bits(target, targets):
 
 
 def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
-    """But linear, which converts by itself, does not need it."""
+    """linear does not need it, as it converts float16 in software."""
     need("x86")
     ask = "from graphllm.backends import find; print(*find('cpu').available())"
     said = run("x86-64-v2", kernels, "-c", ask)
@@ -115,7 +115,7 @@ ARM = ISA("generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True,
 
 
 def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | str) -> str:
-    """What ``emit(Emit, *literals, *values)`` becomes on a 64-bit Arm processor."""
+    """Assembly of ``emit(Emit, *literals, *values)`` for a 64-bit Arm processor."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     triple = "aarch64-unknown-linux-gnu"
@@ -132,7 +132,7 @@ def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_microkernels_compile_for_arm(name):
-    """To Arm's own vector instructions, with no call of a function that may not be there."""
+    """To Arm vector instructions, without calls of library functions."""
     form = FORMATS[name]
 
     def pack(e, name, *values):

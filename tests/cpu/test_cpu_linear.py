@@ -1,4 +1,4 @@
-"""linear and quantise_act on the CPU: against float64, and against themselves."""
+"""linear and quantise_act on the CPU: against float64, and batches against single tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [(n, "float") for n in FORMATS] + [(n, "auto") for n in BLOCKS]
 
 
 def any_bits(kind: DType, n: int, k: int, seed: int = 0) -> np.ndarray:
-    """Weights [n, k] as stored bytes; in block formats random ones, but for the float16 scales."""
+    """Stored bytes of weights [n, k]; in block formats random bytes except the scales."""
     rng = np.random.default_rng([seed, n, k])
     values = rng.standard_normal((n, k)).astype(np.float32) / np.sqrt(k)
     raw = quantization.quantise(values, kind)
@@ -46,22 +46,25 @@ def any_bits(kind: DType, n: int, k: int, seed: int = 0) -> np.ndarray:
 
 
 class Product:
-    """x w^T as a program of the CPU device: any count of tokens up to `MOST`."""
+    """x w^T as a program of the CPU device, for up to `MOST` tokens.
+
+    ``padding``: elements between rows of x.
+    """
 
     def __init__(
         self, raw: np.ndarray, kind: DType, k: int, linear: str = "auto", bias: bool = False,
-        spare: int = 0, threads: int = 2,
+        padding: int = 0, threads: int = 2,
     ) -> None:  # fmt: skip
         self.options = Options(linear, threads)
         self.device, self.header = CpuDevice(self.options), Header()
         self.tokens = Var("T", 0, MOST)
         self.header.slot(self.tokens)
         n = len(raw)
-        strides = (4 * (k + spare), 4)  # rows of x are this far apart
+        strides = (4 * (k + padding), 4)  # rows of x are this far apart
         x = self._leaf(INPUT, "x", Meta((self.tokens, k), dtype("f32"), strides))
         w = self._leaf(WEIGHT, "w", Meta.of((n, k), kind))
         b = self._leaf(WEIGHT, "b", Meta.of((n,), "f32")) if bias else None
-        self.x = np.zeros((MOST, k + spare), np.float32)
+        self.x = np.zeros((MOST, k + padding), np.float32)
         self.bias = np.random.default_rng(3).standard_normal(n).astype(np.float32)
         self.steps: list[Bound] = []
         source = Operand(x.meta, self.x.view(np.uint8).reshape(-1))
@@ -102,23 +105,23 @@ class Product:
         return result[: len(x)].copy()
 
     def activations(self) -> tuple[np.ndarray, DType]:
-        """What quantise_act wrote, in the last run."""
+        """Output of quantise_act in the last run."""
         operand = self.steps[0].out
         return operand.buffer.reshape(MOST, -1), operand.meta.dtype
 
 
 def activation(k: int, tokens: int = MOST) -> np.ndarray:
     x = np.random.default_rng([9, k]).standard_normal((tokens, k)).astype(np.float32)
-    x[0] = np.where(x[0] < 0, -1, 1)  # the largest sums that there are
+    x[0] = np.where(x[0] < 0, -1, 1)  # the largest possible sums
     return x
 
 
 def compare(product: Product, raw: np.ndarray, kind: DType, x: np.ndarray, bias: bool) -> None:
-    """Results of `MOST` tokens against float64, and those of fewer tokens against these."""
+    """Compare `MOST` tokens with float64, and results of fewer tokens with these."""
     got = product(x)
     w = quantization.dequantise(raw, kind).astype(np.float64)
     a = x.astype(np.float64)
-    if len(product.steps) > 1:  # exactly what the integer kernel was given
+    if len(product.steps) > 1:  # the integer kernel's operands
         stored, form = product.activations()
         assert np.array_equal(stored, activations.quantise_act(x, form))
         a = activations.dequantise_act(stored, form, product.k).astype(np.float64)
@@ -141,7 +144,7 @@ def test_linear(name, linear):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_largest_sums_fit(name):
-    """All bits of q and of the scales alike, and activations that are all as large as can be."""
+    """All bits of q and of the scales are equal, and all activations are as large as possible."""
     kind, k = dtype(name), 512
     raw, x = any_bits(kind, 33, k), activation(k)
     blocks, scales = raw.reshape(33, -1, kind.nbytes), slice(*SCALES[name])
@@ -157,7 +160,7 @@ def test_the_largest_sums_fit(name):
 def test_bias_and_strided_rows(name, linear):
     kind, k = dtype(name), 512
     raw = any_bits(kind, 33, k)
-    product = Product(raw, kind, k, linear, bias=True, spare=5)
+    product = Product(raw, kind, k, linear, bias=True, padding=5)
     compare(product, raw, kind, activation(k), bias=True)
 
 
@@ -169,8 +172,8 @@ def test_threads_change_nothing(name, linear):
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
-def test_more_tokens_than_a_panel_serves(monkeypatch):
-    """A token's bits are the same in the second round over a group."""
+def test_more_tokens_than_a_pass(monkeypatch):
+    """The bits of a token are the same in the second pass over a group."""
     monkeypatch.setattr(sys.modules[__name__], "MOST", 150)
     kind, k = dtype("q8_0"), 320
     raw, x = any_bits(kind, 33, k), activation(k, 150)
@@ -181,7 +184,7 @@ def test_more_tokens_than_a_panel_serves(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_pack_fills_up_with_zeros(name):
+def test_pack_pads_with_zeros(name):
     kind = dtype(name)
     k = 2 * kind.block
     meta = Meta.of((5, k), kind)
@@ -194,7 +197,7 @@ def test_pack_fills_up_with_zeros(name):
 
 
 def test_other_formats_are_refused():
-    """When the graph is built: with the weight's scope, its format and those that there are."""
+    """The error is raised when the graph is built, and names scope, format and known formats."""
     says = "^model.layers.0.mlp.up_proj: weights in iq2_xxs are not supported, only in f32.*mxfp4$"
     with scope("model.layers.0.mlp.up_proj"):
         w = weight("model.layers.0.mlp.up_proj.weight", (8, 256), FOREIGN)
@@ -208,7 +211,7 @@ def test_other_formats_are_refused():
 
 
 def digests(names: Sequence[str]) -> list[str]:
-    """A line a format: what its integer kernel computes, one token alone included.
+    """One line per format: a digest of the results of its integer kernel.
 
     `test_cpu_isa` compares them between targets.
     """

@@ -1,4 +1,4 @@
-"""The loops that ceilings are measured with do all that they are paid for."""
+"""The kernels of the roofline probes do all the work that is accounted for."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from graphllm.backends.cpu.runtime.step_interpreter import BARRIER
 from graphllm.backends.cpu.simd.emitter import Emit
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
-TURNS = 37
+ITERATIONS = 37
 
 
 def area(nbytes: int = NBYTES) -> np.ndarray:
-    """Bytes that differ."""
+    """Random bytes."""
     made = allocate(nbytes)
     made[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     return made
 
 
-def folded(vectors: np.ndarray) -> int:
-    """What `peaks` keeps of vectors [n, 64] uint8."""
+def combined(vectors: np.ndarray) -> int:
+    """The int64 to which probe kernels combine vectors [n, 64] uint8."""
     lanes = np.bitwise_xor.reduce(np.ascontiguousarray(vectors).view(np.uint32), axis=0)
     return int(lanes.astype(np.uint64).sum() % 2**32)
 
 
-def kept(kernel: Kernel, threads: int, keep: np.ndarray, *words: int) -> list[int]:
-    """What each thread kept of a launch."""
+def results(kernel: Kernel, threads: int, keep: np.ndarray, *words: int) -> list[int]:
+    """The result of each thread of a launch."""
     sink = np.full(threads, -1, np.int64)
     launch = Launch(kernel, [*words, sink.ctypes.data])
     CompiledProgram(threads, [[launch]], [BARRIER], keep).run(None)
@@ -49,34 +49,32 @@ def kept(kernel: Kernel, threads: int, keep: np.ndarray, *words: int) -> list[in
 
 
 def form_of(kind: str) -> type:
-    """The elements of the operands."""
+    """Element type of the operands."""
     forms = {"f32": np.float32, "f16": np.float16, "int8": np.uint8 if isa().avx2 else np.int16}
     return forms[kind]
 
 
-def expected_sums(kind: str, operands: np.ndarray, turns: int) -> int:
-    """`multiply_add` in NumPy, with numbers that it rounds nowhere."""
+def expected_sums(kind: str, operands: np.ndarray, iterations: int) -> int:
+    """`multiply_add` in NumPy, on numbers that need no rounding."""
     chain, form = probe_kernels.multiply_add_loops()[kind], form_of(kind)
-    vectors = operands.reshape(probe_kernels.FACTOR_VECTORS, 64).view(
-        form
-    )  # [FACTOR_VECTORS, elements]
+    vectors = operands.reshape(probe_kernels.FACTOR_VECTORS, 64).view(form)
     wide = np.int64 if kind == "int8" else form
     lanes = 16 if kind == "int8" else vectors.shape[1]
     found = []
     for i in range(chain.sums):
         at = i % chain.sets * chain.owns
         total = vectors[i].view(np.int32 if kind == "int8" else form).astype(wide)
-        for turn in range(turns):
+        for turn in range(iterations):
             first = turn % probe_kernels.FACTOR_PERIOD
             own = vectors[at : at + chain.owns].astype(wide).sum(axis=0)
             factors = vectors[first : first + chain.factors].astype(wide).sum(axis=0)
             total = total + (own * factors).reshape(lanes, -1).sum(axis=1)
         found.append(total.astype(np.int32 if kind == "int8" else form).view(np.uint8))
-    return folded(np.stack(found))
+    return combined(np.stack(found))
 
 
 def operands(kind: str) -> np.ndarray:
-    """Small whole numbers, as bytes."""
+    """Small integers, as bytes."""
     form = form_of(kind)
     made = allocate(64 * probe_kernels.FACTOR_VECTORS)
     some = np.random.default_rng(1).integers(0, 4, len(made) // np.dtype(form).itemsize)
@@ -85,15 +83,15 @@ def operands(kind: str) -> np.ndarray:
 
 
 def wrong() -> list[str]:
-    """The kinds of arithmetic whose sums are not what they should be; for test_cpu_isa.py, too."""
+    """Errors of the multiply-add kernels, by kind; test_cpu_isa.py uses it, too."""
     found = []
     for kind, chain in probe_kernels.multiply_add_loops().items():
         kernel, work = probe_kernels.multiply_add(kind)
         data = operands(kind)
-        sums = kept(kernel, 2, data, data.ctypes.data, TURNS)
+        sums = results(kernel, 2, data, data.ctypes.data, ITERATIONS)
         products = chain.sums * chain.owns * chain.factors
         each = 64 // np.dtype(form_of(kind)).itemsize  # multiply-adds
-        expected = [expected_sums(kind, data, TURNS)] * 2
+        expected = [expected_sums(kind, data, ITERATIONS)] * 2
         if sums != expected or work != products * 2 * each:
             found.append(f"multiply_add {kind}: {sums}, not {expected}; {work} operations")
     return found
@@ -104,20 +102,20 @@ def test_arithmetic():
     assert set(probe_kernels.instruction_names()) == {"f32", "f16", "int8"}
 
 
-# ------------------------------------------------------------------------ what no kernel can exceed
+# ------------------------------------------------------------------------------------- upper bound
 
-# How processors are described to the compiler, and (groups, tokens) of a tile of `linear` there.
+# Descriptions of processors for the compiler, and (groups, tokens) of a tile of `linear` on them.
 PROCESSORS = {
     "haswell": (ISA("", True, True, False, False, True, 32), (1, 4)),
     "skylake-avx512": (ISA("", True, True, True, False, True, 64), (1, 8)),
     "icelake-server": (ISA("", True, True, True, True, True, 64), (3, 4)),
 }
 MULTIPLY = r"v(pmaddubsw|pdpbusd|fmadd\d+ps)\s"
-MOVE = r"v(mov|p?broadcast|extract|insert|gather)"  # through ports that do not multiply
+MOVE = r"v(mov|p?broadcast|extract|insert|gather)"  # on ports that do not multiply
 
 
 def blocks_of(name: str, emit: Callable[[Emit, list[Any]], Any], values: int) -> list[list[str]]:
-    """The instructions of each basic block of what ``emit`` makes of so many int64."""
+    """Instructions of each basic block of what ``emit`` makes of ``values`` int64 arguments."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     module = ir.Module("peak")
@@ -141,7 +139,7 @@ def blocks_of(name: str, emit: Callable[[Emit, list[Any]], Any], values: int) ->
 
 
 def per_instruction(block: list[str]) -> float:
-    """Multiply-adds of a block's multiplications per vector instruction that computes."""
+    """Multiply-adds of a block per arithmetic vector instruction."""
     width = {"x": 16, "y": 32, "z": 64}
     done = 0
     for line in block:
@@ -152,9 +150,9 @@ def per_instruction(block: list[str]) -> float:
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_no_kernel_does_more_per_instruction_than_the_peak(name):
-    """The inner loop of a linear computes at most as much with each instruction as the loop that
-    measures its ceiling. That loop stores nothing, so that it measures arithmetic alone."""
+def test_no_kernel_computes_more_per_instruction_than_the_probe(name):
+    """No inner loop of linear computes more per instruction than the probe of its ceiling, which
+    stores nothing, so that it measures arithmetic only."""
     features, shape = PROCESSORS[name]
     best = {}
     for kind in ("f32", "int8"):
@@ -183,25 +181,20 @@ def _tile(code: int | None, shape: tuple[int, int], e: Emit, values: list[Any]) 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_all_of_memory_is_read(threads):
     data = area()
-    sums = kept(probe_kernels.read, threads, data, data.ctypes.data, 0, NBYTES)
-    assert sum(sums) == sum(folded(part.reshape(-1, 64)) for part in data.reshape(-1, CHUNK))
+    sums = results(probe_kernels.read, threads, data, data.ctypes.data, 0, NBYTES)
+    assert sum(sums) == sum(combined(part.reshape(-1, 64)) for part in data.reshape(-1, CHUNK))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_thread_reads_all_of_a_cache(threads):
-    """From a place of its own on: what it keeps is of both parts."""
+    """Each thread starts at another place; its result covers both parts."""
     data, times = area(8 * probe_kernels.ITERATION_BYTES), 5
-    sums = kept(probe_kernels.read_cached, threads, data, data.ctypes.data, data.nbytes, times)
+    sums = results(probe_kernels.read_cached, threads, data, data.ctypes.data, data.nbytes, times)
     for thread, found in enumerate(sums):
-        first = (
-            data.nbytes
-            // threads
-            * thread
-            // probe_kernels.ITERATION_BYTES
-            * probe_kernels.ITERATION_BYTES
-        )
+        unit = probe_kernels.ITERATION_BYTES
+        first = data.nbytes // threads * thread // unit * unit
         parts = data[first:], data[:first]
-        assert found == times * sum(folded(p.reshape(-1, 64)) for p in parts if p.size)
+        assert found == times * sum(combined(p.reshape(-1, 64)) for p in parts if p.size)
 
 
 def test_memory_is_written_and_copied():

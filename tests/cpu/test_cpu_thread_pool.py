@@ -1,4 +1,4 @@
-"""The CPU backend's foundation: the thread pool, and the cache of compiled kernels."""
+"""The runtime of the CPU backend: thread pool, usable cores, and the kernel cache."""
 
 from __future__ import annotations
 
@@ -21,28 +21,42 @@ from graphllm.backends.cpu.kernels import fused_attention, routing, sampling
 from graphllm.backends.cpu.runtime import isa, kernel_cache
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.backends.cpu.runtime.isa import MAX_THREADS, cgroup_cores, thread_count, usable_cores
-from graphllm.backends.cpu.runtime.jit import args, i64s, kernel, next_chunk, set_status
-from graphllm.backends.cpu.runtime.step_interpreter import BARRIER, run_with_caller
+from graphllm.backends.cpu.runtime.jit import (  # fmt: skip
+    HEADER_WORDS,
+    args,
+    i64s,
+    kernel,
+    next_chunk,
+    set_status,
+)
+from graphllm.backends.cpu.runtime.step_interpreter import (  # fmt: skip
+    BARRIER,
+    COUNTER_WORDS,
+    TIMESTAMPS,
+    Entry,
+    ProgramHeader,
+    run_with_caller,
+)
 from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL, ThreadPool
 from graphllm.errors import GraphllmError
 
 PACKAGE = Path(graphllm.__file__).parent
-LATE, COUNTERS = 99, 64
+OUT_OF_STEP, CHUNKS = 99, 64
 
 
 @kernel
-def _meet(p, thread, threads):
-    """Each thread counts its steps and complains if another is not in the same one."""
-    counts, marks, tickets = args(p, 3)
+def _count_steps(p, thread, threads):
+    """Each thread counts its steps, and reports an error if another is not in the same step."""
+    counts, marks, chunks = args(p, 3)
     mine = i64s(counts)[thread * 8]
     for t in range(threads):
         other = i64s(counts)[t * 8]
         if other != mine and other != mine + 1:
-            set_status(p, LATE)
-    ticket = next_chunk(p)
-    while ticket < tickets:
-        i64s(marks)[ticket] += 1
-        ticket = next_chunk(p)
+            set_status(p, OUT_OF_STEP)
+    chunk = next_chunk(p)
+    while chunk < chunks:
+        i64s(marks)[chunk] += 1
+        chunk = next_chunk(p)
     i64s(counts)[thread * 8] = mine + 1
 
 
@@ -53,42 +67,50 @@ def _fail(p, thread, threads):
 
 
 class _Script:
-    """``steps`` times one kernel, as a program."""
+    """A program that runs one kernel ``steps`` times."""
 
-    def __init__(self, threads: int, body, steps: int, *words: int, short=False, crew=THREAD_POOL):
-        self.crew, self.threads, self.short = crew, threads, short
-        self.tickets = np.zeros((steps, 8), np.int64)
-        self.blocks = [np.array([t.ctypes.data, crew.control, *words]) for t in self.tickets]
-        address = body.address if body else 0
-        entries = [(address, b.ctypes.data + 16, i, BARRIER) for i, b in enumerate(self.blocks, 1)]
+    def __init__(self, threads: int, body, steps: int, *words: int, short=False, pool=THREAD_POOL):
+        self.pool, self.threads, self.short = pool, threads, short
+        self.counters = np.zeros((steps, COUNTER_WORDS), np.int64)
+        self.blocks = [np.array([c.ctypes.data, pool.control, *words]) for c in self.counters]
+        address, skip = body.address if body else 0, 8 * HEADER_WORDS
+        entries = [Entry(address, b.ctypes.data + skip, i, BARRIER)
+                   for i, b in enumerate(self.blocks, 1)]  # fmt: skip
         self.entries = np.array(entries, np.int64)
-        self.words = np.array([self.entries.ctypes.data, steps, 0, self.tickets.ctypes.data, steps])
+        header = ProgramHeader(
+            entries=self.entries.ctypes.data,
+            entry_count=steps,
+            timestamps=0,
+            counters=self.counters.ctypes.data,
+            counter_count=steps,
+        )
+        self.words = np.array(header)
 
     def run(self, times: np.ndarray | None = None) -> None:
-        self.words[2] = 0 if times is None else times.ctypes.data
-        self.crew.run(int(self.words.ctypes.data), self.threads, self.short)
+        self.words[TIMESTAMPS] = 0 if times is None else times.ctypes.data
+        self.pool.run(int(self.words.ctypes.data), self.threads, self.short)
 
 
 def _counting(threads: int, steps: int, **options) -> tuple[_Script, np.ndarray, np.ndarray]:
-    """A program that checks itself, the steps of each thread, the turns of each ticket."""
-    counts, marks = np.zeros(8 * threads, np.int64), np.zeros(COUNTERS, np.int64)
-    words = (counts.ctypes.data, marks.ctypes.data, COUNTERS)
-    return _Script(threads, _meet, steps, *words, **options), counts[::8], marks
+    """A program that checks itself, the steps of each thread, and how often each chunk ran."""
+    counts, marks = np.zeros(8 * threads, np.int64), np.zeros(CHUNKS, np.int64)
+    words = (counts.ctypes.data, marks.ctypes.data, CHUNKS)
+    return _Script(threads, _count_steps, steps, *words, **options), counts[::8], marks
 
 
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_every_thread_meets_the_others_after_each_step(threads, short):
+def test_threads_wait_at_the_barrier_after_each_step(threads, short):
     steps = 2000 if threads <= usable_cores() else 200
     script, counts, marks = _counting(threads, steps, short=short)
     for _ in range(3):
         script.run()
     assert (counts == 3 * steps).all()
-    assert (marks == 3 * steps).all()  # every ticket once a step
+    assert (marks == 3 * steps).all()  # each chunk runs once a step
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-def test_time_stamps_never_go_back(threads):
+def test_timestamps_are_monotonic(threads):
     times = np.zeros(101, np.int64)
     for short in (True, False):
         _Script(threads, None, 100, short=short).run(times)
@@ -96,37 +118,37 @@ def test_time_stamps_never_go_back(threads):
         assert (np.diff(times) >= 0).all()
 
 
-def test_a_kernel_reports_by_status_and_the_team_lives_on():
+def test_pool_is_usable_after_a_kernel_reports_an_error():
     for short in (True, False):
         with pytest.raises(GraphllmError, match="1234"):
             _Script(2, _fail, 3, short=short).run()
         _Script(2, None, 3, short=short).run()
 
 
-def test_a_team_can_be_stopped_and_used_again():
-    crew = ThreadPool()
+def test_pool_can_be_stopped_and_used_again():
+    pool = ThreadPool()
     for short in (True, False, True):
-        _Script(2, None, 10, short=short, crew=crew).run()
-        crew.stop()
-        assert crew.size == 0
+        _Script(2, None, 10, short=short, pool=pool).run()
+        pool.stop()
+        assert pool.size == 0
 
 
-def test_a_team_grows_to_the_most_threads_and_no_further():
-    """Whatever comes after one another: programs of fewer threads use the first of them."""
-    crew = ThreadPool()
+def test_pool_grows_to_the_largest_number_of_threads():
+    """Programs of fewer threads use the first workers."""
+    pool = ThreadPool()
     for threads, size in ((2, 2), (1, 2), (4, 4), (3, 4), (2, 4)):
         for short in (False, True):
-            script, counts, marks = _counting(threads, 50, short=short, crew=crew)
+            script, counts, marks = _counting(threads, 50, short=short, pool=pool)
             script.run()
             assert (counts == 50).all() and (marks == 50).all()
-            assert crew.size == size
+            assert pool.size == size
     names = [t.name for t in threading.enumerate()]
-    crew.stop()
+    pool.stop()
     assert len(names) - len(threading.enumerate()) == 4
 
 
-def test_programs_of_several_threads_take_turns():
-    """Each checks itself; more of them than cores, wider and narrower than each other."""
+def test_programs_of_several_threads_run_one_at_a_time():
+    """Each program checks itself. There are more of them than cores, of different widths."""
     scripts = [_counting(n, 300, short=n % 2 == 0) for n in (1, 2, 3, 4)]
 
     def repeat(script: _Script) -> None:
@@ -169,7 +191,7 @@ def test_buffers_are_zeroed_and_aligned():
 
 
 def _fake(folder: Path, groups: str, mounts: list[str], limits: dict[str, str]) -> Path:
-    """A /proc/self in ``folder`` whose control groups are mounted in ``folder``, too."""
+    """Make a /proc/self in ``folder`` whose control groups are mounted in ``folder`` as well."""
     process = folder / "self"
     process.mkdir()
     (process / "cgroup").write_text(groups)
@@ -193,11 +215,11 @@ INSIDE = "/docker/abc @/sys/cpu rw - cgroup cgroup rw,cpu"  # a container's view
         ("0::/\n", [V2], {}, inf),
         ("0::/a\n", [V2], {"sys/a/cpu.max": "max 100000\n"}, inf),
         ("0::/a\n", [V2], {"sys/a/cpu.max": "150000 100000\n"}, 1.5),
-        # The smallest on the path counts, and no neighbour's.
+        # The smallest quota on the path counts; siblings do not.
         ("0::/a/b/c\n", [V2], {"sys/a/cpu.max": "200000 100000", "sys/a/b/c/cpu.max": "3 1",
                                "sys/a/d/cpu.max": "1 1"}, 2),
         ("0::/a/b\n", [V2], {"sys/a/b/cpu.max": "50000 100000", "sys/a/cpu.max": "max 1"}, 0.5),
-        ("0::/../up\n", [V2], {"sys/cpu.max": "2 1"}, 2),  # outside of what is mounted
+        ("0::/../up\n", [V2], {"sys/cpu.max": "2 1"}, 2),  # outside the mount
         ("4:cpu,cpuacct:/a/b\n2:memory:/c\n", [MEMORY, V1],
          {"sys/cpu/a/cpu.cfs_quota_us": "250000\n", "sys/cpu/a/cpu.cfs_period_us": "100000\n",
           "sys/cpu/a/b/cpu.cfs_quota_us": "-1\n", "sys/cpu/a/b/cpu.cfs_period_us": "100000\n",
@@ -218,14 +240,13 @@ def test_without_control_groups_there_is_no_quota(tmp_path):
 
 
 @pytest.mark.parametrize(("allowed", "cores"), [(0.3, 1), (1.0, 1), (1.2, 2), (inf, None)])
-def test_part_of_a_core_counts_as_one(monkeypatch, allowed, cores):
+def test_a_fraction_of_a_core_counts_as_a_core(monkeypatch, allowed, cores):
     monkeypatch.setattr(isa, "cgroup_cores", lambda: allowed)
     affinity = len(os.sched_getaffinity(0))
     assert usable_cores.__wrapped__() == min(affinity, cores or affinity)
 
 
-def test_more_threads_than_cores_is_one_line_of_warning():
-    """They are asked for in vain: threads on one core are held up by each other."""
+def test_more_threads_than_cores_warns_once():
     ask = "from graphllm.backends import Options\n"
     ask += "from graphllm.backends.cpu.runtime.isa import thread_count\n"
     ask += "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -248,12 +269,12 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_ctrl_c_stops_a_long_program(busy, tmp_path):
-    """Within 0.3 s, inside a kernel that takes tickets and between short kernels alike."""
-    module = tmp_path / "spin_forever.py"
+    """Within 0.3 s, in a kernel that takes chunks and between short kernels."""
+    module = tmp_path / "infinite.py"
     module.write_text(
         "from graphllm.backends.cpu.runtime.jit import kernel, next_chunk\n"
         "@kernel\n"
-        "def spin_forever(p, thread, threads):\n"
+        "def loop(p, thread, threads):\n"
         "    while next_chunk(p) < 1 << 39:\n"
         "        pass\n"
     )
@@ -262,15 +283,15 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
         import os, signal, threading, time
         import numpy as np
         from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL
-        from spin_forever import spin_forever
+        from infinite import loop
         steps = 1 if {busy} else 2_000_000
-        tickets = np.zeros(8, np.int64)
-        block = np.array([tickets.ctypes.data, THREAD_POOL.control], np.int64)
-        entry = (spin_forever.address if {busy} else 0, block.ctypes.data + 16, -1, {BARRIER})
+        counter = np.zeros(8, np.int64)
+        block = np.array([counter.ctypes.data, THREAD_POOL.control], np.int64)
+        entry = (loop.address if {busy} else 0, block.ctypes.data + 16, -1, {BARRIER})
         entries = np.array([entry] * steps, np.int64)
-        words = np.array([entries.ctypes.data, steps, 0, tickets.ctypes.data, 1])
-        nothing = np.zeros(5, np.int64)
-        THREAD_POOL.run(nothing.ctypes.data, 2)  # threads are up
+        words = np.array([entries.ctypes.data, steps, 0, counter.ctypes.data, 1])
+        empty = np.zeros(5, np.int64)
+        THREAD_POOL.run(empty.ctypes.data, 2)  # starts the threads
         sent = []
         def interrupt():
             sent.append(time.monotonic())
@@ -281,8 +302,8 @@ def test_ctrl_c_stops_a_long_program(busy, tmp_path):
                 THREAD_POOL.run(words.ctypes.data, 2)
         except KeyboardInterrupt:
             print(time.monotonic() - sent[0])
-        THREAD_POOL.run(nothing.ctypes.data, 2)
-        THREAD_POOL.run(nothing.ctypes.data, 2, True)
+        THREAD_POOL.run(empty.ctypes.data, 2)
+        THREAD_POOL.run(empty.ctypes.data, 2, True)
         """,
         PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}",
     )
@@ -322,14 +343,14 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
 
     assert run() == ["False", "0.7310585975646973"]
     assert run() == ["True", "0.7310585975646973"]
-    # silu's kernel stands in elementwise.py and calls into simd/math.py.
+    # The kernel of silu is defined in elementwise.py and calls a function of simd/math.py.
     maths = sources / "simd" / "math.py"
     text = maths.read_text()
     assert "return x / (_ONE + exp32(-x))" in text
     maths.write_text(text.replace("return x / (_ONE + exp32(-x))", "return x / (_TWO + _TWO)"))
     assert run() == ["False", "0.25"]
     for file in (tmp_path / "cache").rglob("*.bin"):
-        file.write_bytes(file.read_bytes()[:100])  # damaged: compiled again
+        file.write_bytes(file.read_bytes()[:100])  # damaged files are compiled again
     done = _python(f"import os; os.chdir({str(tmp_path)!r})\n{textwrap.dedent(_SCALE)}", **env)
     assert done.stdout.split() == ["False", "0.25"]
     assert done.stderr.count("\n") == 1 and done.stderr.endswith(": its checksum is wrong\n")
@@ -337,17 +358,17 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "made", [fused_attention._rope_write, sampling._sample, routing._top_k, run_with_caller]
+    "compiled", [fused_attention._rope_write, sampling._sample, routing._top_k, run_with_caller]
 )
-def test_a_kernel_calls_no_function_that_another_may_stand_for(made):
+def test_a_kernel_contains_all_functions_that_it_calls(compiled):
     """So it rounds alike in the process that compiles it and in those that load it."""
-    assert made.address
-    functions = made._library._get_module_for_linking().functions
+    assert compiled.address
+    functions = compiled._library._get_module_for_linking().functions
     shared = [f for f in functions if not f.is_declaration and f.linkage != Linkage.internal]
-    assert len({f.name.removeprefix("cfunc.") for f in shared}) == 1  # itself, and as C calls it
+    assert len({f.name.removeprefix("cfunc.") for f in shared}) == 1  # itself and its C wrapper
 
 
-def test_the_fingerprint_covers_every_source(tmp_path):
+def test_fingerprint_covers_every_source(tmp_path):
     (tmp_path / "a.py").write_text("1")
     first = kernel_cache.fingerprint(tmp_path)
     assert first == kernel_cache.fingerprint(tmp_path)
@@ -357,7 +378,7 @@ def test_the_fingerprint_covers_every_source(tmp_path):
     assert len({first, second, kernel_cache.fingerprint(tmp_path)}) == 3
 
 
-def test_an_unwritable_cache_costs_one_warning(tmp_path):
+def test_an_unwritable_cache_warns_once(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     done = _python(_SCALE, GRAPHLLM_CACHE=str(blocked), PYTHONPATH=str(PACKAGE.parent))

@@ -1,4 +1,4 @@
-"""The map in which `perf` finds the names of compiled kernels."""
+"""The map from which `perf` reads the names of compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphllm.errors import RequestError
 
 
 def made(number: int) -> Kernel:
-    """A kernel that no other test has."""
+    """A kernel that no other test uses."""
 
     def store(p, thread, threads):
         (out,) = args(p, 1)
@@ -31,7 +31,7 @@ def path(tmp_path, monkeypatch):
 
 
 def entries(path) -> list[tuple[range, str]]:
-    """The code of each line, and its name."""
+    """Code range and name of each line."""
     found = []
     for line in path.read_text().splitlines():
         start, nbytes, name = line.split(" ", 2)
@@ -55,20 +55,20 @@ def test_a_kernel_is_named(path, how):
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_nothing_is_written_unasked(path, monkeypatch, value):
+def test_nothing_is_written_unless_enabled(path, monkeypatch, value):
     monkeypatch.setenv("GRAPHLLM_PERF_MAP", value)
     _ = made(12).address
     assert not path.exists()
 
 
-def test_entries_are_added_behind_those_of_others(path):
-    """Python's own, with -X perf."""
+def test_entries_are_appended_to_an_existing_file(path):
+    """Python writes to the same file with -X perf."""
     path.write_text("1000 10 py::main\n")
     _ = made(13).address
     assert entries(path)[0] == (range(0x1000, 0x1010), "py::main") and len(entries(path)) > 1
 
 
-def test_a_link_in_its_place_is_not_followed(path, tmp_path):
+def test_a_symbolic_link_is_not_followed(path, tmp_path):
     (tmp_path / "elsewhere").write_text("")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match=r"GRAPHLLM_PERF_MAP: .*perf-\d+\.map"):

@@ -1,7 +1,6 @@
-"""CPU kernels of a user's own file: right on all layouts, chosen, and never stale.
+"""CPU kernels in a user's file: correct for all layouts, selected, and never stale.
 
-Run as a script it prints what is wrong with any sample, for the processor that Numba's environment
-names.
+Run as a script it prints the errors of all samples, for the processor that Numba's variables name.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _blended(a, b, *, share):
 
 
 def declare() -> None:
-    """Ops with one and two operands, with and without attributes, and their kernels."""
+    """Declare ops of one and two operands, with and without attributes, and their kernels."""
 
     def one(rows, layout, beta):
         return Sample((Arg(("T", 5, 420), layout=layout),), {"beta": beta}, {"T": rows})
@@ -85,11 +84,11 @@ def declared(monkeypatch):
 
 
 def wrong() -> list[str]:
-    """What is wrong with any sample, or was not run by the kernel."""
+    """Errors of all samples, including samples that the kernel did not run."""
     return [
         f"{name}: {line}"
         for name in ("tests_swish", "tests_blend")
-        for line in run_all(name, ("cpu",), Options())  # no other backend could run it
+        for line in run_all(name, ("cpu",), Options())  # no other backend can run them
     ]
 
 
@@ -136,7 +135,7 @@ def scaled() -> float:
     return float(executor.run(plan, {"x": np.ones(4, np.float32)})["y"][0])
 
 
-def test_a_file_that_is_run_again_has_its_new_kernel(declared, tmp_path):
+def test_running_a_file_again_replaces_its_kernel(declared, tmp_path):
     path, found = tmp_path / "mine.py", []
     for factor, body in (
         (2, "x * float32(3)"),
@@ -162,8 +161,8 @@ PROCESS = """
     """
 
 
-def test_a_process_finds_no_kernel_of_another_source(tmp_path):
-    """What the kernel calls in another file is part of its key, and comments are not."""
+def test_kernels_of_other_sources_are_not_loaded(tmp_path):
+    """The key of a kernel covers functions in other files that it calls, but not comments."""
     mine = FILE.format(factor=1, body="helper.f(x) + g(x)")
     mine = f"import helper\nfrom helper import g\n{mine}"
     text = "from numba import njit\nA = {}\n@njit\ndef g(x):\n    return x * A\n"
@@ -191,8 +190,8 @@ def test_a_process_finds_no_kernel_of_another_source(tmp_path):
     assert run(3, 7) == (11, 3)
 
 
-def test_what_tells_kernels_apart():
-    """Bytecode, constants, defaults, closures, globals and what is called; not names of files."""
+def test_cache_keys_of_kernels():
+    """They cover bytecode, constants, defaults, closures, globals and called functions."""
     scope: dict[str, object] = {"np": np, "njit": njit, "float32": float32}
 
     def key(text: str, file: str = "a.py", **values: object) -> str:
@@ -237,7 +236,7 @@ def test_what_tells_kernels_apart():
 # ------------------------------------------------------------------------------------------- errors
 
 
-def test_what_is_refused(declared):
+def test_unsupported_functions_are_rejected(declared):
     def swish(x, gamma):
         return x
 
@@ -253,7 +252,7 @@ def test_what_is_refused(declared):
         cpu.elementwise("linear")(swish)
 
 
-def test_what_does_not_compile_is_one_line(declared):
+def test_a_compilation_error_is_one_line(declared):
     @cpu.elementwise("tests_swish")
     def swish(x, beta):
         return x.nothing
@@ -270,7 +269,7 @@ def test_other_dtypes_and_attributes_go_to_the_next_backend(declared):
     kernel = cpu.BACKEND.select(ops.tests_swish(feed("x", (4, 8), "f16"), beta=1.0), Options())
     assert kernel == "x is f16, not f32"
     kernel = cpu.BACKEND.select(ops.tests_swish(feed("x", (4, 8), "f32"), beta="one"), Options())
-    assert kernel == "the attribute beta is no number"
+    assert kernel == "the attribute beta is not a number"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from .attention_vectors import PREFETCH_KEYS, READERS, S_ROW, SPLIT_KEYS, TILE_K
 from .softmax_vectors import softmax_row
 
 MINUS_INF, _ONE_BITS = float32(float("-inf")), f32_bits(1.0)
-_UNPACK_BLOCKS = 3  # from so many blocks of rows on, keys and values are unpacked once for all
+_UNPACK_BLOCKS = 3  # tiles of at least 3 blocks of rows unpack keys and values once for all rows
 
 
 @exact_helper

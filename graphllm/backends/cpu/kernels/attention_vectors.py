@@ -36,7 +36,7 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
     """Make an intrinsic that takes a tuple of ``count`` int64 and runs ``emit(e, *operands)``."""
 
     @intrinsic
-    def made(typingctx, operands):
+    def run(typingctx, operands):
         def generate(context, builder, sig, values):
             parts = [builder.extract_value(values[0], i) for i in range(count)]
             value = emit(Emit(builder), *parts)
@@ -44,7 +44,7 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
 
         return result(types.UniTuple(int64, count)), generate
 
-    return made
+    return run
 
 
 # ------------------------------------------------------------------------------------------ readers

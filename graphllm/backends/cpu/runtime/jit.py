@@ -178,14 +178,14 @@ class Kernel:
 
     def _compile(self) -> tuple[Any, str]:
         pipeline: Any = partial(_pipeline, self.name)
-        made: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
+        compiled: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
         try:
-            made.compile()
+            compiled.compile()
         except NumbaError as error:
             raise GraphllmError(f"{self.name}: {' '.join(str(error).split())[:400]}") from error
-        debug(4, made.inspect_llvm)
-        self._cache.save(made._library, made.native_name)
-        return made._library, made.native_name
+        debug(4, compiled.inspect_llvm)
+        self._cache.save(compiled._library, compiled.native_name)
+        return compiled._library, compiled.native_name
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"

@@ -6,7 +6,7 @@ They use the same primitives as all kernels of this backend, so no kernel can be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.extending import intrinsic
@@ -14,8 +14,9 @@ from numba.extending import intrinsic
 from ..formats import FORMATS
 from ..simd.emitter import F16, F32S, I32S, I64, VECTOR, Emit, Value
 from ..simd.vectors import vector
+from .argument_block import argument_reader
 from .isa import ISA, isa
-from .jit import Kernel, args, i64s, kernel, next_chunk
+from .jit import Kernel, i64s, kernel, next_chunk
 
 ITERATION_BYTES = 4 * VECTOR  # bytes that an iteration of a loop over memory moves
 _CHUNK = 256 << 10  # bytes that a thread takes at a time
@@ -70,22 +71,40 @@ def _xor_lanes(e: Emit, vectors: list[Value]) -> Value:
     return e.b.zext(e.reduce("add", found), I64)
 
 
-def memory_kernel(reads: bool, writes: bool) -> Kernel:
-    """Make a kernel that moves memory.
+class MemoryArgs(NamedTuple):
+    """Argument block of kernels that move memory."""
 
-    Its arguments are source, target, bytes, and an int64 per thread for the result.
-    """
+    source: int
+    target: int
+    nbytes: int
+    sink: int = 0  # int64 per thread that depends on the data read
+
+
+class CacheArgs(NamedTuple):
+    """Argument block of `read_cached`."""
+
+    source: int
+    nbytes: int
+    repetitions: int
+    sink: int = 0
+
+
+_read_memory, _read_cache = argument_reader(MemoryArgs), argument_reader(CacheArgs)
+
+
+def memory_kernel(reads: bool, writes: bool) -> Kernel:
+    """Make a kernel that moves memory."""
     move = _mover(reads, writes, _PREFETCH_BYTES)
 
     @kernel(key=("over memory", reads, writes, _PREFETCH_BYTES, ITERATION_BYTES))
     def run(p, thread, threads):
-        source, target, nbytes, sink = args(p, 4)
+        a = _read_memory(p)
         chunk, total = next_chunk(p), 0
-        while chunk * _CHUNK < nbytes:
+        while chunk * _CHUNK < a.nbytes:
             at = chunk * _CHUNK
-            total += move(source + at, target + at, min(_CHUNK, nbytes - at))
+            total += move(a.source + at, a.target + at, min(_CHUNK, a.nbytes - at))
             chunk = next_chunk(p)
-        i64s(sink)[thread] = total
+        i64s(a.sink)[thread] = total
 
     return run
 
@@ -95,17 +114,15 @@ _read_cached = _mover(True, False, 0)
 
 @kernel(key=("read_cached", ITERATION_BYTES))
 def read_cached(p, thread, threads):
-    """Every thread reads the same memory repeatedly, each from another start.
-
-    Arguments: address, bytes, repetitions, and an int64 per thread for the result.
-    """
-    start, nbytes, repetitions, sink = args(p, 4)
+    """Every thread reads the same memory repeatedly, each from another start."""
+    a = _read_cache(p)
+    start, nbytes = a.source, a.nbytes
     first = nbytes // threads * thread // ITERATION_BYTES * ITERATION_BYTES
     total = 0
-    for _ in range(repetitions):
+    for _ in range(a.repetitions):
         total += _read_cached(start + first, start, nbytes - first)
         total += _read_cached(start, start, first)
-    i64s(sink)[thread] = total
+    i64s(a.sink)[thread] = total
 
 
 read, write = memory_kernel(True, False), memory_kernel(False, True)
@@ -194,15 +211,15 @@ def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Val
     return e.dot_i16(owns[0], factors[0], total)
 
 
-def emit_multiply_add(e: Emit, kind: str, operands: Value, turns: Value) -> Value:
-    """Emit the loop over ``turns`` with `FACTOR_VECTORS` vectors at ``operands``.
+def emit_multiply_add(e: Emit, kind: str, operands: Value, iterations: Value) -> Value:
+    """Emit the loop over ``iterations`` with `FACTOR_VECTORS` vectors at ``operands``.
 
     Sum i starts as vector i. Returns an int64 that depends on all sums.
     """
     chain = multiply_add_loops(e.isa)[kind]
     first = [e.load(operands, chain.form, i * VECTOR) for i in range(max(8, chain.sums))]
     totals = [e.variable(first[i]) for i in range(chain.sums)]
-    with e.loop(turns) as loop:
+    with e.loop(iterations) as loop:
         # Factors change in each iteration, as the compiler would hoist a constant product.
         which = e.b.and_(loop.index, e.count(FACTOR_PERIOD - 1))
         at = e.at(operands, e.times(which, VECTOR))
@@ -214,14 +231,22 @@ def emit_multiply_add(e: Emit, kind: str, operands: Value, turns: Value) -> Valu
     return _xor_lanes(e, [e.get(total) for total in totals])
 
 
-def multiply_add(kind: str) -> tuple[Kernel, int]:
-    """Return a kernel and its operations per iteration.
+class MultiplyArgs(NamedTuple):
+    """Argument block of `multiply_add`."""
 
-    Arguments: `FACTOR_VECTORS` vectors, iterations, and an int64 for each thread.
-    """
+    operands: int  # `FACTOR_VECTORS` vectors
+    iterations: int
+    sink: int = 0  # int64 per thread that depends on all sums
+
+
+_read_multiply = argument_reader(MultiplyArgs)
+
+
+def multiply_add(kind: str) -> tuple[Kernel, int]:
+    """Return a kernel and its operations per iteration."""
 
     @intrinsic
-    def multiply(typingctx, operands, turns):
+    def multiply(typingctx, operands, iterations):
         def generate(context, builder, sig, values):
             return emit_multiply_add(Emit(builder), kind, *values)
 
@@ -229,7 +254,7 @@ def multiply_add(kind: str) -> tuple[Kernel, int]:
 
     @kernel(key=("multiply_add", kind))
     def run(p, thread, threads):
-        operands, turns, sink = args(p, 3)
-        i64s(sink)[thread] = multiply(operands, turns)
+        a = _read_multiply(p)
+        i64s(a.sink)[thread] = multiply(a.operands, a.iterations)
 
     return run, multiply_add_loops()[kind].operations_per_iteration

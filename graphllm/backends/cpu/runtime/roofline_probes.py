@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +26,14 @@ from . import probe_kernels
 from .device import CompiledProgram, CpuDevice, Launch
 from .isa import usable_cores
 from .jit import Kernel
+from .probe_kernels import CacheArgs, MemoryArgs, MultiplyArgs
 from .step_interpreter import BARRIER
 
 ROUNDS, SECONDS = 5, 0.1  # a probe is repeated at least so often, and at least for so long
 _WIDTH = 4096  # columns of the matrix
 _UNIT = 4 * _WIDTH * 16  # the size of the buffer is a multiple of it, for all probes
 _CACHE_BYTES = 64 << 20  # bytes that a thread reads from a cache in a round
-_OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
+OPERATIONS = 1 << 25  # of a thread in a round of multiply-adds: less than a millisecond
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Run = Callable[[TimestampLog | None], None]
@@ -54,27 +56,37 @@ class Probe:
     make: Callable[[], Run]
 
 
-def _program(kernel: Kernel, threads: int, area: np.ndarray, *words: int) -> Run:
-    """Build a program of one kernel, whose last argument is an int64 per thread."""
+def probe_program(kernel: Kernel, threads: int, area: np.ndarray, block: Any) -> Run:
+    """Build a program of one kernel.
+
+    Args:
+        kernel: writes an int64 per thread to the address ``sink`` of its argument block.
+        threads: number of threads.
+        area: memory that the argument block points into.
+        block: argument block of the kernel; its sink is set here.
+    """
     sink = np.zeros(threads, np.int64)
-    launch = Launch(kernel, [*words, sink.ctypes.data])
+    launch = Launch(kernel, block._replace(sink=sink.ctypes.data))
     return CompiledProgram(threads, [[launch]], [BARRIER], (area, sink)).run
 
 
 def read_probe(area: np.ndarray, threads: int) -> Run:
     """Build a program that reads ``area``."""
-    return _program(probe_kernels.read, threads, area, area.ctypes.data, 0, area.nbytes)
+    block = MemoryArgs(source=area.ctypes.data, target=0, nbytes=area.nbytes)
+    return probe_program(probe_kernels.read, threads, area, block)
 
 
 def write_probe(area: np.ndarray, threads: int) -> Run:
     """Build a program that fills ``area`` with the float32 1.0, bypassing the caches."""
-    return _program(probe_kernels.write, threads, area, 0, area.ctypes.data, area.nbytes)
+    block = MemoryArgs(source=0, target=area.ctypes.data, nbytes=area.nbytes)
+    return probe_program(probe_kernels.write, threads, area, block)
 
 
 def copy_probe(area: np.ndarray, threads: int) -> Run:
     """Build a program that copies half of ``area`` to the other half, bypassing the caches."""
     start, half = area.ctypes.data, area.nbytes // 2
-    return _program(probe_kernels.copy, threads, area, start, start + half, half)
+    block = MemoryArgs(source=start, target=start + half, nbytes=half)
+    return probe_program(probe_kernels.copy, threads, area, block)
 
 
 def matvec_probe(area: np.ndarray, threads: int) -> Run:
@@ -131,13 +143,14 @@ def _probes(area: np.ndarray, threads: int) -> Iterator[Probe]:
             nbytes <= area.nbytes // 4
         ):  # otherwise the buffer is too small to tell the cache from memory
             times = max(1, _CACHE_BYTES // nbytes)
-            make = partial(_program, probe_kernels.read_cached, threads, area, start, nbytes, times)
+            block = CacheArgs(start, nbytes, times)
+            make = partial(probe_program, probe_kernels.read_cached, threads, area, block)
             yield Probe("caches", name, nbytes * times * threads, make)
     for kind in probe_kernels.multiply_add_loops():
         kernel, operations = probe_kernels.multiply_add(kind)
-        turns = _OPERATIONS // operations
-        make = partial(_program, kernel, threads, area, start, turns)
-        yield Probe("peaks", kind, operations * turns * threads, make)
+        iterations = OPERATIONS // operations
+        make = partial(probe_program, kernel, threads, area, MultiplyArgs(start, iterations))
+        yield Probe("peaks", kind, operations * iterations * threads, make)
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:

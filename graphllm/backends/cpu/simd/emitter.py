@@ -173,10 +173,10 @@ class Emit(VectorBuilder):
 
     def _i16_sums(self, pairs: Pairs, largest: int) -> Iterable[Value]:
         """Sum byte products in int16; each sum has as many pairs as cannot overflow."""
-        room = ((1 << 15) - 1) // (2 * largest * 127)
-        for start in range(0, len(pairs), room):
+        most = ((1 << 15) - 1) // (2 * largest * 127)
+        for start in range(0, len(pairs), most):
             run = None
-            for u, s in pairs[start : start + room]:
+            for u, s in pairs[start : start + most]:
                 product = self._multiply_bytes(u, s)
                 run = product if run is None else self._add_i16(run, product)
             yield run
