@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 import subprocess
 import sys
@@ -303,6 +304,15 @@ def test_every_variable_is_in_the_table():
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
     assert used == set(re.findall(r"^\| `(GRAPHLLM_[A-Z_]+)` \|", page, re.MULTILINE))
     assert len(used) <= 10
+
+
+def test_setup_lists_every_package():
+    """A wheel has only the packages that setup.cfg lists; an editable install has all."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    packages = {path.parent.relative_to(ROOT) for path in (ROOT / "graphllm").rglob("*.py")}
+    found = {".".join(folder.parts) for folder in packages} | {"graphllm.models"}
+    assert found == set(setup["options"]["packages"].split())
 
 
 def test_every_flag_is_in_the_reference():
