@@ -32,24 +32,24 @@ from .encoder import (
 from .packed_format import HALVES, NIBBLES, Block256, Move, PackedFormat, register, with_bit
 
 _ORDER = (0, 2, 1, 3)  # of the scales in each four, in formats with 16 sub-blocks
-_SIXES = 0x30303030  # of four bytes, the top two bits of six
+_SIXES = 0x30303030  # the top two bits of six in each of four bytes
 
 
 def _quarter(e: Emit, at: Value, first: int, run: int) -> list[Value]:
-    """Bit pair ``run`` of the bytes in four vectors, of which the first is number ``first``."""
+    """Bit pair ``run`` of the bytes of vectors ``first`` to ``first + 3``."""
     vectors = [e.load(at, offset=VECTOR * (first + j)) for j in range(4)]
     return [e.mask(e.shr(v, 2 * run), 0x03030303) for v in vectors]
 
 
 def _sub_scales(form: PackedFormat, field: str, target: int) -> list[Move]:
-    """The moves of a byte for each of 16 sub-blocks, in the order 0 2 1 3 of each four."""
+    """Moves of a field with a byte for each of 16 sub-blocks, in the order 0 2 1 3 of each four."""
     start, size = form.span(field)
     return [Move(start + k, target + k // 4 * VECTOR + _ORDER[k % 4], 1, 4) for k in range(size)]
 
 
-def _pairs(e: Emit, fours: list[Value]) -> list[Value]:
-    """The numbers of sub-blocks, four in each vector, as `Block256.offsets` wants them."""
-    return [pair for four in fours for pair in e.split_bytes(four)]
+def _pairs(e: Emit, packed: list[Value]) -> list[Value]:
+    """Bytes of sub-blocks, four in each lane, as the int16 pairs of `Block256.offsets`."""
+    return [pair for each in packed for pair in e.split_bytes(each)]
 
 
 # ----------------------------------------------------------------------------------- with minima
@@ -66,8 +66,9 @@ class Q4K(Block256):
         scales += self.chunks("scales", 2 * HALVES)
         return [*scales, *self.chunks("q", self.nbytes - 32 * VECTOR)]
 
-    def fours(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
-        """Scales and minima, four in each vector; their bits: see `graphllm.formats.k_quants`."""
+    def packed_scales(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
+        """Vectors of scales and of minima, a byte each, from the bits that
+        `graphllm.formats.k_quants` describes."""
         low, high, mixed = (e.load(at, offset=2 * HALVES + VECTOR * k) for k in range(3))
         tops = [e.mask(e.shr(v, 2), _SIXES) for v in (low, high)]
         last = [e.mask(mixed, NIBBLES), e.mask(e.shr(mixed, 4), NIBBLES)]
@@ -83,22 +84,22 @@ class Q4K(Block256):
             yield 2 * c, [e.mask(v, NIBBLES) for v in both]
             yield 2 * c + 1, [e.mask(e.shr(v, 4), NIBBLES) for v in both]
 
-    def _one(self, e: Emit, fours: list[Value], k: int) -> Value:
-        return e.byte(fours[k // 4], self.place[k % 4])
+    def _scale(self, e: Emit, packed: list[Value], k: int) -> Value:
+        return e.byte(packed[k // 4], self.place[k % 4])
 
     def scales(self, e: Emit, at: Value) -> list[Value]:
-        fours = self.fours(e, at)[0]
-        return [self._one(e, fours, k) for k in range(256 // self.sub)]
+        packed = self.packed_scales(e, at)[0]
+        return [self._scale(e, packed, k) for k in range(256 // self.sub)]
 
     def zero_point(self, e: Emit) -> int:
         return 8 if e.isa.vnni and self.sub == 32 and self.largest == 15 else 0
 
     def corrections(self, e: Emit, at: Value) -> list[Value]:
-        pairs = _pairs(e, self.fours(e, at)[0])
+        pairs = _pairs(e, self.packed_scales(e, at)[0])
         return [e.shl(pair, self.zero_point(e).bit_length() - 1) for pair in pairs]
 
     def offsets(self, e: Emit, at: Value) -> list[Value]:
-        return _pairs(e, self.fours(e, at)[1])
+        return _pairs(e, self.packed_scales(e, at)[1])
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
         return [e.load_f16(at), e.load_f16(at, HALVES)]
@@ -108,9 +109,9 @@ class Q4K(Block256):
         return e.sub(e.mul(e.to_f32(total), factors[0]), least)
 
     def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
-        fours, (d, dmin) = self.fours(e, at), self.factors(e, at)
+        packed, (d, dmin) = self.packed_scales(e, at), self.factors(e, at)
         for k, words in self.sub_blocks(e, at):
-            scale, least = (e.to_f32(self._one(e, four, k)) for four in fours)
+            scale, least = (e.to_f32(self._scale(e, each, k)) for each in packed)
             scale, least = e.mul(scale, d), e.mul(least, dmin)
             for j in range(self.sub):
                 q = e.to_f32(e.byte(words[j // 4], j % 4))
@@ -118,7 +119,7 @@ class Q4K(Block256):
 
 
 class Q5K(Q4K):
-    """Bit k of byte i of the fifth bits belongs to element i of sub-block k."""
+    """As q4_k, with fifth bits: bit k of byte i belongs to element i of sub-block k."""
 
     _FIFTH = 2 * HALVES + 3 * VECTOR
 
@@ -132,6 +133,8 @@ class Q5K(Q4K):
 
 
 class Q2K(Q4K):
+    """As q4_k, with bit pairs, and scales and minima of four bits."""
+
     place = _ORDER
     _SCALES = 16 * VECTOR
     _FACTORS = _SCALES + 4 * VECTOR
@@ -140,7 +143,7 @@ class Q2K(Q4K):
         factors = [*self.scalar("d", self._FACTORS), *self.scalar("dmin", self._FACTORS + HALVES)]
         return [*self.chunks("q", 0), *_sub_scales(self, "scales", self._SCALES), *factors]
 
-    def fours(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
+    def packed_scales(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
         both = [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(4)]
         return [e.mask(v, NIBBLES) for v in both], [e.mask(e.shr(v, 4), NIBBLES) for v in both]
 
@@ -194,19 +197,19 @@ class Q6K(Block256):
                 for run, vectors in enumerate(runs):
                     yield 8 * h + 2 * run + side, vectors
 
-    def fours(self, e: Emit, at: Value) -> list[Value]:
-        """The signed scales, four in each vector."""
+    def packed_scales(self, e: Emit, at: Value) -> list[Value]:
+        """Vectors of the signed scales, a byte each."""
         return [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(4)]
 
     def scales(self, e: Emit, at: Value) -> list[Value]:
-        fours = self.fours(e, at)
-        return [e.signed_byte(fours[k // 4], _ORDER[k % 4]) for k in range(16)]
+        packed = self.packed_scales(e, at)
+        return [e.signed_byte(packed[k // 4], _ORDER[k % 4]) for k in range(16)]
 
     def zero_point(self, e: Emit) -> int:
         return self.offset if e.isa.vnni else 0
 
     def offsets(self, e: Emit, at: Value) -> list[Value]:
-        return _pairs(e, self.fours(e, at))
+        return _pairs(e, self.packed_scales(e, at))
 
     def factors(self, e: Emit, at: Value) -> list[Value]:
         return [e.load_f16(at, self._factors_at())]
@@ -226,7 +229,7 @@ class Q6K(Block256):
 
 
 class Q3K(Q6K):
-    """Bit k of byte i of the third bits belongs to element i of 32, which are number k."""
+    """As q6_k, with bit pairs and third bits: bit k of byte i belongs to element 32 k + i."""
 
     offset = 4
     _QUARTERS, _SCALES = 8, 24 * VECTOR
@@ -246,10 +249,10 @@ class Q3K(Q6K):
                     words = [with_bit(e, word, third, bit, 2) for word, third in zip(low, thirds)]
                     yield 2 * bit + side, words
 
-    def fours(self, e: Emit, at: Value) -> list[Value]:
+    def packed_scales(self, e: Emit, at: Value) -> list[Value]:
         low = [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(2)]
         top = e.load(at, offset=self._SCALES + 2 * VECTOR)
-        # Of four sixes z: the low halves z of the first two vectors, bit pair z of the third.
+        # Vector z of scales: half z of the two vectors `low`, and bit pair z of `top`.
         tops = [e.shl(top, 4), e.shl(top, 2), top, e.shr(top, 2)]
         nibbles = [e.mask(v, NIBBLES) for v in (*low, *(e.shr(v, 4) for v in low))]
         sixes = [e.b.or_(v, e.mask(t, _SIXES)) for v, t in zip(nibbles, tops)]
@@ -300,8 +303,8 @@ def _encode_q3_k(e: BlockEncoder, vectors: Sequence[Value], at: Value) -> Value:
     six = e.b.add(fitted.scale, e.i32(32))
     nibbles, top = e.mask(six, 15), e.shr(six, 4)
     e.store_bytes(e.b.or_(nibbles, e.shl(lanes_from(e, nibbles, 8), 4)), at, 96, 8)
-    fours = [top, *(lanes_from(e, top, first) for first in (4, 8, 12))]
-    e.store_bytes(join_bits(e, fours, BIT_PAIRS), at, 104, 4)
+    parts = [top, *(lanes_from(e, top, first) for first in (4, 8, 12))]
+    e.store_bytes(join_bits(e, parts, BIT_PAIRS), at, 104, 4)
     e.store_half(fitted.d, 0, at, 108)
     q = [e.b.add(x, e.i32(4)) for x in quantized_steps(e, vectors, 16, fitted, -4, 3)]
     store_bits(e, [e.shr(x, 2) for x in q], at, 0)

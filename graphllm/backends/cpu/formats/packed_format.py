@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from llvmlite import ir
 
@@ -124,8 +124,8 @@ class PackedFormat:
         raise NotImplementedError
 
 
-FORMATS: dict[str, PackedFormat] = {}  # by name
-BLOCK_FORMATS: dict[str, PackedFormat] = {}  # those with more than one element in a block
+FORMATS: dict[str, Any] = {}  # PackedFormat by name
+BLOCK_FORMATS: dict[str, Any] = {}  # those with more than one element in a block
 
 
 def register(form: PackedFormat) -> PackedFormat:
@@ -137,7 +137,7 @@ def register(form: PackedFormat) -> PackedFormat:
     return form
 
 
-def by_code(code: int) -> PackedFormat:
+def by_code(code: int) -> Any:
     """The format of a `PackedFormat.code`."""
     return list(FORMATS.values())[code]
 
