@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cpu_linear import BLOCKS, CANARY, CASES, COLUMNS, FORMATS, Product, any_bits
+from test_cpu_linear import BLOCKS, CASES, COLUMNS, FORMATS, SENTINEL, Product, any_bits
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
@@ -85,10 +85,10 @@ class Experts:
         if ids is not None:
             self.ids[: len(x)] = ids
         result = self.out.buffer.view(np.float32).reshape(self.most, self.count, self.n)
-        result[...] = CANARY
+        result[...] = SENTINEL
         self.header.set({"T": len(x)})
         self.program.run(None)
-        assert (result[len(x) :] == CANARY).all()
+        assert (result[len(x) :] == SENTINEL).all()
         return result[: len(x)].copy()
 
     def read(self, x: np.ndarray) -> np.ndarray:
@@ -195,7 +195,7 @@ def test_ids_out_of_range(bad, tokens):
     result = product.out.buffer.view(np.float32).reshape(-1, EACH, ROWS)
     alike(result[: tokens - 1], want[:-1])
     alike(result[tokens - 1, 1], want[-1, 1])
-    assert (result[tokens - 1, 0] == CANARY).all()
+    assert (result[tokens - 1, 0] == SENTINEL).all()
     alike(product(x, ids), want)
 
 

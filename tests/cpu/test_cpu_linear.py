@@ -22,7 +22,7 @@ from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor, Var, feed, scope,
 MOST = 17  # tokens
 TOKENS = (0, 1, 2, 5, 7, 8, MOST)
 ROWS = (1, 15, 16, 33, 640)
-CANARY = np.float32(77)
+SENTINEL = np.float32(77)
 PLAIN = ("f32", "f16", "bf16")
 # (offset, end) of the scales of a block, by format: float16, or exponents of one byte.
 SCALES = {name: form.span(*form.scales) for name, form in BLOCK_FORMATS.items()}
@@ -98,10 +98,10 @@ class Product:
         self.x[...] = np.nan
         self.x[: len(x), : self.k] = x
         result = self.out.buffer.view(np.float32).reshape(MOST, self.n)
-        result[...] = CANARY
+        result[...] = SENTINEL
         self.header.set({"T": len(x)})
         self.program.run(None)
-        assert (result[len(x) :] == CANARY).all()
+        assert (result[len(x) :] == SENTINEL).all()
         return result[: len(x)].copy()
 
     def activations(self) -> tuple[np.ndarray, DType]:

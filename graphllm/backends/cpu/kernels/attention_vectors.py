@@ -146,7 +146,10 @@ def _positive(e: Emit, value: Value) -> Value:
 
 
 def _unpack(reader: ElementReader) -> Callable[..., None]:
-    def emit(e, keys, first, last, units, rest, target, total_stride):
+    def emit(
+        e: Emit, keys: Value, first: Value, last: Value, units: Value, rest: Value, target: Value,
+        total_stride: Value,
+    ) -> None:  # fmt: skip
         """Unpack rows ``first`` to ``last`` of a list to float32, zero-padded to whole units."""
         with e.loop(e.b.sub(last, first)) as loop:
             at = e.at(keys, e.times(e.b.add(first, loop.index), 8))
@@ -181,7 +184,10 @@ def _store_all(e: Emit, vectors: list[Value], address: Value) -> None:
 
 
 def _scores(reader: ElementReader, height: int) -> Callable[..., None]:
-    def emit(e, q, q_stride, blocks, keys, groups, units, rest, s):
+    def emit(
+        e: Emit, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value, units: Value,
+        rest: Value, s: Value,
+    ) -> None:  # fmt: skip
         """s[row][key] = q[row] . key, in blocks of ``height`` rows and groups of TILE_KEYS keys."""
         with e.loop(groups) as group:
             row_of, ahead = _group(e, keys, group.index)
@@ -192,7 +198,10 @@ def _scores(reader: ElementReader, height: int) -> Callable[..., None]:
 
 
 def _unpacked_scores(reader: ElementReader, height: int) -> Callable[..., None]:
-    def emit(e, q, q_stride, blocks, keys, groups, units, rest, s, out):
+    def emit(
+        e: Emit, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value, units: Value,
+        rest: Value, s: Value, out: Value,
+    ) -> None:  # fmt: skip
         """As `_scores`, but each group of keys is unpacked once for all rows, to ``out``."""
         unpacked = [e.at(out, e.times(q_stride, i)) for i in range(TILE_KEYS)]
         steps = e.b.udiv(q_stride, e.count(4 * LANES))
@@ -274,7 +283,10 @@ def _store_scores(e: Emit, sums: list[Value], target: Value) -> None:
 def _values(reader: ElementReader, height: int) -> Callable[..., None]:
     strip = max(1, TILE_COLUMNS // reader.vectors)  # units
 
-    def emit(e, s, blocks, values, first, last, units, rest, total, total_stride, old, new):
+    def emit(
+        e: Emit, s: Value, blocks: Value, values: Value, first: Value, last: Value, units: Value,
+        rest: Value, total: Value, total_stride: Value, old: Value, new: Value,
+    ) -> None:  # fmt: skip
         """total[row] = total[row] * old[row] + new[row] * sum over keys of s[row][key] * value.
 
         Keys are ``first`` to ``last``; columns are ``units`` units and ``rest`` more elements.
@@ -344,7 +356,7 @@ def _blend(e: Emit, target: Value, new: Value, a: Value, b: Value) -> None:
     e.store(e.madd(new, b, e.mul(e.load(target, F32S), a)), target)
 
 
-def _merge_rows(e, total, part, vectors, a, b):
+def _merge_rows(e: Emit, total: Value, part: Value, vectors: Value, a: Value, b: Value) -> None:
     """total = total * a + part * b as in `_values`; a and b are addresses of a float32 each."""
     a, b = e.broadcast_f32(a), e.broadcast_f32(b)
     with e.loop(vectors) as loop:

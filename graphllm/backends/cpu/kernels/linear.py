@@ -119,7 +119,7 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
 
-    def make_tile(count):
+    def make_tile(count: int) -> Any:
         @helper
         def run(left, panel, step, size, x, rows, at, k, c):
             d = x + k + at // block * 4
@@ -154,7 +154,7 @@ def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
     chunk = max(FLOAT_CHUNK, block)
     panel_bytes = chunk * VECTOR
 
-    def make_tile(count):
+    def make_tile(count: int) -> Any:
         @helper
         def run(left, panel, step, size, x, rows, at, k, c):
             tile_float(groups, count, left, panel, step, size, x + 4 * at, rows, c)

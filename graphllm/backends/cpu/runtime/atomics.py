@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from typing import Any
 
 from llvmlite import ir
 from numba import int64, types
@@ -38,7 +39,7 @@ def atomic_load(typingctx, base, index):
     return int64(int64, int64), generate
 
 
-def _update(operation):
+def _update(operation: str) -> Any:
     @intrinsic
     def update(typingctx, base, index, value):
         def generate(context, builder, sig, values):
@@ -75,7 +76,7 @@ def pause(typingctx):
 # -------------------------------------------------------------------------------------------- libc
 
 
-def _call(builder, name, result, *values):
+def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     kind = ir.FunctionType(result, [v.type for v in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
@@ -106,7 +107,7 @@ def yield_core(typingctx):
     return types.none(), generate
 
 
-def _sleep(builder, nanoseconds):
+def _sleep(builder: Any, nanoseconds: int) -> None:
     spec = cgutils.alloca_once(builder, ir.ArrayType(I64, 2))
     first = builder.bitcast(spec, I64.as_pointer())
     builder.store(ir.Constant(I64, 0), first)
