@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Modules that tests share, also for the processes that tests start.
 TESTS = Path(__file__).parent
-_SHARED = [str(TESTS / name) for name in ("support", "fuzz", "cpu", "ops")]
+_SHARED = [str(TESTS / name) for name in ("support", "fuzz")]
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*_SHARED, *filter(None, [os.environ.get("PYTHONPATH")])]
 )

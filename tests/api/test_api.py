@@ -14,9 +14,9 @@ import weakref
 from fractions import Fraction
 from pathlib import Path
 
+import hf_files
 import numpy as np
 import pytest
-import test_hf_directory
 import tiny_models as tiny
 
 import graphllm
@@ -41,7 +41,7 @@ def llm(path):
 @pytest.fixture(scope="module")
 def ids_only(tmp_path_factory):
     """Write a model directory without a tokenizer."""
-    folder = test_hf_directory.write(tmp_path_factory.mktemp("ids_only") / "hf", eos_token_id=2)
+    folder = hf_files.write(tmp_path_factory.mktemp("ids_only") / "hf", eos_token_id=2)
     return graphllm.load(folder, device="cpu")
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import Group, groups, mismatch
+from fusion_cases import FUSED, IDS, NOT_ON_CPU, named, nmse, values
 from tiny_models import llama_weights, write_llama
 
 import graphllm
@@ -14,7 +15,7 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.compiler import fusion
 from graphllm.errors import GraphError
-from graphllm.formats import activations, quantization
+from graphllm.formats import quantization
 from graphllm.formats.k_quants import Q4_K
 from graphllm.formats.legacy import Q8_0
 from graphllm.graph.fused_op import decompose, results
@@ -23,10 +24,6 @@ from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
-FUSED = sorted(fusion.rules())
-# Rules that only save launch overhead, which is negligible on the CPU. They are tested in
-# test_cuda.py and, without a GPU, in test_cuda_plans.py.
-NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "route"}
 ON_CPU = [name for name in FUSED if name not in NOT_ON_CPU]
 T = Var("T", 1, 8)
 
@@ -34,20 +31,6 @@ T = Var("T", 1, 8)
 @cache
 def grouped(name: str) -> list[Group]:
     return groups(ops.get(name))
-
-
-def named(results) -> dict[str, Tensor]:
-    results = results if isinstance(results, tuple) else (results,)
-    return {f"y{i}": result for i, result in enumerate(results)}
-
-
-def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
-    """Return a result as floats, and the maximum difference of two roundings of one value."""
-    if not node.dtype.name.startswith("a8_"):
-        return array, 0.0
-    k = int(node.shape[-1])
-    found = activations.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
-    return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -206,14 +189,6 @@ def test_rope_write_is_found():
 
 
 # ---------------------------------------------------------------------------------- whole decoders
-
-
-IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
-
-
-def nmse(have: np.ndarray, want: np.ndarray) -> float:
-    have, want = have.astype(np.float64), want.astype(np.float64)
-    return float(np.mean((have - want) ** 2) / np.mean(want**2))
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cases import mismatch
-from test_cuda_plans import paper  # noqa: F401
+from paper_cuda import paper  # noqa: F401
 
 from graphllm import ops
 from graphllm.backends import Options

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_ops_generated as generated
 import tiny_models as tiny
+from doc_examples import DOCS, example
+from op_runs import check_costs, check_sample_sizes, run_all
 
 import graphllm
 from graphllm import backends, ops
@@ -32,17 +33,7 @@ from graphllm.profiler.record import Recorder
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
-DOCS = Path(__file__).parents[2] / "docs"
 IDS = [1, 5, 300, 17, 9, 9, 250]
-
-
-def example(heading: str, language: str = "python") -> str:
-    """Return the first code block in ``language`` under a heading of the page."""
-    page = (DOCS.parent / "CONTRIBUTING.md").read_text("utf-8")
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    found = re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)
-    assert found, f"{heading}: no {language} example"
-    return found.group(1)
 
 
 @pytest.fixture
@@ -71,9 +62,9 @@ def test_an_op_is_one_declaration(registry, tmp_path):
     assert (row.flops, row.bytes) == (3 * 12, 2 * 4 * 12)
     assert "softsign" in plan.explain()
     # it is in the generated tests and the table
-    assert not generated.run_all("softsign", ("reference",), graphllm.backends.Options())
-    generated.test_samples_cover_the_edges("softsign")
-    generated.test_cost("softsign")
+    assert not run_all("softsign", ("reference",), graphllm.backends.Options())
+    check_sample_sizes("softsign")
+    check_costs("softsign")
     page = runpy.run_path(str(DOCS / "make_ops_table.py"))["page"]()
     assert "\n| `softsign` " in page and "\n- `softsign`: x / (1 + |x|). " in page
     # it falls back from a backend without a kernel, with the reason

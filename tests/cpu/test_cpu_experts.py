@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cpu_linear import BLOCKS, CASES, COLUMNS, FORMATS, SENTINEL, Product, any_bits
+from linear_cases import BLOCKS, CASES, COLUMNS, SENTINEL, Product, any_bits
 
 from graphllm import ops
 from graphllm.backends import Bound, Header, Operand, Options, find
+from graphllm.backends.cpu.formats import FORMATS
 from graphllm.backends.cpu.kernels.weight_packing import pack, packed_bytes
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.errors import GraphllmError

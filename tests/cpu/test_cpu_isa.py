@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import probe_kernel_cases
 import pytest
-import test_cpu_probe_kernels
+from linear_cases import BLOCKS, digests
 from llvmlite import binding, ir
-from test_cpu_linear import BLOCKS, digests
-from test_ops_generated import KERNELS, run_all
+from op_runs import KERNELS, run_all
 
 from graphllm.backends import Options
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
@@ -101,8 +101,7 @@ def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
     ask = "from graphllm.backends import find; print(*find('cpu').available())"
     said = run("x86-64-v2", kernels, "-c", ask)
     assert said == ["False x86-64-v2 does not convert float16 in hardware"]
-    tests = Path(__file__).parent
-    program = f"import sys; sys.path.insert(0, {str(tests)!r}); from test_cpu_linear import digests"
+    program = "from linear_cases import digests"
     some = ("q8_0", "q5_1", "q4_k")
     assert run("x86-64-v2", kernels, "-c", f"{program}; print(*digests({some}), sep='\\n')") == (
         digests(some)
@@ -184,7 +183,7 @@ def main() -> None:
             print(f"{name}: {line}")
     for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
         print(f"linear, float: {line}")
-    for line in test_cpu_probe_kernels.wrong():
+    for line in probe_kernel_cases.wrong():
         print(line)
 
 

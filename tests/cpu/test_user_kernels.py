@@ -16,7 +16,7 @@ import pytest
 from llvmlite import ir
 from numba import float32, njit
 from numba.extending import intrinsic
-from test_ops_generated import run_all
+from op_runs import run_all
 
 from graphllm import ops
 from graphllm.backends import Options, cpu

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from cases import groups, mismatch
 from cuda_cases import ARCHS, ORDER, greedy, need_gpu
-from test_fusion import FUSED, named, nmse, values
-from test_ops_generated import KERNELS, OPS, report, run_all, sentinels
+from cuda_results import unequal
+from fusion_cases import FUSED, named, nmse
+from op_runs import KERNELS, OPS, report, run_all
 from tiny_models import write_tiny
 
 import graphllm
@@ -23,7 +24,6 @@ from graphllm.graph.dtype import dtype
 from graphllm.graph.fused_op import results
 from graphllm.graph.tensor import Var, feed, state, weight
 from graphllm.profiler.record import Recorder
-from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
@@ -68,29 +68,6 @@ def test_every_contiguous_sample_runs_on_the_gpu():
             if choice is not None and not isinstance(choice, Kernel):
                 refused.add(f"{name}: {choice}")
     assert not refused
-
-
-def unequal(node, cases, weights, tolerance: float) -> list[str]:
-    """A fused node on the GPU, with buffer guards, against its decomposition on the
-    reference. ``cases``: label -> feeds. States begin as sevens."""
-    op = ops.get(node.op)
-    one, many = named(results(node)), named(op(*node.src, **node.attrs))
-    gpu = GuardedExecutor(Arrays(weights), ("cuda",))
-    reference = Executor(Arrays(weights), ("reference",))
-    plans, wrong = (gpu.compile(one), reference.compile(many)), []
-    for label, (feeds, env) in cases.items():
-        found = []
-        for executor, plan in zip((gpu, reference), plans):
-            executor.bind(plan)
-            for leaf in plan.leaves.values():
-                if leaf.op == "state":
-                    executor.set_state(leaf.name, np.full_like(sentinels(leaf.meta.bound()), 7))
-            found.append(executor.run(plan, feeds, env))
-        for key, result in one.items():
-            (a, step), (b, _) = (values(f[key], result) for f in found)
-            problem = mismatch(a, b, max(tolerance, step))
-            wrong += [f"{label} {key}: {problem}"] if problem else []
-    return wrong
 
 
 @pytest.mark.parametrize("name", FUSED)

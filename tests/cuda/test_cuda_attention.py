@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cuda_cases import need_gpu, run_bounded
-from test_ops_generated import report
+from op_runs import report
 
 from graphllm.graph.dtype import CACHED, dtype
 from graphllm.ops.attention import _FEATURES, PackedBatch, _sample

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from block_cases import KINDS, ROWS, dequantised, make_blocks
 from cuda_cases import need_gpu
-from test_block_formats import BLOCKS, KINDS, ROWS, dequantised, make_blocks
+from linear_cases import BLOCKS
 
 from graphllm import ops
 from graphllm.backends import Options

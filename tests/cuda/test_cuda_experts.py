@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from cases import mismatch
 from cuda_cases import ORDER, need_gpu, normal, run_bounded
+from fusion_cases import nmse
+from op_runs import report
 from random_models import MIXTURES, WIDE, decoder, engine
-from test_fusion import nmse
-from test_ops_generated import report
 
 from graphllm import ops
 from graphllm.backends import Options

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_cases import ORDER, need_gpu, normal
-from test_cuda import unequal
+from cuda_results import unequal
 
 from graphllm import ops
 from graphllm.formats.quantization import Blocks, quantise

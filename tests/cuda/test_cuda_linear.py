@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_cases import ORDER, need_gpu, normal, run_bounded
-from test_ops_generated import report
+from op_runs import report
 
 from graphllm import ops
 from graphllm.backends import Options

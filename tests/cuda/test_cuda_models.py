@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 from cuda_cases import ARCHS, IDS, disagreement, greedy, need_gpu
-from test_fusion import nmse
+from fusion_cases import nmse
 
 import graphllm
 from graphllm import tokenizer

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cases import groups
+from cuda_requirements import needs_tensor_cores
+from fusion_cases import NOT_ON_CPU, named
+from op_runs import OPS
 from random_models import MIXTURES, SPECS, WIDE, decoder, engine
-from test_cuda_compile import needs_tensor_cores
-from test_fusion import NOT_ON_CPU, named
-from test_ops_generated import OPS
 
 from graphllm import ops
 from graphllm.api import LLM
 from graphllm.backends import Kernel, Options
 from graphllm.backends.cuda import BACKEND, MIN_CAPABILITY
 from graphllm.backends.cuda.runtime import source
-from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext
-from graphllm.backends.cuda.runtime.work import Launch
 from graphllm.checkpoints.model_shapes import MIX, SHAPES, TYPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
@@ -35,45 +32,6 @@ from graphllm.weights import Arrays
 
 KNOWN = set(source.MODULES)  # that test_cuda_compile.py compiles
 ALL = "llama-1b"  # the shape that is tried with all formats
-
-
-class Paper(CudaDevice):
-    """A GPU of some capability; ``modules`` are those that launches come from."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.memory, self.modules = "paper", set()
-        self.gpu = SimpleNamespace(capability=capability, processors=72)
-
-    def alloc(self, nbytes):
-        return SimpleNamespace(address=1 << 40, nbytes=nbytes)
-
-    def prepare(self, pack, raw, meta):
-        return self.alloc(0)
-
-    def constant(self, table):
-        return 1 << 40
-
-    def live(self, header, var):
-        return 1 << 40
-
-    def build(self, steps, header):
-        for step in steps:
-            made = step.kernel.build(KernelContext(step, header, self))
-            parts = made if isinstance(made, list) else [made]
-            self.modules |= {part.function.module for part in parts if isinstance(part, Launch)}
-
-
-@pytest.fixture
-def paper(monkeypatch):
-    """What makes the backend usable, with a GPU of this capability."""
-
-    def made(capability: tuple[int, int]) -> Paper:
-        device = Paper(capability)
-        monkeypatch.setattr(BACKEND, "probe", lambda: (True, "on paper"))
-        monkeypatch.setattr(BACKEND, "open_device", lambda options: device)
-        return device
-
-    return made
 
 
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0)])

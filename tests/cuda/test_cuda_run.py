@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from cuda_cases import need_gpu
-from test_kv_cache import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
+from windowed_model import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
 
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND

@@ -10,7 +10,7 @@ import lazy_device
 import numpy as np
 import pytest
 import tiny_models as tiny
-from test_kv_cache import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
+from windowed_model import CONTEXT, GREEDY, IDS, generate_ids, make_engine, windowed
 
 import graphllm
 from graphllm.compiler.placement import Pin

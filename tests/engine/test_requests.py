@@ -11,13 +11,13 @@ import itertools
 import threading
 import time
 
+import chatglm_cases
 import chatglm_models
 import numpy as np
 import pytest
 import request_campaign
-import test_chatglm
-import test_kv_cache
 import tiny_models as tiny
+import windowed_model
 
 import graphllm
 from graphllm.engine import request_lock
@@ -99,25 +99,25 @@ def interrupted(engine, prompt, sampling, every: int) -> list[int]:
 def test_sliding_windows_up_to_the_end_of_the_context(tmp_path_factory, ask, every):
     """Layers with a window drop blocks, and steps are shorter than the recomputed part."""
     folder = tmp_path_factory.mktemp("windows")
-    engine, sampling = test_kv_cache.make_engine(test_kv_cache.windowed(folder)), Sampling(**ask)
-    prompt = test_kv_cache.IDS[:37]
+    engine, sampling = windowed_model.make_engine(windowed_model.windowed(folder)), Sampling(**ask)
+    prompt = windowed_model.IDS[:37]
     want = list(engine.generate(prompt, sampling, (2,)))
-    assert len(want) == test_kv_cache.CONTEXT - 37 + 1
+    assert len(want) == windowed_model.CONTEXT - 37 + 1
     assert interrupted(engine, prompt, sampling, every) == want
 
 
 def test_a_bidirectional_prefix(tmp_path):
     """Sampled ids do not extend the prefix, even if they are the ids that end a prefix."""
-    chatglm_models.write(tmp_path, test_chatglm.CONFIG)
+    chatglm_models.write(tmp_path, chatglm_cases.CONFIG)
     engine = graphllm.load(tmp_path, device="reference", kv_type="f32").engine
     sampling = Sampling(temperature=3.0, seed=2, top_k=0, top_p=1.0)
-    prompt = test_chatglm.some(12, 11)
+    prompt = chatglm_cases.random_ids(12, 11)
     want = [token for token, _ in zip(engine.generate(prompt, sampling, (2,)), range(40))]
     have, found = engine.generate(prompt, sampling, (2,)), []
     for index in range(40):
         found.append(next(have))
         if index % 5 == 4:
-            next(engine.generate(test_chatglm.some(9, 5), sampling, ()))
+            next(engine.generate(chatglm_cases.random_ids(9, 5), sampling, ()))
     assert found == want
 
 

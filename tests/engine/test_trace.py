@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_kv_cache
 import tiny_models as tiny
+import windowed_model
 from cuda_cases import need_gpu
+from doc_examples import example
+from gemma3_texts import TEXTS
+from model_cases import nmse
 from remote_memory import remote  # noqa: F401
-from test_gemma3 import TEXTS
-from test_models import nmse
-from test_touch_budget import example
 
 import graphllm
 from graphllm import ops
@@ -173,20 +173,20 @@ def test_a_users_model_file_has_scopes(tmp_path):
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
-    return test_kv_cache.windowed(tmp_path_factory.mktemp("windowed"))
+    return windowed_model.windowed(tmp_path_factory.mktemp("windowed"))
 
 
 def test_long_prompts_are_traced_in_chunks(windowed, monkeypatch):
     """Chunks of 16 tokens, or fewer if the values are large, give identical bits."""
-    whole = Tracer(test_kv_cache.make_engine(windowed, tokens=test_kv_cache.CONTEXT)).trace(
-        test_kv_cache.IDS, "*"
+    whole = Tracer(windowed_model.make_engine(windowed, tokens=windowed_model.CONTEXT)).trace(
+        windowed_model.IDS, "*"
     )
-    assert {len(value) for value in whole.values()} == {len(test_kv_cache.IDS)}
-    tracer = Tracer(test_kv_cache.make_engine(windowed))
+    assert {len(value) for value in whole.values()} == {len(windowed_model.IDS)}
+    tracer = Tracer(windowed_model.make_engine(windowed))
     for most, rows in ((tracing.MAX_STEP_BYTES, 16), (100_000, 5), (1, 1)):
         monkeypatch.setattr(tracing, "MAX_STEP_BYTES", most)
         tracer._last = None
-        have = tracer.trace(test_kv_cache.IDS, "*")
+        have = tracer.trace(windowed_model.IDS, "*")
         assert tracer._last.rows == rows
         for name, value in whole.items():
             np.testing.assert_array_equal(have[name], value, name)
@@ -194,7 +194,7 @@ def test_long_prompts_are_traced_in_chunks(windowed, monkeypatch):
 
 def test_a_value_without_token_rows_is_that_of_the_last_step(windowed):
     """No scope of a decoder has such a value, but a user's module may."""
-    engine = test_kv_cache.make_engine(windowed)
+    engine = windowed_model.make_engine(windowed)
     leaf = engine.decode_plan().leaves["q_start"]
     assert leaf.meta.rows.name == "Q"
     have = [np.array([0, 16]), np.array([0, 3])]
@@ -258,10 +258,10 @@ def test_a_patch_with_zeros_equals_zero_weights(device, module, last, tmp_path, 
 
 def test_patched_keys_reach_later_chunks(windowed):
     """Through the cache: with keys of zero, attention is the mean of the visible values."""
-    engine = test_kv_cache.make_engine(windowed)
+    engine = windowed_model.make_engine(windowed)
     name, heads = "model.layers.0.self_attn", (-1, tiny.KV, 32)
     have = Tracer(engine).trace(
-        test_kv_cache.IDS, [f"{name}.v_proj", f"{name}.o_proj"], {f"{name}.k_proj": np.zeros_like}
+        windowed_model.IDS, [f"{name}.v_proj", f"{name}.o_proj"], {f"{name}.k_proj": np.zeros_like}
     )
     v = have[f"{name}.v_proj"].reshape(heads)
     means = np.cumsum(v, 0) / np.arange(1, len(v) + 1)[:, None, None]

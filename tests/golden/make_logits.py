@@ -16,7 +16,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "models")]
 import tiny_models as tiny  # noqa: E402
-from test_models import IDS, KINDS  # noqa: E402
+from model_cases import IDS, KINDS  # noqa: E402
 
 
 def main() -> None:

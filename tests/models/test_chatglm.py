@@ -10,6 +10,7 @@ import chatglm_models
 import chatglm_oracle
 import numpy as np
 import pytest
+from chatglm_cases import CONFIG, GMASK, MASK, SOP, random_ids
 from cuda_cases import DEVICES, need_device
 from hf_models import SPECS, config_of, distance
 
@@ -21,20 +22,11 @@ from graphllm.errors import ConfigError, RequestError
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 
-MASK, SOP, GMASK = 0, 1, 2  # ids in TINY
 GREEDY = Sampling(temperature=0.0).normalize()
 STEPS = 8
 # (tokens of the prompt, tokens before sop; 0: no sop)
 PROMPTS = ((1, 0), (7, 0), (7, 6), (40, 39), (40, 12), (3, 1))
 VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(SPECS[n].tiny))]
-
-
-def random_ids(count: int, before: int = 0, seed: int = 7) -> list[int]:
-    """Random ids; with ``before``, that many of them, the last a gMASK, precede sop."""
-    ids = [int(i) for i in np.random.default_rng(seed).integers(3, 120, count)]
-    if before:
-        ids[before - 1 : before + 1] = [GMASK, SOP]
-    return ids
 
 
 def stepwise_logits(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
@@ -72,9 +64,6 @@ def test_gguf_of_the_second_generation(tmp_path: Path, change: dict) -> None:
 
 
 # ------------------------------------------------------------------------ bidirectional prefixes
-
-
-CONFIG = {**SPECS["chatglm"].tiny[0], "max_sequence_length": 700}
 
 
 @pytest.fixture(scope="module")

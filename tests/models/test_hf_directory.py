@@ -9,32 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models as tiny
+from hf_files import CONFIG, write
+from llama2c_files import write_model
 from safetensors.numpy import save_file
-from test_llama2c import write_model
 
 import graphllm
 from graphllm.checkpoints.checkpoint import open_checkpoint
 from graphllm.errors import ConfigError, ModelFileError
 
 IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
-CONFIG = {
-    "model_type": "llama", "vocab_size": len(tiny.VOCAB["pieces"]), "hidden_size": tiny.DIM,
-    "intermediate_size": tiny.HIDDEN, "num_hidden_layers": tiny.LAYERS,
-    "num_attention_heads": tiny.HEADS, "num_key_value_heads": tiny.KV, "head_dim": tiny.WIDTH,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 128, "tie_word_embeddings": False,
-    "architectures": ["LlamaForCausalLM"], "rope_scaling": None,
-}  # fmt: skip
-
-
-def write(folder: Path, weights: dict[str, np.ndarray] | None = None, **keys: object) -> Path:
-    """Write a directory; ``keys`` change its configuration."""
-    folder.mkdir(exist_ok=True)
-    weights = tiny.llama_weights() if weights is None else weights
-    save_file(
-        {k: np.ascontiguousarray(v) for k, v in weights.items()}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **keys}))
-    return folder
 
 
 def logits(model: Path, **options: object) -> np.ndarray:

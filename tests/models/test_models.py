@@ -8,15 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tiny
+from model_cases import IDS, KINDS, nmse
 
 import graphllm
 from graphllm.errors import ConfigError, GraphError, ModelFileError
 
-IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
-
-
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_logits.json"
-KINDS = [(arch, tied) for arch in ("llama", "qwen2") for tied in (False, True)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=[f"{a}-{'un' * (not t)}tied" for a, t in KINDS])
@@ -33,11 +30,6 @@ def llama(tmp_path_factory):
     """Return the file of a small llama."""
     path = tmp_path_factory.mktemp("llama") / "tiny.gguf"
     return tiny.write_llama(path, tiny.llama_weights())
-
-
-def nmse(have: np.ndarray, want: np.ndarray) -> float:
-    have, want = have.astype(np.float64), want.astype(np.float64)
-    return float(np.mean((have - want) ** 2) / np.mean(want**2))
 
 
 @pytest.mark.parity

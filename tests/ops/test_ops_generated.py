@@ -5,97 +5,23 @@ Rows beyond the live ones must stay unchanged.
 
 from __future__ import annotations
 
-from functools import cache
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import SPARE, Case, Group, groups, mismatch
+from op_runs import (
+    OPS,
+    check_costs,
+    check_sample_sizes,
+    grouped,
+    report,
+    run_all,
+)
 
-from graphllm import backends, ops
+from graphllm import backends
 from graphllm.backends import Kernel, Options
-from graphllm.compiler.placement import CALL
-from graphllm.graph.tensor import Meta
-from graphllm.runtime.buffer_guards import GuardedExecutor
-from graphllm.runtime.executor import Executor
-from graphllm.weights import Arrays
 
-OPS = sorted(n for n, op in ops.registry().items() if not op.fusion)  # test_fusion has those
-KERNELS = [
-    n for n in OPS if ops.get(n).role != CALL
-]  # ops that only the reference runs are excluded
 REFUSALS = Path(__file__).parents[1] / "golden" / "cpu_refusals.txt"
-SENTINEL = 77
-
-
-@cache
-def grouped(name: str) -> list[Group]:
-    return groups(ops.get(name))
-
-
-def run_all(
-    name: str, order: tuple[str, ...], options: Options, cap: float = np.inf, floor: float = 0.0
-) -> list[str]:
-    """Run the op's samples and return a line for each failure.
-
-    ``cap``, ``floor``: upper and lower bound of the tolerance.
-    """
-    for group in grouped(name):
-        assert group.cases  # makes the weights as well
-    weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
-    executor = GuardedExecutor(Arrays(weights), order, options)
-    wrong = []
-    for group in grouped(name):
-        plan = executor.compile({"y": group.node})
-        for case in group.cases:
-            executor.bind(plan)
-            tolerance = max(floor, min(case.tolerance, cap))
-            problem = run_one(executor, plan, group, case, tolerance)
-            if problem:
-                wrong.append(f"{case.sample.label}: {problem}")
-    return wrong
-
-
-def run_one(executor: Executor, plan, group: Group, case: Case, tolerance: float) -> str:
-    """Run one sample; return what is wrong, or an empty string."""
-    leaves = {leaf.name: leaf.meta.bound() for leaf in plan.leaves.values() if leaf.op == "state"}
-    for name, meta in leaves.items():  # value of rows beyond the live ones
-        executor.set_state(name, sentinels(meta))
-    want, states = case.expected()
-    meta = group.node.meta.at(case.sample.env)
-    if meta.dtype.numpy is not None and (meta.shape, meta.dtype.numpy) != (want.shape, want.dtype):
-        return f"the rule says {meta}, the body gives {want.dtype}{list(want.shape)}"
-    blocks = {n for n, meta in leaves.items() if meta.dtype.numpy is None}  # rows that no feed has
-    for name in blocks:
-        executor.set_state(name, case.feeds[name])
-    feeds = {name: data for name, data in case.feeds.items() if name not in blocks}
-    got = executor.run(plan, feeds, case.sample.env)["y"]
-    problem = mismatch(got, want, tolerance)
-    if problem:
-        return problem
-    for name, want in states.items():
-        got = executor.get_state(name)
-        own = got[: len(want), ..., : want.shape[-1]] if want.ndim > 1 else got[: len(want)]
-        problem = mismatch(
-            own, want, tolerance
-        )  # a "leading" operand has the first columns of wider rows
-        if problem:
-            return f"state {name}: {problem}"
-        if (got[len(want) :] != SENTINEL).any():
-            return f"state {name}: rows beyond the live ones were written"
-    return ""
-
-
-def sentinels(meta: Meta) -> np.ndarray:
-    """Fill rows with sentinel values; bytes for a block format."""
-    if meta.dtype.numpy is not None:
-        return np.full(meta.shape, SENTINEL, meta.dtype.numpy)
-    return np.full((meta.rows, meta.dtype.row_nbytes(prod(meta.inner))), SENTINEL, np.uint8)
-
-
-def report(wrong: list[str]) -> str:
-    return "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -132,18 +58,9 @@ def test_cpu_refusals():
 
 @pytest.mark.parametrize("name", OPS)
 def test_cost(name):
-    """Costs are finite, and zero bytes are moved for empty operands."""
-    for group in grouped(name):
-        for case in group.cases:
-            cost = ops.get(name).node_cost(group.node, case.sample.env)
-            assert cost.flops >= 0 and np.isfinite(cost.flops), case.sample.label
-            assert cost.bytes >= 0 and np.isfinite(cost.bytes), case.sample.label
-            if not any(case.sample.env.values()):
-                assert cost.flops == 0, case.sample.label
+    check_costs(name)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_samples_cover_the_edges(name):
-    """Every op has samples with no rows, one row, several rows, and padding rows."""
-    least = {min(s.env.values()) for s in ops.get(name).samples}
-    assert {0, 1} <= least and max(least) > 1 and SPARE > 0
+    check_sample_sizes(name)

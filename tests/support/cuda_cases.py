@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import groups
-from test_fusion import IDS
-from test_ops_generated import run_one
+from fusion_cases import IDS
+from op_runs import run_one
 
 from graphllm import ops
 from graphllm.backends import Options

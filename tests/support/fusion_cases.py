@@ -1,0 +1,36 @@
+"""What the tests of fused ops on all backends share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphllm.compiler import fusion
+from graphllm.formats import activations
+from graphllm.graph.tensor import Tensor
+
+FUSED = sorted(fusion.rules())
+# Rules that only save launch overhead, which is negligible on the CPU. They are tested in
+# test_cuda.py and, without a GPU, in test_cuda_plans.py.
+NOT_ON_CPU = {"combine_add", "expert_clamped", "expert_gated", "route"}
+
+
+def named(results) -> dict[str, Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return {f"y{i}": result for i, result in enumerate(results)}
+
+
+def values(array: np.ndarray, node: Tensor) -> tuple[np.ndarray, float]:
+    """Return a result as floats, and the maximum difference of two roundings of one value."""
+    if not node.dtype.name.startswith("a8_"):
+        return array, 0.0
+    k = int(node.shape[-1])
+    found = activations.dequantise_act(array.reshape(-1, node.dtype.row_nbytes(k)), node.dtype, k)
+    return found, float(np.nan_to_num(np.abs(found)).max(initial=0.0)) / 100
+
+
+IDS = [1, 5, 300, 17, 9, 9, 250, 3, 44, 101, 7]
+
+
+def nmse(have: np.ndarray, want: np.ndarray) -> float:
+    have, want = have.astype(np.float64), want.astype(np.float64)
+    return float(np.mean((have - want) ** 2) / np.mean(want**2))
