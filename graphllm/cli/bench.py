@@ -38,18 +38,23 @@ class BenchGrid:
 
     prompts: Annotated[
         str,
-        typer.Option("-p", "--n-prompt", metavar=_LIST, help="Prompt length; 0 disables it."),
+        typer.Option(
+            "-p", "--n-prompt", metavar=_LIST, help="Prompt length in tokens; 0 skips prefill."
+        ),
     ] = "512"
     gens: Annotated[
         str,
         typer.Option(
-            "-n", "--n-gen", metavar=_LIST, help="Number of tokens to generate; 0 disables it."
+            "-n", "--n-gen", metavar=_LIST, help="Number of tokens to generate; 0 skips decode."
         ),
     ] = "128"
     depths: Annotated[
         str,
         typer.Option(
-            "-d", "--n-depth", metavar=_LIST, help="Number of tokens in the KV cache before."
+            "-d",
+            "--n-depth",
+            metavar=_LIST,
+            help="Number of tokens in the KV cache before each test.",
         ),
     ] = "0"
     threads: Annotated[
@@ -63,7 +68,7 @@ class BenchGrid:
         typer.Option("--kv-type", metavar=_LIST, help="Type of the KV cache: f32, f16 or q8_0."),
     ] = ""
     repeat: Annotated[
-        int, typer.Option("-r", "--repetitions", help="Number of runs of each test.")
+        int, typer.Option("-r", "--repetitions", help="Number of timed runs of each test.")
     ] = 5
 
     def tests(self) -> list[Test]:

@@ -82,7 +82,9 @@ class ReportOptions:
     fail_above: Annotated[
         str | None,
         typer.Option(
-            "--fail-above", metavar="5%", help="Exit with code 1 if a row is slower by more."
+            "--fail-above",
+            metavar="5%",
+            help="Exit with code 1 if a row is slower by more than this.",
         ),
     ] = None
     force: Annotated[bool, typer.Option("--force", help="Allow different models or shapes.")] = (
