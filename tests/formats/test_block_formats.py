@@ -75,13 +75,13 @@ def test_linear(name, kind):
             limit = allowed * np.maximum(ones, np.abs(want)) + np.finfo(np.float32).tiny
             assert np.isfinite(got).all()
             np.testing.assert_array_less(np.abs(got - want), limit, f"{blocks} blocks, {linear}")
-            assert kind == "zero" or (np.abs(want) > 10 * limit).any()  # or nothing was compared
+            assert kind == "zero" or (np.abs(want) > 10 * limit).any()  # or nothing is compared
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_embedding(name, kind):
-    """Bit for bit."""
+    """Bit-equal to the oracle."""
     form = dtype(name)
     raw = make_blocks(form, kind, 3)
     k = 3 * form.block
@@ -130,7 +130,7 @@ def test_scales_are_checked_in_chunks(name, monkeypatch):
 
 @pytest.fixture
 def wide(monkeypatch):
-    """The tiny models with rows of 256, which are whole blocks."""
+    """Tiny models with rows of 256, which are whole blocks of every format."""
     sizes = {"DIM": 256, "HEADS": 8, "KV": 2, "WIDTH": 32, "HIDDEN": 256, "LAYERS": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(tiny, name, value)

@@ -1,4 +1,4 @@
-"""Block formats: bit-equal to the `gguf` package; activations by their definition."""
+"""NumPy formulas of block formats against the `gguf` package, and of quantised activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphllm.formats.legacy import Q8_0
 from graphllm.formats.quantization import Blocks, dequantise, quantise
 from graphllm.graph.dtype import DTYPES, F32, DType
 
-FOREIGN = DType("iq2_xxs", 256, 66)  # a format without formulas
+UNDECLARED = DType("iq2_xxs", 256, 66)  # a format that is not declared
 
 
 def random_bytes(dtype: DType, rows: int, blocks: int) -> np.ndarray:
@@ -53,11 +53,11 @@ def test_dequantise_refuses() -> None:
     with pytest.raises(GraphError, match="not whole"):
         dequantise(np.zeros((2, 34), np.int8), Q8_0)
     with pytest.raises(GraphError, match="no dequantise formula for iq2_xxs"):
-        dequantise(np.zeros((2, 66), np.uint8), FOREIGN)
+        dequantise(np.zeros((2, 66), np.uint8), UNDECLARED)
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"])
-def test_quantise_is_the_reference(name: str) -> None:
+def test_quantise_is_bit_equal(name: str) -> None:
     x = np.random.default_rng(2).standard_normal((9, 320)).astype(np.float32)
     x[1] = 0
     x[2, :32] = 1e-30
@@ -66,10 +66,10 @@ def test_quantise_is_the_reference(name: str) -> None:
     np.testing.assert_array_equal(quantise(x, DTYPES[name]), want)
 
 
-# Half a step of the largest sub-block for values of +-4, and a little for rounded scales; a whole
-# one where the range is not symmetric. Few bits are less like what they stand for.
+# Largest error and least correlation. The error is half a step of the largest sub-block for values
+# of +-4, plus a little for rounded scales; a whole step where the range of q is not symmetric.
 @pytest.mark.parametrize(
-    ("name", "limit", "alike"),
+    ("name", "limit", "correlation"),
     [
         ("q8_0", 0.02, 0.99), ("q4_0", 0.55, 0.99), ("q4_1", 0.28, 0.99), ("q5_0", 0.3, 0.99),
         ("q5_1", 0.14, 0.99), ("q2_k", 1.2, 0.96), ("q3_k", 1.0, 0.99), ("q4_k", 0.3, 0.99),
@@ -77,14 +77,14 @@ def test_quantise_is_the_reference(name: str) -> None:
         ("mxfp4", 1.0, 0.99), ("bf16", 0.016, 0.99),
     ],
 )  # fmt: skip
-def test_quantise_is_close(name: str, limit: float, alike: float) -> None:
+def test_quantise_is_close(name: str, limit: float, correlation: float) -> None:
     rng = np.random.default_rng(3)
     x = np.clip(rng.standard_normal((16, 512)), -4, 4).astype(np.float32)
     x[0], x[1], x[2] = 0, 3, -np.abs(x[2])
     back = dequantise(quantise(x, DTYPES[name]), DTYPES[name])
     assert np.abs(back - x).max() < limit
     assert (back[0] == 0).all()
-    assert np.corrcoef(back.ravel(), x.ravel())[0, 1] > alike
+    assert np.corrcoef(back.ravel(), x.ravel())[0, 1] > correlation
 
 
 def test_quantise_refuses() -> None:
@@ -93,7 +93,7 @@ def test_quantise_refuses() -> None:
     with pytest.raises(GraphError, match="whole"):
         quantise(np.zeros((1, 33), np.float32), Q8_0)
     with pytest.raises(GraphError, match="no quantiser for iq2_xxs"):
-        quantise(np.zeros((1, 256), np.float32), FOREIGN)
+        quantise(np.zeros((1, 256), np.float32), UNDECLARED)
 
 
 @pytest.mark.parametrize("dtype", [Q4_K, F32])
@@ -116,7 +116,7 @@ def test_blocks(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [A8_32, A8_256])
 def test_activations_follow_the_definition(dtype: DType) -> None:
-    """A loop over scalars, written from the docstring."""
+    """Compare with a scalar loop written from the docstring."""
     rng = np.random.default_rng(5)
     x = (rng.standard_normal((5, 512)) * 10.0 ** rng.integers(-6, 6, (5, 1))).astype(np.float32)
     x[2, :256] = np.round(x[2, :256])

@@ -27,7 +27,7 @@ from graphllm.weights.safetensors import Safetensors
 STORED = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
-class Watched(Arrays):
+class LoggedArrays(Arrays):
     """Weights that log what is read and released."""
 
     def __init__(self, arrays) -> None:
@@ -53,7 +53,7 @@ MANY = ("f32", "f16", "bf16", "q8_0", "q6_k")  # from every float type; the othe
 @pytest.mark.parametrize(
     ("kind", "stored"), [(k, s) for k in KINDS for s in STORED if k in MANY or s == "bf16"]
 )
-def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, tile: int) -> None:
+def test_bits_equal_quantise(monkeypatch, kind: str, stored: str, tile: int) -> None:
     monkeypatch.setattr(quantize_on_load, "_TILE", tile)
     x = values(7, 512).astype(STORED[stored])
     source = Arrays({"x": x})
@@ -66,14 +66,14 @@ def test_the_bits_are_those_of_quantise(monkeypatch, kind: str, stored: str, til
     assert found.notes() == []
 
 
-def hard(name: str) -> np.ndarray:
+def extreme(name: str) -> np.ndarray:
     """float32 [48, 1056], finite: rows of 33 blocks of 32, or [33, 1536]."""
     rng, shape = np.random.default_rng(1), (48, 1056)
     normal = rng.standard_normal(shape)
     x: np.ndarray = {
         "sizes": lambda: normal * 10.0 ** rng.integers(-30, 6, (48, 1)),
-        "next to nothing": lambda: normal * 10.0 ** rng.integers(-46, -33, shape),
-        "scales next to nothing": lambda: normal * 10.0 ** rng.uniform(-9, -4, (48, 1)),
+        "near zero": lambda: normal * 10.0 ** rng.integers(-46, -33, shape),
+        "scales near zero": lambda: normal * 10.0 ** rng.uniform(-9, -4, (48, 1)),
         "ties": lambda: rng.choice([-1, -0.5, 0, 0.25, 0.5, 1], shape),
         "zeros": lambda: rng.choice([0.0, -0.0], shape),
         "one sign": lambda: np.abs(normal) * rng.choice([-1, 1], (48, 1)),
@@ -85,12 +85,12 @@ def hard(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "name",
-    ["sizes", "next to nothing", "scales next to nothing", "ties", "zeros", "one sign", "largest",
+    ["sizes", "near zero", "scales near zero", "ties", "zeros", "one sign", "largest",
      "wide rows"],
 )  # fmt: skip
-def test_hard_values(name: str) -> None:
+def test_extreme_values(name: str) -> None:
     for kind in BLOCK_FORMATS:
-        x = hard(name).reshape(-1, 1056 if DTYPES[kind].block == 32 else 1536)
+        x = extreme(name).reshape(-1, 1056 if DTYPES[kind].block == 32 else 1536)
         found = QuantizedWeights(Arrays({"x": x, "one": x[:1]}), kind)
         wanted = quantise(x, DTYPES[kind])
         assert (found.raw("x") == wanted).all(), kind
@@ -98,7 +98,7 @@ def test_hard_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
-def test_threads_and_places_change_nothing(kind: str) -> None:
+def test_threads_and_alignment_do_not_change_the_bits(kind: str) -> None:
     """Several chunks of a matrix, and unaligned bytes."""
     x = values(80, 2048).astype(ml_dtypes.bfloat16)
     room = np.zeros(x.nbytes + 1, np.uint8)
@@ -115,18 +115,18 @@ def test_threads_and_places_change_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
-def test_the_bits_are_those_of_the_gguf_package(kind: str) -> None:
+def test_bits_equal_the_gguf_package(kind: str) -> None:
     x = values(300, 1024)
     wanted = gguf.quants.quantize(x, gguf.GGMLQuantizationType[kind.upper()])
     assert (QuantizedWeights(Arrays({"x": x}), kind).raw("x") == wanted).all()
 
 
-def test_what_the_same_format_has_is_not_copied() -> None:
+def test_weights_of_the_same_format_are_not_copied() -> None:
     x = values(4, 64)
     assert np.shares_memory(QuantizedWeights(Arrays({"x": x}), "f32").raw("x"), x)
 
 
-def test_three_axes_are_rows_of_the_last() -> None:
+def test_three_axes_are_quantised_along_the_last() -> None:
     x = values(3, 5, 64)
     found = QuantizedWeights(Arrays({"experts": x}), "q8_0")
     meta = found.meta("experts")
@@ -170,20 +170,20 @@ def test_other_weights_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stand_in"),
+    ("kind", "fallback"),
     [("q2_k", "iq4_nl"), ("q3_k", "iq4_nl"), ("iq4_xs", "iq4_nl"), ("q4_k", "q5_0"),
      ("q5_k", "q5_1"), ("q6_k", "q8_0")],
 )  # fmt: skip
-def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
+def test_rows_that_are_not_whole_blocks(kind: str, fallback: str) -> None:
     x, short = values(2, 96), values(2, 60)
     source = Arrays({"whole": values(2, 256), "x": x, "y": x, "short": short})
     found = QuantizedWeights(source, kind)
     kinds = {name: found.meta(name).dtype.name for name in found.names()}  # type: ignore[union-attr]
-    assert kinds == {"whole": kind, "x": stand_in, "y": stand_in, "short": "f32"}
-    assert (found.raw("x") == quantise(x, DTYPES[stand_in])).all()
+    assert kinds == {"whole": kind, "x": fallback, "y": fallback, "short": "f32"}
+    assert (found.raw("x") == quantise(x, DTYPES[fallback])).all()
     assert (found.raw("short").view(np.float32) == short).all()
     assert found.notes() == [
-        f"2 matrices are {stand_in} in place of {kind}: their rows are not whole blocks of 256",
+        f"2 matrices are {fallback} in place of {kind}: their rows are not whole blocks of 256",
         f"1 matrices are as stored, not {kind}: their rows are not whole blocks of 256",
     ]
     assert QuantizedWeights(Arrays({"short": short}), "q8_0").notes() == [
@@ -191,7 +191,7 @@ def test_rows_that_are_not_whole_blocks(kind: str, stand_in: str) -> None:
     ]
 
 
-def test_every_format_can_be_asked_for() -> None:
+def test_every_format_is_accepted() -> None:
     assert set(KINDS) == {"f32", "f16", "bf16", *BLOCK_FORMATS}
     with pytest.raises(RequestError, match=re.escape("'q4_k_m' of weights; known: f32, f16, bf16")):
         QuantizedWeights(Arrays({}), "q4_k_m")
@@ -208,7 +208,7 @@ def test_every_format_can_be_asked_for() -> None:
     ],
 )
 @pytest.mark.parametrize("tile", [1, 1000, 1 << 18])
-def test_values_that_the_format_cannot_hold(monkeypatch, kind, value, words, tile) -> None:
+def test_values_out_of_range(monkeypatch, kind, value, words, tile) -> None:
     monkeypatch.setattr(quantize_on_load, "_TILE", tile)
     x = values(40, 256)
     x[37, 5] = value
@@ -218,7 +218,7 @@ def test_values_that_the_format_cannot_hold(monkeypatch, kind, value, words, til
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_no_format_has_values_that_are_not_finite(backend: str, value: float) -> None:
+def test_non_finite_values_are_refused(backend: str, value: float) -> None:
     x = values(9, 1280)
     for kind in KINDS:
         for column in (0, 777, 1279):
@@ -231,7 +231,7 @@ def test_no_format_has_values_that_are_not_finite(backend: str, value: float) ->
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_scales_beyond_float16(kind: str) -> None:
-    """They are written, and stop the load; mxfp4 has powers of two for scales, up to 2^126."""
+    """They are stored as infinity and stop the load; mxfp4 has exponents up to 2^126."""
     x = values(20, 256)
     x[17, 200] = 3e38
     node = ops.linear(feed("x", (1, 256), "f32"), weight("w", (20, 256), kind))
@@ -244,8 +244,8 @@ def test_scales_beyond_float16(kind: str) -> None:
         executor.bind(plan)
 
 
-def test_who_converts() -> None:
-    """The first that works in the host's memory and can; another is not silent."""
+def test_converting_backend() -> None:
+    """The first capable backend in host memory converts; a later one leaves a note."""
     x = values(4, 64)
     for kind, op in (("q8_0", "quantise"), ("f16", "cast")):
         first = QuantizedWeights(Arrays({"x": x}), kind, backends=("cuda", "cpu", "reference"))
@@ -261,10 +261,10 @@ def test_who_converts() -> None:
     assert (alone.raw("x") == quantise(x, DTYPES["q8_0"])).all() and alone.notes() == []
 
 
-def test_the_source_is_released_and_what_was_made_is_shared() -> None:
-    source = Watched({"x": values(4, 64), "v": values(4)})
+def test_the_source_is_released_and_the_result_is_shared() -> None:
+    source = LoggedArrays({"x": values(4, 64), "v": values(4)})
     found = QuantizedWeights(source, "q8_0")
-    held = found.raw("x").reshape(-1)  # a view is enough
+    held = found.raw("x").reshape(-1)  # a view keeps the result alive
     assert source.log == [("raw", "x"), ("release", "x")]
     assert np.shares_memory(found.raw("x"), held) and source.log.count(("raw", "x")) == 1
     del held
@@ -278,7 +278,7 @@ def test_the_source_is_released_and_what_was_made_is_shared() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_linear_runs_on_them(backend: str) -> None:
+def test_a_linear_runs_on_quantised_weights(backend: str) -> None:
     w, x = values(48, 64), values(3, 64, seed=1)
     blocks = Blocks(quantise(w, DTYPES["q8_0"]), DTYPES["q8_0"], 64)
     results = []
