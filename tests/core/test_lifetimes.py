@@ -134,9 +134,9 @@ def test_a_plan_of_another_executor_is_refused(executor):
         lambda p: executor.run(p, FEEDS),
         lambda p: executor.with_outputs(p, {}),
     ):
-        with pytest.raises(GraphError, match="not one of this executor"):
+        with pytest.raises(GraphError, match="does not belong to this executor"):
             call(plan)
-    with pytest.raises(GraphError, match="not one of this executor"):
+    with pytest.raises(GraphError, match="does not belong to this executor"):
         executor.decode_loop(plan, FEEDS, {"T": 3}, "y")
 
 

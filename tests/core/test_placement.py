@@ -156,9 +156,9 @@ def test_a_shared_matrix_goes_with_the_output(remote, tmp_path, monkeypatch):  #
     """A tied head counts once, and the first attempt fits."""
     tied = write_llama(tmp_path / "tied.gguf", llama_weights(tied=True))
     whole = graphllm.load(tied, device="remote", kv_type="f32").gpu_offload
-    placed, adopt = [], Executor.place_model
+    placed, place_model = [], Executor.place_model
     monkeypatch.setattr(
-        Executor, "adopt", lambda self, *rest: (placed.append(1), adopt(self, *rest))
+        Executor, "place_model", lambda self, *rest: (placed.append(1), place_model(self, *rest))
     )
     monkeypatch.setattr(RemoteDevice, "room", whole.needed_bytes - 1)
     llm = graphllm.load(tied, device="remote", kv_type="f32")
@@ -341,7 +341,7 @@ def no_gpu(monkeypatch):
     """A machine with CuPy but no usable GPU; opening the device is an error."""
     cuda = backends.find("cuda")
     monkeypatch.setattr(cuda, "probe", lambda: (False, "no NVIDIA driver is installed"))
-    monkeypatch.setattr(cuda, "wanted", lambda: True)
+    monkeypatch.setattr(cuda, "expected", lambda: True)
     monkeypatch.setattr(cuda, "open_device", None)
     return cuda
 

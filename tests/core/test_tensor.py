@@ -102,7 +102,7 @@ Q = feed("q", (T, 24), "f32")
     ("make", "message"),
     [
         (lambda: Q.heads(5), "heads(f32[T,24]): 24 columns do not split into 5 heads"),
-        (lambda: Q.reshape(T, 5, 5), "number of elements differs from (T, 5, 5)"),
+        (lambda: Q.reshape(T, 5, 5), "reshape(f32[T,24]): number of elements differs"),
         (lambda: Q.reshape(12, 2), "reshape(f32[T,24]): a varying axis 0 must stay"),
         (lambda: Q.permute(0, 2), "permute(f32[T,24]): (0, 2) is not a permutation of 2 axes"),
         (lambda: Q.permute(1, 0), "permute(f32[T,24]): a varying axis 0 cannot move"),
