@@ -76,7 +76,7 @@ def test_no_room_for_kernels(monkeypatch):
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])
 def test_no_room_for_a_graph(fails):
     """The launches have been made once; a later run may try again."""
-    from graphllm.backends.cuda.runtime.launch import LaunchSequence
+    from graphllm.backends.cuda.runtime.segment import LaunchSequence
 
     calls = {name: lambda *args: None for name in ("begin_capture", "end_capture", "upload")}
     graph = SimpleNamespace(upload=calls["upload"], launch=lambda stream: made.append("graph"))
@@ -92,7 +92,7 @@ def test_no_room_for_a_graph(fails):
     setattr(graph if fails == "upload" else stream, fails, lambda *args: graph)
     made.clear()
     sequence()
-    first = replace(LAUNCH, early=False)  # nothing it reads may be on its way
+    first = replace(LAUNCH, programmatic=False)  # nothing it reads may be on its way
     assert made == [first, LAUNCH, "graph"] and sequence.captured
 
 

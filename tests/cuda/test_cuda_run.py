@@ -91,7 +91,7 @@ def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
         ids, runs = noted(ahead, 40)
         assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
-    assert segment._timed._sequence.captured and segment._timed._sequence.submissions == 1
+    assert segment.timed.sequence.captured and segment.timed.sequence.submissions == 1
 
 
 def test_times_are_in_order_on_the_clock_of_the_host(ahead):
@@ -108,7 +108,7 @@ def test_times_are_in_order_on_the_clock_of_the_host(ahead):
 
 
 def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
-    from graphllm.backends.cuda.runtime.launch import TimedSequence
+    from graphllm.backends.cuda.runtime.segment import TimedSequence
 
     monkeypatch.setattr(TimedSequence, "RING_SIZE", 3)
     ids, runs = noted(ahead, 17)
@@ -130,6 +130,6 @@ def test_steps_of_a_library_have_times(ahead):
 def test_runs_without_times_have_nothing_of_them(ahead):
     generate_ids(ahead, IDS[:20], 4)
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
-    assert segment._timed is None
-    work = [w for part in segment._work for w in part]
+    assert segment.timed is None
+    work = [w for part in segment.work for w in part]
     assert not any("TIMED_BUILD" in str(w.function.module) for w in work)

@@ -13,7 +13,7 @@ from graphllm import system_info
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
 from graphllm.backends.cpu.runtime.isa import usable_cores
 from graphllm.backends.cpu.runtime.roofline_probes import MEMORY_PROBES, thread_counts
-from graphllm.backends.cuda.runtime import roofline_probes as cuda_ceiling
+from graphllm.backends.cuda.runtime import roofline_probes as cuda_probes
 from graphllm.backends.probe_results import ProbeResults
 from graphllm.cache import CacheFile
 from graphllm.cli import doctor
@@ -278,12 +278,12 @@ class FakeGpu:
     def __init__(self, capability):
         self.capability, self.launches = capability, []
 
-    def prepared(self, launch):
+    def prepare(self, launch):
         function = launch.function
         assert f"void {function.name}(" in function.module.text and launch.block == (512,)
         self.launches.append((function.name, launch.grid))
 
-    def seconds(self, work, rounds):
+    def time_runs(self, work, rounds):
         return [1e-3] + [2e-3] * (rounds - 1)
 
 
@@ -291,9 +291,9 @@ class FakeGpu:
 def test_gpu_probes(monkeypatch, capability, kinds):
     gpu = FakeGpu(capability)
     device = SimpleNamespace(gpu=gpu, alloc=lambda nbytes: SimpleNamespace(address=0))
-    monkeypatch.setattr(cuda_ceiling, "CudaDevice", lambda options: device)
-    monkeypatch.setattr(cuda_ceiling, "_cache", lambda device: 50 << 20)
-    found = cuda_ceiling.measure(1 << 30, ignore_progress)
+    monkeypatch.setattr(cuda_probes, "CudaDevice", lambda options: device)
+    monkeypatch.setattr(cuda_probes, "_l2_bytes", lambda device: 50 << 20)
+    found = cuda_probes.measure(1 << 30, ignore_progress)
     assert found.counted != "threads" and len(found.peaks) == kinds and set(found.how) >= {"f16"}
     assert set(found.memory) == {"read", "write", "copy"}
     assert {r for row in found.memory.values() for r in row.values()} == {1000 * 2.0**30}

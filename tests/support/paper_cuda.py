@@ -7,15 +7,19 @@ from types import SimpleNamespace
 import pytest
 
 from graphllm.backends.cuda import BACKEND
-from graphllm.backends.cuda.runtime.device import CudaDevice, KernelContext
+from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.backends.cuda.runtime.work import Launch
 
 
 class Paper(CudaDevice):
-    """A GPU of some capability; ``modules`` are those that launches come from."""
+    """A GPU that builds segments and runs nothing.
+
+    ``modules`` are the modules of all launches; ``built`` has the steps of every segment with their
+    launches and host calls.
+    """
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        self.memory, self.modules = "paper", set()
+        self.memory, self.modules, self.built = "paper", set(), []
         self.gpu = SimpleNamespace(capability=capability, processors=72)
 
     def alloc(self, nbytes):
@@ -31,15 +35,14 @@ class Paper(CudaDevice):
         return 1 << 40
 
     def build(self, steps, header):
-        for step in steps:
-            made = step.kernel.build(KernelContext(step, header, self))
-            parts = made if isinstance(made, list) else [made]
-            self.modules |= {part.function.module for part in parts if isinstance(part, Launch)}
+        work, _ = self.work(steps, header)
+        self.modules |= {w.function.module for part in work for w in part if isinstance(w, Launch)}
+        self.built.append((list(steps), work))
 
 
 @pytest.fixture
 def paper(monkeypatch):
-    """What makes the backend usable, with a GPU of this capability."""
+    """A function that makes the backend usable, with a GPU of the given capability."""
 
     def made(capability: tuple[int, int]) -> Paper:
         device = Paper(capability)

@@ -1,8 +1,13 @@
-"""The CUDA backend: kernels in CUDA C++, compiled by NVRTC, run through CuPy as CUDA graphs.
+"""CUDA backend: kernels in CUDA C++, compiled by NVRTC and launched through CuPy as CUDA graphs.
 
-Only this directory imports CuPy. File names of kernels mirror `graphllm.ops`, each with its .cu
-file. source.py: from sources to machine code; device.py: operands, launches, the device; memory.py
-and run.py: what touches the GPU, imported when a device is opened.
+Only this package imports CuPy.
+
+- `kernels/`: one module per op family, named as in `graphllm.ops`, with its .cu sources.
+- `runtime/source.py`: compilation and the cache of machine code.
+- `runtime/device.py`: the device and kernel contexts; `runtime/work.py`: launches.
+- `runtime/dependencies.py`: which operands a kernel may read before its predecessors complete.
+- `runtime/segment.py`, `runtime/launch.py`, `runtime/memory.py`: CUDA graphs and driver calls;
+  imported when a device is opened.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import pkgutil
 from .. import Backend, Device, Options
 from . import kernels
 
-MIN_CAPABILITY = (7, 5)  # the lowest compute capability that the kernels are written for
+MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
 
 
 def _installed() -> bool:
@@ -23,12 +28,12 @@ def _installed() -> bool:
 
 
 def _wanted() -> bool:
-    """Whether somebody installed CuPy, and did not hide all GPUs."""
+    """Whether CuPy is installed and `CUDA_VISIBLE_DEVICES` does not hide all GPUs."""
     return _installed() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
 
 def _probe() -> tuple[bool, str]:
-    """(usable, the GPU's name and capability, or in one line why it is not)."""
+    """(usable, name and capability of the GPU, or the reason in one line)."""
     if not _installed():
         return False, 'CuPy is not installed; pip install "graphllm[cuda12]" or "graphllm[cuda13]"'
     from .runtime.detect import probe
@@ -43,13 +48,13 @@ def _open(options: Options) -> Device:
 
 
 BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
-# Products of many tokens round activations and expanded weights to halves, as tensor cores and the
-# library take them.
+# Tensor cores and cuBLASLt multiply f16 or bf16, so products of many tokens round their activations
+# and dequantized weights to these types.
 BACKEND.half_tolerance = {
     **dict.fromkeys(("linear", "linears", "gated", "linear_add"), 6e-3),
     **dict.fromkeys(("expert_linear", "head_linear", "expert_gated", "expert_clamped"), 6e-3),
     **dict.fromkeys(("attention", "attention_quantise"), 2e-3),
 }
 
-for _module in pkgutil.iter_modules(kernels.__path__):  # they register their kernels
+for _module in pkgutil.iter_modules(kernels.__path__):  # the modules register their kernels
     importlib.import_module(f"{kernels.__name__}.{_module.name}")

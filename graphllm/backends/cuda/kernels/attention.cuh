@@ -15,7 +15,7 @@ struct Attention {
     const i64 *tokens, *sequences;
     float *out, *partials;
     i64 heads, kv_heads, block, shift, causal, window, splits;  // block is 1 << shift, if it can be
-    i64 settled;  // q_start, kv_len and table are: see common.cuh
+    i64 metadata_ready;  // q_start, kv_len, table and prefix_len may be read before the wait
     float scale, softcap;
 };
 

@@ -1,42 +1,43 @@
-"""Attention over the paged cache: few tokens, many tokens, and any shape at all.
+"""Attention over the paged KV cache: split-KV for few tokens, tiles for many, and any other shape.
 
-Few tokens leave too few heads to go round: the keys of each token are split into pieces, and a
-second kernel merges them. Many go in tiles of 64 queries over tensor cores, in f16.
+Few tokens have too few heads to occupy a GPU, so the keys of each token are split among thread
+blocks, and a second kernel merges the splits. Many tokens go in tiles of 64 queries over tensor
+cores, in f16.
 """
 
 from __future__ import annotations
-
-import struct
 
 from ....backends.alignment import aligned
 from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Module, module
 from ..runtime.work import Launch, ceil
 from .quantize import HALVES, quantise, target, unit
 
-_MIN_TILED_TOKENS = 17  # tokens, from which the kernel of tiles takes over
-_TILE_QUERIES = _TILE_KEYS = 64  # of a tile
-_TILED_DEPTHS = (64, 96, 128, 256)  # that the kernel of tiles is made for
-_SPLIT_WIDTHS = range(64, 577, 8)  # that the kernel of pieces can do
-_MLA_SIZES = (576, 512)  # depth and width of latent attention (DeepSeek)
-_SPAN = 256  # of a row, in which a thread of that kernel has eight elements
-_TARGET_BLOCKS = 264  # of threads, about as many as a GPU has room for at a time
-_MIN_SPLIT_KEYS, _MAX_SPLITS = 32, 64  # keys of a piece at least; pieces that can be merged
+_ARGUMENT = ArgumentStruct("attention.cuh", "Attention")
+_MIN_TILED_TOKENS = 17  # tokens of a step from which on the tiled kernel is used
+_TILE_QUERIES = _TILE_KEYS = 64
+_TILED_DEPTHS = (64, 96, 128, 256)  # head dimensions of the tiled kernel
+_SPLIT_WIDTHS = range(64, 577, 8)  # head dimensions of the split-KV kernel
+_MLA_SIZES = (576, 512)  # depth and width of MLA (DeepSeek)
+_SPAN = 256  # elements of a row of which a thread of the split-KV kernel holds eight
+_TARGET_BLOCKS = 264  # thread blocks that about fill a GPU
+_MIN_SPLIT_KEYS, _MAX_SPLITS = 32, 64  # keys of a split; splits that can be merged
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
-    """Heads, kv heads, depth of a query, width of a value."""
+    """Query heads, KV heads, elements of a query or key, elements of a value."""
     q, _, v = node.sources[:3]
     (heads, depth), (kv_heads, width) = q.meta.inner, v.meta.inner
     return heads, kv_heads, depth, width
 
 
 def _context_keys(node: Tensor) -> int:
-    """Keys that a table has room for."""
+    """Keys that a row of the block table can address."""
     table = node.src[5]
     assert table is not None
     return int(table.meta.bound().shape[1]) * int(node.attrs["block"])  # type: ignore[arg-type]
@@ -47,7 +48,7 @@ def _max_tokens(node: Tensor) -> int:
 
 
 def _kind(node: Tensor) -> str:
-    """The pools' dtype; mixed if they differ."""
+    """dtype of the pools; "mixed" if they differ."""
     k, v = node.sources[1:3]
     return k.dtype.name if k.dtype == v.dtype else "mixed"
 
@@ -56,7 +57,7 @@ def _kind(node: Tensor) -> str:
 
 
 def _vector_readable(node: Tensor) -> bool:
-    """Pools of one dtype, rows that are read 16 bytes at a time, and blocks of a power of two."""
+    """Whether pools have one dtype, rows aligned to 16 bytes, and blocks of a power of two."""
     block, kind = node.attrs["block"], _kind(node)
     places = [at for pool in node.sources[1:3] for at in (pool.meta.offset, pool.meta.strides[0])]
     read = kind == "q8_0" or all(at % 16 == 0 for at in places)
@@ -81,20 +82,20 @@ def _can_tile(ctx: KernelContext) -> bool:
 
 
 def _has_logit_bias(node: Tensor) -> bool:
-    """Whether logits are more than products: capped, or with slopes."""
+    """Whether logits are capped or have ALiBi slopes."""
     return bool(node.attrs["softcap"] > 0 or (len(node.src) > 7 and node.src[7] is not None))
 
 
 def _heads_per_block(node: Tensor) -> int:
-    """Heads that go over a kv head's keys together."""
+    """Query heads that share one pass over the keys of their KV head."""
     heads, kv_heads, depth, width = _sizes(node)
     few = _kind(node) == "f32" or max(depth, width) > _SPAN  # registers
-    most = 2 if _max_tokens(node) == 1 else 4 if few else 8  # a lone token: more blocks
+    most = 2 if _max_tokens(node) == 1 else 4 if few else 8  # one token: more blocks
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 
 def _split_count(node: Tensor) -> int:
-    """Pieces of a token's keys, at most."""
+    """Splits of a token's keys, at most."""
     heads, kv_heads, *_ = _sizes(node)
     items = kv_heads * ceil(heads // kv_heads, _heads_per_block(node)) * max(1, _max_tokens(node))
     return max(
@@ -108,7 +109,7 @@ def _split_count(node: Tensor) -> int:
 
 
 def _partials_nbytes(node: Tensor) -> int:
-    """Bytes of the pieces' results."""
+    """Bytes of the partial results of all splits."""
     heads, _, _, width = _sizes(node)
     count = _split_count(node)
     return 0 if count == 1 else 4 * max(1, _max_tokens(node)) * heads * count * (width + 4)
@@ -117,19 +118,23 @@ def _partials_nbytes(node: Tensor) -> int:
 # ------------------------------------------------------------------------------------- launches
 
 
-def _argument(ctx: KernelContext, out: int, parts: int, splits: int) -> bytes:
-    """The struct Attention of attention.cuh."""
+def _argument(ctx: KernelContext, out: int, partials: int, splits: int) -> bytes:
+    """The argument of every kernel here; ``out`` and ``partials`` are addresses."""
     heads, kv_heads, *_ = _sizes(ctx.node)
-    q, k, v, attrs = ctx.q, ctx.k, ctx.v, ctx.attrs
-    words = [q.address, q.row_stride, k.address, k.row_stride, v.address, v.row_stride]
-    words += [ctx.q_start.address, ctx.kv_len.address, ctx.table.address]
-    words += [ctx.table.meta.bound().shape[1]]
-    words += [ctx.address(name) for name in ("sinks", "slopes", "prefix_len")]
-    words += [ctx.live_address(q.meta.rows), ctx.live_address(ctx.kv_len.meta.rows), out, parts]
+    q, k, v, attrs, table = ctx.q, ctx.k, ctx.v, ctx.attrs, ctx.table
     block = attrs["block"]
-    words += [heads, kv_heads, block, block.bit_length() - 1, int(attrs["causal"])]
-    words += [attrs["window"], splits, ctx.settled("q_start", "kv_len", "table")]
-    return struct.pack("<25q2f", *words, attrs["scale"], attrs["softcap"])
+    return _ARGUMENT.pack(
+        q=q.address, q_stride=q.row_stride, k=k.address, k_stride=k.row_stride, v=v.address,
+        v_stride=v.row_stride, q_start=ctx.q_start.address, kv_len=ctx.kv_len.address,
+        table=table.address, table_width=table.meta.bound().shape[1], sinks=ctx.address("sinks"),
+        slopes=ctx.address("slopes"), prefix_len=ctx.address("prefix_len"),
+        tokens=ctx.live_address(q.meta.rows), sequences=ctx.live_address(ctx.kv_len.meta.rows),
+        out=out, partials=partials, heads=heads, kv_heads=kv_heads, block=block,
+        shift=block.bit_length() - 1, causal=int(attrs["causal"]), window=attrs["window"],
+        splits=splits,
+        metadata_ready=ctx.readable_before_wait("q_start", "kv_len", "table", "prefix_len"),
+        scale=attrs["scale"], softcap=attrs["softcap"],
+    )  # fmt: skip
 
 
 def _split_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
@@ -146,7 +151,7 @@ def _generic_module(k: str, v: str) -> Module:
 
 
 def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> Launch:
-    """``kind``: 0: float32 results, else as in `HALVES`."""
+    """The tiled kernel. ``kind``: 0 for float32 results, else as in `HALVES`."""
     heads, _, depth, _ = _sizes(ctx.node)
     count = ceil(_max_tokens(ctx.node), _TILE_QUERIES) + ctx.upper_bound(ctx.kv_len.meta.rows)
     shared = 2 * (_TILE_QUERIES + 2 * _TILE_KEYS) * (depth + 8)
@@ -163,7 +168,11 @@ def _generic(ctx: KernelContext, out: int) -> Launch:
 
 
 def _split(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[Launch]:
-    """``result``: where merged pieces go, quantised if it is; one piece goes to ``out``."""
+    """The split-KV kernel and its merge.
+
+    Several splits are merged into ``result``, which may be quantised; a single split writes its
+    float32 result to address ``out``. ``room`` is the address of the partial results.
+    """
     node = ctx.node
     heads, kv_heads, depth, width = _sizes(node)
     together, count, tokens = _heads_per_block(node), _split_count(node), _max_tokens(node)
@@ -173,15 +182,15 @@ def _split(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[
     launches = [Launch(made["attend"], grid, (128,), (arg,))]
     if count > 1:
         merge = made[f"merge_{unit([result])}"]
-        several = (tokens, ceil(heads * width, 256))
-        launches.append(Launch(merge, several, (256,), (arg, target(result))))
+        merge_grid = (tokens, ceil(heads * width, 256))
+        launches.append(Launch(merge, merge_grid, (256,), (arg, target(result))))
     return launches
 
 
 # ------------------------------------------------------------------------------------ registration
 
 
-_LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # of a token, of a slot
+_LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # rows are tokens, and slots of the pools
 
 
 @BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node))
@@ -194,7 +203,7 @@ def attention(ctx: KernelContext) -> list[Launch]:
 
 
 def _float_result_nbytes(node: Tensor) -> int:
-    """Bytes of a result that waits to be quantised."""
+    """Bytes of a float32 result that is quantised by a kernel of its own."""
     heads, _, _, width = _sizes(node)
     return aligned(4 * max(1, _max_tokens(node)) * heads * width)
 
@@ -221,7 +230,7 @@ def attention_quantise(ctx: KernelContext) -> list[Launch]:
 
 
 def _all_instances() -> None:
-    """Modules that common models ask for are known from the start: tests compile them."""
+    """Register the modules that common models use, so that tests compile them."""
     for kind in CACHED:
         for depth in _TILED_DEPTHS:
             for together in (1, 2, 4) if kind == "f32" else (1, 2, 4, 8):

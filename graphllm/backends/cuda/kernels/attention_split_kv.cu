@@ -126,7 +126,7 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
-    const int tokens = (int)begin(a.tokens, a.settled);
+    const int tokens = (int)begin(a.tokens, a.metadata_ready);
     const int token = blockIdx.y, thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const VisibleKeys visible = visible_keys(a, token);
     const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         return;
     }
     // Keys of runs before are settled: the first of them are on their way while this kernel waits.
-    const bool ahead = AHEAD && a.settled && min(to, from + TILE * WARPS) <= visible.old;
+    const bool ahead = AHEAD && a.metadata_ready && min(to, from + TILE * WARPS) <= visible.old;
     if (!ahead) wait_for_previous();
 
     // Threads that have no partial of a row, and keys beyond the end, repeat what others do, and do not
@@ -317,7 +317,7 @@ __device__ __forceinline__ void split_weights(const Attention& a, const float* p
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
     constexpr int MAX_HEADS = 256 / WIDTH + 2;  // heads that a block may meet
     __shared__ float weights[MAX_HEADS][MAX_SPLITS], results[256];
-    const i64 tokens = begin(a.tokens, a.settled);
+    const i64 tokens = begin(a.tokens, a.metadata_ready);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
     int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
     const VisibleKeys visible = visible_keys(a, token);

@@ -94,10 +94,10 @@ __device__ __forceinline__ i64 begin(const i64* live) {
 }
 
 // The same for kernels that first read what is settled, if it is, and then `wait_for_previous`.
-__device__ __forceinline__ i64 begin(const i64* live, bool settled) {
+__device__ __forceinline__ i64 begin(const i64* live, bool ready) {
     launch_next();
     const i64 rows = *(volatile const i64*)live;
-    if (!settled) wait_for_previous();
+    if (!ready) wait_for_previous();
     return rows;
 }
 

@@ -1,19 +1,20 @@
-"""Ops that move values: other dtypes, other layouts, other memories, other rows."""
+"""Copies: contiguous, cast, gather_rows, concat, and copies between memories."""
 
 from __future__ import annotations
 
-import struct
 from math import prod
 
 from ....graph.tensor import Tensor
 from ... import ANY, ROWS, Options
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import HostCall, Launch, ceil
 from .elementwise import rows_grid
 
 _MODULE = module("copy")
+_SHAPE = ArgumentStruct("copy.cu", "Shape")
 _THREADS = 256
 _FLOATS = ("f32", "f16", "bf16")  # as `FloatKind` of copy.cu counts them
 _PLAIN = ("f32", "f16", "bf16", "i8", "i16", "i32", "i64", "f64")
@@ -25,7 +26,7 @@ def contiguous(ctx: KernelContext) -> Launch:
     dims, strides = [*meta.inner], [*meta.strides[1:]]
     missing = 3 - len(dims)
     dims, strides = [1] * missing + dims, [0] * missing + strides
-    shape = struct.pack("<4q4i", ctx.x.row_stride, *strides, *dims, ctx.x.width)
+    shape = _SHAPE.pack(stride=[ctx.x.row_stride, *strides], dims=dims, width=ctx.x.width)
     args = (ctx.x.address, shape, ctx.out.address, ctx.live_address(meta.rows))
     kernel = _MODULE[f"contiguous_{meta.dtype.nbytes}"]
     return Launch(kernel, rows_grid(ctx, ctx.x, _THREADS), (_THREADS,), args)
@@ -67,19 +68,19 @@ def concat(ctx: KernelContext) -> Launch:
     return Launch(_MODULE["concat"], rows_grid(ctx, ctx.out, _THREADS), (_THREADS,), args)
 
 
-def _beside_the_host(node: Tensor, options: Options) -> str | None:
-    """Other GPUs are not reached."""
+def _reachable(node: Tensor, options: Options) -> str | None:
+    """Only the host and this GPU can be copied to."""
     memory = node.attrs["memory"]
     return None if memory == "host" or memory.startswith("cuda:0") else f"no way to {memory}"
 
 
-@BACKEND.kernel("copy", when=_beside_the_host)
+@BACKEND.kernel("copy", when=_reachable)
 def copy(ctx: KernelContext) -> HostCall:
-    """Between the host's memory and this GPU's: as many rows as there are in the run."""
+    """A copy of the live rows between host memory and this GPU."""
     source, target, rows = ctx.x, ctx.out, ctx.x.meta.rows
     row = source.dtype.row_nbytes(source.width)
     to_host = ctx.attrs["memory"] == "host"
-    ctx.live_address(rows)  # so that the header has it
+    ctx.live_address(rows)  # adds the dimension to the header
 
     def run() -> None:
         count = ctx.live_value(rows)

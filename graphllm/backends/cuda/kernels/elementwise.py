@@ -1,4 +1,4 @@
-"""Sums, products and activations."""
+"""Elementwise sums, products and activations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..runtime.work import Arg, Launch, ceil
 
 _MODULE = module("elementwise")
 _THREADS = 256
-_MUCH = 1 << 18  # elements from which on a thread does four of them
+_FOUR_PER_THREAD = 1 << 18  # elements of the operand from which on a thread takes four
 
-# What `activate` in common.cuh calls them, by name and gelu's kind.
+# enum Activation of common.cuh, by op and kind of gelu.
 ACTIVATIONS = {("silu", ""): 0, ("gelu", "tanh"): 1, ("gelu", "erf"): 2}
 
 
 def rows_grid(ctx: KernelContext, x: OperandRef, columns: int) -> tuple[int, int]:
-    """A block for each row and each so many columns of ``x``."""
+    """Grid with one block for every row and every ``columns`` columns of ``x``."""
     return ctx.upper_bound(x.meta.rows), ceil(x.width, columns)
 
 
 def _launch(ctx: KernelContext, x: OperandRef, name: str, args: Sequence[Arg]) -> Launch:
-    each = 4 if ctx.upper_bound(x.meta.rows) * x.width >= _MUCH else 1
+    each = 4 if ctx.upper_bound(x.meta.rows) * x.width >= _FOUR_PER_THREAD else 1
     grid = rows_grid(ctx, x, _THREADS * each)
     return Launch(_MODULE[f"{name}_{each}"], grid, (_THREADS,), args)
 

@@ -1,15 +1,13 @@
-"""Rows of a table, by token id."""
+"""Embedding rows by token id."""
 
 from __future__ import annotations
-
-import struct
 
 from .. import BACKEND
 from ..runtime.device import KernelContext
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, ceil
-from .gemm import PLAIN
-from .weight_packing import PACK, PLANES, item_elements, planes
+from .gemm import PLAIN, planes_argument
+from .weight_packing import PACK, PLANES, item_elements
 
 _THREADS = 128
 
@@ -29,10 +27,9 @@ def embedding_float(ctx: KernelContext) -> Launch:
 
 @BACKEND.kernel("embedding", name="embedding_blocks", dtypes={"w": PLANES}, pack={"w": PACK})
 def embedding_blocks(ctx: KernelContext) -> Launch:
-    """Rows of blocks, packed as linears read them: a table may be a linear's weight, too."""
+    """Blocks are packed as for linears, so a table that is also the head is stored once."""
     w = ctx.w
-    table = struct.pack("<4Q", *planes(w.address, w.meta))
-    return _launch(ctx, _block_kernel(w.dtype.name), table, item_elements(w.dtype))
+    return _launch(ctx, _block_kernel(w.dtype.name), planes_argument(w), item_elements(w.dtype))
 
 
 def _launch(ctx: KernelContext, kernel: Function, table: int | bytes, elements: int) -> Launch:
@@ -44,7 +41,7 @@ def _launch(ctx: KernelContext, kernel: Function, table: int | bytes, elements: 
 
 
 def _all_instances() -> None:
-    """Every module that a plan may ask for is known from the start: tests compile them all."""
+    """Register every module that a plan may use, so that tests compile them all."""
     for name in PLAIN:
         _float_kernel(name)
     for name in PLANES:

@@ -18,7 +18,7 @@ struct Experts {
     int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantize.cuh has it
     int act;          // of gated kernels: as common.cuh counts them, or CLAMPED, with:
     float alpha, limit;
-    int early;  // whether the ids are there before the kernel before this one is over
+    int ids_ready;  // the ids may be read before the wait
 };
 
 // At the beginning of every kernel here: the next one may begin when this one has waited, not sooner. So

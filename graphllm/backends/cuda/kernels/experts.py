@@ -1,14 +1,13 @@
 """Mixture of experts: routing, expert products and their weighted sum; and head_linear.
 
-A row of results is called a pair: one of a token and one of its matrices. Few pairs go along the
-rows of their matrices one by one, as `linear` does for one token. Of many, those of one matrix are
-found on the device and multiplied together as halves; which matrices they are the host never knows,
-so grids are made for as many groups as there can be.
+A pair is one token and one of its experts' matrices; each pair has a row of results. With few
+pairs, each pair reads the rows of its matrix in a GEMV. Many pairs are sorted by matrix on the
+device and multiplied in groups, as f16 or bf16. The host never knows which experts were chosen, so
+grids are made for the largest possible number of groups.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,28 +18,25 @@ from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, Module, module
 from ..runtime.work import Launch, ceil
-from .gemm import PLAIN, matmul_dtype
+from .gemm import PLAIN, matmul_dtype, planes_argument
 from .gemv_shapes import default_next, default_tile
 from .linear import WARPS, activation, has_tensor_cores, lower_activation
 from .quantize import HALVES
-from .weight_packing import PACK, PLANES, item_elements, planes
+from .weight_packing import PACK, PLANES, item_elements
 
 _MODULE = module("experts")
 _THREADS = 256
-_MAX_PAIRS_PER_MATRIX = 2  # pairs of a matrix, on average: up to here each reads it for itself
-_TILE_ROWS, _TILE_DEPTH = 128, 64  # of experts_gemm.cu: rows of a block, depth at a time
-_GROUP_SIZES, _SMALL_GROUP_LOAD = (
-    (32, 128),
-    24,
-)  # pairs of a group; of a matrix on average: small groups up to here
-# Ops of which each token has its experts' expert_products; ops that may stand between two of these.
-_PRODUCTS = ("expert_linear", "expert_gated", "expert_clamped")
-_BETWEEN = ("glu", "clamped_glu", "silu", "gelu", "mul", "quantise_act", "contiguous")
-_COUNTERS = 8192  # in shared memory, of the kernel that makes groups
-_GROUP = 16  # bytes of the struct Group of experts.cuh
+_EXPERTS = ArgumentStruct("experts.cuh", "Experts")
+_GROUP = ArgumentStruct("experts.cuh", "Group")
+_MAX_PAIRS_PER_MATRIX = 2  # pairs of a matrix, on average, up to which each pair has its own GEMV
+_TILE_ROWS, _TILE_DEPTH = 128, 64  # of a block of experts_gemm.cu
+# Largest pairs of a group; average pairs of a matrix up to which the smaller size is used.
+_GROUP_SIZES, _SMALL_GROUP_LOAD = (32, 128), 24
+_COUNTERS = 8192  # in shared memory, of the kernel `group`
 
 # ----------------------------------------------------------------------------------------- routing
 
@@ -81,7 +77,7 @@ def combine(ctx: KernelContext) -> Launch:
 
 
 def combine_launch(ctx: KernelContext, r: OperandRef | None) -> Launch:
-    """The op combine's result, and ``r``."""
+    """The launch of combine, which adds ``r`` to the sum."""
     y, weights = ctx.y, ctx.weights
     each, width = y.meta.inner
     args = (
@@ -102,7 +98,7 @@ def _pairs_per_token(node: Tensor) -> int:
 
 
 def _max_pairs(node: Tensor) -> int:
-    """Of a step, at most."""
+    """Pairs of a step, at most."""
     return KernelContext.upper_bound(node.meta.rows) * _pairs_per_token(node)
 
 
@@ -120,17 +116,19 @@ def _group_size(node: Tensor) -> int:
 
 
 def _max_groups(node: Tensor) -> int:
-    """As many as there can be: of each matrix one may be smaller. Ids that are too large are one
-    more."""
+    """Largest possible number of groups: one of each matrix may be incomplete.
+
+    Pairs whose id is out of range count as one more matrix.
+    """
     pairs = _max_pairs(node)
     return pairs // _group_size(node) + min(pairs, _matrix_count(node) + 1)
 
 
 def groups_nbytes(node: Tensor, options: Options) -> int:
-    """Bytes for groups, and for pairs in their order."""
+    """Bytes of the groups, and of the pairs sorted by matrix."""
     if node.sources[0].dtype.name not in HALVES:
         return 0
-    return aligned(_GROUP * _max_groups(node)) + 4 * _max_pairs(node)
+    return aligned(_GROUP.size * _max_groups(node)) + 4 * _max_pairs(node)
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -149,7 +147,7 @@ def _unaligned_kernel(name: str) -> Function:
 
 
 def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
-    """``groups``: of four warps multiply together, as tensor cores of capability 9.0 do."""
+    """experts_gemm.cu for a format. ``groups``: use warpgroup instructions of capability 9.0."""
     plain = kind.name in PLAIN
     return module(
         "experts_gemm", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
@@ -159,31 +157,41 @@ def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = Fal
 
 
 def _has_wgmma_kernel(kind: DType, size: int) -> bool:
-    """Whether there is such a kernel: of formats whose items leave registers for it."""
+    """Whether a wgmma kernel exists: items of some formats leave too few registers for it."""
     return size >= 64 and item_elements(kind) < 64
 
 
 def _gemm_warps(size: int, groups: bool) -> int:
-    """Of a block. Few large parts of a product use what they read most often; small ones are many
-    for the memory's sake."""
+    """Warps of a block.
+
+    Large tiles per warp reuse operands most; small groups need more warps for enough loads in
+    flight.
+    """
     return 8 if size < 64 or groups else 4
 
 
 def _stages(size: int, plain: bool, groups: bool) -> int:
-    """Pieces of the depth in shared memory: as many as leave room for two blocks on a processor,
-    but no more than gain anything."""
+    """Stages of the depth in shared memory.
+
+    Two blocks must fit on a multiprocessor, and more stages gain nothing.
+    """
     return 4 if size < 64 else 3 if plain or groups else 2
 
 
 def _x_strides(x: Meta) -> list[int]:
-    """Bytes from token to token, and from a token's row to the next: 0 where it has one."""
+    """Bytes between tokens, and between the rows of a token (0 if it has one row)."""
     return [x.strides[0], x.strides[1] if x.ndim == 3 else 0]
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What makes of two products a gated unit: the other one's weight and bias, the dtype of the
-    result, float32 or halves, and the activation as experts.cuh has it."""
+    """The second matrix of a gated unit.
+
+    Attributes:
+        w, bias: its weight and bias.
+        form: dtype of the result: float32, f16 or bf16.
+        act: activation as in experts.cuh, with its parameters ``alpha`` and ``limit``.
+    """
 
     w: OperandRef
     bias: OperandRef | None
@@ -196,59 +204,56 @@ class Gate:
 def _argument(
     ctx: KernelContext, ids: OperandRef | None, bias: OperandRef | None, y: int, gate: Gate | None
 ) -> bytes:
-    """The struct Experts of experts.cuh; ``y``: the address of the result."""
+    """The argument of every kernel of products; ``y``: address of the result."""
     x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
-    up = planes(gate.w.address, gate.w.meta) if gate else (0, 0, 0, 0)
-    words = [x.address, *_x_strides(x.meta), *planes(w.address, w.meta), *up, address(bias)]
-    words += [address(gate.bias) if gate else 0, y, address(ids), ids.row_stride if ids else 0]
-    words.append(ctx.live_address(x.meta.rows))
-    numbers = [_pairs_per_token(ctx.node), matrices, rows, depth, HALVES.get(x.dtype.name, 0)]
-    numbers += [HALVES.get(gate.form.name, 0), gate.act] if gate else [0, 0]
-    more = (gate.alpha, gate.limit) if gate else (0.0, 0.0)
-    return struct.pack("<17Q7i2fi", *words, *numbers, *more, ids is not None and _early(ctx.node))
-
-
-def _early(node: Tensor) -> bool:
-    """Whether the rows are themselves made by products with these experts: see experts.cuh."""
-    ids = next(s.base for s in node.sources if s.dtype == I32)
-    made = [node.sources[0].base]
-    for source in made:
-        if source.op in _PRODUCTS and any(s.base is ids for s in source.sources):
-            return True
-        if source.op in _BETWEEN:
-            made += [s.base for s in source.sources]
-    return False
+    x_stride, line = _x_strides(x.meta)
+    return _EXPERTS.pack(
+        x=x.address, x_stride=x_stride, line=line, w=planes_argument(w),
+        up=planes_argument(gate.w if gate else None), bias=address(bias),
+        up_bias=address(gate.bias) if gate else 0, y=y, ids=address(ids),
+        ids_stride=ids.row_stride if ids else 0, live=ctx.live_address(x.meta.rows),
+        each=_pairs_per_token(ctx.node), matrices=matrices, rows=rows, depth=depth,
+        kind=HALVES.get(x.dtype.name, 0), form=HALVES.get(gate.form.name, 0) if gate else 0,
+        act=gate.act if gate else 0, alpha=gate.alpha if gate else 0.0,
+        limit=gate.limit if gate else 0.0,
+        ids_ready=ids is not None and ctx.readable_before_wait("ids"),
+    )  # fmt: skip
 
 
 def _rows_aligned(x: OperandRef, by: int) -> bool:
-    """Whether all rows begin at multiples of ``by`` bytes."""
+    """Whether all rows are aligned to ``by`` bytes."""
     lone = KernelContext.upper_bound(x.meta.rows) <= 1
     return all(at % by == 0 for at in (x.address, *_x_strides(x.meta)[int(lone) :]))
 
 
-def _gemv(ctx: KernelContext, arg: bytes, gated: bool) -> Launch:
-    """Each pair goes along its matrix for itself."""
+def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | None) -> Launch:
+    """One GEMV for each pair."""
     x, name, pairs = ctx.x, ctx.w.dtype.name, _max_pairs(ctx.node)
+    gated, threads = gate is not None, (32 * WARPS,)
     _, n, depth = ctx.w.meta.shape
     halves = HALVES.get(x.dtype.name, 0)
     if name in PLAIN and (depth % item_elements(dtype(name)) or not _rows_aligned(x, 16)):
-        return Launch(_unaligned_kernel(name), (pairs, ceil(n, WARPS)), (32 * WARPS,), (arg,))
+        grid = (pairs, ceil(n, WARPS))
+        return Launch(_unaligned_kernel(name), grid, threads, (arg,), triggers_after_wait=True)
     integer = x.dtype.quantised
     rows, _ = default_tile(name, integer, 1, gated)
     kernel = _gemv_module(name, integer, halves, gated)[
         "unaligned" if integer and not _rows_aligned(x, 16) else "aligned"
     ]
-    return Launch(kernel, (pairs, ceil(n, WARPS * rows)), (32 * WARPS,), (arg,))
+    return Launch(
+        kernel, (pairs, ceil(n, WARPS * rows)), threads, (arg,),
+        triggers_after_wait=ids is not None, prefetches=[ctx.w, *([gate.w] if gate else [])],
+    )  # fmt: skip
 
 
 def _grouped_gemm(
     ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool
 ) -> list[Launch]:
-    """Pairs of one matrix are multiplied together."""
+    """Products of groups of pairs with one matrix each."""
     node, size, live = ctx.node, _group_size(ctx.node), ctx.live_address(ctx.x.meta.rows)
     matrices, n, _ = ctx.w.meta.shape
-    order = ctx.scratch + aligned(_GROUP * _max_groups(node))
+    order = ctx.scratch + aligned(_GROUP.size * _max_groups(node))
     grouped = _has_wgmma_kernel(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
     kernel = _gemm_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
     work = []
@@ -266,18 +271,19 @@ def _grouped_gemm(
     grid = (count, ceil(n, _TILE_ROWS // (1 + gated)))
     plain = ctx.w.dtype.name in PLAIN
     threads = (32 * _gemm_warps(size, grouped),)
-    return [*work, Launch(kernel, grid, threads, places, _shared_nbytes(size, plain, grouped))]
+    shared = _shared_nbytes(size, plain, grouped)
+    return [*work, Launch(kernel, grid, threads, places, shared, triggers_after_wait=True)]
 
 
 def _shared_nbytes(size: int, plain: bool, groups: bool) -> int:
-    """Bytes of the struct Shared of experts_gemm.cu, and to its aligned begin."""
+    """Bytes of the struct Shared of experts_gemm.cu, and of the padding in front of it."""
     stages = _stages(size, plain, groups)
     lines = _TILE_ROWS * (stages if plain else 2) + size * stages
     return 2 * (_TILE_DEPTH + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
 
 
 def _can_group(ctx: KernelContext) -> bool:
-    """Whether experts_gemm.cu can multiply these halves."""
+    """Whether experts_gemm.cu supports the step."""
     x, w = ctx.x, ctx.w
     whole = int(w.meta.shape[2]) % 8 == 0 and _rows_aligned(x, 16)
     return has_tensor_cores(ctx) and whole and 2 * (_matrix_count(ctx.node) + 1) <= _COUNTERS
@@ -293,15 +299,23 @@ def expert_products(
     y: int,
     gate: Gate | None = None,
 ) -> list[Launch]:
-    """Of each pair with its matrix ``ctx.w``, or a gated unit of it, to the address ``y``."""
+    """Products of each pair with its matrix of ``ctx.w``, or gated units.
+
+    Args:
+        ctx: the step.
+        ids: experts of each token; None: pair j of a token has matrix j.
+        bias: bias of each matrix.
+        y: address of the result.
+        gate: the second matrix of a gated unit.
+    """
     arg = _argument(ctx, ids, bias, y, gate)
     if ctx.x.dtype.name in HALVES and _can_group(ctx):
         return _grouped_gemm(ctx, arg, ids, gate is not None)
-    return [_gemv(ctx, arg, gate is not None)]
+    return [_gemv(ctx, arg, ids, gate)]
 
 
 def dtype_mismatch(node: Tensor, options: Options) -> str | None:
-    """Why the weight does not meet these activations, as `_lower` leaves them."""
+    """Why the weight does not match the activation as `_lower` leaves it; None if it does."""
     x, w = node.sources[:2]
     if x.dtype == F32:
         return None
@@ -344,7 +358,7 @@ def head_linear(ctx: KernelContext) -> list[Launch]:
 
 
 def _all_instances() -> None:
-    """Every module that a plan may ask for is known from the start: tests compile them all."""
+    """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
         for name in PLANES:
             for integer in (True, False):

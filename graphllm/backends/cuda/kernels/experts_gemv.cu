@@ -18,7 +18,7 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int pair = blockIdx.x, row = (int)(blockIdx.y * WARPS + warp) * ROWS;
     const i64 tokens = *(volatile const i64*)e.live;
-    if (e.ids && !e.early) wait_and_launch_next(NEXT < 2);  // which matrix must be known first
+    if (e.ids && !e.ids_ready) wait_and_launch_next(NEXT < 2);  // which matrix must be known first
     int matrix = pair % e.each;
     if (e.ids && pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);
@@ -38,7 +38,7 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (there) load(lane);
     if (NEXT == 1 && !e.ids) launch_next();
     if (!e.ids) wait_for_previous();
-    if (e.ids && e.early) wait_and_launch_next(NEXT < 2);
+    if (e.ids && e.ids_ready) wait_and_launch_next(NEXT < 2);
     if (!useful) return;
     const u8* x = row_of(e, pair);
     float sums[STREAMS][ROWS] = {};

@@ -1,4 +1,4 @@
-"""Kernels of the fused ops around mixtures of experts; the products are those of experts.py."""
+"""Fused ops around mixtures of experts; experts.py has the kernels of their products."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
 Build = Callable[[KernelContext], list[Launch]]
-_CLAMPED = -1  # as experts.cuh has it
-_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # as `Score` of experts.cu counts them
+_CLAMPED = -1  # CLAMPED of experts.cuh
+_SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # enum Score of experts.cu
 
 
 @BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
@@ -43,7 +43,7 @@ def route(ctx: KernelContext) -> Launch:
 
 
 def _result_meta(node: Tensor) -> Meta:
-    """What the kernel gives: halves if these are wanted, else float32, to be quantised."""
+    """Meta of the kernel's result: f16 or bf16 if requested, else float32."""
     _, w, _, ids = node.sources[:4]
     forms = node.attrs["dtypes"]
     form = forms[0] if len(forms) == 1 and forms[0] in HALVES else F32
@@ -51,7 +51,7 @@ def _result_meta(node: Tensor) -> Meta:
 
 
 def _when(node: Tensor, options: Options) -> str | None:
-    """Both matrices must lie alike, in vectors."""
+    """Both weights must have one shape and dtype, and rows aligned to 16 bytes."""
     x, w, w2 = node.sources[:3]
     if w.meta.shape != w2.meta.shape or w.dtype != w2.dtype:
         return f"w is {w.meta}, w2 {w2.meta}"
@@ -59,7 +59,7 @@ def _when(node: Tensor, options: Options) -> str | None:
     depth = w.dtype.row_nbytes(columns) if w.dtype.name in PLAIN else 0
     vectors = () if x.dtype.quantised else (x.meta.offset, *x.meta.strides[:-1])
     if any(at % 16 for at in (depth, *vectors)):
-        return "rows do not begin at multiples of 16 bytes"
+        return "rows are not aligned to 16 bytes"
     return dtype_mismatch(node, options) or two_at_most(node, options)
 
 
@@ -70,7 +70,7 @@ def _scratch(node: Tensor, options: Options) -> int:
 
 
 def _gated(op: str) -> Callable[[Build], Build]:
-    """Register for plain weights, and for blocks, which are packed."""
+    """Register a builder for plain weights, and for block weights, which are packed."""
 
     def register(build: Build) -> Build:
         rules: dict[str, Any] = {
@@ -86,7 +86,10 @@ def _gated(op: str) -> Callable[[Build], Build]:
 
 
 def _gated_unit(ctx: KernelContext, *act: Any) -> list[Launch]:
-    """In one kernel; float32 on its way to int8 is in the scratch, behind the order of pairs."""
+    """The gated unit in one kernel, and the quantization of its result if one is requested.
+
+    A float32 result that is quantised is in the workspace, behind the groups.
+    """
     forms, made = ctx.results, _result_meta(ctx.node)
     gate = Gate(ctx.w2, ctx.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:

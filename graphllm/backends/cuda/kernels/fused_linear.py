@@ -1,4 +1,4 @@
-"""Kernels of the fused ops around linears, which `graphllm.ops.fused.linear` declares."""
+"""Kernels of the fused ops around linears; `graphllm.ops.fused.linear` declares the ops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Builder = Callable[[KernelContext], list[Work]]
 
 
 def _kernels(op: str, **rules: Any) -> Callable[[Builder], Builder]:
-    """Register for plain weights, and for blocks, which are packed."""
+    """Register a builder for plain weights, and for block weights, which are packed."""
 
     def register(build: Builder) -> Builder:
         f32 = {"r": "f32", "bias": "f32"}
@@ -78,9 +78,12 @@ def linear_add(ctx: KernelContext) -> list[Work]:
     return launches(ctx, [job], ctx.scratch)
 
 
-def _half(node: Tensor) -> Meta:
-    """Of what one of the two linears gives. What goes on as halves is made from halves where the
-    library makes them: half the bytes, and an error of the same size."""
+def _linear_result(node: Tensor) -> Meta:
+    """Meta of each linear's result before the activation.
+
+    If the step's result is f16 or bf16 and cuBLASLt computes the linears, their results have that
+    dtype, too: half the bytes, with an error of the same size.
+    """
     x, w = node.src[:2]
     assert x is not None and w is not None
     rows, columns = x.meta.rows, w.meta.shape[0]
@@ -96,17 +99,17 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_half(node).bound().nbytes) + workspace_nbytes(*_pairs(node))
+    return 2 * aligned(_linear_result(node).bound().nbytes) + workspace_nbytes(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(ctx: KernelContext) -> list[Work]:
-    """In one kernel for one token, or some in halves; else both linears, then their product."""
-    x, forms, meta = ctx.x, ctx.results, _half(ctx.node)
+    """One kernel for one token or a small batch of halves; else both linears, then the product."""
+    x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
     pair = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
-    jobs = [_job(ctx, i, half) for i, half in enumerate(pair)]
+    jobs = [_job(ctx, i, ref) for i, ref in enumerate(pair)]
     narrow = any(form.dtype.name in HALVES for form in forms)
     if ctx.upper_bound(meta.rows) == 1 and can_fuse_gate(*jobs) and not narrow:
         if not ctx.attrs["dtypes"]:
@@ -114,14 +117,18 @@ def gated(ctx: KernelContext) -> list[Work]:
         made, width = jobs[0].out, meta.inner[0]
         return [gemv(ctx, jobs, act),
                 *(quantise(ctx, made.address, 4 * width, form) for form in forms)]  # fmt: skip
-    if x.dtype.name in HALVES and not forms[0].dtype.quantised and _alike(ctx, jobs, forms):
+    if (
+        x.dtype.name in HALVES
+        and not forms[0].dtype.quantised
+        and _can_fuse_small_batch(ctx, jobs, forms)
+    ):
         return [small_batch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
 
 
-def _alike(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:
-    """Whether one kernel can go along both matrices at a time, for some tokens."""
+def _can_fuse_small_batch(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:
+    """Whether `small_batch` can compute both linears of the gated unit in one kernel."""
     gate, up = jobs
     same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
     return same and len(forms) == 1 and fits_small_batch(ctx, gate)

@@ -1,4 +1,4 @@
-"""Kernels of the fused ops around norms and gated units; those around linears are in linear.py."""
+"""Fused ops around norms and gated units; those around linears are in fused_linear.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Arg, Launch, ceil
 from .elementwise import ACTIVATIONS
-from .norm import held
+from .norm import register_units
 from .quantize import targets, unit
 
 _MODULE = module("fused_norm")
@@ -22,15 +22,15 @@ _HALVES_THREADS = 256
 
 
 def two_at_most(node: Tensor, options: Options) -> str | None:
-    """Why the kernels cannot give the forms that are asked for."""
+    """Why the kernels cannot write the requested dtypes; None if they can."""
     count = len(node.attrs["dtypes"])
-    return f"{count} quantised forms" if count > 2 else None
+    return f"{count} quantised results" if count > 2 else None
 
 
 def _fits(node: Tensor, options: Options) -> str | None:
     width = node.sources[0].shape[1]
     assert isinstance(width, int)
-    return None if held(width)[0] else f"rows of {width} do not fit in registers"
+    return None if register_units(width)[0] else f"rows of {width} do not fit in registers"
 
 
 def _norms(node: Tensor, options: Options) -> str | None:
@@ -44,12 +44,13 @@ def _rules(*rows: str, **more: Any) -> dict[str, Any]:
     return {"layout": dict.fromkeys(rows, ROWS), "dtypes": _FLOATS, **more}
 
 
-def _launch(name: str, ctx: KernelContext, width: int, args: Sequence[Arg]) -> Launch:
-    """A block for each row, which its threads hold in registers."""
-    each, threads = held(width)
-    return Launch(
-        _MODULE[f"{name}_{each}"], (ctx.upper_bound(ctx.out.meta.rows),), (threads,), args
-    )
+def _launch(
+    name: str, ctx: KernelContext, width: int, args: Sequence[Arg], *weights: OperandRef
+) -> Launch:
+    """One block per row, which holds the row in registers."""
+    each, threads = register_units(width)
+    grid = (ctx.upper_bound(ctx.out.meta.rows),)
+    return Launch(_MODULE[f"{name}_{each}"], grid, (threads,), args, prefetches=weights)
 
 
 @BACKEND.kernel("norm_add", **_rules("h", "x", when=_fits))
@@ -57,7 +58,7 @@ def norm_add(ctx: KernelContext) -> Launch:
     h, x, rows, width = ctx.h, ctx.x, ctx.h.meta.rows, ctx.h.width
     args = (h.address, h.row_stride, ctx.w.address, x.address, x.row_stride, ctx.out.address,
             ctx.out.row_stride, ctx.live_address(rows), width, float(ctx.attrs["eps"]))  # fmt: skip
-    return _launch("norm_add", ctx, width, args)
+    return _launch("norm_add", ctx, width, args, ctx.w)
 
 
 @BACKEND.kernel("norm_quantise", **_rules("x", when=_norms))
@@ -65,7 +66,7 @@ def norm_quantise(ctx: KernelContext) -> Launch:
     x, rows, width, forms = ctx.x, ctx.x.meta.rows, ctx.x.width, ctx.results
     args = (x.address, x.row_stride, ctx.w.address, targets(forms), ctx.live_address(rows), width,
             float(ctx.attrs["eps"]))  # fmt: skip
-    return _launch("norm_quantise", ctx, width, args)
+    return _launch("norm_quantise", ctx, width, args, ctx.w)
 
 
 @BACKEND.kernel("norm_add_norm", **_rules("h", "x", when=_norms))
@@ -77,7 +78,7 @@ def norm_add_norm(ctx: KernelContext) -> Launch:
         total.address, total.row_stride, targets(forms), ctx.live_address(rows), width,
         float(ctx.attrs["eps"]), float(ctx.attrs["eps2"]),
     )  # fmt: skip
-    return _launch("norm_add_norm", ctx, width, args)
+    return _launch("norm_add_norm", ctx, width, args, ctx.w, ctx.w2)
 
 
 @BACKEND.kernel("glu", **_rules("gate", "up", when=two_at_most))
@@ -86,7 +87,7 @@ def glu(ctx: KernelContext) -> Launch:
 
 
 def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
-    """act(gate) * up to the step's results."""
+    """act(gate) * up, written to the step's results."""
     forms = ctx.results
     rows, (*lines, width) = gate.meta.rows, gate.meta.inner
     size, count = unit(forms), prod(lines)
@@ -98,7 +99,7 @@ def gated_unit(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
 
 
 def gated_halves(ctx: KernelContext, gate: OperandRef, up: OperandRef) -> Launch:
-    """The same for halves of one kind, dense, to halves: a thread does eight columns."""
+    """act(gate) * up for dense f16 or bf16, written as the same dtype."""
     rows, width, (out,) = gate.meta.rows, gate.width, ctx.results
     args = (gate.address, up.address, out.address, out.row_stride, ctx.live_address(rows), width,
             ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]])  # fmt: skip

@@ -1,7 +1,7 @@
-"""How gemv.cu divides a matrix among warps, by format: the fastest shapes tried on an H200.
+"""How gemv.cu divides a matrix among warps, by format: the fastest shapes measured on an H200.
 
-For one token (GEMV) they were measured in decode steps of a Mistral-7B; docs/design/cuda.md says
-what was learned.
+Those for one token were measured in decode steps of a Mistral-7B; docs/design/cuda.md has the
+results.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 from ....graph.dtype import dtype
 from .gemm import PLAIN
 
-_DEEP = 8192  # depth from which on a row takes a warp several rounds
-_Q6_K = 4096  # depth from which on q6_k has a shape of its own: it was 54 % slower at 2,048
-DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # for each shape of a format one that has it
+_DEEP = 8192  # depth from which on a warp takes several iterations for a row
+_Q6_K = 4096  # depth from which on q6_k has its own shape, which was 54 % slower at 2,048
+DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # includes a depth for each shape of every format
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Values for the macros of gemv.cu that have these names."""
+    """Values of the macros of gemv.cu, by their names in lower case.
+
+    ``split`` allows several warps to share a row (SHARED_BY) where a matrix has few rows.
+    """
 
     rows: int
     depth: int
@@ -27,7 +30,7 @@ class Shape:
     ahead: bool = False
     staged: bool = False
     resident: int = 1
-    split: bool = False  # whether several warps may share a row, where there are few rows
+    split: bool = False
 
 
 _GATED, _SHALLOW, _DEEPER = "gated", "shallow", "deep"
@@ -48,7 +51,15 @@ _SHAPES = {
 
 
 def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Shape:
-    """The shape for matrices of depth ``k`` in format ``name``; ``integer``: int8 activations."""
+    """The shape for a matrix.
+
+    Args:
+        name: dtype of the weight.
+        integer: whether activations are int8.
+        k: depth of the matrix.
+        gated: whether the kernel computes a gated unit.
+        tokens: tokens that the kernel takes at a time.
+    """
     rows, depth = default_tile(name, integer, tokens, gated)
     if tokens > 1:
         return Shape(rows, depth, 0)
@@ -57,12 +68,15 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
         return default
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
     found = _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
-    return found if k % 64 == 0 else replace(found, staged=False)  # copied 16 bytes at a time
+    return (
+        found if k % 64 == 0 else replace(found, staged=False)
+    )  # STAGED copies 16 bytes at a time
 
 
 def default_next(name: str) -> int:
-    """When the next kernel may begin, the NEXT of gemv.cu, for formats without a shape of their
-    own. The sooner it is, the more there is to do while this one ends, and the more is in its way.
+    """NEXT of gemv.cu, when the next kernel may start, for formats without a shape of their own.
+
+    An earlier start overlaps more of the next kernel, and slows this one down more.
     """
     if name in (*PLAIN, "q8_0"):
         return 2
@@ -70,8 +84,10 @@ def default_next(name: str) -> int:
 
 
 def default_tile(name: str, integer: bool, tokens: int, gated: bool = False) -> tuple[int, int]:
-    """(rows, depth): of the matrix to a warp, and items of each on their way, for formats without a
-    shape of their own; more would not fit in registers."""
+    """(rows of a warp, items of each row in flight), for formats without a shape of their own.
+
+    Larger values would not fit in registers.
+    """
     if tokens > 1:
         return (2, 1) if integer and tokens < 8 else (1, 2)
     if not integer or name in ("q5_0", "q5_1", "q6_k"):

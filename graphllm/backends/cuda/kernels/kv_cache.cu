@@ -19,7 +19,7 @@ struct Heads {
     const u8* x;
     i64 stride;
     const float* norm;  // weight, or null
-    int count, unused;
+    int count;
 };
 
 // Heads normed, if they are, and rotated, of any width. A block does one head (y) of one token (x):
@@ -161,13 +161,13 @@ template <int P> struct WarpRotation {
 // The same for heads of 64 P elements that are rotated as a whole: warps of gridDim.y blocks to a
 // token.
 template <int P>
-__device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const Heads& v,
+__device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, const Heads& v,
                                             float* out, const Pool& k_pool, const Pool& v_pool,
-                                            const i64* live, float eps, bool settled,
+                                            const i64* live, float eps, bool positions_ready,
                                             const Rotation& rotation) {
     int warps = blockDim.x / WARP, first = blockIdx.y * warps + threadIdx.x / WARP;
     WarpRotation<P> angles(rotation);
-    const i64 rows = begin(live, settled), token = blockIdx.x;
+    const i64 rows = begin(live, positions_ready), token = blockIdx.x;
     const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
     angles.at(rotation.pos[token]);
     wait_for_previous();
@@ -176,13 +176,13 @@ __device__ __forceinline__ void turn_heads(const Heads& q, const Heads& k, const
                  gridDim.y * warps);
 }
 
-#define WHOLE(P)                                                                               \
+#define ROPE_WRITE(P)                                                                               \
     extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
                                               Pool k_pool, Pool v_pool, const i64* live,       \
-                                              float eps, int settled, Rotation rotation TIMESTAMPS) {       \
+                                              float eps, int positions_ready, Rotation rotation TIMESTAMPS) {       \
         RECORD_TIMESTAMPS                                                                                 \
-        turn_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, settled, rotation);                 \
+        rotate_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, positions_ready, rotation);                 \
     }
-WHOLE(1)
-WHOLE(2)
-WHOLE(4)
+ROPE_WRITE(1)
+ROPE_WRITE(2)
+ROPE_WRITE(4)

@@ -7,7 +7,7 @@ struct Pool {
     u8* at;
     i64 stride;  // bytes of a slot
     const int* slot;  // of each token; below zero: stored nowhere
-    int kind, unused;
+    int kind;
 };
 
 // Element i of a row. For q8_0 the warp's lanes hold a block, lane l element l of it; as

@@ -1,13 +1,12 @@
-"""Writes into the pools of keys and values, and what stands before them."""
+"""Writes to the KV cache: kv_write, and rope_write with norms and rotation before the write."""
 
 from __future__ import annotations
-
-import struct
 
 from ....graph.dtype import CACHED
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
@@ -15,16 +14,18 @@ from .elementwise import rows_grid
 from .rope import rotation
 
 _MODULE = module("kv_cache")
+_POOL = ArgumentStruct("kv_cache.cuh", "Pool")
+_HEADS = ArgumentStruct("kv_cache.cu", "Heads")
 _THREADS = 128
-_WARPS = 4  # of a block of the kernels for heads that are turned as a whole
-_BLOCKS = 2048  # that a GPU of 132 processors has room for at a time
-_WHOLE = (64, 128, 256)  # widths of heads that they are for
+_WARPS = 4  # of a block of the kernels for whole heads
+_BLOCKS = 2048  # thread blocks that are resident at a time on a GPU of 132 multiprocessors
+_WHOLE = (64, 128, 256)  # head dimensions of these kernels
 
 
 def _pool(pool: OperandRef, slot: OperandRef) -> bytes:
-    """The struct Pool of kv_cache.cuh."""
+    """A pool and the slot of each token."""
     kind = CACHED.index(pool.dtype.name)
-    return struct.pack("<QqQii", pool.address, pool.row_stride, slot.address, kind, 0)
+    return _POOL.pack(at=pool.address, stride=pool.row_stride, slot=slot.address, kind=kind)
 
 
 @BACKEND.kernel("kv_write", layout={"x": ROWS}, dtypes={"pool": CACHED, "x": "f32"})
@@ -41,17 +42,17 @@ def kv_write(ctx: KernelContext) -> Launch:
 
 
 def _heads(x: OperandRef, norm: int) -> bytes:
-    """The struct Heads of kv_cache.cu."""
-    return struct.pack("<QqQii", x.address, x.row_stride, norm, x.meta.inner[0], 0)
+    """Heads and the address of their norm's weight (0: none)."""
+    return _HEADS.pack(x=x.address, stride=x.row_stride, norm=norm, count=x.meta.inner[0])
 
 
 def _one_width(node: Tensor, options: Options) -> str | None:
     widths = {s.meta.inner[-1] for s in node.sources[:3]}
-    return None if len(widths) == 1 else f"heads are of {len(widths)} widths"
+    return None if len(widths) == 1 else f"heads have {len(widths)} widths"
 
 
 def _rotates_whole_heads(ctx: KernelContext) -> bool:
-    """Whether the heads are such as the kernels for whole heads rotation."""
+    """Whether the kernels for whole heads support these heads."""
     width, attrs = ctx.q.meta.inner[-1], ctx.attrs
     return attrs["dims"] in (0, width) and width in _WHOLE
 
@@ -72,11 +73,15 @@ def rope_write(ctx: KernelContext) -> Launch:
         ctx.out.address, _pool(ctx.k_pool, ctx.slot), _pool(ctx.v_pool, ctx.slot), live,
     )  # fmt: skip
     if _rotates_whole_heads(ctx):
-        # Many tokens: a warp turns many heads by the angles that it has found once.
+        # With many tokens a warp rotates several heads, for which it computes the angles once.
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
-        more = (eps, ctx.settled("slot", "pos"), rotation(ctx, width))
-        return Launch(kernel, (rows, blocks), (32 * _WARPS,), (*args, *more))
+        more = (eps, ctx.readable_before_wait("slot", "pos"), rotation(ctx, width))
+        factors = ctx.op("factors")
+        return Launch(
+            kernel, (rows, blocks), (32 * _WARPS,), (*args, *more),
+            prefetches=() if factors is None else (factors,),
+        )  # fmt: skip
     threads = min(256, 32 * ceil(width, 32))
     last = (width, eps, rotation(ctx, width))
     return Launch(_MODULE["rope_write"], (rows, heads), (threads,), (*args, *last), 4 * width)

@@ -8,8 +8,8 @@ struct Matrix {
     const float* bias;  // or null
     u8* y;
     i64 y_stride;
-    const u8* added;  // a row for each token, or null
-    i64 added_stride, rows;
+    const u8* residual;  // a row per token, or null
+    i64 residual_stride, rows;
 };
 
 struct Matrices {
@@ -30,6 +30,6 @@ __device__ __forceinline__ void find_matrix(const Matrices& all, int& row, Matri
 // One result, where it belongs.
 __device__ __forceinline__ void finish(const Matrix& m, int token, int row, float value) {
     if (m.bias) value += m.bias[row];
-    if (m.added) value += ((const float*)(m.added + token * m.added_stride))[row];
+    if (m.residual) value += ((const float*)(m.residual + token * m.residual_stride))[row];
     ((float*)(m.y + token * m.y_stride))[row] = value;
 }

@@ -16,16 +16,15 @@ _MODULE = module("norm")
 
 
 def threads(width: int) -> int:
-    """For one line of ``width``: about four elements each, in whole warps."""
+    """Threads for a row of ``width``: about four elements each, in whole warps."""
     return min(1024, max(32, -(-width // 128) * 32))
 
 
-_UNIT, _WARPS = 256, 32  # norm.cuh: elements that a warp holds at a time; warps of a block
+_UNIT, _WARPS = 256, 32  # norm.cuh: elements of a unit; warps of a block
 
 
-def held(width: int) -> tuple[int, int]:
-    """Units that a warp holds of a row in registers (0: the row is too wide for that), and
-    threads."""
+def register_units(width: int) -> tuple[int, int]:
+    """(units of a row in the registers of a warp, threads); 0 units if the row is too wide."""
     units = ceil(width, _UNIT)
     each = ceil(units, _WARPS)
     return (each, 32 * ceil(units, each)) if each <= 2 else (0, 32 * _WARPS)
@@ -40,7 +39,9 @@ def _launch(
     args = (x.address, x.row_stride, *map(ctx.address, weights), ctx.out.address,
             ctx.live_address(x.meta.rows), lines, width, *extra)  # fmt: skip
     block = block or threads(width)
-    return Launch(_MODULE[name], (ctx.upper_bound(x.meta.rows) * lines,), (block,), args)
+    prefetches = [ref for ref in map(ctx.op, weights) if ref is not None]
+    grid = (ctx.upper_bound(x.meta.rows) * lines,)
+    return Launch(_MODULE[name], grid, (block,), args, prefetches=prefetches)
 
 
 def _with_rows(node: Tensor, options: Options) -> str | None:
@@ -56,7 +57,7 @@ _RULES: dict[str, Any] = {
 
 @BACKEND.kernel("rms_norm", **_RULES)
 def rms_norm(ctx: KernelContext) -> Launch:
-    each, block = held(ctx.x.meta.inner[-1])
+    each, block = register_units(ctx.x.meta.inner[-1])
     return _launch(ctx, f"rms_norm_{each}", ("w",), float(ctx.attrs["eps"]), block=block)
 
 

@@ -12,7 +12,7 @@ struct Target {
 
 struct Targets {
     Target t[2];
-    int count, unused;
+    int count;
 };
 
 // Beyond the range of float16 the largest; NaN stays NaN.

@@ -7,7 +7,6 @@ struct Rotation {
     const float* factors;  // that they are divided by, or null
     int half, interleaved;
     float attention_factor;  // that cosine and sine are multiplied with
-    int unused;
 };
 
 // Sine and cosine of an angle: a position, times so many radians each.

@@ -1,29 +1,31 @@
-"""Positions: rotary, sinusoidal, and in two dimensions."""
+"""Position encodings: rotary, sinusoidal, and two-dimensional positions."""
 
 from __future__ import annotations
-
-import struct
 
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import ROWS
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
 from .elementwise import rows_grid
 
 _MODULE = module("rope")
+_ROTATION = ArgumentStruct("rope.cuh", "Rotation")
 _THREADS = 128
 
 
 def rotation(ctx: KernelContext, head: int) -> bytes:
-    """The struct Turn of rope.cuh for heads of ``head`` elements."""
+    """The rotation of heads of ``head`` elements."""
     attrs = ctx.attrs
     dims = attrs["dims"] or head
     inverse = ctx.constant(inverse_frequencies(dims, attrs["base"], attrs["scale"]))
     interleaved = attrs["style"] == "interleaved"
-    addresses = ctx.need("pos").address, inverse, ctx.address("factors")
-    return struct.pack("<QQQiifi", *addresses, dims // 2, interleaved, attrs["attention_factor"], 0)
+    return _ROTATION.pack(
+        pos=ctx.need("pos").address, inverse=inverse, factors=ctx.address("factors"),
+        half=dims // 2, interleaved=interleaved, attention_factor=attrs["attention_factor"],
+    )  # fmt: skip
 
 
 @BACKEND.kernel("rope", layout={"x": ROWS}, dtypes={"x": "f32"})

@@ -1,6 +1,6 @@
 // From logits to token ids. Every row may have other settings, which are read here, not by the host.
 //
-// `peaks` finds the largest of every slice of a row. `pick`, a block a row, looks where the top_k
+// `slice_maxima` finds the largest of every slice of a row. `pick`, a block a row, looks where the top_k
 // largest can be: in slices whose peak is among the top_k peaks. It draws in float64 and in the
 // order of the op's declaration. A wide row, one with top_k off, is drawn from by several blocks
 // that do a piece of it each, with weights as integers, whose sums do not depend on their order:
@@ -29,7 +29,7 @@ struct Wide {
 #define ZEROED (BINS + 2)  // words
 
 // The largest key of each slice, to out [rows, THREADS]. A warp does a slice.
-extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings settings,
+extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Settings settings,
                                  const i64* live, u32* out, Wide* wide TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
@@ -51,9 +51,9 @@ extern "C" __global__ void peaks(const u8* x, i64 stride, int width, Settings se
 }
 
 // The block's peak of slice threadIdx.x, zero for none.
-__device__ __forceinline__ u32 own_peak(const u32* peaks, int width) {
+__device__ __forceinline__ u32 own_maximum(const u32* maxima, int width) {
     int size = slice_of(width), slices = (width + size - 1) / size;
-    return threadIdx.x < slices ? peaks[(i64)blockIdx.x * THREADS + threadIdx.x] : 0;
+    return threadIdx.x < slices ? maxima[(i64)blockIdx.x * THREADS + threadIdx.x] : 0;
 }
 
 // ---------------------------------------------------------------------------- the few largest
@@ -307,7 +307,7 @@ __device__ __forceinline__ int largest(const Row& row, u32 peak, u32 most) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
+    pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* maxima,
          Wide* wide, int* out TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];  // of candidates, or of bins
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Row row(x + n * stride, width, s);
     Asked a = asked(s, n, width);
     if (a.wide ? !a.draw.some : blockIdx.y) return;
-    u32 peak = own_peak(peaks, width), most = block_most(peak);
+    u32 peak = own_maximum(maxima, width), most = block_most(peak);
     int drawn;
     if (hopeless(s, most)) {  // of a wide row `finish` says so
         drawn = -1;
@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* peaks,
+    finish(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* maxima,
            Wide* wide, int* out TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Asked a = asked(s, n, width);
     if (!a.wide) return;
     wide += n;
-    u32 top = block_most(own_peak(peaks, width));
+    u32 top = block_most(own_maximum(maxima, width));
     if (hopeless(s, top)) {
         if (blockIdx.y == 0 && threadIdx.x == 0) out[n] = -1;
         return;

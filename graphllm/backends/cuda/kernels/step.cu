@@ -1,6 +1,6 @@
 // The end of a step. A thread does one sequence.
 
-struct Group {
+struct TableGroup {
     int *slot, *table;
     i64 width;
 };
@@ -11,7 +11,7 @@ struct State {
     int stops, ring, block, groups;
 };
 
-extern "C" __global__ void advance(State state, const Group* groups, const i64* live TIMESTAMPS) {
+extern "C" __global__ void advance(State state, const TableGroup* groups, const i64* live TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 s = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -21,7 +21,7 @@ extern "C" __global__ void advance(State state, const Group* groups, const i64* 
     state.pos[s] = at;
     state.history[s * state.ring + at % state.ring] = token;
     for (int g = 0; g < state.groups; g++) {
-        Group own = groups[g];
+        TableGroup own = groups[g];
         int column = at / state.block;
         int first = column < own.width ? own.table[s * own.width + column] : -1;
         own.slot[s] = first >= 0 ? first * state.block + at % state.block : -1;

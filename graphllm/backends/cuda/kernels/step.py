@@ -1,17 +1,17 @@
-"""The end of a step: its ids become the next one's input, in device memory."""
+"""advance: make the sampled ids the input of the next step, in device memory."""
 
 from __future__ import annotations
-
-import struct
 
 import numpy as np
 
 from .. import BACKEND
+from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
 
 _MODULE = module("step")
+_STATE, _TABLE_GROUP = ArgumentStruct("step.cu", "State"), ArgumentStruct("step.cu", "TableGroup")
 _THREADS = 32
 _OPERANDS = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
 
@@ -20,11 +20,15 @@ _OPERANDS = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "histor
 def advance(ctx: KernelContext) -> Launch:
     slots, tables = ctx.rest[::2], ctx.rest[1::2]
     rows = ctx.kv_len.meta.rows
-    state = struct.pack(
-        "<8Q4i", *map(ctx.address, _OPERANDS), ctx.stop.meta.shape[0],
-        ctx.history.meta.inner[0], ctx.attrs["block"], len(slots),
+    state = _STATE.pack(
+        **{name: ctx.address(name) for name in _OPERANDS}, stops=ctx.stop.meta.shape[0],
+        ring=ctx.history.meta.inner[0], block=ctx.attrs["block"], groups=len(slots),
     )  # fmt: skip
-    groups = [(s.address, t.address, t.meta.inner[0]) for s, t in zip(slots, tables)]
-    kept = ctx.constant(np.array(groups, np.int64)) if groups else 0
+    groups = b"".join(
+        _TABLE_GROUP.pack(slot=slot.address, table=table.address, width=table.meta.inner[0])
+        for slot, table in zip(slots, tables)
+    )
+    groups_address = ctx.constant(np.frombuffer(groups, np.uint8)) if groups else 0
     grid = (ceil(ctx.upper_bound(rows), _THREADS),)
-    return Launch(_MODULE["advance"], grid, (_THREADS,), (state, kept, ctx.live_address(rows)))
+    args = (state, groups_address, ctx.live_address(rows))
+    return Launch(_MODULE["advance"], grid, (_THREADS,), args)

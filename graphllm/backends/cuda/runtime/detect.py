@@ -1,4 +1,4 @@
-"""Whether there is a GPU to use, and in one line why not."""
+"""Detection of a usable GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from functools import cache
 
 @cache
 def probe(least: tuple[int, int]) -> tuple[bool, str]:
-    """(usable, what it is or why it is not). CuPy is installed."""
+    """(usable, description or reason). CuPy must be installed.
+
+    Args:
+        least: lowest compute capability that is supported.
+    """
     try:
         import cupy
         from cupy.cuda import runtime
@@ -31,7 +35,7 @@ def probe(least: tuple[int, int]) -> tuple[bool, str]:
 
 
 def _describe(least: tuple[int, int], version: int) -> tuple[bool, str]:
-    """What the first GPU is."""
+    """(usable, description or reason) of the first GPU."""
     import cupy
     from cupy.cuda import runtime
     from cupy_backends.cuda.libs import nvrtc
@@ -44,8 +48,8 @@ def _describe(least: tuple[int, int], version: int) -> tuple[bool, str]:
         return False, f"{name} has compute capability {shown}, below {'.'.join(map(str, least))}"
     try:
         compiler = ".".join(map(str, nvrtc.getVersion()))
-    except Exception as error:  # CuPy without its extra [ctk] brings no compiler
-        return False, f"NVRTC is not installed ({_first(error)}): CuPy's extra [ctk] brings it"
+    except Exception as error:  # CuPy without its extra [ctk] includes no compiler
+        return False, f"NVRTC is not installed ({_first(error)}): CuPy's extra [ctk] includes it"
     memory = found["totalGlobalMem"] / 1e9
     return True, (
         f"{name}, {memory:.0f} GB, compute capability {shown}, driver for CUDA {_dotted(version)}, "

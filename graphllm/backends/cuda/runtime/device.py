@@ -1,13 +1,14 @@
-"""The GPU as a device: operands as kernels see them, launches, and runs of steps as CUDA graphs.
+"""The CUDA device: operands with addresses, kernel launches, and segments of steps.
 
-Nothing here imports CuPy before a device is opened: what kernels are registered with can be looked
-at, and their sources compiled, on any machine.
+CuPy is imported only when a device is opened, so kernels can be registered, and their sources
+compiled, on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,61 +16,73 @@ import numpy as np
 from ....debug import debug
 from ....formats.quantization import check_scales
 from ....graph.tensor import Dim, Meta, Var
-from ....ops import get
 from ... import Bound, Header, Operand, Options, kernel_context
 from ...kernel_context import OperandRef
+from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
-from .work import HostCall, Launch
+from .work import HostCall, Launch, Work
 
-MAX_GRAPH_ROWS = 64  # plans of at most so many rows are captured; larger ones are launched directly
+MAX_GRAPH_ROWS = 64  # plans of at most this many rows are captured as CUDA graphs
 
 
 class KernelContext(kernel_context.KernelContext[OperandRef]):
     """One step as a kernel builder receives it; see `graphllm.backends.kernel_context`.
 
-    A builder returns a `Launch` or a `HostCall`, or a list of them that run one after the other.
+    A builder returns a `Launch` or a `HostCall`, or a list of them that run in order.
     """
 
-    def __init__(self, bound: Bound, header: Header, device: CudaDevice) -> None:
+    def __init__(
+        self, bound: Bound, header: Header, device: CudaDevice, in_flight: InFlight
+    ) -> None:
         super().__init__(bound, header)
         self.device = device
+        self.writes = written(bound)
+        self._in_flight = in_flight
 
     def ref(self, operand: Operand) -> OperandRef:
-        """Host operands (of transfers) are NumPy arrays, the others `memory.Buffer`."""
+        """The operand with its address; host operands (of copies) are NumPy arrays."""
         buffer = operand.buffer
         start = buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.address
         return OperandRef(int(start) + operand.meta.offset, operand.meta, operand)
 
     def live_address(self, dim: Dim) -> int:
-        """The device address of an int64 that holds the dimension's value in each run."""
+        """Device address of an int64 that holds the dimension's value in each run."""
         if isinstance(dim, Var):
             return self.device.live(self._header, dim)
         return self.constant(np.array([dim], np.int64))
 
-    def settled(self, *names: str) -> bool:
-        """Whether the operands are inputs or states as the run finds them: see common.cuh."""
-        operands = zip(get(self.node.op).params, self.node.src)
-        return all(s is None or s.is_leaf for name, s in operands if name in names)
+    def readable_before_wait(self, *names: str) -> bool:
+        """Whether a kernel of this step may read these operands before it waits.
+
+        True if neither the step itself nor a launch that may still run when the step starts writes
+        them; see `dependencies`. Operands that were omitted do not count.
+        """
+        refs = [self._operands[name] for name in names]
+        regions = [region(ref.operand) for ref in refs if ref is not None]
+        own = any(wanted.overlaps(each) for wanted in regions for each in self.writes)
+        return not own and not self._in_flight.writes_any(regions)
 
     def live_value(self, dim: Dim) -> int:
-        """The dimension's value in the present run; for a `HostCall`."""
+        """Value of the dimension in the present run, for a `HostCall`."""
         return self._header.live(dim)
 
     @staticmethod
     def upper_bound(dim: Dim) -> int:
-        """The largest value of the dimension: what grids are made for."""
+        """Largest value of the dimension, for which grids are made."""
         return dim.hi if isinstance(dim, Var) else dim
 
     def constant(self, table: np.ndarray) -> int:
-        """The device address of a copy of ``table``; equal tables share one."""
+        """Device address of a copy of ``table``; equal tables share one."""
         return self.device.constant(table)
 
 
 class DevicePack:
-    """A weight's rearrangement that runs on the GPU, as the ``pack`` of a kernel.
+    """Packing of a weight that runs on the GPU, as the ``pack`` of a kernel.
 
-    ``nbytes(meta)``: of the packed form; ``launches(raw, packed, meta)``: what fills it, given the
-    addresses of the stored bytes (dense rows) and of the result, which is zeros.
+    Attributes:
+        nbytes: Meta -> bytes of the packed form.
+        launches: (address of the stored bytes, in dense rows; address of the zeroed packed form;
+            Meta) -> launches that fill it.
     """
 
     def __init__(
@@ -80,11 +93,11 @@ class DevicePack:
         self.nbytes, self.launches = nbytes, launches
 
     def __call__(self, raw: np.ndarray, meta: Meta) -> np.ndarray:
-        raise TypeError("this form is made on the GPU")
+        raise TypeError("this weight is packed on the GPU")
 
 
 class CudaDevice:
-    """One GPU: its memory, one stream, modules, and what plans share."""
+    """One GPU: its memory, its stream, loaded modules, and constants that plans share."""
 
     def __init__(self, options: Options, index: int = 0) -> None:
         from . import launch, memory
@@ -99,21 +112,25 @@ class CudaDevice:
 
     # -- memory
     def alloc(self, nbytes: int) -> Any:
-        """A zeroed buffer, aligned to 256 bytes. OutOfMemory: the GPU has not so much left."""
+        """A zeroed buffer, aligned to 256 bytes.
+
+        Raises:
+            OutOfMemory: the GPU has less memory left.
+        """
         from .memory import Buffer
 
         self.gpu.use()
         return Buffer(nbytes, self.gpu.stream)
 
     def free(self) -> int | None:
-        """Bytes that the driver would give now."""
+        """Bytes that the driver can still allocate."""
         from .memory import free_bytes
 
         self.gpu.use()
         return free_bytes()
 
     def copy_in(self, operand: Operand, data: np.ndarray) -> None:
-        """Write ``data`` there; it may be changed as soon as this returns."""
+        """Write ``data`` to the operand; the caller may change it when this returns."""
         self.gpu.use()
         assert operand.meta.contiguous, operand.meta
         kind = operand.meta.dtype.numpy or np.dtype(np.uint8)
@@ -121,7 +138,7 @@ class CudaDevice:
         self._stager.send(raw, operand.buffer.address + operand.meta.offset)
 
     def copy_out(self, operand: Operand) -> np.ndarray:
-        """A dense copy of the operand; for a block format its bytes, [rows, n]."""
+        """A dense copy of the operand; of a block format its bytes, uint8 [rows, n]."""
         self.gpu.use()
         shape, strides, kind = kernel_context.numpy_layout(operand.meta)
         if 0 in shape:
@@ -144,17 +161,17 @@ class CudaDevice:
     def prepare(
         self, pack: Callable[[np.ndarray, Meta], np.ndarray] | None, raw: np.ndarray, meta: Meta
     ) -> Any:
-        """The stored bytes on the GPU, or as ``pack`` (or a `DevicePack`) rearranges them."""
+        """The weight's buffer on the GPU, with its stored bytes or packed by ``pack``."""
         if isinstance(pack, DevicePack):
             return self._packed(pack, raw, meta)
-        checks = self._checks.submit(check_scales, raw, meta.dtype)  # while they are on their way
+        checks = self._checks.submit(check_scales, raw, meta.dtype)  # runs during the transfer
         stored = pack(raw, meta) if pack is not None else raw
         buffer = self.put(np.ascontiguousarray(stored).reshape(-1).view(np.uint8))
         checks.result()
         return buffer
 
     def put(self, data: np.ndarray) -> Any:
-        """A buffer with uint8 ``data``."""
+        """A new buffer with a copy of uint8 ``data``."""
         buffer = self.alloc(data.nbytes)
         self._stager.send(data, buffer.address)
         return buffer
@@ -167,7 +184,7 @@ class CudaDevice:
         return buffer
 
     def constant(self, table: np.ndarray) -> int:
-        """The address of a copy of ``table`` that lives as long as the device."""
+        """Address of a copy of ``table`` that lives as long as the device."""
         raw = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         key = raw.tobytes()
         if key not in self._constants:
@@ -175,27 +192,23 @@ class CudaDevice:
         return self._constants[key].address
 
     def live(self, header: Header, var: Var) -> int:
-        """The address of the live value of ``var``, which `Segment.run` brings up to date."""
+        """Address of the live value of ``var``, which `Segment.run` updates."""
         if self._header is None:
             self._header = self.gpu.header(self.alloc(header.values.nbytes), header)
         assert self._header.header is header, "a device serves one executor"
         return self._header.address + 8 * header.slot(var)
 
     def transfer(self, source: int, target: int, nbytes: int, to_host: bool) -> None:
-        """Copy between host and GPU, in order with the stream; to the host, and wait for it."""
+        """Copy between host and GPU in stream order; a copy to the host is waited for."""
         self.gpu.transfer(source, target, nbytes, to_host)
 
     # -- steps
     def build(self, steps: Sequence[Bound], header: Header) -> Any:
-        """The steps as a segment. Compiles, or loads from the disk, the modules that it needs."""
-        from .launch import Segment
+        """The steps as a `segment.Segment`, with all modules that it needs compiled and loaded."""
+        from .segment import Segment
 
         self.gpu.use()
-        contexts = [KernelContext(step, header, self) for step in steps]
-        work = []
-        for step, place in zip(steps, contexts):
-            made = step.kernel.build(place)
-            work.append([made] if isinstance(made, (Launch, HostCall)) else list(made))
+        work, contexts = self.work(steps, header)
         self._load([w.function for part in work for w in part if isinstance(w, Launch)])
         rows = [o.meta.rows for step in steps for o in (*step.inputs, step.out) if o is not None]
         small = all(row.hi <= MAX_GRAPH_ROWS for row in rows if isinstance(row, Var))
@@ -203,8 +216,21 @@ class CudaDevice:
             self.gpu, work, lambda: self._header, small, self._load, (list(steps), contexts)
         )
 
+    def work(
+        self, steps: Sequence[Bound], header: Header
+    ) -> tuple[list[list[Work]], list[KernelContext]]:
+        """The launches and host calls of each step of a segment, and the steps' contexts."""
+        in_flight, work, contexts = InFlight(), [], []
+        for step in steps:
+            context = KernelContext(step, header, self, in_flight)
+            made = step.kernel.build(context)
+            parts = [made] if isinstance(made, (Launch, HostCall)) else list(made)
+            work.append([_ordered(part, context.writes, in_flight) for part in parts])
+            contexts.append(context)
+        return work, contexts
+
     def _load(self, functions: Sequence[Function]) -> None:
-        """Have the functions' modules on the GPU, telling of those that must be compiled."""
+        """Load the functions' modules, and report progress on those that must be compiled."""
         pending = list(
             dict.fromkeys(f.module for f in functions if not self.gpu.is_loaded(f.module))
         )
@@ -216,3 +242,16 @@ class CudaDevice:
             self.gpu.load(made)
         if new:
             self.progress("compiling kernels", len(new), len(new))
+
+
+def _ordered(work: Work, writes: tuple[Region, ...], in_flight: InFlight) -> Work:
+    """The next work of a segment, without overlap if it prefetches what is still being written."""
+    if isinstance(work, HostCall):
+        in_flight.drain()  # the next launch is the first of a sequence, which does not overlap
+        return work
+    if 0 in work.grid:
+        return work
+    if in_flight.writes_any(region(ref.operand) for ref in work.prefetches):
+        work = replace(work, programmatic=False)
+    in_flight.add(writes, Ordering(work.programmatic, work.triggers_after_wait))
+    return work

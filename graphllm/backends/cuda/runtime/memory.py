@@ -1,4 +1,7 @@
-"""Device memory, and the way of data from the host to it. Imported when a device is opened."""
+"""Device buffers, and transfers between the host and the GPU.
+
+Imported when a device is opened.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,24 @@ from ....errors import OutOfMemory
 from ....graph.tensor import Meta
 from ...kernel_context import numpy_layout, span
 
-_STAGING_BYTES = 32 << 20  # bytes of each of the two pinned halves
-_COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that fill a half; bytes that are worth one
+_STAGING_BYTES = 32 << 20  # bytes of each of the two pinned staging buffers
+_COPY_THREADS, _MIN_CHUNK = 4, 1 << 20  # threads that copy; bytes that are worth a thread
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 
 def free_bytes() -> int:
-    """What the driver would give now on this thread's GPU."""
+    """Bytes that the driver can still allocate on this thread's GPU."""
     return int(runtime.memGetInfo()[0])
 
 
 def out_of_memory(what: str, nbytes: int | None = None) -> OutOfMemory:
-    """The error where there is none for ``what`` on this thread's GPU."""
+    """The error for an allocation of ``what`` that failed on this thread's GPU."""
     return OutOfMemory(what, "the GPU", nbytes, free_bytes(), "other programs may hold some")
 
 
 @contextmanager
 def allocating(what: str, nbytes: int | None = None) -> Iterator[None]:
-    """OutOfMemory where the driver has no memory for ``what``."""
+    """Raise OutOfMemory, which names ``what``, if the driver runs out of memory inside."""
     try:
         yield
     except (CUDARuntimeError, CUDADriverError) as error:
@@ -42,10 +45,13 @@ def allocating(what: str, nbytes: int | None = None) -> Iterator[None]:
 
 
 class Buffer:
-    """Bytes on the GPU, all zero at first. A slice can be filled with one byte's value, or read.
+    """Zeroed bytes on the GPU. A slice can be filled with one byte value, or read.
 
-    The memory is the driver's own allocation, not a pool's, so that its address is its own for as
-    long as the buffer lives. OutOfMemory where there is no room.
+    The driver allocates the memory itself, without a pool, so no other buffer gets the same address
+    while this one lives.
+
+    Raises:
+        OutOfMemory: the GPU has less memory left.
     """
 
     def __init__(self, nbytes: int, stream: Stream) -> None:
@@ -62,7 +68,7 @@ class Buffer:
             runtime.memsetAsync(self.address + start, byte, stop - start, self._stream.ptr)
 
     def __getitem__(self, where: slice) -> np.ndarray:
-        """A copy of the bytes, uint8, once all work before is done."""
+        """A uint8 copy of the bytes, after all work enqueued before."""
         start, stop, _ = where.indices(self.nbytes)
         data = np.empty(max(0, stop - start), np.uint8)
         if data.size:
@@ -75,28 +81,31 @@ class Buffer:
 
 
 class Ring:
-    """What each run leaves in an operand, on its way to the host: one pinned slot for each run that
-    may be under way, with an event that says when the copy has arrived. See `backends.Ring`."""
+    """Copies of an operand to the host after each run; see `backends.Ring`.
+
+    There is one pinned slot for each run that may be in progress, with an event for the end of its
+    copy.
+    """
 
     lookahead = 1
 
     def __init__(self, address: int, meta: Meta, stream: Stream) -> None:
         shape, strides, kind = numpy_layout(meta)
         self._source, self._nbytes, self._stream = address, span(meta), stream
-        self._begun = self._taken = 0  # copies
+        self._started = self._taken = 0  # copies
         memories = [alloc_pinned_memory(max(self._nbytes, 1)) for _ in range(self.lookahead + 1)]
         self._addresses = [memory.ptr for memory in memories]
         self._values = [np.ndarray(shape, kind, memory, 0, strides) for memory in memories]
         self._arrived = [Event(disable_timing=True) for _ in memories]
 
     def put(self) -> None:
-        slot = self._begun % len(self._addresses)
+        slot = self._started % len(self._addresses)
         runtime.memcpyAsync(
             self._addresses[slot], self._source, self._nbytes,
             runtime.memcpyDeviceToHost, self._stream.ptr,
         )  # fmt: skip
         self._arrived[slot].record(self._stream)
-        self._begun += 1
+        self._started += 1
 
     def take(self) -> np.ndarray:
         slot = self._taken % len(self._addresses)
@@ -105,13 +114,15 @@ class Ring:
         return self._values[slot].copy()
 
     def clear(self) -> None:
-        self._taken = self._begun
+        self._taken = self._started
 
 
 class Stager:
-    """Sends host bytes to the GPU through pinned memory, so that copying into one half goes on
-    while the other is on its way, and small pieces are not waited for. Several threads copy what is
-    large: one alone is slower than the bus, the more so where pages of a file must be mapped."""
+    """Sends host bytes to the GPU through two pinned buffers, filled and sent alternately.
+
+    Large data is copied by several threads, because one thread is slower than the bus, especially
+    where pages of a file must be mapped.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream, self._copy_pool = stream, ThreadPoolExecutor(_COPY_THREADS)
@@ -120,7 +131,7 @@ class Stager:
         self._half = self._used = 0
 
     def send(self, data: np.ndarray, address: int) -> None:
-        """Put uint8 ``data`` at ``address``, in order with all work on the stream."""
+        """Write uint8 ``data`` to ``address``, in stream order."""
         if not self._halves:
             for _ in range(2):
                 memory = alloc_pinned_memory(_STAGING_BYTES)
@@ -150,7 +161,7 @@ class Stager:
             pass
 
     def _swap(self) -> None:
-        """Go on in the other half, once what was sent from it has arrived."""
+        """Continue in the other buffer once its last transfer has completed."""
         self._sent[self._half].record(self._stream)
         self._half, self._used = 1 - self._half, 0
         self._sent[self._half].synchronize()

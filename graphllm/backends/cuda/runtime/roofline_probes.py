@@ -1,5 +1,7 @@
-"""What the GPU's memory, its second-level cache and its arithmetic give at best here;
-`graphllm.profiler.roofline` keeps the answer."""
+"""Measured ceilings of a GPU: memory and L2 bandwidth, and arithmetic throughput.
+
+`graphllm.profiler.roofline` stores the results.
+"""
 
 from __future__ import annotations
 
@@ -13,84 +15,101 @@ from .device import CudaDevice
 from .source import Function, module
 from .work import Arg, Launch
 
-ROUNDS = 20  # that count
-_OWN, _TENSOR = module("roofline_probes"), module("roofline_probes_tensor")
-_THREADS, _PIECE, _SUMS = 512, 64 << 10, 8  # as in roofline_probes.cu
-_TURNS = 4096  # of multiply-adds
-_BLOCKS = (1, 2, 4)  # a processor
-_CORES = (8, 0)  # the compute capability from which on there is the instruction
+ROUNDS = 20  # timed runs of each probe
+_MODULE, _TENSOR_MODULE = module("roofline_probes"), module("roofline_probes_tensor")
+_THREADS, _CHUNK, _ACCUMULATORS = 512, 64 << 10, 8  # as in roofline_probes.cu; a chunk in bytes
+_ITERATIONS = 4096  # of a loop of multiply-adds
+_BLOCKS = (1, 2, 4)  # thread blocks per multiprocessor
+_TENSOR_CAPABILITY = (8, 0)  # lowest one with mma m16n8k16
 _ONE, _BYTES, _HALVES = 0x3F800000, 0x01010101, 0x3C003C00  # 1 as f32, as four i8, as two f16
 
 
 @dataclass(frozen=True)
-class Try:
-    """A kernel, its arguments, and its bytes or operations, for a `ProbeResults` table."""
+class Probe:
+    """A kernel that is timed.
+
+    Attributes:
+        table: the table of `ProbeResults` that it belongs to.
+        kind: its name in that table.
+        work: bytes or operations of the launch, or of one block if ``per_block``.
+        function: the kernel.
+        args: its arguments.
+        per_block: whether every block does ``work``.
+    """
 
     table: str
     kind: str
     work: float
     function: Function
     args: tuple[Arg, ...]
-    each: bool = False  # every block does so much
+    per_block: bool = False
 
 
-def _tries(device: CudaDevice, start: int, size: int, sink: int) -> Iterator[Try]:
-    """Over two pieces of ``size`` bytes each, one after the other, from ``start`` on."""
-    whole, half = 2 * size // 16, size // 16  # in vectors
-    yield Try("memory", "read", 2 * size, _OWN["read_all"], (start, whole, sink))
-    yield Try("memory", "write", 2 * size, _OWN["write_all"], (start, whole, _ONE))
-    yield Try("memory", "copy", 2 * size, _OWN["copy_all"], (start, half, start + size))
-    level = _cache(device)
-    pieces = min(level // 2, size) // _PIECE
-    if pieces:
-        name = f"L2 {level / 2**20:g} MB"
-        own = _OWN["read_cached"]
-        yield Try("caches", name, pieces * _PIECE, own, (start, pieces, sink), True)
-    lanes = 2 * _THREADS * _TURNS * _SUMS  # a product and a sum
-    yield Try("peaks", "f32", lanes, _OWN["multiply_f32"], (_TURNS, 0.5, 1.0, sink), True)
-    yield Try("peaks", "int8", 4 * lanes, _OWN["multiply_int8"], (_TURNS, _BYTES, sink), True)
-    if device.gpu.capability >= _CORES:
+def _probes(device: CudaDevice, start: int, size: int, sink: int) -> Iterator[Probe]:
+    """All probes, over two adjacent buffers of ``size`` bytes each that begin at ``start``."""
+    whole, half = 2 * size // 16, size // 16  # in vectors of 16 bytes
+    yield Probe("memory", "read", 2 * size, _MODULE["read_all"], (start, whole, sink))
+    yield Probe("memory", "write", 2 * size, _MODULE["write_all"], (start, whole, _ONE))
+    yield Probe("memory", "copy", 2 * size, _MODULE["copy_all"], (start, half, start + size))
+    l2 = _l2_bytes(device)
+    chunks = min(l2 // 2, size) // _CHUNK
+    if chunks:
+        name = f"L2 {l2 / 2**20:g} MB"
+        kernel = _MODULE["read_cached"]
+        yield Probe("caches", name, chunks * _CHUNK, kernel, (start, chunks, sink), True)
+    lanes = 2 * _THREADS * _ITERATIONS * _ACCUMULATORS  # a multiply-add is two operations
+    args: tuple[Arg, ...] = (_ITERATIONS, 0.5, 1.0, sink)
+    yield Probe("peaks", "f32", lanes, _MODULE["multiply_f32"], args, True)
+    args = (_ITERATIONS, _BYTES, sink)
+    yield Probe("peaks", "int8", 4 * lanes, _MODULE["multiply_int8"], args, True)
+    if device.gpu.capability >= _TENSOR_CAPABILITY:
         work = lanes // 32 * 16 * 8 * 16  # of each warp
-        own = _TENSOR["multiply_f16"]
-        yield Try("peaks", "f16", work, own, (_TURNS, _HALVES, _HALVES, sink), True)
+        kernel = _TENSOR_MODULE["multiply_f16"]
+        yield Probe("peaks", "f16", work, kernel, (_ITERATIONS, _HALVES, _HALVES, sink), True)
 
 
-# cuBLAS multiplies halves by wider instructions than `multiply_f16`, so where its linears are
-# faster, their rate is the roof.
+# cuBLASLt may use wider instructions than `multiply_f16`, so the measured rate of linears counts as
+# a ceiling, too ("float").
 _ROOFS = {"float": ("f32", "f16", "float"), "integer": ("int8",)}
 
 
-def _cache(device: CudaDevice) -> int:
-    """Bytes of the second-level cache."""
+def _l2_bytes(device: CudaDevice) -> int:
+    """Size of the L2 cache."""
     from cupy.cuda import runtime
 
     return int(runtime.deviceGetAttribute(runtime.cudaDevAttrL2CacheSize, device.gpu.index))
 
 
-def _how(device: CudaDevice) -> dict[str, str]:
+def _instructions(device: CudaDevice) -> dict[str, str]:
+    """The instruction that each arithmetic probe measures."""
     tensor = "mma m16n8k16 with float32 sums (a library may have wider ones)"
     none = "not by kernels here below compute capability 8.0"
-    f16 = tensor if device.gpu.capability >= _CORES else none
+    f16 = tensor if device.gpu.capability >= _TENSOR_CAPABILITY else none
     return {"f32": "fused", "f16": f16, "int8": "dp4a"}
 
 
 def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
-    """Rates by kind and by how many blocks there were a processor; memory over ``nbytes``."""
+    """Rates by kind and by thread blocks per multiprocessor.
+
+    Args:
+        nbytes: bytes of memory that the memory probes go over.
+        show: reports progress (what, done, total).
+    """
     device = CudaDevice(Options())
-    size = nbytes // 2 // _PIECE * _PIECE
+    size = nbytes // 2 // _CHUNK * _CHUNK
     buffer, sink = device.alloc(2 * size), device.alloc(4)
-    tries = list(_tries(device, buffer.address, size, sink.address))
-    found = ProbeResults("blocks a processor", how=_how(device), roofs=_ROOFS)
-    for done, each in enumerate(tries):
-        show("measuring the GPU's memory, cache and arithmetic", done, len(tries))
+    probes = list(_probes(device, buffer.address, size, sink.address))
+    results = ProbeResults("blocks a processor", how=_instructions(device), roofs=_ROOFS)
+    for done, probe in enumerate(probes):
+        show("measuring the GPU's memory, cache and arithmetic", done, len(probes))
         for blocks in _BLOCKS:
             grid = blocks * device.gpu.processors
-            launch = Launch(each.function, (grid,), (_THREADS,), each.args, early=False)
+            launch = Launch(probe.function, (grid,), (_THREADS,), probe.args, programmatic=False)
             seconds = device.gpu.time_runs(device.gpu.prepare(launch), ROUNDS)
-            work = each.work * grid if each.each else each.work
-            found.add(getattr(found, each.table), each.kind, blocks, work, seconds)
-    show("measuring the GPU's memory, cache and arithmetic", len(tries), len(tries))
-    return found
+            work = probe.work * grid if probe.per_block else probe.work
+            results.add(getattr(results, probe.table), probe.kind, blocks, work, seconds)
+    show("measuring the GPU's memory, cache and arithmetic", len(probes), len(probes))
+    return results
 
 
 BACKEND.measure = measure

@@ -1,11 +1,11 @@
-"""CUDA C++ sources: found beside this file, compiled by NVRTC, kept on disk as machine code.
+"""CUDA C++ sources of `kernels/`, compiled by NVRTC and cached on disk as machine code.
 
     MODULE = module("elementwise")              # elementwise.cu, after common.cuh
     Launch(MODULE["add"], grid, block, args)    # compiled when a device first builds it
 
-A module is one file with one set of macros, and compiles without a GPU or a driver. Sources include
-headers of this directory (.cuh) and none of the toolkit: it is quicker, and there is no path to
-look for.
+A module is one .cu file with one set of macros. It compiles without a GPU or a driver. Sources
+include only the headers (.cuh) of their directory and none of the CUDA toolkit, which compiles
+faster and needs no include path.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
 @dataclass(frozen=True)
 class Module:
-    """One .cu file with values for macros."""
+    """One .cu file with values for its macros."""
 
     file: str
     defines: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, name: str) -> Function:
-        """The kernel ``name``, which the file declares as extern "C"."""
+        """The kernel ``name``, which the file declares as `extern "C"`."""
         return Function(self, name)
 
     @property
@@ -56,30 +56,30 @@ class Function:
     name: str
 
 
-MODULES: dict[Module, None] = {}  # all that the kernels of this backend come from, in order
+MODULES: dict[Module, None] = {}  # all modules of this backend's kernels, in order
 
 
 def module(family: str, **defines: object) -> Module:
-    """The module of ``family``.cu with these macros; remembered in `MODULES`."""
+    """The module of ``family``.cu with these macros; it is added to `MODULES`."""
     made = Module(f"{family}.cu", tuple((name, str(value)) for name, value in defines.items()))
     return MODULES.setdefault(made) or made
 
 
 def timed_build(made: Module) -> Module:
-    """The module's build for timed runs: see common.cuh."""
+    """The module's build for timed runs; see common.cuh."""
     return Module(made.file, (*made.defines, ("TIMED_BUILD", "1")))
 
 
 @dataclass(frozen=True)
 class Image:
-    """Machine code (or PTX, for a device newer than the compiler) and the assembler's report."""
+    """Machine code (PTX for a device newer than the compiler) and the assembler's report."""
 
     code: bytes
     log: str
 
 
 def target(capability: tuple[int, int]) -> str:
-    """The compiler's name for a device, with all that this very device can do: ``sm_90a``."""
+    """NVRTC's architecture for a device, with its specific features: ``sm_90a``."""
     from cupy_backends.cuda.libs import nvrtc
 
     number = capability[0] * 10 + capability[1]
@@ -91,13 +91,13 @@ def target(capability: tuple[int, int]) -> str:
 
 @cache
 def _headers() -> dict[str, str]:
-    """All headers of this directory by name."""
+    """Text of all headers by file name."""
     return {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.cuh"))}
 
 
 @cache
 def _compiler() -> str:
-    """NVRTC's version, once it is loaded; CuPy knows where to find the library."""
+    """NVRTC's version. Importing CuPy makes its library path known."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
 
@@ -105,7 +105,11 @@ def _compiler() -> str:
 
 
 def compile_module(made: Module, arch: str) -> Image:
-    """Compile for ``arch``, past the disk. GraphllmError with the compiler's words."""
+    """Compile for ``arch`` without the disk cache.
+
+    Raises:
+        GraphllmError: the source has errors; the message is the compiler's log.
+    """
     version = _compiler()
     from cupy_backends.cuda.libs import nvrtc
 
@@ -124,13 +128,13 @@ def compile_module(made: Module, arch: str) -> Image:
 
 
 def load_or_compile(made: Module, arch: str) -> bytes:
-    """The module's code for ``arch``: from the disk, or compiled and kept there."""
+    """The module's code for ``arch``, from the disk cache or compiled and stored there."""
     file, key = _cache_file(made, arch)
     return file.load(key) or recompile(made, arch)
 
 
 def recompile(made: Module, arch: str) -> bytes:
-    """The module's code for ``arch``, compiled now, in place of what the disk may hold."""
+    """The module's code for ``arch``, compiled now; it replaces a cached file."""
     debug(1, f"compiling {made} for {arch}")
     code = compile_module(made, arch).code
     file, key = _cache_file(made, arch)
@@ -139,25 +143,25 @@ def recompile(made: Module, arch: str) -> bytes:
 
 
 def load_or_compile_all(modules: Sequence[Module], arch: str) -> Iterator[bytes]:
-    """The `load_or_compile` of each, in order; the compiler runs on all processors."""
+    """`load_or_compile` of each module, in order, on all cores."""
     with ThreadPoolExecutor(min(len(modules), os.cpu_count() or 1) or 1) as pool:
         yield from pool.map(lambda made: load_or_compile(made, arch), modules)
 
 
 def is_cached(made: Module, arch: str) -> bool:
-    """Whether the disk has the module's code."""
+    """Whether the disk cache has the module's code."""
     return _cache_file(made, arch)[0].size() is not None
 
 
 def _cache_file(made: Module, arch: str) -> tuple[CacheFile, bytes]:
-    """The file for the module's code, and its key: all that the code depends on."""
+    """The cache file of the module's code, and its key: everything that the code depends on."""
     parts = [made.text, *_headers().values(), arch, *_OPTIONS, _compiler()]
     key = "\0".join(parts).encode()
     return CacheFile("cuda", f"{hashlib.sha256(b'2' + key).hexdigest()[:32]}.bin"), key
 
 
 def resource_usage(log: str) -> Mapping[str, tuple[int, int]]:
-    """For each kernel in the assembler's report: (registers, bytes of local memory)."""
+    """(registers, bytes of local memory) of each kernel in the assembler's report."""
     found: dict[str, tuple[int, int]] = {}
     name, local = "", 0
     for line in log.splitlines():

@@ -1,10 +1,11 @@
-"""Work that kernel builders put on a device's stream: kernel launches and calls on the host."""
+"""Work that kernel builders enqueue on a device's stream: kernel launches and host calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...kernel_context import OperandRef
 from .source import Function
 
 # An argument of a kernel: an address or an integer, a float32, or bytes (a struct by value).
@@ -13,12 +14,20 @@ Arg = int | float | bytes
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call. ``grid`` and ``block``: one to three numbers; ``shared``: bytes of dynamic
-    shared memory.
+    """One kernel launch. A grid with a zero is not launched.
 
-    ``args``: a Python int is given as 64 bits, of which a kernel may read the lower 32; a float as
-    float32. ``early``: the kernel begins with `begin()`, so it may be launched before its
-    predecessor has ended. A grid with a zero is not launched.
+    Attributes:
+        function: the kernel.
+        grid, block: one to three numbers each.
+        args: arguments in order. A Python int is passed as 64 bits, of which a kernel may read the
+            lower 32; a float as float32.
+        shared: bytes of dynamic shared memory.
+        programmatic: the kernel calls `wait_for_previous` (common.cuh) in every thread block, so it
+            may be launched before its predecessor has completed.
+        triggers_after_wait: the kernel lets its successor start only after its own wait; see
+            `dependencies.Ordering`.
+        prefetches: operands that the kernel always reads before it waits. If one of them is being
+            written, the launch is made without overlap.
     """
 
     function: Function
@@ -27,14 +36,16 @@ class Launch:
     args: Sequence[Arg]
     shared: int = 0
     programmatic: bool = True
+    triggers_after_wait: bool = False
+    prefetches: Sequence[OperandRef] = ()
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """Work that the host puts on the device's stream itself: a library call, a copy.
+    """Work that the host enqueues on the device's stream in each run: a library call or a copy.
 
-    ``run`` is called in each run, outside of CUDA graphs; it may look at the live values
-    (`KernelContext.now`).
+    ``run`` is called outside of CUDA graphs and may read live values
+    (`KernelContext.live_value`).
     """
 
     run: Callable[[], None]
@@ -44,5 +55,5 @@ Work = Launch | HostCall
 
 
 def ceil(count: int, by: int) -> int:
-    """How many pieces of ``by`` make at least ``count``."""
+    """``count`` / ``by``, rounded up."""
     return -(-count // by)
