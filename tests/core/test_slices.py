@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cases import mismatch
-from paper_cuda import paper  # noqa: F401
+from paper_cuda import paper_fixture  # noqa: F401
 
 from graphllm import ops
 from graphllm.backends import Options
@@ -71,7 +71,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["cpu", "cuda"])
 
 
 @pytest.fixture(autouse=True)
-def _plans_for_a_gpu(paper):  # noqa: F811
+def _plans_for_a_gpu(paper):
     paper((9, 0))
 
 

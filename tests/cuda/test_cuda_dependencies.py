@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from paper_cuda import paper_fixture  # noqa: F401
 from random_models import MIXTURES, decoder, engine
 
 from graphllm import ops

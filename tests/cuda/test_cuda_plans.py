@@ -12,6 +12,7 @@ from cases import groups
 from cuda_requirements import needs_tensor_cores
 from fusion_cases import NOT_ON_CPU, named
 from op_runs import OPS
+from paper_cuda import paper_fixture  # noqa: F401
 from random_models import MIXTURES, SPECS, WIDE, decoder, engine
 
 from graphllm import ops

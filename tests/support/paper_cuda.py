@@ -40,8 +40,8 @@ class Paper(CudaDevice):
         self.built.append((list(steps), work))
 
 
-@pytest.fixture
-def paper(monkeypatch):
+@pytest.fixture(name="paper")
+def paper_fixture(monkeypatch):
     """A function that makes the backend usable, with a GPU of the given capability."""
 
     def made(capability: tuple[int, int]) -> Paper:
