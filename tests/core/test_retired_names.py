@@ -47,6 +47,8 @@ RETIRED = {
     r"\bmodel_file\.py\b|\bModelFile\b(?!Error)": "Checkpoint",
     r"\bspm(_model)?\.py\b|\bhard_texts\b": "sentencepiece, edge_cases",
     r"\bgraphllm/generation\b|\bgraphllm\.generation\b": "engine",
+    r"\bcompare_noise\b|\bprofile_closes\b|\bquantise_cpu\b": "see benchmarks",
+    r"\bin_turns\b|\bClosing\b(?=[(\[.`])|\bRoofs\b|\bParting\b": "see profiler, validation",
 }
 
 
