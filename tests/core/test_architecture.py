@@ -44,7 +44,7 @@ OTHER_MEANINGS = {
 TEXTS_TOO = {"contiguous", "attention"}  # a layout and a kind of arithmetic, also in quotes
 
 
-def shown(path: Path) -> str:
+def repo_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
@@ -79,7 +79,7 @@ def words(tree: ast.AST) -> Iterator[tuple[str, int, bool]]:
                 yield alias.name.rpartition(".")[2], line, False
 
 
-@pytest.mark.parametrize("path", CORE, ids=shown)
+@pytest.mark.parametrize("path", CORE, ids=repo_path)
 def test_the_core_names_no_op_no_model_and_no_backend(path):
     """By an identifier, or in a text as a whole word."""
     model_names = {n for s in models.specs() for n in (*s.types, *s.gguf)}
@@ -90,11 +90,11 @@ def test_the_core_names_no_op_no_model_and_no_backend(path):
         whole = {word} | {p for p in parts if p in model_names | set(ORDER)}
         allowed = TEXTS_TOO if is_text else OTHER_MEANINGS.keys()
         named = (whole & known) - allowed
-        found += [f"{shown(path)}:{line}: {w}" for w in sorted(named)]
+        found += [f"{repo_path(path)}:{line}: {w}" for w in sorted(named)]
     assert not found, found
 
 
-@pytest.mark.parametrize("path", CORE, ids=shown)
+@pytest.mark.parametrize("path", CORE, ids=repo_path)
 def test_the_core_imports_no_accelerator(path):
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -172,7 +172,7 @@ def test_imports_go_down(name):
     upward = [(to, line) for to, line in imports(name) if to in ENTRY_POINTS - {"graphllm"}]
     others = [(to, line) for to, line in imports(name) if to not in ENTRY_POINTS]
     upward += [(to, line) for to, line in others if level(to) > level(name)]
-    assert not upward, [f"{shown(MODULES[name])}:{line} imports {to}" for to, line in upward]
+    assert not upward, [f"{repo_path(MODULES[name])}:{line} imports {to}" for to, line in upward]
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -241,18 +241,18 @@ def test_the_core_is_small():
 IDS: dict[str, str] = {}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=shown)
+@pytest.mark.parametrize("path", SOURCES, ids=repo_path)
 def test_no_table_is_keyed_by_the_id_of_an_object(path):
     used = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Name) and n.id == "id"]
     lines = [n.lineno for n in used if isinstance(n.ctx, ast.Load)]
-    assert not lines or shown(path) in IDS, lines
-    assert lines or shown(path) not in IDS  # the reason is out of date
+    assert not lines or repo_path(path) in IDS, lines
+    assert lines or repo_path(path) not in IDS  # the reason is out of date
 
 
 MODELS = sorted((ROOT / "models").glob("[a-z]*.py"))
 
 
-@pytest.mark.parametrize("path", MODELS, ids=shown)
+@pytest.mark.parametrize("path", MODELS, ids=repo_path)
 def test_a_model_file_is_small(path):
     assert code_lines(path) <= MODEL_LINES
 
@@ -263,10 +263,10 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             text = node.body[0] if ast.get_docstring(node) else None
             first = (text.end_lineno or 0) - text.lineno + 1 if text else 0
-            yield f"{shown(path)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1 - first
+            yield f"{repo_path(path)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1 - first
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=shown)
+@pytest.mark.parametrize("path", SOURCES, ids=repo_path)
 def test_files_and_functions_are_short(path):
     text = path.read_text("utf-8").splitlines()
     assert len(text) <= FILE_LINES
@@ -284,7 +284,7 @@ def test_importing_is_light():
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=shown)
+@pytest.mark.parametrize("page", PAGES, ids=repo_path)
 def test_links_resolve(page):
     """Links to files, and paths of this repository that are named as code."""
     text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)

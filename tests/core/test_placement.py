@@ -353,7 +353,7 @@ def test_an_installed_backend_that_is_not_used_is_reported(no_gpu, tiny, monkeyp
     assert err == "note: cuda is not used: no NVIDIA driver is installed\n"
     for device in ("cpu", "reference"):  # not requested
         assert not called(monkeypatch, capsys, *words, "--device", device)[2]
-    monkeypatch.setattr(no_gpu, "wanted", lambda: False)  # and not installed
+    monkeypatch.setattr(no_gpu, "expected", lambda: False)  # and not installed
     assert not called(monkeypatch, capsys, *words)[2]
 
 

@@ -47,7 +47,7 @@ def plain(path, monkeypatch):
 def test_a_step_is_begun_before_the_last_one_is_read(ahead):
     generate_ids(ahead, IDS[:20], 4)
     env = {"T": 1, "S": 1, "Q": 2, "N": 1}
-    assert ahead.executor.decode_loop(ahead.decode_plan(), {}, env, "ids").ahead == 1
+    assert ahead.executor.decode_loop(ahead.decode_plan(), {}, env, "ids").lookahead == 1
 
 
 @pytest.mark.parametrize("length", [1, 16, 40, 119, 120])

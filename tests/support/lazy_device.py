@@ -1,5 +1,7 @@
-"""A device that does nothing until somebody asks for a result: what a GPU's queue looks like to the
-host, at its slowest. Its kernels are the reference's."""
+"""A test device that defers all work until a result is read, as a slow GPU queue would.
+
+Its kernels are the reference's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from graphllm.backends.reference import HostDevice
 
 
 class LazyDevice(HostDevice):
-    """``queue``: what was asked for and is not done. ``begun``: runs of segments so far."""
+    """``queue``: deferred work. ``begun``: number of segment runs launched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +48,7 @@ class _Segment:
         self.device, self.steps, self.header = device, steps, header
 
     def run(self, log) -> None:
-        """Later, with the live values of now."""
+        """Defer the run, with the present live values."""
         values = self.header.values.copy()
 
         def run() -> None:
@@ -80,7 +82,7 @@ class _Ring:
         self.device.queue.append(copy)
 
     def take(self) -> np.ndarray:
-        """Does no more than it must."""
+        """Do only the work that the copy depends on."""
         assert self.taken < self.put_count
         while self.arrived <= self.taken:
             self.device.queue.popleft()()
@@ -94,7 +96,7 @@ class _Ring:
 def install(
     patch: pytest.MonkeyPatch, name: str = "lazy", make: Callable[[], LazyDevice] = LazyDevice
 ) -> None:
-    """Make the backend known under this name."""
+    """Make the backend available under ``name``."""
     backend = type(REFERENCE)(name, lambda: (True, f"{name}, for tests"), lambda options: make())
     find = registry.find
     patch.setattr(registry, "find", lambda asked: backend if asked == name else find(asked))

@@ -1,5 +1,4 @@
-"""A stand-in for a backend with a memory of its own: the reference's bodies, on buffers that no
-other backend may be given."""
+"""A test backend with its own memory: NumPy bodies on buffers that no other backend may receive."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ FREE = 1 << 40
 
 
 class RemoteArray(np.ndarray):
-    """A buffer of the remote memory."""
+    """A buffer in the remote memory."""
 
 
 class RemoteDevice(HostDevice):
@@ -39,14 +38,14 @@ class RemoteDevice(HostDevice):
     def build(self, steps, header):
         for step in steps:
             operands = [o for o in (*step.inputs, step.out) if o is not None]
-            near = [o for o in operands if not isinstance(o.buffer, RemoteArray)]
+            host = [o for o in operands if not isinstance(o.buffer, RemoteArray)]
             copies = get(step.node.op).role == "transfer"
-            assert len(near) == copies, f"{step.node.op} of {step.node.scope} mixes memories"
+            assert len(host) == copies, f"{step.node.op} of {step.node.scope} mixes memories"
         return super().build(steps, header)
 
 
 def remote_backend() -> Backend:
-    """All ops but the fused ones."""
+    """Return a backend with kernels for all unfused ops."""
     backend = Backend("remote", lambda: (True, "a test"), lambda options: RemoteDevice())
     for name, op in ops.registry().items():
         if not op.fusion:
