@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import ModelFileError, quote
 from ..graph.dtype import DType
 
-NO_PICKLES = "pickle files can run code and are not loaded; convert it to safetensors"
+NO_PICKLES = "a pickle file, which can run code, is never loaded; convert it to safetensors"
 
 Self = TypeVar("Self", bound="TensorFiles")
 

@@ -181,7 +181,7 @@ def test_truncated_and_damaged_vocabularies(tmp_path: Path) -> None:
         (struct.pack("<ifi", 9, 0.0, -1), "token 0: -1 bytes are not in 0..9"),
         (struct.pack("<ifi", 2**31 - 1, 0.0, 2**31 - 1), "token 0: the file is truncated"),
         (struct.pack("<ifi", 9, float("nan"), 0), "token 0: its score is nan"),
-        (struct.pack("<i", 9) + bytes(8 * (2**20 + 1)), "token 1048576: more than 1048576 are"),
+        (struct.pack("<i", 9) + bytes(8 * (2**20 + 1)), "token 1048576: more than 1048576 tokens"),
     ):
         path.write_bytes(data)
         with pytest.raises(ModelFileError) as caught:
