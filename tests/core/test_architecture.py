@@ -304,6 +304,8 @@ def test_every_variable_is_in_the_table():
     page = (ROOT / "docs" / "cli.md").read_text("utf-8")
     assert used == set(re.findall(r"^\| `(GRAPHLLM_[A-Z_]+)` \|", page, re.MULTILINE))
     assert len(used) <= 10
+    readers = {p for p in SOURCES if re.search(r"environ.*GRAPHLLM_", p.read_text("utf-8"))}
+    assert readers == {ROOT / "graphllm" / "env.py"}
 
 
 def test_setup_lists_every_package():
