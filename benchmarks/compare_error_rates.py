@@ -60,8 +60,8 @@ def slow_down(op: str, share: float) -> None:
             first, *rest = [made] if isinstance(made, Launch) else made
             notes = ctx.keep(np.zeros(LINE * ctx.threads, np.int64))
             thousandths = ctx.keep(np.array([round(1000 * share)], np.int64))
-            last = Launch(linger, [notes, thousandths], joined=True)
-            return [Launch(begin, [notes]), replace(first, joined=True), *rest, last]
+            last = Launch(linger, [notes, thousandths], overlaps_previous=True)
+            return [Launch(begin, [notes]), replace(first, overlaps_previous=True), *rest, last]
 
         return slower
 
