@@ -142,9 +142,9 @@ class Model(Decoder):
 
 def test_a_model_file_that_declares_an_op_can_be_reloaded(tmp_path, monkeypatch):
     """Even after an edit, as in a notebook. Another file cannot redeclare the op."""
-    from graphllm import ops
+    from graphllm.graph import op
 
-    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))
+    monkeypatch.setattr(op, "_REGISTRY", dict(op.registry()))
     path = tiny.write_tiny(tmp_path / "m.gguf", "llama")
     found = []
     for factor in (0.5, 0.5, 0.25):

@@ -199,7 +199,7 @@ def test_llama2_c_pieces(tmp_path: Path) -> None:
         assert own.decode(own.encode(text, add_special=True)) == text.replace("▁", " ")
     name = str(tmp_path / "tokenizer.bin")
     for bad, message in (
-        (pieces[:100], "100 pieces, where"),
+        (pieces[:100], "100 pieces; a llama"),
         ([*pieces[:20], b"x", *pieces[21:]], "tokens: 20 is a byte token"),
         (pieces[:-1], "values for"),
     ):
