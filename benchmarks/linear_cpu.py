@@ -26,7 +26,7 @@ from graphllm.backends.cpu.runtime.isa import isa, thread_count
 from graphllm.backends.cpu.runtime.jit import args, kernel
 from graphllm.backends.cpu.runtime.roofline_probes import Run, read_probe
 from graphllm.backends.cpu.runtime.step_interpreter import BARRIER
-from graphllm.backends.cpu.simd.emitter import F32S, VECTOR, Emit
+from graphllm.backends.cpu.simd.emitter import F32S, VECTOR, Emitter
 from graphllm.formats.quantization import quantise
 from graphllm.graph.dtype import DType, dtype
 from graphllm.graph.tensor import INPUT, WEIGHT, Meta, Tensor
@@ -39,7 +39,7 @@ def _calculate(typingctx, integer, at):
     """Accumulate products of the two vectors at ``at``; store the sums after them."""
 
     def generate(context, builder, sig, values):
-        e, fixed = Emit(builder), integer.literal_value
+        e, fixed = Emitter(builder), integer.literal_value
         u, s = (e.load(values[1], offset=VECTOR * i) for i in range(2))
         x, y = (e.b.bitcast(v, F32S) for v in (u, s))
         sums = [e.variable(u if fixed else x) for _ in range(_CHAINS)]

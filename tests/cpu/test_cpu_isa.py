@@ -27,7 +27,7 @@ from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
 from graphllm.backends.cpu.formats.encoder import BlockEncoder
 from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
-from graphllm.backends.cpu.simd.emitter import Emit
+from graphllm.backends.cpu.simd.emitter import Emitter
 
 # The feature that the processor needs, and the description of the target.
 TARGETS = {
@@ -114,7 +114,7 @@ ARM = ISA("generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True,
 
 
 def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | str) -> str:
-    """Assembly of ``emit(Emit, *literals, *values)`` for a 64-bit Arm processor."""
+    """Assembly of ``emit(Emitter, *literals, *values)`` for a 64-bit Arm processor."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     triple = "aarch64-unknown-linux-gnu"
@@ -123,7 +123,7 @@ def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | 
     word = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * values), name)
     builder = ir.IRBuilder(function.append_basic_block())
-    emit(Emit(builder, ARM), *literals, *function.args)
+    emit(Emitter(builder, ARM), *literals, *function.args)
     builder.ret_void()
     machine = binding.Target.from_triple(triple).create_target_machine(opt=2)
     return machine.emit_assembly(binding.parse_assembly(str(module)))

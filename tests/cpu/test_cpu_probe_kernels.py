@@ -23,7 +23,7 @@ from graphllm.backends.cpu.kernels.weight_packing import allocate
 from graphllm.backends.cpu.runtime import probe_kernels, roofline_probes
 from graphllm.backends.cpu.runtime.isa import ISA
 from graphllm.backends.cpu.runtime.roofline_probes import Run
-from graphllm.backends.cpu.simd.emitter import Emit
+from graphllm.backends.cpu.simd.emitter import Emitter
 
 NBYTES, CHUNK = 3 << 18, 256 << 10
 
@@ -52,7 +52,7 @@ MULTIPLY = r"v(pmaddubsw|pdpbusd|fmadd\d+ps)\s"
 MOVE = r"v(mov|p?broadcast|extract|insert|gather)"  # on ports that do not multiply
 
 
-def blocks_of(name: str, emit: Callable[[Emit, list[Any]], Any], values: int) -> list[list[str]]:
+def blocks_of(name: str, emit: Callable[[Emitter, list[Any]], Any], values: int) -> list[list[str]]:
     """Instructions of each basic block of what ``emit`` makes of ``values`` int64 arguments."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -61,7 +61,7 @@ def blocks_of(name: str, emit: Callable[[Emit, list[Any]], Any], values: int) ->
     word = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(word, [word] * values), "peak")
     builder = ir.IRBuilder(function.append_basic_block())
-    found = emit(Emit(builder, PROCESSORS[name][0]), list(function.args))
+    found = emit(Emitter(builder, PROCESSORS[name][0]), list(function.args))
     builder.ret(ir.Constant(word, 0) if found is None else found)
     target = binding.Target.from_triple(module.triple).create_target_machine(cpu=name, opt=3)
     parsed = binding.parse_assembly(str(module))
@@ -105,11 +105,11 @@ def test_no_kernel_computes_more_per_instruction_than_the_probe(name):
         assert 0 < reached <= best["f32" if floats else "int8"], form.name
 
 
-def _peak(kind: str, e: Emit, values: list[Any]) -> Any:
+def _peak(kind: str, e: Emitter, values: list[Any]) -> Any:
     return probe_kernels.emit_multiply_add(e, kind, *values)
 
 
-def _tile(code: int | None, shape: tuple[int, int], e: Emit, values: list[Any]) -> None:
+def _tile(code: int | None, shape: tuple[int, int], e: Emitter, values: list[Any]) -> None:
     if code is None:
         linear_float.tile(e, *shape, *values)
     else:

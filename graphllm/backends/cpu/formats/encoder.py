@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from llvmlite import ir
 
-from ..simd.emitter import F32S, I8S, I16, I16S, I32, I32S, I64, LANES, Emit, Value
+from ..simd.emitter import F32S, I8S, I16, I16S, I32, I32S, I64, LANES, Emitter, Value
 from ..simd.vectors import F16S
 
 _SIGN, _MAGNITUDE, _INFINITY = 0x80000000, 0x7FFFFFFF, 0x7F800000  # bits of a float32
@@ -25,7 +25,7 @@ ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 Merge = Callable[[Value, Value], Value]
 
 
-class BlockEncoder(Emit):
+class BlockEncoder(Emitter):
     """Emits the arithmetic and the stores of encoders."""
 
     # -- numbers

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ....graph.dtype import DTYPES
-from ..simd.emitter import Emit, Value
+from ..simd.emitter import Emitter, Value
 from .packed_format import Move, PackedFormat, register
 
 
@@ -14,13 +14,13 @@ from .packed_format import Move, PackedFormat, register
 class FloatFormat(PackedFormat):
     """Elements as they are stored: 16 of them, one of each row, for each k."""
 
-    load: str  # the method of Emit that loads 16 elements as f32x16
+    load: str  # the method of Emitter that loads 16 elements as f32x16
 
     def moves(self) -> list[Move]:
         size = DTYPES[self.name].nbytes
         return [Move(0, 0, size, size)]
 
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         yield 0, getattr(e, self.load)(at)
 
 

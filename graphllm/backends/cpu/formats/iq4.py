@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from ....formats.iq4 import IQ4_VALUES
-from ..simd.emitter import I16S, I32S, VECTOR, Emit, Value
+from ..simd.emitter import I16S, I32S, VECTOR, Emitter, Value
 from .encoder import BlockEncoder, fit_largest, runs_of_32, store_nibbles_of
 from .packed_format import HALVES, Block32, Block256, Codebook, Move, register
 
@@ -28,13 +28,13 @@ class CodebookBlock(Block32):
     def moves(self) -> list[Move]:
         return [*self.chunks("q", 0), *self.scalar("d", self.factors_at())]
 
-    def integers(self, e: Emit, at: Value) -> list[Value]:
+    def integers(self, e: Emitter, at: Value) -> list[Value]:
         return self.codebook.look_up(e, [e.load(at, offset=VECTOR * j) for j in range(4)])
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e)
 
-    def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
+    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
         if self.codebook.signed(e):
             return e.dot_signed_bytes(list(zip(words, x)), total)
         return super().dot(e, words, x, total)
@@ -52,13 +52,13 @@ class IQ4XS(Block256):
         scales += self.chunks("scales", 2 * HALVES)
         return [*scales, *self.chunks("q", 2 * HALVES + VECTOR)]
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         first = 2 * HALVES + VECTOR
         for k in range(8):
             nibbles = [e.load(at, offset=first + VECTOR * (4 * k + j)) for j in range(4)]
             yield k, self.codebook.look_up(e, nibbles)
 
-    def scales(self, e: Emit, at: Value) -> list[Value]:
+    def scales(self, e: Emitter, at: Value) -> list[Value]:
         low = e.load(at, offset=2 * HALVES)
         top = e.b.zext(e.load(at, I16S, HALVES), I32S)
         sixes = []
@@ -67,32 +67,32 @@ class IQ4XS(Block256):
             sixes.append(e.b.or_(e.mask(e.shr(low, 4 * k), 15), e.mask(moved, 0x30)))
         return [e.b.sub(six, e.i32(32)) for six in sixes]
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e) if e.isa.vnni else 0
 
-    def has_offsets(self, e: Emit) -> bool:
+    def has_offsets(self, e: Emitter) -> bool:
         return super().has_offsets(e) and not self.codebook.signed(e)
 
-    def offsets(self, e: Emit, at: Value) -> list[Value]:
+    def offsets(self, e: Emitter, at: Value) -> list[Value]:
         scales = self.scales(e, at)
         return [e.pack_i16(scales[k], scales[k + 2]) for k in (0, 1, 4, 5)]
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at)]
 
     def dot(
-        self, e: Emit, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
+        self, e: Emitter, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
     ) -> Value:
         if self.codebook.signed(e):
             return e.dot_signed_bytes_scaled(pairs, scale, total)
         return super().dot(e, pairs, scale, total)
 
-    def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
+    def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         if offset is not None:
             total = e.b.sub(total, e.b.mul(offset, e.i32(self.codebook.zero_point(e))))
         return e.mul(e.to_f32(total), factors[0])
 
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         scales, (d,) = self.scales(e, at), self.factors(e, at)
         zero = self.codebook.zero_point(e)
         for k, words in self.sub_blocks(e, at):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..simd.emitter import VECTOR, Emit, Value
+from ..simd.emitter import VECTOR, Emitter, Value
 from .encoder import (
     BIT_PAIRS,
     BlockEncoder,
@@ -35,7 +35,7 @@ _ORDER = (0, 2, 1, 3)  # of the scales in each four, in formats with 16 sub-bloc
 _SIXES = 0x30303030  # the top two bits of six in each of four bytes
 
 
-def _quarter(e: Emit, at: Value, first: int, run: int) -> list[Value]:
+def _quarter(e: Emitter, at: Value, first: int, run: int) -> list[Value]:
     """Bit pair ``run`` of the bytes of vectors ``first`` to ``first + 3``."""
     vectors = [e.load(at, offset=VECTOR * (first + j)) for j in range(4)]
     return [e.mask(e.shr(v, 2 * run), 0x03030303) for v in vectors]
@@ -47,7 +47,7 @@ def _sub_scales(form: PackedFormat, field: str, target: int) -> list[Move]:
     return [Move(start + k, target + k // 4 * VECTOR + _ORDER[k % 4], 1, 4) for k in range(size)]
 
 
-def _pairs(e: Emit, packed: list[Value]) -> list[Value]:
+def _pairs(e: Emitter, packed: list[Value]) -> list[Value]:
     """Bytes of sub-blocks, four in each lane, as the int16 pairs of `Block256.offsets`."""
     return [pair for each in packed for pair in e.split_bytes(each)]
 
@@ -66,7 +66,7 @@ class Q4K(Block256):
         scales += self.chunks("scales", 2 * HALVES)
         return [*scales, *self.chunks("q", self.nbytes - 32 * VECTOR)]
 
-    def packed_scales(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
+    def packed_scales(self, e: Emitter, at: Value) -> tuple[list[Value], list[Value]]:
         """Vectors of scales and of minima, a byte each, from the bits that
         `graphllm.formats.k_quants` describes."""
         low, high, mixed = (e.load(at, offset=2 * HALVES + VECTOR * k) for k in range(3))
@@ -77,38 +77,38 @@ class Q4K(Block256):
             [e.mask(high, 0x3F3F3F3F), e.b.or_(last[1], tops[1])],
         )
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         first = self.nbytes - 32 * VECTOR
         for c in range(4):
             both = [e.load(at, offset=first + VECTOR * (8 * c + j)) for j in range(8)]
             yield 2 * c, [e.mask(v, NIBBLES) for v in both]
             yield 2 * c + 1, [e.mask(e.shr(v, 4), NIBBLES) for v in both]
 
-    def _scale(self, e: Emit, packed: list[Value], k: int) -> Value:
+    def _scale(self, e: Emitter, packed: list[Value], k: int) -> Value:
         return e.byte(packed[k // 4], self.place[k % 4])
 
-    def scales(self, e: Emit, at: Value) -> list[Value]:
+    def scales(self, e: Emitter, at: Value) -> list[Value]:
         packed = self.packed_scales(e, at)[0]
         return [self._scale(e, packed, k) for k in range(256 // self.sub)]
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return 8 if e.isa.vnni and self.sub == 32 and self.largest == 15 else 0
 
-    def corrections(self, e: Emit, at: Value) -> list[Value]:
+    def corrections(self, e: Emitter, at: Value) -> list[Value]:
         pairs = _pairs(e, self.packed_scales(e, at)[0])
         return [e.shl(pair, self.zero_point(e).bit_length() - 1) for pair in pairs]
 
-    def offsets(self, e: Emit, at: Value) -> list[Value]:
+    def offsets(self, e: Emitter, at: Value) -> list[Value]:
         return _pairs(e, self.packed_scales(e, at)[1])
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at), e.load_f16(at, HALVES)]
 
-    def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
+    def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         least = e.mul(e.to_f32(offset), factors[1])
         return e.sub(e.mul(e.to_f32(total), factors[0]), least)
 
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         packed, (d, dmin) = self.packed_scales(e, at), self.factors(e, at)
         for k, words in self.sub_blocks(e, at):
             scale, least = (e.to_f32(self._scale(e, each, k)) for each in packed)
@@ -126,7 +126,7 @@ class Q5K(Q4K):
     def moves(self) -> list[Move]:
         return [*super().moves(), *self.chunks("high", self._FIFTH)]
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         fifth = [e.load(at, offset=self._FIFTH + VECTOR * j) for j in range(8)]
         for k, words in super().sub_blocks(e, at):
             yield k, [with_bit(e, word, five, k, 4) for word, five in zip(words, fifth)]
@@ -143,18 +143,18 @@ class Q2K(Q4K):
         factors = [*self.scalar("d", self._FACTORS), *self.scalar("dmin", self._FACTORS + HALVES)]
         return [*self.chunks("q", 0), *_sub_scales(self, "scales", self._SCALES), *factors]
 
-    def packed_scales(self, e: Emit, at: Value) -> tuple[list[Value], list[Value]]:
+    def packed_scales(self, e: Emitter, at: Value) -> tuple[list[Value], list[Value]]:
         both = [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(4)]
         return [e.mask(v, NIBBLES) for v in both], [e.mask(e.shr(v, 4), NIBBLES) for v in both]
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         for half in range(2):
             for side in range(2):
                 for run in range(4):
                     words = _quarter(e, at, 8 * half + 4 * side, run)
                     yield 8 * half + 2 * run + side, words
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at, self._FACTORS), e.load_f16(at, self._FACTORS + HALVES)]
 
 
@@ -182,7 +182,7 @@ class Q6K(Block256):
     def _factors_at(self) -> int:
         return self.nbytes - HALVES
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         for h in range(2):
             for side in range(2):
                 runs: list[list[Value]] = [[] for _ in range(4)]
@@ -197,29 +197,29 @@ class Q6K(Block256):
                 for run, vectors in enumerate(runs):
                     yield 8 * h + 2 * run + side, vectors
 
-    def packed_scales(self, e: Emit, at: Value) -> list[Value]:
+    def packed_scales(self, e: Emitter, at: Value) -> list[Value]:
         """Vectors of the signed scales, a byte each."""
         return [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(4)]
 
-    def scales(self, e: Emit, at: Value) -> list[Value]:
+    def scales(self, e: Emitter, at: Value) -> list[Value]:
         packed = self.packed_scales(e, at)
         return [e.signed_byte(packed[k // 4], _ORDER[k % 4]) for k in range(16)]
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return self.offset if e.isa.vnni else 0
 
-    def offsets(self, e: Emit, at: Value) -> list[Value]:
+    def offsets(self, e: Emitter, at: Value) -> list[Value]:
         return _pairs(e, self.packed_scales(e, at))
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at, self._factors_at())]
 
-    def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
+    def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         if offset is not None:
             total = e.b.sub(total, e.shl(offset, self.offset.bit_length() - 1))
         return e.mul(e.to_f32(total), factors[0])
 
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         scales, (d,) = self.scales(e, at), self.factors(e, at)
         for k, words in self.sub_blocks(e, at):
             scale = e.mul(e.to_f32(scales[k]), d)
@@ -239,7 +239,7 @@ class Q3K(Q6K):
         scales = _sub_scales(self, "scales", self._SCALES)
         return [*bits, *scales, *self.scalar("d", self._factors_at())]
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         for half in range(2):
             for side in range(2):
                 thirds = [e.load(at, offset=VECTOR * (4 * side + j)) for j in range(4)]
@@ -249,7 +249,7 @@ class Q3K(Q6K):
                     words = [with_bit(e, word, third, bit, 2) for word, third in zip(low, thirds)]
                     yield 2 * bit + side, words
 
-    def packed_scales(self, e: Emit, at: Value) -> list[Value]:
+    def packed_scales(self, e: Emitter, at: Value) -> list[Value]:
         low = [e.load(at, offset=self._SCALES + VECTOR * z) for z in range(2)]
         top = e.load(at, offset=self._SCALES + 2 * VECTOR)
         # Vector z of scales: half z of the two vectors `low`, and bit pair z of `top`.

@@ -10,7 +10,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emit, Value
+from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .packed_format import Block32, Move, halves_of, register, with_bit
 
@@ -30,14 +30,14 @@ class SimpleBlock(Block32):
 class Bytes(SimpleBlock):
     """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is used."""
 
-    def integers(self, e: Emit, at: Value) -> list[Value]:
+    def integers(self, e: Emitter, at: Value) -> list[Value]:
         words = [e.load(at, offset=VECTOR * j) for j in range(8)]
         return [e.b.xor(w, e.i32(SIGN_BITS)) for w in words] if e.isa.vnni else words
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return 128 if e.isa.vnni else 0
 
-    def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
+    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
         if e.isa.vnni:
             return super().dot(e, words, x, total)
         return e.dot_signed_bytes(list(zip(words, x)), total)
@@ -46,10 +46,10 @@ class Bytes(SimpleBlock):
 class Nibbles(SimpleBlock):
     """Four bits of each q."""
 
-    def integers(self, e: Emit, at: Value) -> list[Value]:
+    def integers(self, e: Emitter, at: Value) -> list[Value]:
         return halves_of(e, [e.load(at, offset=VECTOR * j) for j in range(4)])
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return 0 if self.has_minimum else (self.largest + 1) // 2
 
 
@@ -57,11 +57,11 @@ class FiveBits(Nibbles):
     """Nibbles, and a vector of fifth bits: bit 8 b + j of a row belongs to element 4 j + b, so that
     they are unpacked in few steps."""
 
-    def integers(self, e: Emit, at: Value) -> list[Value]:
+    def integers(self, e: Emitter, at: Value) -> list[Value]:
         fifth = e.load(at, offset=4 * VECTOR)
         return [with_bit(e, word, fifth, j, 4) for j, word in enumerate(super().integers(e, at))]
 
-    def pack(self, e: Emit, source: Value, target: Value, row: Value) -> Value:
+    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
         fifth = _spread(e.b, e.load(source, I32, self.span("high")[0]))
         e.store(fifth, e.at(target, e.times(row, 4)), 4 * VECTOR)
         return super().pack(e, source, target, row)

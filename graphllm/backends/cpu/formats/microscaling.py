@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from ....formats.microscaling import MXFP4_VALUES
-from ..simd.emitter import F32S, I8, I32, LANES, Emit, Value
+from ..simd.emitter import F32S, I8, I32, LANES, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .iq4 import CodebookBlock
 from .packed_format import Codebook, Move, register
@@ -27,7 +27,7 @@ class Mxfp4(CodebookBlock):
     def factors_at(self) -> int:
         return self.nbytes - LANES
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_e8m0_half(at, self.factors_at())]
 
 

@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from .... import formats
 from ....graph.dtype import DTYPES
-from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emit, Value
+from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emitter, Value
 from .encoder import Encoder
 
 HALVES = 32  # bytes of 16 float16
@@ -77,7 +77,7 @@ class PackedFormat:
         """The moves that pack one row of a block; each byte at most once."""
         raise NotImplementedError
 
-    def pack(self, e: Emit, source: Value, target: Value, row: Value) -> Value:
+    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
         """Emit the packing of one stored block into row ``row`` of a tile's block.
 
         Args:
@@ -118,7 +118,7 @@ class PackedFormat:
         return [Move(start, target, size, size)]
 
     # -- unpacking
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         """Yield (k, element k of each row as f32x16) for one block at ``at``. Each value rounds as
         the format's NumPy decoder does."""
         raise NotImplementedError
@@ -149,11 +149,11 @@ class Block32(PackedFormat):
     largest: int  # unsigned q
     has_minimum: bool = False  # has an m; then the zero point is 0
 
-    def integers(self, e: Emit, at: Value) -> list[Value]:
+    def integers(self, e: Emitter, at: Value) -> list[Value]:
         """Eight vectors of q in bytes: elements 4 j to 4 j + 3 in vector j."""
         raise NotImplementedError
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         """The integer that stands for zero."""
         raise NotImplementedError
 
@@ -161,16 +161,16 @@ class Block32(PackedFormat):
         """Offset of d, which m follows, in a tile's block: at its end."""
         return self.nbytes - HALVES * (1 + self.has_minimum)
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         """d, and m if the format has one, f32x16."""
         first = self.factors_at()
         return [e.load_f16(at, first + HALVES * i) for i in range(1 + self.has_minimum)]
 
-    def dot(self, e: Emit, words: list[Value], x: list[Value], total: Value) -> Value:
+    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
         """``total`` plus the sum of q times activations in each lane."""
         return e.dot_bytes(list(zip(words, x)), self.largest, total)
 
-    def values(self, e: Emit, at: Value) -> Iterator[tuple[int, Value]]:
+    def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         (d, *m), zero = self.factors(e, at), self.zero_point(e)
         for j, word in enumerate(self.integers(e, at)):
             for i in range(4):
@@ -189,47 +189,47 @@ class Block256(PackedFormat):
     largest: int  # unsigned q
     minima: ClassVar[bool]  # whether the term that does not depend on q has factors of its own
 
-    def sub_blocks(self, e: Emit, at: Value) -> Iterator[tuple[int, list[Value]]]:
+    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
         """Yield (sub-block, its vectors of q), each once, in the order with the fewest loads."""
         raise NotImplementedError
 
-    def scales(self, e: Emit, at: Value) -> list[Value]:
+    def scales(self, e: Emitter, at: Value) -> list[Value]:
         """The integer scales of the sub-blocks."""
         raise NotImplementedError
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         """What VNNI dots subtract from q, by starting at minus this times the activation sums: to
         save work later, or so that dots fit int16."""
         return 0
 
-    def fits_i16(self, e: Emit) -> bool:
+    def fits_i16(self, e: Emitter) -> bool:
         """Whether the dot of a sub-block fits int16, and is scaled as int16."""
         most = max(self.largest - self.zero_point(e), self.zero_point(e))
         return e.isa.vnni and self.sub * most * 127 < 1 << 15
 
-    def has_corrections(self, e: Emit) -> bool:
+    def has_corrections(self, e: Emitter) -> bool:
         """Whether there are `corrections`."""
         return self.minima and self.zero_point(e) != 0
 
-    def corrections(self, e: Emit, at: Value) -> list[Value]:
+    def corrections(self, e: Emitter, at: Value) -> list[Value]:
         """Pairs like `offsets` that add back what `zero_point` took from the dots, if the format
         itself has no zero point."""
         raise NotImplementedError
 
-    def has_offsets(self, e: Emit) -> bool:
+    def has_offsets(self, e: Emitter) -> bool:
         """Whether there are `offsets`."""
         return self.minima or self.zero_point(e) == 0
 
-    def offsets(self, e: Emit, at: Value) -> list[Value]:
+    def offsets(self, e: Emitter, at: Value) -> list[Value]:
         """Vectors of int16 pairs to multiply by pairs of activation sums: with sub-blocks of 16,
         eight (sums 0 1, 2 3, ...); with sub-blocks of 32, four (sums 0 2, 1 3, 4 6, 5 7)."""
         raise NotImplementedError
 
-    def factors(self, e: Emit, at: Value) -> list[Value]:
+    def factors(self, e: Emitter, at: Value) -> list[Value]:
         """The float scales, f32x16."""
         raise NotImplementedError
 
-    def join(self, e: Emit, total: Value, offset: Value | None, factors: list[Value]) -> Value:
+    def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         """Combine a super-block's integer sums, without the scale of the activations.
 
         Args:
@@ -244,20 +244,20 @@ class Block256(PackedFormat):
         raise NotImplementedError
 
     def dot(
-        self, e: Emit, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
+        self, e: Emitter, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
     ) -> Value:
-        """``total`` plus, in each lane, q times activations times a scale as `Emit.prepare_scale`
-        makes it. Not for VNNI."""
+        """``total`` plus, in each lane, q times activations times a scale of
+        `Emitter.prepare_scale`. Not for VNNI."""
         return e.dot_bytes_scaled(pairs, self.largest, scale, total)
 
 
-def halves_of(e: Emit, nibbles: list[Value]) -> list[Value]:
+def halves_of(e: Emitter, nibbles: list[Value]) -> list[Value]:
     """The low halves of all bytes, then their high halves."""
     high = [e.mask(e.shr(v, 4), NIBBLES) for v in nibbles]
     return [e.mask(v, NIBBLES) for v in nibbles] + high
 
 
-def with_bit(e: Emit, word: Value, bits: Value, bit: int, place: int) -> Value:
+def with_bit(e: Emitter, word: Value, bits: Value, bit: int, place: int) -> Value:
     """Set bit ``place`` of each byte of ``word`` to bit ``bit`` of that byte of ``bits``."""
     moved = e.shl(bits, place - bit) if bit < place else e.shr(bits, bit - place)
     return e.b.or_(word, e.mask(moved, 0x01010101 << place))
@@ -275,15 +275,15 @@ class Codebook:
         """The largest unsigned byte."""
         return max(self.codes) - min(self.codes)
 
-    def signed(self, e: Emit) -> bool:
-        """Whether bytes are signed. Large unsigned ones need VNNI: without it `Emit.dot_bytes`
+    def signed(self, e: Emitter) -> bool:
+        """Whether bytes are signed. Large unsigned ones need VNNI: without it `Emitter.dot_bytes`
         has to split them."""
         return not e.isa.vnni and 2 * self.largest * 127 >= 1 << 15
 
-    def zero_point(self, e: Emit) -> int:
+    def zero_point(self, e: Emitter) -> int:
         return 0 if self.signed(e) else -min(self.codes)
 
-    def look_up(self, e: Emit, nibbles: list[Value]) -> list[Value]:
+    def look_up(self, e: Emitter, nibbles: list[Value]) -> list[Value]:
         """The values of `halves_of` the nibbles."""
         table = [(v + self.zero_point(e)) & 0xFF for v in self.codes]
         return [e.lookup_bytes(half, table) for half in halves_of(e, nibbles)]

@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from ....graph.dtype import DTYPES
 from ..runtime.isa import isa
-from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emit, Value
+from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emitter, Value
 
 SPLIT_KEYS = 256  # keys of a split, the unit of the online softmax
 S_ROW = SPLIT_KEYS * 4  # bytes of a row of scores
@@ -39,7 +39,7 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
     def run(typingctx, operands):
         def generate(context, builder, sig, values):
             parts = [builder.extract_value(values[0], i) for i in range(count)]
-            value = emit(Emit(builder), *parts)
+            value = emit(Emitter(builder), *parts)
             return context.get_dummy_value() if value is None else value
 
         return result(types.UniTuple(int64, count)), generate
@@ -50,15 +50,15 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
 # ------------------------------------------------------------------------------------------ readers
 
 
-def _load_f32(e: Emit, address: Value) -> list[Value]:
+def _load_f32(e: Emitter, address: Value) -> list[Value]:
     return [e.load(address, F32S)]
 
 
-def _load_f16(e: Emit, address: Value) -> list[Value]:
+def _load_f16(e: Emitter, address: Value) -> list[Value]:
     return [e.load_f16(address, 2 * LANES * i) for i in range(2)]
 
 
-def _load_q8_0(e: Emit, address: Value) -> list[Value]:
+def _load_q8_0(e: Emitter, address: Value) -> list[Value]:
     """A block is d:f16 and 32 int8. Products have at most 18 bits, so they are exact."""
     scale = e.b.fpext(e.splat(e.load(address, F16)), F32S)
     found = []
@@ -82,14 +82,14 @@ class ElementReader:
 
     unit: int
     nbytes: int
-    load_unit: Callable[[Emit, Value], list[Value]]
+    load_unit: Callable[[Emitter, Value], list[Value]]
     element: Any = None
 
     @property
     def vectors(self) -> int:
         return self.unit // LANES
 
-    def load_partial(self, e: Emit, address: Value, count: Value) -> list[Value]:
+    def load_partial(self, e: Emitter, address: Value, count: Value) -> list[Value]:
         """Load the first ``count`` elements of a unit, followed by zeros.
 
         Memory beyond them is not read, as it may hold NaN.
@@ -111,11 +111,11 @@ READERS = {
 }
 
 
-def shuffle(e: Emit, x: Value, y: Value, lanes: list[int]) -> Value:
+def shuffle(e: Emitter, x: Value, y: Value, lanes: list[int]) -> Value:
     return e.b.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
 
-def fold(e: Emit, vectors: list[Value]) -> Value:
+def fold(e: Emitter, vectors: list[Value]) -> Value:
     """Sum the lanes of each of up to 16 vectors; the sums are the lanes of one vector.
 
     Lane i is added to lane i + 8, then i + 4, i + 2, i + 1, whatever the number of vectors.
@@ -134,11 +134,11 @@ def fold(e: Emit, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-def _zeros(e: Emit, count: int) -> list[Value]:
+def _zeros(e: Emitter, count: int) -> list[Value]:
     return [e.variable(ir.Constant(F32S, None)) for _ in range(count)]
 
 
-def _positive(e: Emit, value: Value) -> Value:
+def _positive(e: Emitter, value: Value) -> Value:
     return e.b.icmp_signed(">", value, e.count(0))
 
 
@@ -147,8 +147,8 @@ def _positive(e: Emit, value: Value) -> Value:
 
 def _unpack(reader: ElementReader) -> Callable[..., None]:
     def emit(
-        e: Emit, keys: Value, first: Value, last: Value, units: Value, rest: Value, target: Value,
-        total_stride: Value,
+        e: Emitter, keys: Value, first: Value, last: Value, units: Value, rest: Value,
+        target: Value, total_stride: Value,
     ) -> None:  # fmt: skip
         """Unpack rows ``first`` to ``last`` of a list to float32, zero-padded to whole units."""
         with e.loop(e.b.sub(last, first)) as loop:
@@ -161,7 +161,13 @@ def _unpack(reader: ElementReader) -> Callable[..., None]:
 
 
 def _unpack_row(
-    e: Emit, reader: ElementReader, row: Value, ahead: Value, units: Value, rest: Value, out: Value
+    e: Emitter,
+    reader: ElementReader,
+    row: Value,
+    ahead: Value,
+    units: Value,
+    rest: Value,
+    out: Value,
 ) -> None:
     with e.loop(units) as step:
         offset = e.times(step.index, reader.nbytes)
@@ -175,7 +181,7 @@ def _unpack_row(
             _store_all(e, reader.load_partial(e, source, rest), there)
 
 
-def _store_all(e: Emit, vectors: list[Value], address: Value) -> None:
+def _store_all(e: Emitter, vectors: list[Value], address: Value) -> None:
     for i, vector in enumerate(vectors):
         e.store(vector, address, 4 * LANES * i)
 
@@ -185,8 +191,8 @@ def _store_all(e: Emit, vectors: list[Value], address: Value) -> None:
 
 def _scores(reader: ElementReader, height: int) -> Callable[..., None]:
     def emit(
-        e: Emit, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value, units: Value,
-        rest: Value, s: Value,
+        e: Emitter, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value,
+        units: Value, rest: Value, s: Value,
     ) -> None:  # fmt: skip
         """s[row][key] = q[row] . key, in blocks of ``height`` rows and groups of TILE_KEYS keys."""
         with e.loop(groups) as group:
@@ -199,8 +205,8 @@ def _scores(reader: ElementReader, height: int) -> Callable[..., None]:
 
 def _unpacked_scores(reader: ElementReader, height: int) -> Callable[..., None]:
     def emit(
-        e: Emit, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value, units: Value,
-        rest: Value, s: Value, out: Value,
+        e: Emitter, q: Value, q_stride: Value, blocks: Value, keys: Value, groups: Value,
+        units: Value, rest: Value, s: Value, out: Value,
     ) -> None:  # fmt: skip
         """As `_scores`, but each group of keys is unpacked once for all rows, to ``out``."""
         unpacked = [e.at(out, e.times(q_stride, i)) for i in range(TILE_KEYS)]
@@ -215,7 +221,7 @@ def _unpacked_scores(reader: ElementReader, height: int) -> Callable[..., None]:
     return emit
 
 
-def _group(e: Emit, keys: Value, index: Value) -> tuple[list[Value], list[Value]]:
+def _group(e: Emitter, keys: Value, index: Value) -> tuple[list[Value], list[Value]]:
     """Addresses of a group of keys, and of the keys to prefetch meanwhile."""
     at = e.at(keys, e.times(index, 8 * TILE_KEYS))
     row_of = [e.load(at, I64, 8 * i) for i in range(TILE_KEYS)]
@@ -226,7 +232,7 @@ class _ScoreTile:
     """Scores of a group of keys with all rows."""
 
     def __init__(
-        self, e: Emit, reader: ElementReader, height: int, keys: list[Value], ahead: list[Value],
+        self, e: Emitter, reader: ElementReader, height: int, keys: list[Value], ahead: list[Value],
         units: Value, rest: Value,
     ) -> None:  # fmt: skip
         self.e, self.reader, self.height, self.keys, self.ahead = e, reader, height, keys, ahead
@@ -255,7 +261,7 @@ class _ScoreTile:
 
 
 def _multiply(
-    e: Emit, rows: list[Value], offset: Value, loaded: list[list[Value]], sums: list[Value]
+    e: Emitter, rows: list[Value], offset: Value, loaded: list[list[Value]], sums: list[Value]
 ) -> None:
     """Add the products of a unit of a row and of a key to each sum."""
     for part in range(len(loaded[0])):
@@ -266,7 +272,7 @@ def _multiply(
                 e.set(total, e.madd(x, key[part], e.get(total)))
 
 
-def _store_scores(e: Emit, sums: list[Value], target: Value) -> None:
+def _store_scores(e: Emitter, sums: list[Value], target: Value) -> None:
     """Fold the sums, ordered by row and then key, and store them a row at a time."""
     together = LANES // TILE_KEYS  # rows whose sums fill a vector
     for first in range(0, len(sums) // TILE_KEYS, together):
@@ -284,7 +290,7 @@ def _values(reader: ElementReader, height: int) -> Callable[..., None]:
     strip = max(1, TILE_COLUMNS // reader.vectors)  # units
 
     def emit(
-        e: Emit, s: Value, blocks: Value, values: Value, first: Value, last: Value, units: Value,
+        e: Emitter, s: Value, blocks: Value, values: Value, first: Value, last: Value, units: Value,
         rest: Value, total: Value, total_stride: Value, old: Value, new: Value,
     ) -> None:  # fmt: skip
         """total[row] = total[row] * old[row] + new[row] * sum over keys of s[row][key] * value.
@@ -310,7 +316,7 @@ def _values(reader: ElementReader, height: int) -> Callable[..., None]:
 class _ColumnStrip:
     """Some columns of the totals of a block of rows, over all keys of a split."""
 
-    def __init__(self, e: Emit, reader: ElementReader, height: int, *operands: Value) -> None:
+    def __init__(self, e: Emitter, reader: ElementReader, height: int, *operands: Value) -> None:
         self.e, self.reader, self.height = e, reader, height
         self.s, self.values, self.first, self.last = operands[:4]
         self.total, self.total_stride, self.old, self.new = operands[4:]
@@ -352,11 +358,11 @@ class _ColumnStrip:
                 _blend(e, e.at(target, c * LANES * 4), sums[r * count + c], a, b)
 
 
-def _blend(e: Emit, target: Value, new: Value, a: Value, b: Value) -> None:
+def _blend(e: Emitter, target: Value, new: Value, a: Value, b: Value) -> None:
     e.store(e.madd(new, b, e.mul(e.load(target, F32S), a)), target)
 
 
-def _merge_rows(e: Emit, total: Value, part: Value, vectors: Value, a: Value, b: Value) -> None:
+def _merge_rows(e: Emitter, total: Value, part: Value, vectors: Value, a: Value, b: Value) -> None:
     """total = total * a + part * b as in `_values`; a and b are addresses of a float32 each."""
     a, b = e.broadcast_f32(a), e.broadcast_f32(b)
     with e.loop(vectors) as loop:

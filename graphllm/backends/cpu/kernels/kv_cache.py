@@ -14,7 +14,7 @@ from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
-from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emit, Value
+from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range
 
@@ -22,15 +22,15 @@ _Q8 = DTYPES["q8_0"]
 _TINY_BITS, _INF_BITS = 0x0D800000, 0x7F800000  # bits of 2**-100 and of infinity
 
 
-def _to_f32(e: Emit, source: Value, target: Value) -> None:
+def _to_f32(e: Emitter, source: Value, target: Value) -> None:
     e.store(e.load_f32(source), target)
 
 
-def _to_f16(e: Emit, source: Value, target: Value) -> None:
+def _to_f16(e: Emitter, source: Value, target: Value) -> None:
     e.store(e.b.fptrunc(e.load_f32(source), ir.VectorType(F16, LANES)), target)
 
 
-def _to_q8_0(e: Emit, source: Value, target: Value) -> None:
+def _to_q8_0(e: Emitter, source: Value, target: Value) -> None:
     """Encode a block exactly as the op's NumPy body: d = amax / 127, q = x / d, ties away from 0.
 
     A block with NaN or infinity gets the scale NaN; a block whose largest magnitude is below

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..formats import FORMATS, PackedFormat, by_code
-from ..simd.emitter import F32S, VECTOR, Emit, Value
+from ..simd.emitter import F32S, VECTOR, Emitter, Value
 from .linear_integer import token_rows
 
 FLOAT_CHUNK = 128  # columns per update of c: the panels of two groups fit the L1 cache
@@ -13,7 +13,7 @@ FLOAT_PANEL = FLOAT_CHUNK * VECTOR
 _UNROLL = 8  # elements of plain formats in an iteration of a loop
 
 
-def _steps(e: Emit, f: PackedFormat, blocks: Value, body: Callable[[Value, int], None]) -> None:
+def _steps(e: Emitter, f: PackedFormat, blocks: Value, body: Callable[[Value, int], None]) -> None:
     """Emit ``body(first block, count)`` for all blocks; plain formats by 8, then one by one."""
     by = _UNROLL if f.block == 1 else 1
     whole = e.b.sdiv(blocks, e.count(by))
@@ -25,14 +25,14 @@ def _steps(e: Emit, f: PackedFormat, blocks: Value, body: Callable[[Value, int],
             body(e.b.add(done, loop.index), 1)
 
 
-def _prefetch(e: Emit, at: Value, nbytes: int, i: int) -> None:
+def _prefetch(e: Emitter, at: Value, nbytes: int, i: int) -> None:
     """Prefetch ahead of block ``i`` of ``nbytes`` bytes, if a cache line begins with it."""
     if i * nbytes % VECTOR == 0:
         for line in range(0, nbytes, VECTOR):
             e.prefetch_ahead(at, i * nbytes + line)
 
 
-def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
+def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None:
     f = by_code(code)
 
     def body(first: Value, count: int) -> None:
@@ -47,7 +47,7 @@ def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
 
 
 def tile(
-    e: Emit, groups: int, tokens: int, left: Value, panel: Value, step: Value, columns: Value,
+    e: Emitter, groups: int, tokens: int, left: Value, panel: Value, step: Value, columns: Value,
     x: Value, offsets: Value, c: Value,
 ) -> None:  # fmt: skip
     rows = token_rows(e, tokens, left, offsets)
@@ -68,7 +68,7 @@ def tile(
         e.store(e.add(e.load(c, F32S, VECTOR * i), e.get(acc)), c, VECTOR * i)
 
 
-def fused(e: Emit, code: int, w: Value, columns: Value, x: Value, c: Value) -> None:
+def fused(e: Emitter, code: int, w: Value, columns: Value, x: Value, c: Value) -> None:
     f = by_code(code)
     acc = e.variable(e.f32(0.0))
 

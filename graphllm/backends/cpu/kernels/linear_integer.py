@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..formats import Block32, Block256, by_code
-from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emit, Value
+from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emitter, Value
 
 CHUNK = 256  # columns per update of c
 _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
@@ -21,7 +21,7 @@ _SUMS = 2 * VECTOR  # bytes of sums of a token and a super-block: initial dots, 
 _AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # indices of paired sums; see `Block256.offsets`
 
 
-def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
+def token_rows(e: Emitter, tokens: int, left: Value, rows: Value) -> list[Value]:
     """Load the byte offset of each token's row from ``rows``; missing tokens use the first row."""
     found = [e.load(rows, I64)]
     for t in range(1, tokens):
@@ -30,7 +30,7 @@ def token_rows(e: Emit, tokens: int, left: Value, rows: Value) -> list[Value]:
     return found
 
 
-def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
+def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None:
     f = by_code(code)
     if isinstance(f, Block256):
         with e.prefetching():
@@ -42,7 +42,7 @@ def unpack(e: Emit, code: int, w: Value, panel: Value, blocks: Value) -> None:
             e.store(word, target, VECTOR * j)
 
 
-def _unpack_k(e: Emit, f: Block256, w: Value, panel: Value) -> None:
+def _unpack_k(e: Emitter, f: Block256, w: Value, panel: Value) -> None:
     for k, words in f.sub_blocks(e, w):
         for j, word in enumerate(words):
             e.store(word, panel, VECTOR * (k * f.sub // 4 + j))
@@ -50,7 +50,7 @@ def _unpack_k(e: Emit, f: Block256, w: Value, panel: Value) -> None:
         e.store(vector, panel, _K_WORDS + VECTOR * j)
 
 
-def _factors_k(e: Emit, f: Block256, w: Value) -> tuple[list[Value], ...]:
+def _factors_k(e: Emitter, f: Block256, w: Value) -> tuple[list[Value], ...]:
     """Prepared scales, corrections, offsets and factors of a super-block."""
     scales = [e.prepare_scale(scale, f.fits_i16(e)) for scale in f.scales(e, w)]
     corrections = f.corrections(e, w) if f.has_corrections(e) else []
@@ -59,7 +59,7 @@ def _factors_k(e: Emit, f: Block256, w: Value) -> tuple[list[Value], ...]:
 
 
 def tile(
-    e: Emit, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
+    e: Emitter, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
     q: Value, d: Value, s: Value, offsets: Value, c: Value,
 ) -> None:  # fmt: skip
     f = by_code(code)
@@ -71,7 +71,7 @@ def tile(
 
 
 def fused(
-    e: Emit, code: int, w: Value, blocks: Value, q: Value, d: Value, s: Value, c: Value
+    e: Emitter, code: int, w: Value, blocks: Value, q: Value, d: Value, s: Value, c: Value
 ) -> None:
     f = by_code(code)
     acc = e.variable(e.load(c, F32S))
@@ -88,7 +88,9 @@ def fused(
     e.store(e.get(acc), c)
 
 
-def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: list[Value]) -> Any:
+def _grid(
+    e: Emitter, panels: list[Value], count: int, rows: list[Value], begin: list[Value]
+) -> Any:
     """VNNI dots [token][group] of ``count`` vectors of each panel, starting at ``begin`` [token].
 
     Vectors are the outer loop, so that consecutive instructions are independent.
@@ -105,7 +107,7 @@ def _grid(e: Emit, panels: list[Value], count: int, rows: list[Value], begin: li
 # ------------------------------------------------------------------------------------ blocks of 32
 
 
-def _dot_start_32(e: Emit, f: Block32, s: Value) -> Value:
+def _dot_start_32(e: Emitter, f: Block32, s: Value) -> Value:
     """Initial value of a dot: minus the offset times the sum of the activations at ``s``."""
     if not f.zero_point(e):
         return e.i32(0)
@@ -113,7 +115,7 @@ def _dot_start_32(e: Emit, f: Block32, s: Value) -> Value:
 
 
 def _add_32(
-    e: Emit, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
+    e: Emitter, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
 ) -> Value:
     """acc + dot * (scale * activation scale), and if the format has an m, then
     + m * (sum of activations * activation scale)."""
@@ -124,7 +126,9 @@ def _add_32(
     return e.add(acc, e.mul(factors[1], e.splat(total)))
 
 
-def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value) -> Value:
+def _fused_32(
+    e: Emitter, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value
+) -> Value:
     with e.prefetching():
         words, factors = f.integers(e, block), f.factors(e, block)
     dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _dot_start_32(e, f, s))
@@ -132,8 +136,8 @@ def _fused_32(e: Emit, f: Block32, acc: Value, block: Value, x: Value, d: Value,
 
 
 def _tile_32(
-    e: Emit, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value, d: Value,
-    s: Value, c: Value,
+    e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
+    d: Value, s: Value, c: Value,
 ) -> None:  # fmt: skip
     count = len(panels)
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
@@ -161,7 +165,7 @@ def _tile_32(
 # ------------------------------------------------------------------------------------ super-blocks
 
 
-def _sums_k(e: Emit, f: Block256, s: Value, sums_at: Value) -> None:
+def _sums_k(e: Emitter, f: Block256, s: Value, sums_at: Value) -> None:
     """Prepare the sums of a token over 16 activations each, int16 at ``s``, in `_SUMS` bytes."""
     sums = e.b.sext(e.load(s, I16S), I32S)
     if f.sub == 32:
@@ -172,13 +176,13 @@ def _sums_k(e: Emit, f: Block256, s: Value, sums_at: Value) -> None:
         e.store(e.b.mul(sums, e.i32(-f.zero_point(e))), sums_at)
 
 
-def _dot_start_k(e: Emit, f: Block256, sums_at: Value) -> Value:
+def _dot_start_k(e: Emitter, f: Block256, sums_at: Value) -> Value:
     """Initial value of a sub-block's dot, from its place in the sums."""
     return e.broadcast_i32(sums_at) if f.zero_point(e) else e.i32(0)
 
 
 def _add_offsets(
-    e: Emit, pairs: list[Value], s: Value, sums_at: Value, total: Value | None = None
+    e: Emitter, pairs: list[Value], s: Value, sums_at: Value, total: Value | None = None
 ) -> Value | None:
     """``total`` plus offsets or corrections (see `Block256`) times the corresponding sums."""
     at = s if len(pairs) == 8 else e.at(sums_at, VECTOR)
@@ -188,7 +192,7 @@ def _add_offsets(
 
 
 def _fused_k(
-    e: Emit, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, sums_at: Value
+    e: Emitter, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, sums_at: Value
 ) -> Value:
     """acc plus the contribution of a super-block."""
     _sums_k(e, f, s, sums_at)
@@ -208,7 +212,7 @@ def _fused_k(
 
 
 def _tile_k(
-    e: Emit, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
+    e: Emitter, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
     c: Value,
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
@@ -238,7 +242,7 @@ def _tile_k(
 
 
 def _add_scaled_dots(
-    e: Emit, f: Block256, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
+    e: Emitter, f: Block256, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
     totals: list[list[Value]],
 ) -> None:  # fmt: skip
     """Add the contribution of a sub-block to totals [token][group], without VNNI."""
@@ -250,7 +254,14 @@ def _add_scaled_dots(
 
 
 def _add_k(
-    e: Emit, f: Block256, panel: Value, total: Value, d: Value, s: Value, sums_at: Value, c: Value
+    e: Emitter,
+    f: Block256,
+    panel: Value,
+    total: Value,
+    d: Value,
+    s: Value,
+    sums_at: Value,
+    c: Value,
 ) -> None:
     """Add the contribution of a super-block to 16 results at ``c``; the panel has its factors."""
     at = e.at(panel, _K_WORDS + VECTOR * (CHUNK // f.sub))

@@ -21,12 +21,12 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
-from ..simd.emitter import Emit, Value
+from ..simd.emitter import Emitter, Value
 from . import linear_float, linear_integer
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
-    """Return value of an intrinsic that runs ``emit(Emit, *literals, *values)``."""
+    """Return value of an intrinsic that runs ``emit(Emitter, *literals, *values)``."""
     if not all(isinstance(v, types.IntegerLiteral) for v in literals):
         raise RequireLiteralValue(
             "the arguments that select a microkernel must be literal integers"
@@ -34,7 +34,7 @@ def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) 
     numbers = [v.literal_value for v in literals]
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        emit(Emit(builder), *numbers, *given[len(literals) :])
+        emit(Emitter(builder), *numbers, *given[len(literals) :])
         return context.get_dummy_value()
 
     return types.none(*literals, *[types.int64] * values), generate
@@ -86,6 +86,6 @@ def workspace(typingctx, nbytes):
         raise RequireLiteralValue("workspace(nbytes) needs a literal size")
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        return Emit(builder).stack_buffer(nbytes.literal_value)
+        return Emitter(builder).stack_buffer(nbytes.literal_value)
 
     return types.int64(nbytes), generate

@@ -20,14 +20,14 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import Kernel, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_VALUE
-from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emit, Value
+from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emitter, Value
 
 _CHUNK_COLUMNS = 4096  # columns that a thread takes at a time
 _TINY_BITS = 0x0D800000  # of 2**-100
 _INF_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
 
 
-def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
+def _factors(e: Emitter, largest: Value) -> tuple[Value, Value, Value]:
     """Return (127 / amax, bits of d, whether the block is finite and not tiny) from amax's bits."""
     b = e.b
     finite = b.icmp_unsigned("<", largest, ir.Constant(I32, _INF_BITS))
@@ -40,7 +40,7 @@ def _factors(e: Emit, largest: Value) -> tuple[Value, Value, Value]:
     return e.divide_positive(most, amax), d, live
 
 
-def _quantise(e: Emit, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
+def _quantise(e: Emitter, block: int, x: Value, q: Value, d: Value, s: Value) -> None:
     """Emit one block: float32 at ``x``; int8, scale and sums to ``q``, ``d``, ``s``."""
     b, count = e.b, block // LANES
     values = [e.load(x, offset=VECTOR * i) for i in range(count)]
@@ -70,7 +70,7 @@ def quantise_block(typingctx, block, x, q, d, s):
     """Quantise one block of 32 or 256 (a literal) activations; see `_quantise`."""
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        _quantise(Emit(builder), block.literal_value, *given[1:])
+        _quantise(Emitter(builder), block.literal_value, *given[1:])
         return context.get_dummy_value()
 
     return types.none(block, *[types.int64] * 4), generate

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..simd.emitter import F32, F32S, I32, I32S, LANES, Emit, Value
+from ..simd.emitter import F32, F32S, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import fold, shuffle, tuple_intrinsic
 
 _MIN_EXPONENT = -87.0  # e^x is zero below it, where it would be subnormal
@@ -19,7 +19,7 @@ _FACTORS = tuple(1.0 / f for f in (5040, 720, 120, 24, 6, 2, 1, 1))
 _STEP = LANES * 4  # bytes
 
 
-def _exp(e: Emit, x: Value) -> Value:
+def _exp(e: Emitter, x: Value) -> Value:
     """e^x for x <= 0, accurate to about one unit in the last place; NaN stays NaN."""
     shifted = e.madd(x, e.f32(_LOG2E), e.f32(_ROUND))
     n = e.sub(shifted, e.f32(_ROUND))
@@ -32,12 +32,12 @@ def _exp(e: Emit, x: Value) -> Value:
     return e.b.select(e.b.fcmp_ordered("<", x, e.f32(_MIN_EXPONENT)), e.f32(0.0), p)
 
 
-def _larger(e: Emit, x: Value, y: Value) -> Value:
+def _larger(e: Emitter, x: Value, y: Value) -> Value:
     """Maximum lane by lane; y where x is NaN."""
     return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)
 
 
-def _largest(e: Emit, x: Value) -> Value:
+def _largest(e: Emitter, x: Value) -> Value:
     """Broadcast the largest lane to every lane."""
     half = LANES // 2
     while half:
@@ -46,12 +46,12 @@ def _largest(e: Emit, x: Value) -> Value:
     return x
 
 
-def _first(e: Emit, x: Value) -> Value:
+def _first(e: Emitter, x: Value) -> Value:
     return e.b.extract_element(x, ir.Constant(I32, 0))
 
 
 def _softmax_row(
-    e: Emit, row: Value, first: Value, count: Value, low: Value, high: Value, scale: Value,
+    e: Emitter, row: Value, first: Value, count: Value, low: Value, high: Value, scale: Value,
     top: Value, total: Value,
 ) -> None:  # fmt: skip
     """Emit the softmax weights of a row of scores, exp(scale * (score - maximum)), in place.

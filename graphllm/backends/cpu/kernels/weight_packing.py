@@ -20,7 +20,7 @@ from ....graph.tensor import Meta
 from ..formats import FORMATS, by_code
 from ..runtime.isa import usable_cores
 from ..runtime.jit import Kernel, args, i64s, kernel
-from ..simd.emitter import LANES, VECTOR, Emit, Value
+from ..simd.emitter import LANES, VECTOR, Emitter, Value
 
 _HUGE = 2 << 20  # bytes of a huge page
 _SLAB = 64 << 20  # bytes that are mapped at a time for small weights
@@ -34,7 +34,7 @@ def pack_block(typingctx, fmt, source, target, row):
     form = by_code(fmt.literal_value)
 
     def generate(context: Any, builder: Any, sig: Any, given: Any) -> Value:
-        return form.pack(Emit(builder), *given[1:])
+        return form.pack(Emitter(builder), *given[1:])
 
     return types.int64(fmt, types.int64, types.int64, types.int64), generate
 

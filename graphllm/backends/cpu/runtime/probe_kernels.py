@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..formats import FORMATS
-from ..simd.emitter import F16, F32S, I32S, I64, VECTOR, Emit, Value
+from ..simd.emitter import F16, F32S, I32S, I64, VECTOR, Emitter, Value
 from ..simd.vectors import vector
 from .argument_block import argument_reader
 from .isa import ISA, isa
@@ -40,7 +40,7 @@ def _mover(reads: bool, writes: bool, ahead: int) -> Any:
     @intrinsic
     def move(typingctx, source, target, nbytes):
         def generate(context, builder, sig, values):
-            e = Emit(builder)
+            e = Emitter(builder)
             sums = [e.variable(e.i32(0)) for _ in range(ITERATION_BYTES // VECTOR)]
             with e.loop(e.b.sdiv(values[2], e.count(ITERATION_BYTES))) as loop:
                 at, to = (e.at(base, e.times(loop.index, ITERATION_BYTES)) for base in values[:2])
@@ -57,13 +57,13 @@ def _mover(reads: bool, writes: bool, ahead: int) -> Any:
     return move
 
 
-def _read(e: Emit, at: Value, offset: int, ahead: int) -> Value:
+def _read(e: Emitter, at: Value, offset: int, ahead: int) -> Value:
     if ahead:
         e.prefetch(at, ahead + offset)
     return e.load(at, offset=offset)
 
 
-def _xor_lanes(e: Emit, vectors: list[Value]) -> Value:
+def _xor_lanes(e: Emitter, vectors: list[Value]) -> Value:
     """Combine some vectors to an int64 that depends on all their bits."""
     found = e.b.bitcast(vectors[0], I32S)
     for each in vectors[1:]:
@@ -200,7 +200,7 @@ def instruction_names() -> dict[str, str]:
     return none | {kind: chain.how for kind, chain in multiply_add_loops().items()}
 
 
-def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Value]) -> Value:
+def _plus(e: Emitter, kind: str, total: Value, owns: list[Value], factors: list[Value]) -> Value:
     """``total`` plus all products; those of int8 are summed in lanes of 32 bits."""
     if kind == "f32":
         return e.madd(owns[0], factors[0], total)
@@ -211,7 +211,7 @@ def _plus(e: Emit, kind: str, total: Value, owns: list[Value], factors: list[Val
     return e.dot_i16(owns[0], factors[0], total)
 
 
-def emit_multiply_add(e: Emit, kind: str, operands: Value, iterations: Value) -> Value:
+def emit_multiply_add(e: Emitter, kind: str, operands: Value, iterations: Value) -> Value:
     """Emit the loop over ``iterations`` with `FACTOR_VECTORS` vectors at ``operands``.
 
     Sum i starts as vector i. Returns an int64 that depends on all sums.
@@ -248,7 +248,7 @@ def multiply_add(kind: str) -> tuple[Kernel, int]:
     @intrinsic
     def multiply(typingctx, operands, iterations):
         def generate(context, builder, sig, values):
-            return emit_multiply_add(Emit(builder), kind, *values)
+            return emit_multiply_add(Emitter(builder), kind, *values)
 
         return types.int64(types.int64, types.int64), generate
 

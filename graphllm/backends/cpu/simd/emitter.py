@@ -1,6 +1,6 @@
 """Emitter of LLVM code for vectors of 16 lanes, which microkernels are written with.
 
-An `Emit` emits instructions at the builder's position. A vector always has 16 lanes of 32 bits
+An `Emitter` emits instructions at the builder's position. A vector always has 16 lanes of 32 bits
 (`i32x16`, `f32x16`), one per interleaved row of a weight matrix; LLVM splits it into registers: one
 on AVX-512, two on AVX2, four elsewhere. Bytes and pairs of int16 are stored in int32 lanes, and
 methods that treat lanes so say it. Addresses are int64.
@@ -40,7 +40,7 @@ Pairs = Sequence[tuple[Value, Value]]
 SIGN_BITS = 0x80808080  # of four bytes
 
 
-class Emit(VectorBuilder):
+class Emitter(VectorBuilder):
     """Emits vector code with an llvmlite ``builder`` for the target ``features``."""
 
     # -- bytes and pairs of int16
@@ -217,4 +217,4 @@ class Emit(VectorBuilder):
 
 
 __all__ = ["F16", "F32", "F32S", "I8", "I8S", "I16", "I16S", "I32", "I32S", "I64", "LANES",
-           "SIGN_BITS", "VECTOR", "Emit", "Value"]  # fmt: skip
+           "SIGN_BITS", "VECTOR", "Emitter", "Value"]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Base of `simd.emitter.Emit`: addresses, loops, memory, constants and lane-wise arithmetic."""
+"""Base of `simd.emitter.Emitter`: addresses, loops, memory, constants and lane-wise arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXACT, _EXACT_QUOTIENT = ("afn",), ("nsz",)
 
 
 class VectorBuilder:
-    """Emitter of the operations that all vector code uses; see `simd.emitter.Emit`."""
+    """Emitter of the operations that all vector code uses; see `simd.emitter.Emitter`."""
 
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
         self.b = builder
