@@ -84,6 +84,11 @@ class Meta:
         return self.shape[1:]  # type: ignore[return-value]
 
     @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape of a Meta without a Var (see `at` and `bound`)."""
+        return self.shape  # type: ignore[return-value]
+
+    @property
     def inner_contiguous(self) -> bool:
         """Whether each row (all axes but the first) is contiguous, whatever the row stride."""
         return self._dense(1)

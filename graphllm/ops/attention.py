@@ -49,7 +49,8 @@ def _infer(
     expect("table", table, 2, "i32")
     require(k.shape[:2] == v.shape[:2], f"k {k.shape} and v {v.shape} differ in slots or heads")
     require(q.shape[2] == k.shape[2], f"queries of {q.shape[2]}, keys of {k.shape[2]}")
-    require(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads do not share {k.shape[1]} kv heads")
+    heads, kv_heads = q.inner[0], k.inner[0]
+    require(heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} kv heads")
     require(table.shape[0] == kv_len.shape[0], f"table {table.shape} for kv_len {kv_len.shape}")
     require(block > 0, f"block is {block}, not above zero")
     require(window >= 0 and softcap >= 0, f"window {window} or softcap {softcap} is below zero")
@@ -73,19 +74,16 @@ def _cost(
     to be a prompt from its first token. Keys are read once per sequence, whatever the number of
     queries. Several sequences are assumed to have equal lengths.
     """
-    tokens, sequences = q.shape[0], max(1, kv_len.shape[0])
+    tokens, sequences = q.dims[0], max(1, kv_len.dims[0])
     each = tokens / sequences
-    visible = env.get("kv_sum")
-    if visible is None:
-        visible = tokens * (table.shape[1] * block if each <= 1 else (each + 1) / 2)
-    start = (
-        max(0, visible / tokens - (each + 1) / 2) if tokens else 0
-    )  # cached tokens before the step
+    assumed = tokens * (table.dims[1] * block if each <= 1 else (each + 1) / 2)
+    visible: float = env.get("kv_sum", assumed)
+    start = max(0, visible / tokens - (each + 1) / 2) if tokens else 0  # cached tokens before
     pairs, keys = _visible_pairs(start, each, window)
     pools = (k, v) if v.contiguous else (k,)  # otherwise v is a slice of k
     row = sum(prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes for pool in pools)
     small = sum(m.nbytes for m in (q_start, kv_len, table, *rest) if m is not None)
-    flops = 2 * pairs * sequences * q.shape[1] * (q.shape[2] + v.shape[2])
+    flops = 2 * pairs * sequences * q.dims[1] * (q.dims[2] + v.dims[2])
     return Cost(flops, q.nbytes + out.nbytes + keys * sequences * row + small)
 
 
@@ -329,7 +327,7 @@ def _attend(
             logits = np.float32(softcap) * np.tanh(logits / np.float32(softcap))
         logits = logits.reshape(n, shared, -1)
         if bias is not None:
-            logits = logits + slopes[own, None] * bias[:, None]
+            logits = logits + slopes[own, None] * bias[:, None]  # type: ignore[index]
         logits = np.where(visible[:, None], logits, np.float32(-np.inf))
         top = logits.max(axis=-1, keepdims=True, initial=-np.inf)
         if sinks is not None:

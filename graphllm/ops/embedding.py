@@ -33,7 +33,7 @@ def _infer(ids: Meta, w: Meta) -> Meta:
 
 def _cost(out: Meta, ids: Meta, w: Meta, *, env: Env) -> Cost:
     rows = ids.size  # only these rows of the table are read
-    return Cost(out.size, rows * w.dtype.row_nbytes(w.shape[1]) + ids.nbytes + out.nbytes)
+    return Cost(out.size, rows * w.dtype.row_nbytes(w.inner[0]) + ids.nbytes + out.nbytes)
 
 
 def _sample(rows: int, shape: Shape, kind: DType) -> Sample:

@@ -48,7 +48,7 @@ def _top_k_infer(
     x: Meta, bias: Meta | None = None, *, k: int, groups: int, top_groups: int, top_per_group: int,
 ) -> Meta:  # fmt: skip
     expect("x", x, 2, "f32")
-    columns = x.shape[1]
+    columns = x.inner[0]
     if bias is not None:
         expect("bias", bias, 1, "f32")
         require(bias.shape == (columns,), f"bias {bias.shape} does not fit {columns} columns")
@@ -232,10 +232,10 @@ def _expert_infer(x: Meta, w: Meta, ids: Meta, bias: Meta | None = None) -> Meta
 def _expert_cost(
     out: Meta, x: Meta, w: Meta, ids: Meta, bias: Meta | None = None, *, env: Env,
 ) -> Cost:  # fmt: skip
-    named = min(env.get("experts", ids.size), ids.size, w.shape[0])
+    named = min(env.get("experts", ids.size), ids.size, w.dims[0])
     read = w.nbytes + (bias.nbytes if bias is not None else 0)  # bytes of all experts
     moved = x.nbytes + ids.nbytes + out.nbytes
-    return Cost(2 * out.size * w.shape[2], moved + read * named // max(1, w.shape[0]))
+    return Cost(2 * out.size * w.dims[2], moved + read * named // max(1, w.dims[0]))
 
 
 def _expert_sample(

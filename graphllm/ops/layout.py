@@ -160,7 +160,7 @@ def _concat_infer(a: Meta, b: Meta) -> Meta:
     require(a.ndim >= 2, "a has one axis; the varying axis cannot be extended")
     fits = a.shape[:-1] == b.shape[:-1]
     require(fits, f"a {a.shape} and b {b.shape} differ before their last axis")
-    return out((*a.shape[:-1], a.shape[-1] + b.shape[-1]))
+    return out((*a.shape[:-1], a.inner[-1] + b.inner[-1]))
 
 
 def _concat_sample(rows: int, inner: Shape, widths: tuple[int, int], layout: str) -> Sample:

@@ -35,7 +35,7 @@ def _cost(out: Meta, x: Meta, w: Meta, bias: Meta | None = None, *, env: Env) ->
     if not out.size:
         return Cost(0, 0)
     extra = bias.nbytes if bias is not None else 0
-    return Cost(2 * out.size * w.shape[-1], x.nbytes + w.nbytes + extra + out.nbytes)
+    return Cost(2 * out.size * w.inner[-1], x.nbytes + w.nbytes + extra + out.nbytes)
 
 
 def unit_variance(rng: Rng, shape: Shape) -> np.ndarray:
@@ -180,7 +180,7 @@ def _quantise_infer(x: Meta, *, dtype: str) -> Meta:
     require(
         kind.name in ACTIVATION_DTYPES, f"dtype is {kind}, not {' or '.join(ACTIVATION_DTYPES)}"
     )
-    kind.row_nbytes(x.shape[-1])
+    kind.row_nbytes(x.inner[-1])
     return out(x.shape, kind)
 
 

@@ -18,7 +18,7 @@ def _infer(x: Meta, *, dtype: str) -> Meta:
     expect("x", x, 2, "f32", "f16", "bf16")
     kind = dtype_of(dtype)
     require(kind.name in BLOCK_FORMATS, f"dtype is {kind}, not {', '.join(BLOCK_FORMATS)}")
-    kind.row_nbytes(x.shape[1])
+    kind.row_nbytes(x.inner[0])
     return out(x.shape, kind)
 
 

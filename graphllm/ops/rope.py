@@ -19,10 +19,10 @@ def _infer(
 ) -> Meta:  # fmt: skip
     expect("x", x, 3, "f32")
     expect("pos", pos, 1, "i32")
-    width = dims or x.shape[-1]
+    width = dims or x.inner[-1]
     require(pos.shape[0] == x.shape[0], f"pos {pos.shape} does not fit {x.shape[0]} rows")
     require(width % 2 == 0, f"dims {width} is odd and has no pairs")
-    require(0 < width <= x.shape[-1], f"dims {width} is not within heads of {x.shape[-1]}")
+    require(0 < width <= x.inner[-1], f"dims {width} is not within heads of {x.inner[-1]}")
     require(style in ("half", "interleaved"), f"style is {style!r}, not 'half' or 'interleaved'")
     require(base > 0, f"base is {base}, not above zero")
     require(attention_factor > 0, f"attention_factor is {attention_factor}, not above zero")
@@ -35,7 +35,7 @@ def _infer(
 def _cost(
     out: Meta, x: Meta, pos: Meta, factors: Meta | None = None, *, env: Env, dims: int, **_: Any,
 ) -> Cost:  # fmt: skip
-    rotated = x.size // x.shape[-1] * (dims or x.shape[-1])
+    rotated = x.size // x.inner[-1] * (dims or x.inner[-1])
     extra = factors.nbytes if factors is not None else 0
     return Cost(3 * rotated, x.nbytes + pos.nbytes + extra + out.nbytes)
 

@@ -48,7 +48,7 @@ def uniform(seed: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def _argmax_infer(x: Meta) -> Meta:
     expect("x", x, 2, "f32")
-    require(x.shape[1] > 0, "x has no columns")
+    require(x.inner[0] > 0, "x has no columns")
     return out(x.shape[:1], I32)
 
 
@@ -104,7 +104,7 @@ _SETTINGS = {
 
 def _sample_infer(logits: Meta, *settings: Meta) -> Meta:
     expect("logits", logits, 2, "f32")
-    require(logits.shape[1] > 0, "logits has no columns")
+    require(logits.inner[0] > 0, "logits has no columns")
     for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
         expect(name, x, 1, kind)
         _fit(name, x, logits)
@@ -248,7 +248,7 @@ _PENALTIES = {
 
 def _penalise_infer(logits: Meta, history: Meta, count: Meta, stop: Meta, *settings: Meta) -> Meta:
     expect("logits", logits, 2, "f32")
-    require(logits.shape[1] > 0, "logits has no columns")
+    require(logits.inner[0] > 0, "logits has no columns")
     expect("history", history, 2, "i32")
     expect("stop", stop, 1, "i32")
     _fit("history", history, logits)

@@ -30,7 +30,7 @@ def _infer(
         require(x.shape == rows, f"{name} {x.shape} does not fit {rows}")
     expect("history", history, 2, "i32")
     require(history.shape[0] == kv_len.shape[0], f"history {history.shape} for {kv_len.shape}")
-    require(history.shape[1] > 0, "history has no columns")
+    require(history.inner[0] > 0, "history has no columns")
     require(len(groups) % 2 == 0, f"{len(groups)} operands are not pairs of slot and table")
     require(block > 0, f"block is {block}, not above zero")
     for slot, table in zip(groups[::2], groups[1::2], strict=True):
