@@ -163,7 +163,7 @@ class TimePredictor:
             moved = get(step.node.op).node_cost(step.node, env).bytes
         else:
             moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
-        return max(moved / best, computes or 0.0) + ceiling.step(threads)
+        return max(moved / best, computes or 0.0) + ceiling.step_overhead(threads)
 
     def lacking(self, plans: Sequence[Plan]) -> list[str]:
         """Return a line for each backend with a missing measurement."""

@@ -311,9 +311,9 @@ def check_same_shape(file: Checkpoint, other: Checkpoint) -> None:
         have = f"architecture {other.architecture}, but {file.path} has {file.architecture}"
         raise RequestError(f"{other.path}: {have}")
     for name in (*file.tensors, *other.tensors):
-        have = [f.tensors[name].shape if name in f.tensors else None for f in (other, file)]
-        if have[0] != have[1]:
-            a, b = ("missing" if shape is None else list(shape) for shape in have)
+        shapes = [f.tensors[name].shape if name in f.tensors else None for f in (other, file)]
+        if shapes[0] != shapes[1]:
+            a, b = ("missing" if shape is None else list(shape) for shape in shapes)
             raise RequestError(f"{other.path}: tensor {name!r} is {a}, but {b} in {file.path}")
 
 
