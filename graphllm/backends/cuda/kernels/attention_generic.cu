@@ -1,4 +1,4 @@
-// Attention of any shape, without haste: a block takes a head of a token, a thread a key at a time.
+// Attention of any shape, not optimized: a block takes one head of a token, a thread one key at a time.
 //
 // K_POOL, V_POOL: 0 float32, 1 float16, 2 q8_0.
 
@@ -16,7 +16,7 @@ template <int POOL> __device__ __forceinline__ float element(const u8* slot, int
 extern "C" __global__ void __launch_bounds__(THREADS, 4) attend(Attention a, int depth,
                                                                 int width TIMESTAMPS) {
     RECORD_TIMESTAMPS
-    DYNAMIC_SHARED(float, acc);  // the values' sum so far
+    DYNAMIC_SHARED(float, acc);  // weighted sum of values
     __shared__ float weights[THREADS];
     __shared__ i64 slots[THREADS];
     begin();

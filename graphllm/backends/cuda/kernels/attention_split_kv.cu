@@ -1,9 +1,9 @@
-// Attention of few tokens: the keys of each are split, every split_keys goes to a block.
+// Split-KV attention of few tokens: the keys of each token are split among blocks.
 //
-// POOL: F32, F16 or Q8_0, what keys and values are kept in. DEPTH: of a query and a key; WIDTH: of a
-// value; both multiples of 8 from 64 to 576. HEADS: that share a kv head and are taken together, 1,
-// 2, 4 or 8. BIASED: logits are capped, or have slopes. A warp takes TILE keys at a time, with
-// K_LANES threads to a key and V_LANES to a value; a thread has eight elements of every SPAN.
+// POOL: F32, F16 or Q8_0, dtype of the pools. DEPTH: elements of a query and a key; WIDTH: of a value;
+// both multiples of 8 from 64 to 576. HEADS: query heads of one KV head that are computed together: 1,
+// 2, 4 or 8. BIASED: logits are capped, or have ALiBi slopes. A warp takes TILE keys at a time, with
+// K_LANES threads for a key and V_LANES for a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
 #include "quantize.cuh"
@@ -13,7 +13,8 @@
 #define SPANS(width) (((width) + SPAN - 1) / SPAN)
 #define EACH (DEPTH > SPAN || WIDTH > SPAN ? 2 : 4)  // keys of a thread
 #define LANES_FOR(width) ((width) <= 64 ? 8 : (width) <= 128 ? 16 : 32)
-// Eight neighbouring elements of a slot of a pool.
+
+// Eight adjacent elements of a slot of a pool.
 struct F32 {
     float4 a, b;
     __device__ __forceinline__ void load(const u8* slot, int at) {
@@ -59,13 +60,13 @@ struct Q8_0 {  // blocks of 34 bytes: a scale, 32 int8
 
 constexpr int K_LANES = LANES_FOR(DEPTH), V_LANES = LANES_FOR(WIDTH);
 constexpr int WARPS = THREADS / WARP, K_ROWS = WARP / K_LANES, V_ROWS = WARP / V_LANES;
-// Keys that a warp takes at a time, few of them: code that is run once must be read, too.
+// Keys that a warp takes at a time. Few: unrolled code that runs once costs instruction fetches.
 constexpr int TILE = EACH * (K_ROWS > V_ROWS ? K_ROWS : V_ROWS);
 constexpr int K_EACH = TILE / K_ROWS, V_EACH = TILE / V_ROWS;
 constexpr int K_SPANS = SPANS(DEPTH), V_SPANS = SPANS(WIDTH);
-constexpr int PARTIAL = WIDTH + 4;  // floats of a split_keys's result: acc values, top, total
+constexpr int PARTIAL = WIDTH + 4;  // floats of a split's result: accumulated values, top, total
 
-// Sums of `v` over groups of LANES threads; each thread gets that of one head, as v[0].
+// Sum `v` over groups of LANES threads; each thread gets the sum of one head, in v[0].
 template <int LANES> __device__ __forceinline__ void spread_sums(float (&v)[HEADS], int lane) {
 #pragma unroll
     for (int o = LANES / 2, n = HEADS; o; o >>= 1) {
@@ -83,7 +84,7 @@ template <int LANES> __device__ __forceinline__ void spread_sums(float (&v)[HEAD
     }
 }
 
-// The head whose sum `spread_sums` leaves with a thread, and the first thread that has a head's.
+// The head whose sum `spread_sums` gives to a thread, and the first thread with the sum of a head.
 template <int LANES> __device__ __forceinline__ int own_head(int lane) {
     return lane % LANES / (LANES / HEADS);
 }
@@ -91,8 +92,8 @@ template <int LANES> __device__ __forceinline__ int holder(int head) {
     return head * (LANES / HEADS);
 }
 
-// What row `row` of a tile weighs for a head: thread `holder` of the group that took its key has it,
-// as number row / K_ROWS.
+// The weight of row `row` of a tile for a head. Thread `holder` of the group that took its key has it
+// in weights[row / K_ROWS].
 __device__ __forceinline__ float weight_of(const float (&weights)[K_EACH], int row, int i, int h) {
     if (K_LANES == V_LANES)
         return __shfl_sync(FULL, weights[i], row % K_ROWS * K_LANES + holder<K_LANES>(h));
@@ -105,15 +106,15 @@ __device__ __forceinline__ float weight_of(const float (&weights)[K_EACH], int r
     return found;
 }
 
-// The keys of a token in splits_used of equal length, a whole tile for every warp.
+// Keys of a split: splits have equal lengths, in whole tiles for every warp.
 __device__ __forceinline__ int keys_per_split(const Attention& a, int count) {
     int tiles = (count + TILE * WARPS - 1) / (TILE * WARPS), splits = (int)a.splits;
     return (tiles + splits - 1) / splits * TILE * WARPS;
 }
 
-constexpr bool AHEAD = HEADS <= 2;  // there are registers for keys beside what finds the queries
+constexpr bool AHEAD = HEADS <= 2;  // enough registers to load keys before the queries
 
-// Blocks that a processor has room for: what keeps to its registers.
+// Resident blocks of a multiprocessor, by register use.
 constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 4 ? 4 : 2;
 
 struct Shared {
@@ -121,8 +122,8 @@ struct Shared {
     float acc[WARPS][HEADS][WIDTH];
 };
 
-// blockIdx: (kv head and partial of its heads, token, split_keys). Every warp goes along keys of its own,
-// with a softmax of its own; at the end they are merged.
+// Grid: (KV heads and groups of their query heads, tokens, splits). Every warp takes keys of its own,
+// with an online softmax of its own; the warps are merged at the end.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
@@ -135,15 +136,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const int split_keys = keys_per_split(a, visible.high - visible.low);
     const int from = visible.low + blockIdx.z * split_keys, to = min(visible.high, from + split_keys);
     if (token >= tokens || (from >= to && (blockIdx.z || visible.high > visible.low))) {
-        wait_for_previous();  // or this kernel could end before the one before it
+        wait_for_previous();  // else this kernel could complete before its predecessor
         return;
     }
-    // Keys of runs before are settled: the first of them are on their way while this kernel waits.
+    // Keys of earlier runs are complete: the first of them are loaded while this kernel waits.
     const bool ahead = AHEAD && a.metadata_ready && min(to, from + TILE * WARPS) <= visible.old;
     if (!ahead) wait_for_previous();
 
-    // Threads that have no partial of a row, and keys beyond the end, repeat what others do, and do not
-    // count: without branches the code is a third as long.
+    // Threads without a part of a row, and keys beyond the end, repeat the work of others and are
+    // ignored: code without branches is a third as long.
     const int k_row = warp * TILE + lane / K_LANES, v_row = warp * TILE + lane / V_LANES;
     bool k_mine[K_SPANS], v_mine[V_SPANS];
     int k_at[K_SPANS], v_at[V_SPANS];
@@ -171,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         }
     };
     if (!AHEAD) load_queries();
-    const int own = own_head<K_LANES>(lane);  // whose logits this thread gets
+    const int own = own_head<K_LANES>(lane);  // head whose logits this thread gets
     const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
     float top = -INFINITE, total = 0;  // of that head
 #pragma unroll 1
@@ -287,9 +288,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     }
 }
 
-#define MAX_SPLITS 64  // attention.py keeps to it
+#define MAX_SPLITS 64  // as in attention.py
 
-// What each split_keys weighs in a token's result for a head; lanes share the work. Into `weights`.
+// Store the weight of each split in a token's result for a head to `weights`. All lanes take part.
 __device__ __forceinline__ void split_weights(const Attention& a, const float* partial, int head, int splits_used,
                                       float* weights) {
     int lane = threadIdx.x % WARP;
@@ -313,9 +314,9 @@ __device__ __forceinline__ void split_weights(const Attention& a, const float* p
     __syncwarp();
 }
 
-// blockIdx: (token, 256 of its results), a thread to each: float32 or quantised, as `target` says.
+// Grid: (tokens, groups of 256 results), one result per thread, stored as `target` requests.
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
-    constexpr int MAX_HEADS = 256 / WIDTH + 2;  // heads that a block may meet
+    constexpr int MAX_HEADS = 256 / WIDTH + 2;  // most heads of a block
     __shared__ float weights[MAX_HEADS][MAX_SPLITS], results[256];
     const i64 tokens = begin(a.tokens, a.metadata_ready);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;

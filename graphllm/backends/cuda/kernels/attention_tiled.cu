@@ -1,8 +1,8 @@
-// Attention of many tokens on tensor cores: 64 queries of a head against tiles of keys, with a
-// softmax that goes along (Dao 2023). Scores never leave the registers.
+// Attention of many tokens on tensor cores: 64 queries of a head against tiles of keys, with an online
+// softmax (FlashAttention-2, Dao 2023). Scores stay in registers.
 //
-// POOL: 1 float16, 2 q8_0. DEPTH: of queries, keys and values, a multiple of 16. BIASED: logits are
-// capped, or have slopes.
+// POOL: 1 float16, 2 q8_0. DEPTH: elements of queries, keys and values, a multiple of 16. BIASED:
+// logits are capped, or have ALiBi slopes.
 
 #include "attention.cuh"
 #include "quantize.cuh"
@@ -11,22 +11,22 @@
 #define THREADS 128
 #define QUERIES 64
 #define KEYS 64
-constexpr int STRIDE = DEPTH + 8;  // halves from row to row: eight rows meet all banks
-constexpr int STEPS = DEPTH / 16, PIECES = DEPTH / 8;
+constexpr int STRIDE = DEPTH + 8;  // halves between rows: eight rows cover all banks
+constexpr int STEPS = DEPTH / 16, VECTORS = DEPTH / 8;
 constexpr float LOG2E = 1.4426950409f;
 
 struct Tile {
     u16 q[QUERIES][STRIDE], k[KEYS][STRIDE], v[KEYS][STRIDE];
 };
 
-__device__ __forceinline__ float power_of_2(float x) {  // what is all but zero is zero
+__device__ __forceinline__ float power_of_2(float x) {  // denormals are flushed to zero
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Eight elements of a slot to shared memory.
-__device__ __forceinline__ void bring(u16* to, const u8* slot, int at) {
+// Copy eight elements of a slot to shared memory.
+__device__ __forceinline__ void load_elements(u16* to, const u8* slot, int at) {
 #if POOL == 1
     copy16(to, slot + 2 * at);
 #else
@@ -40,14 +40,14 @@ __device__ __forceinline__ void bring(u16* to, const u8* slot, int at) {
 #endif
 }
 
-// Which queries blockIdx.x means: a sequence, and how far into its queries.
+// The sequence and the first query of tile `tile`; false if there is no such tile.
 __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence, int& first) {
     int count = (int)*a.sequences;
     for (sequence = 0; sequence < count; sequence++) {
         int queries = a.q_start[sequence + 1] - a.q_start[sequence];
         int tiles = (queries + QUERIES - 1) / QUERIES;
         if (tile < tiles) {
-            first = a.q_start[sequence] + (tiles - 1 - tile) * QUERIES;  // the longest come first
+            first = a.q_start[sequence] + (tiles - 1 - tile) * QUERIES;  // tiles with the most keys first
             return true;
         }
         tile -= tiles;
@@ -55,7 +55,7 @@ __device__ __forceinline__ bool find(const Attention& a, int tile, int& sequence
     return false;
 }
 
-// blockIdx: (tile of queries, head). kind: of the results, as quantize.cuh has them.
+// Grid: (tiles of queries, heads). kind: of the results, as in quantize.cuh.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int kind TIMESTAMPS) {
     RECORD_TIMESTAMPS
     DYNAMIC_SHARED(Tile, memory);
@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
     if (!find(a, blockIdx.x, sequence, first)) return;
     const int queries = min(QUERIES, a.q_start[sequence + 1] - first);
 
-    for (int i = thread; i < QUERIES * PIECES; i += THREADS) {
-        int row = i / PIECES, at = i % PIECES * 8;
+    for (int i = thread; i < QUERIES * VECTORS; i += THREADS) {
+        int row = i / VECTORS, at = i % VECTORS * 8;
         const float* q = (const float*)(a.q + (first + min(row, queries - 1)) * a.q_stride);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
             ((u32*)&s.q[row][at])[e] = pair(two[0] * a.scale, two[1] * a.scale);
         }
     }
-    // A thread has results of two queries: lane / 4 of its warp's 16, and the one 8 further.
+    // A thread has results of two queries: number lane / 4 of its warp's 16, and the eighth after it.
     VisibleKeys mine[2];
     int low = 0x7fffffff, high = 0, clear_low = 0, clear_high = 0x7fffffff;
 #pragma unroll
@@ -84,29 +84,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
         mine[r] = visible_keys(a, sequence, first + min(warp * 16 + lane / 4 + 8 * r, queries - 1));
     {
         VisibleKeys start = visible_keys(a, sequence, first), end = visible_keys(a, sequence, first + queries - 1);
-        // Both ends of what is seen never fall from one query to the next, but for a prefix.
+        // Both ends of the visible range never decrease from one query to the next, except for a prefix.
         low = start.low, high = max(start.high, end.high);
         clear_low = end.low, clear_high = min(start.high, end.high);
         if (a.causal && a.prefix_len) clear_high = min(clear_high, start.position + 1);
     }
     const float slope = a.slopes ? a.slopes[head] : 0;
-    float scores[KEYS / 8][4], acc[PIECES][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
+    float scores[KEYS / 8][4], acc[VECTORS][4] = {}, tops[2] = {-INFINITE, -INFINITE}, totals[2] = {};
     u32 mine_q[DEPTH <= 128 ? STEPS : 1][4];
 
-    const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile lies in one block of the table
+    const bool whole = (1 << a.shift) % KEYS == 0;  // then a tile is within one block of the table
     if (whole) low -= low % KEYS;
-    auto bring_tile = [&](u16 (*to)[STRIDE], const u8* pool, i64 stride, int at) {
+    auto load_tile = [&](u16 (*to)[STRIDE], const u8* pool, i64 stride, int at) {
         const u8* block = pool + (whole ? slot_of(a, sequence, at) * stride : 0);
 #pragma unroll 4
-        for (int i = thread; i < KEYS * PIECES; i += THREADS) {
-            int j = min(i / PIECES, high - 1 - at);
+        for (int i = thread; i < KEYS * VECTORS; i += THREADS) {
+            int j = min(i / VECTORS, high - 1 - at);
             i64 slot = whole ? j : slot_of(a, sequence, at + j);
-            bring(&to[i / PIECES][i % PIECES * 8], block + slot * stride,
-                  kv * DEPTH + i % PIECES * 8);
+            load_elements(&to[i / VECTORS][i % VECTORS * 8], block + slot * stride,
+                  kv * DEPTH + i % VECTORS * 8);
         }
         close_copies();
     };
-    if (low < high) bring_tile(s.k, a.k, a.k_stride, low);
+    if (low < high) load_tile(s.k, a.k, a.k_stride, low);
     __syncthreads();
     const u16* q_row = &s.q[warp * 16 + lane % 16][lane / 16 * 8];
     if (DEPTH <= 128)
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
 
     for (int at = low; at < high; at += KEYS) {
         wait_copies<0>();
-        __syncthreads();  // keys are there, and the values before have been used
-        bring_tile(s.v, a.v, a.v_stride, at);
+        __syncthreads();  // keys are loaded, and the previous values have been used
+        load_tile(s.v, a.v, a.v_stride, at);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
@@ -168,12 +168,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
         }
         if (__any_sync(FULL, shrink[0] != 1.f || shrink[1] != 1.f))
 #pragma unroll
-            for (int n = 0; n < PIECES; n++)
+            for (int n = 0; n < VECTORS; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) acc[n][e] *= shrink[e / 2];
         wait_copies<0>();
-        __syncthreads();  // values are there, and the keys have been used
-        if (at + KEYS < high) bring_tile(s.k, a.k, a.k_stride, at + KEYS);
+        __syncthreads();  // values are loaded, and the keys have been used
+        if (at + KEYS < high) load_tile(s.k, a.k, a.k_stride, at + KEYS);
 #pragma unroll
         for (int t = 0; t < KEYS / 16; t++) {
             u32 weights[4] = {pair(scores[2 * t][0], scores[2 * t][1]),
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
                               pair(scores[2 * t + 1][0], scores[2 * t + 1][1]),
                               pair(scores[2 * t + 1][2], scores[2 * t + 1][3])};
 #pragma unroll
-            for (int n = 0; n < PIECES / 2; n++) {
+            for (int n = 0; n < VECTORS / 2; n++) {
                 u32 values[4];
                 load_matrices_transposed(values, &s.v[16 * t + lane % 16][16 * n + lane / 16 * 8]);
                 multiply(acc[2 * n], weights, values[0], values[1]);
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(Attention a, int
         if (row >= queries) continue;
         i64 to = ((i64)(first + row) * a.heads + head) * DEPTH + lane % 4 * 2;
 #pragma unroll
-        for (int n = 0; n < PIECES; n++) {
+        for (int n = 0; n < VECTORS; n++) {
             float x = acc[n][2 * r] * share, y = acc[n][2 * r + 1] * share;
             if (kind)
                 *(u32*)((u16*)a.out + to + 8 * n) = to_half(kind, x) | (u32)to_half(kind, y) << 16;

@@ -1,12 +1,14 @@
 #pragma once
-// What all kernels share. It stands before every .cu file; no header of the toolkit is included.
+// Definitions that all kernels share; included before every .cu file. No header of the CUDA toolkit is
+// included.
 //
-// Conventions. Kernels are extern "C" with plain pointers and integers. Grids are fixed at the upper
-// bound of what varies; the live count of rows lies in device memory (`live`), and blocks beyond it
-// leave at once. Every kernel begins with `begin()`: it may be launched while its predecessor still
-// runs (programmatic dependent launch), and waits there for the predecessor's results. What stands
-// before `begin()` may read constants (weights) and live counts only, and what is `settled`: inputs and
-// states as the run finds them, which nothing that the kernel depends on writes.
+// Conventions. Kernels are extern "C" and take pointers, integers and structs by value. Grids are sized
+// for the upper bounds of the plan; the live number of rows is in device memory (`live`), and blocks
+// beyond it return at once. A kernel may be launched while its predecessors still run (programmatic
+// dependent launch) and calls `begin()` or `wait_for_previous()` to wait for their results. Before that
+// it may read live counts, operands that the launch declares as prefetched (weights), and operands
+// that its arguments mark as ready; runtime/dependencies.py computes which these are. No kernel writes
+// before it waits.
 
 typedef unsigned char u8;
 typedef signed char i8;
@@ -22,10 +24,10 @@ typedef unsigned long long u64;
 #define WARP 32
 #define DYNAMIC_SHARED(T, NAME) extern __shared__ T NAME[]
 
-// ------------------------------------------------------------------------------------ times
+// ------------------------------------------------------------------------------- timestamps
 
-// When a step started, when what is before it was over, and when it ended, in nanoseconds of the GPU's
-// clock.
+// When a step started, when its predecessors had completed, and when it ended, in nanoseconds of the
+// GPU's clock.
 struct Timestamps {
     u64 start, ready, end;
 };
@@ -36,11 +38,11 @@ __device__ __forceinline__ u64 clock_ns() {
     return t;
 }
 
-// In a build for timed runs each kernel's last parameter is the place for its step's times: start and
-// ready are those of the first block, the end that of the last thread 0 of a block. Kernels overlap as
-// they do in other builds, which have none of this.
+// In the timed build the last parameter of each kernel points at the timestamps of its step. `start`
+// and `ready` are recorded by the first block, `end` by the last thread 0 of a block. Kernels overlap
+// as in the plain build, which contains none of this.
 #if TIMED_BUILD
-__shared__ Timestamps* timestamps_of_step;  // thread 0 alone knows it
+__shared__ Timestamps* timestamps_of_step;  // set by the first thread only
 
 __device__ __forceinline__ bool first_thread() {
     return threadIdx.x + blockIdx.x + blockIdx.y + blockIdx.z == 0;
@@ -84,8 +86,8 @@ __device__ __forceinline__ void begin() {
     wait_for_previous();
 }
 
-// The same, and the live count of rows. It is there before any kernel of a run begins, so it is on its
-// way while this one waits.
+// `begin`, which also returns the live number of rows. It is written before any kernel of a run starts,
+// so it is loaded during the wait.
 __device__ __forceinline__ i64 begin(const i64* live) {
     launch_next();
     const i64 rows = *(volatile const i64*)live;
@@ -93,7 +95,8 @@ __device__ __forceinline__ i64 begin(const i64* live) {
     return rows;
 }
 
-// The same for kernels that first read what is settled, if it is, and then `wait_for_previous`.
+// `begin` for kernels that read some operands before `wait_for_previous`, which they call themselves.
+// If the operands are not `ready`, the wait is here.
 __device__ __forceinline__ i64 begin(const i64* live, bool ready) {
     launch_next();
     const i64 rows = *(volatile const i64*)live;
@@ -103,8 +106,8 @@ __device__ __forceinline__ i64 begin(const i64* live, bool ready) {
 
 // ------------------------------------------------------------------------------------ copies
 
-// `count` times 16 bytes from global to shared memory, by all threads of a block. They are there after
-// the block's next barrier.
+// Copy `count` times 16 bytes from global to shared memory, by all threads of a block. The copy is
+// complete after the next barrier of the block.
 __device__ __forceinline__ void copy_to_shared(uint4* to, const void* from, int count) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ void copy_to_shared(uint4* to, const void* from, int 
 
 // ------------------------------------------------------------------------------- reductions
 //
-// Over a warp, the same value in each lane. Integers have an instruction for it as of capability 8.0.
+// Over a warp; every lane gets the result. Integers use an instruction of capability 8.0.
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -161,13 +164,13 @@ __device__ __forceinline__ int warp_sum(int x) {
 #endif
 }
 
-// Over all threads of a block (a multiple of 32, at most 1024), the same value in each of them.
+// Over all threads of a block (a multiple of 32, at most 1024); every thread gets the result.
 template <class F> __device__ __forceinline__ float block_reduce(float x, float empty, F reduce) {
     __shared__ float parts[WARP];
     int warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
     x = reduce(x);
     if (warps == 1) return x;
-    __syncthreads();  // the parts of a reduction before have been read
+    __syncthreads();  // the partial results of the previous reduction have been read
     if (lane == 0) parts[threadIdx.x / WARP] = x;
     __syncthreads();
     return reduce(lane < warps ? parts[lane] : empty);
@@ -189,17 +192,17 @@ __device__ __forceinline__ float from_f16(u16 h) {
     return x;
 }
 
-__device__ __forceinline__ u16 to_f16(float x) {  // to nearest even; beyond the range infinite
+__device__ __forceinline__ u16 to_f16(float x) {  // to nearest even; out of range: infinity
     u16 h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
 }
 
-__device__ __forceinline__ float within_f16(float x) {  // beyond the range the largest; NaN stays NaN
+__device__ __forceinline__ float within_f16(float x) {  // clamp to the finite range; NaN stays NaN
     return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
 }
 
-// Two of them as a pair, the first one low.
+// Two values as a pair of f16, the first one in the low half.
 __device__ __forceinline__ u32 two_within_f16(float low, float high) {
 #if __CUDA_ARCH__ >= 800
     u32 pair;
@@ -245,7 +248,7 @@ __device__ __forceinline__ float activate(int kind, float x) {
     return kind == GELU_TANH ? act_gelu_tanh(x) : act_gelu_erf(x);
 }
 
-// gpt-oss's gated unit: see the op clamped_glu.
+// The gated unit of gpt-oss; see the op clamped_glu.
 __device__ __forceinline__ float act_clamped(float gate, float up, float alpha, float limit) {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;

@@ -1,6 +1,6 @@
-// Values moved: other layouts, other dtypes, chosen rows. A block does one row (x).
+// Copies: contiguous, cast, gather_rows and concat. A block copies one row (x).
 
-// Elements of 1 << LOG bytes, at most four axes; dims and strides (bytes) of axes 1 to 3.
+// A tensor of at most four axes: strides in bytes of all axes, dims of axes 1 to 3, elements of a row.
 struct Shape {
     i64 stride[4];
     int dims[3], width;
@@ -18,8 +18,8 @@ __device__ __forceinline__ void pack_rows(const u8* x, const Shape& s, T* out, c
 }
 
 #define PACK(NAME, T)                                                                           \
-    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live TIMESTAMPS) {     \
-        RECORD_TIMESTAMPS                                                                                 \
+    extern "C" __global__ void NAME(const u8* x, Shape s, T* out, const i64* live TIMESTAMPS) { \
+        RECORD_TIMESTAMPS                                                                       \
         pack_rows(x, s, out, live);                                                             \
     }
 PACK(contiguous_1, u8)
@@ -60,9 +60,9 @@ __device__ __forceinline__ void gather(const u8* x, i64 stride, const int* rows,
 }
 
 #define GATHER(NAME, T)                                                                         \
-    extern "C" __global__ void NAME(const u8* x, i64 stride, const int* rows, T* out,          \
-                                    const i64* live, int width TIMESTAMPS) {                        \
-        RECORD_TIMESTAMPS                                                                                 \
+    extern "C" __global__ void NAME(const u8* x, i64 stride, const int* rows, T* out,           \
+                                    const i64* live, int width TIMESTAMPS) {                    \
+        RECORD_TIMESTAMPS                                                                       \
         gather(x, stride, rows, out, live, width);                                              \
     }
 GATHER(gather_1, u8)
@@ -70,7 +70,7 @@ GATHER(gather_2, u16)
 GATHER(gather_4, u32)
 GATHER(gather_8, u64)
 
-// Lines of a and b side by side: `lines` of them in a row, a_width and b_width elements each.
+// Concatenate lines of a and b: `lines` of them in a row, with a_width and b_width elements.
 extern "C" __global__ void concat(const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out,
                                   const i64* live, int lines, int a_width, int b_width TIMESTAMPS) {
     RECORD_TIMESTAMPS

@@ -1,8 +1,8 @@
 #pragma once
-// Items of plain weights, like those of formats.cuh; and products of items with activations.
+// Items of plain weights, like those of formats.cuh, and products of items with activations.
 //
-// FORMAT: of the weights. INTEGER: activations are quantised, else float32, or HALVES: 1: float16,
-// 2: bfloat16. LONE: a token at a time.
+// FORMAT: format of the weights. INTEGER: int8 activations, else float32, or HALVES: 1: f16, 2: bf16.
+// LONE: one token at a time.
 
 #include "formats.cuh"
 
@@ -60,10 +60,10 @@ __device__ __forceinline__ float4 floats4(const u8* row, int at) {
 }
 
 #if !LONE
-// Several tokens: each loads its activations for each row, since holding them would take too many
+// Several tokens: activations are loaded again for each row, since keeping them would take too many
 // registers.
 
-// An item's part of a token's sum: activations that are not quantised.
+// The product of an item with float activations of a token.
 template <class W, int COUNT>
 __device__ __forceinline__ float dot(const Floats<COUNT>& u, const u8* row, int k, int j,
                                      bool aligned) {
@@ -107,8 +107,8 @@ __device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
     return make_int4(q[0], q[1], q[2], q[3]);
 }
 
-// Quantised activations: K int8, then a float32 scale a block, then sums of 32 (int32) or of 16
-// (int16) of the int8.
+// Quantized activations: K int8, then a float32 scale per block, then sums of 32 (int32) or of 16 (int16)
+// of the int8.
 template <class W, int PARTS>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
                                      bool aligned) {
@@ -141,8 +141,8 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 }
 #endif
 #else
-// What item j of a row is multiplied with. `lane`: j but for whole blocks, and a constant of the thread,
-// so that what depends on it is found once.
+// The activations for item j of a row. `lane` equals j up to whole blocks and is constant in a thread, so
+// the compiler computes what depends on it once.
 #if !INTEGER
 template <class W, class VALUES = typename W::Values> struct Activations {
     const u8* row;
@@ -200,8 +200,8 @@ __device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
     return make_int4(q[0], q[1], q[2], q[3]);
 }
 
-// Quantised activations: K int8, then a float32 scale a block, then sums of 32 (int32) or of 16
-// (int16) of the int8.
+// Quantized activations: K int8, then a float32 scale per block, then sums of 32 (int32) or of 16 (int16)
+// of the int8.
 template <class W> struct Activations {
     int4 x[W::PARTS];
     float d;

@@ -1,5 +1,5 @@
-// Sums, products and activations. A block does one row (x) and some columns of it (y), a thread
-// EACH of them: one where there is little to do, else four, whose loads are on their way together.
+// Sums, products and activations. A block computes one row (x) and some columns of it (y), a thread
+// EACH columns: one for small operands, else four, whose loads are in flight together.
 
 template <int EACH, class F>
 __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const i64* live,
@@ -23,10 +23,10 @@ __device__ __forceinline__ void unary(const u8* x, i64 stride, float* out, const
 }
 
 #define UNARY_EACH(NAME, EACH, EXPRESSION)                                                      \
-    extern "C" __global__ void NAME##_##EACH(const u8* at, i64 stride, float* out,             \
+    extern "C" __global__ void NAME##_##EACH(const u8* at, i64 stride, float* out,              \
                                              const i64* live, int width,                        \
-                                             float parameter TIMESTAMPS) {                          \
-        RECORD_TIMESTAMPS                                                                                 \
+                                             float parameter TIMESTAMPS) {                      \
+        RECORD_TIMESTAMPS                                                                       \
         unary<EACH>(at, stride, out, live, width, [=](float x) { return EXPRESSION; });         \
     }
 #define UNARY(NAME, EXPRESSION)                                                                 \
@@ -39,7 +39,7 @@ UNARY(sigmoid, 1.f / (1.f + expf(-x)))
 UNARY(gelu_tanh, act_gelu_tanh(x))
 UNARY(gelu_erf, act_gelu_erf(x))
 
-// b is as a, or one part of `inner` elements for every such part of a row.
+// b has the shape of a, or `inner` elements that repeat along a row.
 template <int EACH, class F>
 __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i64 b_stride,
                                        float* out, const i64* live, int width, int inner, F f) {
@@ -64,10 +64,10 @@ __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i
 }
 
 #define BINARY_EACH(NAME, EACH, EXPRESSION)                                                     \
-    extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,           \
-                                             i64 b_stride, float* out, const i64* live,        \
-                                             int width, int inner TIMESTAMPS) {                     \
-        RECORD_TIMESTAMPS                                                                                 \
+    extern "C" __global__ void NAME##_##EACH(const u8* a, i64 a_stride, const u8* b,            \
+                                             i64 b_stride, float* out, const i64* live,         \
+                                             int width, int inner TIMESTAMPS) {                 \
+        RECORD_TIMESTAMPS                                                                       \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, inner,                         \
                      [](float x, float y) { return EXPRESSION; });                              \
     }
@@ -77,14 +77,14 @@ __device__ __forceinline__ void binary(const u8* a, i64 a_stride, const u8* b, i
 BINARY(add, x + y)
 BINARY(mul, x * y)
 
-// gpt-oss's unit; NaN stays NaN.
+// The gated unit of gpt-oss; NaN stays NaN.
 #define CLAMPED(EACH)                                                                           \
     extern "C" __global__ void clamped_glu_##EACH(                                              \
-        const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out, const i64* live,     \
-        int width, float alpha, float limit TIMESTAMPS) {                                           \
-        RECORD_TIMESTAMPS                                                                                 \
+        const u8* a, i64 a_stride, const u8* b, i64 b_stride, float* out, const i64* live,      \
+        int width, float alpha, float limit TIMESTAMPS) {                                       \
+        RECORD_TIMESTAMPS                                                                       \
         binary<EACH>(a, a_stride, b, b_stride, out, live, width, 0,                             \
-                     [=](float x, float y) { return act_clamped(x, y, alpha, limit); });       \
+                     [=](float x, float y) { return act_clamped(x, y, alpha, limit); });        \
     }
 CLAMPED(1)
 CLAMPED(4)

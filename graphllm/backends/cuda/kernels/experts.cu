@@ -1,9 +1,9 @@
-// Mixtures of experts: the choice, its weights, the order of rows by expert, the sum. Products with
-// experts are in experts_gemv.cu and experts_gemm.cu.
+// Mixture of experts: routing, sorting pairs by expert, and the weighted sum. The products are in
+// experts_gemv.cu, experts_gemm.cu and experts_unaligned.cu.
 
 #include "experts.cuh"
 
-// Larger for larger numbers, never zero; the two zeros are equal, NaN is more than all else.
+// A key that orders floats: larger for larger values, never zero, equal for both zeros, largest for NaN.
 __device__ __forceinline__ u32 key_of(float v) {
     if (v != v) return 0xfffffffeu;  // `largest` begins above all keys
     u32 bits = __float_as_uint(v + 0.f);
@@ -11,11 +11,11 @@ __device__ __forceinline__ u32 key_of(float v) {
 }
 
 __device__ __forceinline__ float number_of(u32 key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // NaN of NaN's key
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);  // NaN for the key of NaN
 }
 
-// The largest of `count` keys, among equals the first, of those that come after `last` in this order;
-// as a key with what is left of the index below it. Over the lanes of a warp.
+// The largest of `count` keys (the first of equal ones) that comes after `last` in this order: the key,
+// with the complement of its index below it. All lanes of a warp take part.
 __device__ __forceinline__ u64 largest(const u32* keys, int count, u64 last = ~0ull) {
     u64 top = 0;
     for (int i = threadIdx.x % WARP; i < count; i += WARP) {
@@ -28,8 +28,8 @@ __device__ __forceinline__ u64 largest(const u32* keys, int count, u64 last = ~0
 
 __device__ __forceinline__ int index_of(u64 top) { return (int)~(u32)top; }
 
-// The columns of the `k` largest keys: `f(place, column)` by the first lane of the block's first warp,
-// which alone comes to an end here. Each warp looks at some of the groups, and the first one chooses.
+// Call `f(place, column)` for the columns of the `k` largest keys, by the first lane of the block's first
+// warp; only that warp continues afterwards. All warps score groups, and the first one chooses.
 // `worth`: room for `groups` keys.
 template <class F>
 __device__ __forceinline__ void choose(u32* keys, u32* worth, int columns, int k, int groups, int kept,
@@ -49,7 +49,7 @@ __device__ __forceinline__ void choose(u32* keys, u32* worth, int columns, int k
         __syncthreads();
     }
     if (warp) return;
-    if (groups > 1) {  // what is kept is worth nothing then, what is not has no keys
+    if (groups > 1) {  // kept groups get worth 0; the keys of all others are cleared
         for (int i = 0; i < kept; i++) {
             int g = index_of(largest(worth, groups));
             __syncwarp();
@@ -68,7 +68,7 @@ __device__ __forceinline__ void choose(u32* keys, u32* worth, int columns, int k
     __syncwarp();
 }
 
-// A block does one row.
+// A block computes one row.
 extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int* out,
                                  const i64* live, int columns, int k, int groups, int kept,
                                  int best TIMESTAMPS) {
@@ -84,7 +84,7 @@ extern "C" __global__ void top_k(const u8* x, i64 stride, const float* bias, int
            [=](int j, int column) { out[(i64)blockIdx.x * k + j] = column; });
 }
 
-// A thread does one of `k` results of a row.
+// A thread computes one of the `k` results of a row.
 extern "C" __global__ void pick(const u8* x, i64 stride, const int* ids, float* out,
                                 const i64* live, int columns, int k TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -95,7 +95,7 @@ extern "C" __global__ void pick(const u8* x, i64 stride, const int* ids, float* 
     out[i] = known ? ((const float*)(x + i / k * stride))[id] : NOT_A_NUMBER;
 }
 
-// A warp does one row.
+// A warp computes one row.
 extern "C" __global__ void sum_norm(const u8* x, i64 stride, float* out, const i64* live, int width,
                                     float eps TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -111,8 +111,8 @@ extern "C" __global__ void sum_norm(const u8* x, i64 stride, float* out, const i
 
 enum Score { SOFTMAX, SIGMOID, CHOSEN };
 
-// exp(v - the largest) over their sum, of numbers in shared memory, by the `all` threads of a block or of
-// a warp, of which this one is number `lane`.
+// Softmax of values in shared memory, by the `all` threads of a block or of a warp; this thread is number
+// `lane`.
 template <class R, class S>
 __device__ __forceinline__ void soften(float* v, int count, int lane, int all, R most, S sum) {
     float top = -INFINITE, total = 0;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void soften(float* v, int count, int lane, int all, R
     for (int i = lane; i < count; i += all) v[i] /= total;
 }
 
-// The ids of a row's experts and their weights, from a router's logits: top_k, pick and what stands
-// around them. A block does one row. NORMALISED: chosen weights are divided by their sum and `eps`.
+// Expert ids and weights of a row from the router's logits: the ops top_k and pick with scoring and
+// normalization. A block computes one row. `normalised`: divide the weights by their sum plus `eps`.
 extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8* ids, u8* weights,
                                  i64 ids_stride, i64 weights_stride, const i64* live, int columns,
                                  int k, int groups, int kept, int best, int score, int normalised,
@@ -161,7 +161,7 @@ extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8*
     for (int i = lane; i < k; i += WARP) out[i] = chosen[i] / total * factor;
 }
 
-// A block does one row (x) and some columns of it (y), a thread one of them; r: to add, or null.
+// A block computes one row (x) and some columns of it (y), a thread one column. r: residual, or null.
 extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, i64 weights_stride,
                                    const u8* r, i64 r_stride, float* out, const i64* live,
                                    int each, int width TIMESTAMPS) {
@@ -177,7 +177,7 @@ extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, i
     out[row * width + column] = sum;
 }
 
-// A warp's part of the pairs, and how many of them are of each matrix.
+// A warp's pairs, and the number of them for each matrix.
 struct Part {
     const u8* ids;
     i64 stride;
@@ -185,7 +185,7 @@ struct Part {
     int* counts;
 };
 
-// f(pair, its matrix, how many before it are of the same), by lanes; the counts go along.
+// Call f(pair, its matrix, number of pairs of that matrix before it) for each pair, and count pairs.
 template <class F> __device__ __forceinline__ void visit(const Part& part, F f) {
     const int lane = threadIdx.x % WARP;
     for (int at = part.first; at < part.end; at += WARP) {
@@ -201,15 +201,15 @@ template <class F> __device__ __forceinline__ void visit(const Part& part, F f) 
     }
 }
 
-// From how many pairs each matrix has to where they begin in order; and the groups, by one warp.
+// Turn the number of pairs of each matrix into their start in sorted order, and make groups. One warp.
 __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, Group* groups,
                                             int most) {
     const int lane = threadIdx.x % WARP;
-    int first = 0, made = 0;  // pairs, and groups, of the matrices before
+    int first = 0, made = 0;  // pairs and groups of previous matrices
     for (int at = 0; at < buckets; at += WARP) {
         const int m = at + lane, count = m < buckets ? counts[m] : 0;
         const int parts = (count + size - 1) / size;
-        int pairs = count, through = parts;  // sums over the lanes up to this one
+        int pairs = count, through = parts;  // inclusive sums over lanes
 #pragma unroll
         for (int o = 1; o < WARP; o <<= 1) {
             const int p = __shfl_up_sync(FULL, pairs, o), g = __shfl_up_sync(FULL, through, o);
@@ -227,14 +227,14 @@ __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, 
     for (int i = made + lane; i < most; i += WARP) groups[i].count = 0;
 }
 
-// The pairs in the order of their matrices, which is `order`, and in groups of at most `size`: one block.
-// Those of a matrix have the same count of pairs, or one more. Ids that are too large are one more
-// matrix; groups that there is no use for are empty.
+// Sort pairs by matrix into `order`, and divide them into groups of at most `size`. One block. Groups of
+// one matrix differ by at most one pair. Ids out of range count as one more matrix; unused groups are
+// empty.
 extern "C" __global__ void __launch_bounds__(1024)
     group(const u8* ids, i64 stride, const i64* live, int each, int matrices, int size, Group* groups,
           int most, int* order TIMESTAMPS) {
     RECORD_TIMESTAMPS
-    DYNAMIC_SHARED(int, counts);  // of each warp and matrix, then of all warps
+    DYNAMIC_SHARED(int, counts);  // per warp and matrix, then of all warps
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, buckets = matrices + 1;
     int* const begins = counts + warps * buckets;
     for (int i = threadIdx.x; i < warps * buckets; i += blockDim.x) counts[i] = 0;
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     __syncthreads();
     visit(part, [](int, int, int) {});
     __syncthreads();
-    for (int m = threadIdx.x; m < buckets; m += blockDim.x) {  // sums over the warps before
+    for (int m = threadIdx.x; m < buckets; m += blockDim.x) {  // exclusive sums over warps
         int sum = 0;
         for (int w = 0; w < warps; w++) {
             const int own = counts[w * buckets + m];

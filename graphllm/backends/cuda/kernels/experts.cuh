@@ -1,36 +1,37 @@
 #pragma once
-// Matrices of which each row of activations meets one, as an argument of a kernel. A row of results
-// is called a pair: one of a token and one of its matrices, number token * each + choice.
+// The argument of kernels in which each row of activations multiplies a matrix of its own. A pair is
+// one token and one of its matrices, with number token * each + choice; it has a row of results.
 
 #include "formats.cuh"
 #include "quantize.cuh"
 
 struct Experts {
     const u8* x;
-    i64 x_stride, line;          // bytes from token to token, and from pair to pair (0: all have one row)
+    i64 x_stride, line;          // bytes between tokens, and between pairs (0: pairs share a row)
     Planes w, up;                // [matrices, rows, depth]; `up` in gated kernels
     const float *bias, *up_bias;  // [matrices, rows], or null
     u8* y;                       // [tokens, each, rows]
-    const u8* ids;   // [tokens, each] below `matrices`; null: pair j of a token meets matrix j
-    i64 ids_stride;  // bytes from token to token
+    const u8* ids;   // [tokens, each], less than `matrices`; null: pair j of a token has matrix j
+    i64 ids_stride;  // bytes between tokens
     const i64* live;  // tokens
     int each, matrices, rows, depth;
-    int kind, form;  // of x, and of y in gated kernels: 0: float32, or as quantize.cuh has it
-    int act;          // of gated kernels: as common.cuh counts them, or CLAMPED, with:
+    int kind, form;  // of x, and of y in gated kernels; 0: float32, else a kind of quantize.cuh
+    int act;          // of gated kernels: an Activation, or CLAMPED with these parameters:
     float alpha, limit;
     int ids_ready;  // the ids may be read before the wait
 };
 
-// At the beginning of every kernel here: the next one may begin when this one has waited, not sooner. So
-// one after it, whose rows are its results, finds the same ids there before it waits: `early`.
+// The start of every kernel of products with ids. The next kernel may start only after this one has
+// waited, so everything before this one, such as the router, has completed by then, and the next kernel
+// may read the same ids before its own wait (`ids_ready`).
 __device__ __forceinline__ void wait_and_launch_next(bool soon = true) {
     wait_for_previous();
     if (soon) launch_next();
 }
 
-// Some pairs of one matrix; one that is not there (an id is too large) gives NaN.
+// Pairs of one matrix. A matrix that does not exist (an id is out of range) gives NaN.
 struct Group {
-    int matrix, first, count, unused;  // `first`: in the order of pairs by matrix
+    int matrix, first, count, unused;  // `first`: index into the pairs sorted by matrix
 };
 
 __device__ __forceinline__ bool exists(const Experts& e, int matrix) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ int id_of(const u8* ids, i64 stride, int each, int pa
     return ((const int*)(ids + pair / each * stride))[pair % each];
 }
 
-// A result: with the matrix's bias, or NaN where there is no such matrix.
+// Store one result with the matrix's bias; NaN if the matrix does not exist.
 __device__ __forceinline__ void finish(const Experts& e, int pair, int matrix, int row, float value) {
     const i64 at = (i64)matrix * e.rows + row;
     if (!exists(e, matrix))
@@ -57,7 +58,7 @@ __device__ __forceinline__ void finish(const Experts& e, int pair, int matrix, i
 
 #define CLAMPED -1
 
-// act(gate) * up, with the biases.
+// Store act(gate) * up, with the biases.
 __device__ __forceinline__ void finish_gated(const Experts& e, int pair, int matrix, int row, float gate,
                                              float up) {
     const i64 at = (i64)matrix * e.rows + row, to = (i64)pair * e.rows + row;

@@ -1,27 +1,27 @@
-// Products of rows with matrices of their own, for many rows: those of one matrix, of which experts.cu
-// makes groups, are multiplied together on tensor cores, as halves.
+// Expert products of many pairs: groups of pairs with one matrix (see `group` in experts.cu) are
+// multiplied on tensor cores, in f16 or bf16.
 //
-// FORMAT: a struct of formats.cuh, or PLAIN: the weights are halves as x is (BFLOAT: bfloat16). TOKENS:
-// pairs of a group, at most. A block of WARPS takes SIDE rows and goes along the depth 64 at a time;
-// parts of STAGES such pieces are in shared memory. Blocks of numbers are expanded on the way there, in
-// the order of their items: for the sum it is all the same, as long as x follows. GATED: eight rows of
-// one matrix and the same of another take turns, and give act(first) * second. WGMMA: by the tensor
-// cores of capability 9.0, which read shared memory themselves.
+// FORMAT: a struct of formats.cuh. PLAIN: weights have the dtype of x (BFLOAT: bfloat16). TOKENS: most
+// pairs of a group. A block of WARPS warps computes SIDE rows, and takes the depth in pieces of 64, of
+// which STAGES are in shared memory. Block weights are dequantized on the way there in the order of
+// their items; the sum is the same, because x is stored in that order, too. GATED: eight rows of one
+// matrix alternate with the same rows of another; the result is act(first) * second. WGMMA: use
+// warpgroup instructions of capability 9.0, which read shared memory directly.
 
 #include "experts.cuh"
 #include "tensor_cores.cuh"
 
 #define THREADS (WARP * WARPS)
 #define SIDE 128
-#define ROWS (GATED ? SIDE / 2 : SIDE)  // of a result
+#define ROWS (GATED ? SIDE / 2 : SIDE)  // rows of the result
 #define PIECE 64
 #if WGMMA
 #include "wgmma.cuh"
-#define STRIDE PIECE  // halves from row to row
+#define STRIDE PIECE  // halves between rows
 #define COLUMNS TOKENS
-#define AT_ONCE 64  // pairs of a product
+#define AT_ONCE 64  // pairs of one instruction
 #else
-#define STRIDE (PIECE + 8)                // eight rows meet all banks
+#define STRIDE (PIECE + 8)                // eight rows cover all banks
 #define COLUMNS (TOKENS < 64 ? TOKENS : 64)  // pairs of a warp
 #define AT_ONCE 16
 #endif
@@ -34,7 +34,7 @@ struct Shared {
     int pairs[TOKENS];
 };
 
-// Where eight halves of a row are in shared memory.
+// The address of eight halves of a row in shared memory.
 __device__ __forceinline__ u16* place(u16 (*rows)[STRIDE], int row, int eight) {
 #if WGMMA
     return &rows[row][8 * swizzled(row, eight)];
@@ -43,17 +43,17 @@ __device__ __forceinline__ u16* place(u16 (*rows)[STRIDE], int row, int eight) {
 #endif
 }
 
-// Where row r of a block's SIDE rows is: of which matrix, and its number from the block's first on.
+// For row r of a block's SIDE rows: whether it is of the second matrix, and its number in its matrix.
 __device__ __forceinline__ bool is_up(int r) { return GATED && r / 8 % 2; }
 __device__ __forceinline__ int row_in(int r) { return GATED ? r / 16 * 8 + r % 8 : r; }
 
-// The pair, of a group, of column n of a warp: what warps side by side multiply at once takes turns, so
-// that all have their share of a group that is not full.
+// The pair of a group for column n of a warp. Adjacent warps take interleaved pairs, so that all have
+// work if the group is not full.
 __device__ __forceinline__ int pair_in(int n) {
     return (n / AT_ONCE * ACROSS + (int)threadIdx.x / WARP / DOWN) * AT_ONCE + n % AT_ONCE;
 }
 
-// Eight halves of a row of the piece: where they are in a row of x. `number`: of the piece.
+// The column in x of eight halves of a row of piece `number`.
 __device__ __forceinline__ int column_of(int number, int eight) {
 #if PLAIN
     return PIECE * number + 8 * eight;
@@ -65,7 +65,7 @@ __device__ __forceinline__ int column_of(int number, int eight) {
 }
 
 #if PLAIN
-// The matrix's part of a piece on its way to shared memory.
+// Copies the matrix's part of a piece to shared memory.
 struct Weights {
     const u8* at[SIDE * 8 / THREADS];
 
@@ -77,7 +77,7 @@ struct Weights {
             at[i] = (is_up(own) ? e.up.a : e.w.a) + (r * e.depth + threadIdx.x % 8 * 8) * 2;
         }
     }
-    __device__ __forceinline__ void bring(Shared& s, int number, int depth) const {
+    __device__ __forceinline__ void copy_piece(Shared& s, int number, int depth) const {
         const int column = PIECE * number, eight = threadIdx.x % 8;
         const bool there = column + 8 * eight < depth;
 #pragma unroll
@@ -87,11 +87,11 @@ struct Weights {
     }
 };
 #else
-#define EACH (PIECE / FORMAT::ITEM)                         // items of a row of the piece
+#define EACH (PIECE / FORMAT::ITEM)                         // items of a row of a piece
 #define OWN ((SIDE * EACH + THREADS - 1) / THREADS)         // items of a thread
-#define AHEAD (TOKENS < 64 ? 4 : 1)                         // pieces of which they are on their way
+#define AHEAD (TOKENS < 64 ? 4 : 1)                         // pieces in flight
 
-// Items on their way to registers, and from there to shared memory.
+// Loads items to registers, and dequantizes them into shared memory.
 struct Weights {
     const Experts& e;
     const int items;
@@ -110,8 +110,8 @@ struct Weights {
     __device__ __forceinline__ bool own(int i) const {
         return SIDE * EACH % THREADS == 0 || (int)threadIdx.x + THREADS * i < SIDE * EACH;
     }
-    // Place: `number` % AHEAD.
-    __device__ __forceinline__ void ask(int place, int number) {
+    // Request the items of piece `number`; `place` is `number` % AHEAD.
+    __device__ __forceinline__ void request(int place, int number) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             int j = EACH * number + (threadIdx.x + THREADS * i) % EACH;
@@ -119,7 +119,7 @@ struct Weights {
                 q[place][i].load(is_up(line(i)) ? e.up : e.w, first[i] + j);
         }
     }
-    __device__ __forceinline__ void expand(Shared& s, int place, int number) const {
+    __device__ __forceinline__ void dequantize(Shared& s, int place, int number) const {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             const int slot = (threadIdx.x + THREADS * i) % EACH, j = EACH * number + slot;
@@ -140,7 +140,7 @@ struct Weights {
 };
 #endif
 
-// The rows' part of a piece on its way to shared memory, of a group's `count` rows.
+// Copies the part of x of a piece to shared memory, for the `count` rows of a group.
 struct Rows {
     const u8* at[TOKENS * 8 / THREADS];
     const int count;
@@ -150,13 +150,13 @@ struct Rows {
         for (int i = 0; i < TOKENS * 8 / THREADS; i++)
             at[i] = row_of(e, s.pairs[threadIdx.x / 8 + THREADS / 8 * i]);
     }
-    __device__ __forceinline__ void bring(Shared& s, int number, int depth) const {
+    __device__ __forceinline__ void copy_piece(Shared& s, int number, int depth) const {
         const int eight = threadIdx.x % 8, column = column_of(number, eight);
         const bool there = column < depth;
 #pragma unroll
         for (int i = 0; i < TOKENS * 8 / THREADS; i++) {
             const int row = threadIdx.x / 8 + THREADS / 8 * i;
-            if (row < count)  // what is behind them gives columns that nobody wants
+            if (row < count)  // other columns are not stored
                 copy16(place(s.x[number % STAGES], row, eight), at[i] + (there ? 2 * column : 0),
                        there);
         }
@@ -166,7 +166,7 @@ struct Rows {
 typedef float Sums[TILES][COLUMNS / 8][4];
 
 #if WGMMA
-// A piece's products, with `live` times 64 pairs. `row`: where the warp's begin.
+// The products of a piece with `live` times 64 pairs. `row`: the warp's first row.
 __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                                int live, Sums& c) {
     begin_products();
@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16
     end_products();
 }
 #else
-// What the warp's products of sixteen of the depth are made of.
+// Operands of a warp's products over 16 of the depth.
 template <int LIVE> struct Operands {
     u32 a[TILES][4], b[LIVE][4];
 
@@ -204,8 +204,8 @@ template <int LIVE> struct Operands {
     }
 };
 
-// A piece's products with 16 * LIVE pairs. `row`: where the warp's begin. The next operands are on their
-// way while some are multiplied.
+// The products of a piece with 16 * LIVE pairs. `row`: the warp's first row. The next operands are
+// loaded while the current ones are multiplied.
 template <int LIVE>
 __device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                               Sums& c) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 
     }
 }
 
-// The same, with `live` sixteens.
+// The same for a runtime number of sixteens.
 __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                                int live, Sums& c) {
     constexpr int ALL = COLUMNS / 16;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16
 __device__ __forceinline__ void publish() {}
 #endif
 
-// All pieces of the depth.
+// The products over the whole depth.
 __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int matrix, int first_row,
                                              int row, int count, Sums& c) {
     const int pieces = (e.depth + PIECE - 1) / PIECE;
@@ -240,23 +240,23 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
     const Rows rows(e, s, count);
 #if PLAIN
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < pieces) weights.bring(s, i, e.depth), rows.bring(s, i, e.depth);
+        if (i < pieces) weights.copy_piece(s, i, e.depth), rows.copy_piece(s, i, e.depth);
         close_copies();
     }
     for (int i = 0; i < pieces; i++) {
         wait_copies<STAGES - 2>();
         publish();
-        __syncthreads();  // the piece is there, and the one before it has been used
+        __syncthreads();  // the piece is loaded, and the previous one has been used
         const int next = i + STAGES - 1;
-        if (next < pieces) weights.bring(s, next, e.depth), rows.bring(s, next, e.depth);
+        if (next < pieces) weights.copy_piece(s, next, e.depth), rows.copy_piece(s, next, e.depth);
         close_copies();
         multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, live, c);
     }
 #else
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) weights.ask(i, i);
+    for (int i = 0; i < AHEAD; i++) weights.request(i, i);
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < pieces) rows.bring(s, i, e.depth);
+        if (i < pieces) rows.copy_piece(s, i, e.depth);
         close_copies();
     }
     for (int at = 0; at < pieces; at += AHEAD) {
@@ -264,12 +264,12 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
         for (int place = 0; place < AHEAD; place++) {
             const int i = at + place, next = i + STAGES - 1;
             if (i >= pieces) break;
-            weights.expand(s, place, i);
-            weights.ask(place, i + AHEAD);
+            weights.dequantize(s, place, i);
+            weights.request(place, i + AHEAD);
             wait_copies<STAGES - 2>();
             publish();
             __syncthreads();
-            if (next < pieces) rows.bring(s, next, e.depth);
+            if (next < pieces) rows.copy_piece(s, next, e.depth);
             close_copies();
             multiply_piece(s.w[i % 2], s.x[i % STAGES], row, live, c);
         }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
 #endif
 }
 
-// blockIdx: (group, some rows of its matrix). Without groups each matrix meets a row of every token.
+// Grid: (groups, groups of rows of the matrix). Without `groups` each matrix has a row of every token.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     multiply_groups(Experts e, const Group* groups, const int* order TIMESTAMPS) {
     RECORD_TIMESTAMPS

@@ -1,24 +1,23 @@
-// Products of each row with a matrix of its own, for few rows: a warp goes along a few rows of a matrix
-// for one pair, as in gemv.cu for one token. Pairs are neighbours in the grid, so that those of one
-// expert find its rows in the second-level cache.
+// Expert products of few pairs: a warp computes a few rows of a matrix for one pair, as in gemv.cu for
+// one token. Pairs are adjacent in the grid, so pairs of one expert find its rows in the L2 cache.
 //
-// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: activations are quantised, else float32, or
-// HALVES. ROWS, DEPTH, NEXT: as in gemv.cu. GATED: each row of two matrices, act(first) * second.
+// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else float32, or
+// HALVES. ROWS, DEPTH, NEXT: as in gemv.cu. GATED: act(first) * second of two matrices.
 
 #define LONE 1
 #include "dot.cuh"
 #include "experts.cuh"
 
 #define WARPS 4
-#define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
+#define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
 
-// ALIGNED: rows of x begin at multiples of 16 bytes.
+// ALIGNED: rows of x are aligned to 16 bytes.
 template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& e) {
     if (NEXT == 0 && !e.ids) launch_next();
     const int items = e.depth / FORMAT::ITEM, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int pair = blockIdx.x, row = (int)(blockIdx.y * WARPS + warp) * ROWS;
     const i64 tokens = *(volatile const i64*)e.live;
-    if (e.ids && !e.ids_ready) wait_and_launch_next(NEXT < 2);  // which matrix must be known first
+    if (e.ids && !e.ids_ready) wait_and_launch_next(NEXT < 2);  // the ids must be complete first
     int matrix = pair % e.each;
     if (e.ids && pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);

@@ -1,5 +1,5 @@
-// Products of each row with a plain matrix of its own, whose rows are not whole vectors: a warp takes
-// a row of the matrix, a thread a number at a time. FORMAT: 0 float32, 1 float16, 2 bfloat16.
+// Expert products with plain weights whose rows are not multiples of 16 bytes. A warp computes a row of
+// a matrix; threads load single elements. FORMAT: 0 float32, 1 float16, 2 bfloat16.
 
 #include "experts.cuh"
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ float number(int kind, const u8* row, int at) {
     return kind == 1 ? from_f16(h) : from_bf16(h);
 }
 
-// blockIdx: (pair, some rows of its matrix).
+// Grid: (pairs, groups of rows of the matrix).
 extern "C" __global__ void multiply(Experts e TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 tokens = *(volatile const i64*)e.live;

@@ -1,4 +1,4 @@
-// Norms with a residual before or after them, and gated units, float32 or quantised on the way out.
+// Norms with a residual before or after them, and gated units, with optional quantization.
 
 #include "norm.cuh"
 #include "quantize.cuh"
@@ -8,15 +8,15 @@ __device__ __forceinline__ const float* row_of(const u8* x, i64 stride) {
 }
 
 template <int U>
-__device__ __forceinline__ void emit_row(const Held<U>& row, const Targets& targets, int width) {
+__device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width) {
 #pragma unroll
     for (int u = 0; u < U; u++) {
-        int first = Held<U>::column(u, 0) - threadIdx.x % WARP;
+        int first = RowRegisters<U>::column(u, 0) - threadIdx.x % WARP;
         if (first < width) emit<8>(row.v + 8 * u, targets, blockIdx.x, first, width);
     }
 }
 
-// norm(h), quantised. A block does one row, here and below.
+// norm(h), quantized. A block computes one row, here and below.
 template <int U>
 __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const float* w,
                                               const Targets& targets, const i64* live, int width,
@@ -24,14 +24,14 @@ __device__ __forceinline__ void norm_quantise(const u8* h, i64 h_stride, const f
     Weight<U> weight(w, width);
     const i64 rows = begin(live);
     if (blockIdx.x >= rows) return;
-    Held<U> row;
+    RowRegisters<U> row;
     row.load(row_of(h, h_stride), width);
     weight.scale(row, row.factor(width, eps), width);
     emit_row(row, targets, width);
 }
 
-// x + norm(h) to `sum`, and if there is a w2, the norm of that to the targets. Where a warp has two
-// units, it holds one of x at a time: there are no registers for more.
+// Store x + norm(h) to `sum` and, if AGAIN, the norm of that with w2 to the targets. A warp with two
+// units holds one unit of x at a time, for lack of registers.
 template <int U, bool AGAIN>
 __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float* w, const u8* x,
                                          i64 x_stride, const float* w2, u8* sum, i64 sum_stride,
@@ -40,7 +40,7 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
     Weight<U> weight(w, width), weight2(AGAIN ? w2 : w, width);
     const i64 rows = begin(live);
     if (blockIdx.x >= rows) return;
-    Held<U> row, base;
+    RowRegisters<U> row, base;
     row.load(row_of(h, h_stride), width);
     if (U == 1) base.load(row_of(x, x_stride), width);
     weight.scale(row, row.factor(width, eps), width);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
     emit_row(row, targets, width);
 }
 
-// act(gate) * up. A warp does one unit of a line, of which rows have one or several.
+// act(gate) * up. A warp computes one unit of a line; a row has one or several lines.
 template <int N>
 __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* up, i64 up_stride,
                                     Targets& targets, const i64* live, int lines, int width,
@@ -81,10 +81,10 @@ __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* u
 __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {
     u16 half = (u16)(pair >> 16 * i);
     if (kind == 2) return from_bf16(half);
-    return within_f16(from_f16(half));  // what a product made too large counts as the largest
+    return within_f16(from_f16(half));  // an infinity of the product counts as the largest value
 }
 
-// act(gate) * up of dense rows of halves, to halves. A thread does eight columns.
+// act(gate) * up of dense rows of f16 or bf16, stored as the same type. A thread computes eight columns.
 template <int KIND>
 __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* out, i64 out_stride,
                                            const i64* live, int width, int act) {
@@ -111,23 +111,23 @@ __device__ __forceinline__ void glu_halves(const u16* gate, const u16* up, u8* o
 
 #define NORMS(U)                                                                                \
     extern "C" __global__ void __launch_bounds__(1024, 1)                                       \
-        norm_quantise_##U(const u8* h, i64 h_stride, const float* w, Targets targets,          \
-                          const i64* live, int width, float eps TIMESTAMPS) {                       \
-        RECORD_TIMESTAMPS                                                                                 \
+        norm_quantise_##U(const u8* h, i64 h_stride, const float* w, Targets targets,           \
+                          const i64* live, int width, float eps TIMESTAMPS) {                   \
+        RECORD_TIMESTAMPS                                                                       \
         norm_quantise<U>(h, h_stride, w, targets, live, width, eps);                            \
     }                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                          \
-        norm_add_##U(const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride,     \
-                     u8* sum, i64 sum_stride, const i64* live, int width, float eps TIMESTAMPS) {   \
-        RECORD_TIMESTAMPS                                                                                 \
+        norm_add_##U(const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride,      \
+                     u8* sum, i64 sum_stride, const i64* live, int width, float eps TIMESTAMPS) {\
+        RECORD_TIMESTAMPS                                                                       \
         norm_add<U, false>(h, h_stride, w, x, x_stride, 0, sum, sum_stride, Targets(), live,    \
                            width, eps, 0);                                                      \
     }                                                                                           \
     extern "C" __global__ void __launch_bounds__(1024) norm_add_norm_##U(                       \
-        const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride, const float* w2, \
-        u8* sum, i64 sum_stride, Targets targets, const i64* live, int width, float eps,       \
-        float eps2 TIMESTAMPS) {                                                                    \
-        RECORD_TIMESTAMPS                                                                                 \
+        const u8* h, i64 h_stride, const float* w, const u8* x, i64 x_stride, const float* w2,  \
+        u8* sum, i64 sum_stride, Targets targets, const i64* live, int width, float eps,        \
+        float eps2 TIMESTAMPS) {                                                                \
+        RECORD_TIMESTAMPS                                                                       \
         norm_add<U, true>(h, h_stride, w, x, x_stride, w2, sum, sum_stride, targets, live,      \
                           width, eps, eps2);                                                    \
     }
@@ -135,20 +135,20 @@ NORMS(1)
 NORMS(2)
 
 #define GLU(N)                                                                                  \
-    extern "C" __global__ void glu_##N(const u8* gate, i64 gate_stride, const u8* up,          \
-                                       i64 up_stride, Targets targets, const i64* live,        \
-                                       int lines, int width, int act TIMESTAMPS) {                  \
-        RECORD_TIMESTAMPS                                                                                 \
+    extern "C" __global__ void glu_##N(const u8* gate, i64 gate_stride, const u8* up,           \
+                                       i64 up_stride, Targets targets, const i64* live,         \
+                                       int lines, int width, int act TIMESTAMPS) {              \
+        RECORD_TIMESTAMPS                                                                       \
         glu<N>(gate, gate_stride, up, up_stride, targets, live, lines, width, act);             \
     }
 GLU(1)
 GLU(8)
 
 #define GLU_HALVES(NAME, KIND)                                                                  \
-    extern "C" __global__ void glu_##NAME(const u16* gate, const u16* up, u8* out,             \
-                                          i64 out_stride, const i64* live, int width,          \
-                                          int act TIMESTAMPS) {                                     \
-        RECORD_TIMESTAMPS                                                                                 \
+    extern "C" __global__ void glu_##NAME(const u16* gate, const u16* up, u8* out,              \
+                                          i64 out_stride, const i64* live, int width,           \
+                                          int act TIMESTAMPS) {                                 \
+        RECORD_TIMESTAMPS                                                                       \
         glu_halves<KIND>(gate, up, out, out_stride, live, width, act);                          \
     }
 GLU_HALVES(f16, 1)

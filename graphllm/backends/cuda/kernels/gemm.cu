@@ -1,9 +1,9 @@
-// Block weights as float16, for the library's matrix products. FORMAT: of the weights.
+// Dequantize block weights to f16, for cuBLASLt. FORMAT: format of the weights.
 
 #include "formats.cuh"
 
-// `count` items of a matrix, whole rows from item `first` on, as float16. The 32 items of a warp are
-// neighbours: they are put in order in shared memory, and leave it as whole lines.
+// Dequantize `count` items of a matrix, whole rows from item `first` on. The 32 items of a warp are
+// adjacent: they are ordered in shared memory and stored as whole cache lines.
 extern "C" __global__ void __launch_bounds__(128)
     dequantize(Planes w, i64 first, i64 count, int items, u16* y TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -23,6 +23,6 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     __syncwarp();
     uint4* to = (uint4*)(y + start * FORMAT::ITEM);
-    const int pieces = (int)min((i64)WARP, count - start) * FORMAT::ITEM / 8;
-    for (int n = lane; n < pieces; n += WARP) to[n] = stage[warp][n];
+    const int vectors = (int)min((i64)WARP, count - start) * FORMAT::ITEM / 8;
+    for (int n = lane; n < vectors; n += WARP) to[n] = stage[warp][n];
 }

@@ -1,14 +1,14 @@
-// Matrix products with weights, for few tokens: a warp goes along a few rows of the matrix.
+// GEMV: linears of few tokens. A warp computes a few rows of the matrix.
 //
-// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: activations are quantised, else
-// float32. TOKENS: taken at a time; ROWS: of a matrix, to a warp; DEPTH: items of each row that are
-// on their way at a time. GATED: two matrices of one shape give act(first) * second. NEXT: when the
-// kernel after this one may begin: 0: at once, 1: when the first weights are asked for, 2: at the end.
-// WARPS: of a block; RESIDENT: blocks that the registers of a processor must suffice for.
+// FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else
+// float32. TOKENS: tokens computed together. ROWS: rows of a warp. DEPTH: items of each row in flight.
+// GATED: compute act(first) * second of two matrices of one shape. NEXT: when the next kernel may
+// start; 0: at once, 1: after the first weight loads, 2: at the end. WARPS: warps of a block. RESIDENT:
+// blocks that must fit into the registers of a multiprocessor.
 //
-// For a lone token only: SHARED_BY: warps that share the depth of a row. AHEAD: the next items are
-// requested before the present ones are multiplied. STAGED: the block copies the activations (int8 in
-// blocks of 32) to shared memory, where reading them does not wait for weights on their way.
+// For one token only: SHARED_BY: warps that share the depth of a row. AHEAD: request the next items
+// before multiplying the current ones. STAGED: copy the activations (int8 in blocks of 32) to shared
+// memory, where reading them does not queue behind weight loads.
 
 #define LONE (TOKENS == 1)
 #include "dot.cuh"
@@ -16,12 +16,12 @@
 
 #if LONE
 #define BOUNDS __launch_bounds__(WARP * WARPS, RESIDENT)
-#else  // with bounds the compiler takes more registers than there are
+#else  // with bounds the compiler would spill registers
 #define BOUNDS
 #endif
-#define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads at a time
+#define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
 
-// y = x w^T for up to three matrices of one format and depth k: their rows, one after another.
+// y = x w^T for up to three matrices of one format and depth k, whose rows are numbered consecutively.
 extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* live, int k,
                                          Matrices all, int act TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -46,17 +46,17 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
                         to[s][d][r].load(s ? all.m[1].w : m.w, i);
                     }
     };
-    if (!idle) load(w[0], start);  // weights are constants: no kernel before makes them
+    if (!idle) load(w[0], start);  // weights do not depend on previous kernels
     if (NEXT == 1) launch_next();
     const int first = blockIdx.y * TOKENS, tokens = (int)*live;
     wait_for_previous();
-    // Whether rows begin at multiples of 16 bytes; a lone one always does.
+    // Whether rows are aligned to 16 bytes; a single row always is.
     const bool aligned = TOKENS == 1 || ((u64)x % 16 == 0 && x_stride % 16 == 0);
     if (first >= tokens) return;
     const u8* lone = x;
 #if STAGED
     DYNAMIC_SHARED(uint4, staged);
-    copy_to_shared(staged, x, (k + k / 4) / 16);  // int8, and 8 bytes a block of 32
+    copy_to_shared(staged, x, (k + k / 4) / 16);  // int8, and 8 bytes per block of 32
     __syncthreads();
     if (idle) return;
     lone = (const u8*)staged;
@@ -64,7 +64,7 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     float sums[STREAMS][ROWS][TOKENS] = {};
     constexpr int STEP = WARP * DEPTH * SHARED_BY;
 #if LONE
-    Activations<FORMAT> a[DEPTH];  // for all rows
+    Activations<FORMAT> a[DEPTH];  // shared by all rows
     auto load_activations = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
@@ -136,7 +136,7 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
 #endif
     if (lane) return;
 #if LONE && !GATED
-    asm volatile("" : "+r"(place));  // the matrix is found again: its fields would fill 20 registers
+    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
     row = place, m = all.m[0];
     find_matrix<ROWS>(all, row, m);
 #endif

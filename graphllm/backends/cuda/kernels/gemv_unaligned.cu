@@ -1,5 +1,5 @@
-// Matrix products with plain weights whose rows are not whole vectors: a warp takes a row of the
-// matrix, a thread a number at a time.
+// Linears with plain weights whose rows are not multiples of 16 bytes. A warp computes a row of the
+// matrix; threads load single elements.
 //
 // FORMAT: 0 float32, 1 float16, 2 bfloat16.
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ float weight(const u8* row, int at) {
 #endif
 }
 
-// blockIdx: (some rows of the matrices, token).
+// Grid: (groups of rows of the matrices, tokens).
 extern "C" __global__ void gemv(const u8* x, i64 x_stride, const i64* live, int k,
                                   Matrices all TIMESTAMPS) {
     RECORD_TIMESTAMPS

@@ -1,9 +1,9 @@
-// Writes into the pools of keys and values.
+// Writes to the pools of keys and values.
 
 #include "kv_cache.cuh"
 #include "rope.cuh"
 
-// A block does one row (x) and some elements of it (y).
+// A block computes one row (x) and some elements of it (y).
 extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i64* live,
                                     int width TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -22,8 +22,8 @@ struct Heads {
     int count;
 };
 
-// Heads normed, if they are, and rotated, of any width. A block does one head (y) of one token (x):
-// first the queries, then the keys, then the values, which are only stored.
+// Norm (if there is a weight) and rotate heads of any width. A block computes one head (y) of one token
+// (x): first queries, then keys, then values, which are only stored.
 extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Pool k_pool,
                                       Pool v_pool, const i64* live, int width, float eps,
                                       Rotation rotation TIMESTAMPS) {
@@ -61,7 +61,7 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     }
 }
 
-// Heads of 64 P elements. A warp does one after the other; lane l turns the pairs 32 j + l.
+// Heads of 64 P elements. A warp computes one after another; lane l rotates the pairs 32 j + l.
 template <int P> struct WarpRotation {
     static constexpr int WIDE = 64 * P;
     float inverse[P], s[P], c[P], attention_factor;
@@ -85,7 +85,7 @@ template <int P> struct WarpRotation {
         }
     }
 
-    // The pairs of a row of floats.
+    // Load the pairs of a row of floats.
     __device__ __forceinline__ void load(const float* x, float (&a)[P], float (&b)[P]) const {
         int lane = threadIdx.x % WARP;
 #pragma unroll
@@ -106,7 +106,7 @@ template <int P> struct WarpRotation {
         for (int j = 0; j < P; j++) a[j] = a[j] * factor * u[j], b[j] = b[j] * factor * v[j];
     }
 
-    // Of neighbours 2 l and 2 l + 1 in lane l: element l of the first 32, and of the second.
+    // From elements 2 l and 2 l + 1 in lane l to elements l and 32 + l.
     static __device__ __forceinline__ void straighten(float& y, float& z) {
         int lane = threadIdx.x % WARP, from = lane / 2;
         float y1 = __shfl_sync(FULL, y, from), z1 = __shfl_sync(FULL, z, from);
@@ -115,7 +115,7 @@ template <int P> struct WarpRotation {
         z = lane & 1 ? z2 : y2;
     }
 
-    // Heads first, first + by, .. of a token: queries, then keys, then values.
+    // Compute heads first, first + by, ... of a token: queries, then keys, then values.
     __device__ __forceinline__ void heads(const Heads& q, const Heads& k, const Heads& v, float* out,
                                           const Pool& k_pool, const Pool& v_pool, int k_slot,
                                           int v_slot, i64 token, float eps, int first,
@@ -158,8 +158,8 @@ template <int P> struct WarpRotation {
     }
 };
 
-// The same for heads of 64 P elements that are rotated as a whole: warps of gridDim.y blocks to a
-// token.
+// Norm and rotate heads of 64 P elements that are rotated as a whole. The warps of gridDim.y blocks
+// share the heads of a token.
 template <int P>
 __device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, const Heads& v,
                                             float* out, const Pool& k_pool, const Pool& v_pool,
@@ -176,12 +176,12 @@ __device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, con
                  gridDim.y * warps);
 }
 
-#define ROPE_WRITE(P)                                                                               \
-    extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,           \
-                                              Pool k_pool, Pool v_pool, const i64* live,       \
-                                              float eps, int positions_ready, Rotation rotation TIMESTAMPS) {       \
-        RECORD_TIMESTAMPS                                                                                 \
-        rotate_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, positions_ready, rotation);                 \
+#define ROPE_WRITE(P)                                                                           \
+    extern "C" __global__ void rope_write_##P(Heads q, Heads k, Heads v, float* out,            \
+                                              Pool k_pool, Pool v_pool, const i64* live,        \
+                                              float eps, int positions_ready, Rotation rotation TIMESTAMPS) {\
+        RECORD_TIMESTAMPS                                                                       \
+        rotate_heads<P>(q, k, v, out, k_pool, v_pool, live, eps, positions_ready, rotation);    \
     }
 ROPE_WRITE(1)
 ROPE_WRITE(2)

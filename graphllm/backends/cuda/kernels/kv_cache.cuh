@@ -1,17 +1,18 @@
 #pragma once
-// Elements of a row on their way into a pool of keys or values.
+// Stores elements of a row to a pool of keys or values.
 
 enum PoolKind { POOL_F32, POOL_F16, POOL_Q8_0 };
 
 struct Pool {
     u8* at;
-    i64 stride;  // bytes of a slot
-    const int* slot;  // of each token; below zero: stored nowhere
+    i64 stride;  // bytes between slots
+    const int* slot;  // slot of each token; negative: do not store
     int kind;
 };
 
-// Element i of a row. For q8_0 the warp's lanes hold a block, lane l element l of it; as
-// graphllm.quant.quantise, and what is all but zero or not finite as kv_write's declaration says.
+// Store element i of a row. For q8_0 the lanes of a warp hold a block, lane l its element l. Rounding is
+// that of graphllm.formats.quantization.quantise; the declaration of kv_write says what becomes of
+// values that are not finite or almost zero.
 __device__ __forceinline__ void store_kv(const Pool& pool, i64 slot, int i, float x) {
     u8* row = pool.at + slot * pool.stride;
     if (pool.kind == POOL_F32) {

@@ -1,5 +1,5 @@
 #pragma once
-// The matrices of one or several linears, as an argument of a kernel.
+// The matrices of one or several linears, as a kernel argument.
 
 #include "formats.cuh"
 
@@ -13,11 +13,11 @@ struct Matrix {
 };
 
 struct Matrices {
-    Matrix m[3];  // those that are not there have no rows
+    Matrix m[3];  // unused ones have no rows
 };
 
-// The matrix that a group of SIZE rows is in, of those that lie one below the other, each in whole
-// groups: `row` becomes the number of its first row there.
+// Find the matrix of a group of SIZE rows. The rows of all matrices are numbered consecutively, each
+// matrix rounded up to whole groups; `row` becomes the number of the group's first row in its matrix.
 template <int SIZE>
 __device__ __forceinline__ void find_matrix(const Matrices& all, int& row, Matrix& m) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void find_matrix(const Matrices& all, int& row, Matri
     }
 }
 
-// One result, where it belongs.
+// Store one result, with bias and residual.
 __device__ __forceinline__ void finish(const Matrix& m, int token, int row, float value) {
     if (m.bias) value += m.bias[row];
     if (m.residual) value += ((const float*)(m.residual + token * m.residual_stride))[row];

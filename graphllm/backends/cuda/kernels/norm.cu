@@ -1,5 +1,5 @@
-// Norms over the last axis. A block of threads does one line: a row of [T, D], or one of `lines`
-// parts of a row of [T, lines, D].
+// Norms over the last axis. A block computes one line: a row of [T, D], or one of the `lines` lines of
+// a row of [T, lines, D].
 
 #include "norm.cuh"
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ void rms_norm(const u8* x, i64 stride, const float* w
     Weight<U> weight(w, width);
     Line line = line_of(x, stride, out, live, lines, width);
     if (!line.live) return;
-    Held<U> row;
+    RowRegisters<U> row;
     row.load(line.x, width);
     weight.scale(row, row.factor(width, eps), width);
     row.each(width, [&](float& v, int c) { line.out[c] = v; });
@@ -31,9 +31,9 @@ __device__ __forceinline__ void rms_norm(const u8* x, i64 stride, const float* w
 
 #define RMS_NORM(U)                                                                             \
     extern "C" __global__ void __launch_bounds__(1024)                                          \
-        rms_norm_##U(const u8* x, i64 stride, const float* w, float* out, const i64* live,     \
-                     int lines, int width, float eps TIMESTAMPS) {                                  \
-        RECORD_TIMESTAMPS                                                                                 \
+        rms_norm_##U(const u8* x, i64 stride, const float* w, float* out, const i64* live,      \
+                     int lines, int width, float eps TIMESTAMPS) {                              \
+        RECORD_TIMESTAMPS                                                                       \
         rms_norm<U>(x, stride, w, out, live, lines, width, eps);                                \
     }
 RMS_NORM(1)

@@ -1,20 +1,20 @@
 #pragma once
-// A row held in the registers of a block of threads: warp w has the units w, w + warps, .. of 256
-// elements, lane l of it the elements 32 i + l. So a norm reads its row once, and a warp has what
-// quantize.cuh wants. U units a warp: rows of 8192 U elements at most.
+// A row in the registers of a block: warp w holds the units w, w + warps, ... of 256 elements, and its
+// lane l their elements 32 i + l. So a norm reads its row once, and the values are laid out as
+// quantize.cuh needs them. U: units per warp, for rows of at most 8192 U elements.
 
 #define UNIT 256
 
-template <int U> struct Held {
+template <int U> struct RowRegisters {
     float v[8 * U];
 
-    // Element i of unit u is at this column.
+    // Column of element i of unit u.
     static __device__ __forceinline__ int column(int u, int i) {
         int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
         return (warp + u * warps) * UNIT + 32 * i + threadIdx.x % WARP;
     }
 
-    // f(element, column) for the elements that there are of unit u, and of all units.
+    // Call f(element, column) for the elements of unit u, or of all units, that are within the row.
     template <class F> __device__ __forceinline__ void each_of(int u, int width, F f) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -39,7 +39,7 @@ template <int U> struct Held {
         for (int u = 0; u < U; u++) load_unit(u, row, width);
     }
 
-    // What a root-mean-square norm multiplies the row with.
+    // The factor of an RMS norm.
     __device__ __forceinline__ float factor(int width, float eps) const {
         float sum = 0;
 #pragma unroll
@@ -48,7 +48,7 @@ template <int U> struct Held {
     }
 };
 
-// A norm's weight: on its way before the row is there, if there are registers for it.
+// The weight of a norm, loaded before the wait if registers suffice (U == 1).
 template <int U> struct Weight {
     const float* w;
     float held[U == 1 ? 8 : 1];
@@ -57,13 +57,13 @@ template <int U> struct Weight {
         if (U > 1) return;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            int c = Held<1>::column(0, i);
+            int c = RowRegisters<1>::column(0, i);
             held[U == 1 ? i : 0] = c < width ? w[c] : 0.f;
         }
     }
 
     // row[c] *= factor * w[c]
-    __device__ __forceinline__ void scale(Held<U>& row, float factor, int width) const {
+    __device__ __forceinline__ void scale(RowRegisters<U>& row, float factor, int width) const {
         if (U == 1) {
 #pragma unroll
             for (int i = 0; i < 8; i++) row.v[i] = row.v[i] * factor * held[U == 1 ? i : 0];

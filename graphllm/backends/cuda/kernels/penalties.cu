@@ -1,4 +1,4 @@
-// What was said of late made less likely.
+// Penalties for recent tokens, and a minimum number of tokens before an end token.
 
 struct Penalties {
     const int *history, *count, *stop;
@@ -7,7 +7,7 @@ struct Penalties {
     int ring, stops;
 };
 
-// A block does some columns (y) of a row (x), and those of the ids that lie among them.
+// A block copies some columns (y) of a row (x), and penalizes the ids among them.
 extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i64* live,
                                     int width, Penalties p TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -28,7 +28,7 @@ extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i
             seen |= past[i] == id && i < j;
             times += past[i] == id;
         }
-        if (seen) continue;  // the first of equal entries does it
+        if (seen) continue;  // the first of equal entries applies the penalty
         float v = from[id], repeat = p.repeat[n];
         v = v > 0 ? v / repeat : v * repeat;
         out[id] = v - (p.presence[n] + (float)times * p.frequency[n]);

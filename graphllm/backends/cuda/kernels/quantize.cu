@@ -1,5 +1,5 @@
-// Activations in fewer bits. A warp does one block of a line, of which rows have one or several, or
-// 256 columns of a row.
+// Quantization of activations. A warp stores one block of a line (a row has one or several), or 256
+// columns of a row.
 
 #include "quantize.cuh"
 

@@ -1,13 +1,13 @@
 #pragma once
-// Activations on their way out: float32, halves, or int8 blocks of 32 or 256 (as the op quantise_act
-// says, bit for bit). A warp emits a unit of 32 * N consecutive elements (N is 1 or 8), of which lane l
-// holds the elements 32 i + l. Every operation rounds once; none is fused.
+// Stores activations as float32, f16, bf16, or int8 blocks of 32 or 256, bit for bit as the op
+// quantise_act declares. A warp stores a unit of 32 * N consecutive elements (N is 1 or 8), of which
+// lane l holds the elements 32 i + l. Every operation rounds once; none is fused.
 
 struct Target {
     u8* at;      // of the first row
-    i64 stride;  // bytes from one row to the next
-    int block;   // 0: float32, 1: float16, 2: bfloat16, else elements of a block of int8
-    int line;    // bytes from one line of a row to the next, where it has several
+    i64 stride;  // bytes between rows
+    int block;   // 0: float32, 1: f16, 2: bf16, else elements of an int8 block
+    int line;    // bytes between the lines of a row that has several
 };
 
 struct Targets {
@@ -15,19 +15,19 @@ struct Targets {
     int count;
 };
 
-// Beyond the range of float16 the largest; NaN stays NaN.
+// Clamps to the finite range of f16; NaN stays NaN.
 __device__ __forceinline__ u16 to_half(int kind, float x) {
     if (kind == 2) return to_bf16(x);
     return to_f16(within_f16(x));
 }
 
-__device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+__device__ __forceinline__ u32 abs_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// What a block's largest magnitude makes of it.
-struct Step {
-    float d, inverse;  // inverse is 0 where the block is stored as zeros
+// Scale of a block, from the bits of its largest absolute value.
+struct BlockScale {
+    float d, inverse;  // inverse is 0 if the block is stored as zeros
 
-    __device__ __forceinline__ Step(u32 most) {
+    __device__ __forceinline__ BlockScale(u32 most) {
         bool finite = most < 0x7f800000u, held = finite && most >= 0x0d800000u;  // 2^-100
         float amax = __uint_as_float(most);
         inverse = held ? __fdiv_rn(127.f, amax) : 0.f;
@@ -40,8 +40,8 @@ __device__ __forceinline__ int quantised(float x, float inverse) {
     return (int)fminf(fmaxf(scaled, -127.f), 127.f);
 }
 
-// Eight reductions at once, each over the lanes that differ below 2 * OFFSET: lane l gets that of
-// v[l / (OFFSET / 4) % 8]. Each step but the last ones halves the values that a lane looks after.
+// Eight reductions at once, each over the 2 * OFFSET lanes of a group: lane l gets the result of
+// v[l / (OFFSET / 4) % 8]. The first three steps each halve the number of values of a lane.
 template <int OFFSET, class T, class F>
 __device__ __forceinline__ T reduce8(const T (&v)[8], F f) {
     int lane = threadIdx.x % WARP;
@@ -66,55 +66,55 @@ __device__ __forceinline__ T reduce8(const T (&v)[8], F f) {
 __device__ __forceinline__ int plus(int a, int b) { return a + b; }
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// A block of 32, lane l element l. Its q, d and sum go to their places in planes of `width`
-// elements, from element `first`; so below.
+// Store a block of 32, of which lane l holds element l: q, d and sum go to the planes of a row of `width`
+// elements, from element `first` on. The same holds for the functions below.
 __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) {
     int lane = threadIdx.x % WARP;
-    Step step(warp_max(magnitude(v)));
-    int q = quantised(v, step.inverse), sum = warp_sum(q);
+    BlockScale scale(warp_max(abs_bits(v)));
+    int q = quantised(v, scale.inverse), sum = warp_sum(q);
     ((i8*)row)[first + lane] = (i8)q;
     if (lane) return;
-    ((float*)(row + width))[first / 32] = step.d;
+    ((float*)(row + width))[first / 32] = scale.d;
     ((int*)(row + width + width / 8))[first / 32] = sum;
 }
 
-// Up to eight blocks of 32.
+// Store up to eight blocks of 32.
 __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width) {
     int lane = threadIdx.x % WARP, at = first / 32 + lane / 4, q[8];
     u32 sizes[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) sizes[i] = magnitude(v[i]);
-    Step step(reduce8<16>(sizes, larger));  // of block lane / 4
+    for (int i = 0; i < 8; i++) sizes[i] = abs_bits(v[i]);
+    BlockScale scale(reduce8<16>(sizes, larger));  // of block lane / 4
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        q[i] = quantised(v[i], __shfl_sync(FULL, step.inverse, 4 * i));
+        q[i] = quantised(v[i], __shfl_sync(FULL, scale.inverse, 4 * i));
         if (first + 32 * i < width) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
     }
     int sum = reduce8<16>(q, plus);
     if (lane % 4 || 32 * at >= width) return;
-    ((float*)(row + width))[at] = step.d;
+    ((float*)(row + width))[at] = scale.d;
     ((int*)(row + width + width / 8))[at] = sum;
 }
 
-// A block of 256.
+// Store a block of 256.
 __device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int width) {
     int lane = threadIdx.x % WARP, q[8];
     u32 most = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) most = larger(most, magnitude(v[i]));
-    Step step(warp_max(most));
+    for (int i = 0; i < 8; i++) most = larger(most, abs_bits(v[i]));
+    BlockScale scale(warp_max(most));
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        q[i] = quantised(v[i], step.inverse);
+        q[i] = quantised(v[i], scale.inverse);
         ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
     }
-    int sum = reduce8<8>(q, plus);  // of half a warp's elements of v[lane / 2 % 8]
-    if (lane == 0) ((float*)(row + width))[first / 256] = step.d;
+    int sum = reduce8<8>(q, plus);  // over half a warp's elements of v[lane / 2 % 8]
+    if (lane == 0) ((float*)(row + width))[first / 256] = scale.d;
     i16* sums = (i16*)(row + width + width / 64);
     if (lane % 2 == 0) sums[first / 16 + 2 * (lane / 2 % 8) + lane / 16] = (i16)sum;
 }
 
-// A unit to one target. `width`: of a row; beyond it v is ignored (blocks are whole).
+// Store a unit to one target. Elements beyond the row's `width` are ignored (blocks are whole).
 template <int N>
 __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
                                         int width) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row
     }
 }
 
-// A unit to all targets. N is 8 if one of them has blocks of 256 or halves, else 1.
+// Store a unit to all targets. N is 8 if one of them has blocks of 256, f16 or bf16, else 1.
 template <int N>
 __device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int first,
                                      int width) {

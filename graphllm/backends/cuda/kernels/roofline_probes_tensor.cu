@@ -1,20 +1,20 @@
-// What tensor cores give at best to the instruction that kernels here multiply halves with.
+// Probe of tensor core throughput, with the mma instruction that kernels here use.
 #define BFLOAT 0
 #include "tensor_cores.cuh"
 
-#define SUMS 8  // tiles of 16 x 8 that a warp adds to in turns
+#define ACCUMULATORS 8  // independent tiles of 16 x 8 of a warp
 
-// SUMS products of 16 x 16 by 16 x 8 in each of `turns`, by every warp.
-extern "C" __global__ void multiply_f16(i64 turns, u32 a, u32 b, u32* sink) {
-    float sums[SUMS][4];
+// ACCUMULATORS products of 16 x 16 by 16 x 8 per iteration, by every warp.
+extern "C" __global__ void multiply_f16(i64 iterations, u32 a, u32 b, u32* sink) {
+    float sums[ACCUMULATORS][4];
 #pragma unroll
-    for (int i = 0; i < SUMS * 4; i++) sums[i / 4][i % 4] = (float)i;  // else one would do for all
+    for (int i = 0; i < ACCUMULATORS * 4; i++) sums[i / 4][i % 4] = (float)i;  // different, or the compiler would merge them
     const u32 left[4] = {a, a, a, a};
-    for (i64 n = 0; n < turns; n++)
+    for (i64 n = 0; n < iterations; n++)
 #pragma unroll
-        for (int i = 0; i < SUMS; i++) multiply(sums[i], left, b, b);
+        for (int i = 0; i < ACCUMULATORS; i++) multiply(sums[i], left, b, b);
     u32 all = 0;
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) all ^= __float_as_uint(sums[i][0]) ^ __float_as_uint(sums[i][3]);
+    for (int i = 0; i < ACCUMULATORS; i++) all ^= __float_as_uint(sums[i][0]) ^ __float_as_uint(sums[i][3]);
     if (all == 0x12345678) *sink = all;
 }

@@ -1,4 +1,4 @@
-// Positions. Where not said otherwise a block does one row (x) and some elements of it (y).
+// Position encodings. Unless stated otherwise, a block computes one row (x) and some elements of it (y).
 
 #include "rope.cuh"
 
@@ -14,7 +14,7 @@ extern "C" __global__ void rope(const u8* x, i64 stride, float* out, const i64* 
     out[row * width + column] = rotated(rotation, row, from, in_head);
 }
 
-// A thread does one token; `part` of its two positions: graphllm.ops.rope has the formula.
+// A thread computes one token: component `part` of its two positions, see graphllm.ops.rope.
 extern "C" __global__ void positions_2d(const int* pos, const int* q_start, const int* prefix_len,
                                         int* out, const i64* live, const i64* sequences,
                                         int part TIMESTAMPS) {

@@ -1,10 +1,10 @@
 #pragma once
-// A row of logits and its settings; sums, searches and random numbers of a block of THREADS threads.
+// A row of logits and its settings; sums, searches and random numbers by a block of THREADS threads.
 
 #define THREADS 1024
-#define BINS 2048  // of sums by a few bits of the key: two a thread
+#define BINS 2048  // of sums by bits of the key: two per thread
 
-struct Settings {  // null: the largest is chosen, and NaN is the smallest
+struct Settings {  // null: argmax, with NaN as the smallest value
     const float* temperature;
     const int* top_k;
     const float *top_p, *min_p;
@@ -18,12 +18,12 @@ struct Settings {  // null: the largest is chosen, and NaN is the smallest
 struct Row {
     const float* x;
     int width;
-    u32 nan;  // the key of NaN: above or below all others
+    u32 nan;  // key of NaN: above or below all others
 
     __device__ __forceinline__ Row(const u8* x, int width, const Settings& settings)
         : x((const float*)x), width(width), nan(settings.temperature ? 0xffffffffu : 1u) {}
 
-    // Larger for larger values, never zero; the two zeros are equal.
+    // A key that is larger for larger values, never zero, and equal for both zeros.
     __device__ __forceinline__ u32 key(int i) const {
         float v = x[i];
         if (v != v) return nan;
@@ -36,7 +36,7 @@ __device__ __forceinline__ float value_of(u32 key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Logits of a slice: a multiple of 32.
+// Logits of a slice, a multiple of 32.
 __device__ __forceinline__ int slice_of(int width) {
     return (width + WARP * THREADS - 1) / (WARP * THREADS) * WARP;
 }
@@ -81,7 +81,7 @@ __device__ __forceinline__ u32 block_most(u32 x) {
     return warp_max(parts[threadIdx.x % WARP]);
 }
 
-// f(i, key(i)) for every step-th i: four keys are on their way at a time.
+// Call f(i, key(i)) for every step-th i, with four keys in flight.
 template <class K, class F>
 __device__ __forceinline__ void over(int first, int last, int step, K key, F f) {
     for (int i = first; i < last; i += 4 * step) {
@@ -100,14 +100,14 @@ template <class K, class W> __device__ __forceinline__ u64 total_of(int width, K
     return block_total(sum);
 }
 
-// Of sums by bins, of which a thread has two, the last thread the lowest: the bin at which the sum
-// from the highest on, and of `above`, reaches `need`, and what lies above it.
+// The bin at which the sum from the highest bin down, plus `above`, reaches `need`, and the sum above it.
+// A thread has two bins; the last thread has the lowest ones.
 struct Crossing {
     u32 bin;
     u64 above;
 };
 
-__device__ __forceinline__ int own_bin() { return BINS - 1 - 2 * threadIdx.x; }  // and the next
+__device__ __forceinline__ int own_bin() { return BINS - 1 - 2 * threadIdx.x; }  // and the one below
 
 __device__ __forceinline__ Crossing crossing(u64 own, u64 next, u64 above, u64 need) {
     __shared__ Crossing found;
@@ -120,7 +120,7 @@ __device__ __forceinline__ Crossing crossing(u64 own, u64 next, u64 above, u64 n
     return found;
 }
 
-// `room`: 2 * BINS words of shared memory, for the halves of sums by bins.
+// Sums by bin in shared memory; `room`: 2 * BINS words, for the low and high halves.
 struct Bins {
     u32 *low, *high;
 
@@ -139,7 +139,7 @@ struct Bins {
     }
 };
 
-// The key at which the weights of the largest keys reach `need`, and the weight of all above it.
+// The key at which the sum of the weights of the largest keys reaches `need`, and the sum above it.
 struct Level {
     u32 key;
     u64 above;
@@ -164,7 +164,7 @@ __device__ Level reach(u32* room, int width, K key, W weight, u64 need) {
     return {prefix, at.above};
 }
 
-// The first of `width` at which the sum of the weights so far exceeds `target`; -1: none.
+// The first index at which the prefix sum of the weights exceeds `target`; -1: none.
 template <class K, class W> __device__ int locate(int width, K key, W weight, u64 target) {
     __shared__ u64 parts[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, first = 0, last = width;
@@ -192,11 +192,12 @@ template <class K, class W> __device__ int locate(int width, K key, W weight, u6
 
 // ------------------------------------------------------------------------------- candidates
 
-// A candidate: the key above, the complement of the index below, so that the first is the largest.
+// A candidate: the key in the high half and the complement of the index in the low half, so that of
+// equal keys the first index is the largest candidate.
 __device__ __forceinline__ u64 candidate(u32 key, int i) { return (u64)key << 32 | ~(u32)i; }
 __device__ __forceinline__ u32 key_of(u64 c) { return (u32)(c >> 32); }
 __device__ __forceinline__ int index_of(u64 c) { return (int)~(u32)c; }
-// ------------------------------------------------------------------------------------- drawing
+// ------------------------------------------------------------------------------------- sampling
 
 // Philox4x32-10's first word for a request's seed and output position, its upper 24 bits.
 __device__ __forceinline__ u32 random_24(i64 seed, int count) {
@@ -219,15 +220,15 @@ __device__ __forceinline__ double weight_of(u32 key, u32 top, double temperature
     return exp(((double)value_of(key) - (double)value_of(top)) / temperature);
 }
 
-// What a draw needs of a row's settings.
-struct Draw {
+// The settings of a row.
+struct SamplingParams {
     double temperature, top_p, min_p;
     bool some;  // top_p is on
     u32 number;
 };
 
-// Of a row whose largest key is `top`: weights as integers of 2^-scale, whose sums do not depend on
-// their order, nor pass 2^62.
+// Weights of a row with largest key `top` as fixed-point integers, whose sums do not depend on their
+// order and stay below 2^62.
 struct Weights {
     u32 top;
     double unit;
@@ -237,20 +238,20 @@ struct Weights {
     __device__ __forceinline__ u64 plain(u32 key) const {
         return (u64)__double2ll_rn(weight_of(key, top, 1) * unit);
     }
-    // Of what min_p leaves, by the temperature.
-    __device__ __forceinline__ u64 warm(u32 key, const Draw& draw) const {
-        bool in = key == top || !(draw.min_p > 0) || weight_of(key, top, 1) >= draw.min_p;
-        return in ? (u64)__double2ll_rn(weight_of(key, top, draw.temperature) * unit) : 0ull;
+    // Weight at the temperature; 0 if min_p excludes the key.
+    __device__ __forceinline__ u64 heated(u32 key, const SamplingParams& params) const {
+        bool in = key == top || !(params.min_p > 0) || weight_of(key, top, 1) >= params.min_p;
+        return in ? (u64)__double2ll_rn(weight_of(key, top, params.temperature) * unit) : 0ull;
     }
-    // What of the weights' sum is to be reached for top_p.
-    __device__ __forceinline__ u64 need(const Draw& draw, u64 sum) const {
-        i64 part = __double2ll_ru(draw.top_p * (double)sum);
+    // The sum of weights to be reached for top_p.
+    __device__ __forceinline__ u64 need(const SamplingParams& params, u64 sum) const {
+        i64 part = __double2ll_ru(params.top_p * (double)sum);
         return part < 1 ? 1 : part;
     }
 };
 
-// The point of [0, sum) at which to draw.
-__device__ __forceinline__ u64 target_of(const Draw& draw, u64 sum) {
-    u64 number = draw.number;
+// The sampled point of [0, sum).
+__device__ __forceinline__ u64 target_of(const SamplingParams& params, u64 sum) {
+    u64 number = params.number;
     return __umul64hi(number, sum) << 40 | (number * sum) >> 24;
 }

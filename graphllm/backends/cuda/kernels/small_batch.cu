@@ -1,12 +1,12 @@
-// Matrix products with f16 or bf16 (BFLOAT) weights for up to 16 tokens, which are halves of the same
-// kind, in one pass over the weights.
+// Linears of up to 16 tokens with f16 or bf16 (BFLOAT) weights and activations of the same dtype, in one
+// pass over the weights.
 //
-// A block takes SIDE rows of a matrix, which has as many, and reads all activations for them: the more
-// rows, the less of that. GATED: half of the rows are of one matrix, the others the same ones of a
-// second, and give act(first) * second, float32 or of a kind of quantize.cuh. A block's warps share
-// out the depth, 32 at a time; thread q of four takes numbers 8 q .. 8 q + 7 of these, as in
-// small_batch_f32.cu. A warp has 8 KB of weights on their way, the first of them before the activations
-// are there.
+// A block computes SIDE rows of a matrix, which has at least as many, and reads all activations for
+// them; more rows amortize these reads. GATED: half of the rows are of one matrix and the other half
+// the same rows of a second one; the result is act(first) * second, in float32 or a kind of
+// quantize.cuh. The warps of a block share the depth, 32 at a time; thread q of four takes elements
+// 8 q .. 8 q + 7 of these, as in small_batch_f32.cu. A warp has 8 KB of weights in flight, the first of
+// them before the activations are available.
 
 #include "matrices.cuh"
 #include "quantize.cuh"
@@ -18,7 +18,7 @@
 #define TILES (SIDE / 16)  // of 16 rows
 #define STAGES (8 / TILES)
 #define ROWS (SIDE / (1 + GATED))  // of a matrix
-#define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: those at hand, and the next ones
+#define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: the current and the next ones
 
 extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     small_batch(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act,
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
     Matrix m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, row, m);
     const int first = blockIdx.y * MANY;
-    row = min(row, (int)m.rows - ROWS);  // what two blocks do, they do alike
+    row = min(row, (int)m.rows - ROWS);  // blocks that overlap compute the same results
     const i64 start = (i64)(row + group) * (k / 8) + part;
     const uint4* rows = (const uint4*)m.w.a + start;
     const uint4* others = (const uint4*)all.m[GATED].w.a + start - (i64)(ROWS / 8) * k;
@@ -55,20 +55,20 @@ extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
 #pragma unroll
     for (int i = 0; i < 2; i++)
         mine[i] = (const uint4*)(x + min(first + 8 * i + group, tokens - 1) * x_stride) + part;
-    auto bring = [&](int stage, int from) {
+    auto load_activations = [&](int stage, int from) {
         if (from >= k) return;
 #pragma unroll
         for (int i = 0; i < 2; i++) v[stage][i] = mine[i][from / 8];
     };
 #pragma unroll
-    for (int s = 0; s + 1 < SOON; s++) bring(s, begin_at + s * next);
+    for (int s = 0; s + 1 < SOON; s++) load_activations(s, begin_at + s * next);
     float c[TILES][2][4] = {};
     for (int at = begin_at; at < k; at += STAGES * next) {
 #pragma unroll
         for (int s = 0; s < STAGES; s++) {
             int here = at + s * next;
             if (here >= k) break;
-            bring((s + SOON - 1) % SOON, here + (SOON - 1) * next);
+            load_activations((s + SOON - 1) % SOON, here + (SOON - 1) * next);
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll

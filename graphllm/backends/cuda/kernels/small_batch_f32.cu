@@ -1,11 +1,10 @@
-// Matrix products with f16 or bf16 (BFLOAT) weights for 2 to 8 tokens, on tensor cores.
+// Linears of 2 to 8 tokens with f16 or bf16 (BFLOAT) weights and float32 activations, on tensor cores.
 //
-// A warp multiplies 16 rows of the matrix with 8 tokens; the warps of a block share out the depth.
-// An activation is split in two halves of the weights' type, high + low, so that next to nothing of
-// its precision is lost: the tensor cores have nothing else to do while the weights come. Depth is
-// taken 32 at a time, and thread q of four takes numbers 8 q .. 8 q + 7 of it instead of those that
-// the instruction's picture names: for the sum it is all the same, as long as weights and activations
-// agree.
+// A warp multiplies 16 rows of the matrix with 8 tokens; the warps of a block share the depth. An
+// activation is split into two values of the weights' dtype, high + low, which keeps almost all of its
+// precision; the tensor cores would otherwise idle while weights are loaded. The depth is taken 32 at
+// a time, and thread q of four takes elements 8 q .. 8 q + 7 of it instead of those that the
+// instruction's layout assigns to it. The sum is the same as long as weights and activations agree.
 
 #include "matrices.cuh"
 #include "tensor_cores.cuh"
@@ -25,7 +24,7 @@ __device__ __forceinline__ float second(u32 pair) { return high_half(pair); }
 __device__ __forceinline__ float limited(float x) { return within_f16(x); }
 #endif
 
-// Two floats as a pair of halves, and what these leave over as another.
+// Two floats as a pair of halves, and their remainders as another pair.
 __device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
     x = limited(x), y = limited(y);
     high = pair(x, y);

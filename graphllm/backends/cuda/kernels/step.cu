@@ -1,4 +1,4 @@
-// The end of a step. A thread does one sequence.
+// advance: the end of a step. A thread updates one sequence.
 
 struct TableGroup {
     int *slot, *table;

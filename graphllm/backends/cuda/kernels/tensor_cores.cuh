@@ -1,5 +1,5 @@
 #pragma once
-// Tensor cores: 16 x 16 times 16 x 8, halves with float32 sums. BFLOAT: the halves are bfloat16.
+// Tensor cores: 16 x 16 times 16 x 8, f16 or bf16 (BFLOAT) with float32 sums.
 
 #if BFLOAT
 #define HALF "bf16"
@@ -24,8 +24,7 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// Four matrices of 8 x 8 halves, of which lane l says where row l % 8 of number l / 8 lies; as they are,
-// or rotated.
+// Load four matrices of 8 x 8 halves; lane l has the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
@@ -36,7 +35,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32* r, const u16* row)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
 
-// 16 bytes on their way to shared memory, zeros where `there` is false.
+// Copy 16 bytes to shared memory asynchronously; zeros if `there` is false.
 __device__ __forceinline__ void copy16(u16* to, const u8* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }

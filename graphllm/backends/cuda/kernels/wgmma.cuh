@@ -1,11 +1,11 @@
 #pragma once
 // Tensor cores of capability 9.0, which read both factors from shared memory: 64 x 16 times 16 x 64 by
-// the four warps of a group, whose first one's number is a multiple of four. Halves with float32 sums;
-// BFLOAT: the halves are bfloat16.
+// the four warps of a warpgroup, whose first warp's number is a multiple of four. f16 or bf16 (BFLOAT)
+// with float32 sums.
 //
-// A factor is rows of 64 halves, one behind the other from a multiple of 1024 bytes on. Eight halves of
-// row r stand at place `swizzled(r, eight)`, so that eight rows meet all banks. PTX ISA 8.x, 9.7.15
-// (asynchronous warpgroup level matrix instructions; 128-byte swizzle).
+// A factor consists of dense rows of 64 halves, aligned to 1024 bytes. Eight halves of row r are at
+// position `swizzled(r, eight)`, so that eight rows cover all banks. PTX ISA 8.x, 9.7.15 (asynchronous
+// warpgroup level matrix instructions; 128-byte swizzle).
 
 #if BFLOAT
 #define WGMMA_HALVES "bf16.bf16"
@@ -15,14 +15,14 @@
 
 __device__ __forceinline__ int swizzled(int row, int eight) { return eight ^ row % 8; }
 
-// Sixteen of the depth, number `k`, of the rows from `first` on: address, 1024 bytes from eight rows to
-// the next eight, the swizzle.
+// Descriptor of elements 16 k .. 16 k + 15 of the rows from `first` on: address, 1024 bytes between
+// groups of eight rows, swizzle.
 __device__ __forceinline__ u64 factor(const u16* first, int k) {
     const u32 at = (u32)__cvta_generic_to_shared(first) + 32 * k;
     return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// What threads wrote to shared memory becomes visible to the tensor cores: before a barrier.
+// Make shared memory written by threads visible to the tensor cores; call before a barrier.
 __device__ __forceinline__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void begin_products() {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void end_products() {
 
 #define SUM4(C, I) "+f"(C[I]), "+f"(C[I + 1]), "+f"(C[I + 2]), "+f"(C[I + 3])
 
-// A lane's sums: 4 * j + i is that of row lane / 4 + 8 * (i / 2) of its warp's sixteen, and of column
+// Sum 4 * j + i of a lane is for row lane / 4 + 8 * (i / 2) of its warp's sixteen and column
 // 8 * j + lane % 4 * 2 + i % 2.
 __device__ __forceinline__ void multiply64(float* c, u64 a, u64 b) {
     asm volatile(
