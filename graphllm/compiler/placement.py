@@ -59,11 +59,11 @@ def check_pins(pins: Iterable[Pin], nodes: Sequence[Tensor], backends: Sequence[
     """Raise PlacementError if a pin names an unusable backend or matches no node."""
     usable = [backend.name for backend in backends]
     for pin in pins:
-        shown = f"{pin.pattern}={pin.backend}"
+        setting = f"{pin.pattern}={pin.backend}"
         if pin.backend not in usable:
-            raise PlacementError(f"{shown}: no such usable backend; usable: {', '.join(usable)}")
+            raise PlacementError(f"{setting}: no such usable backend; usable: {', '.join(usable)}")
         if not any(pin.matches(node) for node in nodes):
-            raise PlacementError(f"{shown}: no site of the model matches {pin.pattern!r}")
+            raise PlacementError(f"{setting}: no node of the model matches {pin.pattern!r}")
 
 
 @dataclass(frozen=True)

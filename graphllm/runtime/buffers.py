@@ -129,7 +129,9 @@ class Buffers:
         raw = self._source.raw(leaf.name)
         what = f"tensor {leaf.name!r}"
         try:
-            with _room(device, what, raw.nbytes, "fewer layers there need less", "gpu_layers"):
+            with _out_of_memory_as(
+                device, what, raw.nbytes, "fewer layers there need less", "gpu_layers"
+            ):
                 made = device.prepare(pack, raw, leaf.meta)
         except OutOfMemory:
             raise
@@ -222,7 +224,9 @@ def _number(kind: np.dtype) -> str:
 
 
 @contextmanager
-def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> Iterator[None]:
+def _out_of_memory_as(
+    device: Device, what: str, nbytes: int, hint: str, argument: str
+) -> Iterator[None]:
     """Raise OutOfMemory with this description if the device runs out of memory inside.
 
     Args:
@@ -244,5 +248,5 @@ def _room(device: Device, what: str, nbytes: int, hint: str, argument: str) -> I
 
 def allocate(device: Device, nbytes: int, what: str) -> Any:
     """Allocate a buffer on the device for ``what``. OutOfMemory if that fails."""
-    with _room(device, what, nbytes, "a smaller context needs less", "context"):
+    with _out_of_memory_as(device, what, nbytes, "a smaller context needs less", "context"):
         return device.alloc(nbytes)

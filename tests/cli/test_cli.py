@@ -232,7 +232,7 @@ def test_prompt_from_file_and_standard_input(model, tmp_path):
         (["run", "MODEL", "-p", "x", "--device", "abacus"], "unknown backend 'abacus'"),
         (["run", "MODEL", "-p", "x", "--kv-type", "q3"], "kv_type = 'q3' must be f32, f16 or q8_0"),
         (["run", "MODEL", "-p", "x", "--place", "abc"], "must be PATTERN=BACKEND"),
-        (["run", "MODEL", "-p", "x", "--place", "a.*=cpu"], "no site of the model matches 'a.*'"),
+        (["run", "MODEL", "-p", "x", "--place", "a.*=cpu"], "no node of the model matches 'a.*'"),
         (["run", "MODEL", "-p", "x", "--place", "*=gpu"], "no such usable backend; usable: cpu"),
         (["run", "MODEL", "-f", "none.txt"], "none.txt: No such file"),
         (["profile", "MODEL", "--by", "colour"], "--by colour must be one of op, scope"),

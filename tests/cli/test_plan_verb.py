@@ -313,7 +313,7 @@ def test_json_and_random_shapes():
         (("--random", "llama-1b", "--device", "tpu"), "unknown backend 'tpu'"),
         (("--random", "llama-1b", "--free", "-1"), "free = -1000000000 must be"),
         (("--random", "llama-1b", "--place", "x"), "--place 'x' must be PATTERN=BACKEND"),
-        (("--random", "llama-1b", "--device", GPU, "--place", "x=cpu"), "no site of the model"),
+        (("--random", "llama-1b", "--device", GPU, "--place", "x=cpu"), "no node of the model"),
     ],
 )
 def test_invalid_input_is_one_line(words, message):
