@@ -119,7 +119,7 @@ def test_an_integer_norm(tmp_path):
     weights = tiny.llama_weights()
     weights["model.norm.weight"] = np.ones(tiny.DIM, np.int32)
     path = tiny.write_llama(tmp_path / "x.gguf", weights)
-    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is i32\[60\], no array of fl"):
+    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is i32\[60\], not an array"):
         graphllm.load(path)
 
 

@@ -313,7 +313,7 @@ REFUSED = [
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
     ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported"),
-    ("deepseek_v2", {"qk_head_dim": 15}, "qk_head_dim is not 8 \\+ 6"),
+    ("deepseek_v2", {"qk_head_dim": 15}, "qk_head_dim must be 8 \\+ 6"),
     ("deepseek_v2", {"num_key_value_heads": 3}, "num_key_value_heads = 3 is not supported, only 6"),
     ("gpt_oss", {"experts_per_token": 3}, "experts_per_token = 3 is not supported, only 2"),
     ("gpt_oss", {"swiglu": True}, "does not know the key 'swiglu'"),
