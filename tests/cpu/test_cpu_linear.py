@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
+import linear_cases
 import numpy as np
 import pytest
 from linear_cases import (
@@ -89,7 +88,7 @@ def test_threads_change_nothing(name, linear):
 
 def test_more_tokens_than_a_pass(monkeypatch):
     """The bits of a token are the same in the second pass over a group."""
-    monkeypatch.setattr(sys.modules[__name__], "MOST", 150)
+    monkeypatch.setattr(linear_cases, "MOST", 150)
     kind, k = dtype("q8_0"), 320
     raw, x = any_bits(kind, 33, k), activation(k, 150)
     product = Product(raw, kind, k)

@@ -78,7 +78,7 @@ def declare() -> None:
 
 @pytest.fixture
 def declared(monkeypatch):
-    monkeypatch.setattr(ops, "_REGISTRY", dict(ops._REGISTRY))
+    monkeypatch.setattr("graphllm.graph.op._REGISTRY", dict(ops.registry()))
     monkeypatch.setattr(cpu.BACKEND, "kernels", dict(cpu.BACKEND.kernels))
     declare()
 
