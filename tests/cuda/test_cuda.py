@@ -1,4 +1,4 @@
-"""The CUDA backend on a GPU: every op and sample, fused ops, graphs, whole decoders.
+"""CUDA backend on a GPU: every op and sample, fused ops, CUDA graphs and whole decoders.
 
 Skipped, with the reason, where no GPU can be used; `test_cuda_compile.py` needs none.
 """
@@ -28,8 +28,8 @@ from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
-# Products of many tokens round activations and expanded weights to f16 or bf16, as cuBLAS and
-# tensor cores take them; test_cuda_linear.py and test_cuda_attention.py hold few tokens tighter.
+# Products of many tokens round activations and dequantized weights to f16 or bf16. Tolerances for
+# few tokens are tighter in test_cuda_linear.py and test_cuda_attention.py.
 HALVES = {"linear": 6e-3, "attention": 2e-3, "linears": 6e-3, "gated": 6e-3, "linear_add": 6e-3,
           "expert_linear": 1e-2, "head_linear": 1e-2, "expert_gated": 1e-2,
           "expert_clamped": 1e-2}  # fmt: skip
@@ -42,7 +42,7 @@ def _gpu():
 
 @pytest.fixture(params=[True, False], ids=["graphs", "launches"])
 def captured(request, monkeypatch):
-    """Plans as CUDA graphs from their second run on, and all launched one by one."""
+    """Whether plans are replayed as CUDA graphs from the second run on, or launched one by one."""
     if not request.param:
         monkeypatch.setattr("graphllm.backends.cuda.runtime.device.MAX_GRAPH_ROWS", -1)
     return request.param
@@ -62,7 +62,7 @@ def test_linear_options(linear, cap):
 
 def test_every_contiguous_sample_runs_on_the_gpu():
     refused = set()
-    for name in set(KERNELS) - {"quantise"}:  # weights are quantised before they go there
+    for name in set(KERNELS) - {"quantise"}:  # weights are quantised on the host
         for group in groups(ops.get(name)):
             choice = BACKEND.select(group.node, Options()) if group.contiguous else None
             if choice is not None and not isinstance(choice, Kernel):
@@ -72,7 +72,7 @@ def test_every_contiguous_sample_runs_on_the_gpu():
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_equals_its_parts(name):
-    """Samples whose fused op has no kernel stay in parts, and are not compared."""
+    """Samples without a fused kernel are not compared."""
     wrong, compared = [], 0
     for group in groups(ops.get(name)):
         if isinstance(BACKEND.select(group.node, Options()), Kernel):
@@ -86,8 +86,8 @@ def test_fused_equals_its_parts(name):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
 @pytest.mark.parametrize("width, style", [(64, "half"), (96, "half"), (128, "half"), (256, "half"),
                                           (128, "interleaved")])  # fmt: skip
-def test_heads_turned_and_written(width, style, kind):
-    """rope_write has kernels for some widths of heads, for few tokens and for many."""
+def test_heads_are_rotated_and_written(width, style, kind):
+    """rope_write has kernels for some head dimensions, and for few and many tokens."""
     rng, heads, kv, slots = np.random.default_rng(width), 6, 2, 512
     t = Var("T", 1, 400)
     q, k, v = (feed(n, (t, h, width), "f32") for n, h in zip("qkv", (heads, kv, kv)))
@@ -95,7 +95,7 @@ def test_heads_turned_and_written(width, style, kind):
     pools = (state(n, (slots, kv, width), kind) for n in ("kp", "vp"))
     weights = {n: rng.standard_normal(width).astype(np.float32) for n in ("qn", "kn")}
     norms = (weight(n, (width,), "f32") for n in weights)
-    turn = {
+    rotation = {
         "base": 1e4,
         "dims": 0,
         "style": style,
@@ -103,7 +103,7 @@ def test_heads_turned_and_written(width, style, kind):
         "attention_factor": 1.25,
         "eps": 1e-6,
     }
-    node = ops.get("rope_write").node(q, k, v, pos, *pools, slot, *norms, **turn)
+    node = ops.get("rope_write").node(q, k, v, pos, *pools, slot, *norms, **rotation)
     cases = {}
     for count in (1, 5, 400):
         feeds = {n: rng.standard_normal((count, h, width)).astype(np.float32)
@@ -114,7 +114,7 @@ def test_heads_turned_and_written(width, style, kind):
     if kind != "q8_0":
         assert not unequal(node, cases, weights, 1e-3 if kind == "f16" else 1e-5)
         return
-    # Another rounding of the turned key may be another step of a block: compare what bytes mean.
+    # A different rounding of a rotated key may change a quantized value: compare dequantized ones.
     for label, (feeds, env) in cases.items():
         found = []
         for order in (("cuda",), ("reference",)):
@@ -161,7 +161,7 @@ def chain() -> dict:
 
 
 def test_times_of_steps_add_up():
-    """A profiled run gives as many times, none below zero, and the same values."""
+    """A profiled run returns a nonnegative time for every step, and the same values."""
     executor, x = Executor(backends=ORDER), np.ones((3, 64), np.float32)
     plan = executor.compile(chain())
     want = executor.run(plan, {"x": x})["y"]
@@ -182,8 +182,8 @@ def test_values_of_vars_reach_captured_graphs():
         np.testing.assert_allclose(got, x / (1 + np.exp(-x)) + x, rtol=1e-5, atol=1e-6)
 
 
-def test_copies_that_a_graph_asks_for():
-    """What is fed lies where it is copied from, and what it is copied for is told."""
+def test_copies_in_a_graph():
+    """A feed is stored where it is copied from, and the report names the copy's readers."""
     x = feed("x", (Var("T", 1, 4), 64), "f32")
     there = ops.copy(x, memory="cuda:0")
     executor = Executor(backends=ORDER)
@@ -199,7 +199,7 @@ def test_copies_that_a_graph_asks_for():
         np.testing.assert_allclose(got["y"], fed / (1 + np.exp(-fed)), rtol=1e-5, atol=1e-6)
 
 
-def test_no_room_is_an_error_with_figures():
+def test_out_of_memory_reports_bytes():
     device = backends.find("cuda").open_device(Options())
     with pytest.raises(OutOfMemory, match=r": 10000\.00 GB are needed in the GPU, .* are free"):
         device.alloc(10**13)
@@ -210,8 +210,8 @@ def test_no_room_is_an_error_with_figures():
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_token_is_one_replay(arch, tmp_path):
-    """The plan of one token is one segment, and that one CUDA graph."""
+def test_a_decode_step_is_one_graph(arch, tmp_path):
+    """The decode plan is one segment, which is one CUDA graph."""
     llm = graphllm.load(write_tiny(tmp_path / "tiny.gguf", arch), device="cuda")
     greedy(llm)
     plan = llm.engine.decode_plan()

@@ -21,7 +21,7 @@ STRUCTS = (
 
 @pytest.fixture
 def declared(tmp_path, monkeypatch):
-    """Structs of a source that is given as text."""
+    """A function that returns a struct declared in the given text."""
 
     def make(text: str, name: str = "S") -> ArgumentStruct:
         (tmp_path / "own.cuh").write_text(text)

@@ -1,4 +1,4 @@
-"""Attention on the GPU: pieces of few tokens, tiles of many, every feature, every pool."""
+"""Attention on the GPU: split-KV and tiled kernels, every feature, every pool dtype."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_few_tokens(heads, width, kind):
 @pytest.mark.parametrize("kind", CACHED)
 @pytest.mark.parametrize("heads, width", SHAPES)
 def test_many_tokens(heads, width, kind):
-    """In half precision, but for float32 pools."""
+    """In half precision, except with float32 pools."""
     least = 0.0 if kind == "f32" else 4e-3
     features = [({}, ()), *_FEATURES]
     wrong = run_bounded("attention", samples(MANY, heads, width, kind, features), least=least)

@@ -1,7 +1,7 @@
-"""Every CUDA kernel in use compiles, for every GPU generation named here, without a GPU or driver;
-and none of them keeps anything in local memory.
+"""Every CUDA kernel compiles for several GPU generations, without a GPU or driver, and none of them
+uses local memory.
 
-Needs CuPy and NVRTC, of the extra "nvrtc"; GRAPHLLM_REQUIRE=nvrtc makes a failure of their lack.
+Needs CuPy and NVRTC (extra "nvrtc"); with GRAPHLLM_REQUIRE=nvrtc their absence is a failure.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ ARCHS = ("sm_75", "sm_80", "sm_90a")
 
 
 def targets(made: source.Module) -> tuple[str, ...]:
-    """The generations on which a plan may ask for the module (see test_cuda_plans.py): newer tensor
-    cores only where there are any, and few halves by themselves only where there are none."""
+    """The generations for which a plan may use the module; see test_cuda_plans.py.
+
+    Tensor core kernels need capability 8.0. The expert GEMV multiplies half activations only below.
+    """
     macros = dict(made.defines)
     if macros.get("WGMMA") == "1":
         return ARCHS[2:]
@@ -41,7 +43,7 @@ PAIRS = [(made, arch) for made in source.MODULES for arch in targets(made)]
 
 @pytest.fixture(scope="module")
 def logs():
-    """What the assembler says of each module for each generation, or the error."""
+    """The assembler's log of each module for each generation, or the error."""
 
     def compiled(module, arch):
         try:
@@ -64,7 +66,7 @@ def test_compiles_without_spills(module, arch, logs):
 
 
 def sampled_timed_builds() -> list[source.Module]:
-    """Of the first and the last module of each file whose kernels are steps' of plans."""
+    """Timed builds of the first and the last module of each file with kernels of plan steps."""
     files: dict[str, list[source.Module]] = {}
     for made in source.MODULES:
         if "RECORD_TIMESTAMPS" in made.text:
@@ -83,7 +85,7 @@ def test_timed_builds_compile_without_spills(made):
 
 @pytest.mark.nvrtc
 def test_only_timed_builds_read_the_clock():
-    """By the instructions that the compiler leaves: PTX of a kernel of each file."""
+    """In the PTX of one module of each file."""
     for made in sampled_timed_builds()[::2]:
         plain = source.Module(made.file, made.defines[:-1])
         assert source.timed_build(plain) == made
@@ -107,7 +109,7 @@ def test_every_kernel_of_a_step_can_be_timed():
 
 
 @pytest.mark.nvrtc
-def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
+def test_compiler_errors_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "SOURCES", tmp_path)
     (tmp_path / "common.cuh").write_text("typedef int i32;\n")
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void f(i32* x) { *x = y; }\n')
@@ -117,27 +119,27 @@ def test_errors_of_the_compiler_are_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.nvrtc
-def test_code_is_kept_on_disk_and_checked(tmp_path, monkeypatch):
+def test_code_is_cached_and_checked(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path))
     made = source.module("support")
     code = source.load_or_compile(made, "sm_80")
     (file,) = (tmp_path / "cuda").iterdir()
     assert source.is_cached(made, "sm_80") and not source.is_cached(made, "sm_90a")
-    monkeypatch.setattr(source, "compile_module", None)  # whoever compiles now, fails
+    monkeypatch.setattr(source, "compile_module", None)  # compiling now is an error
     assert source.load_or_compile(made, "sm_80") == code
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(TypeError):
         source.load_or_compile(made, "sm_80")
 
 
-def test_what_is_missing_is_said_in_one_line():
+def test_the_reason_is_one_line():
     ok, reason = cuda._probe()
     assert reason and "\n" not in reason
     if importlib.util.find_spec("cupy") is None:
         assert not ok and "pip install" in reason
 
 
-def test_who_hides_all_gpus_is_not_told(monkeypatch):
+def test_hidden_gpus_are_not_reported(monkeypatch):
     installed = importlib.util.find_spec("cupy") is not None
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -160,7 +162,7 @@ def test_who_hides_all_gpus_is_not_told(monkeypatch):
         (99000, 1, (12, 1), r"Old GPU, 80 GB, compute capability 12\.1, .*NVRTC 1\d.*, CuPy 1"),
     ],
 )
-def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
+def test_reasons_for_no_gpu(monkeypatch, driver, count, capability, words):
     from cupy.cuda import runtime
 
     from graphllm.backends.cuda.runtime.detect import probe
@@ -176,8 +178,8 @@ def test_why_there_is_no_gpu(monkeypatch, driver, count, capability, words):
 
 
 @pytest.mark.nvrtc
-def test_doctor_says_in_one_line_why_there_is_no_gpu():
-    """With CuPy installed, and a driver or not: no GPU is shown to the process."""
+def test_doctor_reports_the_reason_in_one_line():
+    """No GPU is visible to the process, with CuPy installed and with or without a driver."""
     done = subprocess.run(
         [sys.executable, "-m", "graphllm", "doctor"], capture_output=True, text=True, check=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},

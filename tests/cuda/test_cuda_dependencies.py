@@ -99,7 +99,7 @@ def ids_ready(launch: Launch) -> bool:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_only_the_down_projection_reads_its_ids_early(name, paper):
-    """The gated unit before it has waited for the router, which the gated unit itself follows."""
+    """It follows the gated unit, which has waited for the router."""
     device = paper((9, 0))
     made = engine(decoder(name, 0, "f16", hidden_size=64), ("cuda",))
     made.executor.bind(made._plan(["logits"], 1))

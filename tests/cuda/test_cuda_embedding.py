@@ -1,4 +1,4 @@
-"""Tables on the GPU: rows bit for bit, and a table that is a linear's weight, too."""
+"""Embedding tables on the GPU: exact rows, and tied embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaf(name: str, blocks: int) -> Tensor:
 
 
 def run(y: Tensor, raw: np.ndarray, w: Tensor, count: int) -> np.ndarray:
-    """The value for the first ids, in a plan for so many."""
+    """The result for the first ids, in a plan for that many."""
     stored = Blocks(raw, w.dtype, int(w.shape[1]))
     executor = GuardedExecutor(Arrays({"w": stored}), ("cuda",), Options(linear="float"))
     plan = executor.compile({"y": y}, {"T": (0, count)})
@@ -49,12 +49,12 @@ def test_rows(name, kind):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_table_that_is_the_head_too(name):
+def test_tied_embedding(name):
     w, raw = leaf(name, 3), make_blocks(dtype(name), "random", 3)
     y = ops.linear(ops.embedding(feed("ids", (Var("T", 0, 99),), "i32"), w), w)
     values = dequantised(dtype(name), raw)
     want = (values @ values.T)[IDS]
     most = np.abs(want).max()
-    for count, tolerance in ((1, 1e-5), (5, 1e-5), (99, 4e-3)):  # many: in half precision
+    for count, tolerance in ((1, 1e-5), (5, 1e-5), (99, 4e-3)):  # many tokens use half precision
         got = run(y, raw, w, count)
         assert np.abs(got - want[: len(got)]).max() <= tolerance * most

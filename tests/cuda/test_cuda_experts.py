@@ -1,5 +1,5 @@
-"""Mixtures of experts on the GPU: every format, few tokens and many, ids in order and out of it,
-replayed graphs, and whole small models."""
+"""Mixtures of experts on the GPU: every format, few and many tokens, valid and invalid ids, CUDA
+graphs, and whole small models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def random_ids(count: int):
 
 
 def last_only(count: int):
-    """One expert for all: the last, behind which nothing may be read."""
+    """All tokens choose the last expert, beyond which nothing may be read."""
     return lambda rng, shape: np.full(shape, count - 1)
 
 
 def exact(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers that both kinds of halves hold."""
+    """Numbers that f16 and bf16 represent exactly."""
     return rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -60,7 +60,7 @@ def sample(tokens, shape, kind, x="f32", k=2, each=False, bias=False, ids=random
 
 
 def several(kind: str, **more) -> list[Sample]:
-    """More rows than blocks take at a time, and rows of whole and of odd counts of pieces."""
+    """More rows than a block computes, and depths of whole and partial pieces."""
     depths = (256, 768) if dtype(kind).block == 256 else (96, 352)
     return [
         sample(t, (5, rows, depth), kind, each=each, **more)
@@ -96,16 +96,16 @@ def test_float_activations(kind):
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_quantised_activations(kind):
-    """Exact but for the order of the sum, at any count of tokens."""
+    """Exact except for the order of summation, at any number of tokens."""
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"
     assert not wrong_ones("expert_linear", several(kind, x=x, bias=True))
 
 
 @pytest.mark.parametrize("experts, k", [(1, 1), (3, 2), (130, 8), (600, 3)])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-def test_halves_lose_nothing_but_by_the_order_of_the_sum(kind, experts, k):
-    """Activations that are halves already; small groups and large ones, and most of them empty."""
-    shapes = [(experts, 40, depth) for depth in (63, 72, 200)]  # ragged, and in whole vectors
+def test_half_activations_are_exact(kind, experts, k):
+    """Exact except for the order of summation; small, large and empty groups."""
+    shapes = [(experts, 40, depth) for depth in (63, 72, 200)]  # unaligned and aligned
     own = [sample(t, shape, kind, k=k, make=exact) for shape in shapes for t in (9, 300)]
     assert not wrong_ones("expert_linear", own)
 
@@ -124,8 +124,7 @@ def test_heads_with_matrices_of_their_own(kind):
 
 
 def expert_plan(kind: str, shape: tuple[int, int, int], k: int, most: int, least: int = 0):
-    """An executor with a plan of expert_linear for at most so many tokens, and the values that its
-    weights stand for."""
+    """An executor, its plan of expert_linear for ``least`` to ``most`` tokens, and the weights."""
     args = sample(0, shape, kind).args
     w = normal(np.random.default_rng(1), shape).astype(args[1].dtype.numpy)
     t = Var("T", least, most)
@@ -151,8 +150,8 @@ def test_unknown_ids_give_nan_and_read_nothing(tokens, depth):
     assert not mismatch(got, want, 1e-5)
 
 
-def test_results_do_not_depend_on_company():
-    """Bit for bit, among many: tokens in another order, and fewer of them."""
+def test_results_do_not_depend_on_the_batch():
+    """Bit for bit: tokens in another order, and fewer of them."""
     executor, plan, _ = expert_plan("f16", (7, 150, 200), 2, 300)
     rng = np.random.default_rng(0)
     x, ids = exact(rng, (300, 200)), rng.integers(0, 7, (300, 2)).astype(np.int32)
@@ -164,7 +163,7 @@ def test_results_do_not_depend_on_company():
 
 @pytest.mark.parametrize("most", [1, 4, 40])
 def test_replayed_graphs_follow_the_ids(most):
-    """Few tokens and groups of many, as a CUDA graph from the second run on."""
+    """GEMV and groups, as a CUDA graph from the second run on."""
     executor, plan, w = expert_plan("f16", (6, 70, 72), 2, most, least=1)
     rng = np.random.default_rng(most)
     for count in (most, 1, most, max(1, most - 1)):
@@ -178,8 +177,8 @@ def test_replayed_graphs_follow_the_ids(most):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_gated_units_of_experts(kind, bias):
-    """One step does both products and what stands between them, and gives what the next one wants;
-    few pairs, groups of a few, and large ones."""
+    """One step computes both products and the activation, in the dtype that the next step reads;
+    few pairs, small groups and large ones."""
     rng, form = np.random.default_rng(3), dtype(kind)
     depth, inner = (512, 256) if form.block == 256 else (96, 160)
     shapes = {"gate": (5, inner, depth), "up": (5, inner, depth), "down": (5, depth, inner)}
@@ -222,8 +221,8 @@ def test_gated_units_of_experts(kind, bias):
     (256, {"k": 8, "groups": 8, "top_groups": 4, "top_per_group": 2}),
     (160, {"k": 6, "groups": 8, "top_groups": 3, "top_per_group": 1}),
 ])  # fmt: skip
-def test_choices(columns, attrs):
-    """Of few distinct values, so that most are ties."""
+def test_top_k(columns, attrs):
+    """Few distinct values, so that most comparisons are ties."""
 
     def few_values(rng, shape):
         return rng.integers(-3, 3, shape) / 4
@@ -250,7 +249,7 @@ def prompt_logits(made) -> np.ndarray:
 
 
 def margins(gpu, reference, count: int = 40) -> np.ndarray:
-    """How far below the largest the reference sees what the GPU draws, token by token."""
+    """The reference's largest logit minus that of the token that the GPU samples, by token."""
     drawn = gpu.generate(PROMPT, Sampling(temperature=0.0), ())
     ids = [next(drawn) for _ in range(count)]
     seen = np.concatenate(list(reference.logits(PROMPT + ids)))[len(PROMPT) - 1 : -1]
@@ -259,23 +258,23 @@ def margins(gpu, reference, count: int = 40) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_small_mixtures_agree_with_the_reference(name):
-    """In float32: a prompt, and tokens one by one."""
+    """In float32: prefill and decode."""
     gpu, reference = pair(name)
     assert nmse(prompt_logits(gpu), prompt_logits(reference)) < 1e-8
-    for _ in range(2):  # the second time from graphs, and with the prompt in the cache
+    for _ in range(2):  # the second run uses graphs and cached keys
         assert margins(gpu, reference).max() < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_k", "mxfp4"])
 def test_mixtures_in_other_formats(kind):
-    """A rounding may have a token choose another expert: most tokens do not."""
+    """A rounding may make a token choose another expert; most tokens do not."""
     gpu, reference = pair("mixtral", kind, **WIDE)
     each = [nmse(a, b) for a, b in zip(prompt_logits(gpu), prompt_logits(reference))]
     assert np.median(each) < (1e-3 if kind in ("f16", "bf16") else 5e-3)
     assert np.median(margins(gpu, reference)) < 0.1
 
 
-def test_a_token_of_a_mixture_is_one_replay():
+def test_a_decode_step_of_a_mixture_is_one_graph():
     gpu, reference = pair("mixtral", "q4_k", **WIDE)
     margins(gpu, reference, 8)
     plan = gpu.decode_plan()

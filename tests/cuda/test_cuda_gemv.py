@@ -1,4 +1,4 @@
-"""Shapes of gemv.cu for one token: only such as the kernel can have."""
+"""Shapes of gemv.cu for one token are within the limits of the kernel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_shapes_fit_the_kernel(name):
         for k in (32, 96, 256, 4096, 8192, 8224, 14336):
             for gated in (False, True):
                 shape = gemv_shapes.shape(name, integer, k, gated)
-                if shape.staged:  # int8 and 8 bytes a block of 32, copied 16 bytes at a time
+                if shape.staged:  # int8, and 8 bytes per block of 32; copies of 16 bytes
                     assert integer and dtype(name).block == 32 and (k + k // 4) % 16 == 0
                 assert not (shape.split and gated)
                 assert shape.warps % 2 == 0 and (shape.warps >= 4 or not shape.split)
                 assert shape.resident * shape.warps * 32 <= 2048
 
 
-def test_several_tokens_have_none_of_it():
+def test_several_tokens_use_no_options_for_one():
     for name in WEIGHT_FORMATS:
         shape = gemv_shapes.shape(name, name in BLOCK_FORMATS, 4096, False, tokens=4)
         assert not (shape.ahead or shape.staged or shape.split) and shape.resident == 1

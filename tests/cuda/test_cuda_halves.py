@@ -1,4 +1,4 @@
-"""Activations as halves on the GPU: who writes them, and who reads them."""
+"""f16 and bf16 activations on the GPU: kernels that write them and kernels that read them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
 
 
 def stored(array: np.ndarray, kind: str) -> np.ndarray | Blocks:
-    """A matrix in a weight's format."""
+    """A matrix in the format ``kind``."""
     if dtype(kind).quantised:
         return Blocks(quantise(array, dtype(kind)), dtype(kind), array.shape[1])
     return array.astype(dtype(kind).numpy)
@@ -42,7 +42,7 @@ def stored(array: np.ndarray, kind: str) -> np.ndarray | Blocks:
 def agree(
     outputs: dict[str, Tensor], feeds: dict, weights: dict, tolerance: float, counts=COUNTS
 ) -> list[str]:
-    """Run on the GPU and on the reference; the ops that the GPU's plan has."""
+    """Compare the GPU with the reference; return the ops of the GPU's plan."""
     gpu, reference = Executor(Arrays(weights), ORDER), Executor(Arrays(weights), ("reference",))
     plan = gpu.compile(outputs)
     assert {s.backend.name for s in plan.steps} == {"cuda"}, plan.explain()
@@ -58,7 +58,7 @@ def agree(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 63, 700, 4096])
 def test_rounded_as_declared(kind, width):
-    """To nearest even; beyond the range of f16 the largest, NaN as it is."""
+    """To nearest even; f16 clamps to its finite range; NaN stays NaN."""
     x = (
         rows(np.random.default_rng(width), 40, width)
         * np.float32(10) ** np.arange(-20, 20)[:, None]
@@ -95,7 +95,7 @@ def test_norms_and_units_give_halves(width, dtypes):
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_k"])
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 def test_a_gated_mlp(kind, act):
-    """A norm, gate and up, and down with the residual: four steps, and halves between them."""
+    """A norm, the gated unit, and down with the residual: three steps with half activations."""
     rng, dim, hidden = np.random.default_rng(1), 256, 768
     shapes = {"gate": (hidden, dim), "up": (hidden, dim), "down": (dim, hidden)}
     weights = {n: stored(normal(rng, s).astype(np.float32), kind) for n, s in shapes.items()}
@@ -118,7 +118,7 @@ def test_a_gated_mlp(kind, act):
                                    ("bf16", "q8_0", "f32"), ("q8_0", "q8_0", "q8_0")])  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
 def test_several_linears_of_one_activation(kinds, bias):
-    """Two of one shape are one product; each kind of weight has its own form of the activation."""
+    """Two of one shape are one batched product; each weight dtype has its own activation dtype."""
     rng, dim = np.random.default_rng(2), 512
     shapes = {"q": (640, dim), "k": (136, dim), "v": (136, dim)}
     weights = {n: stored(normal(rng, s).astype(np.float32), k)
@@ -132,8 +132,8 @@ def test_several_linears_of_one_activation(kinds, bias):
     agree(made, {"x": rows(rng, 40, dim)}, weights, 2e-2 if "bf16" in kinds else 4e-3)
 
 
-def test_a_matrix_larger_than_the_room_for_it(monkeypatch):
-    """Expanded a tile of rows at a time."""
+def test_a_matrix_larger_than_the_workspace(monkeypatch):
+    """Dequantized some rows at a time."""
     monkeypatch.setattr("graphllm.backends.cuda.kernels.gemm._TILE", 100 << 10)
     rng, dim = np.random.default_rng(3), 512
     weights = {n: stored(normal(rng, (s, dim)).astype(np.float32), "q8_0")
@@ -148,7 +148,7 @@ def test_a_matrix_larger_than_the_room_for_it(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width, pool", [(64, "f16"), (128, "q8_0"), (80, "f16"), (64, "f32")])
 def test_attention_gives_halves(width, pool, kind):
-    """By the kernel of tiles itself, and by the others on the way."""
+    """By the tiled kernel itself, or by a second kernel after the others."""
     rng, heads, kv, block = np.random.default_rng(4), 4, 2, 16
     q, slots = feed("q", (T, heads, width), "f32"), 96
     if pool == "q8_0":
@@ -182,7 +182,7 @@ def test_attention_gives_halves(width, pool, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", [64, 32, 16])
 def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
-    """Matrices together and alone, with what is added, in plans for 9 to 16 tokens."""
+    """Fused and single matrices, with bias and residual, in plans for 9 to 16 tokens."""
     monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SMALL_BATCH_ROWS", {side: 0.0})
     rng, depths = np.random.default_rng(5), (96, 544)
     x = {d: feed(f"x{d}", (Var("T", 9, 16), d), "f32") for d in depths}
@@ -201,7 +201,7 @@ def test_one_pass_for_sixteen_tokens(kind, side, monkeypatch):
 @pytest.mark.parametrize("side", [64, 32, 16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gate_and_up_in_one_pass(kind, side, bias, monkeypatch):
-    """For 9 to 16 tokens, to halves or float32, with rows that are not whole blocks."""
+    """For 9 to 16 tokens, to half or float32 results, with incomplete blocks of rows."""
     monkeypatch.setattr("graphllm.backends.cuda.kernels.linear._SMALL_BATCH_ROWS", {side: 0.0})
     rng, t = np.random.default_rng(7), Var("T", 9, 16)
     weights = {n: normal(rng, (150, 96)).astype(dtype(kind).numpy) for n in ("gate", "up")}
@@ -219,7 +219,7 @@ def test_gate_and_up_in_one_pass(kind, side, bias, monkeypatch):
 
 
 def test_a_plan_of_sixteen_tokens_is_one_graph():
-    """No call of the library stands between its launches."""
+    """There is no cuBLASLt call between its launches."""
     rng, t = np.random.default_rng(6), Var("T", 16, 16)
     weights = {n: normal(rng, (512, 256)).astype(np.float16) for n in "ab"}
     x = feed("x", (t, 256), "f32")

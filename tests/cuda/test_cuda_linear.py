@@ -1,4 +1,4 @@
-"""linear on the GPU: every format, every kernel, and counts of tokens around where they change."""
+"""linear on the GPU: every format and kernel, at numbers of tokens around each change of kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample(tokens: int, shape: tuple[int, int], kind: str, x: str = "f32", bias:
 
 
 def samples_of(kind: str, **more):
-    """A row more than kernels take at a time, and rows of odd and even counts of blocks."""
+    """One row more than kernels compute together, and rows of odd and even numbers of blocks."""
     shapes = [(65, 768), (130, 1024)]
     shapes += [] if dtype(kind).block == 256 else [(33, 96)]
     return [sample(t, shape, kind, **more) for t in TOKENS for shape in shapes]
@@ -53,7 +53,7 @@ def test_counts_of_tokens(kind):
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_few_tokens_are_exact(kind):
-    """Float activations lose nothing but by the order of the sum."""
+    """Float activations are exact except for the order of summation."""
     few = [s for s in samples_of(kind) if s.env["T"] <= MAX_F32_TOKENS]
     wrong = run_bounded("linear", few, Options(linear="float"), 0.0 if kind != "bf16" else 3e-5)
     assert not wrong, report(wrong)
@@ -61,13 +61,13 @@ def test_few_tokens_are_exact(kind):
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 def test_quantised_activations(kind):
-    """Exact but for the order of the sum, at any count of tokens."""
+    """Exact except for the order of summation, at any number of tokens."""
     x = "a8_32" if dtype(kind).block == 32 else "a8_256"
     wrong = run_bounded("linear", samples_of(kind, x=x, bias=True))
     assert not wrong, report(wrong)
 
 
-# One for each shape of gemv.py, of rows in blocks of 32 and of 256.
+# A depth for each shape of gemv_shapes.py, for blocks of 32 and of 256.
 DEPTHS = {32: (96, 512, 8192, 8224), 256: (512, 8192, 8448)}
 ROWS = (1, 37)  # the last block has warps without a row
 
@@ -78,7 +78,7 @@ def depths(kind: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_one_token_of_any_depth(kind):
-    """Exact but for the order of the sum."""
+    """Exact except for the order of summation."""
     x = "f32" if kind not in BLOCK_FORMATS else "a8_32" if dtype(kind).block == 32 else "a8_256"
     own = [sample(t, (rows, k), kind, x) for t in (0, 1) for rows in ROWS for k in depths(kind)]
     wrong = run_bounded("linear", own, least=3e-5 if kind == "bf16" else 0.0)
@@ -87,7 +87,7 @@ def test_one_token_of_any_depth(kind):
 
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_one_gated_token_of_any_depth(kind):
-    """As its parts, one after the other, which multiply the same quantised activations."""
+    """Equal to its parts, which multiply the same quantised activations."""
     rng = np.random.default_rng(0)
     for rows in ROWS:
         for k in depths(kind):
@@ -106,7 +106,7 @@ def test_one_gated_token_of_any_depth(kind):
 
 
 def quantised(values: np.ndarray, kind: str) -> np.ndarray | Blocks:
-    """Weights as `Arrays` takes them."""
+    """Weights as `Arrays` accepts them."""
     form = dtype(kind)
     if not form.quantised:
         return values.astype(form.numpy)

@@ -1,4 +1,4 @@
-"""What the driver has no memory for is an `OutOfMemory`; there is no GPU, errors are made up."""
+"""Allocation failures of the driver raise `OutOfMemory`. No GPU is needed: errors are simulated."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _little(monkeypatch):
 
 
 def failing(status: int, driver: bool = False):
-    """What raises as CuPy does, for an error of the runtime or of the driver itself."""
+    """A function that raises as CuPy does, an error of the runtime or of the driver."""
     from cupy.cuda.runtime import CUDARuntimeError
     from cupy_backends.cuda.api.driver import CUDADriverError
 
     class OfDriver(CUDADriverError):
-        def __init__(self, status):  # the driver is asked for the text otherwise
+        def __init__(self, status):  # else CuPy asks the driver for the text
             self.status = status
 
     def call(*args):
@@ -49,7 +49,7 @@ def gpu(**more):
 
 
 @pytest.mark.parametrize("driver", [False, True])
-def test_other_errors_are_left_alone(driver):
+def test_other_errors_pass_through(driver):
     from graphllm.backends.cuda.runtime.memory import allocating
 
     with pytest.raises(RuntimeError) as caught, allocating("a thing"):
@@ -57,7 +57,7 @@ def test_other_errors_are_left_alone(driver):
     assert caught.value.status == 1
 
 
-def test_no_room_for_kernels(monkeypatch):
+def test_out_of_memory_for_kernels(monkeypatch):
     from graphllm.backends.cuda.runtime import launch
 
     monkeypatch.setattr(launch, "load_or_compile", lambda made, arch: bytes(30_000_000))
@@ -74,8 +74,8 @@ def test_no_room_for_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", ["end_capture", "upload"])
-def test_no_room_for_a_graph(fails):
-    """The launches have been made once; a later run may try again."""
+def test_out_of_memory_for_a_graph(fails):
+    """The first run launched the kernels; a later run tries to capture again."""
     from graphllm.backends.cuda.runtime.segment import LaunchSequence
 
     calls = {name: lambda *args: None for name in ("begin_capture", "end_capture", "upload")}
@@ -92,11 +92,11 @@ def test_no_room_for_a_graph(fails):
     setattr(graph if fails == "upload" else stream, fails, lambda *args: graph)
     made.clear()
     sequence()
-    first = replace(LAUNCH, programmatic=False)  # nothing it reads may be on its way
+    first = replace(LAUNCH, programmatic=False)  # its inputs must be complete
     assert made == [first, LAUNCH, "graph"] and sequence.captured
 
 
-def test_no_room_for_a_launch():
+def test_out_of_memory_for_a_launch():
     from graphllm.backends.cuda.runtime.launch import PreparedLaunch
 
     def prepared(status):

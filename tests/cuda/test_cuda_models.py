@@ -1,4 +1,4 @@
-"""Whole models on a GPU: beside the reference and the CPU, split between GPU and CPU, and at the
+"""Whole models on a GPU: against the reference and the CPU, split between GPU and CPU, and at the
 limit of memory. Skipped, with the reason, where no GPU can be used."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reference(files):
     return get
 
 
-# -------------------------------------------------------------------------------------- all of it
+# -------------------------------------------------------------------------------------- GPU only
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -76,12 +76,12 @@ def test_small_models_agree_with_the_reference(files, reference, arch):
     gpu = graphllm.load(files(arch), device="cuda", kv_type="f32", strict=True)
     assert nmse(gpu.logits(LONG), llm.logits(LONG)) < EXACT
     assert not disagreement(greedy(gpu), want, llm)
-    assert not disagreement(greedy(gpu), want, llm)  # the prompt in the cache, the graph made
+    assert not disagreement(greedy(gpu), want, llm)  # with a cached prompt and a captured graph
 
 
 def check(file, ids, exact: bool = False, **more) -> None:
-    """The GPU's logits against the CPU's without quantised activations, for all ids and for a few,
-    which go through other kernels. With them it may be as far from those as the CPU itself is."""
+    """Compare the GPU's logits with the CPU's without quantised activations, for all ids and for a
+    few, which use other kernels. With quantised activations the GPU may deviate as much as the CPU."""
     kinds = [("cpu", "float"), ("cuda", "float"), ("cpu", "auto"), ("cuda", "auto")]
     models = {
         f"{device} {linear}": graphllm.load(file, device=device, linear=linear, **more)
@@ -113,14 +113,14 @@ def test_the_demo_agrees_with_the_cpu(demo_path):
 
 @pytest.mark.parametrize("kind", ["f32", "q4_k_m"])
 def test_the_demo_architecture_agrees_with_the_cpu(kind):
-    """The demo's shape with random weights; a prompt beyond its windows of 512."""
+    """The demo's shape with random weights; the prompt exceeds its windows of 512."""
     ids = [int(i) for i in np.random.default_rng(4).integers(3, 262_000, 600)]
     more = {"kv_type": "f32"} if kind == "f32" else {}
     check(RandomCheckpoint("gemma3-270m", kind), ids, kind == "f32", context=1024, **more)
 
 
-def test_a_request_that_penalises(files, reference):
-    """Another plan, of which the state is the same."""
+def test_a_request_with_penalties(files, reference):
+    """Another plan that shares the state."""
     llm, _ = reference()
     gpu = graphllm.load(files(), device="cuda", kv_type="f32")
     greedy(gpu)
@@ -133,7 +133,7 @@ def test_a_request_that_penalises(files, reference):
 
 
 def on(llm, name: str) -> set[str]:
-    """Ops of one token on a backend, but for copies."""
+    """Ops of the decode plan on a backend, without copies."""
     return set(llm.placement().get(name, {})) - {"copy"}
 
 
@@ -151,7 +151,7 @@ def test_an_op_switched_off_changes_no_token(files, reference, arch):
 
 @pytest.mark.parametrize("switch", ["attention", "kv_write", "advance", "sample", "linear"])
 def test_other_ops_switched_off(files, reference, switch):
-    """States that both sides read are brought over in each step; pools stay on one side."""
+    """States that both backends read are copied in each step; pools are not."""
     llm, want = reference()
     off = graphllm.load(files(), device="cuda", kv_type="f32", no_kernels=(f"cuda:{switch}",))
     assert switch not in on(off, "cuda")
@@ -161,7 +161,7 @@ def test_other_ops_switched_off(files, reference, switch):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_layer_on_the_cpu_changes_no_token(files, reference, arch):
-    """The rest is two segments, each a CUDA graph beside its copies."""
+    """The rest is two segments, each a CUDA graph and copies."""
     llm, want = reference(arch)
     place = {"model.layers.1.*": "cpu"}
     split = graphllm.load(files(arch), device="cuda", kv_type="f32", place=place)
@@ -188,7 +188,7 @@ def test_a_profile_of_two_memories(files):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, "all"])
-def test_so_many_layers_on_the_gpu(files, reference, count):
+def test_number_of_layers_on_the_gpu(files, reference, count):
     llm, want = reference()
     split = graphllm.load(files(), device="cuda", kv_type="f32", gpu_layers=count)
     layers = 3 if count == "all" else max(count - 1, 0)
@@ -203,12 +203,12 @@ def test_quantised_layers_on_both_sides(files):
     cpu = graphllm.load(files("qwen2", "q4_k"), device="cpu")
     assert nmse(split.logits(LONG), cpu.logits(LONG)) < NEAR
     off = graphllm.load(files("qwen2", "q4_k"), device="cuda", no_kernels=("cuda:quantise_act",))
-    assert any("quantise" in op for op in on(off, "cpu"))  # blocks go from one side to the other
+    assert any("quantise" in op for op in on(off, "cpu"))  # quantised activations cross backends
     assert nmse(off.logits(LONG[:3]), cpu.logits(LONG[:3])) < NEAR
 
 
 def test_layers_that_do_not_fit(monkeypatch):
-    """By what the GPU has free; here it says less than it has."""
+    """The reported free memory decides; here it is less than what is free."""
     file = RandomCheckpoint("llama-1b", "f16")
     whole = graphllm.load(file, device="cuda", context=2048)
     used = whole.gpu_offload.free_bytes - whole.executor.devices["cuda"].free()
@@ -231,12 +231,12 @@ def test_layers_that_do_not_fit(monkeypatch):
     assert len([next(ids) for _ in range(4)]) == 4
 
 
-def test_no_room_for_the_cache():
+def test_out_of_memory_for_the_cache():
     shape = ModelShape("llama", 2, 256, 4, 4, 512, 384, context=2**27)
     try:
         model = RandomCheckpoint(shape, "f16")
         graphllm.load(model, device="cuda", gpu_layers="all", context=2**27)
-    except OutOfMemory as error:  # no `pytest.raises`, which would keep what is bound so far
+    except OutOfMemory as error:  # `pytest.raises` would keep the bound buffers alive
         said, memory, needed, free = str(error), error.memory, error.needed, error.free
     assert memory == "cuda:0" and needed > free > 0
     assert re.match(r"no memory for full\S+: [\d.]+ GB are needed in cuda:0, [\d.]+ GB are", said)
@@ -244,8 +244,8 @@ def test_no_room_for_the_cache():
     assert llm.gpu_offload.layers == 2 and llm.logits(IDS).shape == (len(IDS), 384)
 
 
-def test_an_endless_scale_stops_the_load(files, tmp_path):
-    """As on the CPU, with the tensor's name and the row."""
+def test_an_infinite_scale_stops_the_load(files, tmp_path):
+    """The error names the tensor and the row, as on the CPU."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(files("llama", "q4_k").read_bytes())
     with GgufCheckpoint(path) as file:

@@ -1,4 +1,4 @@
-"""What the CUDA backend chooses and keeps, on a GPU that is only on paper: nothing is run."""
+"""Kernels and buffers that the CUDA backend chooses. No GPU is needed: nothing runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from graphllm.model.decoder import Limits
 from graphllm.runtime.executor import Executor
 from graphllm.weights import Arrays
 
-KNOWN = set(source.MODULES)  # that test_cuda_compile.py compiles
-ALL = "llama-1b"  # the shape that is tried with all formats
+KNOWN = set(source.MODULES)  # modules that test_cuda_compile.py compiles
+ALL = "llama-1b"  # the shape that is tested with all formats
 
 
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0)])
@@ -40,7 +40,7 @@ def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
     device = paper(capability)
     for name in OPS:
         for group in groups(ops.get(name)):
-            assert group.cases  # makes the weights
+            assert group.cases  # creates the weights
             executor = Executor(Arrays(group.weights), ("cuda", "reference"))
             for few in (False, True):
                 bounds = {"T": (0, 4)} if few and "T" in group.samples[0].env else {}
@@ -49,7 +49,7 @@ def test_tensor_cores_are_used_where_they_are_new_enough(capability, paper):
 
 
 class Empty(RandomCheckpoint):
-    """Nothing but zeros, which take no room."""
+    """Weights of zeros, which take no memory."""
 
     def raw(self, name):
         info = self.info(name)
@@ -60,8 +60,8 @@ class Empty(RandomCheckpoint):
 @pytest.mark.parametrize(
     "capability, shape", [(MIN_CAPABILITY, ALL), *(((9, 0), name) for name in SHAPES)]
 )
-def test_known_models_ask_for_known_modules_only(shape, capability, paper):
-    """Plans of one token, of some and of many; of one shape for all formats of weights."""
+def test_models_use_known_modules_only(shape, capability, paper):
+    """Plans of one, few and many tokens; one shape is tested with all weight formats."""
     device, cut = paper(capability), replace(SHAPES[shape], layers=2, vocab=512)
     kinds = TYPES if shape == ALL else (MIX, "f16")
     for kind, cache in [*((kind, "f16") for kind in kinds), *((MIX, kind) for kind in CACHED)]:
@@ -75,8 +75,8 @@ def test_known_models_ask_for_known_modules_only(shape, capability, paper):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_run_wholly_on_the_gpu(name, paper):
-    """Every step of plans of one token, of some and of many; by known modules."""
+def test_mixtures_run_entirely_on_the_gpu(name, paper):
+    """Every step of plans of one, few and many tokens, with known modules."""
     device = paper((9, 0))
     for variant in range(len(SPECS[name].tiny)):
         made = engine(decoder(name, variant, "f16"), ("cuda", "reference"), 512)
@@ -90,11 +90,11 @@ def test_mixtures_run_wholly_on_the_gpu(name, paper):
 
 @pytest.mark.parametrize("name", sorted(NOT_ON_CPU))
 def test_every_rule_finds_its_own_parts(name, paper):
-    """Of those that only this backend has; one is left in parts where its kernel says no."""
+    """Rules that only this backend has; a fused op that the kernel refuses stays in parts."""
     paper((9, 0))
     found = 0
     for group in groups(ops.get(name)):
-        assert group.cases  # makes the weights
+        assert group.cases  # creates the weights
         outputs = named(group.op(*group.node.src, **group.node.attrs))
         fits = isinstance(BACKEND.select(group.node, Options()), Kernel)
         for without, wanted in (((), fits), ((name,), False)):
@@ -107,8 +107,8 @@ def test_every_rule_finds_its_own_parts(name, paper):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_is_few_steps(name, paper):
-    """For a token: the choice in one, products in two, the sum in one with what it is added to
-    (another sum, where there are shared experts without a gate)."""
+    """In a decode plan: routing in one step, products in two, and the sum with the residual in one
+    (with another addend if there are shared experts without a gate)."""
     paper((9, 0))
     for variant in range(len(SPECS[name].tiny)):
         model = decoder(name, variant, "f16", hidden_size=64)
@@ -125,8 +125,8 @@ def test_a_mixture_is_few_steps(name, paper):
 
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
-def test_experts_of_every_format_have_known_modules(kind, capability, paper):
-    """Few tokens are multiplied one by one, many in groups where there are tensor cores."""
+def test_experts_of_every_format_use_known_modules(kind, capability, paper):
+    """Few tokens use the GEMV, many use groups if there are tensor cores."""
     device = paper(capability)
     made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), 512)
     for tokens in (1, 6, 40, 512):
@@ -141,7 +141,7 @@ def test_experts_of_every_format_have_known_modules(kind, capability, paper):
 
 @pytest.mark.parametrize("tokens", [1, 512])
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_a_table_that_is_the_head_too_is_kept_once(name, tokens, paper):
+def test_a_tied_embedding_is_stored_once(name, tokens, paper):
     paper((9, 0))
     kind, t = dtype(name), Var("T", 1, tokens)
     w, stored = weight("w", (4, 256), kind), np.zeros((4, kind.row_nbytes(256)), np.uint8)

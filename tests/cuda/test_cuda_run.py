@@ -1,4 +1,4 @@
-"""What runs on the GPU while the host goes on: steps ahead of their ids, copies both ways."""
+"""Asynchronous work on the GPU: steps ahead of the host, and copies in both directions."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def ahead(path):
 
 @pytest.fixture
 def plain(path, monkeypatch):
-    """Waits for every step."""
+    """An engine that waits for every step."""
     engine = make_engine(path, backends=("cuda",))
     engine.prepare()
     monkeypatch.setattr(engine.executor.devices["cuda"], "ring", lambda operand: None)
     return engine
 
 
-def test_a_step_is_begun_before_the_last_one_is_read(ahead):
+def test_a_step_starts_before_the_last_one_is_read(ahead):
     generate_ids(ahead, IDS[:20], 4)
     env = {"T": 1, "S": 1, "Q": 2, "N": 1}
     assert ahead.executor.decode_loop(ahead.decode_plan(), {}, env, "ids").lookahead == 1
@@ -56,7 +56,7 @@ def test_the_same_tokens_up_to_the_end_of_the_context(ahead, plain, length):
     assert have == want and len(have) == CONTEXT - length + 1
 
 
-def test_requests_in_any_order_after_steps_too_many(ahead, plain):
+def test_requests_after_unread_steps(ahead, plain):
     rng = np.random.default_rng(8)
     for _ in range(25):
         common, new = int(rng.integers(0, 90)), int(rng.integers(1, 25))
@@ -66,7 +66,7 @@ def test_requests_in_any_order_after_steps_too_many(ahead, plain):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 1, (32 << 20) - 1, (100 << 20) + 77])
-def test_what_is_sent_arrives(nbytes):
+def test_sent_bytes_arrive(nbytes):
     device = BACKEND.open_device(Options())
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     buffers = [device.prepare(None, data, Meta.of((nbytes,), "i8")) for _ in range(2)]
@@ -74,11 +74,11 @@ def test_what_is_sent_arrives(nbytes):
         np.testing.assert_array_equal(buffer[:nbytes], data)
 
 
-# ------------------------------------------------------------------------------------------- times
+# -------------------------------------------------------------------------------------- timestamps
 
 
 def noted(engine, count: int) -> tuple[list[int], list]:
-    """Ids that are drawn while steps are timed, and the runs."""
+    """Ids that are sampled while steps are timed, and the runs."""
     engine.clear_cache()
     times = Recorder(), Recorder()
     ids = list(itertools.islice(engine.generate(IDS[:20], GREEDY, (), profile=times), count))
@@ -89,7 +89,7 @@ def test_timed_steps_are_replayed_and_run_ahead(ahead, plain):
     want = generate_ids(plain, IDS[:20], 40)
     for _ in range(3):
         ids, runs = noted(ahead, 40)
-        assert ids == want and 39 <= len(runs) <= 41  # some are begun that nobody reads
+        assert ids == want and 39 <= len(runs) <= 41  # the last steps may not be read
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
     assert segment.timed.sequence.captured and segment.timed.sequence.submissions == 1
 
@@ -103,11 +103,11 @@ def test_times_are_in_order_on_the_clock_of_the_host(ahead):
         ((ends,), (starts,)) = run.ends, run.starts
         assert (np.diff(ends) >= 0).all() and (starts <= ends[1:]).all()
         assert last - SLACK <= ends[0] and ends[-1] <= over + SLACK
-        assert (np.diff(ends) > 0).mean() > 0.9  # all but steps that end with the one before
+        assert (np.diff(ends) > 0).mean() > 0.9  # except steps that end with their predecessor
         last = int(ends[-1])
 
 
-def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
+def test_more_runs_than_entries_of_the_timestamp_ring(ahead, monkeypatch):
     from graphllm.backends.cuda.runtime.segment import TimedSequence
 
     monkeypatch.setattr(TimedSequence, "RING_SIZE", 3)
@@ -117,8 +117,8 @@ def test_more_runs_than_there_are_places_for_their_times(ahead, monkeypatch):
     assert ends == sorted(ends)
 
 
-def test_steps_of_a_library_have_times(ahead):
-    """Prompts are not one graph, and are multiplied by cuBLAS."""
+def test_library_calls_have_times(ahead):
+    """Prefill is not one graph, and uses cuBLASLt."""
     engine, times = ahead, (Recorder(), Recorder())
     for _ in range(2):
         engine.clear_cache()
@@ -127,7 +127,7 @@ def test_steps_of_a_library_have_times(ahead):
     assert all(run.times.sum() > 0 and (run.times >= 0).all() for run in times[0].runs)
 
 
-def test_runs_without_times_have_nothing_of_them(ahead):
+def test_runs_without_times_use_the_plain_build(ahead):
     generate_ids(ahead, IDS[:20], 4)
     ((segment, _),) = ahead.executor.segments(ahead.decode_plan())
     assert segment.timed is None

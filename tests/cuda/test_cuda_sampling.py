@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the ids of the op's body, whichever way the kernels go about it."""
+"""Sampling on the GPU returns the ids of the reference, whichever kernel samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphllm.runtime.executor import Executor
 
 pytestmark = pytest.mark.cuda
 ROWS = 18
-WIDTHS = (1, 31, 2049, 33_333, 128_256, 262_144)  # of one block's piece, and of many
+WIDTHS = (1, 31, 2049, 33_333, 128_256, 262_144)  # within one block's piece, and of many pieces
 SETTINGS = {
     "temperature": ([0.8, 1.0, 2.5, 0.3], "f32"),
     "top_k": ([0], "i32"),
@@ -31,14 +31,14 @@ def _gpu():
 
 
 def masked(x: np.ndarray) -> np.ndarray:
-    """With -inf for some ids, and in some rows for all but the last."""
+    """With -inf for some ids, and in some rows for all ids but the last."""
     x[:, ::3], x[::4, :-1] = -np.inf, -np.inf
     x[:, -1] = 0.5
     return x
 
 
 def faulty(x: np.ndarray) -> np.ndarray:
-    """With one NaN of either sign, one +inf, or nothing but -inf, in five rows of six."""
+    """With one NaN of either sign, one +inf, or only -inf, in five rows of six."""
     middle = x.shape[1] // 2
     x[::6, middle], x[1::6, 0], x[2::6, -1] = np.nan, -np.float32(np.nan), np.inf
     x[3::6], x[4::6] = -np.inf, np.nan
@@ -58,7 +58,7 @@ LOGITS = {
 
 
 def wrong(width: int, make, changed: dict | None = None) -> list[int]:
-    """Rows whose id is not the body's; each of three runs, the last of which are replays."""
+    """Rows whose id differs from the reference, in three runs, the last of which are replayed."""
     n = Var("N", 1, ROWS)
     leaves, feeds = [], {}
     for name, (values, kind) in {**SETTINGS, **(changed or {})}.items():
@@ -81,14 +81,14 @@ def test_no_top_k(width, kind):
 
 @pytest.mark.parametrize("kind", ["usual", "in steps", "equal", "masked", "faulty"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_rows_of_all_kinds_together(width, kind):
-    """Few, many and all candidates; and rows in which the largest is taken."""
+def test_mixed_rows(width, kind):
+    """Rows with few, many and all candidates, and greedy rows."""
     changed = {"top_k": (TOP_K, "i32"), "temperature": ([0.8, 1.0, 0.0, 2.0, -1.0], "f32")}
     assert not wrong(width, LOGITS[kind], changed)
 
 
 def test_a_row_without_a_finite_maximum_gives_no_id():
-    """Whichever way it would be sampled from, and whatever its neighbours are."""
+    """Whichever kernel would sample, and whatever the other rows are."""
     n, width = Var("N", 1, ROWS), 40_001
     x = faulty(np.random.default_rng(1).standard_normal((ROWS, width)).astype(np.float32))
     settings = {

@@ -1,5 +1,5 @@
-"""benchmarks/gpu.py without a GPU: its parts over whole models on a stand-in that is as late as one
-may be, and what becomes of a part that fails."""
+"""benchmarks/gpu.py without a GPU: its parts with whole models on a stand-in that completes work as
+late as allowed, and a part that fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = ("small", "f16")
 
 
 class Event:
-    """Notes the time when the stand-in's queue comes to it."""
+    """Records the time at which the stand-in's queue reaches it."""
 
     def record(self, device) -> None:
         self.device = device
@@ -43,7 +43,7 @@ class Gpu(lazy_device.LazyDevice):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """The script, with small models and nothing written beside it."""
+    """The script, with small models and a temporary folder for results."""
     monkeypatch.syspath_prepend(str(FOLDER))
     lazy_device.install(monkeypatch, "cuda", Gpu)
     cupy = ModuleType("cupy.cuda")
@@ -134,7 +134,7 @@ def test_a_part_that_fails_loses_nothing(gpu, monkeypatch, capsys):
         (["speed"], "no part 'speed'; known: models, "),
     ],
 )
-def test_bad_words_are_named(gpu, monkeypatch, capsys, words, message):
+def test_bad_arguments_are_named(gpu, monkeypatch, capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         run(gpu, monkeypatch, *words)
     assert message in capsys.readouterr().err

@@ -68,9 +68,9 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
         return default
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
     found = _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
-    return (
-        found if k % 64 == 0 else replace(found, staged=False)
-    )  # STAGED copies 16 bytes at a time
+    if k % 64:  # STAGED copies 16 bytes at a time
+        return replace(found, staged=False)
+    return found
 
 
 def default_next(name: str) -> int:
