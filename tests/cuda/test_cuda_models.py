@@ -81,7 +81,8 @@ def test_small_models_agree_with_the_reference(files, reference, arch):
 
 def check(file, ids, exact: bool = False, **more) -> None:
     """Compare the GPU's logits with the CPU's without quantised activations, for all ids and for a
-    few, which use other kernels. With quantised activations the GPU may deviate as much as the CPU."""
+    few, which use other kernels. With quantised activations the GPU may deviate as much as the CPU
+    does."""
     kinds = [("cpu", "float"), ("cuda", "float"), ("cpu", "auto"), ("cuda", "auto")]
     models = {
         f"{device} {linear}": graphllm.load(file, device=device, linear=linear, **more)
