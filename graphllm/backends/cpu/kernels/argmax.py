@@ -104,7 +104,7 @@ def _argmax(p, thread, threads):
 def maxima_nbytes(node: Tensor) -> int:
     """Bytes of the block maxima of all rows."""
     rows, width = node.sources[0].meta.bound().shape
-    return -(-rows * -(-width // BLOCK) * 4 // 64) * 64  # type: ignore[operator,arg-type]
+    return -(-rows * -(-width // BLOCK) * 4 // 64) * 64  # type: ignore[operator]
 
 
 def row_arguments(ctx: KernelContext, name: str) -> RowArgs:

@@ -137,7 +137,8 @@ def _launch(ctx: KernelContext, code: Kernel) -> Launch:
         strides = [strides[0], *strides[AXES - missing :], *strides[1 : AXES - missing]]
         inner = [*inner[AXES - 1 - missing :], *inner[: AXES - 1 - missing]]
     rows = ctx.live(meta.rows)
-    block = MoveArgs(ctx.x.address, *strides, ctx.out.address, rows, *inner, meta.dtype.nbytes)
+    size = meta.dtype.nbytes
+    block = MoveArgs(ctx.x.address, *strides, ctx.out.address, rows, *inner, size)  # type: ignore[call-arg]
     return Launch(code, block)
 
 
@@ -172,7 +173,7 @@ class GatherArgs(NamedTuple):
     x_stride: int
     x_rows: int  # address of the live count
     rows: int  # row indices, int32
-    count: int  # address of the live count of indices
+    count: int  # type: ignore[assignment]  # address of the live count of indices
     y: int
     row_bytes: int
 

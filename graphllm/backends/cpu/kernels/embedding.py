@@ -95,7 +95,7 @@ class EmbeddingArgs(NamedTuple):
     """Argument block of `embedding`."""
 
     ids: int
-    count: int  # address of the live count of ids
+    count: int  # type: ignore[assignment]  # address of the live count of ids
     w: int
     w_stride: int
     w_rows: int

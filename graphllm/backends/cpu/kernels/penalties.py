@@ -26,7 +26,7 @@ class PenaliseArgs(NamedTuple):
     history_length: int
     stop: int  # int32 [stop_count]
     stop_count: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field in place of tuple.count
     repeat: int
     presence: int
     frequency: int

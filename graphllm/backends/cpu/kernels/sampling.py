@@ -212,7 +212,7 @@ class SampleArgs(NamedTuple):
     top_p: int
     min_p: int
     seed: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field in place of tuple.count
 
 
 _read_sample = argument_reader(SampleArgs)

@@ -18,7 +18,7 @@ class AdvanceArgs(NamedTuple):
     ids: int
     pos: int
     kv_len: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field in place of tuple.count
     done: int
     history: int
     sequences: int  # address of the live count
