@@ -13,6 +13,8 @@ RETIRED = {
     r"\bmeeting(s)?\b": "barrier",
     r"\bstep_walk\b|\bwalk\.py\b|\b_walk\b": "step_interpreter",
     r"\bteam\b|\bTEAM\b": "thread pool",
+    r"\btickets?\b": "chunk",
+    r"\bthreads_for\b": "thread_count",
     r"\bpeaks_cpu\b|\bpeaks\.py\b": "probe_kernels, roofline_cpu",
     r"\brates\.py\b|\bkernel_rates\b": "kernel_probes",
     r"\bceilings\.py\b|\bceiling\.py\b|\bceiling_tensor\b": "roofline, roofline_probes",
