@@ -13,7 +13,7 @@ from graphllm.runtime.executor import Executor
 
 pytestmark = pytest.mark.cuda
 ROWS = 18
-WIDTHS = (1, 31, 2049, 33_333, 128_256, 262_144)  # within one block's piece, and of many pieces
+WIDTHS = (1, 31, 2049, 33_333, 128_256, 262_144)  # within one chunk, and of many chunks
 SETTINGS = {
     "temperature": ([0.8, 1.0, 2.5, 0.3], "f32"),
     "top_k": ([0], "i32"),

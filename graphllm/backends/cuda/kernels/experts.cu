@@ -201,7 +201,7 @@ template <class F> __device__ __forceinline__ void visit(const Part& part, F f) 
     }
 }
 
-// Turn the number of pairs of each matrix into their start in sorted order, and make groups. One warp.
+// Replace the number of pairs of each matrix by their start in sorted order, and make groups. One warp.
 __device__ __forceinline__ void make_groups(int* counts, int buckets, int size, Group* groups,
                                             int most) {
     const int lane = threadIdx.x % WARP;

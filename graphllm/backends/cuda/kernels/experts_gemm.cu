@@ -2,7 +2,7 @@
 // multiplied on tensor cores, in f16 or bf16.
 //
 // FORMAT: a struct of formats.cuh. PLAIN: weights have the dtype of x (BFLOAT: bfloat16). TOKENS: most
-// pairs of a group. A block of WARPS warps computes SIDE rows, and takes the depth in pieces of 64, of
+// pairs of a group. A block of WARPS warps computes SIDE rows, and takes the depth in tiles of 64, of
 // which STAGES are in shared memory. Block weights are dequantized on the way there in the order of
 // their items; the sum is the same, because x is stored in that order, too. GATED: eight rows of one
 // matrix alternate with the same rows of another; the result is act(first) * second. WGMMA: use
@@ -14,14 +14,14 @@
 #define THREADS (WARP * WARPS)
 #define SIDE 128
 #define ROWS (GATED ? SIDE / 2 : SIDE)  // rows of the result
-#define PIECE 64
+#define DEPTH_TILE 64
 #if WGMMA
 #include "wgmma.cuh"
-#define STRIDE PIECE  // halves between rows
+#define STRIDE DEPTH_TILE  // halves between rows
 #define COLUMNS TOKENS
 #define AT_ONCE 64  // pairs of one instruction
 #else
-#define STRIDE (PIECE + 8)                // eight rows cover all banks
+#define STRIDE (DEPTH_TILE + 8)  // eight rows cover all banks
 #define COLUMNS (TOKENS < 64 ? TOKENS : 64)  // pairs of a warp
 #define AT_ONCE 16
 #endif
@@ -53,19 +53,19 @@ __device__ __forceinline__ int pair_in(int n) {
     return (n / AT_ONCE * ACROSS + (int)threadIdx.x / WARP / DOWN) * AT_ONCE + n % AT_ONCE;
 }
 
-// The column in x of eight halves of a row of piece `number`.
+// The column in x of eight halves of a row of depth tile `number`.
 __device__ __forceinline__ int column_of(int number, int eight) {
 #if PLAIN
-    return PIECE * number + 8 * eight;
+    return DEPTH_TILE * number + 8 * eight;
 #else
     const int part = eight / 2;
-    return FORMAT::at(PIECE / FORMAT::ITEM * number + part / FORMAT::PARTS, part % FORMAT::PARTS) +
+    return FORMAT::at(DEPTH_TILE / FORMAT::ITEM * number + part / FORMAT::PARTS, part % FORMAT::PARTS) +
            8 * (eight % 2);
 #endif
 }
 
 #if PLAIN
-// Copies the matrix's part of a piece to shared memory.
+// Copies the matrix's part of a depth tile to shared memory.
 struct Weights {
     const u8* at[SIDE * 8 / THREADS];
 
@@ -77,8 +77,8 @@ struct Weights {
             at[i] = (is_up(own) ? e.up.a : e.w.a) + (r * e.depth + threadIdx.x % 8 * 8) * 2;
         }
     }
-    __device__ __forceinline__ void copy_piece(Shared& s, int number, int depth) const {
-        const int column = PIECE * number, eight = threadIdx.x % 8;
+    __device__ __forceinline__ void copy_tile(Shared& s, int number, int depth) const {
+        const int column = DEPTH_TILE * number, eight = threadIdx.x % 8;
         const bool there = column + 8 * eight < depth;
 #pragma unroll
         for (int i = 0; i < SIDE * 8 / THREADS; i++)
@@ -87,9 +87,9 @@ struct Weights {
     }
 };
 #else
-#define EACH (PIECE / FORMAT::ITEM)                         // items of a row of a piece
+#define EACH (DEPTH_TILE / FORMAT::ITEM)  // items of a row of a depth tile
 #define OWN ((SIDE * EACH + THREADS - 1) / THREADS)         // items of a thread
-#define AHEAD (TOKENS < 64 ? 4 : 1)                         // pieces in flight
+#define AHEAD (TOKENS < 64 ? 4 : 1)  // depth tiles in flight
 
 // Loads items to registers, and dequantizes them into shared memory.
 struct Weights {
@@ -110,7 +110,7 @@ struct Weights {
     __device__ __forceinline__ bool own(int i) const {
         return SIDE * EACH % THREADS == 0 || (int)threadIdx.x + THREADS * i < SIDE * EACH;
     }
-    // Request the items of piece `number`; `place` is `number` % AHEAD.
+    // Request the items of depth tile `number`; `place` is `number` % AHEAD.
     __device__ __forceinline__ void request(int place, int number) {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
@@ -140,7 +140,7 @@ struct Weights {
 };
 #endif
 
-// Copies the part of x of a piece to shared memory, for the `count` rows of a group.
+// Copies the part of x of a depth tile to shared memory, for the `count` rows of a group.
 struct Rows {
     const u8* at[TOKENS * 8 / THREADS];
     const int count;
@@ -150,7 +150,7 @@ struct Rows {
         for (int i = 0; i < TOKENS * 8 / THREADS; i++)
             at[i] = row_of(e, s.pairs[threadIdx.x / 8 + THREADS / 8 * i]);
     }
-    __device__ __forceinline__ void copy_piece(Shared& s, int number, int depth) const {
+    __device__ __forceinline__ void copy_tile(Shared& s, int number, int depth) const {
         const int eight = threadIdx.x % 8, column = column_of(number, eight);
         const bool there = column < depth;
 #pragma unroll
@@ -166,12 +166,12 @@ struct Rows {
 typedef float Sums[TILES][COLUMNS / 8][4];
 
 #if WGMMA
-// The products of a piece with `live` times 64 pairs. `row`: the warp's first row.
-__device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+// The products of a depth tile with `live` times 64 pairs. `row`: the warp's first row.
+__device__ __forceinline__ void multiply_tile(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                                int live, Sums& c) {
     begin_products();
 #pragma unroll
-    for (int k = 0; k < PIECE / 16; k++)
+    for (int k = 0; k < DEPTH_TILE / 16; k++)
 #pragma unroll
         for (int n = 0; n < TOKENS / 64; n++)
             if (n < live)
@@ -204,7 +204,7 @@ template <int LIVE> struct Operands {
     }
 };
 
-// The products of a piece with 16 * LIVE pairs. `row`: the warp's first row. The next operands are
+// The products of a depth tile with 16 * LIVE pairs. `row`: the warp's first row. The next operands are
 // loaded while the current ones are multiplied.
 template <int LIVE>
 __device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
@@ -212,14 +212,14 @@ __device__ __forceinline__ void multiply_live(const u16 (*w)[STRIDE], const u16 
     Operands<LIVE> operands[2];
     operands[0].load(w, x, row, 0);
 #pragma unroll
-    for (int k = 0; k < PIECE / 16; k++) {
-        if (k + 1 < PIECE / 16) operands[(k + 1) % 2].load(w, x, row, 16 * (k + 1));
+    for (int k = 0; k < DEPTH_TILE / 16; k++) {
+        if (k + 1 < DEPTH_TILE / 16) operands[(k + 1) % 2].load(w, x, row, 16 * (k + 1));
         operands[k % 2].multiply_to(c);
     }
 }
 
 // The same for a runtime number of sixteens.
-__device__ __forceinline__ void multiply_piece(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
+__device__ __forceinline__ void multiply_tile(const u16 (*w)[STRIDE], const u16 (*x)[STRIDE], int row,
                                                int live, Sums& c) {
     constexpr int ALL = COLUMNS / 16;
     if (live >= ALL) return multiply_live<ALL>(w, x, row, c);
@@ -234,44 +234,44 @@ __device__ __forceinline__ void publish() {}
 // The products over the whole depth.
 __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int matrix, int first_row,
                                              int row, int count, Sums& c) {
-    const int pieces = (e.depth + PIECE - 1) / PIECE;
+    const int depth_tiles = (e.depth + DEPTH_TILE - 1) / DEPTH_TILE;
     const int live = max(0, (count - pair_in(0) + AT_ONCE * ACROSS - 1) / (AT_ONCE * ACROSS));
     Weights weights(e, matrix, first_row);
     const Rows rows(e, s, count);
 #if PLAIN
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < pieces) weights.copy_piece(s, i, e.depth), rows.copy_piece(s, i, e.depth);
+        if (i < depth_tiles) weights.copy_tile(s, i, e.depth), rows.copy_tile(s, i, e.depth);
         close_copies();
     }
-    for (int i = 0; i < pieces; i++) {
+    for (int i = 0; i < depth_tiles; i++) {
         wait_copies<STAGES - 2>();
         publish();
-        __syncthreads();  // the piece is loaded, and the previous one has been used
+        __syncthreads();  // the depth tile is loaded, and the previous one has been used
         const int next = i + STAGES - 1;
-        if (next < pieces) weights.copy_piece(s, next, e.depth), rows.copy_piece(s, next, e.depth);
+        if (next < depth_tiles) weights.copy_tile(s, next, e.depth), rows.copy_tile(s, next, e.depth);
         close_copies();
-        multiply_piece(s.w[i % STAGES], s.x[i % STAGES], row, live, c);
+        multiply_tile(s.w[i % STAGES], s.x[i % STAGES], row, live, c);
     }
 #else
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) weights.request(i, i);
     for (int i = 0; i < STAGES - 1; i++) {
-        if (i < pieces) rows.copy_piece(s, i, e.depth);
+        if (i < depth_tiles) rows.copy_tile(s, i, e.depth);
         close_copies();
     }
-    for (int at = 0; at < pieces; at += AHEAD) {
+    for (int at = 0; at < depth_tiles; at += AHEAD) {
 #pragma unroll
         for (int place = 0; place < AHEAD; place++) {
             const int i = at + place, next = i + STAGES - 1;
-            if (i >= pieces) break;
+            if (i >= depth_tiles) break;
             weights.dequantize(s, place, i);
             weights.request(place, i + AHEAD);
             wait_copies<STAGES - 2>();
             publish();
             __syncthreads();
-            if (next < pieces) rows.copy_piece(s, next, e.depth);
+            if (next < depth_tiles) rows.copy_tile(s, next, e.depth);
             close_copies();
-            multiply_piece(s.w[i % 2], s.x[i % STAGES], row, live, c);
+            multiply_tile(s.w[i % 2], s.x[i % STAGES], row, live, c);
         }
     }
 #endif

@@ -19,7 +19,7 @@ struct Heads {
     const u8* x;
     i64 stride;
     const float* norm;  // weight, or null
-    int count;
+    int count, padding;
 };
 
 // Norm (if there is a weight) and rotate heads of any width. A block computes one head (y) of one token

@@ -7,7 +7,7 @@ struct Pool {
     u8* at;
     i64 stride;  // bytes between slots
     const int* slot;  // slot of each token; negative: do not store
-    int kind;
+    int kind, padding;
 };
 
 // Store element i of a row. For q8_0 the lanes of a warp hold a block, lane l its element l. Rounding is

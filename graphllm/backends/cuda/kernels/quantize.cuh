@@ -12,7 +12,7 @@ struct Target {
 
 struct Targets {
     Target t[2];
-    int count;
+    int count, padding;
 };
 
 // Clamps to the finite range of f16; NaN stays NaN.

@@ -7,6 +7,7 @@ struct Rotation {
     const float* factors;  // divisors of `inverse`, or null
     int half, interleaved;
     float attention_factor;  // factor of cosine and sine
+    int padding;
 };
 
 // Sine and cosine of pos * inverse radians.

@@ -3,7 +3,7 @@
 // `slice_maxima` finds the largest key of every slice of a row. `pick`, one block per row, looks for the
 // top_k largest keys only in slices whose maximum is among the top_k maxima. It samples in float64 and
 // in the order of the op's declaration. A wide row, one without top_k, is sampled by several blocks
-// with a piece of it each, with weights as integers, whose sums do not depend on their order: `pick`
+// with a chunk of it each, with weights as integers, whose sums do not depend on their order: `pick`
 // sums them by bins of the logits' distance from the largest, and so finds the bin in which top_p is
 // reached; `finish` lists that bin and adds up the weights above it, and the last block to finish
 // samples. A row with a large top_k, or with too many equal values, is sampled by one block, which reads
@@ -12,7 +12,7 @@
 #include "sampling.cuh"
 
 #define KEPT 256          // largest top_k that is sampled from a list of candidates
-#define PIECE 2048        // least number of logits of a block's piece of a wide row
+#define CHUNK 2048        // least number of logits of a block's chunk of a wide row
 #define FINENESS 64       // bins per unit of a logit
 #define LISTED (1 << 14)  // most candidates of a bin
 
@@ -20,7 +20,7 @@
 struct Wide {
     u64 mass[BINS];  // sum of weights by bin
     int weighed, finished, listed, unused;
-    u64 sums[THREADS];  // of each piece's weights above the bin
+    u64 sums[THREADS];  // of each chunk's weights above the bin
     u64 above, need;    // top_p: sum of weights above the bin, and the sum to be reached
     u64 bin;
     u64 list[LISTED];  // candidates in the bin
@@ -174,9 +174,9 @@ __device__ int sample_row(const Row& row, u32 top, int top_k, const SamplingPara
 
 // --------------------------------------------------------------------------------- wide rows
 
-// Logits of a block's piece, such that there are at most THREADS pieces.
-__device__ __forceinline__ int piece_of(int width) {
-    return (width - 1) / (PIECE * THREADS) * PIECE + PIECE;
+// Logits of a block's chunk, such that there are at most THREADS chunks.
+__device__ __forceinline__ int chunk_of(int width) {
+    return (width - 1) / (CHUNK * THREADS) * CHUNK + CHUNK;
 }
 
 // Whether this is the last block of the row to get here; the writes of all others are visible then.
@@ -197,11 +197,11 @@ __device__ __forceinline__ int bin_of(u32 key, u32 top) {
     return BINS - 1 - (int)fminf(distance * FINENESS, BINS - 1);
 }
 
-// Sum the weights of the block's piece by bin; the last block finds the bin in which top_p is reached.
+// Sum the weights of the block's chunk by bin; the last block finds the bin in which top_p is reached.
 __device__ void bin_weights(const Row& row, u32 top, const SamplingParams& params, u32* room, Wide* wide) {
     Weights weights(top, row.width);
     Bins bins(room);
-    int size = piece_of(row.width), first = blockIdx.y * size, last = min(first + size, row.width);
+    int size = chunk_of(row.width), first = blockIdx.y * size, last = min(first + size, row.width);
     auto key = [&](int i) { return row.key(i); };
     over(first + threadIdx.x, last, THREADS, key, [&](int, u32 k) {
         u64 w = weights.plain(k);
@@ -244,7 +244,7 @@ __device__ int sample_wide(const Row& row, u32 top, const SamplingParams& params
     __shared__ u64 sums[THREADS], rest;
     __shared__ int found;
     Weights weights(top, row.width);
-    int t = threadIdx.x, size = piece_of(row.width), end = 0;
+    int t = threadIdx.x, size = chunk_of(row.width), end = 0;
     u32 least = 0;
     if (count) cut_list(wide, count, weights, room, least, end);
     auto kept = [&](int i, u32 k) { return k > least || (k == least && i < end); };
@@ -356,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     Weights weights(top, width);
     int cut = a.params.some ? (int)wide->bin : -1;
-    int size = piece_of(width), first = blockIdx.y * size, last = min(first + size, width);
+    int size = chunk_of(width), first = blockIdx.y * size, last = min(first + size, width);
     u64 sum = 0;
     auto key = [&](int i) { return row.key(i); };
     over(first + threadIdx.x, last, THREADS, key, [&](int i, u32 k) {

@@ -15,9 +15,9 @@ _MODULE, _PENALTIES_MODULE = module("sampling"), module("penalties")
 _SETTINGS = ArgumentStruct("sampling.cuh", "Settings")
 _PENALTIES = ArgumentStruct("penalties.cu", "Penalties")
 _SIZES = ("ring", "stops")  # fields of Penalties that are no operands
-_THREADS = 1024  # of a block of `pick`; also the limit of slices and of pieces of a row
+_THREADS = 1024  # of a block of `pick`; also the limit of slices and of chunks of a row
 _WARPS = 8  # of a block of `slice_maxima`, one slice each
-_PIECE = 2048  # least number of logits of a wide row that one block takes
+_CHUNK = 2048  # least number of logits of a wide row that one block takes
 _WIDE = 8 * (2048 + 2 + _THREADS + 3 + (1 << 14))  # bytes of the struct Wide
 _PENALTY_THREADS = 256  # of a block of `penalise`; each copies four logits
 
@@ -32,18 +32,18 @@ def _wide_nbytes(node: Tensor) -> int:
     return _WIDE * KernelContext.upper_bound(node.meta.rows)
 
 
-def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, pieces: int = 0) -> list[Launch]:
+def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, chunks: int = 0) -> list[Launch]:
     """The kernels that choose an id for each row.
 
     Args:
         ctx: the step.
         x: logits.
         settings: the packed settings, null pointers for argmax.
-        pieces: blocks that share a wide row; 0 if there are no wide rows.
+        chunks: blocks that share a wide row; 0 if there are no wide rows.
     """
     rows, slice_ = ctx.upper_bound(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
     blocks = ceil(ceil(x.width, slice_), _WARPS)
-    wide = ctx.scratch + _maxima_nbytes(ctx.node) if pieces else 0
+    wide = ctx.scratch + _maxima_nbytes(ctx.node) if chunks else 0
     row = (
         x.address,
         x.row_stride,
@@ -53,12 +53,12 @@ def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, pieces: int = 0)
         ctx.scratch,
         wide,
     )
-    sample_grid, out = (rows, max(1, pieces)), (*row, ctx.out.address)
+    sample_grid, out = (rows, max(1, chunks)), (*row, ctx.out.address)
     made = [
         Launch(_MODULE["slice_maxima"], (rows, blocks), (32 * _WARPS,), row),
         Launch(_MODULE["pick"], sample_grid, (_THREADS,), out),
     ]
-    return [*made, Launch(_MODULE["finish"], sample_grid, (_THREADS,), out)] if pieces else made
+    return [*made, Launch(_MODULE["finish"], sample_grid, (_THREADS,), out)] if chunks else made
 
 
 @BACKEND.kernel("argmax", layout={"x": ROWS}, scratch=lambda node, options: _maxima_nbytes(node))
@@ -74,8 +74,8 @@ def argmax(ctx: KernelContext) -> list[Launch]:
 def sample(ctx: KernelContext) -> list[Launch]:
     settings = _SETTINGS.pack(**{name: ctx.address(name) for name in _SETTINGS.fields})
     width = ctx.logits.width
-    piece = _PIECE * ceil(width, _PIECE * _THREADS)
-    return _choose(ctx, ctx.logits, settings, ceil(width, piece))
+    chunk = _CHUNK * ceil(width, _CHUNK * _THREADS)
+    return _choose(ctx, ctx.logits, settings, ceil(width, chunk))
 
 
 @BACKEND.kernel("penalise", layout={"logits": ROWS})

@@ -63,16 +63,17 @@ class ArgumentStruct:
         return self._layout[2]
 
     def pack(self, **values: Value) -> bytes:
-        """The struct's bytes. Every field must be given; a short array is filled with zeros.
+        """The struct's bytes. Every field except ``padding`` must be given.
 
         A nested struct is given as its own packed bytes, an array of structs as a sequence of them.
+        A short array is filled with zeros.
 
         Raises:
             TypeError: a field is missing or unknown.
             ValueError: the bytes of a nested struct, or the elements of an array, do not fit.
         """
-        if values.keys() != self.fields.keys():
-            wrong = sorted(values.keys() ^ self.fields.keys())
+        wrong = sorted(values.keys() ^ (self.fields.keys() - {"padding"}))
+        if wrong:
             raise TypeError(f"{self.file}: struct {self.name}: missing or unknown: {wrong}")
         packed = bytearray(self.size)
         for name, value in values.items():
