@@ -88,7 +88,7 @@ class Layers:
         times = gpu.time_runs(lambda: segment.run(None), ROUNDS)
         return median(times) / self.count, distinct
 
-    def mixture(self, counts: list[int]) -> Iterator[str]:
+    def moe(self, counts: list[int]) -> Iterator[str]:
         """Yield a line for each number of tokens."""
         for tokens in counts:
             seconds, distinct = self.run(tokens)
@@ -119,7 +119,7 @@ def main() -> None:
         layers = Layers(kind)
         print(f"\n## mixture: {layers.count} layers of {layers.one / 1e9:.2f} GB")
         print("format tokens  experts us a layer     GB/s, of the best  TFLOP/s")
-        for line in layers.mixture(counts):
+        for line in layers.moe(counts):
             print(line, flush=True)
         print(
             f"\n## steps: {kind}, one token\n{'step':<24} {'calls':>6} {'us each':>9} {'GB/s':>7}"

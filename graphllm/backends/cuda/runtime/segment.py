@@ -39,9 +39,8 @@ class LaunchSequence:
                 continue
             if not self._submissions or not isinstance(self._submissions[-1], list):
                 self._submissions.append([])
-                each = replace(
-                    each, programmatic=False
-                )  # live values and inputs must be complete before it starts
+                # Live values and inputs must be complete before the first launch starts.
+                each = replace(each, programmatic=False)
             self._submissions[-1].append(gpu.prepare(each))  # type: ignore[union-attr]
 
     def __call__(self) -> None:
