@@ -150,7 +150,7 @@ def problem(
         want = oracle() if oracle is not None and kind == "none" else None
     if kind != "none":
         text = str(found)
-        named = "tensor '" in text if kind == "load" else "the first op that" in text
+        named = "tensor '" in text if kind == "load" else "the first op with" in text
         return kind, "" if named and "\n" not in text and len(text) < 300 else text
     if want is None or np.isnan(found).any() or found.max() == np.inf:
         return kind, "is not reported"
