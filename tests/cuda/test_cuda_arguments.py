@@ -66,7 +66,7 @@ def test_the_compiler_agrees(file, name, tmp_path, monkeypatch):
     text = (source.SOURCES / file).read_text("utf-8") if file.endswith(".cu") else ""
     checks = [f'static_assert(sizeof({name}) == {own.size}, "size");']
     checks += [
-        f'static_assert(__builtin_offsetof({name}, {f.name}) == {f.offset}, "{f.name}");'
+        f'static_assert(__INTADDR__(&((({name}*)0)->{f.name})) == {f.offset}, "{f.name}");'
         for f in own.fields.values()
     ]
     include = "" if text else f'#include "{file}"\n'
