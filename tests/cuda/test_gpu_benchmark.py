@@ -108,7 +108,7 @@ def test_mixtures_of_experts(gpu, monkeypatch):
     for name, value in sizes.items():
         monkeypatch.setattr(own, name, value)
     layers = own.Layers("q8_0")
-    one, many = layers.mixture([1, 40])
+    one, many = layers.moe([1, 40])
     assert re.match(r"q8_0 +1 +2\.0 +[\d.]+ +\d+ GB/s +[\d.]+% +[\d.]+$", one)
     assert re.match(r"q8_0 +40 +[5-8]\.\d ", many)
     assert any(re.match(r"expert_linear q8_0 +3 ", line) for line in layers.steps())
