@@ -137,8 +137,12 @@ def _launch(ctx: KernelContext, code: Kernel) -> Launch:
         strides = [strides[0], *strides[AXES - missing :], *strides[1 : AXES - missing]]
         inner = [*inner[AXES - 1 - missing :], *inner[: AXES - 1 - missing]]
     rows = ctx.live(meta.rows)
-    size = meta.dtype.nbytes
-    block = MoveArgs(ctx.x.address, *strides, ctx.out.address, rows, *inner, size)  # type: ignore[call-arg]
+    stride0, stride1, stride2, stride3 = strides
+    n1, n2, n3 = inner
+    block = MoveArgs(
+        ctx.x.address, stride0, stride1, stride2, stride3, ctx.out.address, rows, n1, n2, n3,
+        meta.dtype.nbytes,
+    )  # fmt: skip
     return Launch(code, block)
 
 
@@ -173,7 +177,7 @@ class GatherArgs(NamedTuple):
     x_stride: int
     x_rows: int  # address of the live count
     rows: int  # row indices, int32
-    count: int  # type: ignore[assignment]  # address of the live count of indices
+    index_count: int  # address of the live count of row indices
     y: int
     row_bytes: int
 
@@ -186,7 +190,7 @@ def _gather(p, thread, threads):
     a = _read_gather(p)
     index, total, width = i32s(a.rows), load_i64(a.x_rows), a.row_bytes
     chunks = (width + _CHUNK_BYTES - 1) // _CHUNK_BYTES
-    first, last = thread_range(load_i64(a.count) * chunks, thread, threads)
+    first, last = thread_range(load_i64(a.index_count) * chunks, thread, threads)
     for item in range(first, last):
         line, column = item // chunks, item % chunks * _CHUNK_BYTES
         row = index[line]

@@ -95,7 +95,7 @@ class EmbeddingArgs(NamedTuple):
     """Argument block of `embedding`."""
 
     ids: int
-    count: int  # type: ignore[assignment]  # address of the live count of ids
+    id_count: int  # address of the live count
     w: int
     w_stride: int
     w_rows: int
@@ -116,7 +116,7 @@ def _rows(name: str) -> Kernel:
         a = _read_embedding(p)
         index, width = i32s(a.ids), a.width
         chunks = (width + chunk - 1) // chunk
-        start, end = thread_range(load_i64(a.count) * chunks, thread, threads)
+        start, end = thread_range(load_i64(a.id_count) * chunks, thread, threads)
         for item in range(start, end):
             line, first = item // chunks, item % chunks * chunk
             row = index[line]
