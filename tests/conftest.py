@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import browser
 import pytest
+from tiers import QUICK_EVERY
 
 # Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
 # threads wait for each other, the more so where others want the cores.
@@ -37,8 +39,16 @@ LONGEST = ("test_cpu_isa.py", "test_cuda_compile.py")
 _seen: dict[str, Any] = {}
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
+    """Mark the cases that only the long tier runs, and put the longest files first."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        name = f"{item.path.relative_to(TESTS)}::{getattr(item, 'originalname', item.name)}"
+        every = QUICK_EVERY.get(name, 1)
+        if every == 0 or counts[name] % every:
+            item.add_marker(pytest.mark.long)
+        counts[name] += 1
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -214,7 +214,7 @@ def test_long_lines_are_truncated():
     assert escape_control("x" * 5000).endswith("x ... (3000 more characters)")
     assert (
         len(escape_control("x" * 10**6)) < 2100
-        and escape_control("x" * 5000, most=None) == "x" * 5000
+        and escape_control("x" * 5000, limit=None) == "x" * 5000
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from tiers import QUICK_EVERY
 
 from graphllm import models, ops
 from graphllm.backends.order import ORDER
@@ -361,6 +362,12 @@ def test_the_readme_shows_the_model_file():
     example = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     lines = (ROOT / "models" / "qwen3.py").read_text("utf-8").splitlines()
     assert example and set(example.group(1).splitlines()) <= set(lines)
+
+
+def test_the_tiers_name_tests_that_exist():
+    for name in QUICK_EVERY:
+        path, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text("utf-8"), name
 
 
 if __name__ == "__main__":  # what is long, but allowed

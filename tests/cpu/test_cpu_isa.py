@@ -70,9 +70,12 @@ def run(target: str, kernels: Path, *command: str | Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def targets(kernels):
-    """Processes for all targets, started together, as compiling takes minutes."""
-    able = [name for name, (feature, _) in TARGETS.items() if getattr(isa(), feature)]
+def targets(kernels, request):
+    """Processes for the selected targets, started together, as compiling takes minutes."""
+    name = test_every_op_and_the_same_bits.__name__
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == name]
+    chosen = {item.callspec.params["target"] for item in items}
+    able = [name for name in TARGETS if name in chosen and getattr(isa(), TARGETS[name][0])]
     running = {name: start(name, kernels, Path(__file__)) for name in able}
     yield running
     for process in running.values():

@@ -12,6 +12,7 @@ from windowed_model import (
     generate_ids,
     logits,
     make_engine,
+    windowed,
 )
 
 import graphllm
@@ -21,6 +22,11 @@ from graphllm.errors import RequestError
 from graphllm.model.decoder import Limits
 
 # ------------------------------------------------------------------------------------------ blocks
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return windowed(tmp_path_factory.mktemp("kv"))
 
 
 def test_a_ring_has_no_duplicate_blocks():

@@ -78,7 +78,7 @@ def test_published_names_and_keys(tmp_path: Path, kind: str) -> None:
         ("gpt2", {"n_head": 7}, "n_head = 7 does not divide the hidden size 60"),
         ("gpt2", {"activation_function": "relu6"}, "activation_function = 'relu6'"),
         ("gpt2", {"hidden_size": 61}, "hidden_size = 61, but n_embd = 60"),
-        ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5}, "rotary_pct makes 5 of 10"),
+        ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.5}, "rotary_pct rotates 5 of 10"),
         ("bloom", {"n_embed": 32}, "hidden_size = 64, but n_embed = 32"),
         ("xglm", {"pad_token_id": 5}, "pad_token_id"),
         ("xglm", {"rope_theta": 5.0}, "does not know the key 'rope_theta'"),

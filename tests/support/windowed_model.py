@@ -41,11 +41,6 @@ def windowed(folder):
     return written
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return windowed(tmp_path_factory.mktemp("kv"))
-
-
 def make_engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Engine:
     """Steps of 16 tokens and blocks of 8: a window of 20 keeps 6 of the context's 15 blocks."""
     decoder = build_decoder(GgufCheckpoint(path), path.parent / "windowed.py")

@@ -481,5 +481,5 @@ def test_template_of_a_directory(tmp_path: Path) -> None:
         directory_template(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": 3})
-    with pytest.raises(ModelFileError, match="the chat template is a int, not a text"):
+    with pytest.raises(ModelFileError, match="the chat template is a int, not a string"):
         directory_template(tmp_path)
