@@ -59,6 +59,37 @@ __device__ __forceinline__ float4 floats4(const u8* row, int at) {
 #endif
 }
 
+#if INTEGER
+__device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
+    if (aligned) return *(const int4*)address;
+    const int* q = (const int*)address;
+    return make_int4(q[0], q[1], q[2], q[3]);
+}
+#else
+// Product of item j of a weight and a row of float32 activations.
+template <class W, int PARTS>
+__device__ __forceinline__ float dot_floats(const Unpacked<PARTS>& u, const u8* row, int j) {
+    float sum = 0;
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        float products = 0, plain = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float4 x = floats4(row, W::at(j, p) + 4 * e);
+            int v = u.v[4 * p + e];
+            products = fmaf((float)(i8)v, x.x, products);
+            products = fmaf((float)(i8)(v >> 8), x.y, products);
+            products = fmaf((float)(i8)(v >> 16), x.z, products);
+            products = fmaf((float)(v >> 24), x.w, products);
+            if (W::OFFSET) plain += x.x + x.y + x.z + x.w;
+        }
+        sum = fmaf(u.scale[p], products, sum);
+        if (W::OFFSET) sum = fmaf(u.offset[p], plain, sum);
+    }
+    return sum;
+}
+#endif
+
 #if !LONE
 // Several tokens: activations are loaded again for each row, since keeping them would take too many
 // registers.
@@ -81,32 +112,9 @@ __device__ __forceinline__ float dot(const Floats<COUNT>& u, const u8* row, int 
 template <class W, int PARTS>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, int k, int j,
                                      bool aligned) {
-    float sum = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        float products = 0, plain = 0;
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float4 x = floats4(row, W::at(j, p) + 4 * e);
-            int v = u.v[4 * p + e];
-            products = fmaf((float)(i8)v, x.x, products);
-            products = fmaf((float)(i8)(v >> 8), x.y, products);
-            products = fmaf((float)(i8)(v >> 16), x.z, products);
-            products = fmaf((float)(v >> 24), x.w, products);
-            if (W::OFFSET) plain += x.x + x.y + x.z + x.w;
-        }
-        sum = fmaf(u.scale[p], products, sum);
-        if (W::OFFSET) sum = fmaf(u.offset[p], plain, sum);
-    }
-    return sum;
+    return dot_floats<W>(u, row, j);
 }
 #else
-__device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
-    if (aligned) return *(const int4*)address;
-    const int* q = (const int*)address;
-    return make_int4(q[0], q[1], q[2], q[3]);
-}
-
 // Quantized activations: K int8, then a float32 scale per block, then sums of 32 (int32) or of 16 (int16)
 // of the int8.
 template <class W, int PARTS>
@@ -174,32 +182,9 @@ __device__ __forceinline__ float dot(const Floats<COUNT>& u, const Activations<W
 
 template <int PARTS, class W>
 __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const Activations<W>& a) {
-    float sum = 0;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-        float products = 0, plain = 0;
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float4 x = floats4(a.row, W::at(a.j, p) + 4 * e);
-            int v = u.v[4 * p + e];
-            products = fmaf((float)(i8)v, x.x, products);
-            products = fmaf((float)(i8)(v >> 8), x.y, products);
-            products = fmaf((float)(i8)(v >> 16), x.z, products);
-            products = fmaf((float)(v >> 24), x.w, products);
-            if (W::OFFSET) plain += x.x + x.y + x.z + x.w;
-        }
-        sum = fmaf(u.scale[p], products, sum);
-        if (W::OFFSET) sum = fmaf(u.offset[p], plain, sum);
-    }
-    return sum;
+    return dot_floats<W>(u, a.row, a.j);
 }
 #else
-__device__ __forceinline__ int4 bytes16(const u8* address, bool aligned) {
-    if (aligned) return *(const int4*)address;
-    const int* q = (const int*)address;
-    return make_int4(q[0], q[1], q[2], q[3]);
-}
-
 // Quantized activations: K int8, then a float32 scale per block, then sums of 32 (int32) or of 16 (int16)
 // of the int8.
 template <class W> struct Activations {
