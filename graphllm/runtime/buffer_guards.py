@@ -6,7 +6,7 @@ with NaN before each run. After the run, guards and unused arena bytes must be u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ from ..backends import Operand
 from ..compiler.plan import Allocation, Plan
 from ..errors import GraphError
 from .buffers import GUARD_VALUE
-from .debug_log import step_printer
-from .decode_loop import DecodeLoop
 from .executor import Executor
 from .recorder import BoundSegments, Recorder
 
@@ -29,35 +27,16 @@ class GuardedExecutor(Executor):
 
     guard_bytes = GUARD_BYTES
 
-    def run(
-        self,
-        plan: Plan,
-        feeds: Mapping[str, np.ndarray] | None = None,
-        env: Mapping[str, int] | None = None,
-        profile: Recorder | None = None,
-        fetch: Collection[str] | None = None,
-    ) -> dict[str, np.ndarray]:
-        """See `Executor.run`."""
-        return super().run(plan, feeds, env, _GuardedRun(self, profile), fetch)
-
-    def decode_loop(
-        self,
-        plan: Plan,
-        feeds: Mapping[str, np.ndarray],
-        env: Mapping[str, int],
-        name: str,
-        profile: Recorder | None = None,
-        counts: Callable[[], Mapping[str, int]] = dict,
-    ) -> DecodeLoop:
-        """See `Executor.decode_loop`."""
-        return super().decode_loop(plan, feeds, env, name, _GuardedRun(self, profile), counts)
+    def _recorder(self, profile: Recorder | None) -> Recorder:
+        """Return a recorder that guards the run."""
+        return _GuardedRun(self, super()._recorder(profile))
 
 
 class _GuardedRun:
     """A `Recorder` that runs segments between filling the arenas and checking all guards."""
 
     def __init__(self, executor: Executor, recorder: Recorder | None) -> None:
-        self._executor, self._recorder = executor, recorder or step_printer()
+        self._executor, self._recorder = executor, recorder
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         arenas = {memory: self._executor.arenas[memory] for memory in plan.arena}

@@ -318,7 +318,7 @@ class Executor:
             if name not in (feeds or {}):
                 raise GraphError(f"input {name!r} ({leaf.meta}) is not fed")
         values = self._feed(plan, feeds or {}, dict(env or {}))
-        if (recorder := profile or step_printer()) is not None:
+        if (recorder := self._recorder(profile)) is not None:
             recorder.run(plan, bound.segments, values)
         else:
             for segment, _ in bound.segments:
@@ -359,13 +359,17 @@ class Executor:
                 raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
         output = bound.outputs[name]
         launchers: list[Callable[[], object]] = [partial(s.run, None) for s, _ in bound.segments]
-        if (recorder := profile or step_printer()) is not None:
+        if (recorder := self._recorder(profile)) is not None:
             recorded = partial(recorder.run, plan, bound.segments)
             launchers = [lambda: recorded({**values, **counts()})]
         ring = output.ring(values) if len(bound.segments) == 1 else None
         if ring is None:
             return DecodeLoop(launchers, output.reader(values))
         return DecodeLoop([*launchers, ring.put], ring.take, ring.lookahead)
+
+    def _recorder(self, profile: Recorder | None) -> Recorder | None:
+        """Return the recorder of a run; None runs the segments without recording."""
+        return profile or step_printer()
 
     def _feed(self, plan: Plan, feeds: Mapping[str, Any], env: dict[str, int]) -> dict[str, int]:
         """Copy the feeds that ``plan`` reads into their buffers; return the values of its Vars."""
