@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...
 
 
-def checkpoint_path(model: str | Path) -> Path:
+def checkpoint_path(model: str | os.PathLike[str]) -> Path:
     """Return the file or directory of ``model``: a path, ``demo``, or a Hub id ``org/name``.
 
     A model of the Hugging Face Hub is downloaded if it is not cached. ModelFileError if there is
@@ -89,12 +90,14 @@ def checkpoint_path(model: str | Path) -> Path:
     raise ModelFileError(f"{path}: no such file")
 
 
-def open_checkpoint(model: str | Path, data: bool = True) -> Checkpoint:
-    """Open the checkpoint of ``model``; see `checkpoint_path`.
+def open_checkpoint(model: str | os.PathLike[str] | Checkpoint, data: bool = True) -> Checkpoint:
+    """Open the checkpoint of ``model``, see `checkpoint_path`; return one that is open already.
 
     Without ``data`` only headers are read, and the tensors' data may be missing. ModelFileError if
     the model does not exist or is malformed.
     """
+    if not isinstance(model, (str, os.PathLike)):
+        return model
     path = checkpoint_path(model)
     if path.is_dir() or path.suffix == ".safetensors":
         from .hf_directory import HfCheckpoint

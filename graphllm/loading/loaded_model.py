@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -160,7 +159,7 @@ class LoadedModel:
         usable, reason = (True, "") if device == "auto" else registry.find(device).available()
         if not usable:
             raise PlacementError(f"device = {device!r} cannot be used: {reason}", "device")
-        file = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
+        file = open_checkpoint(model)
         order = None if device == "auto" else registry.fallbacks(device)
         executor = {
             "backends": order,

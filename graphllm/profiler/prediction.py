@@ -6,7 +6,6 @@ not usable here can be asked for: kernels are selected without a device.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -270,7 +269,7 @@ def dry_run(
         GraphllmError: as in `load`.
     """
     own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
-    file = open_checkpoint(model, data=False) if isinstance(model, (str, os.PathLike)) else model
+    file = open_checkpoint(model, data=False)
     decoder = build_decoder(file, model_def, type)
     limits = decoder.limits(graph_limits(own["context"], kv_type, device))
     pinned = {"pins": own["place"], "strict": own["strict"]}

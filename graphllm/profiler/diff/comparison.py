@@ -176,7 +176,7 @@ def diff(
     Raises:
         RequestError: the sides are not comparable.
     """
-    file = open_checkpoint(model) if isinstance(model, (str, Path)) else model
+    file = open_checkpoint(model)
     first, second = _names(backends, fused, against is not None)
     tokens = _tokens(file, prompt, ids)
 
@@ -191,7 +191,7 @@ def diff(
         return LoadedModel.load(which, **own, **loading)
 
     if against is not None:
-        other = open_checkpoint(against) if isinstance(against, (str, Path)) else against
+        other = open_checkpoint(against)
         check_same_shape(file, other)
         a, b = opened(file, (ALL,)), opened(other, (ALL,))
         _check_same_config(a, b)
