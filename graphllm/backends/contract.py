@@ -254,9 +254,9 @@ class Backend:
         expected: returns whether the user expects the backend to be used (its packages are
             installed, and no setting hides its devices), so that a reason is worth reporting.
         memory: name of the memory of its devices, for plans made on a machine without one.
-        kernels: registered kernels by op.
         measure: measures the ceilings of the device, see `graphllm.profiler.roofline`; None if the
             backend has no probes.
+        kernels: registered kernels by op.
         half_tolerance: by op, the tolerance of kernels that multiply f16 or bf16 operands without
             upcasting, where it is above the op's own, see `graphllm.profiler.diff.deviation`.
     """
@@ -268,13 +268,14 @@ class Backend:
         open_device: Callable[[Options], Device],
         expected: Callable[[], bool] = lambda: True,
         memory: str = "host",
+        measure: Measure | None = None,
     ) -> None:
         self.name, self.memory = name, memory
         self.probe = probe
         self.open_device = open_device
         self.expected = expected
+        self.measure = measure
         self.kernels: dict[str, list[Kernel]] = {}
-        self.measure: Measure | None = None
         self.half_tolerance: Mapping[str, float] = {}
 
     def available(self) -> tuple[bool, str]:

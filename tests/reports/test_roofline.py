@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
@@ -182,6 +184,13 @@ def test_too_little_memory(monkeypatch):
         assert roofline.probe_bytes() == size
     with pytest.raises(RequestError, match="reference has no probes"):
         roofline.measure("reference", ignore_progress)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_probes_are_found_by_a_process_that_imported_nothing_else(backend):
+    code = f"from graphllm.backends import find; print(find({backend!r}).measure is not None)"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
 
 
 def test_doctor_shows_ceilings(cache, capsys):

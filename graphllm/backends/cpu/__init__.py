@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import pkgutil
 
-from .. import Backend, Device, Options
+from .. import Backend, Device, Options, Progress
+from ..probe_results import ProbeResults
 from . import kernels
 
 
@@ -32,7 +33,13 @@ def _open(options: Options) -> Device:
     return CpuDevice(options)
 
 
-BACKEND: Backend = Backend("cpu", _probe, _open)
+def _measure(nbytes: int, show: Progress) -> ProbeResults:
+    from .runtime.roofline_probes import measure
+
+    return measure(nbytes, show)
+
+
+BACKEND: Backend = Backend("cpu", _probe, _open, measure=_measure)
 
 for _module in pkgutil.iter_modules(kernels.__path__):  # importing a module registers its kernels
     importlib.import_module(f"{kernels.__name__}.{_module.name}")

@@ -17,7 +17,8 @@ import importlib.util
 import os
 import pkgutil
 
-from .. import Backend, Device, Options
+from .. import Backend, Device, Options, Progress
+from ..probe_results import ProbeResults
 from . import kernels
 
 MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
@@ -47,7 +48,13 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0")
+def _measure(nbytes: int, show: Progress) -> ProbeResults:
+    from .runtime.roofline_probes import measure
+
+    return measure(nbytes, show)
+
+
+BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", _measure)
 # Tensor cores and cuBLASLt multiply f16 or bf16, so products of many tokens round their activations
 # and dequantized weights to these types.
 BACKEND.half_tolerance = {

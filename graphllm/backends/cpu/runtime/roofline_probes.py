@@ -18,9 +18,8 @@ import numpy as np
 from .... import ops
 from ....errors import GraphllmError
 from ....graph.tensor import INPUT, WEIGHT, Meta, Tensor
-from ... import Bound, Header, Operand, Options, TimestampLog
+from ... import Bound, Header, Operand, Options, TimestampLog, find
 from ...probe_results import ProbeResults
-from .. import BACKEND
 from ..kernels.weight_packing import allocate
 from . import probe_kernels
 from .device import CompiledProgram, CpuDevice, Launch
@@ -96,7 +95,7 @@ def matvec_probe(area: np.ndarray, threads: int) -> Run:
     x = Tensor(INPUT, (), {"name": "x"}, Meta.of((1, _WIDTH), "f32"), scopes=("",))
     w = Tensor(WEIGHT, (), {"name": "w"}, Meta.of((rows, _WIDTH), "f32"), scopes=("",))
     node = ops.get("linear")(x, w)
-    chosen = BACKEND.select(node, options)
+    chosen = find("cpu").select(node, options)
     if isinstance(chosen, str):
         raise GraphllmError(chosen)
     places = [device.alloc(t.meta.nbytes) for t in (x, node)]
@@ -179,6 +178,3 @@ def _seconds(run: Run) -> list[float]:
         ends, _ = log.runs[-1]
         found.append(int(ends[-1] - ends[0]) / 1e9)
     return found
-
-
-BACKEND.measure = measure

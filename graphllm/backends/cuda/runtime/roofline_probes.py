@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ... import Options
 from ...probe_results import ProbeResults
-from .. import BACKEND
 from .device import CudaDevice
 from .source import Function, module
 from .work import Arg, Launch
@@ -110,6 +109,3 @@ def measure(nbytes: int, show: Callable[[str, int, int], None]) -> ProbeResults:
             results.add(getattr(results, probe.table), probe.kind, blocks, work, seconds)
     show("measuring the GPU's memory, cache and arithmetic", len(probes), len(probes))
     return results
-
-
-BACKEND.measure = measure
