@@ -19,9 +19,11 @@ from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.engine import Engine
 from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
+from graphllm.engine.sampler import sampling_outputs
 from graphllm.errors import GraphllmError
 from graphllm.loading.load import build_decoder
-from graphllm.model.decoder import Limits
+from graphllm.model.batch import Batch as StepBatch
+from graphllm.model.batch import Limits
 from graphllm.profiler import bench
 from graphllm.runtime.decode_loop import DecodeLoop
 from graphllm.runtime.executor import Executor
@@ -178,7 +180,9 @@ class Batch:
         self.vocab, self.names = decoder.cfg.vocab, [c.name for c in decoder.caches]
         if any(c.window for c in decoder.caches):
             raise GraphllmError(f"batch: {model[0]} has sliding-window layers")
-        self.outputs = decoder.build(self.limits)
+        batch = StepBatch(decoder.caches, self.limits)
+        self.outputs = decoder.build(batch)
+        self.outputs |= sampling_outputs(self.outputs["logits"], batch)
         self.executor = Executor(decoder.weights, shared.ORDER)
         most = sequences
         bounds = {"T": (1, most), "S": (1, most), "Q": (2, most + 1), "N": (1, most)}

@@ -11,7 +11,7 @@ from ..compiler.plan import Plan
 from ..errors import GraphError, RequestError
 from ..graph.rewrite import toposort
 from ..graph.scopes import record_scope_values
-from ..model.decoder import CacheSpec, Decoder, Limits
+from ..model.decoder import Batch, CacheSpec, Decoder, Limits
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import AUTO, GpuOffload, plan_gpu_offload
@@ -20,6 +20,7 @@ from .finite_check import non_finite_error
 from .kv_cache import BlockTable
 from .request import Sampling
 from .request_lock import RequestLock
+from .sampler import sampling_outputs
 from .sampling_feeds import sampling_feeds
 
 MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that one step computes
@@ -46,7 +47,9 @@ class Engine:
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
         self.executor, self.limits = executor, limits
         with record_scope_values() as values:
-            self.outputs = decoder.build(limits)
+            batch = Batch(decoder.caches, limits)
+            self.outputs = decoder.build(batch)
+        self.outputs |= sampling_outputs(self.outputs["logits"], batch)
         used = set(toposort(self.outputs.values()))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         executor.place_model(self.outputs)

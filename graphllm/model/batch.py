@@ -1,11 +1,21 @@
-"""Inputs of a decoder's graph: the tokens of one step, its limits, and the KV cache groups."""
+"""Inputs of a model's graph: step variables, limits of a step, and the KV cache groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..graph.tensor import Var, feed, state
+from ..graph.tensor import Tensor, Var, feed, state
+
+# Sources of step variables.
+FED = "fed"  # written by the host before a step
+ADVANCED = "advanced"  # written by the host or, at the end of a decode step, by `ops.advance`
+
+# Owners of the rows of step variables.
+TOKEN = "token"  # one row for each of the T tokens of the step
+SEQUENCE = "sequence"  # one row for each of the S sequences
+ROW = "row"  # one row for each of the N rows of logits
+STEP = "step"  # one value for the step
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,9 @@ class Limits:
     context: int = 4096  # tokens of one sequence
     block: int = 64  # tokens of one KV cache block
     kv_dtype: str = "f16"
-    stops: int = 32  # stop token ids of a step
+    stops: int = 32  # stop token ids of a sequence
     history: int = 64  # last tokens of a sequence that penalties consider
+    kv_blocks: int = 0  # blocks of the KV pools; 0: enough for all sequences at full length
 
     def within(self, context: int) -> Limits:
         """Return the limits for sequences of at most ``context`` tokens, the model's maximum."""
@@ -58,11 +69,74 @@ class Limits:
             return self.blocks
         return min(self.blocks, -(-(window + self.tokens) // self.block) + 1)
 
+    def pool_blocks(self, window: int) -> int:
+        """Return the number of KV cache blocks that all sequences share in a layer.
+
+        A layer with a ``window`` (0: none) has at most what all sequences keep at a time.
+        """
+        most = self.sequences * self.kept(window)
+        return min(most, self.kv_blocks) if self.kv_blocks else most
+
+
+@dataclass(frozen=True)
+class StepVariable:
+    """One input of a step. Graph leaves, feeds and buffers follow from this declaration.
+
+    Attributes:
+        name: name of the graph leaf.
+        shape: its shape; the first axis is T, S, Q, N or fixed.
+        dtype: name of its dtype.
+        source: `FED` or `ADVANCED`.
+        owner: what each row belongs to: `TOKEN`, `SEQUENCE`, `ROW` or `STEP`.
+    """
+
+    name: str
+    shape: tuple[Var | int, ...]
+    dtype: str
+    source: str
+    owner: str
+
+    def leaf(self) -> Tensor:
+        """Return the graph leaf of the variable."""
+        make = state if self.source == ADVANCED else feed
+        return make(self.name, self.shape, self.dtype)
+
+
+def step_vars(limits: Limits) -> tuple[Var, Var, Var, Var]:
+    """Return the Vars of a step: T tokens, S sequences, Q = S + 1, N rows of logits."""
+    return (
+        Var("T", 1, limits.tokens),
+        Var("S", 1, limits.sequences),
+        Var("Q", 2, limits.sequences + 1),
+        Var("N", 1, limits.tokens),
+    )
+
+
+def forward_variables(caches: Iterable[CacheSpec], limits: Limits) -> list[StepVariable]:
+    """Return the step variables of a forward pass over packed tokens."""
+    t, s, q, n = step_vars(limits)
+    found = [
+        StepVariable("ids", (t,), "i32", ADVANCED, TOKEN),
+        StepVariable("pos", (t,), "i32", ADVANCED, TOKEN),
+        StepVariable("q_start", (q,), "i32", FED, STEP),
+        StepVariable("kv_len", (s,), "i32", ADVANCED, SEQUENCE),
+        StepVariable("prefix_len", (s,), "i32", FED, SEQUENCE),
+        StepVariable("rows", (n,), "i32", FED, ROW),
+    ]
+    for group in caches:
+        found.append(StepVariable(f"slot.{group.name}", (t,), "i32", ADVANCED, TOKEN))
+        width = limits.blocks
+        found.append(StepVariable(f"table.{group.name}", (s, width), "i32", FED, SEQUENCE))
+    return found
+
 
 class Batch:
     """Graph inputs of one step: T tokens of S sequences, packed without padding.
 
     Attributes:
+        limits: Limits that the graph is built for.
+        caches: KV cache groups.
+        leaves: Graph leaves by name, see `forward_variables`.
         ids, pos: Token ids and positions [T].
         q_start: Index of each sequence's first token in the step, and T [S + 1].
         kv_len: Tokens of each sequence in the cache, including this step's [S].
@@ -70,29 +144,13 @@ class Batch:
         prefix_len: Length of each sequence's bidirectional prefix [S]; 0 for causal models.
         slot: Cache slot of each token [T], by cache group.
         table: Block table of each sequence [S, B], by cache group.
-        count, done, history, stop: State of generation; see `ops.advance`.
-        temperature and the following: Sampling parameters of each sequence [S].
     """
 
     def __init__(self, caches: tuple[CacheSpec, ...], limits: Limits) -> None:
-        t, s = Var("T", 1, limits.tokens), Var("S", 1, limits.sequences)
-        n, q = Var("N", 1, limits.tokens), Var("Q", 2, limits.sequences + 1)
-        self.limits = limits
-        self.ids, self.pos = state("ids", (t,), "i32"), state("pos", (t,), "i32")
-        self.kv_len, self.q_start = state("kv_len", (s,), "i32"), feed("q_start", (q,), "i32")
-        self.rows = feed("rows", (n,), "i32")
-        self.prefix_len = feed("prefix_len", (s,), "i32")
-        self.slot = {c.name: state(f"slot.{c.name}", (t,), "i32") for c in caches}
-        self.table = {c.name: feed(f"table.{c.name}", (s, limits.blocks), "i32") for c in caches}
-        self.count, self.done = state("count", (s,), "i32"), state("done", (s,), "i32")
-        self.history = state("history", (s, limits.history), "i32")
-        self.stop = feed("stop", (limits.stops,), "i32")
-        self.temperature = feed("temperature", (s,), "f32")
-        self.top_k = feed("top_k", (s,), "i32")
-        self.top_p = feed("top_p", (s,), "f32")
-        self.min_p = feed("min_p", (s,), "f32")
-        self.seed = feed("seed", (s,), "i64")
-        self.repeat = feed("repeat", (s,), "f32")
-        self.presence = feed("presence", (s,), "f32")
-        self.frequency = feed("frequency", (s,), "f32")
-        self.min_tokens = feed("min_tokens", (s,), "i32")
+        self.limits, self.caches = limits, caches
+        self.leaves = {v.name: v.leaf() for v in forward_variables(caches, limits)}
+        self.ids, self.pos = self.leaves["ids"], self.leaves["pos"]
+        self.q_start, self.kv_len = self.leaves["q_start"], self.leaves["kv_len"]
+        self.rows, self.prefix_len = self.leaves["rows"], self.leaves["prefix_len"]
+        self.slot = {c.name: self.leaves[f"slot.{c.name}"] for c in caches}
+        self.table = {c.name: self.leaves[f"table.{c.name}"] for c in caches}

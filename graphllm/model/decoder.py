@@ -50,10 +50,8 @@ __all__ = [
 class Decoder(DecoderBlocks):
     """Decoder-only transformer that a `DecoderConfig` describes.
 
-    `build` makes the graph of one step. Its outputs are ``logits`` [N, vocab]; ``ids`` [T], the
-    sampled tokens, written to the step's state so that the next step can start at once;
-    ``ids.penalised``, the same after `ops.penalise`; and ``kv.*``, the updated KV pools, which are
-    enough for a prefill chunk without sampling.
+    `build` makes the graph of one step, without sampling. Its outputs are ``logits`` [N, vocab],
+    and ``kv.*``, the updated KV pools, which are enough for a prefill chunk.
     """
 
     @property
@@ -94,15 +92,14 @@ class Decoder(DecoderBlocks):
         return 0
 
     # -- the graph
-    def build(self, limits: Limits) -> dict[str, Tensor]:
-        """Build the graph of one step and return its outputs by name.
+    def build(self, batch: Batch) -> dict[str, Tensor]:
+        """Build the graph of one step over ``batch`` and return its outputs by name.
 
         Raises:
             ModelFileError: A weight is missing, has another shape, or is not used.
             RequestError: The KV cache dtype does not fit the head size.
         """
-        self._check_cache(limits)
-        batch = Batch(self.caches, limits)
+        self._check_cache(batch.limits)
         self._group = {i: c for c in self.caches for i in c.layers}
         self.pools: dict[str, Tensor] = {}
         hidden = self.forward(batch)
@@ -111,17 +108,7 @@ class Decoder(DecoderBlocks):
         unused = sorted(set(self.weights.names()) - self.used - optional)
         if unused:
             raise UnusedTensors(unused)
-        penalised = ops.penalise(
-            logits, batch.history, batch.count, batch.stop, batch.repeat, batch.presence,
-            batch.frequency, batch.min_tokens,
-        )  # fmt: skip
-        pools = {f"kv.{name}": pool for name, pool in self.pools.items()}
-        return {
-            "logits": logits,
-            "ids": self._next(logits, batch),
-            "ids.penalised": self._next(penalised, batch),
-            **pools,
-        }
+        return {"logits": logits, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
 
     def _check_cache(self, limits: Limits) -> None:
         kind, mla = dtype(limits.kv_dtype), self.cfg.attention.mla
@@ -135,18 +122,6 @@ class Decoder(DecoderBlocks):
                     f"size is {width}",
                     "kv_type",
                 )
-
-    def _next(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Sample token ids from ``logits`` and make them the tokens of the next step."""
-        ids = ops.sample(
-            logits, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed,
-            batch.count,
-        )  # fmt: skip
-        groups = [t for c in self.caches for t in (batch.slot[c.name], batch.table[c.name])]
-        return ops.advance(
-            ids, batch.stop, batch.ids, batch.pos, batch.kv_len, batch.count, batch.done,
-            batch.history, *groups, block=batch.limits.block,
-        )  # fmt: skip
 
     # -- methods that a model file may override
     def forward(self, batch: Batch) -> Tensor:

@@ -86,7 +86,7 @@ class DecoderBlocks(Module):
     def cache(self, i: int, entry: str, x: Tensor, batch: Batch) -> Tensor:
         """Write x [T, H, D] to layer ``i``'s KV pool [slots, H, D] and return the pool."""
         group, limits = self._group[i], batch.limits
-        slots = limits.sequences * limits.kept(group.window) * limits.block
+        slots = limits.pool_blocks(group.window) * limits.block
         name = f"{group.name}.{i}.{entry}"
         pool = state(name, (slots, *group.entries[entry]), limits.kv_dtype)
         self.pools[name] = ops.kv_write(pool, x, batch.slot[group.name])

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import GraphError, GraphllmError, UnusedTensors
 from ..loading.load import build_decoder
-from ..model.batch import Limits
+from ..model.batch import Batch, Limits
 from ..model.config_keys import IGNORED
 from ..tokenizer.edge_cases import EDGE_CASES
 from .case import TEXT, Case, ValidatedDirectory
@@ -109,5 +109,5 @@ def weights(case: Case) -> Check:
 def _needed(case: Case) -> int:
     """Build the model; return the number of weights it uses."""
     decoder = build_decoder(case.file)
-    decoder.build(Limits(context=case.tokens + case.new, kv_dtype="f32"))
+    decoder.build(Batch(decoder.caches, Limits(context=case.tokens + case.new, kv_dtype="f32")))
     return len(set(decoder.used) & set(decoder.weights.names()))

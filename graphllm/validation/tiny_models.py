@@ -15,7 +15,7 @@ from ..errors import ConfigError, ModelFileError
 from ..graph.dtype import F32
 from ..graph.scopes import current_scope
 from ..graph.tensor import Meta, Tensor
-from ..model.batch import Limits
+from ..model.batch import Batch, Limits
 from ..model.config import DecoderConfig
 from ..model.config_keys import Keys
 from ..model.spec import ModelSpec
@@ -157,7 +157,8 @@ def _weights(spec: ModelSpec, config: DecoderConfig) -> dict[str, np.ndarray]:
                 made[path] = _random(rng, path, shape)
             return super().weight(name, *shape, root=root)
 
-    Asking(config, Made({})).build(Limits(context=64, kv_dtype="f32"))
+    model = Asking(config, Made({}))
+    model.build(Batch(model.caches, Limits(context=64, kv_dtype="f32")))
     return made
 
 

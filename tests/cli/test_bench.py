@@ -22,7 +22,7 @@ from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.cli.bench import BenchGrid, as_csv, as_json, as_table, parse_numbers
 from graphllm.errors import ModelFileError, RequestError
 from graphllm.loading.load import build_decoder
-from graphllm.model.decoder import Limits
+from graphllm.model.decoder import Batch, Limits
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Result, Test
 
@@ -286,7 +286,7 @@ def test_shapes_have_the_published_number_of_parameters():
 def test_every_shape_builds(name):
     """The model family knows every key and every tensor."""
     decoder = build_decoder(RandomCheckpoint(name, "q4_k_m"))
-    assert decoder.build(Limits())["logits"].shape[1] == SHAPES[name].vocab
+    assert decoder.build(Batch(decoder.caches, Limits()))["logits"].shape[1] == SHAPES[name].vocab
 
 
 @pytest.mark.parametrize("kind", TYPES)
