@@ -1,0 +1,365 @@
+"""Paged KV cache of many sequences, which share the blocks of common prefixes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ..model.batch import CacheSpec
+from .block_pool import TOKEN_BYTES, BlockPool, CachedBlock
+from .prefix_lookup import chain, int32_bytes, longest_prefix, root_key
+
+
+class SequenceBlocks:
+    """The blocks that one sequence holds, by cache group; made by `BlockManager.begin`.
+
+    Attributes:
+        tables: block table int32 [width] by group; -1 where no block is held.
+        cached: number of tokens whose keys and values were found in the cache.
+        computed: number of tokens whose keys and values are in the blocks.
+    """
+
+    def __init__(
+        self, names: Iterable[str], width: int, tokens: Sequence[int], root: bytes, prefix: int
+    ) -> None:
+        self.tables = {name: np.full(width, -1, np.int32) for name in names}
+        self.cached = self.computed = 0
+        self._tokens = tokens
+        self._prefix = prefix
+        self._keys = [root]  # the root's, and the digest up to the end of each computed full block
+        self._expected: list[bytes] = []  # of the full blocks of the tokens given to `begin`
+        self._first = [0] * len(self.tables)  # by group: entries [first, used) are held
+        self._used = 0
+        self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
+        self._reserved = 0  # tokens for which blocks were reserved
+        self._drop_at = 0  # the first position for which a windowed group drops a block
+
+
+class BlockManager:
+    """Block pools of all cache groups, and an index of the prefixes whose blocks can be reused.
+
+    Token ``i`` of a sequence is stored in pool row ``table[i // block] * block + i % block`` of
+    each group. A block is found by the digest of the tokens up to its end, chained block by block
+    (blake2b of 16 bytes: two sequences with equal digests are taken to be equal), so a full block
+    that several sequences have in common is stored once and never written again.
+
+    Args:
+        groups: the cache groups.
+        pool_blocks: number of blocks of each group's pool.
+        block: tokens of a block.
+        width: length of a block table, in blocks.
+
+    Attributes:
+        hits: number of tokens that sequences found in the cache.
+        queries: number of tokens that they looked up.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheSpec],
+        pool_blocks: Mapping[str, int],
+        block: int,
+        width: int,
+    ) -> None:
+        self.block, self.width = block, width
+        self.hits = self.queries = 0
+        self.pools = {g.name: BlockPool(pool_blocks[g.name], g.window, block) for g in groups}
+        self._pools = list(self.pools.values())
+        self._windowed = [g for g, pool in enumerate(self._pools) if pool.window]
+        self._live: set[SequenceBlocks] = set()
+        self._computing: dict[bytes, int] = {}  # sequences that will compute a block, by its key
+
+    @property
+    def free(self) -> dict[str, int]:
+        """Number of blocks without content, by group."""
+        return {name: pool.free for name, pool in self.pools.items()}
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Number of blocks that sequences hold, by group."""
+        return {name: pool.held for name, pool in self.pools.items()}
+
+    @property
+    def cached(self) -> dict[str, int]:
+        """Number of blocks with content that no sequence holds, by group."""
+        return {name: pool.cached for name, pool in self.pools.items()}
+
+    @property
+    def evictions(self) -> dict[str, int]:
+        """Number of cached blocks whose content was lost to another sequence, by group."""
+        return {name: pool.evictions for name, pool in self.pools.items()}
+
+    # -- sequences
+    def begin(self, tokens: Sequence[int], prefix: int = 0) -> SequenceBlocks:
+        """Hold the blocks of the longest cached prefix of ``tokens``.
+
+        The prefix ends at any token, not only at the end of a block: a cached block that no
+        sequence holds and that agrees in its first tokens is taken over, and its later tokens are
+        overwritten. Until the first `reserve` that succeeds, `release` undoes that.
+
+        Args:
+            tokens: the sequence. A list that `commit` is given again may only be appended to.
+            prefix: length of its bidirectional prefix, whose keys depend on all of its tokens.
+
+        Returns:
+            The blocks, with ``cached < len(tokens)``, since the last token is always computed.
+            ``cached`` is 0 or at least ``prefix``.
+        """
+        if not 0 <= prefix <= len(tokens) <= self.width * self.block or not tokens:
+            raise ValueError(f"{len(tokens)} tokens with a prefix of {prefix}")
+        data = int32_bytes(tokens)
+        root = root_key(data[: TOKEN_BYTES * prefix])
+        blocks = SequenceBlocks(self.pools, self.width, tokens, root, prefix)
+        blocks._expected = chain(root, data, self.block)
+        keys = [root, *blocks._expected]
+        shared, common, takeover = longest_prefix(self._pools, keys, data, self.block, prefix)
+        blocks.cached = blocks.computed = shared * self.block + common
+        self._share(blocks, keys, shared)
+        if common:
+            blocks._used = shared + 1
+            for pool, table, block in zip(self._pools, blocks.tables.values(), takeover):
+                blocks._taken.append(pool.forget(block))
+                pool.counts[block] = 1
+                table[shared] = block
+        for key in blocks._expected[shared:]:
+            self._computing[key] = self._computing.get(key, 0) + 1
+        return blocks
+
+    def fork(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> SequenceBlocks:
+        """Return the blocks of another sequence that begins with the same ``tokens``.
+
+        Args:
+            blocks: what the first sequence holds.
+            tokens: tokens that it has computed, at least the bidirectional prefix.
+
+        Returns:
+            Its full blocks, shared; ``cached`` is the number of tokens in them. It is smaller if a
+            windowed group has dropped blocks that the token at ``cached`` attends to.
+        """
+        if not blocks._prefix <= len(tokens) <= blocks.computed:
+            raise ValueError(f"{len(tokens)} tokens of {blocks.computed} computed ones")
+        other = SequenceBlocks(self.pools, self.width, tokens, blocks._keys[0], blocks._prefix)
+        tables = list(blocks.tables.values())
+        shared = len(tokens) // self.block
+        while shared and not all(
+            self._source(pool, table, blocks._keys, j) >= 0
+            for pool, table in zip(self._pools, tables)
+            for j in range(pool.first_block(shared * self.block), shared)
+        ):
+            shared -= 1
+        if shared * self.block < blocks._prefix:
+            shared = 0
+        other.cached = other.computed = shared * self.block
+        self._share(other, blocks._keys, shared, tables)
+        return other
+
+    def _source(self, pool: BlockPool, table: np.ndarray | None, keys: list[bytes], j: int) -> int:
+        """Return the block with the content of block ``j``: a sequence's own, or any; or -1."""
+        own = -1 if table is None else int(table[j])
+        return own if own >= 0 else pool.find(keys[j + 1])
+
+    def _share(
+        self, blocks: SequenceBlocks, keys: list[bytes], shared: int,
+        tables: Sequence[np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        """Hold the first ``shared`` blocks, from ``tables`` or the index, as far as needed."""
+        self._live.add(blocks)
+        blocks._keys = keys[: shared + 1]
+        blocks._used = shared
+        for g, (pool, table) in enumerate(zip(self._pools, blocks.tables.values())):
+            blocks._first[g] = min(shared, pool.first_block(blocks.cached))
+            for j in range(blocks._first[g], shared):
+                block = self._source(pool, tables[g] if tables else None, keys, j)
+                pool.hold(block)
+                table[j] = block
+
+    def awaited(self, blocks: SequenceBlocks) -> bytes | None:
+        """Return the key of the first block not found, if another sequence will compute it.
+
+        None if nobody will, or if the block contains the last token, which is always computed.
+        """
+        at = len(blocks._keys) - 1
+        if at < (len(blocks._tokens) - 1) // self.block and at < len(blocks._expected):
+            key = blocks._expected[at]
+            return key if self._computing.get(key, 0) > 1 else None
+        return None
+
+    def is_computing(self, key: bytes) -> bool:
+        """Whether a sequence will compute the block with this key."""
+        return key in self._computing
+
+    def reserve(self, blocks: SequenceBlocks, start: int, stop: int) -> bool:
+        """Take the blocks for a step that computes tokens ``start`` to ``stop - 1``.
+
+        Windowed groups first drop the blocks that the token at ``start`` does not attend to.
+        Cached blocks are evicted where no free ones are left.
+
+        Returns:
+            False, and nothing has changed, if a group has too few free and cached blocks.
+        """
+        if stop <= blocks._reserved and start < blocks._drop_at:
+            return True
+        used = max(blocks._used, -(-stop // self.block))
+        if not blocks.computed <= start < stop or used > self.width:
+            raise ValueError(f"tokens {start} to {stop} after {blocks.computed}")
+        tables = list(blocks.tables.values())
+        firsts = list(blocks._first)
+        for g, pool in enumerate(self._pools):
+            firsts[g] = max(firsts[g], min(pool.first_block(start), blocks._used))
+            dropped = tables[g][blocks._first[g] : firsts[g]].tolist()
+            gained = sum(pool.counts[block] == 1 for block in dropped)
+            if used - blocks._used > pool.available + gained:
+                return False
+        if not blocks._reserved:
+            self._first_reservation(blocks)
+        for g, pool in enumerate(self._pools):
+            for j in range(blocks._first[g], firsts[g]):
+                self._drop(pool, blocks, tables[g], j)
+            for j in range(blocks._used, used):
+                tables[g][j] = pool.take()
+        blocks._first, blocks._used, blocks._reserved = firsts, used, used * self.block
+        blocks._drop_at = min(
+            ((firsts[g] + 1) * self.block + self._pools[g].window - 1 for g in self._windowed),
+            default=sys.maxsize,
+        )
+        return True
+
+    def _first_reservation(self, blocks: SequenceBlocks) -> None:
+        """Give up what was in blocks taken over, now that they will be written."""
+        self.hits += blocks.cached
+        self.queries += len(blocks._tokens)
+        for pool, entry in zip(self._pools, blocks._taken):
+            if entry.key is not None and pool.find(entry.key) < 0 and not pool.window:
+                pool.forget_descendants(entry.key)
+        blocks._taken = []
+
+    def commit(
+        self, blocks: SequenceBlocks, tokens: Sequence[int], computed: int | None = None
+    ) -> None:
+        """Record that the keys and values of the first ``computed`` tokens are in the blocks.
+
+        Full blocks can be found from now on. Where an equal block can be found already, because two
+        sequences computed it at the same time, this one stays private.
+
+        Args:
+            blocks: what the sequence holds.
+            tokens: the sequence, as given to `begin` and longer. It is not copied: what was
+                computed must not change until `release`.
+            computed: all of ``tokens`` by default.
+        """
+        computed = len(tokens) if computed is None else computed
+        if not blocks.computed <= computed <= blocks._reserved:
+            raise ValueError(f"{computed} tokens, {blocks._reserved} reserved")
+        blocks._tokens, blocks.computed = tokens, computed
+        if computed >= len(blocks._keys) * self.block:
+            self._index_full_blocks(blocks)
+
+    def _index_full_blocks(self, blocks: SequenceBlocks) -> None:
+        """Make the full blocks computed since the last call findable."""
+        if blocks.computed < blocks._prefix:
+            raise ValueError(f"{blocks.computed} tokens of a prefix of {blocks._prefix}")
+        first, stop = len(blocks._keys) - 1, blocks.computed // self.block
+        data = int32_bytes(blocks._tokens[first * self.block : stop * self.block])
+        for j, key in enumerate(chain(blocks._keys[-1], data, self.block), first):
+            if j < len(blocks._expected):
+                if blocks._expected[j] != key:
+                    raise ValueError("the tokens are not those given to `begin`")
+                self._end_computing(key)
+            blocks._keys.append(key)
+            for pool, table in zip(self._pools, blocks.tables.values()):
+                if table[j] >= 0:
+                    pool.add(int(table[j]), self._entry(blocks, j))
+
+    def _entry(self, blocks: SequenceBlocks, j: int) -> CachedBlock:
+        """Return the content of block ``j``, which may be partial."""
+        full = j + 1 < len(blocks._keys)
+        part = blocks._tokens[j * self.block : min((j + 1) * self.block, blocks.computed)]
+        return CachedBlock(
+            blocks._keys[j + 1] if full else None, blocks._keys[j], int32_bytes(part), j
+        )
+
+    def _end_computing(self, key: bytes) -> None:
+        """Note that a sequence has computed the block, or never will."""
+        self._computing[key] -= 1
+        if not self._computing[key]:
+            del self._computing[key]
+
+    def _drop(self, pool: BlockPool, blocks: SequenceBlocks, table: np.ndarray, j: int) -> None:
+        """Give up a sequence's block ``j``.
+
+        Where an equal block was indexed when this one was computed, that one counts as used now; if
+        it has been evicted since, this one takes its place.
+        """
+        block, table[j] = int(table[j]), -1
+        full = j + 1 < len(blocks._keys)
+        if pool.entries[block] is None and (full or j * self.block < blocks.computed):
+            entry = self._entry(blocks, j)
+            if not pool.add(block, entry) and entry.key is not None:
+                pool.touch(pool.find(entry.key))
+        pool.drop(block)
+
+    def release(self, blocks: SequenceBlocks) -> None:
+        """Give up all blocks of a sequence. What was committed stays cached until evicted.
+
+        ValueError: they are released already.
+        """
+        if blocks not in self._live:
+            raise ValueError("these blocks are not held")
+        self._live.remove(blocks)
+        for key in blocks._expected[len(blocks._keys) - 1 :]:
+            self._end_computing(key)
+        tables = blocks.tables.values()
+        if blocks._taken:  # nothing was written
+            blocks._used -= 1
+            for pool, table, entry in zip(self._pools, tables, blocks._taken):
+                pool.add(int(table[blocks._used]), entry)
+                pool.drop(int(table[blocks._used]))
+                table[blocks._used] = -1
+        for pool, table, first in zip(self._pools, tables, blocks._first):
+            for j in range(blocks._used - 1, first - 1, -1):  # children are evicted before parents
+                self._drop(pool, blocks, table, j)
+
+    def slots(self, blocks: SequenceBlocks, group: str, start: int, stop: int) -> np.ndarray:
+        """Return the pool rows int32 [stop - start] of tokens ``start`` to ``stop - 1``."""
+        at = np.arange(start, stop, dtype=np.int32)
+        rows: np.ndarray = blocks.tables[group][at // self.block] * self.block + at % self.block
+        return rows.astype(np.int32, copy=False)
+
+    def can_hold(self, wanted: Iterable[tuple[SequenceBlocks, int]], step: int, spare: int) -> bool:
+        """Whether sequences can be computed up to given lengths, all at the same time.
+
+        Args:
+            wanted: sequences and their lengths in tokens.
+            step: tokens that one step computes at most, which a windowed group holds at a time.
+            spare: number of blocks of each pool to leave for others.
+        """
+        missing = [spare] * len(self._pools)
+        for blocks, length in wanted:
+            for g, pool in enumerate(self._pools):
+                need = -(-length // self.block) - blocks._first[g]
+                if pool.window:
+                    need = min(need, -(-(pool.window + step) // self.block) + 1)
+                missing[g] += max(0, need - blocks._used + blocks._first[g])
+        return all(n <= pool.available for n, pool in zip(missing, self._pools))
+
+    def clear(self) -> None:
+        """Forget all cached prefixes. ValueError: a sequence holds blocks."""
+        if self._live:
+            raise ValueError(f"{len(self._live)} sequences hold blocks")
+        for pool in self._pools:
+            pool.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless each block of each pool is free, held or cached, and so on.
+
+        Slow; for tests.
+        """
+        keys = {key for blocks in self._live for key in blocks._keys}
+        keys |= {e.key for blocks in self._live for e in blocks._taken if e.key is not None}
+        for name, pool in self.pools.items():
+            pool.check([blocks.tables[name] for blocks in self._live], keys)
+        missing = [k for blocks in self._live for k in blocks._expected[len(blocks._keys) - 1 :]]
+        assert sum(self._computing.values()) == len(missing)
+        assert set(missing) == self._computing.keys()
