@@ -73,13 +73,14 @@ def _first_difference(have: list[int], want: list[int]) -> str:
 
 
 def config(case: Case) -> Check:
-    """Check that every key of the configuration is used or known to be ignorable."""
+    """Check that every key of the configuration is used, known to be ignorable, or null."""
     keys = case.file.keys(case.spec)
     case.spec.config(keys)
     keys.finish()
     used = sorted(k for k in keys.values if k in keys.read_names)
     ignored = sorted(k for k in keys.values if k not in keys.read_names)
-    lines = [f"used: {', '.join(used)}", *(f"ignored: {k} ({IGNORED[k]})" for k in ignored)]
+    reasons = [f"ignored: {k} ({IGNORED.get(k, 'null')})" for k in ignored]
+    lines = [f"used: {', '.join(used)}", *reasons]
     text = f"{len(used)} keys used, {len(ignored)} ignored"
     return Check("config", PASSED, text, tuple(lines))
 

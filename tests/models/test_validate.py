@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import hf_files
 import hf_models
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from graphllm import models
 from graphllm.cli import app
 from graphllm.cli.scaffold import write_model_file
 from graphllm.errors import ConfigError, ModelFileError, RequestError
-from graphllm.validation import Check, Report, Run, validate
+from graphllm.validation import Check, Report, Run, file_checks, validate
+from graphllm.validation.case import Case, ValidatedDirectory
 
 GEMMA3 = (
     "from graphllm.models.gemma3_text import *\nfrom graphllm.models import gemma3_text as base\n"
@@ -488,6 +490,17 @@ def test_without_transformers_a_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("graphllm.validation.hf_oracle.find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"torch is not installed: pip install 'graphllm\[par"):
         validate("llama", tiny=True)
+
+
+def test_an_unknown_key_may_be_null(tmp_path):
+    path = hf_files.write(tmp_path / "model", wonder=None, use_cache=True)
+    file = ValidatedDirectory(path, None)
+    case = Case("", file, file.spec(), "cpu", None, tokens=1, new=1, progress=lambda *_: None)
+    check = file_checks.config(case)
+    assert check.status == "passed"
+    assert {"ignored: wonder (null)", "ignored: use_cache (the cache is always used)"} < set(
+        check.lines
+    )
 
 
 @pytest.mark.parity
