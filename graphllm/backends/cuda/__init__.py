@@ -17,9 +17,9 @@ import importlib.util
 import os
 import pkgutil
 
-from .. import Backend, Device, Options, Progress
-from ..probe_results import ProbeResults
+from .. import Backend, Device, Options
 from . import kernels
+from .runtime.roofline_probes import measure
 
 MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
 
@@ -48,13 +48,7 @@ def _open(options: Options) -> Device:
     return CudaDevice(options)
 
 
-def _measure(nbytes: int, show: Progress) -> ProbeResults:
-    from .runtime.roofline_probes import measure
-
-    return measure(nbytes, show)
-
-
-BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", _measure)
+BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", measure)
 # Tensor cores and cuBLASLt multiply f16 or bf16, so products of many tokens round their activations
 # and dequantized weights to these types.
 BACKEND.half_tolerance = {

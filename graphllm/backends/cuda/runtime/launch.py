@@ -21,17 +21,16 @@ from ....errors import GraphllmError
 from ... import Header
 from .memory import OUT_OF_MEMORY, Buffer, allocating, out_of_memory
 from .source import (
+    SUPPORT,
     Function,
     Module,
     is_cached,
     load_or_compile,
-    module,
     recompile,
     target,
 )
 from .work import Arg, Launch
 
-_SUPPORT = module("support")
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 48 << 10  # bytes that need no attribute of the function
 
@@ -116,7 +115,7 @@ class LiveHeader:
 
     def _send(self, values: bytes) -> None:
         launch = Launch(
-            _SUPPORT["set_header"], (1,), (1,), (self.address, values), programmatic=False
+            SUPPORT["set_header"], (1,), (1,), (self.address, values), programmatic=False
         )
         self._gpu.prepare(launch)()
 
@@ -206,7 +205,7 @@ class Gpu:
         """
         place = Buffer(8, self.stream)
         read = self.prepare(
-            Launch(_SUPPORT["read_clock"], (1,), (1,), (place.address,), programmatic=False)
+            Launch(SUPPORT["read_clock"], (1,), (1,), (place.address,), programmatic=False)
         )
         found = []
         for _ in range(8):

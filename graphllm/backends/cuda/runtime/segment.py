@@ -11,11 +11,10 @@ from dataclasses import replace
 from ... import TimestampLog
 from .launch import Gpu, LiveHeader
 from .memory import Buffer, allocating
-from .source import Function, module, timed_build
+from .source import SUPPORT, Function, timed_build
 from .timestamps import TIMESTAMPS, ends_and_starts
 from .work import HostCall, Launch, Work
 
-_SUPPORT = module("support")
 _THREADS = 256  # of the kernels that handle timestamps
 Load = Callable[[Sequence[Function]], None]
 
@@ -113,7 +112,7 @@ class TimedSequence:
 
     @staticmethod
     def _support(name: str, *args: int, threads: int = 1) -> Launch:
-        return Launch(_SUPPORT[name], (1,), (threads,), args, programmatic=False)
+        return Launch(SUPPORT[name], (1,), (threads,), args, programmatic=False)
 
     def recording_to(self, log: TimestampLog) -> Callable[[], None]:
         """The function that runs the steps once and records their times in ``log``."""

@@ -65,6 +65,9 @@ def module(family: str, **defines: object) -> Module:
     return MODULES.setdefault(made) or made
 
 
+SUPPORT = module("support")  # the kernels of the runtime
+
+
 def timed_build(made: Module) -> Module:
     """The module's build for timed runs; see common.cuh."""
     return Module(made.file, (*made.defines, ("TIMED_BUILD", "1")))
