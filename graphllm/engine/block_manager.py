@@ -54,6 +54,7 @@ class BlockManager:
     Attributes:
         hits: number of tokens that sequences found in the cache.
         queries: number of tokens that they looked up.
+        releases: changes whenever a sequence gives up blocks, so that more can be taken.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BlockManager:
         width: int,
     ) -> None:
         self.block, self.width = block, width
-        self.hits = self.queries = 0
+        self.hits = self.queries = self.releases = 0
         self.pools = {g.name: BlockPool(pool_blocks[g.name], g.window, block) for g in groups}
         self._pools = list(self.pools.values())
         self._windowed = [g for g, pool in enumerate(self._pools) if pool.window]
@@ -293,6 +294,7 @@ class BlockManager:
         it has been evicted since, this one takes its place.
         """
         block, table[j] = int(table[j]), -1
+        self.releases += 1
         full = j + 1 < len(blocks._keys)
         if pool.entries[block] is None and (full or j * self.block < blocks.computed):
             entry = self._entry(blocks, j)
@@ -339,10 +341,22 @@ class BlockManager:
         for blocks, length in wanted:
             for g, pool in enumerate(self._pools):
                 need = -(-length // self.block) - blocks._first[g]
-                if pool.window:
-                    need = min(need, -(-(pool.window + step) // self.block) + 1)
+                need = min(need, pool.kept(step))
                 missing[g] += max(0, need - blocks._used + blocks._first[g])
         return all(n <= pool.available for n, pool in zip(missing, self._pools))
+
+    def missing(self, context: int, step: int) -> dict[str, int]:
+        """Return by group the blocks that a pool lacks to compute a sequence that is alone.
+
+        Args:
+            context: length of the sequence.
+            step: tokens that one step computes at most.
+        """
+        width = -(-context // self.block)
+        return {
+            name: max(0, min(width, pool.kept(step)) - pool.size)
+            for name, pool in self.pools.items()
+        }
 
     def clear(self) -> None:
         """Forget all cached prefixes. ValueError: a sequence holds blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -57,6 +58,11 @@ class BlockPool:
         self._children: dict[bytes, dict[int, None]] = {}  # all blocks with an entry, by parent
 
     @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return len(self.counts)
+
+    @property
     def free(self) -> int:
         """Number of blocks without content."""
         return len(self._free)
@@ -69,7 +75,7 @@ class BlockPool:
     @property
     def held(self) -> int:
         """Number of blocks that sequences hold."""
-        return len(self.counts) - self.available
+        return self.size - self.available
 
     @property
     def available(self) -> int:
@@ -79,6 +85,10 @@ class BlockPool:
     def first_block(self, position: int) -> int:
         """Return the first block that the token at ``position`` attends to."""
         return max(0, position - self.window + 1) // self._block if self.window else 0
+
+    def kept(self, step: int) -> int:
+        """Return how many blocks a sequence holds at most when a step computes ``step`` tokens."""
+        return -(-(self.window + step) // self._block) + 1 if self.window else sys.maxsize
 
     # -- references
     def take(self) -> int:

@@ -1,0 +1,52 @@
+"""A sequence that is being generated, and its share of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .block_manager import SequenceBlocks
+
+
+@dataclass(eq=False)
+class ActiveSequence:
+    """A prompt and the tokens sampled after it.
+
+    Attributes:
+        tokens: prompt and sampled tokens; only appended to.
+        prompt_tokens: number of tokens of the prompt.
+        computed: number of tokens whose keys and values are in the KV cache.
+        prefix: length of the prompt's bidirectional prefix.
+        priority: sequences with a lower number go first.
+        arrival: among equal priorities, sequences with a lower number go first.
+        blocks: the KV cache blocks while the sequence runs; None otherwise.
+        preemptions: number of times the sequence had to give up its blocks.
+        number: order of `Scheduler.add`, which decides between equal arrivals; -1 before.
+    """
+
+    tokens: list[int]
+    prompt_tokens: int
+    computed: int = 0
+    prefix: int = 0
+    priority: int = 0
+    arrival: int = 0
+    blocks: SequenceBlocks | None = None
+    preemptions: int = 0
+    number: int = -1
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: the sequence with the lowest one goes first."""
+        return self.priority, self.arrival, self.number
+
+
+class Chunk(NamedTuple):
+    """Tokens ``start`` to ``stop - 1`` of a sequence, computed in one step.
+
+    ``samples``: the chunk ends with the sequence's last token, so the step samples the next one.
+    """
+
+    sequence: ActiveSequence
+    start: int
+    stop: int
+    samples: bool
