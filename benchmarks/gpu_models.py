@@ -227,7 +227,7 @@ class Batch:
         ints = {
             "ids": [self.tokens(i, depth + 1)[-1] for i in range(s)], "pos": [depth] * s,
             "q_start": range(s + 1), "kv_len": [depth + 1] * s, "rows": range(s),
-            "top_k": [40] * s, "count": [0] * s, "done": [0] * s,
+            "top_k": [40] * s, "count": [0] * s, "done": [0] * s, "sample_index": [0] * s,
             "stop": [-1] * self.limits.stops, "history": [[-1] * self.limits.history] * s,
         }  # fmt: skip
         for name in self.names:

@@ -11,12 +11,13 @@ def sampler_variables(limits: Limits) -> list[StepVariable]:
     """Return the step variables of sampling; see `ops.sample`, `ops.penalise`, `ops.advance`."""
     _, s, _, _ = step_vars(limits)
     floats = ("temperature", "top_p", "min_p", "repeat", "presence", "frequency")
+    ints = ("top_k", "min_tokens", "sample_index")
     return [
         *(StepVariable(name, (s,), "i32", ADVANCED, SEQUENCE) for name in ("count", "done")),
         StepVariable("history", (s, limits.history), "i32", ADVANCED, SEQUENCE),
         StepVariable("stop", (limits.stops,), "i32", FED, STEP),
         *(StepVariable(name, (s,), "f32", FED, SEQUENCE) for name in floats),
-        *(StepVariable(name, (s,), "i32", FED, SEQUENCE) for name in ("top_k", "min_tokens")),
+        *(StepVariable(name, (s,), "i32", FED, SEQUENCE) for name in ints),
         StepVariable("seed", (s,), "i64", FED, SEQUENCE),
     ]
 
@@ -40,8 +41,9 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     outputs = {}
     for suffix, x in (("", logits), (".penalised", penalised)):
         sampled = ops.sample(
-            x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"]
-        )
+            x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"],
+            v["sample_index"],
+        )  # fmt: skip
         outputs[f"sampled{suffix}"] = sampled
         outputs[f"ids{suffix}"] = ops.advance(
             sampled, v["stop"], batch.ids, batch.pos, batch.kv_len, v["count"], v["done"],

@@ -43,7 +43,13 @@ def sampling_feeds(
         "frequency": sampling.frequency_penalty,
     }
     min_tokens = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
-    ints = {"top_k": sampling.top_k, "min_tokens": min_tokens, "count": count, "done": 0}
+    ints = {
+        "top_k": sampling.top_k,
+        "min_tokens": min_tokens,
+        "count": count,
+        "sample_index": 0,
+        "done": 0,
+    }
     return {
         **{name: np.array([value], np.float32) for name, value in floats.items()},
         **{name: np.array([value], np.int32) for name, value in ints.items()},

@@ -349,7 +349,7 @@ def philox(counter, key):
     return a, b, c, d
 
 
-def sample(logits, temperature, top_k, top_p, min_p, seed, count):
+def sample(logits, temperature, top_k, top_p, min_p, seed, count, sample_index):
     result = []
     for n, row in enumerate(logits.astype(np.float64).tolist()):
         if any(math.isnan(x) or x == math.inf for x in row) or max(row) == -math.inf:
@@ -372,14 +372,13 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, count):
         most = row[left[0]]
         left = sorted(i for i in left if math.exp(row[i] - most) >= float(min_p[n]))
         key = int(seed[n]) % 2**32, int(seed[n]) >> 32 & 0xFFFFFFFF
-        u = (philox((int(count[n]), 0, 0, 0), key)[0] >> 8) / 2**24
-        weight = [math.exp((row[i] - most) / float(temperature[n])) for i in left]
-        target, reached, chosen = u * sum(weight), 0.0, left[-1]
-        for i, w in zip(left, weight, strict=True):
-            reached += w
-            if reached > target:
-                chosen = i
-                break
+        best, chosen = -math.inf, -1
+        for i in left:
+            counter = i // 4, int(count[n]), int(sample_index[n]), 0
+            u = (philox(counter, key)[i % 4] + 0.5) / 2**32
+            score = (row[i] - most) / float(temperature[n]) - math.log(-math.log(u))
+            if score > best:
+                best, chosen = score, i
         result.append(chosen)
     return np.array(result, np.int32)
 

@@ -16,7 +16,7 @@ from ....graph.tensor import Tensor
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
-from ..runtime.jit import helper, i32s, inlined, kernel, load_i64
+from ..runtime.jit import f32_of_bits, helper, i32s, inlined, kernel, load_i64
 from .elementwise import thread_range
 
 BLOCK = 64
@@ -29,6 +29,12 @@ def sort_key(bits, nan):
     size = bits & int32(0x7FFFFFFF)
     key = int32(0) - size if bits < int32(0) else size
     return nan if size > int32(0x7F800000) else key
+
+
+@inlined
+def value_of_key(key):
+    """The float32 of a sort key that is not NaN's."""
+    return f32_of_bits(key if key >= int32(0) else (int32(0) - key) | int32(-(2**31)))
 
 
 @helper

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import float64, int32, int64, uint32, uint64
+from numba import float32, float64, int32, int64
 
 from ....graph.tensor import Tensor
 from ... import Options
@@ -17,7 +17,7 @@ from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
-from ..runtime.jit import f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk
+from ..runtime.jit import f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk, u32s
 from ..simd.math import exp64
 from .argmax import (  # fmt: skip
     BLOCK,
@@ -29,25 +29,13 @@ from .argmax import (  # fmt: skip
     maxima_nbytes,
     row_arguments,
     sort_key,
+    value_of_key,
 )
+from .noise import MAX_NOISE, NoiseKey, fill_words, gumbel, noise_bound, token_noise
 
 _INF = int32(0x7F800000)  # key of +inf
 _MINUS_INF = int32(-0x7F800000)
-_SORT_LIMIT = 4096  # survivors up to which top_p sorts
-
-
-@helper
-def _philox(seed, counter):
-    """First word of Philox4x32-10 with key ``seed`` and counter (counter, 0, 0, 0), below 2^32."""
-    low, shift = uint64(0xFFFFFFFF), uint64(32)
-    k0, k1 = uint64(seed) & low, uint64(seed) >> shift
-    c0, c1, c2, c3 = uint64(uint32(counter)), uint64(0), uint64(0), uint64(0)
-    for _ in range(10):
-        even, odd = c0 * uint64(0xD2511F53), c2 * uint64(0xCD9E8D57)
-        c0, c1 = (odd >> shift) ^ c1 ^ k0, odd & low
-        c2, c3 = (even >> shift) ^ c3 ^ k1, even & low
-        k0, k1 = (k0 + uint64(0x9E3779B9)) & low, (k1 + uint64(0xBB67AE85)) & low
-    return c0
+_SORT_LIMIT = 4096  # candidates up to which top_p sorts
 
 
 @helper
@@ -93,16 +81,15 @@ def _top_k(bits, width, maxima, blocks, k, ids, keys):
 
 
 @helper
-def _softmax_weights(logits, ids, keys, count, peak, temperature, weights):
-    """Write exp((logit - max) / temperature) of each survivor."""
+def _softmax_weights(logits, ids, keys, count, peak, weights):
+    """Write exp(logit - max) of each candidate."""
     for i in range(count):
-        gap = (float64(logits[ids[i]]) - peak) / temperature
-        weights[i] = exp64(gap) if keys[i] > _MINUS_INF else 0.0
+        weights[i] = exp64(float64(logits[ids[i]]) - peak) if keys[i] > _MINUS_INF else 0.0
 
 
 @helper
 def _sort_descending(order, keys, count):
-    """Shell sort of survivors, descending; their positions go to the low halves of ``order``."""
+    """Shell sort of candidates, descending; their positions go to the low halves of ``order``."""
     for i in range(count):
         order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
     gap = 1
@@ -120,7 +107,7 @@ def _sort_descending(order, keys, count):
 
 @helper
 def _cut_sorted(keys, weights, count, top_p, order):
-    """Return (key, position) of the last survivor that top_p keeps."""
+    """Return (key, position) of the last candidate that top_p keeps."""
     _sort_descending(order, keys, count)
     total = 0.0
     for i in range(count):
@@ -136,7 +123,7 @@ def _cut_sorted(keys, weights, count, top_p, order):
 
 @helper
 def _cut_searched(keys, weights, count, top_p):
-    """As `_cut_sorted`, by bisection on the key, which is faster for many survivors."""
+    """As `_cut_sorted`, by bisection on the key, which is faster for many candidates."""
     total = 0.0
     for i in range(count):
         total += weights[i]
@@ -164,35 +151,57 @@ def _cut_searched(keys, weights, count, top_p):
 
 
 @helper
-def _filter(keys, ids, weights, count, top_p, min_p, order):
-    """Apply top_p, then min_p, in index order; returns the count of survivors."""
-    cut, last = MIN_KEY, count
-    if top_p < 1:
-        if count <= _SORT_LIMIT:
-            cut, last = _cut_sorted(keys, weights, count, top_p, order)
-        else:
-            cut, last = _cut_searched(keys, weights, count, top_p)
-    kept = 0
-    for i in range(count):
-        inside = keys[i] > cut or (keys[i] == cut and i <= last)
-        if inside and (min_p <= 0 or weights[i] >= min_p):
-            ids[kept], keys[kept] = ids[i], keys[i]
-            kept += 1
-    return max(kept, 1)
+def _cut(logits, ids, keys, count, peak, top_p, weights, order):
+    """Return (key, id) of the last of ``count`` candidates that top_p keeps."""
+    if not top_p < 1:
+        last = int64(0)
+        for i in range(count):
+            if keys[i] <= keys[last]:
+                last = int64(i)
+        return keys[last], int64(ids[last])
+    _softmax_weights(logits, ids, keys, count, peak, weights)
+    if count <= _SORT_LIMIT:
+        key, last = _cut_sorted(keys, weights, count, top_p, order)
+    else:
+        key, last = _cut_searched(keys, weights, count, top_p)
+    return key, int64(ids[last])
 
 
 @helper
-def _choose(weights, ids, count, number):
-    """The survivor at the fraction ``number`` of the cumulated weights."""
-    total = 0.0
-    for i in range(count):
-        total += weights[i]
-    reached = 0.0
-    for i in range(count):
-        reached += weights[i]
-        if reached > number * total:
-            return ids[i]
-    return ids[count - 1]
+def _draw(logits, width, maxima, best, temperature, least, last, min_p, noise, words):
+    """Return the kept id with the largest (logit - max) / temperature + noise.
+
+    Most ids cannot win even with the largest possible noise, or with an upper bound of their noise
+    that takes no logarithm; both are compared in float32, in the direction that discards too few.
+    """
+    bits, peak = i32s(logits), float64(f32s(logits)[best])
+    top, inverse = float32(peak), float32(min(1.0 / temperature, 1e30))
+    chosen, largest = best, token_noise(noise, best)
+    for block in range(-(-width // BLOCK)):
+        first = block * BLOCK
+        gap = (value_of_key(maxima[block]) - top) * inverse
+        if maxima[block] < least or gap + MAX_NOISE < float32(largest):
+            continue
+        count = min(BLOCK, width - first)
+        fill_words(noise, first // 4, BLOCK // 4, words)
+        row, floor, some = f32s(logits + first * 4), float32(largest), False
+        for i in range(count):
+            some |= (row[i] - top) * inverse + noise_bound(words[i]) >= floor
+        if not some:
+            continue
+        for i in range(count):
+            if (row[i] - top) * inverse + noise_bound(words[i]) < float32(largest):
+                continue
+            key, token = sort_key(bits[first + i], MAX_KEY), first + i
+            if key < least or (key == least and token > last):
+                continue
+            distance = float64(row[i]) - peak
+            if min_p > 0 and exp64(max(distance, -700.0)) < min_p:
+                continue
+            score = distance / temperature + gumbel(words[i])
+            if score > largest or (score == largest and token < chosen):
+                chosen, largest = token, score
+    return chosen
 
 
 class SampleArgs(NamedTuple):
@@ -213,6 +222,7 @@ class SampleArgs(NamedTuple):
     min_p: int
     seed: int
     count: int  # type: ignore[assignment]  # a field in place of tuple.count
+    sample_index: int
 
 
 _read_sample = argument_reader(SampleArgs)
@@ -225,7 +235,7 @@ def _sample(p, thread, threads):
     own = a.scratch + thread * a.thread_scratch
     weights, order = f64s(own), i64s(own + width * 8)
     own += (width + _SORT_LIMIT) * 8
-    keys, ids = i32s(own), i32s(own + width * 4)
+    words, keys, ids = u32s(own), i32s(own + BLOCK * 4), i32s(own + BLOCK * 4 + width * 4)
     rows = load_i64(a.rows)
     row = next_chunk(p)
     while row < rows:
@@ -242,26 +252,28 @@ def _sample(p, thread, threads):
             y[row] = best
             row = next_chunk(p)
             continue
-        peak, k = float64(logits[best]), int64(i32s(a.top_k)[row])
-        top_p, min_p = float64(f32s(a.top_p)[row]), float64(f32s(a.min_p)[row])
-        count = width
-        if 0 < k < width:
-            count = _top_k(bits, width, maxima, blocks, k, ids, keys)
-        else:
-            for i in range(width):
-                ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
-        if top_p < 1 or min_p > 0:
-            _softmax_weights(logits, ids, keys, count, peak, 1.0, weights)
-            count = _filter(keys, ids, weights, count, top_p, min_p, order)
-        _softmax_weights(logits, ids, keys, count, peak, float64(temperature), weights)
-        number = float64(_philox(i64s(a.seed)[row], i32s(a.count)[row]) >> uint64(8)) * 2.0**-24
-        y[row] = _choose(weights, ids, count, number)
+        k, top_p, peak = int64(i32s(a.top_k)[row]), f32s(a.top_p)[row], float64(logits[best])
+        limited = 0 < k < width
+        least, last = MIN_KEY, width  # kept: larger keys, and equal ones up to id ``last``
+        if limited or top_p < 1:
+            count = width
+            if limited:
+                count = _top_k(bits, width, maxima, blocks, k, ids, keys)
+            else:
+                for i in range(width):
+                    ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
+            least, last = _cut(logits, ids, keys, count, peak, float64(top_p), weights, order)
+        noise = NoiseKey(i64s(a.seed)[row], i32s(a.count)[row], i32s(a.sample_index)[row])
+        min_p = float64(f32s(a.min_p)[row])
+        y[row] = _draw(
+            at, width, maxima, best, float64(temperature), least, last, min_p, noise, words
+        )
         row = next_chunk(p)
 
 
 def _thread_nbytes(width: int) -> int:
-    """Bytes of weights, order, keys and ids of one thread."""
-    return -(-(width * 16 + _SORT_LIMIT * 8) // 64) * 64
+    """Bytes of weights, order, words, keys and ids of one thread."""
+    return -(-(width * 16 + _SORT_LIMIT * 8 + BLOCK * 4) // 64) * 64
 
 
 def _scratch(node: Tensor, options: Options) -> int:
@@ -272,7 +284,7 @@ def _scratch(node: Tensor, options: Options) -> int:
 @BACKEND.kernel("sample", layout={"logits": "rows"}, scratch=_scratch)
 def sample(ctx: KernelContext) -> list[Launch]:
     rows = row_arguments(ctx, "logits")
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "count")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "count", "sample_index")
     block = SampleArgs(
         *rows,
         scratch=ctx.scratch + maxima_nbytes(ctx.node),

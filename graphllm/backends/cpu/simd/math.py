@@ -171,3 +171,22 @@ def exp64(x):
     p = ((p * r + _E64[11]) * r + 1.0) * r + 1.0
     power = (f64_as_bits(shifted) - int64(_ROUND64_BITS) + int64(1023)) << int64(52)
     return 0.0 if low else p * as_f64(power)
+
+
+_ATANH = tuple(2.0 / n for n in (25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3))
+
+
+@_exact
+def log64(x):
+    """Natural logarithm of a positive normal float64, also accurate near 1."""
+    bits = f64_as_bits(x)
+    # 2^n m = x with m in [sqrt(1/2), sqrt(2)): log(m) = 2 atanh((m - 1) / (m + 1)).
+    n = (bits - int64(0x3FE6A09E667F3BCD)) >> int64(52)
+    f = as_f64(bits - (n << int64(52))) - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    p = ((((_ATANH[0] * z + _ATANH[1]) * z + _ATANH[2]) * z + _ATANH[3]) * z + _ATANH[4]) * z
+    p = ((((p + _ATANH[5]) * z + _ATANH[6]) * z + _ATANH[7]) * z + _ATANH[8]) * z + _ATANH[9]
+    p = (p * z + _ATANH[10]) * z + _ATANH[11]
+    scale = float64(n)
+    return scale * _LN2[0] + (2.0 * s + (s * z * p + scale * _LN2[1]))

@@ -1,13 +1,13 @@
 // Sampling of token ids from logits. Every row may have other settings, which are read on the device.
 //
 // `slice_maxima` finds the largest key of every slice of a row. `pick`, one block per row, looks for the
-// top_k largest keys only in slices whose maximum is among the top_k maxima. It samples in float64 and
-// in the order of the op's declaration. A wide row, one without top_k, is sampled by several blocks
-// with a chunk of it each, with weights as integers, whose sums do not depend on their order: `pick`
-// sums them by bins of the logits' distance from the largest, and so finds the bin in which top_p is
-// reached; `finish` lists that bin and adds up the weights above it, and the last block to finish
-// samples. A row with a large top_k, or with too many equal values, is sampled by one block, which reads
-// it several times.
+// top_k largest keys only in slices whose maximum is among the top_k maxima. Of the ids left, the one
+// with the largest sum of logit and Gumbel noise is sampled, in float64. A wide row, one without top_k,
+// is sampled by several blocks with a chunk of it each. For top_p they use weights as integers, whose
+// sums do not depend on their order: `pick` sums them by bins of the logits' distance from the largest,
+// and so finds the bin in which top_p is reached; `finish` finds the best id above that bin, and lists
+// the bin, of which the last block to finish considers the part within top_p. A row with a large top_k,
+// or with too many equal values, is sampled by one block, which reads it several times.
 
 #include "sampling.cuh"
 
@@ -20,8 +20,9 @@
 struct Wide {
     u64 mass[BINS];  // sum of weights by bin
     int weighed, finished, listed, unused;
-    u64 sums[THREADS];  // of each chunk's weights above the bin
-    u64 above, need;    // top_p: sum of weights above the bin, and the sum to be reached
+    double sums[THREADS];  // of each chunk: the best sum above the bin, and its id
+    u64 ids[THREADS];
+    u64 above, need;  // top_p: sum of weights above the bin, and the sum to be reached
     u64 bin;
     u64 list[LISTED];  // candidates in the bin
 };
@@ -100,11 +101,33 @@ __device__ __forceinline__ void add_up(const double* values, int count, double* 
     for (int i = 0; i < count; i++) sums[i] = sum += values[i];
 }
 
-// Sample from the `keep` largest of `count` candidates.
-__device__ int sample_candidates(const u64* found, int count, int keep, const SamplingParams& params) {
+// The ids left by top_k and top_p: the listed candidates, or without a list the ids of a row whose keys
+// are above `least`, or equal to it before index `end`.
+struct Kept {
+    const u64* list;
+    int count;
+    u32 least;
+    int end;
+};
+
+// Sample one of the ids left, of which min_p excludes some.
+__device__ __forceinline__ int draw(const Row& row, const Kept& kept, u32 top, const SamplingParams& params) {
+    Best best;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kept.count; i += THREADS) {
+        u64 c = kept.list ? kept.list[i] : candidate(row.key(i), i);
+        u32 k = key_of(c);
+        if (!kept.list && (k < kept.least || (k == kept.least && i >= kept.end))) continue;
+        if (params.reaches_min_p(k, top)) best.consider(index_of(c), k, top, params);
+    }
+    best.join_block();
+    return best.id;
+}
+
+// Apply top_k and top_p to `count` candidates that contain the `keep` largest.
+__device__ Kept keep_candidates(const u64* found, int count, int keep, const SamplingParams& params) {
     __shared__ u64 sorted[KEPT];
-    __shared__ double weights[KEPT], sums[KEPT], heated_weights[KEPT];
-    __shared__ int ids[KEPT];
+    __shared__ double weights[KEPT], sums[KEPT];
     int t = threadIdx.x;
     if (t < count) {
         u64 own = found[t];
@@ -114,46 +137,26 @@ __device__ int sample_candidates(const u64* found, int count, int keep, const Sa
         if (rank < keep) sorted[rank] = own;
     }
     __syncthreads();
-    keep = min(keep, count);
-    u64 own = t < keep ? sorted[t] : 0;
-    u32 top = key_of(sorted[0]);
-    double plain = t < keep ? weight_of(key_of(own), top, 1) : 0;
-    double heated = t < keep ? weight_of(key_of(own), top, params.temperature) : 0;
-    if (t < keep) weights[t] = plain;
-    __syncthreads();
-    int left = keep;
+    int left = keep = min(keep, count);
     if (params.some) {
+        if (t < keep) weights[t] = weight_of(key_of(sorted[t]), key_of(sorted[0]));
+        __syncthreads();
         if (t == 0) add_up(weights, keep, sums);
         __syncthreads();
-        double need = params.top_p * sums[keep - 1];
+        double need = (double)params.top_p * sums[keep - 1];
         left = min(keep, 1 + __syncthreads_count(t < keep && sums[t] < need));
     }
-    if (params.min_p > 0) left = max(1, __syncthreads_count(t < left && plain >= params.min_p));
-    if (t < left) {
-        int rank = 0;
-#pragma unroll 8
-        for (int i = 0; i < left; i++) rank += index_of(sorted[i]) < index_of(own);
-        ids[rank] = index_of(own);
-        heated_weights[rank] = heated;
-    }
-    __syncthreads();
-    if (t == 0) add_up(heated_weights, left, sums);
-    __syncthreads();
-    double target = params.number * 0x1p-24 * sums[left - 1];
-    int before = __syncthreads_count(t < left && !(sums[t] > target));
-    return ids[min(before, left - 1)];
+    return {sorted, left, 0, 0};
 }
 
-// Sample from a whole row by one block. Keys above `least` are kept, and those equal to it before
-// index `end`.
-__device__ int sample_row(const Row& row, u32 top, int top_k, const SamplingParams& params, u32* room) {
+// Apply top_k and top_p to a whole row by one block.
+__device__ Kept keep_of_row(const Row& row, u32 top, int top_k, const SamplingParams& params, u32* room) {
     Weights weights(top, row.width);
     auto key = [&](int i) { return row.key(i); };
     u32 least = 0;
     int width = row.width, end = 0;
     auto kept = [&](int i, u32 k) { return k > least || (k == least && i < end); };
     auto plain = [&](int i, u32 k) { return kept(i, k) ? weights.plain(k) : 0ull; };
-    auto heated = [&](int i, u32 k) { return kept(i, k) ? weights.heated(k, params) : 0ull; };
     auto cut = [&](Level level, u64 ties) {
         auto equal = [&](int, u32 k) { return k == level.key ? 1ull : 0ull; };
         end = 1 + locate(width, key, equal, ties - 1);
@@ -169,7 +172,7 @@ __device__ int sample_row(const Row& row, u32 top, int top_k, const SamplingPara
         u64 each = weights.plain(level.key);
         cut(level, (need - level.above + each - 1) / each);
     }
-    return locate(width, key, heated, target_of(params, total_of(width, key, heated)));
+    return {nullptr, width, least, end};
 }
 
 // --------------------------------------------------------------------------------- wide rows
@@ -238,31 +241,23 @@ __device__ __forceinline__ void cut_list(const Wide* wide, int count, const Weig
     end = (int)~first.key + 1;
 }
 
-// Sample from the sums of all blocks; called by the last one. `count` candidates of the bin are listed.
+// Sample from the best ids of all blocks; called by the last one. `count` candidates of the bin are
+// listed.
 __device__ int sample_wide(const Row& row, u32 top, const SamplingParams& params, u32* room, const Wide* wide,
                          int count) {
-    __shared__ u64 sums[THREADS], rest;
-    __shared__ int found;
-    Weights weights(top, row.width);
-    int t = threadIdx.x, size = chunk_of(row.width), end = 0;
+    int t = threadIdx.x, end = 0;
     u32 least = 0;
-    if (count) cut_list(wide, count, weights, room, least, end);
-    auto kept = [&](int i, u32 k) { return k > least || (k == least && i < end); };
-    sums[t] = t < gridDim.y ? __ldcg(&wide->sums[t]) : 0;
-    __syncthreads();
+    Best best;
+    if (t < gridDim.y) best.join(__ldcg(&wide->sums[t]), (int)__ldcg(&wide->ids[t]));
+    if (count) cut_list(wide, count, Weights(top, row.width), room, least, end);
     for (int i = t; i < count; i += THREADS) {
         u64 c = __ldcg(&wide->list[i]);
-        if (kept(index_of(c), key_of(c)))
-            atomicAdd(&sums[index_of(c) / size], weights.heated(key_of(c), params));
+        u32 k = key_of(c);
+        if ((k > least || (k == least && index_of(c) < end)) && params.reaches_min_p(k, top))
+            best.consider(index_of(c), k, top, params);
     }
-    __syncthreads();
-    u64 own = sums[t], through = block_scan(own), target = target_of(params, block_total(own));
-    if (through - own <= target && target < through) found = t, rest = target - (through - own);
-    __syncthreads();
-    int first = found * size, last = min(first + size, row.width);
-    auto key = [&](int i) { return row.key(first + i); };
-    auto heated = [&](int i, u32 k) { return kept(first + i, k) ? weights.heated(k, params) : 0ull; };
-    return first + locate(last - first, key, heated, rest);
+    best.join_block();
+    return best.id;
 }
 
 // ------------------------------------------------------------------------------------ kernels
@@ -278,9 +273,11 @@ __device__ __forceinline__ Request request_of(const Settings& s, i64 n, int widt
     Request a = {{}, 1, true, false};
     if (!s.temperature) return a;
     float top_p = s.top_p[n];
-    a.params = {s.temperature[n], top_p, s.min_p[n], top_p < 1, random_24(s.seed[n], s.count[n])};
+    a.params = {s.temperature[n], top_p, s.min_p[n], top_p < 1, {}};
     a.greedy = !(a.params.temperature > 0);
     if (a.greedy) return a;
+    u64 seed = (u64)s.seed[n];
+    a.params.noise = {(u32)seed, (u32)(seed >> 32), (u32)s.count[n], (u32)s.sample_index[n]};
     a.top_k = s.top_k[n];
     a.wide = !(0 < a.top_k && a.top_k < width);
     return a;
@@ -331,8 +328,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bool few = a.top_k <= KEPT;
         u32 least = few ? kth_largest(maximum, a.top_k) : 0;
         int count = few ? gather(row, maximum, least, room) : THREADS + 1;
-        id = count <= THREADS ? sample_candidates(room, count, a.top_k, a.params)
-                                 : sample_row(row, most, a.top_k, a.params, (u32*)room);
+        Kept kept = count <= THREADS ? keep_candidates(room, count, a.top_k, a.params)
+                                     : keep_of_row(row, most, a.top_k, a.params, (u32*)room);
+        id = draw(row, kept, most, a.params);
     }
     if (threadIdx.x == 0) out[n] = id;
 }
@@ -357,20 +355,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Weights weights(top, width);
     int cut = a.params.some ? (int)wide->bin : -1;
     int size = chunk_of(width), first = blockIdx.y * size, last = min(first + size, width);
-    u64 sum = 0;
-    auto key = [&](int i) { return row.key(i); };
-    over(first + threadIdx.x, last, THREADS, key, [&](int i, u32 k) {
+    Best best;
+#pragma unroll 1
+    for (int i = first + threadIdx.x; i < last; i += THREADS) {
+        u32 k = row.key(i);
         int bin = bin_of(k, top);
-        if (bin > cut) sum += weights.heated(k, a.params);
-        if (bin != cut || !weights.plain(k)) return;
+        if (bin > cut && a.params.reaches_min_p(k, top)) best.consider(i, k, top, a.params);
+        if (bin != cut || !weights.plain(k)) continue;
         int at = atomicAdd(&wide->listed, 1);
         if (at < LISTED) wide->list[at] = candidate(k, i);
-    });
-    sum = block_total(sum);
-    if (threadIdx.x == 0) wide->sums[blockIdx.y] = sum;
+    }
+    best.join_block();
+    if (threadIdx.x == 0) wide->sums[blockIdx.y] = best.sum, wide->ids[blockIdx.y] = best.id;
     if (!is_last(&wide->finished)) return;
     int count = __ldcg(&wide->listed);
-    int id = count <= LISTED ? sample_wide(row, top, a.params, (u32*)room, wide, count)
-                                : sample_row(row, top, 0, a.params, (u32*)room);
+    int id = count <= LISTED
+                 ? sample_wide(row, top, a.params, (u32*)room, wide, count)
+                 : draw(row, keep_of_row(row, top, 0, a.params, (u32*)room), top, a.params);
     if (threadIdx.x == 0) out[n] = id;
 }

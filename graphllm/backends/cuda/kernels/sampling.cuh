@@ -9,7 +9,7 @@ struct Settings {  // null: argmax, with NaN as the smallest value
     const int* top_k;
     const float *top_p, *min_p;
     const i64* seed;
-    const int* count;
+    const int *count, *sample_index;
 };
 
 #define KEY_OF_INFINITY 0xff800000u
@@ -199,9 +199,15 @@ __device__ __forceinline__ u32 key_of(u64 c) { return (u32)(c >> 32); }
 __device__ __forceinline__ int index_of(u64 c) { return (int)~(u32)c; }
 // ------------------------------------------------------------------------------------- sampling
 
-// Philox4x32-10's first word for a request's seed and output position, its upper 24 bits.
-__device__ __forceinline__ u32 random_24(i64 seed, int count) {
-    u32 c0 = (u32)count, c1 = 0, c2 = 0, c3 = 0, k0 = (u32)seed, k1 = (u32)((u64)seed >> 32);
+// What the noise of a row depends on, besides the id.
+struct NoiseKey {
+    u32 low, high, count, index;  // halves of the seed, output position, index of the sample
+};
+
+// The random word of an id: ops/random_numbers.py has the definition.
+__device__ __forceinline__ u32 random_word(const NoiseKey& key, int id) {
+    u32 c0 = (u32)id / 4, c1 = key.count, c2 = key.index, c3 = 0, k0 = key.low, k1 = key.high;
+#pragma unroll
     for (int round = 0; round < 10; round++) {
         u64 even = (u64)c0 * 0xD2511F53u, odd = (u64)c2 * 0xCD9E8D57u;
         u32 next = (u32)(odd >> 32) ^ c1 ^ k0;
@@ -212,19 +218,28 @@ __device__ __forceinline__ u32 random_24(i64 seed, int count) {
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    return c0 >> 8;
+    return id & 2 ? (id & 1 ? c3 : c2) : (id & 1 ? c1 : c0);
 }
 
-// exp((value - top) / temperature), where the top is finite.
-__device__ __forceinline__ double weight_of(u32 key, u32 top, double temperature) {
-    return exp(((double)value_of(key) - (double)value_of(top)) / temperature);
+// Gumbel noise -log(-log(u)) of a word, with u = (word + 1/2) 2^-32.
+__device__ __forceinline__ double gumbel(u32 word) {
+    return -log(-log(((double)word + 0.5) * 0x1p-32));
+}
+
+// exp(value - top), where the top is finite.
+__device__ __forceinline__ double weight_of(u32 key, u32 top) {
+    return exp((double)value_of(key) - (double)value_of(top));
 }
 
 // The settings of a row.
 struct SamplingParams {
-    double temperature, top_p, min_p;
+    float temperature, top_p, min_p;
     bool some;  // top_p is on
-    u32 number;
+    NoiseKey noise;
+
+    __device__ __forceinline__ bool reaches_min_p(u32 key, u32 top) const {
+        return !(min_p > 0) || key == top || weight_of(key, top) >= min_p;
+    }
 };
 
 // Weights of a row with largest key `top` as fixed-point integers, whose sums do not depend on their
@@ -236,22 +251,62 @@ struct Weights {
     __device__ __forceinline__ Weights(u32 top, int width)
         : top(top), unit((double)(1ull << (30 + __clz(width)))) {}
     __device__ __forceinline__ u64 plain(u32 key) const {
-        return (u64)__double2ll_rn(weight_of(key, top, 1) * unit);
-    }
-    // Weight at the temperature; 0 if min_p excludes the key.
-    __device__ __forceinline__ u64 heated(u32 key, const SamplingParams& params) const {
-        bool in = key == top || !(params.min_p > 0) || weight_of(key, top, 1) >= params.min_p;
-        return in ? (u64)__double2ll_rn(weight_of(key, top, params.temperature) * unit) : 0ull;
+        return (u64)__double2ll_rn(weight_of(key, top) * unit);
     }
     // The sum of weights to be reached for top_p.
     __device__ __forceinline__ u64 need(const SamplingParams& params, u64 sum) const {
-        i64 part = __double2ll_ru(params.top_p * (double)sum);
+        i64 part = __double2ll_ru((double)params.top_p * (double)sum);
         return part < 1 ? 1 : part;
     }
 };
 
-// The sampled point of [0, sum).
-__device__ __forceinline__ u64 target_of(const SamplingParams& params, u64 sum) {
-    u64 number = params.number;
-    return __umul64hi(number, sum) << 40 | (number * sum) >> 24;
-}
+// ------------------------------------------------------------------------------------- the draw
+
+#define MAX_NOISE 22.9f  // above -log(-log(1 - 2^-33))
+
+// The id with the largest sum of (value - top) / temperature and noise, the lowest of equal sums.
+struct Best {
+    double sum;
+    int id;  // INT_MAX: none
+
+    __device__ __forceinline__ Best() : sum(-INFINITE), id(0x7fffffff) {}
+
+    __device__ __forceinline__ void join(double other_sum, int other_id) {
+        if (other_sum < sum || (other_sum == sum && other_id > id)) return;
+        sum = other_sum;
+        id = other_id;
+    }
+
+    // Consider an id. Most cannot win with the largest noise, or with ln 2 times one more than the
+    // number of leading ones of the word, an upper bound of its noise as -log(u) is at least 1 - u.
+    __device__ __forceinline__ void consider(int i, u32 key, u32 top, const SamplingParams& params) {
+        // In float, where an error of some 1e-5 discards no winner thanks to the margins.
+        float gap = (value_of(key) - value_of(top)) * fminf(1 / params.temperature, 1e30f);
+        if (gap + MAX_NOISE < (float)sum) return;
+        u32 word = random_word(params.noise, i);
+        if (gap + 0.6932f * (__clz(~word) + 1) + 1e-3f < (float)sum) return;
+        double distance = (double)value_of(key) - (double)value_of(top);
+        join(distance / params.temperature + gumbel(word), i);
+    }
+
+    // The best of the block's threads, in all threads.
+    __device__ __forceinline__ void join_block() {
+        __shared__ double sums[WARP];
+        __shared__ int ids[WARP];
+        int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        join_warp();
+        __syncthreads();
+        if (lane == 0) sums[warp] = sum, ids[warp] = id;
+        __syncthreads();
+        sum = sums[lane], id = ids[lane];
+        join_warp();
+    }
+
+    __device__ __forceinline__ void join_warp() {
+#pragma unroll
+        for (int o = WARP / 2; o; o >>= 1) {
+            double other = __shfl_xor_sync(FULL, sum, o);
+            join(other, __shfl_xor_sync(FULL, id, o));
+        }
+    }
+};

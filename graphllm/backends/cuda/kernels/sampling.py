@@ -18,7 +18,7 @@ _SIZES = ("ring", "stops")  # fields of Penalties that are no operands
 _THREADS = 1024  # of a block of `pick`; also the limit of slices and of chunks of a row
 _WARPS = 8  # of a block of `slice_maxima`, one slice each
 _CHUNK = 2048  # least number of logits of a wide row that one block takes
-_WIDE = 8 * (2048 + 2 + _THREADS + 3 + (1 << 14))  # bytes of the struct Wide
+_WIDE = 8 * (2048 + 2 + 2 * _THREADS + 3 + (1 << 14))  # bytes of the struct Wide
 _PENALTY_THREADS = 256  # of a block of `penalise`; each copies four logits
 
 
