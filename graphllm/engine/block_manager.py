@@ -34,7 +34,7 @@ class SequenceBlocks:
         self._used = 0
         self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
         self._reserved = 0  # tokens for which blocks were reserved
-        self._drop_at = 0  # the first position for which a windowed group drops a block
+        self._drop_at = 0  # number of computed tokens from which a windowed group drops a block
 
 
 class BlockManager:
@@ -194,13 +194,14 @@ class BlockManager:
     def reserve(self, blocks: SequenceBlocks, start: int, stop: int) -> bool:
         """Take the blocks for a step that computes tokens ``start`` to ``stop - 1``.
 
-        Windowed groups first drop the blocks that the token at ``start`` does not attend to.
-        Cached blocks are evicted where no free ones are left.
+        Windowed groups first drop the blocks that the first token not computed yet, at ``start`` or
+        before it in a step that may still fail, does not attend to. Cached blocks are evicted where
+        no free ones are left.
 
         Returns:
             False, and nothing has changed, if a group has too few free and cached blocks.
         """
-        if stop <= blocks._reserved and start < blocks._drop_at:
+        if stop <= blocks._reserved and blocks.computed < blocks._drop_at:
             return True
         used = max(blocks._used, -(-stop // self.block))
         if not blocks.computed <= start < stop or used > self.width:
@@ -208,7 +209,7 @@ class BlockManager:
         tables = list(blocks.tables.values())
         firsts = list(blocks._first)
         for g, pool in enumerate(self._pools):
-            firsts[g] = max(firsts[g], min(pool.first_block(start), blocks._used))
+            firsts[g] = max(firsts[g], pool.first_block(blocks.computed))
             dropped = tables[g][blocks._first[g] : firsts[g]].tolist()
             gained = sum(pool.counts[block] == 1 for block in dropped)
             if used - blocks._used > pool.available + gained:

@@ -321,6 +321,15 @@ def test_the_blocks_that_a_window_drops_count_as_available():
     assert not cache.manager.reserve(blocks, 25, 40)
 
 
+def test_a_step_launched_ahead_keeps_the_window_of_the_one_before():
+    cache = Cache(window=5)
+    blocks = cache.compute(ids(12))
+    assert cache.manager.reserve(blocks, 12, 14) and cache.manager.reserve(blocks, 13, 15)
+    cache.extend(blocks, ids(13))  # the first step failed and runs again
+    assert cache.manager.reserve(blocks, 13, 15)
+    assert cache.manager.held == {"window": 2}
+
+
 def test_the_index_is_bounded():
     cache = Cache(pool=10, width=10, a=0, b=6)
     rng = np.random.default_rng(0)
