@@ -29,7 +29,9 @@ class SequenceBlocks:
         self._tokens = tokens
         self._prefix = prefix
         self._keys = [root]  # the root's, and the digest up to the end of each computed full block
-        self._expected: list[bytes] = []  # of the full blocks of the tokens given to `begin`
+        self._given = tokens  # to `begin`
+        self._data = b""  # the same tokens, as int32
+        self._expected: list[bytes] = []  # keys of their full blocks
         self._first = [0] * len(self.tables)  # by group: entries [first, used) are held
         self._used = 0
         self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
@@ -113,7 +115,7 @@ class BlockManager:
         data = int32_bytes(tokens)
         root = root_key(data[: TOKEN_BYTES * prefix])
         blocks = SequenceBlocks(self.pools, self.width, tokens, root, prefix)
-        blocks._expected = chain(root, data, self.block)
+        blocks._data, blocks._expected = data, chain(root, data, self.block)
         keys = [root, *blocks._expected]
         shared, common, takeover = longest_prefix(self._pools, keys, data, self.block, prefix)
         blocks.cached = blocks.computed = shared * self.block + common
@@ -219,8 +221,7 @@ class BlockManager:
         for g, pool in enumerate(self._pools):
             for j in range(blocks._first[g], firsts[g]):
                 self._drop(pool, blocks, tables[g], j)
-            for j in range(blocks._used, used):
-                tables[g][j] = pool.take()
+            tables[g][blocks._used : used] = [pool.take() for _ in range(blocks._used, used)]
         blocks._first, blocks._used, blocks._reserved = firsts, used, used * self.block
         blocks._drop_at = min(
             ((firsts[g] + 1) * self.block + self._pools[g].window - 1 for g in self._windowed),
@@ -263,16 +264,29 @@ class BlockManager:
         if blocks.computed < blocks._prefix:
             raise ValueError(f"{blocks.computed} tokens of a prefix of {blocks._prefix}")
         first, stop = len(blocks._keys) - 1, blocks.computed // self.block
-        data = int32_bytes(blocks._tokens[first * self.block : stop * self.block])
-        for j, key in enumerate(chain(blocks._keys[-1], data, self.block), first):
-            if j < len(blocks._expected):
-                if blocks._expected[j] != key:
-                    raise ValueError("the tokens are not those given to `begin`")
-                self._end_computing(key)
+        held = [table[first:stop].tolist() for table in blocks.tables.values()]
+        for j in range(first, stop):
+            parent, key, data = blocks._keys[j], *self._key_and_data(blocks, j)
             blocks._keys.append(key)
-            for pool, table in zip(self._pools, blocks.tables.values()):
-                if table[j] >= 0:
-                    pool.add(int(table[j]), self._entry(blocks, j))
+            entry = CachedBlock(key, parent, data, j)
+            for pool, table in zip(self._pools, held):
+                if table[j - first] >= 0:
+                    pool.add(table[j - first], entry)
+
+    def _key_and_data(self, blocks: SequenceBlocks, j: int) -> tuple[bytes, bytes]:
+        """Return key and int32 bytes of full block ``j``, the first one without a key."""
+        size = TOKEN_BYTES * self.block
+        data = blocks._data[j * size : (j + 1) * size]
+        new = j >= len(blocks._expected)
+        if new or blocks._tokens is not blocks._given:
+            tokens = blocks._tokens[j * self.block : (j + 1) * self.block]
+            if not new and int32_bytes(tokens) != data:
+                raise ValueError("the tokens are not those given to `begin`")
+            data = int32_bytes(tokens)
+        if new:
+            return chain(blocks._keys[j], data, self.block)[0], data
+        self._end_computing(blocks._expected[j])
+        return blocks._expected[j], data
 
     def _entry(self, blocks: SequenceBlocks, j: int) -> CachedBlock:
         """Return the content of block ``j``, which may be partial."""
