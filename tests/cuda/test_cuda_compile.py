@@ -2,6 +2,9 @@
 uses local memory.
 
 Needs CuPy and NVRTC (extra "nvrtc"); with GRAPHLLM_REQUIRE=nvrtc their absence is a failure.
+
+As a script it compiles the modules of some sources, or all, for all generations that may use them:
+`python tests/cuda/test_cuda_compile.py gemv.cu` (with tests/support on PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import os
 import re
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,34 +43,74 @@ def targets(made: source.Module) -> tuple[str, ...]:
     return ARCHS[:1] if alone else ARCHS
 
 
-PAIRS = [(made, arch) for made in source.MODULES for arch in targets(made)]
+def dealt(modules: list[source.Module]) -> list[tuple[source.Module, str]]:
+    """The modules and generations that the tests compile.
+
+    The modules of a source differ in their macros. They are dealt out to the generations by a hash,
+    so that each is compiled once. Then each generation gets what it lacks: modules with every value
+    of every macro of every source that it may use.
+    """
+    pairs, seen = [], set()
+    hashed = [targets(m)[zlib.crc32(str(m).encode()) % len(targets(m))] for m in modules]
+    for own, others in ((True, ()), (False, ARCHS)):
+        for made, first in zip(modules, hashed):
+            for arch in (first,) if own else [a for a in others if a in targets(made)]:
+                values = {(made.file, arch, define) for define in made.defines or [None]}
+                if own or not values <= seen:
+                    pairs.append((made, arch))
+                    seen |= values
+    return pairs
 
 
-@pytest.fixture(scope="module")
-def logs(request):
-    """The assembler's log of each selected module and generation, or the error."""
-    name = test_compiles_without_spills.__name__
-    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == name]
-    pairs = [(item.callspec.params["module"], item.callspec.params["arch"]) for item in chosen]
+PAIRS = dealt(list(source.MODULES))
 
-    def compiled(module, arch):
+
+def compiled_logs(pairs: list[tuple[source.Module, str]]) -> Iterator[str | GraphllmError]:
+    """The assembler's log of each module and generation, or the error."""
+
+    def compiled(pair):
         try:
-            return source.compile_module(module, arch).log
+            return source.compile_module(*pair).log
         except GraphllmError as error:
             return error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(pairs, pool.map(lambda pair: compiled(*pair), pairs)))
+        yield from pool.map(compiled, pairs)
+
+
+def spills(log: str | GraphllmError) -> dict[str, int]:
+    """Bytes of local memory of the kernels that use any."""
+    assert not isinstance(log, GraphllmError), log
+    used = source.resource_usage(log)
+    assert used
+    return {name: local for name, (_, local) in used.items() if local}
+
+
+@pytest.fixture(scope="module")
+def logs(request):
+    """The log of each selected module and generation, or the error."""
+    name = test_compiles_without_spills.__name__
+    chosen = [item for item in request.session.items if getattr(item, "originalname", "") == name]
+    pairs = [(item.callspec.params["module"], item.callspec.params["arch"]) for item in chosen]
+
+    return dict(zip(pairs, compiled_logs(pairs)))
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("module, arch", PAIRS, ids=str)
 def test_compiles_without_spills(module, arch, logs):
-    log = logs[module, arch]
-    assert not isinstance(log, GraphllmError), log
-    used = source.resource_usage(log)
-    assert used
-    assert not {name: local for name, (_, local) in used.items() if local}
+    assert not spills(logs[module, arch])
+
+
+def test_modules_are_dealt_out_to_the_generations():
+    """Each is compiled, and each generation compiles every value of every macro."""
+    assert {made for made, _ in PAIRS} == set(source.MODULES) and len(set(PAIRS)) == len(PAIRS)
+    for arch in ARCHS:
+        may = [made for made in source.MODULES if arch in targets(made)]
+        does = [made for made, each in PAIRS if each == arch]
+        assert {made.file for made in does} == {made.file for made in may}
+        values = [{(m.file, define) for m in some for define in m.defines} for some in (may, does)]
+        assert values[0] == values[1]
 
 
 def sampled_timed_builds() -> list[source.Module]:
@@ -82,8 +127,7 @@ def sampled_timed_builds() -> list[source.Module]:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("made", sampled_timed_builds(), ids=str)
 def test_timed_builds_compile_without_spills(made):
-    used = source.resource_usage(source.compile_module(made, "sm_90a").log)
-    assert used and not {name: local for name, (_, local) in used.items() if local}
+    assert not spills(source.compile_module(made, "sm_90a").log)
 
 
 @pytest.mark.nvrtc
@@ -191,3 +235,20 @@ def test_importing_the_backend_imports_no_cupy():
     code = "import sys, graphllm.backends.cuda; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def main(files: list[str]) -> int:
+    """Compile the modules of ``files``, or all, for all generations; return how many fail."""
+    pairs = [(m, a) for m in source.MODULES for a in targets(m) if m.file in files or not files]
+    failures = 0
+    for (made, arch), log in zip(pairs, compiled_logs(pairs)):
+        problem = log if isinstance(log, GraphllmError) else spills(log)
+        if problem:
+            failures += 1
+            print(f"{made} for {arch}: {problem}")
+    print(f"{len(pairs) - failures} of {len(pairs)} compile without local memory")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) != 0)
