@@ -2,7 +2,8 @@
 
 Run as a script, with kernels for the processor that Numba's variables name, it prints the target,
 digests of the results of each integer format, and the errors of all samples. The tests do so in
-separate processes, as code for another processor may crash.
+separate processes, as code for another processor may crash. With the argument "all" it runs all
+samples; otherwise those that `samples` selects for the target.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import probe_kernel_cases
 import pytest
 from linear_cases import BLOCKS, digests
 from llvmlite import binding, ir
-from op_runs import KERNELS, run_all
+from op_runs import KERNELS, block_formats, run_all
 
 from graphllm.backends import Options
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
@@ -35,6 +36,9 @@ TARGETS = {
     "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
     "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # generic code only
 }
+# Without VNNI, products of bytes are computed otherwise. All other kernels for AVX-512 are those
+# that test_ops_generated.py runs, as a processor that can run this target compiles for AVX-512.
+WITHOUT_VNNI = {"skylake-avx512": ("linear", "expert_linear", "head_linear")}
 KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 
 
@@ -76,7 +80,7 @@ def targets(kernels, request):
     items = [item for item in request.session.items if getattr(item, "originalname", "") == name]
     chosen = {item.callspec.params["target"] for item in items}
     able = [name for name in TARGETS if name in chosen and getattr(isa(), TARGETS[name][0])]
-    running = {name: start(name, kernels, Path(__file__)) for name in able}
+    running = {name: start(name, kernels, Path(__file__), name) for name in able}
     yield running
     for process in running.values():
         process.kill()
@@ -85,6 +89,16 @@ def targets(kernels, request):
 def need(feature: str) -> None:
     if not getattr(isa(), feature):
         pytest.skip(f"this processor has no {feature}")
+
+
+def test_the_targets_share_the_samples():
+    """The targets with vectors of 256 and 128 bits run every op; together all run every sample."""
+    ran: dict[str, set[str]] = {name: set() for name in KERNELS}
+    for target in TARGETS:
+        for name, formats in samples(target):
+            ran[name] |= {*formats}
+        assert target in WITHOUT_VNNI or [name for name, _ in samples(target)] == KERNELS
+    assert ran == {name: {*block_formats(name)} for name in KERNELS}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -178,17 +192,32 @@ def calls(code: str) -> list[str]:
     return re.findall(r"^\s+blr?\s.*$", code, re.MULTILINE)
 
 
-def main() -> None:
+def samples(target: str) -> Iterator[tuple[str, list[str]]]:
+    """(op, block formats) to run on a target or, if it is "all", everywhere.
+
+    The kernels of expert_linear consist of those of linear, which run with every format, and a loop
+    that does not depend on the format. So its formats are dealt out to the targets.
+    """
+    dealt = BLOCKS if target == "all" else BLOCKS[list(TARGETS).index(target) :: len(TARGETS)]
+    for name in WITHOUT_VNNI.get(target, KERNELS):
+        formats = block_formats(name)
+        if name == "expert_linear":
+            formats = [form for form in formats if form in ("", *dealt)]
+        yield name, formats
+
+
+def main(target: str) -> None:
     print(isa())
     print("\n".join(digests(BLOCKS)))
-    for name in KERNELS:
-        for line in run_all(name, ("cpu",), Options()):
+    for name, formats in samples(target):
+        for line in run_all(name, ("cpu",), Options(), formats=formats):
             print(f"{name}: {line}")
-    for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
-        print(f"linear, float: {line}")
+    if target not in WITHOUT_VNNI:
+        for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
+            print(f"linear, float: {line}")
     for line in probe_kernel_cases.wrong():
         print(line)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

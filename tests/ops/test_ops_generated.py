@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from op_runs import (
     OPS,
+    block_formats,
     check_costs,
     check_sample_sizes,
     grouped,
@@ -30,16 +31,26 @@ def test_reference(name):
     assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [name for name in OPS if "" in block_formats(name)])
 def test_cpu(name):
-    wrong = run_all(name, ("cpu", "reference"), Options())
+    """The samples without block formats."""
+    wrong = run_all(name, ("cpu", "reference"), Options(), formats=("",))
     assert not wrong, report(wrong)
 
 
+@pytest.mark.parametrize(
+    "name, form", [(name, form) for name in OPS for form in block_formats(name) if form]
+)
+def test_cpu_block_formats(name, form):
+    wrong = run_all(name, ("cpu", "reference"), Options(), formats=(form,))
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("form", block_formats("linear"))
 @pytest.mark.parametrize("linear, cap", [("float", 2e-5), ("integer", np.inf)])
-def test_cpu_linear_options(linear, cap):
+def test_cpu_linear_options(linear, cap, form):
     """Without quantised activations only the order of summation may differ."""
-    wrong = run_all("linear", ("cpu", "reference"), Options(linear=linear), cap)
+    wrong = run_all("linear", ("cpu", "reference"), Options(linear=linear), cap, formats=(form,))
     assert not wrong, report(wrong)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from math import prod
 
@@ -28,19 +29,34 @@ def grouped(name: str) -> list[Group]:
     return groups(ops.get(name))
 
 
+def block_format(group: Group) -> str:
+    """The block format of the group's weights; "" if it has none."""
+    kinds = (arg.dtype for arg in group.args if arg is not None and arg.leaf == "weight")
+    return next((kind.name for kind in kinds if kind.block > 1), "")
+
+
+def block_formats(name: str) -> list[str]:
+    """The block formats in the op's samples, "" for samples without one."""
+    return list(dict.fromkeys(map(block_format, grouped(name))))
+
+
 def run_all(
-    name: str, order: tuple[str, ...], options: Options, cap: float = np.inf, floor: float = 0.0
-) -> list[str]:
+    name: str, order: tuple[str, ...], options: Options, cap: float = np.inf,
+    floor: float = 0.0, formats: Collection[str] | None = None,
+) -> list[str]:  # fmt: skip
     """Run the op's samples and return a line for each failure.
 
-    ``cap``, ``floor``: upper and lower bound of the tolerance.
+    ``cap``, ``floor``: upper and lower bound of the tolerance. ``formats``: the `block_format` of
+    the groups to run; None: all.
     """
-    for group in grouped(name):
+    groups = [g for g in grouped(name) if formats is None or block_format(g) in formats]
+    assert groups, f"no sample of {name} has one of the formats {formats}"
+    for group in groups:
         assert group.cases  # makes the weights as well
-    weights = {k: v for group in grouped(name) for k, v in group.weights.items()}
+    weights = {k: v for group in groups for k, v in group.weights.items()}
     executor = GuardedExecutor(Arrays(weights), order, options)
     wrong = []
-    for group in grouped(name):
+    for group in groups:
         plan = executor.compile({"y": group.node})
         for case in group.cases:
             executor.bind(plan)
