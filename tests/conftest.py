@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import browser
 import pytest
-from tiers import QUICK_EVERY
+from tiers import is_quick
 
 # Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
 # threads wait for each other, the more so where others want the cores.
@@ -33,8 +32,15 @@ NEEDS = {
     "browser": (),
 }
 
-# Two of several processes begin with these, which mostly wait: for other processes and for threads.
-LONGEST = ("test_cpu_isa.py", "test_cuda_compile.py")
+# Several processes begin with these files. The first two are the longest and use no kernels of the
+# shared cache; the next ones compile most of those, before the other processes need them.
+FIRST = {
+    name: place
+    for place, name in enumerate((
+        "test_cpu_isa.py", "test_cuda_compile.py", "test_ops_generated.py", "test_cuda_plans.py",
+        "test_block_formats.py",
+    ))
+}  # fmt: skip
 
 _seen: dict[str, Any] = {}
 
@@ -42,14 +48,12 @@ _seen: dict[str, Any] = {}
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases that only the long tier runs, and put the longest files first."""
-    counts: Counter[str] = Counter()
     for item in items:
         name = f"{item.path.relative_to(TESTS)}::{getattr(item, 'originalname', item.name)}"
-        every = QUICK_EVERY.get(name, 1)
-        if every == 0 or counts[name] % every:
+        case = getattr(item, "callspec", None)
+        if not is_quick(name, case.params if case else {}):
             item.add_marker(pytest.mark.long)
-        counts[name] += 1
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: FIRST.get(item.path.name, len(FIRST)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -36,8 +36,8 @@ def no_gc():
     gc.unfreeze()
 
 
-@every_order
 @pytest.mark.parametrize("count", [200, 1000])
+@every_order
 def test_short_lived_graphs_are_right_and_leave_nothing(order, count, no_gc):
     found = campaign(count, order)
     assert (found.wrong, found.held) == (0, 0)

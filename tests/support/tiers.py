@@ -1,4 +1,30 @@
-"""The quick tier: which cases of the long parametrised tests it runs."""
+"""The quick tier: which cases of the long parametrised tests it runs. All others are `long`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from graphllm.formats import BLOCK_FORMATS
+
+# One block format of each module of graphllm/formats; the quick tier compiles kernels for these.
+QUICK_FORMATS = ("q8_0", "q4_k", "iq4_nl", "mxfp4")
+
+# Tests of each block format, and their parameter that is its name. Other values of the parameter,
+# such as f16, are in the quick tier.
+BY_FORMAT = {
+    "cpu/test_cpu_experts.py::test_experts": "name",
+    "cpu/test_cpu_experts.py::test_head_linear_equals_linear": "name",
+    "cpu/test_cpu_linear.py::test_linear": "name",
+    "cpu/test_cpu_linear.py::test_the_largest_sums_fit": "name",
+    "cpu/test_cpu_linear.py::test_threads_change_nothing": "name",
+    "formats/test_block_formats.py::test_a_model_file": "name",
+    "formats/test_block_formats.py::test_embedding": "name",
+    "formats/test_block_formats.py::test_infinite_and_nan_scales_stop_the_load": "name",
+    "formats/test_block_formats.py::test_linear": "name",
+    "ops/test_ops_generated.py::test_cpu_block_formats": "form",
+    "ops/test_ops_generated.py::test_cpu_linear_options": "form",
+}
 
 # Of each of these tests the quick tier runs every n-th case (0: none); the other cases carry the
 # marker `long`. Together they take most of the time of the suite, and their cases differ little.
@@ -14,10 +40,10 @@ QUICK_EVERY = {
     "cli/test_output.py::test_hostile_text_is_escaped_at_a_terminal": 6,
     "cli/test_plan_verb.py::test_invalid_input_is_one_line": 3,
     "cli/test_usage_errors.py::test_a_usage_error_is_one_line": 4,
-    "core/test_cache.py::test_a_process_with_a_poisoned_cache": 0,
-    "cpu/test_cpu_experts.py::test_experts": 4,
+    "core/test_lifetimes.py::test_short_lived_graphs_are_right_and_leave_nothing": 2,
+    "cpu/test_kernel_cache.py::test_a_process_with_a_poisoned_cache": 0,
     "cpu/test_cpu_isa.py::test_every_op_and_the_same_bits": 0,
-    "cuda/test_cuda_compile.py::test_compiles_without_spills": 40,
+    "cuda/test_cuda_compile.py::test_compiles_without_spills": 20,
     "cuda/test_cuda_compile.py::test_only_timed_builds_read_the_clock": 0,
     "cuda/test_cuda_compile.py::test_timed_builds_compile_without_spills": 10,
     "cuda/test_cuda_plans.py::test_experts_of_every_format_use_known_modules": 6,
@@ -27,8 +53,6 @@ QUICK_EVERY = {
     "engine/test_decode_ahead.py::test_tokens_up_to_the_end_of_the_context": 4,
     "engine/test_kv_cache.py::test_q8_0_on_the_demo": 0,
     "engine/test_kv_cache.py::test_rollback_of_the_demo": 0,
-    "formats/test_block_formats.py::test_embedding": 5,
-    "formats/test_block_formats.py::test_linear": 5,
     "formats/test_quantize_on_load.py::test_bits_equal_quantise": 5,
     "formats/test_quantize_on_load.py::test_extreme_values": 4,
     "models/test_builtin_models.py::test_logits_agree_with_transformers": 5,
@@ -41,3 +65,15 @@ QUICK_EVERY = {
     "reports/test_diff.py::test_a_fused_kernel_of_the_real_model_off_by_1_percent": 2,
     "reports/test_diff.py::test_the_real_model_agrees": 5,
 }
+
+_counts: Counter[str] = Counter()
+
+
+def is_quick(test: str, parameters: dict[str, Any]) -> bool:
+    """Whether the quick tier runs a case of ``test``. Cases come in the order of collection."""
+    form = parameters.get(BY_FORMAT.get(test, ""), "")
+    if form in BLOCK_FORMATS and form not in QUICK_FORMATS:
+        return False
+    every, number = QUICK_EVERY.get(test, 1), _counts[test]
+    _counts[test] += 1
+    return every > 0 and number % every == 0
