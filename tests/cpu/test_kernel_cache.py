@@ -1,6 +1,7 @@
 """Compiled kernels in the cache directory: damaged or exchanged files are not used.
 
-As a script it runs the campaign of damaged kernels: `python tests/cpu/test_kernel_cache.py 1000`.
+As a script it runs the campaign of damaged kernels: `python tests/cpu/test_kernel_cache.py 1000`
+(with tests/support on PYTHONPATH).
 """
 
 from __future__ import annotations
