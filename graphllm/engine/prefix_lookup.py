@@ -54,8 +54,6 @@ def longest_prefix(
     whole = [len(run) - 1 for pool, run in zip(pools, runs) if not pool.window]
     for shared in range(min([most, *whole]), -1, -1):
         stop = min((shared + 1) * block, length) - 1
-        if stop < prefix:
-            break
         if not _in_windows(pools, runs, shared, stop):
             continue
         part = data[TOKEN_BYTES * shared * block : TOKEN_BYTES * stop]

@@ -195,6 +195,16 @@ def test_a_block_that_nothing_continues_is_taken_over_first():
     assert cache.cached(ids(16)) == 15  # undisturbed
 
 
+def test_only_what_was_computed_is_found():
+    cache = Cache()
+    blocks = cache.begin(ids(12))
+    assert cache.manager.reserve(blocks, 0, 12)
+    cache.content.compute(blocks, ids(6), 0)
+    cache.manager.commit(blocks, ids(12), 6)
+    cache.release(blocks)
+    assert cache.cached(ids(12)) == 6
+
+
 def test_equal_blocks_elsewhere_are_not_shared():
     cache = Cache()
     cache.release(cache.compute([1, 2, 3, 4, 1, 2, 3, 4, 9]))
@@ -323,10 +333,11 @@ def test_the_blocks_that_a_window_drops_count_as_available():
 
 def test_a_step_launched_ahead_keeps_the_window_of_the_one_before():
     cache = Cache(window=5)
-    blocks = cache.compute(ids(12))
-    assert cache.manager.reserve(blocks, 12, 14) and cache.manager.reserve(blocks, 13, 15)
-    cache.extend(blocks, ids(13))  # the first step failed and runs again
-    assert cache.manager.reserve(blocks, 13, 15)
+    blocks = cache.compute(ids(11))
+    assert cache.manager.reserve(blocks, 11, 13) and cache.manager.reserve(blocks, 12, 14)
+    cache.extend(blocks, ids(12))  # the first step failed and runs again
+    assert cache.manager.held == {"window": 3}
+    assert cache.manager.reserve(blocks, 12, 14)
     assert cache.manager.held == {"window": 2}
 
 
@@ -355,6 +366,14 @@ def test_a_bidirectional_prefix_is_reused_whole_or_not_at_all():
     assert cache.cached([*ids(5), 9, 9], prefix=6) == 0
     assert cache.cached([*ids(6), 1, 2, 3, 9], prefix=7) == 0  # all its keys differ
     assert cache.cached([*ids(6), 1, 2, 3, 9]) == 0
+
+
+def test_a_prefix_that_is_only_partly_available_is_not_used():
+    cache = Cache()
+    held = cache.compute([*ids(6), 1], prefix=6)
+    assert cache.cached([*ids(6), 2], prefix=6) == 0  # the second block is held
+    cache.release(held)
+    assert cache.cached([*ids(6), 2], prefix=6) == 6
 
 
 def test_a_prefix_of_all_tokens_is_computed_whole():

@@ -375,6 +375,16 @@ def test_no_step_follows_if_the_next_one_may_differ():
     scheduler.complete(chunks)
 
 
+def test_no_step_follows_while_a_prompt_is_left_out():
+    scheduler = make(tokens=8, chunk=8)
+    added(scheduler, sequence(3, 1), sequence(20, 2))
+    for _ in range(3):
+        step(scheduler)
+    chunks = scheduler.schedule()
+    assert [(c.sequence.number, c.start) for c in chunks] == [(0, 4)] and scheduler.running == 2
+    assert scheduler.following(chunks) is None
+
+
 def test_no_step_follows_the_end_of_the_context_or_without_blocks():
     scheduler = make(pool=17, tokens=64)
     added(scheduler, sequence(63, 1))

@@ -51,7 +51,7 @@ def test_random_forks(seed, steps):
         event = rng.choice(["begin", "fork", "extend", "release"], p=[0.15, 0.15, 0.5, 0.2])
         if event == "begin":
             tokens = rng.integers(0, 2, rng.integers(1, most + 1)).tolist()
-            prefix = int(rng.choice([0, 0, len(tokens) // 2]))
+            prefix = min(len(tokens), int(rng.choice([0, 0, 3, 7])))
             live.append([manager.begin(tokens, prefix), tokens, prefix])
         elif live:
             at = int(rng.integers(len(live)))

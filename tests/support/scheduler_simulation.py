@@ -116,7 +116,7 @@ class Simulation:
             tokens = [*other, *self._random_tokens(3)][: max(1, self.context - 4)]
         prefix = 0
         if self.bidirectional and self.rng.random() < 0.7:
-            prefix = int(self.rng.integers(0, len(tokens) + 1))
+            prefix = min(len(tokens), int(self.rng.choice([3, 6, 7, self.context])))
         sequence = ActiveSequence(
             tokens, len(tokens), prefix=prefix,
             priority=int(self.rng.choice([0, 0, 0, 1, 2])), arrival=int(self.rng.integers(3)),
@@ -143,13 +143,13 @@ class Simulation:
         while submitting and len(self.live) < 20 and self.rng.random() < self.load:
             self.submit()
         self.cancel()
-        rows = [s for s in self.scheduler._running if len(s.tokens) == s.computed + 1]
+        running = sorted(self.scheduler._running, key=lambda s: s.order)
         waiting = list(self.scheduler._waiting)
         preempted = self.scheduler.preempted
         chunks = self.scheduler.schedule()
         self.manager.check()
         self.check_chunks(chunks)
-        self.check_order(chunks, waiting, rows, self.scheduler.preempted > preempted)
+        self.check_order(chunks, waiting, running, self.scheduler.preempted > preempted)
         if self.rng.random() < self.failing:
             self.write_rubbish(chunks)
             return self.fail(chunks)
@@ -234,9 +234,12 @@ class Simulation:
             assert samples_next == (stop == length)
             assert stop == length or stop % self.chunk == 0
             assert stop >= sequence.prefix
+            if samples_next and stop < self.context:  # the step computes the next token's slot
+                at = stop // self.block
+                assert all(table[at] >= 0 for table in sequence.blocks.tables.values())
 
     def check_order(
-        self, chunks: list[Chunk], waiting: list[ActiveSequence], rows: list[ActiveSequence],
+        self, chunks: list[Chunk], waiting: list[ActiveSequence], running: list[ActiveSequence],
         preempted: bool,
     ) -> None:  # fmt: skip
         """Admission in order; the first sequence, and all sequences in the end, make progress."""
@@ -250,9 +253,9 @@ class Simulation:
         assert all(s.blocks is None and s.computed == 0 for s in scheduler._waiting)
         in_step = {c.sequence for c in chunks}
         assert chunks or not self.live
-        must = {s for s in rows if s.blocks is not None}  # decodes, and was not preempted
-        if scheduler._running:
-            must.add(min(scheduler._running, key=lambda s: s.order))
+        kept = [s for s in running if s.blocks is not None]  # not preempted
+        assert kept[:1] == running[:1]
+        must = {*kept[:1], *(s for s in kept if len(s.tokens) == s.computed + 1)}
         assert not self._left_out & must - in_step, "left out of two steps"
         self._left_out = must - in_step
         self.check_waiting(in_step)
