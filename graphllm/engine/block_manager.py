@@ -52,6 +52,9 @@ class BlockManager:
         pool_blocks: number of blocks of each group's pool.
         block: tokens of a block.
         width: length of a block table, in blocks.
+        take_continued: whether a block may be taken over that other cached blocks continue, which
+            cannot be found then. That suits one conversation at a time. Of several with a common
+            beginning, each would take a block of another one's, and lose its own in turn.
 
     Attributes:
         hits: number of tokens that sequences found in the cache.
@@ -65,8 +68,9 @@ class BlockManager:
         pool_blocks: Mapping[str, int],
         block: int,
         width: int,
+        take_continued: bool = True,
     ) -> None:
-        self.block, self.width = block, width
+        self.block, self.width, self._take_continued = block, width, take_continued
         self.hits = self.queries = self.releases = 0
         self.pools = {g.name: BlockPool(pool_blocks[g.name], g.window, block) for g in groups}
         self._pools = list(self.pools.values())
@@ -117,7 +121,9 @@ class BlockManager:
         blocks = SequenceBlocks(self.pools, self.width, tokens, root, prefix)
         blocks._data, blocks._expected = data, chain(root, data, self.block)
         keys = [root, *blocks._expected]
-        shared, common, takeover = longest_prefix(self._pools, keys, data, self.block, prefix)
+        shared, common, takeover = longest_prefix(
+            self._pools, keys, data, self.block, prefix, self._take_continued
+        )
         blocks.cached = blocks.computed = shared * self.block + common
         self._share(blocks, keys, shared)
         if common:

@@ -165,28 +165,34 @@ class BlockPool:
             self.forget(block)
             self._free.append(block)
 
-    def most_similar(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+    def most_similar(self, parent: bytes, tokens: bytes, continued: bool) -> tuple[int, int]:
         """Find the cached block that continues ``parent`` with the most tokens of ``tokens``.
 
-        Among equals the least recently added block is preferred, and before that one that no cached
-        block continues: taking it over costs no other sequence more than this block.
+        Among equals, one that no cached block continues is preferred: taking it over costs no other
+        sequence more than this block.
+
+        Args:
+            parent: key of the sequence up to the start of the block.
+            tokens: the tokens wanted, as int32 bytes.
+            continued: whether blocks that others continue are considered at all.
 
         Returns:
             (number of equal tokens at the start, block), or (0, -1).
         """
-        most, found, continued = 0, -1, False
+        most, found, costly = 0, -1, False
         for block in self._children.get(parent, ()):
             entry = self.entries[block]
             if self.counts[block] or entry is None:
                 continue
+            inner = entry.key in self._children
             same = entry.tokens.startswith
+            if inner and not continued:
+                continue
             if TOKEN_BYTES * most < len(tokens) and same(tokens[: TOKEN_BYTES * (most + 1)]):
                 most = _common_tokens(entry.tokens, tokens)
-            else:
-                better = continued and entry.key not in self._children
-                if not better or not same(tokens[: TOKEN_BYTES * most]):
-                    continue
-            found, continued = block, entry.key in self._children
+            elif inner or not costly or not same(tokens[: TOKEN_BYTES * most]):
+                continue
+            found, costly = block, inner
         return most, found
 
     # -- for tests

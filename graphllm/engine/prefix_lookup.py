@@ -33,7 +33,12 @@ def chain(parent: bytes, data: bytes, block: int) -> list[bytes]:
 
 
 def longest_prefix(
-    pools: Sequence[BlockPool], keys: list[bytes], data: bytes, block: int, prefix: int
+    pools: Sequence[BlockPool],
+    keys: list[bytes],
+    data: bytes,
+    block: int,
+    prefix: int,
+    continued: bool,
 ) -> tuple[int, int, list[int]]:
     """Find the longest cached prefix of a sequence, shorter than the sequence.
 
@@ -43,6 +48,7 @@ def longest_prefix(
         data: the tokens, as int32 bytes.
         block: tokens of a block.
         prefix: length of the bidirectional prefix; the result is 0 or at least as long.
+        continued: whether a block may be taken over that other cached blocks continue.
 
     Returns:
         Number of full blocks to share, number of tokens in the block after them, and the block of
@@ -57,7 +63,7 @@ def longest_prefix(
         if not _in_windows(pools, runs, shared, stop):
             continue
         part = data[TOKEN_BYTES * shared * block : TOKEN_BYTES * stop]
-        found = [pool.most_similar(keys[shared], part) for pool in pools]
+        found = [pool.most_similar(keys[shared], part, continued) for pool in pools]
         common = min(count for count, _ in found)
         at = shared * block + common
         if at >= prefix and _in_windows(pools, runs, shared, at):

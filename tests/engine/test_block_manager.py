@@ -14,10 +14,12 @@ BLOCK = 4
 class Cache:
     """A block manager whose sequences are computed in a model of its pools."""
 
-    def __init__(self, pool: int = 20, width: int = 16, **windows: int) -> None:
+    def __init__(
+        self, pool: int = 20, width: int = 16, take_continued: bool = True, **windows: int
+    ) -> None:
         specs = groups(**(windows or {"full": 0}))
         sizes = {spec.name: pool for spec in specs}
-        self.manager = BlockManager(specs, sizes, BLOCK, width)
+        self.manager = BlockManager(specs, sizes, BLOCK, width, take_continued)
         self.content = KvContent(specs, sizes, BLOCK)
 
     def begin(self, tokens: list[int], prefix: int = 0) -> SequenceBlocks:
@@ -193,6 +195,22 @@ def test_a_block_that_nothing_continues_is_taken_over_first():
     blocks = cache.compute([*ids(6), 7, 8])
     assert blocks.cached == 6
     assert cache.cached(ids(16)) == 15  # undisturbed
+
+
+@pytest.mark.parametrize("take_continued", [True, False])
+def test_conversations_with_a_common_beginning_in_turns(take_continued):
+    """Three of them, whose first 10 tokens, or 2.5 blocks, are equal."""
+    cache = Cache(pool=60, take_continued=take_continued)
+    talks = [[*ids(10), *ids(12, 1000 * i)] for i in range(1, 4)]
+    for tokens in talks:
+        cache.release(cache.compute(tokens))
+    for turn in range(1, 5):
+        for tokens in talks:
+            known = len(tokens)
+            tokens += ids(5, 10_000 * turn)
+            blocks = cache.compute(tokens)
+            assert blocks.cached == (10 if take_continued else known)
+            cache.release(blocks)
 
 
 def test_only_what_was_computed_is_found():

@@ -44,7 +44,7 @@ def test_random_forks(seed, steps):
             specs = groups(**rng.choice([*windows, {**windows[0], **windows[1]}]))
             block = int(rng.integers(1, 6))
             sizes = {spec.name: int(rng.integers(8, 40)) for spec in specs}
-            manager = CheckedManager(specs, sizes, block, 40 // block)
+            manager = CheckedManager(specs, sizes, block, 40 // block, bool(step % 200))
             manager.content = KvContent(specs, sizes, block)
             live = []
         most = manager.width * block

@@ -8,6 +8,7 @@ import numpy as np
 from kv_content import KvContent, groups
 
 from graphllm.engine.block_manager import BlockManager, SequenceBlocks
+from graphllm.engine.block_pool import BlockPool
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.sequence import ActiveSequence, Chunk
 
@@ -31,7 +32,7 @@ class CheckedManager(BlockManager):
         rows = {name: self.content.rows[name].reshape(-1, self.block) for name in self.pools}
         offered = {  # (numbers of a block's tokens, whether it may be taken over)
             name: [
-                (rows[name][block, : len(entry.tokens) // 4], not pool.counts[block])
+                (rows[name][block, : len(entry.tokens) // 4], self._may_take(pool, block))
                 for block, entry in enumerate(pool.entries)
                 if entry is not None
             ]
@@ -47,13 +48,19 @@ class CheckedManager(BlockManager):
                     break
                 last = numbers[full * self.block : length]
                 if part and not any(
-                    unheld and len(have) >= part and (have[:part] == last).all()
-                    for have, unheld in offered[name]
+                    free and len(have) >= part and (have[:part] == last).all()
+                    for have, free in offered[name]
                 ):
                     break
             else:
                 return length
         return 0
+
+    def _may_take(self, pool: BlockPool, block: int) -> bool:
+        """Whether no sequence holds the block, and, if that matters, no other one follows it."""
+        key = pool.entries[block].key
+        followed = key is not None and any(e and e.parent == key for e in pool.entries)
+        return not pool.counts[block] and (self._take_continued or not followed)
 
 
 class Simulation:
@@ -85,7 +92,9 @@ class Simulation:
             if spec.window:
                 need = min(width, -(-(spec.window + self.tokens) // self.block) + 1)
             sizes[spec.name] = need + int(rng.integers(0, spare * need + 1))
-        self.manager = CheckedManager(specs, sizes, self.block, width)
+        self.manager = CheckedManager(
+            specs, sizes, self.block, width, take_continued=bool(rng.random() < 0.5)
+        )
         self.content = self.manager.content = KvContent(specs, sizes, self.block)
         self.scheduler = Scheduler(
             self.manager, self.tokens, self.sequences, self.context, self.chunk
