@@ -67,19 +67,24 @@ class Simulation:
     """A random configuration and a random load, reproducible by its seed.
 
     Steps run, fail, or are launched before the one before them has completed; sequences arrive, are
-    cancelled and end at any time.
+    cancelled and end at any time. ``scale`` multiplies all lengths.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, scale: int = 1) -> None:
         self.rng = rng = np.random.default_rng(seed)
-        windows = {"full": {"full": 0}, "window": {"a": int(rng.integers(1, 20))}}
-        windows["mixed"] = {**windows["full"], **windows["window"], "b": int(rng.integers(1, 60))}
+        windows = {"full": {"full": 0}, "window": {"a": scale * int(rng.integers(1, 20))}}
+        windows["mixed"] = {
+            **windows["full"],
+            **windows["window"],
+            "b": scale * int(rng.integers(1, 60)),
+        }
         chosen = windows[str(rng.choice(["full", "window", "mixed"], p=[0.3, 0.3, 0.4]))]
-        self.block, self.chunk = int(rng.integers(1, 9)), int(rng.choice([1, 4, 6, 8]))
-        self.context = int(rng.integers(8, 70))
+        self.block = scale * int(rng.integers(1, 9))
+        self.chunk = scale * int(rng.choice([1, 4, 6, 8]))
+        self.context = scale * int(rng.integers(8, 70))
         self.bidirectional = bool(rng.random() < 0.3)
         least = max(self.chunk, self.context if self.bidirectional else 1)
-        self.tokens = least + int(rng.integers(0, 20))
+        self.tokens = least + scale * int(rng.integers(0, 20))
         self.longest_prompt = self.context // int(rng.choice([1, 3, 10]))
         self.longest_prompt = max(1, self.longest_prompt)
         self.sequences = int(rng.integers(1, 9))
@@ -125,7 +130,7 @@ class Simulation:
             tokens = [*other, *self._random_tokens(3)][: max(1, self.context - 4)]
         prefix = 0
         if self.bidirectional and self.rng.random() < 0.7:
-            prefix = min(len(tokens), int(self.rng.choice([3, 6, 7, self.context])))
+            prefix = min(len(tokens), int(self.rng.choice([3, 6, 7 * self.block, self.context])))
         sequence = ActiveSequence(
             tokens, len(tokens), prefix=prefix,
             priority=int(self.rng.choice([0, 0, 0, 1, 2])), arrival=int(self.rng.integers(3)),
