@@ -10,33 +10,7 @@ import numpy as np
 from ..model.batch import CacheSpec
 from .block_pool import TOKEN_BYTES, BlockPool, CachedBlock
 from .prefix_lookup import chain, int32_bytes, longest_prefix, root_key
-
-
-class SequenceBlocks:
-    """The blocks that one sequence holds, by cache group; made by `BlockManager.begin`.
-
-    Attributes:
-        tables: block table int32 [width] by group; -1 where no block is held.
-        cached: number of tokens whose keys and values were found in the cache.
-        computed: number of tokens whose keys and values are in the blocks.
-    """
-
-    def __init__(
-        self, names: Iterable[str], width: int, tokens: Sequence[int], root: bytes, prefix: int
-    ) -> None:
-        self.tables = {name: np.full(width, -1, np.int32) for name in names}
-        self.cached = self.computed = 0
-        self._tokens = tokens
-        self._prefix = prefix
-        self._keys = [root]  # the root's, and the digest up to the end of each computed full block
-        self._given = tokens  # to `begin`
-        self._data = b""  # the same tokens, as int32
-        self._expected: list[bytes] = []  # keys of their full blocks
-        self._first = [0] * len(self.tables)  # by group: entries [first, used) are held
-        self._used = 0
-        self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
-        self._reserved = 0  # tokens for which blocks were reserved
-        self._drop_at = 0  # number of computed tokens from which a windowed group drops a block
+from .sequence_blocks import SequenceBlocks
 
 
 class BlockManager:
@@ -99,7 +73,7 @@ class BlockManager:
         return {name: pool.evictions for name, pool in self.pools.items()}
 
     # -- sequences
-    def begin(self, tokens: Sequence[int], prefix: int = 0) -> SequenceBlocks:
+    def begin(self, tokens: Sequence[int], prefix: int = 0, reuse: bool = True) -> SequenceBlocks:
         """Hold the blocks of the longest cached prefix of ``tokens``.
 
         The prefix ends at any token, not only at the end of a block: a cached block that no
@@ -109,6 +83,7 @@ class BlockManager:
         Args:
             tokens: the sequence. A list that `commit` is given again may only be appended to.
             prefix: length of its bidirectional prefix, whose keys depend on all of its tokens.
+            reuse: False to find nothing, for a sequence whose logits are all needed.
 
         Returns:
             The blocks, with ``cached < len(tokens)``, since the last token is always computed.
@@ -121,9 +96,11 @@ class BlockManager:
         blocks = SequenceBlocks(self.pools, self.width, tokens, root, prefix)
         blocks._data, blocks._expected = data, chain(root, data, self.block)
         keys = [root, *blocks._expected]
-        shared, common, takeover = longest_prefix(
-            self._pools, keys, data, self.block, prefix, self._take_continued
-        )
+        found: tuple[int, int, list[int]] = 0, 0, []
+        if reuse:
+            continued = self._take_continued
+            found = longest_prefix(self._pools, keys, data, self.block, prefix, continued)
+        shared, common, takeover = found
         blocks.cached = blocks.computed = shared * self.block + common
         self._share(blocks, keys, shared)
         if common:

@@ -6,8 +6,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
 
-from .block_manager import BlockManager, SequenceBlocks
+from .block_manager import BlockManager
 from .sequence import ActiveSequence, Chunk
+from .sequence_blocks import SequenceBlocks
 
 _order = attrgetter("order")
 
@@ -201,9 +202,9 @@ class Scheduler:
         """Admit waiting sequences, and add their first chunks."""
         while self._left and self._may_admit_next():
             sequence = self._waiting[0]
-            blocks = self._manager.begin(sequence.tokens, sequence.prefix)
+            blocks = self._manager.begin(sequence.tokens, sequence.prefix, sequence.reuse)
             stop = self._chunk_stop(sequence, blocks.cached)
-            key = self._manager.awaited(blocks)
+            key = self._manager.awaited(blocks) if sequence.reuse else None
             if key is not None or stop == blocks.cached or not self._fits(sequence, blocks):
                 self._manager.release(blocks)
                 if key is None and stop == blocks.cached:

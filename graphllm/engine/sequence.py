@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .block_manager import SequenceBlocks
+from .sequence_blocks import SequenceBlocks
 
 
 @dataclass(eq=False)
@@ -21,6 +21,8 @@ class ActiveSequence:
         arrival: among equal priorities, sequences with a lower number go first.
         blocks: the KV cache blocks while the sequence runs; None otherwise.
         preemptions: number of times the sequence had to give up its blocks.
+        reuse: whether a cached prefix may be used. False for prompts whose logits are all needed;
+            set it to True once they are computed, so that they are not after a preemption.
         number: order of `Scheduler.add`, which decides between equal arrivals; -1 before.
     """
 
@@ -32,6 +34,7 @@ class ActiveSequence:
     arrival: int = 0
     blocks: SequenceBlocks | None = None
     preemptions: int = 0
+    reuse: bool = True
     number: int = -1
 
     @property

@@ -207,6 +207,17 @@ def test_a_common_prefix_is_computed_once(window):
     assert scheduler._manager.hits == 15 * 1000
 
 
+def test_a_sequence_whose_logits_are_all_needed_uses_no_cached_prefix():
+    scheduler = make()
+    first = sequence(12)
+    scheduler.add(first)
+    step(scheduler)
+    added(scheduler, sequence(12, reuse=False), sequence(12))
+    assert step(scheduler) == [(0, 12, 13), (1, 0, 12), (2, 8, 12)]
+    scheduler.remove(first)
+    step(scheduler)
+
+
 def test_a_sequence_does_not_wait_for_a_prefix_that_nobody_computes_any_more():
     scheduler = make(tokens=8)
     first, second = sequence(30), sequence(30)

@@ -19,9 +19,9 @@ class CheckedManager(BlockManager):
     content: KvContent
     found = 0  # number of calls that found a prefix
 
-    def begin(self, tokens: Sequence[int], prefix: int = 0) -> SequenceBlocks:
-        expected = self.longest(tokens, prefix)
-        blocks = super().begin(tokens, prefix)
+    def begin(self, tokens: Sequence[int], prefix: int = 0, reuse: bool = True) -> SequenceBlocks:
+        expected = self.longest(tokens, prefix) if reuse else 0
+        blocks = super().begin(tokens, prefix, reuse)
         assert blocks.cached == expected, (blocks.cached, expected)
         self.found += expected > 0
         return blocks
@@ -134,6 +134,7 @@ class Simulation:
         sequence = ActiveSequence(
             tokens, len(tokens), prefix=prefix,
             priority=int(self.rng.choice([0, 0, 0, 1, 2])), arrival=int(self.rng.integers(3)),
+            reuse=bool(self.rng.random() < 0.9),
         )  # fmt: skip
         self.scheduler.add(sequence)
         self.live.append(sequence)

@@ -1,0 +1,38 @@
+"""The KV cache blocks that one sequence holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .block_pool import CachedBlock
+
+
+class SequenceBlocks:
+    """The blocks that one sequence holds, by cache group; made by `BlockManager.begin`.
+
+    What is private belongs to the manager.
+
+    Attributes:
+        tables: block table int32 [width] by group; -1 where no block is held.
+        cached: number of tokens whose keys and values were found in the cache.
+        computed: number of tokens whose keys and values are in the blocks.
+    """
+
+    def __init__(
+        self, names: Iterable[str], width: int, tokens: Sequence[int], root: bytes, prefix: int
+    ) -> None:
+        self.tables = {name: np.full(width, -1, np.int32) for name in names}
+        self.cached = self.computed = 0
+        self._tokens = tokens
+        self._prefix = prefix
+        self._keys = [root]  # the root's, and the digest up to the end of each computed full block
+        self._given = tokens  # to `begin`
+        self._data = b""  # the same tokens, as int32
+        self._expected: list[bytes] = []  # keys of their full blocks
+        self._first = [0] * len(self.tables)  # by group: entries [first, used) are held
+        self._used = 0
+        self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
+        self._reserved = 0  # tokens for which blocks were reserved
+        self._drop_at = 0  # number of computed tokens from which a windowed group drops a block
