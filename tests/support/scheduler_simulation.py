@@ -270,7 +270,9 @@ class Simulation:
         assert chunks or not self.live
         kept = [s for s in running if s.blocks is not None]  # not preempted
         assert kept[:1] == running[:1]
-        must = {*kept[:1], *(s for s in kept if len(s.tokens) == s.computed + 1)}
+        rest = {s: len(s.tokens) - s.computed for s in kept}
+        prompts = [s for s in kept if rest[s] > 1]
+        must = {*kept[:1], *prompts[:1], *(s for s in kept if rest[s] == 1)}
         assert not self._left_out & must - in_step, "left out of two steps"
         self._left_out = must - in_step
         self.check_waiting(in_step)
