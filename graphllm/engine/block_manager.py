@@ -102,7 +102,9 @@ class BlockManager:
             found = longest_prefix(self._pools, keys, data, self.block, prefix, continued)
         shared, common, takeover = found
         blocks.cached = blocks.computed = shared * self.block + common
-        self._share(blocks, keys, shared)
+        firsts = [min(shared, pool.first_block(blocks.cached)) for pool in self._pools]
+        needed = [keys[first + 1 : shared + 1] for first in firsts]
+        self._share(blocks, keys, [list(map(p.find, k)) for p, k in zip(self._pools, needed)])
         if common:
             blocks._used = shared + 1
             for pool, table, block in zip(self._pools, blocks.tables.values(), takeover):
@@ -113,53 +115,74 @@ class BlockManager:
             self._computing[key] = self._computing.get(key, 0) + 1
         return blocks
 
-    def fork(self, blocks: SequenceBlocks, tokens: Sequence[int]) -> SequenceBlocks:
+    def fork(
+        self, blocks: SequenceBlocks, tokens: Sequence[int], copy: bool = False
+    ) -> SequenceBlocks:
         """Return the blocks of another sequence that begins with the same ``tokens``.
 
         Args:
             blocks: what the first sequence holds.
             tokens: tokens that it has computed, at least the bidirectional prefix.
+            copy: whether the caller copies the partial last block, as `SequenceBlocks.copies` says,
+                before another step is launched.
 
         Returns:
-            Its full blocks, shared; ``cached`` is the number of tokens in them. It is smaller if a
-            windowed group has dropped blocks that the token at ``cached`` attends to.
+            The full blocks, shared, and one for the copy unless a pool has none left. ``cached``
+            is the number of tokens in them; it is smaller if a windowed group has lost blocks that
+            the token at ``cached`` attends to.
         """
-        if not blocks._prefix <= len(tokens) <= blocks.computed:
-            raise ValueError(f"{len(tokens)} tokens of {blocks.computed} computed ones")
-        other = SequenceBlocks(self.pools, self.width, tokens, blocks._keys[0], blocks._prefix)
-        tables = list(blocks.tables.values())
-        shared = len(tokens) // self.block
-        while shared and not all(
-            self._source(pool, table, blocks._keys, j) >= 0
-            for pool, table in zip(self._pools, tables)
-            for j in range(pool.first_block(shared * self.block), shared)
-        ):
-            shared -= 1
-        if shared * self.block < blocks._prefix:
-            shared = 0
-        other.cached = other.computed = shared * self.block
-        self._share(other, blocks._keys, shared, tables)
+        length, prefix = len(tokens), blocks._prefix
+        if not prefix <= length <= blocks.computed:
+            raise ValueError(f"{length} tokens of {blocks.computed} computed ones")
+        lengths = list(range(length // self.block * self.block, -1, -self.block))
+        if copy and length % self.block:
+            lengths.insert(0, length)
+        for cached in lengths:
+            sources = self._sources(blocks, cached)
+            if sources is not None and not 0 < cached < prefix:
+                break
+        assert sources is not None  # nothing is needed for a length of 0
+        other = SequenceBlocks(self.pools, self.width, tokens, blocks._keys[0], prefix)
+        other.cached = other.computed = cached
+        self._share(other, blocks._keys, sources)
+        if cached % self.block:
+            at, other._used = other._used, other._used + 1
+            for name, pool in self.pools.items():
+                other.tables[name][at] = copied = pool.take()
+                other.copies.append((name, int(blocks.tables[name][at]), copied))
         return other
 
-    def _source(self, pool: BlockPool, table: np.ndarray | None, keys: list[bytes], j: int) -> int:
-        """Return the block with the content of block ``j``: a sequence's own, or any; or -1."""
-        own = -1 if table is None else int(table[j])
-        return own if own >= 0 else pool.find(keys[j + 1])
+    def _sources(self, blocks: SequenceBlocks, length: int) -> list[list[int]] | None:
+        """Return by group the full blocks that a fork of this length shares.
+
+        They are the sequence's own, or equal ones where a windowed group has dropped these. None if
+        one of them is gone, or if the partial last block cannot be copied.
+        """
+        full, part = divmod(length, self.block)
+        sources = []
+        for pool, table in zip(self._pools, blocks.tables.values()):
+            first = pool.first_block(length)
+            own = zip(table[first:full].tolist(), blocks._keys[first + 1 :])
+            found = [block if block >= 0 else pool.find(key) for block, key in own]
+            unheld = sum(not pool.counts[block] for block in found)
+            if -1 in found or (part and (table[full] < 0 or pool.available <= unheld)):
+                return None
+            sources.append(found)
+        return sources
 
     def _share(
-        self, blocks: SequenceBlocks, keys: list[bytes], shared: int,
-        tables: Sequence[np.ndarray] | None = None,
-    ) -> None:  # fmt: skip
-        """Hold the first ``shared`` blocks, from ``tables`` or the index, as far as needed."""
+        self, blocks: SequenceBlocks, keys: list[bytes], sources: Iterable[list[int]]
+    ) -> None:
+        """Hold the full blocks before ``blocks.cached``, of each group the last ones."""
         self._live.add(blocks)
-        blocks._keys = keys[: shared + 1]
-        blocks._used = shared
-        for g, (pool, table) in enumerate(zip(self._pools, blocks.tables.values())):
-            blocks._first[g] = min(shared, pool.first_block(blocks.cached))
-            for j in range(blocks._first[g], shared):
-                block = self._source(pool, tables[g] if tables else None, keys, j)
+        shared = blocks.cached // self.block
+        blocks._keys, blocks._used = keys[: shared + 1], shared
+        tables = list(blocks.tables.values())
+        for g, (pool, found) in enumerate(zip(self._pools, sources)):
+            blocks._first[g] = shared - len(found)
+            tables[g][blocks._first[g] : shared] = found
+            for block in found:
                 pool.hold(block)
-                table[j] = block
 
     def awaited(self, blocks: SequenceBlocks) -> bytes | None:
         """Return the key of the first block not found, if another sequence will compute it.

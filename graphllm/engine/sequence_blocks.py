@@ -18,6 +18,7 @@ class SequenceBlocks:
         tables: block table int32 [width] by group; -1 where no block is held.
         cached: number of tokens whose keys and values were found in the cache.
         computed: number of tokens whose keys and values are in the blocks.
+        copies: (group, block, block to copy it to) for a sequence made by `BlockManager.fork`.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class SequenceBlocks:
     ) -> None:
         self.tables = {name: np.full(width, -1, np.int32) for name in names}
         self.cached = self.computed = 0
+        self.copies: list[tuple[str, int, int]] = []
         self._tokens = tokens
         self._prefix = prefix
         self._keys = [root]  # the root's, and the digest up to the end of each computed full block

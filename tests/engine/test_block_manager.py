@@ -418,6 +418,24 @@ def test_a_fork_shares_the_full_blocks():
     cache.release(first, fork)
 
 
+def test_a_fork_with_a_copy_has_all_tokens():
+    cache = Cache(pool=5, full=0, window=6)
+    first = cache.compute(ids(10))
+    fork = cache.manager.fork(first, ids(10), copy=True)
+    cache.manager.check()
+    assert fork.cached == 10 and [group for group, _, _ in fork.copies] == ["full", "window"]
+    for group, source, target in fork.copies:
+        assert source == first.tables[group][2] and target == fork.tables[group][2] != source
+    cache.content.copy(fork)
+    cache.extend(fork, [*ids(10), 1])
+    cache.extend(first, [*ids(10), 2])
+    third = cache.manager.fork(first, [*ids(10), 2], copy=True)
+    assert third.cached == 11  # the last block
+    none_left = cache.manager.fork(first, [*ids(10), 2], copy=True)
+    assert none_left.cached == 8 and not none_left.copies
+    assert not cache.manager.fork(first, ids(8), copy=True).copies
+
+
 def test_a_fork_shares_private_blocks():
     cache = Cache()
     first, second = cache.begin(ids(8)), cache.begin(ids(8))

@@ -12,13 +12,15 @@ def long(*case: int) -> object:
     return pytest.param(*case, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize(("seed", "steps"), [(0, 2000), long(1000, 10_000)])
-def test_random_loads(seed, steps):
+@pytest.mark.parametrize(
+    ("seed", "steps", "scale"), [(0, 2000, 1), long(1000, 10_000, 1), long(2000, 2000, 8)]
+)
+def test_random_loads(seed, steps, scale):
     """Submissions, cancellations, failures and steps launched ahead, in many small caches."""
     done, totals = 0, np.zeros(5, int)
     while done < steps:
         print(f"seed {seed}")
-        simulation = Simulation(seed)
+        simulation = Simulation(seed, scale)
         for _ in range(50):
             simulation.step()
         simulation.drain()
@@ -31,7 +33,7 @@ def test_random_loads(seed, steps):
         seed += 1
     ended, preempted, evictions, hits, found = totals.tolist()
     print(f"{done} steps: {ended=} {preempted=} {evictions=} {hits=} {found=}")
-    assert min(totals) > steps // 100  # each of these happens often
+    assert min(totals) > steps // 100 // scale  # each of these happens often
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(0, 500), long(1000, 10_000)])
@@ -59,10 +61,15 @@ def test_random_forks(seed, steps):
             computed = blocks.computed
             if event == "fork" and computed >= max(prefix, 1):
                 count = int(rng.integers(max(prefix, 1), computed + 1))
-                fork = manager.fork(blocks, tokens[:count])
+                copy = bool(rng.random() < 0.5)
+                free = all(pool.available for pool in manager.pools.values())
+                fork = manager.fork(blocks, tokens[:count], copy)
+                manager.content.copy(fork)
+                assert bool(fork.copies) == (fork.cached % block > 0)
                 assert fork.cached <= count and (fork.cached == 0 or fork.cached >= prefix)
                 if all(pool.window == 0 for pool in manager.pools.values()):
                     full = count // block * block
+                    full = count if copy and free else full
                     assert fork.cached == (full if full >= prefix else 0)
                 more = rng.integers(0, 2, rng.integers(1, most - count + 1 + 1)).tolist()
                 live.append([fork, [*tokens[:count], *more][:most], prefix])

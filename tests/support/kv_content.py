@@ -58,6 +58,12 @@ class KvContent:
             wrong = np.flatnonzero(have != numbers[first:])
             assert not len(wrong), f"{group}: wrong keys at positions {first + wrong}"
 
+    def copy(self, blocks: Any) -> None:
+        """Copy the blocks that a fork lists."""
+        for group, source, target in blocks.copies:
+            rows = self.rows[group].reshape(-1, self.block)
+            rows[target] = rows[source]
+
     def compute(self, blocks: Any, tokens: Sequence[int], start: int, prefix: int = 0) -> None:
         """Write and read the tokens from ``start`` on, as a step does."""
         numbers = self.numbers(tokens, prefix)
