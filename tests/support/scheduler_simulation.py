@@ -8,7 +8,6 @@ import numpy as np
 from kv_content import KvContent, groups
 
 from graphllm.engine.block_manager import BlockManager, SequenceBlocks
-from graphllm.engine.block_pool import BlockPool
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.sequence import ActiveSequence, Chunk
 
@@ -28,39 +27,33 @@ class CheckedManager(BlockManager):
 
     def longest(self, tokens: Sequence[int], prefix: int) -> int:
         """Try all lengths against what the rows contain; keys and references play no part."""
-        numbers = self.content.numbers(tokens, prefix)
-        rows = {name: self.content.rows[name].reshape(-1, self.block) for name in self.pools}
-        offered = {  # (numbers of a block's tokens, whether it may be taken over)
-            name: [
-                (rows[name][block, : len(entry.tokens) // 4], self._may_take(pool, block))
-                for block, entry in enumerate(pool.entries)
-                if entry is not None
-            ]
-            for name, pool in self.pools.items()
-        }
+        numbers = tuple(self.content.numbers(tokens, prefix).tolist())
+        offered = {name: self._offered(name) for name in self.pools}
         for length in range(len(tokens) - 1, max(prefix, 1) - 1, -1):
             full, part = divmod(length, self.block)
-            ends = [range(j * self.block, (j + 1) * self.block) for j in range(full)]
+            ends = [numbers[j * self.block : (j + 1) * self.block] for j in range(full)]
+            last = numbers[full * self.block : length]
             for name, pool in self.pools.items():
+                blocks, starts = offered[name]
                 first = max(0, length - pool.window + 1) // self.block if pool.window else 0
-                blocks = {tuple(have) for have, _ in offered[name]}
-                if not all(tuple(numbers[at]) in blocks for at in ends[first:]):
-                    break
-                last = numbers[full * self.block : length]
-                if part and not any(
-                    free and len(have) >= part and (have[:part] == last).all()
-                    for have, free in offered[name]
-                ):
+                if not blocks.issuperset(ends[first:]) or (part and last not in starts):
                     break
             else:
                 return length
         return 0
 
-    def _may_take(self, pool: BlockPool, block: int) -> bool:
-        """Whether no sequence holds the block, and, if that matters, no other one follows it."""
-        key = pool.entries[block].key
-        followed = key is not None and any(e and e.parent == key for e in pool.entries)
-        return not pool.counts[block] and (self._take_continued or not followed)
+    def _offered(self, name: str) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+        """The content of the blocks that may be shared; what those to take over begin with."""
+        pool, rows = self.pools[name], self.content.rows[name].reshape(-1, self.block).tolist()
+        parents = {entry.parent for entry in pool.entries if entry}
+        blocks, starts = set(), set()
+        for block, entry in enumerate(pool.entries):
+            if entry is not None:
+                have = tuple(rows[block][: len(entry.tokens) // 4])
+                blocks.add(have)
+                if not pool.counts[block] and (self._take_continued or entry.key not in parents):
+                    starts.update(have[:count] for count in range(1, len(have) + 1))
+        return blocks, starts
 
 
 class Simulation:
