@@ -144,6 +144,7 @@ def sample_time(width: int, top_k: int) -> tuple[float, float]:
     settings = {
         "temperature": np.float32(0.8), "top_k": np.int32(top_k), "top_p": np.float32(0.95),
         "min_p": np.float32(0), "seed": np.int64(1), "count": np.int32(3),
+        "sample_index": np.int32(0),
     }  # fmt: skip
     feeds = {name: np.array([value]) for name, value in settings.items()}
     kinds = {np.float32: "f32", np.int32: "i32", np.int64: "i64"}

@@ -177,6 +177,19 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(i for i in ids if i is not None)
 
 
+def token_biases(name: str, value: Any) -> dict[int, float]:
+    """A mapping of token ids to biases, numbers that are finite or -inf."""
+    what = "a mapping of token ids to numbers"
+    if not isinstance(value, Mapping):
+        raise invalid_argument(name, value, what)
+    ids = [as_int(key) for key in value]
+    if any(i is None or i < 0 for i in ids):
+        raise invalid_argument(name, value, what)
+    rule = Real()
+    biases = [x if x == -math.inf else rule(name, x) for x in value.values()]
+    return {i: float(x) for i, x in zip(ids, biases) if i is not None}
+
+
 def mapping(name: str, value: Any) -> dict[str, Any]:
     """A mapping with string keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

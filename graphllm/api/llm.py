@@ -161,7 +161,7 @@ class LLM(LoadedModel):
         check({"seen": Optional(function)}, {"seen": seen})
         completion.seed = sampling.seed or 0
         completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.check_ids([*completion.prompt_ids, *sampling.stop_ids])
+        self.check_ids([*completion.prompt_ids, *sampling.token_ids])
         completion.timings.load_s = self.load_s
         tokenizer = self.tokenizer if self.file.has_vocabulary else None
         if sampling.stop and tokenizer is None:

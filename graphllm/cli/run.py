@@ -66,7 +66,7 @@ def run(
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
     asked = [_chat_ids(llm, text, system) if chat else llm.encode(text) for text in texts]
-    llm.check_ids(sampling.stop_ids)
+    llm.check_ids(sampling.token_ids)
     for ids in asked:
         _check_length(llm, ids)
     for text, ids in zip(texts, asked):

@@ -16,6 +16,7 @@ from ..arguments import (
     flag,
     invalid_argument,
     texts,
+    token_biases,
     token_ids,
     unknown_argument,
 )
@@ -27,11 +28,24 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "top_k": Integer(0, 2**31 - 1),
     "top_p": Real(0, 1, above=True),
     "min_p": Real(0, 1),
+    "typical_p": Real(0, 1, above=True),
+    "top_n_sigma": Real(0),
+    "xtc_probability": Real(0, 1),
+    "xtc_threshold": Real(0, 1),
     "seed": Optional(Integer(0, 2**63 - 1)),
     "ignore_eos": flag,
     "repeat_penalty": Real(0, above=True),
     "presence_penalty": Real(),
     "frequency_penalty": Real(),
+    "penalty_last_n": Integer(-1, 2**31 - 1),
+    "dry_multiplier": Real(0),
+    "dry_base": Real(1),
+    "dry_allowed_length": Integer(0, 2**31 - 1),
+    "dry_penalty_last_n": Integer(-1, 2**31 - 1),
+    "dry_breaker_ids": token_ids,
+    "logit_bias": token_biases,
+    "banned_ids": token_ids,
+    "allowed_ids": token_ids,
     "min_tokens": Integer(0, 2**31 - 1),
     "stop": texts,
     "stop_ids": token_ids,
@@ -42,6 +56,9 @@ ALIASES = {
     "max_new_tokens": "max_tokens",
     "temp": "temperature",
     "repetition_penalty": "repeat_penalty",
+    "repeat_last_n": "penalty_last_n",
+    "typical": "typical_p",
+    "allowed_token_ids": "allowed_ids",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
     "stop_token_ids": "stop_ids",
@@ -52,11 +69,13 @@ ALIASES = {
 class Sampling:
     """Sampling settings and stop conditions of a request.
 
-    Samplers are applied in llama.cpp's order: penalties, top-k, top-p, min-p, temperature.
+    Samplers are applied in llama.cpp's order: biases, penalties, DRY, top-n-sigma, top-k,
+    typical-p, top-p, min-p, XTC, temperature.
 
-    The penalties apply to the tokens among the last 64, the prompt included: the token's logit is
-    divided by ``repeat_penalty`` (multiplied if it is negative), then reduced by
-    ``presence_penalty`` and by ``frequency_penalty`` times the token's count.
+    The penalties apply to the tokens among the last ``penalty_last_n``, the prompt included: the
+    token's logit is divided by ``repeat_penalty`` (multiplied if it is negative), then reduced by
+    ``presence_penalty`` and by ``frequency_penalty`` times the token's count. The engine keeps the
+    last 1,024 tokens for the penalties and for DRY.
 
     Args:
         max_tokens: maximum number of tokens to generate.
@@ -65,11 +84,31 @@ class Sampling:
         top_p: nucleus sampling: the smallest set of tokens whose probability reaches ``top_p``; 1
             disables it.
         min_p: minimum probability of a token, relative to the most likely one; 0 disables it.
+        typical_p: typical sampling: the smallest set of tokens whose information content is closest
+            to the entropy and whose probability reaches ``typical_p``; 1 disables it.
+        top_n_sigma: sample among the tokens whose logits are within this many standard deviations
+            of the largest; 0 disables it.
+        xtc_probability: probability that XTC excludes, at a position, all but the least likely of
+            the tokens that reach ``xtc_threshold``; 0 disables it.
+        xtc_threshold: probability of a token from which on XTC considers it; above 0.5 disables it.
         seed: seed of the random numbers; None chooses one, which `Completion.seed` reports.
         ignore_eos: never sample an EOS token.
         repeat_penalty: 1 disables it.
         presence_penalty: 0 disables it.
         frequency_penalty: 0 disables it.
+        penalty_last_n: number of last tokens that the three penalties consider; 0 disables them,
+            -1 stands for all tokens that the engine keeps.
+        dry_multiplier: strength of the DRY penalty on tokens that continue a repetition of the last
+            tokens; 0 disables it.
+        dry_base: base of the penalty, whose exponent is the length of the repetition above
+            ``dry_allowed_length``.
+        dry_allowed_length: length of the longest repetition without a penalty, plus one.
+        dry_penalty_last_n: number of last tokens in which DRY looks for repetitions; -1 stands for
+            all tokens that the engine keeps.
+        dry_breaker_ids: token ids that end a repetition.
+        logit_bias: values to add to logits, by token id; -inf bans a token.
+        banned_ids: token ids that are never sampled.
+        allowed_ids: the only token ids that are sampled; all if empty.
         min_tokens: number of tokens before which no EOS token is sampled, and stop strings and
             stop token ids are ignored.
         stop: stop strings: the first one ends the text and is not part of it.
@@ -81,21 +120,48 @@ class Sampling:
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int | None = None
     ignore_eos: bool = False
     repeat_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breaker_ids: Sequence[int] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    banned_ids: Sequence[int] = ()
+    allowed_ids: Sequence[int] = ()
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
 
     @property
     def changes_logits(self) -> bool:
-        """Whether penalties or forbidden tokens change the logits before sampling."""
+        """Whether biases, penalties or filters other than those of `sample` change the logits."""
         neutral = (1.0, 0.0, 0.0)
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
-        return self.ignore_eos or self.min_tokens > 0 or penalties != neutral
+        lists = self.logit_bias or self.banned_ids or self.allowed_ids
+        early_stop = self.ignore_eos or self.min_tokens > 0
+        dry = self.dry_multiplier > 0
+        return bool(lists or early_stop or dry or self.filters_logits) or penalties != neutral
+
+    @property
+    def filters_logits(self) -> bool:
+        """Whether filters other than top-k, top-p and min-p restrict the ids."""
+        return self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All token ids that the settings mention."""
+        lists = (self.stop_ids, self.logit_bias, self.banned_ids, self.allowed_ids)
+        return [i for each in (*lists, self.dry_breaker_ids) for i in each]
 
     @classmethod
     def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:

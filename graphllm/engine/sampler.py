@@ -5,38 +5,57 @@ from __future__ import annotations
 from .. import ops
 from ..graph.tensor import Tensor
 from ..model.batch import ADVANCED, FED, SEQUENCE, STEP, Batch, Limits, StepVariable, step_vars
+from ..ops.penalties import FACTORS, WINDOWS
+from ..ops.sampling_filters import FILTERS
 
 
 def sampler_variables(limits: Limits) -> list[StepVariable]:
-    """Return the step variables of sampling; see `ops.sample`, `ops.penalise`, `ops.advance`."""
+    """Return the step variables of sampling; see the ops of `sampling_outputs`."""
     _, s, _, _ = step_vars(limits)
-    floats = ("temperature", "top_p", "min_p", "repeat", "presence", "frequency")
-    ints = ("top_k", "min_tokens", "sample_index")
+    fed: dict[str, dict[str, tuple[int, ...]]] = {
+        "f32": {"temperature": (), "top_p": (), "min_p": (), "bias": (limits.biases,),
+                "penalty_factors": (len(FACTORS),), "filters": (len(FILTERS),)},
+        "i32": {"top_k": (), "filter_top_k": (), "min_tokens": (), "sample_index": (),
+                "penalty_windows": (len(WINDOWS),), "bias_ids": (limits.biases,),
+                "allowed": (limits.allowed,), "early_stop": (limits.stops,),
+                "breakers": (limits.breakers,)},
+        "i64": {"seed": ()},
+    }  # fmt: skip
     return [
         *(StepVariable(name, (s,), "i32", ADVANCED, SEQUENCE) for name in ("count", "done")),
         StepVariable("history", (s, limits.history), "i32", ADVANCED, SEQUENCE),
         StepVariable("stop", (limits.stops,), "i32", FED, STEP),
-        *(StepVariable(name, (s,), "f32", FED, SEQUENCE) for name in floats),
-        *(StepVariable(name, (s,), "i32", FED, SEQUENCE) for name in ints),
-        StepVariable("seed", (s,), "i64", FED, SEQUENCE),
+        *(
+            StepVariable(name, (s, *inner), kind, FED, SEQUENCE)
+            for kind, names in fed.items()
+            for name, inner in names.items()
+        ),
     ]
 
 
 def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Sample from ``logits`` [N, vocab], with and without penalties; return outputs by name.
+    """Sample from ``logits`` [N, vocab], as they are and processed; return outputs by name.
 
     Row r of the logits belongs to sequence r of the batch; there may be fewer rows than sequences.
 
     Returns:
         ``sampled`` [N], the sampled token ids; ``ids`` [T], the same written to the step's state,
         so that the next step can start at once (this needs a row for each sequence);
-        ``sampled.penalised`` and ``ids.penalised``, both after `ops.penalise`.
+        ``sampled.penalised`` and ``ids.penalised``, both after `ops.bias_logits`, `ops.penalise`
+        and `ops.filter_logits`.
     """
     v = {each.name: each.leaf() for each in sampler_variables(batch.limits)}
-    penalised = ops.penalise(
-        logits, v["history"], v["count"], v["stop"], v["repeat"], v["presence"], v["frequency"],
+    biased = ops.bias_logits(
+        logits, v["bias_ids"], v["bias"], v["allowed"], v["early_stop"], v["count"],
         v["min_tokens"],
     )  # fmt: skip
+    penalised = ops.penalise(
+        biased, v["history"], batch.kv_len, v["breakers"], v["penalty_factors"],
+        v["penalty_windows"],
+    )  # fmt: skip
+    penalised = ops.filter_logits(
+        penalised, v["filters"], v["filter_top_k"], v["seed"], v["count"], v["sample_index"]
+    )
     groups = [t for c in batch.caches for t in (batch.slot[c.name], batch.table[c.name])]
     outputs = {}
     for suffix, x in (("", logits), (".penalised", penalised)):

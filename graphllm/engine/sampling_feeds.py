@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ..errors import RequestError
 from ..model.decoder import Limits
+from ..ops.penalties import FACTORS, WINDOWS
+from ..ops.sampling_filters import FILTERS
 from .request import Sampling
 
 INT32_MAX = 2**31 - 1
@@ -26,37 +28,95 @@ def sampling_feeds(
         count: number of sampled ids at the end of ``tokens``.
 
     Raises:
-        RequestError: there are more than ``limits.stops`` EOS ids.
+        RequestError: a list or a window is larger than the limits.
     """
     if len(eos_ids) > limits.stops:
         raise RequestError(
             f"the model has {len(eos_ids)} EOS ids; at most {limits.stops} are supported"
         )
-    stop = np.full(limits.stops, -1, np.int32)
-    stop[: len(eos_ids)] = list(eos_ids)
-    floats = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
+    banned = dict.fromkeys(sampling.banned_ids, -np.inf)
+    bias = {**sampling.logit_bias, **banned}
+    _check_lengths(
+        {
+            "logit_bias and banned_ids": (len(bias), limits.biases),
+            "allowed_ids": (len(sampling.allowed_ids), limits.allowed),
+            "dry_breaker_ids": (len(sampling.dry_breaker_ids), limits.breakers),
+        }
+    )
+    stop = _padded(eos_ids, limits.stops)
+    min_tokens = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
+    ints = {"min_tokens": min_tokens, "count": count, "sample_index": 0, "done": 0}
+    return {
+        **{name: np.array([value], np.int32) for name, value in ints.items()},
+        **_filter_feeds(sampling),
+        **_penalty_feeds(limits, sampling),
+        "seed": np.array([sampling.seed or 0], np.int64),
+        "stop": stop,
+        "early_stop": stop[None],
+        "history": _history_ring(tokens, limits.history),
+        "bias_ids": _padded(list(bias), limits.biases)[None],
+        "bias": np.resize(np.array([*bias.values(), 0], np.float32), (1, limits.biases)),
+        "allowed": _padded(sampling.allowed_ids, limits.allowed)[None],
+    }
+
+
+def _filter_feeds(sampling: Sampling) -> dict[str, np.ndarray]:
+    """Return the feeds of `ops.sample`'s filters, and of those of `ops.filter_logits`.
+
+    The filters of one of the ops are off: of `sample`'s, if `filter_logits` applies them before.
+    """
+    quick = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    here, before = (off, quick) if sampling.filters_logits else (quick, off)
+    row = {
+        "top_n_sigma": sampling.top_n_sigma,
+        "typical_p": sampling.typical_p,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+        **before,
+    }
+    return {
+        "temperature": np.array([sampling.temperature], np.float32),
+        "top_k": np.array([here["top_k"]], np.int32),
+        "top_p": np.array([here["top_p"]], np.float32),
+        "min_p": np.array([here["min_p"]], np.float32),
+        "filters": np.array([[row[name] for name in FILTERS]], np.float32),
+        "filter_top_k": np.array([before["top_k"]], np.int32),
+    }
+
+
+def _penalty_feeds(limits: Limits, sampling: Sampling) -> dict[str, np.ndarray]:
+    """Return the feeds of `ops.penalise`, without the history."""
+    for name in ("penalty_last_n", "dry_penalty_last_n"):
+        if getattr(sampling, name) > limits.history:
+            raise RequestError(
+                f"{name} = {getattr(sampling, name)} must be at most {limits.history}, the number "
+                "of last tokens that are kept",
+                name,
+            )
+    row = {
         "repeat": sampling.repeat_penalty,
         "presence": sampling.presence_penalty,
         "frequency": sampling.frequency_penalty,
-    }
-    min_tokens = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
-    ints = {
-        "top_k": sampling.top_k,
-        "min_tokens": min_tokens,
-        "count": count,
-        "sample_index": 0,
-        "done": 0,
+        **{name: getattr(sampling, name) for name in (*FACTORS[3:], *WINDOWS)},
     }
     return {
-        **{name: np.array([value], np.float32) for name, value in floats.items()},
-        **{name: np.array([value], np.int32) for name, value in ints.items()},
-        "seed": np.array([sampling.seed or 0], np.int64),
-        "stop": stop,
-        "history": _history_ring(tokens, limits.history),
+        "penalty_factors": np.array([[row[name] for name in FACTORS]], np.float32),
+        "penalty_windows": np.array([[row[name] for name in WINDOWS]], np.int32),
+        "breakers": _padded(sampling.dry_breaker_ids, limits.breakers)[None],
     }
+
+
+def _check_lengths(lengths: Mapping[str, tuple[int, int]]) -> None:
+    """Raise RequestError if a list is longer than its limit."""
+    for name, (length, most) in lengths.items():
+        if length > most:
+            raise RequestError(f"{name} has {length} token ids; at most {most} are supported")
+
+
+def _padded(ids: Sequence[int], width: int) -> np.ndarray:
+    """Return ``ids`` as i32 [width], filled with -1."""
+    return np.array([*ids, *[-1] * (width - len(ids))], np.int32)
 
 
 def _history_ring(tokens: Sequence[int], width: int) -> np.ndarray:

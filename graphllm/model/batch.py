@@ -46,7 +46,10 @@ class Limits:
     block: int = 64  # tokens of one KV cache block
     kv_dtype: str = "f16"
     stops: int = 32  # stop token ids of a sequence
-    history: int = 64  # last tokens of a sequence that penalties consider
+    history: int = 1024  # last tokens of a sequence that penalties can consider
+    biases: int = 256  # biased and banned token ids of a sequence
+    allowed: int = 256  # allowed token ids of a sequence
+    breakers: int = 16  # DRY's sequence breakers of a sequence
     kv_blocks: int = 0  # blocks of the KV pools; 0: enough for all sequences at full length
 
     def within(self, context: int) -> Limits:

@@ -119,7 +119,7 @@ def cycle(*values: float) -> Maker:
     return make
 
 
-def _seeds(rng: Rng, shape: Shape) -> np.ndarray:
+def seeds(rng: Rng, shape: Shape) -> np.ndarray:
     return rng.integers(-(2**63), 2**63 - 1, shape)
 
 
@@ -131,7 +131,7 @@ def _sample_sample(rows: int, width: int, layout: str) -> Sample:
         Arg(n, I32, make=cycle(40, 0, 1, 3, 10**6)),
         Arg(n, make=cycle(0.95, 1.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.99, 0.8)),
         Arg(n, make=cycle(0.0, 0.05, 0.0, 1.0, 0.2, 0.0, 0.001, 0.0, 0.1, 0.5, 0.0)),
-        Arg(n, I64, make=_seeds),
+        Arg(n, I64, make=seeds),
         Arg(n, I32, make=cycle(0, 1, 2, 77, 2**31 - 1)),
         Arg(n, I32, make=cycle(0, 0, 1, 3)),
     )
@@ -179,14 +179,14 @@ def sample(
     for n in range(len(logits)):
         if temperature[n] > 0 and chosen[n] >= 0:
             row = logits[n].astype(np.float64)
-            ids = _kept(row, int(top_k[n]), top_p[n], min_p[n])
+            ids = kept_ids(row, int(top_k[n]), top_p[n], min_p[n])
             noise = gumbel(uniform(seed[n], count[n], sample_index[n], len(row))[ids])
             scores = (row[ids] - row.max()) / np.float64(temperature[n]) + noise
             chosen[n] = ids[np.argmax(scores)]
     return chosen
 
 
-def _kept(row: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+def kept_ids(row: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """Return the ids of row [V] float64 that top_k, top_p and min_p keep, ascending."""
     ids = np.arange(len(row))
     if 0 < top_k < len(row):

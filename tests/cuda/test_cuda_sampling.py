@@ -21,6 +21,7 @@ SETTINGS = {
     "min_p": ([0.0, 0.05, 0.0, 0.001, 1.0], "f32"),
     "seed": (range(-1, 1 << 40, (1 << 40) // ROWS), "i64"),
     "count": (range(ROWS), "i32"),
+    "sample_index": ([0, 0, 1, 7], "i32"),
 }
 TOP_K = [0, 40, 64, 255, 256, 257, 1, 1024, 30_000, 128_255, 128_256, 10**6]
 
@@ -93,7 +94,7 @@ def test_a_row_without_a_finite_maximum_gives_no_id():
     x = faulty(np.random.default_rng(1).standard_normal((ROWS, width)).astype(np.float32))
     settings = {
         "temperature": [0.0, 0.8], "top_k": [0, 0, 40, 1024], "top_p": [0.9, 0.9, 1.0],
-        "min_p": [0.0, 0.1], "seed": [3], "count": [1],
+        "min_p": [0.0, 0.1], "seed": [3], "count": [1], "sample_index": [0],
     }  # fmt: skip
     leaves = {name: feed(name, (n,), SETTINGS[name][1]) for name in settings}
     feeds = {name: np.resize(np.array(settings[name]), ROWS) for name in settings}

@@ -383,17 +383,122 @@ def sample(logits, temperature, top_k, top_p, min_p, seed, count, sample_index):
     return np.array(result, np.int32)
 
 
-def penalise(logits, history, count, stop, repeat, presence, frequency, min_tokens):
-    """The three penalties as llama.cpp's documentation states them, an id at a time."""
+def bias_logits(logits, ids, bias, allowed, stop, count, min_tokens):
     result = logits.astype(np.float64)
     for n, row in enumerate(result):
-        for token, times in Counter(map(int, history[n])).items():
+        for token, value in zip(map(int, ids[n]), map(float, bias[n])):
             if 0 <= token < len(row):
-                row[token] *= 1 / float(repeat[n]) if row[token] > 0 else float(repeat[n])
-                row[token] -= float(presence[n]) + times * float(frequency[n])
-        for token in map(int, stop):
-            if count[n] < min_tokens[n] and 0 <= token < len(row):
-                row[token] = -math.inf if row[token] < math.inf else math.nan
+                row[token] = math.nan if row[token] == -value == math.inf else row[token] + value
+        only = {token for token in map(int, allowed[n]) if 0 <= token < len(row)}
+        excluded = set(range(len(row))) - only if only else set()
+        if count[n] < min_tokens[n]:
+            excluded |= {token for token in map(int, stop[n]) if 0 <= token < len(row)}
+        for token in excluded:
+            row[token] = -math.inf if row[token] < math.inf else math.nan
+    return result
+
+
+def penalise(logits, history, length, breakers, factors, windows):
+    """The three penalties as llama.cpp's documentation states them, an id at a time; then DRY."""
+    result, width = logits.astype(np.float64), history.shape[1]
+    for n, row in enumerate(result):
+        repeat, presence, frequency, multiplier, base = map(float, factors[n])
+        last_n, least, dry_last_n = map(int, windows[n])
+        kept = [int(history[n][p % width]) for p in range(max(0, length[n] - width), length[n])]
+        for token, times in Counter(kept[-last_n:] if last_n > 0 else kept * (last_n < 0)).items():
+            if 0 <= token < len(row):
+                row[token] *= 1 / repeat if row[token] > 0 else repeat
+                row[token] -= presence + times * frequency
+        past = kept[-dry_last_n:] if dry_last_n > 0 else kept * (dry_last_n < 0)
+        repeated = dry_repetitions(past, set(map(int, breakers[n])), least)
+        for token, most in repeated.items():
+            if multiplier and base >= 1 and 0 <= token < len(row):
+                power = min((most - least) * math.log(base), 127 * math.log(2))
+                row[token] -= min(multiplier * math.exp(power), 3.4e38)
+    return result
+
+
+def dry_repetitions(past, breakers, least):
+    """Longest suffix of ``past`` (oldest first) that each token followed before, by definition."""
+    free = next((i for i, token in enumerate(reversed(past)) if token in breakers and token >= 0),
+                len(past))  # fmt: skip
+    found = {}
+    for at in range(1, len(past)):  # past[at] followed past[:at]
+        same = 0
+        while same < min(at, free) and past[at - 1 - same] == past[-1 - same]:
+            same += 1
+        if free >= least and same >= least:
+            found[past[at]] = max(found.get(past[at], 0), same)
+    return found
+
+
+def filter_logits(logits, settings, top_k, seed, count, sample_index):
+    result = np.full(logits.shape, -math.inf)
+    for n, row in enumerate(logits.astype(np.float64)):
+        if np.isnan(row).any() or not math.isfinite(row.max()):
+            result[n] = row
+            continue
+        sigmas, typical, top_p, min_p, xtc, threshold = map(float, settings[n])
+        left = sorted(range(len(row)), key=lambda i: (-row[i], i))
+        if sigmas > 0:
+            finite = [x for x in row.tolist() if x > -math.inf]
+            mean = math.fsum(finite) / len(finite)
+            sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in finite) / len(finite))
+            left = [i for i in left if row[i] >= row.max() - sigmas * sigma]
+        left = left[: top_k[n]] if top_k[n] > 0 else left
+        if typical < 1:
+            p = _softmax(row[left])
+            entropy = math.fsum(-x * math.log(x) for x in p if x > 0)
+            gap = {i: abs(F32(-math.log(x) - entropy)) if x > 0 else math.inf
+                   for i, x in zip(left, p)}  # fmt: skip
+            order = sorted(left, key=lambda i: (gap[i], i))
+            left = _until(order, dict(zip(left, p)), typical)
+            left.sort(key=lambda i: (-row[i], i))
+        if top_p < 1:
+            left = _until(left, dict(zip(left, _softmax(row[left]))), top_p)
+        left = [i for i in left if math.exp(row[i] - row[left[0]]) >= min_p]
+        key = int(seed[n]) % 2**32, int(seed[n]) >> 32 & 0xFFFFFFFF
+        word = philox((0, int(count[n]), int(sample_index[n]), 1), key)[0]
+        if (word + 0.5) / 2**32 < xtc and threshold <= 0.5:
+            p = _softmax(row[left])
+            above = sum(x >= threshold for x in p)
+            left = left[max(0, above - 1) :]
+        result[n][left] = row[left]
+    return result
+
+
+def _softmax(x):
+    top = max(x)
+    weight = [math.exp(v - top) for v in x]
+    total = math.fsum(weight)
+    return [w / total for w in weight]
+
+
+def _until(order, p, share):
+    """The first ids of ``order`` whose probabilities reach a share."""
+    total = 0.0
+    for at, i in enumerate(order):
+        total += p[i]
+        if total >= share:
+            return order[: at + 1]
+    return order
+
+
+def top_ids(logits, *, n):
+    return np.array([sorted(range(len(row)), key=lambda i: (not math.isnan(row[i]),
+                     -row[i] if not math.isnan(row[i]) else 0, i))[:n] for row in logits.tolist()],
+                    np.int32).reshape(len(logits), n)  # fmt: skip
+
+
+def logprobs(logits, ids):
+    result = np.full(ids.shape, math.nan)
+    for n, row in enumerate(logits.astype(np.float64).tolist()):
+        if any(math.isnan(x) for x in row) or not math.isfinite(max(row)):
+            continue
+        p = _softmax(row)
+        for a, i in enumerate(ids[n].tolist()):
+            if 0 <= i < len(row):
+                result[n, a] = math.log(p[i]) if p[i] > 0 else row[i] - max(row)
     return result
 
 
@@ -451,5 +556,9 @@ ORACLES = {
     "argmax": argmax,
     "sample": sample,
     "penalise": penalise,
+    "bias_logits": bias_logits,
+    "filter_logits": filter_logits,
+    "top_ids": top_ids,
+    "logprobs": logprobs,
     "advance": advance,
 }

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import float32, float64, int32, uint32, uint64
 
+from ....ops.random_numbers import TOKEN, XTC
 from ..runtime.jit import bits_f32, helper, inlined
 from ..simd.math import log64
 
@@ -21,8 +22,8 @@ class NoiseKey(NamedTuple):
     """What the noise of a row depends on, besides the id."""
 
     seed: int
-    count: int  # type: ignore[assignment]  # output position; a field in place of tuple.count
-    index: int  # of the sample
+    position: int  # of the output
+    sample: int  # index of the sample
 
 
 @inlined
@@ -41,9 +42,9 @@ def philox4x32(seed, c0, c1, c2, c3):
 @helper
 def fill_words(key, first, groups, words):
     """Write the words of the ids 4 * first .. 4 * (first + groups) - 1, uint32."""
-    seed, count, index = key.seed, uint64(uint32(key.count)), uint64(uint32(key.index))
+    seed, count, index = key.seed, uint64(uint32(key.position)), uint64(uint32(key.sample))
     for i in range(groups):
-        a, b, c, d = philox4x32(seed, uint64(first + i), count, index, uint64(0))
+        a, b, c, d = philox4x32(seed, uint64(first + i), count, index, uint64(TOKEN))
         words[4 * i], words[4 * i + 1] = uint32(a), uint32(b)
         words[4 * i + 2], words[4 * i + 3] = uint32(c), uint32(d)
 
@@ -51,10 +52,18 @@ def fill_words(key, first, groups, words):
 @helper
 def token_noise(key, token):
     """Gumbel noise of one id, float64."""
-    count, index = uint64(uint32(key.count)), uint64(uint32(key.index))
-    a, b, c, d = philox4x32(key.seed, uint64(token // 4), count, index, uint64(0))
+    count, index = uint64(uint32(key.position)), uint64(uint32(key.sample))
+    a, b, c, d = philox4x32(key.seed, uint64(token // 4), count, index, uint64(TOKEN))
     word = token % 4
     return gumbel(uint32(a if word == 0 else b if word == 1 else c if word == 2 else d))
+
+
+@helper
+def xtc_number(key):
+    """The number in (0, 1) that decides whether XTC applies, float64."""
+    count, index = uint64(uint32(key.position)), uint64(uint32(key.sample))
+    word, _, _, _ = philox4x32(key.seed, uint64(0), count, index, uint64(XTC))
+    return (float64(uint32(word)) + 0.5) * 2.0**-32
 
 
 @inlined

@@ -33,9 +33,9 @@ from .argmax import (  # fmt: skip
 )
 from .noise import MAX_NOISE, NoiseKey, fill_words, gumbel, noise_bound, token_noise
 
-_INF = int32(0x7F800000)  # key of +inf
-_MINUS_INF = int32(-0x7F800000)
-_SORT_LIMIT = 4096  # candidates up to which top_p sorts
+INF = int32(0x7F800000)  # key of +inf
+MINUS_INF = int32(-0x7F800000)
+SORT_LIMIT = 4096  # candidates up to which top_p sorts
 
 
 @helper
@@ -55,7 +55,7 @@ def _kth_largest(keys, count, k):
 
 
 @helper
-def _top_k(bits, width, maxima, blocks, k, ids, keys):
+def largest_keys(bits, width, maxima, blocks, k, ids, keys):
     """Write indices and keys of the k largest in index order; returns their count."""
     least = _kth_largest(maxima, blocks, k) if k <= blocks else MIN_KEY
     count = 0
@@ -81,14 +81,14 @@ def _top_k(bits, width, maxima, blocks, k, ids, keys):
 
 
 @helper
-def _softmax_weights(logits, ids, keys, count, peak, weights):
+def softmax_weights(logits, ids, keys, count, peak, weights):
     """Write exp(logit - max) of each candidate."""
     for i in range(count):
-        weights[i] = exp64(float64(logits[ids[i]]) - peak) if keys[i] > _MINUS_INF else 0.0
+        weights[i] = exp64(float64(logits[ids[i]]) - peak) if keys[i] > MINUS_INF else 0.0
 
 
 @helper
-def _sort_descending(order, keys, count):
+def sort_descending(order, keys, count):
     """Shell sort of candidates, descending; their positions go to the low halves of ``order``."""
     for i in range(count):
         order[i] = ((int64(-1) - int64(keys[i])) << 32) | i
@@ -108,7 +108,7 @@ def _sort_descending(order, keys, count):
 @helper
 def _cut_sorted(keys, weights, count, top_p, order):
     """Return (key, position) of the last candidate that top_p keeps."""
-    _sort_descending(order, keys, count)
+    sort_descending(order, keys, count)
     total = 0.0
     for i in range(count):
         total += weights[order[i] & 0xFFFFFFFF]
@@ -127,7 +127,7 @@ def _cut_searched(keys, weights, count, top_p):
     total = 0.0
     for i in range(count):
         total += weights[i]
-    low, high = int64(MIN_KEY), int64(2**31 - 1)
+    low, high = int64(MIN_KEY), int64(largest_key(keys, count))
     while low < high:  # the largest key such that keys from it on reach top_p
         middle = (low + high + 1) >> 1
         mass = 0.0
@@ -151,6 +151,14 @@ def _cut_searched(keys, weights, count, top_p):
 
 
 @helper
+def mass_cut(keys, weights, count, share, order):
+    """Return (key, position) of the last of the largest keys whose weights reach ``share``."""
+    if count <= SORT_LIMIT:
+        return _cut_sorted(keys, weights, count, share, order)
+    return _cut_searched(keys, weights, count, share)
+
+
+@helper
 def _cut(logits, ids, keys, count, peak, top_p, weights, order):
     """Return (key, id) of the last of ``count`` candidates that top_p keeps."""
     if not top_p < 1:
@@ -159,11 +167,8 @@ def _cut(logits, ids, keys, count, peak, top_p, weights, order):
             if keys[i] <= keys[last]:
                 last = int64(i)
         return keys[last], int64(ids[last])
-    _softmax_weights(logits, ids, keys, count, peak, weights)
-    if count <= _SORT_LIMIT:
-        key, last = _cut_sorted(keys, weights, count, top_p, order)
-    else:
-        key, last = _cut_searched(keys, weights, count, top_p)
+    softmax_weights(logits, ids, keys, count, peak, weights)
+    key, last = mass_cut(keys, weights, count, top_p, order)
     return key, int64(ids[last])
 
 
@@ -234,7 +239,7 @@ def _sample(p, thread, threads):
     width, blocks, y = a.width, a.blocks, i32s(a.y)
     own = a.scratch + thread * a.thread_scratch
     weights, order = f64s(own), i64s(own + width * 8)
-    own += (width + _SORT_LIMIT) * 8
+    own += (width + SORT_LIMIT) * 8
     words, keys, ids = u32s(own), i32s(own + BLOCK * 4), i32s(own + BLOCK * 4 + width * 4)
     rows = load_i64(a.rows)
     row = next_chunk(p)
@@ -242,7 +247,7 @@ def _sample(p, thread, threads):
         at = a.logits + row * a.logits_stride
         logits, bits, maxima = f32s(at), i32s(at), i32s(a.maxima + row * blocks * 4)
         top = largest_key(maxima, blocks)
-        if top >= _INF or top == _MINUS_INF:  # NaN, +inf, or -inf everywhere
+        if top >= INF or top == MINUS_INF:  # NaN, +inf, or -inf everywhere
             y[row] = -1
             row = next_chunk(p)
             continue
@@ -258,7 +263,7 @@ def _sample(p, thread, threads):
         if limited or top_p < 1:
             count = width
             if limited:
-                count = _top_k(bits, width, maxima, blocks, k, ids, keys)
+                count = largest_keys(bits, width, maxima, blocks, k, ids, keys)
             else:
                 for i in range(width):
                     ids[i], keys[i] = i, sort_key(bits[i], MAX_KEY)
@@ -273,7 +278,7 @@ def _sample(p, thread, threads):
 
 def _thread_nbytes(width: int) -> int:
     """Bytes of weights, order, words, keys and ids of one thread."""
-    return -(-(width * 16 + _SORT_LIMIT * 8 + BLOCK * 4) // 64) * 64
+    return -(-(width * 16 + SORT_LIMIT * 8 + BLOCK * 4) // 64) * 64
 
 
 def _scratch(node: Tensor, options: Options) -> int:

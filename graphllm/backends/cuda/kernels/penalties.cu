@@ -1,42 +1,152 @@
-// Penalties for recent tokens, and a minimum number of tokens before an end token.
+// Changes of single logits of a row: biases and excluded ids, and penalties for recent tokens.
+//
+// A block copies some columns (y) of a row (x), and changes the ids among them.
 
-struct Penalties {
-    const int *history, *count, *stop;
-    const float *repeat, *presence, *frequency;
-    const int* min_tokens;
-    int ring, stops;
+struct Biases {
+    const int* ids;
+    const float* bias;
+    const int *allowed, *stop, *count, *min_tokens;
+    int id_count, allowed_count, stop_count;
 };
 
-// A block copies some columns (y) of a row (x), and penalizes the ids among them.
-extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i64* live,
-                                    int width, Penalties p TIMESTAMPS) {
+extern "C" __global__ void bias_logits(const u8* x, i64 stride, float* out, const i64* live,
+                                       int width, Biases b TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
     const float* from = (const float*)(x + n * stride);
-    const int* past = p.history + n * p.ring;
+    const int* allowed = b.allowed + n * b.allowed_count;
     out += n * width;
+    int first = blockIdx.y * 4 * blockDim.x, last = min(width, first + 4 * (int)blockDim.x);
+    bool some = false;
+    for (int j = threadIdx.x; j < b.allowed_count; j += blockDim.x)
+        some |= 0 <= allowed[j] && allowed[j] < width;
+    bool limited = __syncthreads_or(some);
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x)
+        out[i] = limited ? from[i] - INFINITE : from[i];  // NaN stays, +infinity becomes NaN
+    __syncthreads();
+    for (int j = threadIdx.x; limited && j < b.allowed_count; j += blockDim.x)
+        if (first <= allowed[j] && allowed[j] < last) out[allowed[j]] = from[allowed[j]];
+    __syncthreads();
+    for (int j = threadIdx.x; j < b.id_count; j += blockDim.x) {
+        int id = b.ids[n * b.id_count + j];
+        if (first <= id && id < last) out[id] += b.bias[n * b.id_count + j];
+    }
+    if (b.count[n] >= b.min_tokens[n]) return;
+    __syncthreads();
+    for (int j = threadIdx.x; j < b.stop_count; j += blockDim.x) {
+        int id = b.stop[n * b.stop_count + j];
+        if (first <= id && id < last) out[id] -= INFINITE;
+    }
+}
+
+struct Penalties {
+    const int *history, *length, *breakers;
+    const float* factors;
+    const int* windows;
+    int ring, breaker_count;
+};
+
+// The last tokens of a sequence, the latest first.
+struct Past {
+    const int* history;
+    int ring, length, count;
+
+    __device__ __forceinline__ Past(const Penalties& p, i64 n, int window)
+        : history(p.history + n * p.ring), ring(p.ring), length(p.length[n]) {
+        count = min(length, ring);
+        if (window >= 0) count = min(count, window);
+    }
+    __device__ __forceinline__ int operator[](int i) const { return history[(length - 1 - i) % ring]; }
+};
+
+// The settings of DRY.
+struct Dry {
+    float multiplier, base;
+    int least, window;
+
+    __device__ __forceinline__ Dry(const Penalties& p, i64 n)
+        : multiplier(p.factors[5 * n + 3]),
+          base(p.factors[5 * n + 4]),
+          least(p.windows[3 * n + 1]),
+          window(p.windows[3 * n + 2]) {}
+    __device__ __forceinline__ bool on() const { return multiplier != 0 && base >= 1; }
+};
+
+// Store how many of the last tokens follow up to token k, counted from the latest, for k > 0; -1 if they
+// are fewer than DRY penalizes. A block computes a row of found [rows, ring].
+extern "C" __global__ void repetitions(Penalties p, const i64* live, int* found TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    __shared__ int limit;  // position of the last sequence breaker
+    const i64 rows = begin(live);
+    i64 n = blockIdx.x;
+    if (n >= rows) return;
+    Dry dry(p, n);
+    if (!dry.on()) return;
+    Past past(p, n, dry.window);
+    if (threadIdx.x == 0) limit = past.count;
+    __syncthreads();
+    for (int i = threadIdx.x; i < past.count; i += blockDim.x)
+        for (int b = 0; b < p.breaker_count; b++) {
+            int breaker = p.breakers[n * p.breaker_count + b];
+            if (breaker >= 0 && past[i] == breaker) atomicMin(&limit, i);
+        }
+    __syncthreads();
+    for (int k = threadIdx.x; k < past.count; k += blockDim.x) {
+        int same = 0;
+        while (k && same < limit && same + k < past.count && past[same] == past[same + k]) same++;
+        found[n * p.ring + k] = k && limit >= dry.least && same >= dry.least ? same : -1;
+    }
+}
+
+// multiplier * base^excess, the power at most 2^127.
+__device__ __forceinline__ float dry_penalty(const Dry& dry, int excess) {
+    double penalty = (double)dry.multiplier * fmin(pow((double)dry.base, (double)excess), 0x1p127);
+    return (float)fmax(fmin(penalty, 3.4e38), -3.4e38);
+}
+
+// `found`: see `repetitions`.
+extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i64* live,
+                                    int width, Penalties p, const int* found TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    const i64 rows = begin(live);
+    i64 n = blockIdx.x;
+    if (n >= rows) return;
+    const float* from = (const float*)(x + n * stride);
+    out += n * width;
+    found += n * p.ring;
     int first = blockIdx.y * 4 * blockDim.x, last = min(width, first + 4 * (int)blockDim.x);
     for (int i = first + threadIdx.x; i < last; i += blockDim.x) out[i] = from[i];
     __syncthreads();
-    for (int j = threadIdx.x; j < p.ring; j += blockDim.x) {
+    Past past(p, n, p.windows[3 * n]);
+    for (int j = threadIdx.x; j < past.count; j += blockDim.x) {
         int id = past[j], times = 0;
         if (id < first || id >= last) continue;
         bool seen = false;
-        for (int i = 0; i < p.ring; i++) {
-            seen |= past[i] == id && i < j;
-            times += past[i] == id;
+        for (int i = 0; i < past.count; i++) {
+            bool equal = past[i] == id;
+            seen |= equal && i < j;
+            times += equal;
         }
         if (seen) continue;  // the first of equal entries applies the penalty
-        float v = from[id], repeat = p.repeat[n];
+        float v = from[id], repeat = p.factors[5 * n];
         v = v > 0 ? v / repeat : v * repeat;
-        out[id] = v - (p.presence[n] + (float)times * p.frequency[n]);
+        out[id] = v - (p.factors[5 * n + 1] + (float)times * p.factors[5 * n + 2]);
     }
-    if (p.count[n] >= p.min_tokens[n]) return;
+    Dry dry(p, n);
+    if (!dry.on()) return;
     __syncthreads();
-    for (int e = threadIdx.x; e < p.stops; e += blockDim.x) {
-        int id = p.stop[e];
-        if (first <= id && id < last) out[id] -= INFINITE;  // NaN stays, +infinity becomes NaN
+    Past all(p, n, dry.window);
+    for (int k = 1 + threadIdx.x; k < all.count; k += blockDim.x) {
+        int id = all[k - 1], most = 0;
+        if (id < first || id >= last || found[k] < 0) continue;
+        bool seen = false;
+        for (int j = 1; j < all.count; j++) {
+            if (found[j] < 0 || all[j - 1] != id) continue;
+            seen |= j < k;
+            most = max(most, found[j]);
+        }
+        if (!seen) out[id] -= dry_penalty(dry, most - dry.least);
     }
 }

@@ -352,7 +352,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (blockIdx.y == 0 && threadIdx.x == 0) out[n] = -1;
         return;
     }
-    Weights weights(top, width);
     int cut = a.params.some ? (int)wide->bin : -1;
     int size = chunk_of(width), first = blockIdx.y * size, last = min(first + size, width);
     Best best;
@@ -361,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u32 k = row.key(i);
         int bin = bin_of(k, top);
         if (bin > cut && a.params.reaches_min_p(k, top)) best.consider(i, k, top, a.params);
-        if (bin != cut || !weights.plain(k)) continue;
+        if (bin != cut || !Weights(top, width).plain(k)) continue;
         int at = atomicAdd(&wide->listed, 1);
         if (at < LISTED) wide->list[at] = candidate(k, i);
     }

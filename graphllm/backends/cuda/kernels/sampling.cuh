@@ -22,6 +22,9 @@ struct Row {
 
     __device__ __forceinline__ Row(const u8* x, int width, const Settings& settings)
         : x((const float*)x), width(width), nan(settings.temperature ? 0xffffffffu : 1u) {}
+    // NaN is above all others.
+    __device__ __forceinline__ Row(const void* x, int width)
+        : x((const float*)x), width(width), nan(0xffffffffu) {}
 
     // A key that is larger for larger values, never zero, and equal for both zeros.
     __device__ __forceinline__ u32 key(int i) const {
@@ -79,6 +82,20 @@ __device__ __forceinline__ u32 block_most(u32 x) {
     if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
     __syncthreads();
     return warp_max(parts[threadIdx.x % WARP]);
+}
+
+// Sum over the block, added in the same order in every run.
+__device__ __forceinline__ double block_sum(double x) {
+    __shared__ double parts[WARP];
+#pragma unroll
+    for (int o = WARP / 2; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = x;
+    __syncthreads();
+    x = parts[threadIdx.x % WARP];
+#pragma unroll
+    for (int o = WARP / 2; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
+    return x;
 }
 
 // Call f(i, key(i)) for every step-th i, with four keys in flight.
@@ -204,9 +221,11 @@ struct NoiseKey {
     u32 low, high, count, index;  // halves of the seed, output position, index of the sample
 };
 
-// The random word of an id: ops/random_numbers.py has the definition.
-__device__ __forceinline__ u32 random_word(const NoiseKey& key, int id) {
-    u32 c0 = (u32)id / 4, c1 = key.count, c2 = key.index, c3 = 0, k0 = key.low, k1 = key.high;
+enum Purpose { TOKEN, XTC };
+
+// The random word of an id or another item: ops/random_numbers.py has the definition.
+template <Purpose PURPOSE> __device__ __forceinline__ u32 random_word(const NoiseKey& key, int id) {
+    u32 c0 = (u32)id / 4, c1 = key.count, c2 = key.index, c3 = PURPOSE, k0 = key.low, k1 = key.high;
 #pragma unroll
     for (int round = 0; round < 10; round++) {
         u64 even = (u64)c0 * 0xD2511F53u, odd = (u64)c2 * 0xCD9E8D57u;
@@ -283,7 +302,7 @@ struct Best {
         // In float, where an error of some 1e-5 discards no winner thanks to the margins.
         float gap = (value_of(key) - value_of(top)) * fminf(1 / params.temperature, 1e30f);
         if (gap + MAX_NOISE < (float)sum) return;
-        u32 word = random_word(params.noise, i);
+        u32 word = random_word<TOKEN>(params.noise, i);
         if (gap + 0.6932f * (__clz(~word) + 1) + 1e-3f < (float)sum) return;
         double distance = (double)value_of(key) - (double)value_of(top);
         join(distance / params.temperature + gumbel(word), i);

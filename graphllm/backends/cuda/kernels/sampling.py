@@ -1,4 +1,4 @@
-"""Argmax, sampling and penalties on the device; sampling.cu describes the algorithm."""
+"""Argmax and sampling on the device; sampling.cu describes the algorithm."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import module
 from ..runtime.work import Launch, ceil
 
-_MODULE, _PENALTIES_MODULE = module("sampling"), module("penalties")
+_MODULE = module("sampling")
 _SETTINGS = ArgumentStruct("sampling.cuh", "Settings")
-_PENALTIES = ArgumentStruct("penalties.cu", "Penalties")
-_SIZES = ("ring", "stops")  # fields of Penalties that are no operands
 _THREADS = 1024  # of a block of `pick`; also the limit of slices and of chunks of a row
 _WARPS = 8  # of a block of `slice_maxima`, one slice each
 _CHUNK = 2048  # least number of logits of a wide row that one block takes
 _WIDE = 8 * (2048 + 2 + 2 * _THREADS + 3 + (1 << 14))  # bytes of the struct Wide
-_PENALTY_THREADS = 256  # of a block of `penalise`; each copies four logits
 
 
 def _maxima_nbytes(node: Tensor) -> int:
@@ -76,14 +73,3 @@ def sample(ctx: KernelContext) -> list[Launch]:
     width = ctx.logits.width
     chunk = _CHUNK * ceil(width, _CHUNK * _THREADS)
     return _choose(ctx, ctx.logits, settings, ceil(width, chunk))
-
-
-@BACKEND.kernel("penalise", layout={"logits": ROWS})
-def penalise(ctx: KernelContext) -> Launch:
-    x = ctx.logits
-    operands = {name: ctx.address(name) for name in _PENALTIES.fields if name not in _SIZES}
-    sizes = {"ring": ctx.history.meta.inner[0], "stops": ctx.stop.meta.shape[0]}
-    args = (x.address, x.row_stride, ctx.out.address, ctx.live_address(x.meta.rows), x.width,
-            _PENALTIES.pack(**operands, **sizes))  # fmt: skip
-    grid = (ctx.upper_bound(x.meta.rows), ceil(x.width, 4 * _PENALTY_THREADS))
-    return Launch(_PENALTIES_MODULE["penalise"], grid, (_PENALTY_THREADS,), args)

@@ -1,0 +1,99 @@
+"""The most likely token ids, and log-probabilities of ids."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..graph.dtype import I32
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
+from ..graph.tensor import Env, Meta
+from .sampling import fit, logits_and_faults
+
+MAX_TOP_IDS = 256
+
+
+def _top_ids_infer(logits: Meta, *, n: int) -> Meta:
+    expect("logits", logits, 2, "f32")
+    require(0 < n <= min(MAX_TOP_IDS, logits.inner[0]), f"n is {n} of {logits.inner[0]} columns")
+    return out((logits.shape[0], n), I32)
+
+
+def _top_ids_sample(rows: int, shape: tuple[int, int], layout: str) -> Sample:
+    width, n = shape
+    args = (Arg(("N", width), layout=layout, make=logits_and_faults),)
+    return Sample(args, {"n": n}, {"N": rows})
+
+
+@op(
+    "top_ids",
+    infer=_top_ids_infer,
+    cost=lambda out, logits, *, env, n: Cost(2 * logits.size, logits.nbytes + out.nbytes),
+    tol={},
+    samples=grid(
+        _top_ids_sample, rows=(0, 1, 23), shape=((1, 1), (5, 3), (63, 63), (1000, 20), (3000, 256)),
+        layout=("contiguous", "strided"),
+    )
+    + grid(_top_ids_sample, rows=(3,), shape=((40001, 5),), layout=("contiguous",)),
+)  # fmt: skip
+def top_ids(logits: np.ndarray, *, n: int) -> np.ndarray:
+    """Return the ids of the ``n`` largest logits, largest first. logits [N, V] f32 -> i32 [N, n].
+
+    Ties go to the lowest id; NaN sorts before all numbers. n is at most 256.
+    """
+    number = ~np.isnan(logits)
+    order = np.lexsort((np.where(number, -logits, 0), number), axis=-1)
+    return order[:, :n].astype(np.int32)
+
+
+def _infer(logits: Meta, ids: Meta) -> Meta:
+    expect("logits", logits, 2, "f32")
+    require(logits.inner[0] > 0, "logits has no columns")
+    expect("ids", ids, 2, "i32")
+    fit("ids", ids, logits)
+    return out((logits.shape[0], *ids.inner))
+
+
+def _cost(out: Meta, logits: Meta, ids: Meta, *, env: Env) -> Cost:
+    return Cost(8 * logits.size, logits.nbytes + ids.nbytes + out.nbytes)
+
+
+def _sample(rows: int, width: int, listed: int, layout: str) -> Sample:
+    def ids(rng: Rng, shape: Shape) -> np.ndarray:
+        found = rng.integers(-1, width + 1, shape)
+        found[-1:, -1:] = width - 1  # where a kernel may read past the end
+        return found
+
+    args = (
+        Arg(("N", width), layout=layout, make=logits_and_faults),
+        Arg(("N", listed), I32, make=ids),
+    )
+    return Sample(args, {}, {"N": rows})
+
+
+@op(
+    "logprobs",
+    infer=_infer,
+    cost=_cost,
+    tol={"f32": 1e-5},
+    samples=grid(
+        _sample, rows=(0, 1, 23), width=(1, 5, 63, 1000), listed=(1, 21),
+        layout=("contiguous", "strided"),
+    )
+    + grid(_sample, rows=(2,), width=(40001,), listed=(21,), layout=("contiguous",)),
+)  # fmt: skip
+def logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the log-probabilities of ids. logits [N, V] f32, ids [N, A] i32 -> f32 [N, A].
+
+    (logit - max) - log(sum of exp(logit - max)), over all logits of the row, without temperature
+    and penalties. NaN for an id outside 0..V-1 (such as the -1 of `sample`), and for all ids of a
+    row with NaN or +inf or with only -inf; -inf for a logit of -inf. The sum is over columns in an
+    order that does not depend on the other rows. `top_ids` has the most likely ids.
+    """
+    result = np.full(ids.shape, np.nan, np.float32)
+    for n, row in enumerate(logits.astype(np.float64)):
+        top = row.max()
+        if np.isfinite(top):
+            known = (ids[n] >= 0) & (ids[n] < len(row))
+            total = np.log(np.exp(row - top).sum())
+            result[n, known] = row[ids[n][known]] - top - total
+    return result
