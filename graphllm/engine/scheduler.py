@@ -276,9 +276,7 @@ class Scheduler:
         sequence.computed = 0
         sequence.preemptions += 1
         self.preempted += 1
-        chunk = self._chunks.pop(sequence, None)
-        if chunk is not None:
-            self._left += chunk.stop - chunk.start
+        self._chunks.pop(sequence, None)
         insort(self._waiting, sequence, key=_order)
 
     def _release(self, sequence: ActiveSequence) -> None:

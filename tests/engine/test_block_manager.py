@@ -350,12 +350,12 @@ def test_the_blocks_that_a_window_drops_count_as_available():
 
 
 def test_a_step_launched_ahead_keeps_the_window_of_the_one_before():
-    cache = Cache(window=5)
-    blocks = cache.compute(ids(11))
-    assert cache.manager.reserve(blocks, 11, 13) and cache.manager.reserve(blocks, 12, 14)
-    cache.extend(blocks, ids(12))  # the first step failed and runs again
+    cache = Cache(window=4)
+    blocks = cache.compute(ids(10))
+    assert cache.manager.reserve(blocks, 10, 12) and cache.manager.reserve(blocks, 11, 13)
+    cache.extend(blocks, ids(11))  # the first step failed and runs again
     assert cache.manager.held == {"window": 3}
-    assert cache.manager.reserve(blocks, 12, 14)
+    assert cache.manager.reserve(blocks, 11, 13)
     assert cache.manager.held == {"window": 2}
 
 
