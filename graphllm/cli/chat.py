@@ -13,8 +13,9 @@ import typer
 
 from ..errors import GraphllmError, RequestError
 from .error_flags import with_flag
-from .options import ChatSamplingOptions, LoadOptions, Model, System, Template, verb
+from .options import LoadOptions, Model, System, Template, verb
 from .output import note, write_text
+from .sampling_options import ChatSamplingOptions
 
 if TYPE_CHECKING:
     from ..chat import Conversation

@@ -8,7 +8,8 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from typer.models import OptionInfo
 
 from ..errors import GraphllmError
-from .options import LoadOptions, SamplingOptions
+from .options import LoadOptions
+from .sampling_options import SamplingOptions
 
 # Arguments whose flag is not in the common option groups, or has another name.
 _OTHERS = {

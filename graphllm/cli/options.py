@@ -18,7 +18,6 @@ from .progress import progress_line
 if TYPE_CHECKING:
     from ..api import LLM
     from ..checkpoints.checkpoint import Checkpoint
-    from ..engine.request import Sampling
 
 app = typer.Typer(
     add_completion=False,
@@ -248,95 +247,6 @@ class ModelSource:
             kind, placement.type = placement.type or MIX, None
             return RandomCheckpoint(self.random, kind)
         raise RequestError("give a MODEL, or --random SHAPE")
-
-
-@dataclass
-class SamplingOptions:
-    """Sampling options and stop conditions; the fields are those of `Sampling`."""
-
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "-n",
-            "--max-tokens",
-            "--n-predict",
-            "--max-new-tokens",
-            help="Number of tokens to generate.",
-        ),
-    ] = 128
-    seed: Annotated[
-        int | None,
-        typer.Option("-s", "--seed", help="Seed of the random numbers; random by default."),
-    ] = None
-    temperature: Annotated[
-        float,
-        typer.Option("--temp", "--temperature", help="Temperature; 0 takes the most likely token."),
-    ] = 0.8
-    top_k: Annotated[int, typer.Option("--top-k", help="Top-k sampling; 0 disables it.")] = 40
-    top_p: Annotated[float, typer.Option("--top-p", help="Top-p sampling; 1 disables it.")] = 0.95
-    min_p: Annotated[float, typer.Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
-    repeat_penalty: Annotated[
-        float,
-        typer.Option(
-            "--repeat-penalty",
-            "--repetition-penalty",
-            help="Repeat penalty on the last 64 tokens; 1 disables it.",
-        ),
-    ] = 1.0
-    presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Presence penalty; 0 disables it.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="Frequency penalty; 0 disables it.")
-    ] = 0.0
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", "--stop-strings", help="Stop string; may be repeated.", show_default=False
-        ),
-    ] = None
-    stop_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--stop-id",
-            "--stop-token-ids",
-            help="Stop token id; may be repeated.",
-            show_default=False,
-        ),
-    ] = None
-    min_tokens: Annotated[
-        int,
-        typer.Option(
-            "--min-tokens", "--min-new-tokens", help="Minimum number of tokens to generate."
-        ),
-    ] = 0
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never sample an EOS token.")] = (
-        False
-    )
-
-    def sampling(self) -> Sampling:
-        """Return the sampling settings. RequestError: a value is out of range."""
-        from ..engine.request import Sampling
-
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        own["stop"], own["stop_ids"] = tuple(self.stop or ()), tuple(self.stop_ids or ())
-        return Sampling(**own).normalize()
-
-
-@dataclass
-class ChatSamplingOptions(SamplingOptions):
-    """Sampling options of ``chat``, whose answers may be longer by default."""
-
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            "-n",
-            "--max-tokens",
-            "--n-predict",
-            "--max-new-tokens",
-            help="Maximum number of tokens of an answer.",
-        ),
-    ] = 1024
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import pickle
 import shutil
@@ -59,15 +60,17 @@ class Odd:
 
 def one_line(error: BaseException) -> str:
     text = str(error)
-    assert "\n" not in text and len(text) < 400, text
+    assert "\n" not in text and len(text) < 500, text
     return text
 
 
 # ----------------------------------------------------------------------------- sampling's arguments
 
 NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty",
-           "frequency_penalty")  # fmt: skip
-WHOLES = ("max_tokens", "top_k", "seed", "min_tokens")
+           "frequency_penalty", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
+           "dry_multiplier", "dry_base")  # fmt: skip
+WHOLES = ("max_tokens", "top_k", "seed", "min_tokens", "penalty_last_n", "dry_allowed_length",
+          "dry_penalty_last_n")  # fmt: skip
 NO_NUMBER = ["1", b"1", None, [1], {}, 1j, True, np.True_, np.array([0.5]), Odd(), Odd("")]
 BAD = [
     *((name, value, "must be an integer") for name in WHOLES
@@ -93,6 +96,16 @@ BAD = [
       for value in ("", ["a", ""], [1], 1, None, b"a", {"a": 1}, (s for s in ["x", ""]))),
     *(("stop_ids", value, "must be token ids")
       for value in (1, "12", [1.5], [-1], [True], ["1"], None, {1: 2}, np.array(3))),
+    *((name, value, "must be token ids") for name in ("allowed_ids", "banned_ids")
+      for value in (1, [1.5], [-1])),
+    *(("logit_bias", value, "must be a mapping of token ids to numbers")
+      for value in (1, [1], {"a": 1}, {-1: 0.0}, {1.5: 0})),
+    ("logit_bias", {1: float("inf")}, "must be a finite number"),
+    ("logit_bias", {1: "2"}, "must be a number"),
+    ("typical_p", 0, "typical_p = 0 must be in (0, 1]"),
+    ("xtc_probability", 1.5, "xtc_probability = 1.5 must be in [0, 1]"),
+    ("dry_base", 0.5, "dry_base = 0.5 must be at least 1"),
+    ("penalty_last_n", -2, "penalty_last_n = -2 must be in -1..2^31-1"),
     ("sampling", {"temperature": 1}, "must be a graphllm.Sampling"),
 ]  # fmt: skip
 
@@ -110,6 +123,22 @@ def test_invalid_sampling_values(llm, name, value, message):
             Sampling(**{name: value}).normalize()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"logit_bias": {10**6: 1.0}}, "token id 1000000 is not in"),
+        ({"allowed_ids": [10**6]}, "token id 1000000 is not in"),
+        ({"penalty_last_n": 1025}, "penalty_last_n = 1025 must be at most 1024"),
+        ({"dry_penalty_last_n": 1025}, "dry_penalty_last_n = 1025 must be at most 1024"),
+        ({"allowed_ids": [1] * 257}, "allowed_ids has 257 token ids; at most 256"),
+    ],
+)
+def test_settings_that_the_model_or_the_engine_cannot_apply(llm, arguments, message):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(TEXT, **arguments)
+    assert message in one_line(caught.value)
+
+
 GOOD = [
     ("max_tokens", np.int64(4), 4), ("top_k", np.uint8(3), 3), ("seed", np.int32(7), 7),
     ("max_tokens", np.array(4), 4), ("temperature", np.float32(0.5), 0.5),
@@ -118,6 +147,7 @@ GOOD = [
     ("stop", "x", ("x",)), ("stop", (s for s in ["x", "y"]), ("x", "y")),
     ("stop", np.array(["x"]), ("x",)), ("stop_ids", np.array([3, 4]), (3, 4)),
     ("stop_ids", (i for i in [3]), (3,)), ("stop_ids", {5}, (5,)),
+    ("logit_bias", {np.int64(3): np.float32(0.5), 4: -math.inf}, {3: 0.5, 4: -math.inf}),
 ]  # fmt: skip
 
 
@@ -144,7 +174,8 @@ def test_numpy_scalars_generate_the_same(llm):
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_of_other_programs(llm, alias):
-    value = {"stop": ["e"], "stop_ids": [5]}.get(ALIASES[alias], 2)
+    lists = {"stop": ["e"], "stop_ids": [5], "allowed_ids": [5], "typical_p": 0.5}
+    value = lists.get(ALIASES[alias], 2)
     want, have = (llm.generate(TEXT, seed=1, **{name: value}) for name in (ALIASES[alias], alias))
     assert (have.ids, have.text) == (want.ids, want.text)
     with pytest.raises(RequestError, match=f"{alias} and {ALIASES[alias]} are the same argument"):

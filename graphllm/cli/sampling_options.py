@@ -1,0 +1,211 @@
+"""Sampling options of the verbs that generate text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import RequestError
+
+if TYPE_CHECKING:
+    from ..engine.request import Sampling
+
+
+@dataclass
+class SamplingOptions:
+    """Sampling options and stop conditions; the fields are those of `Sampling`."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            "--n-predict",
+            "--max-new-tokens",
+            help="Number of tokens to generate.",
+        ),
+    ] = 128
+    seed: Annotated[
+        int | None,
+        typer.Option("-s", "--seed", help="Seed of the random numbers; random by default."),
+    ] = None
+    temperature: Annotated[
+        float,
+        typer.Option("--temp", "--temperature", help="Temperature; 0 takes the most likely token."),
+    ] = 0.8
+    top_k: Annotated[int, typer.Option("--top-k", help="Top-k sampling; 0 disables it.")] = 40
+    top_p: Annotated[float, typer.Option("--top-p", help="Top-p sampling; 1 disables it.")] = 0.95
+    min_p: Annotated[float, typer.Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
+    typical_p: Annotated[
+        float,
+        typer.Option(
+            "--typical",
+            "--typical-p",
+            help="Typical sampling; 1 disables it.",
+        ),
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        typer.Option(
+            "--top-n-sigma",
+            "--top-nsigma",
+            help="Top-n-sigma sampling; 0 disables it.",
+        ),
+    ] = 0.0
+    xtc_probability: Annotated[
+        float,
+        typer.Option(
+            "--xtc-probability",
+            help="Probability of XTC; 0 disables it.",
+        ),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        typer.Option(
+            "--xtc-threshold",
+            help="Least probability of tokens for XTC.",
+        ),
+    ] = 0.1
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repeat-penalty",
+            "--repetition-penalty",
+            help="Repeat penalty on the last tokens; 1 disables it.",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Presence penalty; 0 disables it.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="Frequency penalty; 0 disables it.")
+    ] = 0.0
+    penalty_last_n: Annotated[
+        int,
+        typer.Option(
+            "--repeat-last-n",
+            "--penalty-last-n",
+            help="Last tokens that the penalties consider; -1: all that are kept.",
+        ),
+    ] = 64
+    dry_multiplier: Annotated[
+        float,
+        typer.Option(
+            "--dry-multiplier",
+            help="Strength of the DRY penalty on repetitions; 0 disables it.",
+        ),
+    ] = 0.0
+    dry_base: Annotated[
+        float,
+        typer.Option(
+            "--dry-base",
+            help="Base of the DRY penalty.",
+        ),
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int,
+        typer.Option(
+            "--dry-allowed-length",
+            help="Length from which on DRY penalises repetitions.",
+        ),
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int,
+        typer.Option(
+            "--dry-penalty-last-n",
+            help="Last tokens that DRY considers; -1: all that are kept.",
+        ),
+    ] = -1
+    dry_breaker_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--dry-breaker-id",
+            help="Token id that ends a repetition; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            help="Bias of a token, as ID=BIAS; -inf bans it; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    banned_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--banned-id",
+            help="Token id that is never sampled; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    allowed_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--allowed-id",
+            help="Sample only tokens with this id; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop", "--stop-strings", help="Stop string; may be repeated.", show_default=False
+        ),
+    ] = None
+    stop_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--stop-id",
+            "--stop-token-ids",
+            help="Stop token id; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int,
+        typer.Option(
+            "--min-tokens", "--min-new-tokens", help="Minimum number of tokens to generate."
+        ),
+    ] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Never sample an EOS token.")] = (
+        False
+    )
+
+    def sampling(self) -> Sampling:
+        """Return the sampling settings. RequestError: a value is out of range."""
+        from ..engine.request import Sampling
+
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("stop", "stop_ids", "dry_breaker_ids", "banned_ids", "allowed_ids"):
+            own[name] = tuple(own[name] or ())
+        own["logit_bias"] = dict(map(_bias, self.logit_bias or ()))
+        return Sampling(**own).normalize()
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Return the token id and the bias of an argument of ``--logit-bias``."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise RequestError(f"logit_bias = {text!r} must be ID=BIAS", "logit_bias") from None
+
+
+@dataclass
+class ChatSamplingOptions(SamplingOptions):
+    """Sampling options of ``chat``, whose answers may be longer by default."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "-n",
+            "--max-tokens",
+            "--n-predict",
+            "--max-new-tokens",
+            help="Maximum number of tokens of an answer.",
+        ),
+    ] = 1024
