@@ -157,7 +157,7 @@ class Scheduler:
             that: a sequence has reached the context or computes its prompt, another one may be
             admitted, or blocks run out. Then complete ``chunks`` and call `schedule`.
         """
-        if len(chunks) != len(self._running) or self._may_admit_next():
+        if not chunks or len(chunks) != len(self._running) or self._may_admit_next():
             return None
         found = []
         for sequence, _, start, samples in chunks:

@@ -384,6 +384,8 @@ def test_no_step_follows_if_the_next_one_may_differ():
     scheduler.remove(chunks[1].sequence)
     assert scheduler.following(chunks) is None
     scheduler.complete(chunks)
+    scheduler.remove(chunks[0].sequence)
+    assert scheduler.following([]) is None
 
 
 def test_no_step_follows_while_a_prompt_is_left_out():
