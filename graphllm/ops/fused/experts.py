@@ -32,6 +32,9 @@ def _propose_route(node: Tensor, users: Users) -> Proposal | None:
 _CHOICES: tuple[tuple[int, dict[str, Any]], ...] = (
     (8, {"k": 2, "groups": 1, "top_groups": 1, "top_per_group": 1}),
     (61, {"k": 61, "groups": 1, "top_groups": 1, "top_per_group": 1}),
+    (61, {"k": 6, "groups": 1, "top_groups": 1, "top_per_group": 1}),
+    (128, {"k": 8, "groups": 1, "top_groups": 1, "top_per_group": 1}),
+    (200, {"k": 32, "groups": 1, "top_groups": 1, "top_per_group": 1}),
     (40, {"k": 6, "groups": 8, "top_groups": 3, "top_per_group": 1}),
     (256, {"k": 8, "groups": 8, "top_groups": 4, "top_per_group": 2}),
 )

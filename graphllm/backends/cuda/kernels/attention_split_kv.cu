@@ -8,10 +8,13 @@
 #include "attention.cuh"
 #include "quantize.cuh"
 
-#define THREADS 128
 #define SPAN 256
 #define SPANS(width) (((width) + SPAN - 1) / SPAN)
-#define EACH (DEPTH > SPAN || WIDTH > SPAN ? 2 : 4)  // keys of a thread
+#define WIDE (DEPTH > SPAN || WIDTH > SPAN)
+#define AHEAD (HEADS <= 2)  // enough registers to load the first keys before the queries,
+#define PIPELINED (AHEAD && !WIDE)  // and to load the next keys before the current ones are used
+#define THREADS 128
+#define EACH (WIDE ? 2 : 4)  // keys of a thread
 #define LANES_FOR(width) ((width) <= 64 ? 8 : (width) <= 128 ? 16 : 32)
 
 // Eight adjacent elements of a slot of a pool.
@@ -112,10 +115,8 @@ __device__ __forceinline__ int keys_per_split(const Attention& a, int count) {
     return (tiles + splits - 1) / splits * TILE * WARPS;
 }
 
-constexpr bool AHEAD = HEADS <= 2;  // enough registers to load keys before the queries
-
 // Resident blocks of a multiprocessor, by register use.
-constexpr int RESIDENT = HEADS <= 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 4 ? 4 : 2;
+constexpr int RESIDENT = HEADS == 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 4 ? 4 : 2;
 
 struct Shared {
     float tops[WARPS][HEADS], totals[WARPS][HEADS];
@@ -175,26 +176,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const int own = own_head<K_LANES>(lane);  // head whose logits this thread gets
     const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
     float top = -INFINITE, total = 0;  // of that head
-#pragma unroll 1
-    for (int at = from; at < to; at += TILE * WARPS) {
-        POOL keys[K_EACH][K_SPANS], values[V_EACH][V_SPANS];
+    POOL keys[K_EACH][K_SPANS], values[V_EACH][V_SPANS];
+    auto load_keys = [&](POOL (&k)[K_EACH][K_SPANS], POOL (&v)[V_EACH][V_SPANS], int at) {
         auto slot = [&](int j) { return slot_of(a, visible.sequence, min(at + j, to - 1)); };
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
             const u8* row = a.k + slot(i * K_ROWS + k_row) * a.k_stride;
 #pragma unroll
-            for (int n = 0; n < K_SPANS; n++) keys[i][n].load(row, kv * DEPTH + k_at[n]);
+            for (int n = 0; n < K_SPANS; n++) k[i][n].load(row, kv * DEPTH + k_at[n]);
         }
 #pragma unroll
         for (int i = 0; i < V_EACH; i++) {
             const u8* row = a.v + slot(i * V_ROWS + v_row) * a.v_stride;
 #pragma unroll
-            for (int n = 0; n < V_SPANS; n++) values[i][n].load(row, kv * WIDTH + v_at[n]);
+            for (int n = 0; n < V_SPANS; n++) v[i][n].load(row, kv * WIDTH + v_at[n]);
         }
-        if (AHEAD && at == from) {
-            wait_for_previous();
-            load_queries();
-        }
+    };
+    if (AHEAD) {
+        if (from < to) load_keys(keys, values, from);
+        wait_for_previous();
+        load_queries();
+    }
+#pragma unroll 1
+    for (int at = from; at < to; at += TILE * WARPS) {
+        POOL next_keys[K_EACH][K_SPANS], next_values[V_EACH][V_SPANS];
+        const bool more = at + TILE * WARPS < to;
+        if (!AHEAD || (!PIPELINED && at != from)) load_keys(keys, values, at);
+        if (PIPELINED && more) load_keys(next_keys, next_values, at + TILE * WARPS);
         float weights[K_EACH], most = top;
 #pragma unroll
         for (int i = 0; i < K_EACH; i++) {
@@ -248,6 +256,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
                         acc[h][n][e] = fmaf(weight, value[n][e], acc[h][n][e]);
             }
         }
+        if (!PIPELINED || !more) continue;
+#pragma unroll
+        for (int i = 0; i < K_EACH; i++)
+#pragma unroll
+            for (int n = 0; n < K_SPANS; n++) keys[i][n] = next_keys[i][n];
+#pragma unroll
+        for (int i = 0; i < V_EACH; i++)
+#pragma unroll
+            for (int n = 0; n < V_SPANS; n++) values[i][n] = next_values[i][n];
     }
 #pragma unroll
     for (int o = K_LANES; o < WARP; o <<= 1) total += __shfl_xor_sync(FULL, total, o);
@@ -317,6 +334,7 @@ __device__ __forceinline__ void split_weights(const Attention& a, const float* p
 // Grid: (tokens, groups of 256 results), one result per thread, stored as `target` requests.
 template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
     constexpr int MAX_HEADS = 256 / WIDTH + 2;  // most heads of a block
+    constexpr int BATCH = 16;  // splits whose results are loaded together
     __shared__ float weights[MAX_HEADS][MAX_SPLITS], results[256];
     const i64 tokens = begin(a.tokens, a.metadata_ready);
     int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
@@ -327,17 +345,26 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
     int count = visible.high - visible.low, split_keys = keys_per_split(a, count);
     int splits_used = count > 0 ? (count + split_keys - 1) / split_keys : 0;
     const float* partials = a.partials + (i64)token * a.heads * a.splits * PARTIAL;
+    // The first loads are in flight with those of split_weights.
+    float parts[BATCH], v[N];
+    const float* partial = partials + min(at, width - 1) / WIDTH * a.splits * PARTIAL + at % WIDTH;
+    auto load = [&](int n) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            parts[i] = n + i < splits_used ? partial[(n + i) * PARTIAL] : 0;
+    };
+    load(0);
     int head = start / WIDTH + threadIdx.x / WARP;
     if (threadIdx.x / WARP < MAX_HEADS && head < a.heads)
         split_weights(a, partials + head * a.splits * PARTIAL, head, splits_used, weights[threadIdx.x / WARP]);
     __syncthreads();
-    float v[N];
+    const float* weight = weights[min(at, width - 1) / WIDTH - start / WIDTH];
     v[0] = 0;
-    if (at < width) {
-        const float* partial = partials + at / WIDTH * a.splits * PARTIAL + at % WIDTH;
-        const float* weight = weights[at / WIDTH - start / WIDTH];
-#pragma unroll 4
-        for (int i = 0; i < splits_used; i++) v[0] = fmaf(partial[i * PARTIAL], weight[i], v[0]);
+#pragma unroll 1
+    for (int n = 0; n < splits_used; n += BATCH) {
+        if (n) load(n);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) v[0] = fmaf(parts[i], weight[n + i], v[0]);
     }
     if (N > 1) {
         first = start;
@@ -345,9 +372,9 @@ template <int N> __device__ __forceinline__ void merge(const Attention& a, const
         __syncthreads();
         if (threadIdx.x >= WARP) return;
 #pragma unroll
-        for (int i = 0; i < N; i++) v[i] = results[32 * i + lane];
+        for (int i = 0; i < N; i++) v[i] = results[N * lane + i];
     }
-    if (first < width) emit_to<N>(v, target, token, first, width);
+    if (first < width) emit_to<N>(v, target, token, 0, first, width);
 }
 
 extern "C" __global__ void merge_1(Attention a, Target target TIMESTAMPS) {

@@ -123,6 +123,119 @@ __device__ __forceinline__ void soften(float* v, int count, int lane, int all, R
     for (int i = lane; i < count; i += all) v[i] /= total;
 }
 
+// The keys of `columns` values in the registers of a warp: lane l has those of columns l, l + 32, ..., in
+// descending order; of equal ones, the first column is first.
+template <int P> struct Ranking {
+    u32 keys[P];
+    int columns[P];
+
+    __device__ __forceinline__ void sort() {
+#pragma unroll
+        for (int round = 0; round < P; round++)
+#pragma unroll
+            for (int i = round % 2; i + 1 < P; i += 2) {
+                const bool swap = keys[i] < keys[i + 1];
+                const u32 key = swap ? keys[i + 1] : keys[i], other = swap ? keys[i] : keys[i + 1];
+                const int c = swap ? columns[i + 1] : columns[i], d = swap ? columns[i] : columns[i + 1];
+                keys[i] = key, keys[i + 1] = other, columns[i] = c, columns[i + 1] = d;
+            }
+    }
+
+    // Remove the largest key of the warp, and return its column.
+    __device__ __forceinline__ int next() {
+        const u32 most = warp_max(keys[0]);
+        u32 first = keys[0] == most ? ~(u32)columns[0] : 0;
+        const u32 lanes = __ballot_sync(FULL, first);
+        if (__popc(lanes) > 1) first = warp_max(first);  // equal keys in several lanes
+        const int column = __shfl_sync(FULL, ~(int)first, __ffs(lanes) - 1);
+        if (columns[0] == column) {
+#pragma unroll
+            for (int i = 0; i + 1 < P; i++) keys[i] = keys[i + 1], columns[i] = columns[i + 1];
+            keys[P - 1] = 0;
+        }
+        return column;
+    }
+};
+
+// `route` without groups of experts, for at most 32 P of them and at most 32 chosen ones. A warp computes
+// a row in its registers.
+template <int P>
+__device__ __forceinline__ void route_row(const u8* x, i64 stride, const float* bias, u8* ids,
+                                          u8* weights, i64 ids_stride, i64 weights_stride,
+                                          const i64* live, int columns, int k, int score,
+                                          int normalised, float eps, float factor) {
+    const int lane = threadIdx.x;
+    float own[P], v[P], top = -INFINITE, total = 0;
+#pragma unroll
+    for (int i = 0; i < P; i++)
+        own[i] = bias && lane + WARP * i < columns ? bias[lane + WARP * i] : 0.f;
+    const i64 rows = begin(live);
+    if (blockIdx.x >= rows) return;
+    const float* from = (const float*)(x + blockIdx.x * stride);
+#pragma unroll
+    for (int i = 0; i < P; i++)
+        v[i] = lane + WARP * i < columns ? from[lane + WARP * i] : -INFINITE;
+    if (score == SIGMOID) {
+#pragma unroll
+        for (int i = 0; i < P; i++) v[i] = 1.f / (1.f + expf(-v[i]));
+    } else if (score == SOFTMAX) {
+#pragma unroll
+        for (int i = 0; i < P; i++) top = fmaxf(top, v[i]);
+        top = warp_max(top);
+#pragma unroll
+        for (int i = 0; i < P; i++) {
+            v[i] = lane + WARP * i < columns ? expf(v[i] - top) : 0.f;
+            total += v[i];
+        }
+        total = warp_sum(total);
+#pragma unroll
+        for (int i = 0; i < P; i++) v[i] /= total;
+    }
+    Ranking<P> ranking;
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        ranking.columns[i] = lane + WARP * i;
+        ranking.keys[i] = lane + WARP * i < columns ? key_of(bias ? v[i] + own[i] : v[i]) : 0;
+    }
+    ranking.sort();
+    int mine = 0;  // lane j keeps choice j
+#pragma unroll 1
+    for (int j = 0; j < k; j++) {
+        const int column = ranking.next();
+        if (lane == j) mine = column;
+    }
+    float chosen = 0;
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        const float other = __shfl_sync(FULL, v[i], mine % WARP);
+        if (mine / WARP == i) chosen = other;
+    }
+    const bool live_lane = lane < k;
+    if (score == CHOSEN) {
+        top = warp_max(live_lane ? chosen : -INFINITE);
+        chosen = live_lane ? expf(chosen - top) : 0.f;
+        chosen /= warp_sum(chosen);
+    }
+    total = normalised ? warp_sum(live_lane ? chosen : 0.f) + eps : 1.f;
+    if (!live_lane) return;
+    ((int*)(ids + blockIdx.x * ids_stride))[lane] = mine;
+    ((float*)(weights + blockIdx.x * weights_stride))[lane] = chosen / total * factor;
+}
+
+#define ROUTE(P)                                                                                \
+    extern "C" __global__ void route_##P(const u8* x, i64 stride, const float* bias, u8* ids,   \
+                                         u8* weights, i64 ids_stride, i64 weights_stride,       \
+                                         const i64* live, int columns, int k, int score,        \
+                                         int normalised, float eps, float factor TIMESTAMPS) {  \
+        RECORD_TIMESTAMPS                                                                       \
+        route_row<P>(x, stride, bias, ids, weights, ids_stride, weights_stride, live, columns,  \
+                     k, score, normalised, eps, factor);                                        \
+    }
+ROUTE(1)
+ROUTE(2)
+ROUTE(4)
+ROUTE(8)
+
 // Expert ids and weights of a row from the router's logits: the ops top_k and pick with scoring and
 // normalization. A block computes one row. `normalised`: divide the weights by their sum plus `eps`.
 extern "C" __global__ void route(const u8* x, i64 stride, const float* bias, u8* ids, u8* weights,
@@ -171,10 +284,19 @@ extern "C" __global__ void combine(const u8* y, i64 stride, const u8* weights, i
     if (row >= rows || column >= width) return;
     const float* from = (const float*)(y + row * stride) + column;
     const float* weight = (const float*)(weights + row * weights_stride);
+    const float residual = r ? ((const float*)(r + row * r_stride))[column] : 0.f;
     float sum = 0;
-    for (int j = 0; j < each; j++) sum = fmaf(from[(i64)j * width], weight[j], sum);
-    if (r) sum = ((const float*)(r + row * r_stride))[column] + sum;
-    out[row * width + column] = sum;
+#pragma unroll 1
+    for (int at = 0; at < each; at += 8) {
+        float values[8], factors[8];  // all in flight at once
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (at + j < each) values[j] = from[(i64)(at + j) * width], factors[j] = weight[at + j];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (at + j < each) sum = fmaf(values[j], factors[j], sum);
+    }
+    out[row * width + column] = r ? residual + sum : sum;
 }
 
 // A warp's pairs, and the number of them for each matrix.

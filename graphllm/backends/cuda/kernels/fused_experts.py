@@ -9,6 +9,7 @@ from ....backends.alignment import aligned
 from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
 from ... import ROWS, Options
+from ...kernel_context import address
 from .. import BACKEND
 from ..runtime.device import KernelContext
 from ..runtime.source import module
@@ -22,24 +23,28 @@ from .weight_packing import PACK, PLANES
 
 Build = Callable[[KernelContext], list[Launch]]
 _CLAMPED = -1  # CLAMPED of experts.cuh
+_EXPERTS = module("experts")
+_ROUTE_COLUMNS = (1, 2, 4, 8)  # columns of a lane in the kernels that choose in registers
 _SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}  # enum Score of experts.cu
 
 
 @BACKEND.kernel("route", layout={"x": ROWS}, dtypes={"x": "f32", "bias": "f32"})
 def route(ctx: KernelContext) -> Launch:
     x, a, (ids, weights) = ctx.x, ctx.attrs, ctx.results
-    normalised = a["eps"] is not None
-    args = (
-        x.address, x.row_stride, ctx.address("bias"), ids.address, weights.address, ids.row_stride,
-        weights.row_stride, ctx.live_address(x.meta.rows), x.width, a["k"], a["groups"],
-        a["top_groups"], a["top_per_group"], _SCORES[a["score"]], int(normalised),
-        float(a["eps"] or 0), float(a["factor"]),
+    bias, normalised = ctx.op("bias"), a["eps"] is not None
+    rows = (
+        x.address, x.row_stride, address(bias), ids.address, weights.address, ids.row_stride,
+        weights.row_stride, ctx.live_address(x.meta.rows), x.width, a["k"],
     )  # fmt: skip
+    scale = (_SCORES[a["score"]], int(normalised), float(a["eps"] or 0), float(a["factor"]))
+    grid = (ctx.upper_bound(x.meta.rows),)
+    each = next((p for p in _ROUTE_COLUMNS if x.width <= 32 * p), None)
+    if each and a["groups"] == 1 and a["k"] <= min(32, x.width):
+        kernel, known = _EXPERTS[f"route_{each}"], [bias] if bias else []
+        return Launch(kernel, grid, (32,), (*rows, *scale), prefetches=known)
+    args = (*rows, a["groups"], a["top_groups"], a["top_per_group"], *scale)
     shared = 4 * (2 * x.width + a["groups"] + a["k"])
-    threads = (32 * min(8, a["groups"]),)
-    return Launch(
-        module("experts")["route"], (ctx.upper_bound(x.meta.rows),), threads, args, shared
-    )
+    return Launch(_EXPERTS["route"], grid, (32 * min(8, a["groups"]),), args, shared)
 
 
 def _result_meta(node: Tensor) -> Meta:

@@ -11,8 +11,8 @@ template <int U>
 __device__ __forceinline__ void emit_row(const RowRegisters<U>& row, const Targets& targets, int width) {
 #pragma unroll
     for (int u = 0; u < U; u++) {
-        int first = RowRegisters<U>::column(u, 0) - threadIdx.x % WARP;
-        if (first < width) emit<8>(row.v + 8 * u, targets, blockIdx.x, first, width);
+        int first = RowRegisters<U>::unit(u);
+        if (first < width) emit<8>(row.v + 8 * u, targets, blockIdx.x, 0, first, width);
     }
 }
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
         if (U > 1) base.load_unit(u, row_of(x, x_stride), width);
 #pragma unroll
         for (int k = 8 * u; k < 8 * u + 8; k++) row.v[k] += base.v[k];
-        row.each_of(u, width, [=](float& v, int c) { out[c] = v; });
+        row.store_unit(u, out, width);
     }
     if (!AGAIN) return;
     weight2.scale(row, row.factor(width, eps2), width);
@@ -60,22 +60,25 @@ __device__ __forceinline__ void norm_add(const u8* h, i64 h_stride, const float*
 // act(gate) * up. A warp computes one unit of a line; a row has one or several lines.
 template <int N>
 __device__ __forceinline__ void glu(const u8* gate, i64 gate_stride, const u8* up, i64 up_stride,
-                                    Targets& targets, const i64* live, int lines, int width,
-                                    int act) {
+                                    const Targets& targets, const i64* live, int lines,
+                                    int width, int act) {
     const i64 rows = begin(live), row = blockIdx.x / lines, line = blockIdx.x % lines;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
     if (row >= rows || first >= width) return;
     const float* a = (const float*)(gate + row * gate_stride) + line * width;
     const float* b = (const float*)(up + row * up_stride) + line * width;
-    float v[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        int column = first + 32 * i + threadIdx.x % WARP;
-        v[i] = column < width ? activate(act, a[column]) * b[column] : 0.f;
+    float v[N], other[N];
+    const int lane = threadIdx.x % WARP;
+    if constexpr (N == 8) {
+        load_floats(v, a, first + 8 * lane, width);
+        load_floats(other, b, first + 8 * lane, width);
+    } else {
+        v[0] = first + lane < width ? a[first + lane] : 0.f;
+        other[0] = first + lane < width ? b[first + lane] : 0.f;
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) targets.t[i].at += line * targets.t[i].line;
-    emit<N>(v, targets, row, first, width);
+    for (int i = 0; i < N; i++) v[i] = activate(act, v[i]) * other[i];
+    emit<N>(v, targets, row, (int)line, first, width);
 }
 
 __device__ __forceinline__ float from_half(int kind, u32 pair, int i) {

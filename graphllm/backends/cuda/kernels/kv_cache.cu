@@ -1,6 +1,7 @@
 // Writes to the pools of keys and values.
 
 #include "kv_cache.cuh"
+#include "norm.cuh"
 #include "rope.cuh"
 
 // A block computes one row (x) and some elements of it (y).
@@ -45,7 +46,7 @@ extern "C" __global__ void rope_write(Heads q, Heads k, Heads v, float* out, Poo
     if (norm) {
         float sum = 0;
         for (int i = threadIdx.x; i < width; i += blockDim.x) sum += x[i] * x[i];
-        factor = 1.f / sqrtf(block_sum(sum) / width + eps);
+        factor = rms_factor(block_sum(sum), width, eps);
     }
     for (int i = threadIdx.x; i < width; i += blockDim.x)
         head[i] = norm ? x[i] * factor * norm[i] : x[i];
@@ -95,13 +96,13 @@ template <int P> struct WarpRotation {
         }
     }
 
-    __device__ __forceinline__ void norm(float (&a)[P], float (&b)[P], const float* weight,
-                                         float eps) const {
-        float sum = 0, u[P], v[P];
+    // `u` and `v`: the weight.
+    __device__ __forceinline__ void norm(float (&a)[P], float (&b)[P], const float (&u)[P],
+                                         const float (&v)[P], float eps) const {
+        float sum = 0;
 #pragma unroll
         for (int j = 0; j < P; j++) sum += a[j] * a[j] + b[j] * b[j];
-        float factor = 1.f / sqrtf(warp_sum(sum) / WIDE + eps);
-        load(weight, u, v);
+        float factor = rms_factor(warp_sum(sum), WIDE, eps);
 #pragma unroll
         for (int j = 0; j < P; j++) a[j] = a[j] * factor * u[j], b[j] = b[j] * factor * v[j];
     }
@@ -115,11 +116,18 @@ template <int P> struct WarpRotation {
         z = lane & 1 ? z2 : y2;
     }
 
-    // Compute heads first, first + by, ... of a token: queries, then keys, then values.
+    // The norm's weight for head h, or null.
+    static __device__ __forceinline__ const float* weight_of(const Heads& q, const Heads& k,
+                                                             const Heads& v, int h) {
+        return h < q.count ? q.norm : h < q.count + k.count ? k.norm : v.norm;
+    }
+
+    // Compute heads first, first + by, ... of a token: queries, then keys, then values. `u` and `w`: the
+    // norm's weight for the first of them.
     __device__ __forceinline__ void heads(const Heads& q, const Heads& k, const Heads& v, float* out,
                                           const Pool& k_pool, const Pool& v_pool, int k_slot,
-                                          int v_slot, i64 token, float eps, int first,
-                                          int by) const {
+                                          int v_slot, i64 token, float eps, int first, int by,
+                                          float (&u)[P], float (&w)[P]) const {
         const int lane = threadIdx.x % WARP, all = q.count + k.count + v.count;
         const int apart = interleaved ? 32 : WIDE / 2;  // of a lane's two elements
         for (int h = first; h < all; h += by) {
@@ -127,12 +135,13 @@ template <int P> struct WarpRotation {
             int own = query ? h : key ? h - q.count : h - q.count - k.count;
             const u8* base = query ? q.x : key ? k.x : v.x;
             i64 stride = query ? q.stride : key ? k.stride : v.stride;
-            const float* weight = query ? q.norm : key ? k.norm : v.norm;
+            const float* weight = weight_of(q, k, v, h);
             int slot = key ? k_slot : v_slot;
             if (!query && slot < 0) continue;
             float a[P], b[P];
             load((const float*)(base + token * stride) + own * WIDE, a, b);
-            if (weight) norm(a, b, weight, eps);
+            if (weight && h != first) load(weight, u, w);
+            if (weight) norm(a, b, u, w, eps);
 #pragma unroll
             for (int j = 0; j < P; j++) {
                 float y = a[j], z = b[j];
@@ -167,13 +176,15 @@ __device__ __forceinline__ void rotate_heads(const Heads& q, const Heads& k, con
                                             const Rotation& rotation) {
     int warps = blockDim.x / WARP, first = blockIdx.y * warps + threadIdx.x / WARP;
     WarpRotation<P> angles(rotation);
+    float u[P], w[P];
+    if (const float* weight = angles.weight_of(q, k, v, first)) angles.load(weight, u, w);
     const i64 rows = begin(live, positions_ready), token = blockIdx.x;
     const int k_slot = k_pool.slot[token], v_slot = v_pool.slot[token];
     angles.at(rotation.pos[token]);
     wait_for_previous();
     if (token >= rows) return;
     angles.heads(q, k, v, out, k_pool, v_pool, k_slot, v_slot, token, eps, first,
-                 gridDim.y * warps);
+                 gridDim.y * warps, u, w);
 }
 
 #define ROPE_WRITE(P)                                                                           \

@@ -77,10 +77,10 @@ def rope_write(ctx: KernelContext) -> Launch:
         blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
         more = (eps, ctx.readable_before_wait("slot", "pos"), rotation(ctx, width))
-        factors = ctx.op("factors")
+        early = [ref for ref in map(ctx.op, ("factors", "q_norm", "k_norm")) if ref is not None]
         return Launch(
             kernel, (rows, blocks), (32 * _WARPS,), (*args, *more),
-            prefetches=() if factors is None else (factors,),
+            prefetches=early,
         )  # fmt: skip
     threads = min(256, 32 * ceil(width, 32))
     last = (width, eps, rotation(ctx, width))

@@ -26,7 +26,8 @@ __device__ __forceinline__ void rms_norm(const u8* x, i64 stride, const float* w
     RowRegisters<U> row;
     row.load(line.x, width);
     weight.scale(row, row.factor(width, eps), width);
-    row.each(width, [&](float& v, int c) { line.out[c] = v; });
+#pragma unroll
+    for (int u = 0; u < U; u++) row.store_unit(u, line.out, width);
 }
 
 #define RMS_NORM(U)                                                                             \
@@ -47,7 +48,7 @@ extern "C" __global__ void rms_norm_0(const u8* x, i64 stride, const float* w, f
     if (!line.live) return;
     float sum = 0;
     for (int i = threadIdx.x; i < width; i += blockDim.x) sum += line.x[i] * line.x[i];
-    float factor = 1.f / sqrtf(block_sum(sum) / width + eps);
+    float factor = rms_factor(block_sum(sum), width, eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x) line.out[i] = line.x[i] * factor * w[i];
 }
 

@@ -11,12 +11,13 @@ __device__ __forceinline__ void quantise(const u8* x, i64 stride, u8* out, i64 o
     int line = blockIdx.x % lines;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 32 * N;
     if (row >= rows || first >= width) return;
-    const float* from = (const float*)(x + row * stride) + (i64)line * width + first;
-    from += threadIdx.x % WARP;
+    const float* from = (const float*)(x + row * stride) + (i64)line * width;
     float v[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) v[i] = from[32 * i];
-    emit_to<N>(v, {out + (i64)line * out_line, out_stride, 32 * N, 0}, row, first, width);
+    if constexpr (N == 8)
+        load_floats(v, from, first + 8 * (threadIdx.x % WARP), width);
+    else
+        v[0] = from[first + threadIdx.x % WARP];
+    emit_to<N>(v, {out, out_stride, 32 * N, out_line}, row, line, first, width);
 }
 
 extern "C" __global__ void quantise_32(const u8* x, i64 stride, u8* out, i64 out_stride,
@@ -40,12 +41,7 @@ extern "C" __global__ void narrow(const u8* x, i64 stride, u8* out, i64 out_stri
     i64 row = blockIdx.x;
     int first = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * 256;
     if (row >= rows || first >= width) return;
-    const float* from = (const float*)(x + row * stride);
     float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int column = first + 32 * i + threadIdx.x % WARP;
-        v[i] = column < width ? from[column] : 0.f;
-    }
-    emit_to<8>(v, {out, out_stride, kind, 0}, row, first, width);
+    load_floats(v, (const float*)(x + row * stride), first + 8 * (threadIdx.x % WARP), width);
+    emit_to<8>(v, {out, out_stride, kind, 0}, row, 0, first, width);
 }

@@ -1,7 +1,9 @@
 #pragma once
 // Stores activations as float32, f16, bf16, or int8 blocks of 32 or 256, bit for bit as the op
 // quantise_act declares. A warp stores a unit of 32 * N consecutive elements (N is 1 or 8), of which
-// lane l holds the elements 32 i + l. Every operation rounds once; none is fused.
+// lane l holds the elements N l to N l + N - 1. Every operation rounds once; none is fused.
+
+#include "rows.cuh"
 
 struct Target {
     u8* at;      // of the first row
@@ -40,34 +42,40 @@ __device__ __forceinline__ int quantised(float x, float inverse) {
     return (int)fminf(fmaxf(scaled, -127.f), 127.f);
 }
 
-// Eight reductions at once, each over the 2 * OFFSET lanes of a group: lane l gets the result of
-// v[l / (OFFSET / 4) % 8]. The first three steps each halve the number of values of a lane.
-template <int OFFSET, class T, class F>
-__device__ __forceinline__ T reduce8(const T (&v)[8], F f) {
-    int lane = threadIdx.x % WARP;
-    T a[4], b[2];
-    bool upper = lane & OFFSET;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        a[i] = f(upper ? v[4 + i] : v[i],
-                 __shfl_xor_sync(FULL, upper ? v[i] : v[4 + i], OFFSET));
-    upper = lane & OFFSET / 2;
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        b[i] = f(upper ? a[2 + i] : a[i],
-                 __shfl_xor_sync(FULL, upper ? a[i] : a[2 + i], OFFSET / 2));
-    upper = lane & OFFSET / 4;
-    T c = f(upper ? b[1] : b[0], __shfl_xor_sync(FULL, upper ? b[0] : b[1], OFFSET / 4));
-#pragma unroll
-    for (int o = OFFSET / 8; o; o >>= 1) c = f(c, __shfl_xor_sync(FULL, c, o));
-    return c;
-}
-
-__device__ __forceinline__ int plus(int a, int b) { return a + b; }
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// Store a block of 32, of which lane l holds element l: q, d and sum go to the planes of a row of `width`
-// elements, from element `first` on. The same holds for the functions below.
+// Eight elements of a block as int8, in two words. The sum of 1.5 * 2^23 and a small number has that
+// number, rounded to nearest even, in its low bits.
+__device__ __forceinline__ uint2 quantised8(const float* v, float inverse) {
+    u32 q[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        q[i] = __float_as_uint(__fadd_rn(__fmul_rn(v[i], inverse), 12582912.f));
+    uint2 packed;
+    packed.x = __byte_perm(__byte_perm(q[0], q[1], 0x40), __byte_perm(q[2], q[3], 0x40), 0x5410);
+    packed.y = __byte_perm(__byte_perm(q[4], q[5], 0x40), __byte_perm(q[6], q[7], 0x40), 0x5410);
+    if (inverse == 0.f) packed.x = packed.y = 0;  // elements may be NaN
+    return packed;
+}
+
+__device__ __forceinline__ u32 largest8(const float* v) {
+    u32 most = abs_bits(v[0]);
+#pragma unroll
+    for (int i = 1; i < 8; i++) most = larger(most, abs_bits(v[i]));
+    return most;
+}
+
+__device__ __forceinline__ int sum8(uint2 q) {
+    return __dp4a((int)q.x, 0x01010101, __dp4a((int)q.y, 0x01010101, 0));
+}
+
+// Rows of int8 blocks are aligned to 4 bytes only.
+__device__ __forceinline__ void store8(u8* to, uint2 q) {
+    ((u32*)to)[0] = q.x, ((u32*)to)[1] = q.y;
+}
+
+// Store a block of 32: q, d and sum go to the planes of a row of `width` elements, from element `first`
+// on. The same holds for the functions below.
 __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) {
     int lane = threadIdx.x % WARP;
     BlockScale scale(warp_max(abs_bits(v)));
@@ -78,69 +86,81 @@ __device__ __forceinline__ void emit_32(float v, u8* row, int first, int width) 
     ((int*)(row + width + width / 8))[first / 32] = sum;
 }
 
-// Store up to eight blocks of 32.
+// Store up to eight blocks of 32, each held by four lanes.
 __device__ __forceinline__ void emit_32(const float* v, u8* row, int first, int width) {
-    int lane = threadIdx.x % WARP, at = first / 32 + lane / 4, q[8];
-    u32 sizes[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) sizes[i] = abs_bits(v[i]);
-    BlockScale scale(reduce8<16>(sizes, larger));  // of block lane / 4
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        q[i] = quantised(v[i], __shfl_sync(FULL, scale.inverse, 4 * i));
-        if (first + 32 * i < width) ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
-    }
-    int sum = reduce8<16>(q, plus);
-    if (lane % 4 || 32 * at >= width) return;
-    ((float*)(row + width))[at] = scale.d;
-    ((int*)(row + width + width / 8))[at] = sum;
+    const int lane = threadIdx.x % WARP, at = first + 8 * lane;
+    u32 most = largest8(v);
+    most = larger(most, __shfl_xor_sync(FULL, most, 1));
+    BlockScale scale(larger(most, __shfl_xor_sync(FULL, most, 2)));
+    const uint2 q = quantised8(v, scale.inverse);
+    int sum = sum8(q);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    if (at >= width) return;
+    store8(row + at, q);
+    if (lane % 4) return;
+    ((float*)(row + width))[at / 32] = scale.d;
+    ((int*)(row + width + width / 8))[at / 32] = sum;
 }
 
 // Store a block of 256.
 __device__ __forceinline__ void emit_256(const float* v, u8* row, int first, int width) {
-    int lane = threadIdx.x % WARP, q[8];
-    u32 most = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) most = larger(most, abs_bits(v[i]));
-    BlockScale scale(warp_max(most));
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        q[i] = quantised(v[i], scale.inverse);
-        ((i8*)row)[first + 32 * i + lane] = (i8)q[i];
-    }
-    int sum = reduce8<8>(q, plus);  // over half a warp's elements of v[lane / 2 % 8]
+    const int lane = threadIdx.x % WARP;
+    BlockScale scale(warp_max(largest8(v)));
+    const uint2 q = quantised8(v, scale.inverse);
+    int sum = sum8(q);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    store8(row + first + 8 * lane, q);
     if (lane == 0) ((float*)(row + width))[first / 256] = scale.d;
     i16* sums = (i16*)(row + width + width / 64);
-    if (lane % 2 == 0) sums[first / 16 + 2 * (lane / 2 % 8) + lane / 16] = (i16)sum;
+    if (lane % 2 == 0) sums[first / 16 + lane / 2] = (i16)sum;
+}
+
+// Store a unit as f16 or bf16.
+__device__ __forceinline__ void emit_halves(const float* v, int kind, u16* row, int first, int width) {
+    const int at = first + 8 * (threadIdx.x % WARP);
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        pairs[i] = to_half(kind, v[2 * i]) | (u32)to_half(kind, v[2 * i + 1]) << 16;
+    if (at + 8 <= width && (u64)(row + at) % 16 == 0) {
+        *(uint4*)(row + at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (at + i < width) row[at + i] = (u16)(pairs[i / 2] >> 16 * (i % 2));
 }
 
 // Store a unit to one target. Elements beyond the row's `width` are ignored (blocks are whole).
 template <int N>
-__device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int first,
+__device__ __forceinline__ void emit_to(const float* v, const Target& t, i64 row, int line, int first,
                                         int width) {
-    u8* to = t.at + row * t.stride;
-    if (N == 1 && t.block > 2) {
-        emit_32(v[0], to, first, width);
+    u8* to = t.at + row * t.stride + line * (i64)t.line;
+    if constexpr (N == 1) {
+        const int column = first + threadIdx.x % WARP;
+        if (t.block > 2)
+            emit_32(v[0], to, first, width);
+        else if (column < width && t.block)
+            ((u16*)to)[column] = to_half(t.block, v[0]);
+        else if (column < width)
+            ((float*)to)[column] = v[0];
     } else if (t.block == 32) {
         emit_32(v, to, first, width);
     } else if (t.block == 256) {
         emit_256(v, to, first, width);
+    } else if (t.block) {
+        emit_halves(v, t.block, (u16*)to, first, width);
     } else {
-        int column = first + threadIdx.x % WARP;
-#pragma unroll
-        for (int i = 0; i < N; i++, column += 32)
-            if (column < width && t.block)
-                ((u16*)to)[column] = to_half(t.block, v[i]);
-            else if (column < width)
-                ((float*)to)[column] = v[i];
+        store_floats(v, (float*)to, first + 8 * (threadIdx.x % WARP), width);
     }
 }
 
 // Store a unit to all targets. N is 8 if one of them has blocks of 256, f16 or bf16, else 1.
 template <int N>
-__device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int first,
-                                     int width) {
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        if (i < targets.count) emit_to<N>(v, targets.t[i], row, first, width);
+__device__ __forceinline__ void emit(const float* v, const Targets& targets, i64 row, int line,
+                                     int first, int width) {
+#pragma unroll 1
+    for (int i = 0; i < targets.count; i++)
+        emit_to<N>(v, i ? targets.t[1] : targets.t[0], row, line, first, width);
 }

@@ -1,0 +1,30 @@
+#pragma once
+// Eight adjacent elements of a row of float32, of which a thread reads or stores those before `width`.
+
+// Whether a thread may access the elements from `at` on 16 bytes at a time.
+__device__ __forceinline__ bool whole_vectors(const float* row, int at, int width) {
+    return at + 8 <= width && (u64)(row + at) % 16 == 0;
+}
+
+// Load them; those beyond the row become zero.
+__device__ __forceinline__ void load_floats(float* v, const float* row, int at, int width) {
+    if (whole_vectors(row, at, width)) {
+        float4 a = *(const float4*)(row + at), b = *(const float4*)(row + at + 4);
+        v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w;
+        v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = at + i < width ? row[at + i] : 0.f;
+}
+
+__device__ __forceinline__ void store_floats(const float* v, float* row, int at, int width) {
+    if (whole_vectors(row, at, width)) {
+        *(float4*)(row + at) = make_float4(v[0], v[1], v[2], v[3]);
+        *(float4*)(row + at + 4) = make_float4(v[4], v[5], v[6], v[7]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (at + i < width) row[at + i] = v[i];
+}
