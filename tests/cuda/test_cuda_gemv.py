@@ -15,8 +15,7 @@ def test_shapes_fit_the_kernel(name):
         for k in (32, 96, 256, 4096, 8192, 8224, 14336):
             for gated in (False, True):
                 shape = gemv_shapes.shape(name, integer, k, gated)
-                if shape.staged:  # int8, and 8 bytes per block of 32; copies of 16 bytes
-                    assert integer and dtype(name).block == 32 and (k + k // 4) % 16 == 0
+                assert not shape.staged or (integer and dtype(name).block in (32, 256))
                 assert not (shape.split and gated)
                 assert shape.warps % 2 == 0 and (shape.warps >= 4 or not shape.split)
                 assert shape.resident * shape.warps * 32 <= 2048

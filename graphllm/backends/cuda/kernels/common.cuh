@@ -106,11 +106,13 @@ __device__ __forceinline__ i64 begin(const i64* live, bool ready) {
 
 // ------------------------------------------------------------------------------------ copies
 
-// Copy `count` times 16 bytes from global to shared memory, by all threads of a block. The copy is
-// complete after the next barrier of the block.
-__device__ __forceinline__ void copy_to_shared(uint4* to, const void* from, int count) {
+// Copy `nbytes`, a multiple of 4, from global to shared memory, by all threads of a block. Both addresses
+// are aligned to 16 bytes. The copy is complete after the next barrier of the block.
+__device__ __forceinline__ void copy_to_shared(uint4* to, const void* from, int nbytes) {
+    const int words = nbytes / 4, first = words & ~3, rest = first + (int)threadIdx.x;
+    if (rest < words) ((u32*)to)[rest] = ((const u32*)from)[rest];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    for (int i = threadIdx.x; i < first / 4; i += blockDim.x) {
         const uint4* next = (const uint4*)from + i;
 #if __CUDA_ARCH__ >= 800
         asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
@@ -162,6 +164,26 @@ __device__ __forceinline__ int warp_sum(int x) {
     for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(FULL, x, o);
     return x;
 #endif
+}
+
+// Sums of COUNT (a power of two) values over a warp; lane l gets number l / (32 / COUNT). Adds in the
+// order of warp_sum, with a few shuffles more than for one value.
+template <int COUNT> __device__ __forceinline__ float warp_sums(const float* values, int lane) {
+    float v[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) v[i] = values[i];
+    int o = 16;
+#pragma unroll
+    for (int n = COUNT / 2; n; n /= 2, o /= 2)
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            const bool upper = lane & o;
+            const float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
+            v[i] = keep + __shfl_xor_sync(FULL, send, o);
+        }
+#pragma unroll
+    for (int rest = 16 / COUNT; rest; rest /= 2) v[0] += __shfl_xor_sync(FULL, v[0], rest);
+    return v[0];
 }
 
 // Over all threads of a block (a multiple of 32, at most 1024); every thread gets the result.

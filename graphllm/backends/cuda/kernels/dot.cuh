@@ -14,7 +14,9 @@ struct F16 {
     static constexpr int ITEM = 8;
     typedef Floats<8> Values;
     uint4 q;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    static constexpr int STEPS[3] = {0, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) { return {w.a + 16 * i}; }
+    __device__ __forceinline__ void load(const Planes& p) { q = stream16(p.a); }
     __device__ __forceinline__ void unpack(int j, Values& u) const {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -38,7 +40,9 @@ struct F32 {
     static constexpr int ITEM = 4;
     typedef Floats<4> Values;
     uint4 q;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) { q = stream16(w.a + 16 * i); }
+    static constexpr int STEPS[3] = {0, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) { return {w.a + 16 * i}; }
+    __device__ __forceinline__ void load(const Planes& p) { q = stream16(p.a); }
     __device__ __forceinline__ void unpack(int j, Values& u) const {
 #pragma unroll
         for (int k = 0; k < 4; k++) u.v[k] = __uint_as_float(word(q, k));
@@ -149,22 +153,39 @@ __device__ __forceinline__ float dot(const Unpacked<PARTS>& u, const u8* row, in
 }
 #endif
 #else
-// The activations for item j of a row. `lane` equals j up to whole blocks and is constant in a thread, so
-// the compiler computes what depends on it once.
+// Where the activations for item j of a row are: values, scale, sums.
+struct RowPlace {
+    const u8 *x, *d, *sums;
+    int j;
+};
+
+// The activations for an item. `place(row, k, j)` is where those of item j of a row of depth k are, and
+// `advance(p, n)` moves to the item 32 n items later.
 #if !INTEGER
 template <class W, class VALUES = typename W::Values> struct Activations {
     const u8* row;
     int j;
-    __device__ __forceinline__ void load(const u8* from, int k, int at, int lane, bool aligned) {
-        row = from, j = at;
+    __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
+        return {row, row, row, j};
     }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.j += WARP * n; }
+    __device__ __forceinline__ void load(const RowPlace& p, bool aligned) { row = p.x, j = p.j; }
 };
 
 template <class W, int COUNT> struct Activations<W, Floats<COUNT>> {
+#if HALVES
+    static constexpr int SIZE = 2;
+#else
+    static constexpr int SIZE = 4;
+#endif
     float4 x[COUNT / 4];
-    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool aligned) {
+    __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
+        return {row + SIZE * COUNT * j, row, row, j};
+    }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) { p.x += SIZE * COUNT * WARP * n; }
+    __device__ __forceinline__ void load(const RowPlace& p, bool aligned) {
 #pragma unroll
-        for (int e = 0; e < COUNT; e += 4) x[e / 4] = floats4(row, COUNT * j + e);
+        for (int e = 0; e < COUNT; e += 4) x[e / 4] = floats4(p.x, e);
     }
 };
 
@@ -192,19 +213,26 @@ template <class W> struct Activations {
     float d;
     int sums[W::PARTS];
 
-    __device__ __forceinline__ void load(const u8* row, int k, int j, int lane, bool aligned) {
-        const int whole = W::ITEM * (j - lane);  // elements
+    __device__ static __forceinline__ RowPlace place(const u8* row, int k, int j) {
+        const int first = W::at(j, 0);
         const u8 *scales = row + k, *all = scales + k / W::BLOCK * 4;
+        return {row + first, scales + first / W::BLOCK * 4, all + first / 8, j};
+    }
+    __device__ static __forceinline__ void advance(RowPlace& p, int n) {
+        constexpr int SPAN = WARP * W::ITEM;  // elements
+        p.x += SPAN * n, p.d += SPAN / W::BLOCK * 4 * n, p.sums += SPAN / 8 * n;
+    }
+    // Parts have the same distance in all items.
+    __device__ __forceinline__ void load(const RowPlace& p, bool aligned) {
 #pragma unroll
-        for (int p = 0; p < W::PARTS; p++) x[p] = bytes16(row + W::at(lane, p) + whole, aligned);
-        d = *(const float*)(scales + W::at(lane, 0) / W::BLOCK * 4 + whole / W::BLOCK * 4);
+        for (int i = 0; i < W::PARTS; i++) x[i] = bytes16(p.x + W::at(0, i), aligned);
+        d = *(const float*)p.d;
         if (!W::OFFSET) return;
         if (W::BLOCK == 32) {
-            sums[0] = *(const int*)(all + W::at(lane, 0) / 32 * 4 + whole / 8);
+            sums[0] = *(const int*)p.sums;
         } else {
 #pragma unroll
-            for (int p = 0; p < W::PARTS; p++)
-                sums[p] = *(const i16*)(all + W::at(lane, p) / 8 + whole / 8);
+            for (int i = 0; i < W::PARTS; i++) sums[i] = *(const i16*)(p.sums + W::at(0, i) / 8);
         }
     }
 };

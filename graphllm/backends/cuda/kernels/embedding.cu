@@ -23,7 +23,7 @@ extern "C" __global__ void embedding(const int* ids, Planes w, i64 count, float*
     const bool known = 0 <= id && id < count;
     FORMAT item;
     FORMAT::Values u;
-    item.load(w, (size_t)(known ? id : 0) * items + j);
+    item.load(FORMAT::item(w, (size_t)(known ? id : 0) * items + j));
     item.unpack(j, u);
 #pragma unroll
     for (int p = 0; p < FORMAT::PARTS; p++) {

@@ -116,7 +116,7 @@ struct Weights {
         for (int i = 0; i < OWN; i++) {
             int j = EACH * number + (threadIdx.x + THREADS * i) % EACH;
             if (own(i) && j < items)
-                q[place][i].load(is_up(line(i)) ? e.up : e.w, first[i] + j);
+                q[place][i].load(FORMAT::item(is_up(line(i)) ? e.up : e.w, first[i] + j));
         }
     }
     __device__ __forceinline__ void dequantize(Shared& s, int place, int number) const {

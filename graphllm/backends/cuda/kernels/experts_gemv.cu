@@ -22,6 +22,14 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (e.ids && pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);
     FORMAT w[STREAMS][DEPTH][ROWS];
+    Planes next[STREAMS][ROWS];  // of the items to load next
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const size_t place = (size_t)matrix * e.rows + min(row + r, e.rows - 1);
+            next[s][r] = FORMAT::item(s ? e.up : e.w, place * items + lane);
+        }
     auto load = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
@@ -30,9 +38,14 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
                 for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
-                        size_t place = (size_t)matrix * e.rows + min(row + r, e.rows - 1);
-                        w[s][d][r].load(s ? e.up : e.w, place * items + at + WARP * d);
+                        Planes p = next[s][r];
+                        advance<FORMAT>(p, d);
+                        w[s][d][r].load(p);
                     }
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], DEPTH);
     };
     if (there) load(lane);
     if (NEXT == 1 && !e.ids) launch_next();
@@ -41,31 +54,40 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (!useful) return;
     const u8* x = row_of(e, pair);
     float sums[STREAMS][ROWS] = {};
+    typedef Activations<FORMAT> Row;
+    RowPlace place_x = Row::place(x, e.depth, lane);
     for (int at = lane; there && at < items; at += WARP * DEPTH) {
         if (at != lane) load(at);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             int j = at + WARP * d;
             if (j >= items) break;
-            Activations<FORMAT> a;
-            a.load(x, e.depth, j, lane, ALIGNED);
+            Row a;
+            RowPlace p = place_x;
+            Row::advance(p, d);
+            a.load(p, ALIGNED);
 #pragma unroll
             for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) sums[s][r] += product(w[s][d][r], lane, a);
         }
+        Row::advance(place_x, DEPTH);
     }
+    // Every lane gets one of the sums, so that a warp's rows are finished together.
+    constexpr int EACH = ROWS == 3 ? 4 : ROWS, SUMS = STREAMS * EACH, LANES = WARP / SUMS;
+    float all[SUMS] = {};
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
+    for (int s = 0; s < STREAMS; s++)
 #pragma unroll
-        for (int s = 0; s < STREAMS; s++) sums[s][r] = warp_sum(sums[s][r]);
-        if (lane || row + r >= e.rows) continue;
+        for (int r = 0; r < ROWS; r++) all[s * EACH + r] = sums[s][r];
+    const int r = lane / LANES % EACH;
+    const float sum = warp_sums<SUMS>(all, lane), up = __shfl_down_sync(FULL, sum, WARP / 2);
+    if (lane % LANES || (GATED && lane >= WARP / 2) || r >= ROWS || row + r >= e.rows) return;
 #if GATED
-        finish_gated(e, pair, matrix, row + r, sums[0][r], sums[1][r]);
+    finish_gated(e, pair, matrix, row + r, sum, up);
 #else
-        finish(e, pair, matrix, row + r, sums[0][r]);
+    finish(e, pair, matrix, row + r, sum);
 #endif
-    }
 }
 
 extern "C" __global__ void aligned(Experts e TIMESTAMPS) {

@@ -14,7 +14,9 @@
 //   OFFSET              whether some offsets are not zero
 //   ZERO_POINT          the v that stands for zero, -1 in a format with minima
 //   at(j, p)            first element of part p of item j of a row
-//   load(w, i)          load item i of a matrix
+//   item(w, i)          where the fields of item i of a matrix are
+//   load(p)             load the item whose fields are at p
+//   STEPS               bytes of the planes after the first that 32 items take
 //   unpack(j, u)        unpack it; j: its number in the row
 //   INTEGER_PRODUCT     whether there is product(j, a): the product with quantised activations in
 //                       fewer instructions than unpack needs
@@ -23,6 +25,12 @@
 struct Planes {
     const u8 *a, *b, *c, *d;
 };
+
+// Move from an item to the one 32 * n items later. A warp's blocks are whole, so that this takes no
+// divisions.
+template <class W> __device__ __forceinline__ void advance(Planes& p, int n) {
+    p.a += 512 * n, p.b += W::STEPS[0] * n, p.c += W::STEPS[1] * n, p.d += W::STEPS[2] * n;
+}
 
 template <int PARTS> struct Unpacked {
     int v[4 * PARTS];  // four int8 each
@@ -56,10 +64,6 @@ __device__ __forceinline__ uint4 stream16(const void* address) {
 
 template <class V> __device__ __forceinline__ V constant(const void* address) {
     return __ldg((const V*)address);
-}
-
-__device__ __forceinline__ u16 half_at(const u8* plane, size_t index) {
-    return constant<u16>(plane + 2 * index);
 }
 
 __device__ __forceinline__ const u32& word(const uint4& q, int k) { return (&q.x)[k]; }
@@ -112,6 +116,11 @@ __device__ __forceinline__ int dot2(u32 a, u32 b, int sum) {
     int r;
     asm("dp2a.lo.s32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(sum));
     return r;
+}
+
+// The low halves of two integers, as dot2 takes them.
+__device__ __forceinline__ u32 pair_of(int low, int high) {
+    return __byte_perm((u32)low, (u32)high, 0x5410);
 }
 
 __device__ __forceinline__ int dot16(const int* v, const int4& x) {

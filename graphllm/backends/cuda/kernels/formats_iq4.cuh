@@ -10,9 +10,13 @@ struct IQ4_NL : By32 {
     static constexpr bool OFFSET = false;
     uint4 q;
     u16 d;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        d = half_at(w.b, i);
+    static constexpr int STEPS[3] = {64, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 2 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        d = constant<u16>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         looked_up(q, iq4_values(), u.v);
@@ -27,9 +31,13 @@ struct IQ4_XS : By256 {
     uint4 q;
     uint2 head;  // d: f16, the top bit pairs of eight scales, their nibbles
     __device__ static __forceinline__ int at(int j, int p) { return 32 * j + 16 * p; }
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        head = constant<uint2>(w.b + 8 * (i >> 3));
+    static constexpr int STEPS[3] = {32, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 8 * (i >> 3)};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        head = constant<uint2>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         int s = j & 7;

@@ -7,15 +7,15 @@ struct Scales : By256 {
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 64 * (j >> 1 & 3) + 16 * (j & 1) + 32 * p;
     }
-    // Scales and minima of sub-blocks 2 pair and 2 pair + 1, a byte each.
+    // Scales and minima of sub-blocks 2 pair and 2 pair + 1, a byte each. Sub-blocks from 4 on have their
+    // low nibbles in the last word, their high bits above the scales and minima of the first ones. Shifts
+    // and masks depend on j only, so that they are computed once.
     __device__ __forceinline__ void coefficients(int j, u32& s, u32& m) const {
-        int pair = j >> 1 & 3, shift = 16 * (pair & 1);
-        u32 low = head.y >> shift, high = head.z >> shift, mixed = head.w >> shift;
-        s = low & 0x3f3f, m = high & 0x3f3f;
-        if (pair >= 2) {
-            s = (mixed & 0x0f0f) | (low & 0xc0c0) >> 2;
-            m = (mixed >> 4 & 0x0f0f) | (high & 0xc0c0) >> 2;
-        }
+        const int pair = j >> 1 & 3, shift = 16 * (pair & 1);
+        const bool late = pair >= 2;
+        const u32 low = late ? 0x0f0f : 0x3f3f, high = late ? 0x3030 : 0;
+        s = (late ? head.w : head.y) >> shift & low | head.y >> (shift + 2) & high;
+        m = (late ? head.w : head.z) >> (late ? shift + 4 : shift) & low | head.z >> (shift + 2) & high;
     }
     __device__ __forceinline__ void coefficients(int j, Unpacked<2>& u) const {
         u32 s, m;
@@ -24,21 +24,21 @@ struct Scales : By256 {
         u.scale[0] = d * (s & 255), u.scale[1] = d * (s >> 8 & 255);
         u.offset[0] = least * (m & 255), u.offset[1] = least * (m >> 8 & 255);
     }
-    // The product of the item, from the dots of its two parts with activations.
-    __device__ __forceinline__ float scaled(int lane, int first, int second, const int* sums,
-                                            float d) const {
-        u32 s, m;
-        coefficients(lane, s, m);
-        const int all = (int)(s & 255) * first + (int)(s >> 8) * second;
-        const int least = dot2((u32)sums[0] & 0xffff | (u32)sums[1] << 16, m, 0);
+    // The product of the item, from the dot of scaled integers with activations.
+    __device__ __forceinline__ float scaled(int all, u32 m, const int* sums, float d) const {
+        const int least = dot2(pair_of(sums[0], sums[1]), m, 0);
         return d * (low_half(head.x) * all - high_half(head.x) * least);
     }
 };
 
 struct Q4_K : Scales {
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        head = constant<uint4>(w.b + 16 * (i >> 3));
+    static constexpr int STEPS[3] = {64, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 16 * (i >> 3)};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        head = constant<uint4>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         nibbles(q, u.v);
@@ -47,16 +47,22 @@ struct Q4_K : Scales {
     template <class A> __device__ __forceinline__ float product(int lane, const A& a) const {
         int low, high;
         dot_nibbles(q, a.x, low, high);
-        return scaled(lane, low, high, a.sums, a.d);
+        u32 s, m;
+        coefficients(lane, s, m);
+        return scaled(dot2(pair_of(low, high), s, 0), m, a.sums, a.d);  // 16 nibbles: 16 bits
     }
 };
 
 struct Q5_K : Scales {
     uint4 high;  // bit s belongs to sub-block s
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        high = constant<uint4>(w.b + 32 * (i >> 3) + 16 * (i & 1));
-        head = constant<uint4>(w.c + 16 * (i >> 3));
+    static constexpr int STEPS[3] = {128, 64, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 32 * (i >> 3) + 16 * (i & 1), w.c + 16 * (i >> 3)};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        high = constant<uint4>(p.b);
+        head = constant<uint4>(p.c);
     }
     __device__ __forceinline__ void integers(int j, int* v) const {
         int pair = j >> 1 & 3;
@@ -75,7 +81,11 @@ struct Q5_K : Scales {
     template <class A> __device__ __forceinline__ float product(int lane, const A& a) const {
         int v[8];
         integers(lane, v);
-        return scaled(lane, dot16(v, a.x[0]), dot16(v + 4, a.x[1]), a.sums, a.d);
+        u32 s, m;
+        coefficients(lane, s, m);
+        const int first = dot16(v, a.x[0]), second = dot16(v + 4, a.x[1]);
+        const int all = (int)(s & 255) * first + (int)(s >> 8) * second;
+        return scaled(all, m, a.sums, a.d);
     }
 };
 
@@ -88,14 +98,18 @@ struct Q6_K : By256 {
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 128 * (j >> 2 & 1) + 16 * (j & 3) + 64 * p;
     }
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        size_t block = i >> 3;
-        int half = i >> 2 & 1, place = i & 3;
-        q = stream16(w.a + 16 * i);
-        high = constant<uint4>(w.b + 64 * block + 32 * half + 16 * (place & 1));
-        const u8* scales = w.c + 16 * block + 8 * half + place;
-        low_scale = constant<i8>(scales), high_scale = constant<i8>(scales + 4);
-        d = half_at(w.d, block);
+    static constexpr int STEPS[3] = {256, 64, 8};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        const size_t block = i >> 3;
+        const int half = i >> 2 & 1, place = i & 3;
+        return {w.a + 16 * i, w.b + 64 * block + 32 * half + 16 * (place & 1),
+                w.c + 16 * block + 8 * half + place, w.d + 2 * block};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        high = constant<uint4>(p.b);
+        low_scale = constant<i8>(p.c), high_scale = constant<i8>(p.c + 4);
+        d = constant<u16>(p.d);
     }
     __device__ __forceinline__ void integers(int j, int* v) const {
         int shift = j & 2;
@@ -142,10 +156,14 @@ struct Q2_K : Pairs {
     static constexpr int ZERO_POINT = -1;
     uint2 scales;  // of the half: scales in low nibbles, minima in high ones
     u32 dm;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        scales = constant<uint2>(w.b + 8 * (i >> 1));
-        dm = constant<u32>(w.c + 4 * (i >> 2));
+    static constexpr int STEPS[3] = {128, 32, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 8 * (i >> 1), w.c + 4 * (i >> 2)};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        scales = constant<uint2>(p.b);
+        dm = constant<u32>(p.c);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<4>& u) const {
         integers(u.v);
@@ -164,14 +182,16 @@ struct Q3_K : Pairs {
     uint4 third;  // bit 4 half + r belongs to run r
     u32 low0, low1, top;  // sixteen 6-bit scales: nibbles, and their top bit pairs
     u16 d;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        size_t block = i >> 2;
-        q = stream16(w.a + 16 * i);
-        third = constant<uint4>(w.b + 32 * block + 16 * (i & 1));
-        const u8* scales = w.c + 12 * block;
-        low0 = constant<u32>(scales), low1 = constant<u32>(scales + 4);
-        top = constant<u32>(scales + 8);
-        d = half_at(w.d, block);
+    static constexpr int STEPS[3] = {256, 96, 16};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        const size_t block = i >> 2;
+        return {w.a + 16 * i, w.b + 32 * block + 16 * (i & 1), w.c + 12 * block, w.d + 2 * block};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        third = constant<uint4>(p.b);
+        low0 = constant<u32>(p.c), low1 = constant<u32>(p.c + 4), top = constant<u32>(p.c + 8);
+        d = constant<u16>(p.d);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<4>& u) const {
         int half = j >> 1 & 1, odd = j & 1;

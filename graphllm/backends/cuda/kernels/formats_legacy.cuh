@@ -9,9 +9,13 @@ struct Q8_0 {
     uint4 q;
     u16 d;
     __device__ static __forceinline__ int at(int j, int p) { return 16 * j; }
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        d = half_at(w.b, i >> 1);
+    static constexpr int STEPS[3] = {32, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 2 * (i >> 1)};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        d = constant<u16>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<1>& u) const {
 #pragma unroll
@@ -26,9 +30,13 @@ template <int ZERO> struct Nibbles : By32 {  // scale * (nibble - ZERO)
     static constexpr bool INTEGER_PRODUCT = true;
     uint4 q;
     u16 d;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        d = half_at(w.b, i);
+    static constexpr int STEPS[3] = {64, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 2 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        d = constant<u16>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         nibbles(q, u.v);
@@ -47,9 +55,13 @@ using Q4_0 = Nibbles<8>;
 struct Q4_1 : By32 {
     uint4 q;
     u32 dm;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        dm = constant<u32>(w.b + 4 * i);
+    static constexpr int STEPS[3] = {128, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 4 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        dm = constant<u32>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         nibbles(q, u.v);
@@ -61,9 +73,9 @@ struct Q4_1 : By32 {
 struct Fifths : By32 {
     uint4 q;
     u32 high;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        high = constant<u32>(w.b + 4 * i);
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        high = constant<u32>(p.b);
     }
     __device__ __forceinline__ void integers(int* v) const {
         nibbles(q, v);
@@ -75,9 +87,13 @@ struct Fifths : By32 {
 struct Q5_0 : Fifths {
     static constexpr int ZERO_POINT = 16;
     u16 d;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        Fifths::load(w, i);
-        d = half_at(w.c, i);
+    static constexpr int STEPS[3] = {128, 64, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 4 * i, w.c + 2 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        Fifths::load(p);
+        d = constant<u16>(p.c);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         integers(u.v);
@@ -88,9 +104,13 @@ struct Q5_0 : Fifths {
 
 struct Q5_1 : Fifths {
     u32 dm;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        Fifths::load(w, i);
-        dm = constant<u32>(w.c + 4 * i);
+    static constexpr int STEPS[3] = {128, 128, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + 4 * i, w.c + 4 * i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        Fifths::load(p);
+        dm = constant<u32>(p.c);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         integers(u.v);

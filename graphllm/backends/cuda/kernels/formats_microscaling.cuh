@@ -15,9 +15,13 @@ struct MXFP4 : By32 {
     static constexpr bool OFFSET = false;
     uint4 q;
     u32 e;
-    __device__ __forceinline__ void load(const Planes& w, size_t i) {
-        q = stream16(w.a + 16 * i);
-        e = constant<u8>(w.b + i);
+    static constexpr int STEPS[3] = {32, 0, 0};
+    __device__ static __forceinline__ Planes item(const Planes& w, size_t i) {
+        return {w.a + 16 * i, w.b + i};
+    }
+    __device__ __forceinline__ void load(const Planes& p) {
+        q = stream16(p.a);
+        e = constant<u8>(p.b);
     }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         looked_up(q, mxfp4_values(), u.v);

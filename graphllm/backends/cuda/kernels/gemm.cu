@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (i < count) {
         int j = (int)(i % items);
         FORMAT item;
-        item.load(w, first + i);
+        item.load(FORMAT::item(w, first + i));
         FORMAT::Values u;
         item.unpack(j, u);
         u16* row = (u16*)stage[warp] + (i - j - start) * FORMAT::ITEM;

@@ -7,10 +7,15 @@
 // blocks that must fit into the registers of a multiprocessor.
 //
 // For one token only: SHARED_BY: warps that share the depth of a row. AHEAD: request the next items
-// before multiplying the current ones. STAGED: copy the activations (int8 in blocks of 32) to shared
-// memory, where reading them does not queue behind weight loads.
+// before multiplying the current ones. STAGED: copy the activations (int8) to shared memory, where
+// reading them does not queue behind weight loads.
 
 #define LONE (TOKENS == 1)
+// Whether pointers to the next items are kept, instead of indexes: a third fewer instructions for int8
+// activations. Plain weights are limited by memory.
+#ifndef POINTERS
+#define POINTERS (LONE && INTEGER)
+#endif
 #include "dot.cuh"
 #include "matrices.cuh"
 
@@ -34,6 +39,17 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     const bool idle = row >= m.rows;
     if (idle && !STAGED) return;
     FORMAT w[AHEAD + 1][STREAMS][DEPTH][ROWS];
+    constexpr int STEP = WARP * DEPTH * SHARED_BY;
+#if POINTERS
+    Planes next[STREAMS][ROWS];  // of the items to load next
+#pragma unroll
+    for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const size_t first = (size_t)min(row + r, (int)m.rows - 1) * items + start;
+            next[s][r] = FORMAT::item(s ? all.m[1].w : m.w, first);
+        }
+#endif
     auto load = [&](FORMAT (&to)[STREAMS][DEPTH][ROWS], int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
@@ -42,9 +58,21 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
                 for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
+#if POINTERS
+                        Planes p = next[s][r];
+                        advance<FORMAT>(p, d);
+                        to[s][d][r].load(p);
+#else
                         size_t i = (size_t)min(row + r, (int)m.rows - 1) * items + at + WARP * d;
-                        to[s][d][r].load(s ? all.m[1].w : m.w, i);
+                        to[s][d][r].load(FORMAT::item(s ? all.m[1].w : m.w, i));
+#endif
                     }
+#if POINTERS
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], STEP / WARP);
+#endif
     };
     if (!idle) load(w[0], start);  // weights do not depend on previous kernels
     if (NEXT == 1) launch_next();
@@ -56,19 +84,25 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
     const u8* lone = x;
 #if STAGED
     DYNAMIC_SHARED(uint4, staged);
-    copy_to_shared(staged, x, (k + k / 4) / 16);  // int8, and 8 bytes per block of 32
+    // int8, and for each block of 32 a scale and a sum, or for each of 256 a scale and 16 sums
+    copy_to_shared(staged, x, FORMAT::BLOCK == 32 ? k + k / 4 : k + k / 64 + k / 8);
     __syncthreads();
     if (idle) return;
     lone = (const u8*)staged;
 #endif
     float sums[STREAMS][ROWS][TOKENS] = {};
-    constexpr int STEP = WARP * DEPTH * SHARED_BY;
 #if LONE
-    Activations<FORMAT> a[DEPTH];  // shared by all rows
+    typedef Activations<FORMAT> Row;
+    Row a[DEPTH];  // shared by all rows
+    RowPlace place_x = Row::place(lone, k, start);
     auto load_activations = [&](int at) {
 #pragma unroll
-        for (int d = 0; d < DEPTH; d++)
-            if (at + WARP * d < items) a[d].load(lone, k, at + WARP * d, lane, aligned);
+        for (int d = 0; d < DEPTH; d++) {
+            RowPlace p = POINTERS ? place_x : Row::place(lone, k, at + WARP * d);
+            if (POINTERS) Row::advance(p, d);
+            if (at + WARP * d < items) a[d].load(p, aligned);
+        }
+        if (POINTERS) Row::advance(place_x, STEP / WARP);
     };
 #else
     auto load_activations = [](int at) {};
@@ -111,35 +145,41 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
         multiply(w[0], at);
 #endif
     }
+#if LONE
+    // Every lane gets one of the sums, so that a warp's rows are finished together.
+    constexpr int SUMS = STREAMS * ROWS, LANES = WARP / SUMS;  // lanes with the same sum
+    const int mine = lane / LANES, r = mine % ROWS;
+    float sum = warp_sums<SUMS>(&sums[0][0][0], lane);
+#if SHARED_BY > 1
+    __shared__ float parts[WARPS][SUMS];
+    if (lane % LANES == 0) parts[warp][mine] = sum;
+    __syncthreads();
+    if (warp % SHARED_BY) return;
+#pragma unroll
+    for (int other = 1; other < SHARED_BY; other++) sum += parts[warp + other][mine];
+#endif
+#if GATED
+    const Matrix& up = all.m[1];
+    float other = __shfl_down_sync(FULL, sum, WARP / 2);
+    if (lane % LANES || lane >= WARP / 2 || row + r >= m.rows) return;
+    if (m.bias) sum += m.bias[row + r];
+    if (up.bias) other += up.bias[row + r];
+    ((float*)(m.y + first * m.y_stride))[row + r] = activate(act, sum) * other;
+#else
+    if (lane % LANES) return;
+    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
+    row = place, m = all.m[0];
+    find_matrix<ROWS>(all, row, m);
+    if (row + r < m.rows) finish(m, first, row + r, sum);
+#endif
+#else
 #pragma unroll
     for (int s = 0; s < STREAMS; s++)
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) sums[s][r][t] = warp_sum(sums[s][r][t]);
-#if SHARED_BY > 1
-    __shared__ float parts[WARPS][STREAMS][ROWS];
-#pragma unroll
-    for (int s = 0; s < STREAMS; s++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-            if (lane == 0) parts[warp][s][r] = sums[s][r][0];
-    __syncthreads();
-    if (warp % SHARED_BY) return;
-#pragma unroll
-    for (int s = 0; s < STREAMS; s++)
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int other = 1; other < SHARED_BY; other++)
-                sums[s][r][0] += parts[warp + other][s][r];
-#endif
     if (lane) return;
-#if LONE && !GATED
-    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
-    row = place, m = all.m[0];
-    find_matrix<ROWS>(all, row, m);
-#endif
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -155,4 +195,5 @@ extern "C" __global__ void BOUNDS gemv(const u8* x, i64 x_stride, const i64* liv
             finish(m, first + t, row + r, sums[0][r][t]);
 #endif
         }
+#endif
 }

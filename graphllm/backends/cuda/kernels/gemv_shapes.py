@@ -6,14 +6,14 @@ results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....graph.dtype import dtype
 from .gemm import PLAIN
 
 _DEEP = 8192  # depth from which on a warp takes several iterations for a row
-_Q6_K = 4096  # depth from which on q6_k has its own shape, which was 54 % slower at 2,048
-DEPTHS = (0, 32, _Q6_K, _DEEP, _DEEP + 32)  # includes a depth for each shape of every format
+_Q6_K = 4096  # depth below which q6_k has a shape of its own
+DEPTHS = (0, _Q6_K, _DEEP)  # includes a depth for each shape of every format
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,22 @@ class Shape:
     split: bool = False
 
 
-_GATED, _SHALLOW, _DEEPER = "gated", "shallow", "deep"
+_GATED, _SHALLOWEST, _SHALLOW, _DEEPER = "gated", "shallowest", "shallow", "deep"
 _SHAPES = {
     ("f16", _GATED): Shape(2, 1, 2, ahead=True),
     ("f16", _SHALLOW): Shape(4, 1, 1, split=True),
-    ("q8_0", _GATED): Shape(1, 4, 2, staged=True),
-    ("q8_0", _SHALLOW): Shape(2, 2, 2, resident=8, split=True),
-    ("q8_0", _DEEPER): Shape(1, 2, 1, warps=8, ahead=True, staged=True),
+    ("q8_0", _GATED): Shape(1, 4, 1, staged=True),
+    ("q8_0", _SHALLOW): Shape(2, 2, 1, split=True),
+    ("q8_0", _DEEPER): Shape(2, 4, 1, warps=8, staged=True),
     ("q4_0", _GATED): Shape(2, 1, 1, staged=True),
-    ("q4_0", _SHALLOW): Shape(1, 2, 1, resident=8),
+    ("q4_0", _SHALLOW): Shape(2, 2, 1),
     ("q4_0", _DEEPER): Shape(1, 2, 1, ahead=True),
-    ("q4_k", _GATED): Shape(1, 1, 0, warps=2, resident=8),
-    ("q4_k", _SHALLOW): Shape(2, 2, 0),
-    ("q4_k", _DEEPER): Shape(2, 2, 0, warps=8),
-    ("q6_k", _SHALLOW): Shape(1, 2, 1, ahead=True, split=True),
+    ("q4_k", _GATED): Shape(2, 1, 1, staged=True),
+    ("q4_k", _SHALLOW): Shape(2, 2, 0, staged=True),
+    ("q4_k", _DEEPER): Shape(2, 2, 0, warps=8, staged=True),
+    ("q6_k", _SHALLOWEST): Shape(2, 2, 1),
+    ("q6_k", _SHALLOW): Shape(2, 1, 1, ahead=True, split=True),
+    ("q6_k", _DEEPER): Shape(2, 2, 1, warps=8),
 }
 
 
@@ -64,13 +66,12 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     if tokens > 1:
         return Shape(rows, depth, 0)
     default = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
-    if (not integer and name not in ("f16", "bf16")) or (name == "q6_k" and k < _Q6_K):
+    if not integer and name not in ("f16", "bf16"):
         return default
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
-    found = _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
-    if k % 64:  # STAGED copies 16 bytes at a time
-        return replace(found, staged=False)
-    return found
+    if name == "q6_k" and k < _Q6_K and not gated:
+        kind = _SHALLOWEST
+    return _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
 
 
 def default_next(name: str) -> int:

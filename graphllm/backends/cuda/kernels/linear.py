@@ -126,7 +126,7 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     kernel = _gemv_kernel(name, x.dtype != F32, shape, tokens, gated, shared)
     args.append(act)
     grid = (ceil(groups, shape.warps // shared), ceil(most, tokens))
-    staged = k + k // 4 if shape.staged else 0  # int8, and 8 bytes for every block of 32
+    staged = x.dtype.row_nbytes(k) if shape.staged else 0
     return Launch(kernel, grid, (32 * shape.warps,), args, staged, prefetches=weights)
 
 
