@@ -24,8 +24,9 @@ def quantised_dtypes(node: Tensor, users: Users) -> tuple[str, ...]:
 
 
 def quantise_to(y: Tensor, dtypes: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """Return ``y`` quantised to each of ``dtypes``, or ``y`` itself if there are none."""
-    return tuple(get("quantise_act")(y, dtype=d) for d in dtypes) or (y,)
+    """Return ``y`` in each of ``dtypes``, of which f32 is ``y`` itself; ``y`` if there are none."""
+    quantise = get("quantise_act")
+    return tuple(y if d == "f32" else quantise(y, dtype=d) for d in dtypes) or (y,)
 
 
 def row_arg(width: int, layout: str = "contiguous") -> Arg:
@@ -106,9 +107,11 @@ def norm_add(h: Tensor, w: Tensor, x: Tensor, *, eps: float) -> Any:
 
 
 def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
-    dtypes = quantised_dtypes(node, users)
+    dtypes = tuple(u.attrs["dtype"] for u in users(node) if u.op == "quantise_act")
     if not dtypes or len(node.shape) != 2:
         return None
+    if len(dtypes) < len(users(node)):  # the router of a mixture reads the norm itself
+        dtypes = ("f32", *dtypes)
     return node.src, {"eps": node.attrs["eps"], "dtypes": dtypes}
 
 
@@ -126,9 +129,9 @@ def _propose_norm_quantise(node: Tensor, users: Users) -> Proposal | None:
         rows=(0, 1, 7),
         width=(256, 768),
         layout=LAYOUTS,
-        dtypes=(("a8_32",), ("a8_256",), ("a8_256", "a8_32")),
+        dtypes=(("a8_32",), ("a8_256",), ("a8_256", "a8_32"), ("f32", "a8_256")),
     ),
 )
 def norm_quantise(x: Tensor, w: Tensor, *, eps: float, dtypes: tuple[str, ...]) -> Any:
-    """The norm of x, quantised to each of ``dtypes``. x [T, D], w [D] -> [T, D] each."""
+    """The norm of x in each of ``dtypes``, f32 or quantised. x [T, D], w [D] -> [T, D] each."""
     return quantise_to(get("rms_norm")(x, w, eps=eps), dtypes)
