@@ -61,6 +61,8 @@ QUICK_EVERY = {
     "models/test_gguf_logits.py::test_parameters_are_counted_as_llama_cpp_does": 4,
     "models/test_validate.py::test_a_random_model_of_each_family_passes": 5,
     "ops/test_costs.py::test_of_every_family": 4,
+    "ops/test_sampling_distributions.py::test_frequencies": 7,
+    "ops/test_sampling_distributions.py::test_filters_and_penalties_as_transformers": 3,
     "reports/test_compare.py::test_a_small_model_against_another_backend": 0,
     "reports/test_diff.py::test_a_fused_kernel_of_the_real_model_off_by_1_percent": 2,
     "reports/test_diff.py::test_the_real_model_agrees": 5,

@@ -51,6 +51,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = threadIdx.x; j < listed; j += THREADS) {
         int id = ids[j];
         bool known = valid && 0 <= id && id < width;
-        out[j] = known ? (float)((double)row.x[id] - (double)top - log(sum)) : __int_as_float(0x7fffffff);
+        out[j] = known ? (float)((double)row.x[id] - (double)top - log(sum)) : NOT_A_NUMBER;
     }
 }
