@@ -17,7 +17,6 @@ import graphllm
 from graphllm.api import LLM
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.engine import Engine
-from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.engine.sampler import sampling_outputs
 from graphllm.errors import GraphllmError
@@ -187,20 +186,19 @@ class Batch:
         most = sequences
         bounds = {"T": (1, most), "S": (1, most), "Q": (2, most + 1), "N": (1, most)}
         self.plan = self.executor.compile({"ids": self.outputs["ids"]}, bounds)
-        self.tables = [self._table(s) for s in range(sequences)]
+        # Blocks of each sequence, one after another.
+        blocks = np.arange(sequences * self.limits.blocks, dtype=np.int32)
+        self.tables = blocks.reshape(sequences, -1)
         self.sampled: list[np.ndarray] = []
-
-    def _table(self, sequence: int) -> BlockTable:
-        """Return the block table of one sequence, with all its blocks."""
-        first, count = sequence * self.limits.blocks, self.limits.blocks
-        table = BlockTable(list(range(first, first + count)), self.limits.block, count)
-        table.grow(self.limits.context)
-        return table
 
     def tokens(self, sequence: int, count: int) -> list[int]:
         """Return token ids of a sequence; the first and the last sequence have the same ids."""
         own = sequence % (self.limits.sequences - 1)
         return bench.filler_tokens(count + 31 * own, self.vocab)[31 * own :]
+
+    def slots(self, sequence: int, start: int, stop: int) -> np.ndarray:
+        """Return the pool rows of tokens ``start`` to ``stop - 1`` of a sequence."""
+        return np.arange(start, stop) + self.tables[sequence, 0] * self.limits.block
 
     def prefill(self, sequence: int, count: int) -> None:
         """Prefill ``count`` tokens of a sequence."""
@@ -216,8 +214,8 @@ class Batch:
                 "q_start": np.array([0, len(chunk)]), "kv_len": np.array([stop]),
             }  # fmt: skip
             for name in self.names:
-                feeds[f"slot.{name}"] = table.slots(at, stop)
-                feeds[f"table.{name}"] = table.table[None]
+                feeds[f"slot.{name}"] = self.slots(sequence, at, stop)
+                feeds[f"table.{name}"] = table[None]
             whole = {name: data.astype(np.int32) for name, data in feeds.items()}
             self.executor.run(plan, whole, fetch=())
 
@@ -231,8 +229,8 @@ class Batch:
             "stop": [-1] * self.limits.stops, "history": [[-1] * self.limits.history] * s,
         }  # fmt: skip
         for name in self.names:
-            ints[f"slot.{name}"] = [int(t.slots(depth, depth + 1)[0]) for t in self.tables]
-            ints[f"table.{name}"] = [t.table for t in self.tables]
+            ints[f"slot.{name}"] = [int(self.slots(i, depth, depth + 1)[0]) for i in range(s)]
+            ints[f"table.{name}"] = self.tables
         floats = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
         return {
             **{name: np.array(values, np.int32) for name, values in ints.items()},

@@ -113,10 +113,13 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
     test = bench.Test(tokens, 0, depth)
     result = bench.run(llm, test, ROUNDS, lambda done: None)
     ids, rows = bench.filler_tokens(depth + tokens, llm.decoder.cfg.vocab), []
-    for _ in range(5):
-        llm.engine.reuse_cache([*ids[:depth], -1])
+    for number in range(5):
         recorder = Recorder()
-        next(llm.engine.generate(ids, bench.GREEDY, [], None, (recorder, recorder)))
+        rest = [(token + 7 + number) % llm.decoder.cfg.vocab for token in ids[depth:]]
+        prompt = ids[:depth] + rest  # the rest is not in the cache
+        sampled = llm.engine.generate(prompt, bench.GREEDY, [], None, (recorder, recorder))
+        next(sampled)
+        sampled.close()
         rows = [r for r in recorder.rows if ".layers." in r.scope]
     yield f"{kind}, {tokens} tokens after {depth}: {median(result.rates):.0f} tok/s in total"
     yield f"{'step':<28} {'calls':>5} {'us each':>9} {'us a layer':>11} {'GB/s':>6} {'TFLOP/s':>8}"

@@ -62,8 +62,8 @@ def row(name: str, test: Test, threads: int, llm: LLM, peer: Peer, rounds: int) 
     """Run one test; return a row of the table."""
     tokens = filler_tokens(test.context, llm.decoder.cfg.vocab)
     pairs = [
-        (time_once(llm.engine, test, tokens), peer.time_once(test, tokens))
-        for _ in range(rounds + 1)
+        (time_once(llm.engine, test, tokens, number), peer.time_once(test, tokens))
+        for number in range(rounds + 1)
     ][1:]  # the first pair warms up
     us, them = ([test.tokens * 1e9 / ns for ns in side] for side in zip(*pairs))
     ratios = [u / t for u, t in zip(us, them)]
@@ -89,7 +89,7 @@ def hold(side: str, model: str, threads: int, context: int, flash: bool) -> None
     if side == "ours":
         llm = graphllm.load(model, threads=threads, context=context)
         for test in tests:
-            time_once(llm.engine, test, filler_tokens(test.context, llm.decoder.cfg.vocab))
+            time_once(llm.engine, test, filler_tokens(test.context, llm.decoder.cfg.vocab), 0)
     else:
         peer = Peer(checkpoint_path(model), threads, context, flash)
         for test in tests:

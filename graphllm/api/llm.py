@@ -20,14 +20,14 @@ from ..arguments import (
     quote,
     texts,
 )
+from ..engine.batcher import Recorders
 from ..engine.engine import PrefillCallback
+from ..engine.generation import Generation
 from ..engine.request import Completion, Sampling
-from ..engine.stop_conditions import stream_text
 from ..engine.trace import Patch, Tracer
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
 from ..runtime.executor import Progress
-from ..runtime.recorder import Recorder
 from .prompts import Prompt, parse_prompt, parse_prompts
 
 if TYPE_CHECKING:
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 class LLM(LoadedModel):
     """A model with its tokenizer, ready to run. Create it with `load`.
 
-    Requests of several threads wait for each other, and each returns what it returns alone. A
-    stream owns the model while it is consumed; if its caller stops consuming it, a waiting request
-    gets the model, and the stream computes its tokens again when it continues. A request from a
+    Requests of several threads run as one batch, and each returns what it returns alone. A stream
+    that nobody consumes goes on while other requests run, up to its last token. A request from a
     callback of a running request raises RequestError. `close`, or the end of a ``with`` block,
     frees the memory; afterwards every method but `close` raises RequestError.
     """
@@ -101,7 +100,7 @@ class LLM(LoadedModel):
             **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
 
         Returns:
-            The completion; for several prompts a list of completions, computed one after another.
+            The completion; for several prompts a list of completions, computed as one batch.
 
         Raises:
             RequestError: invalid argument.
@@ -110,17 +109,32 @@ class LLM(LoadedModel):
         found = parse_prompts(prompt, "llm.generate")
         if not isinstance(found, tuple):
             return self._complete(found, settings, seen)
-        return [self._complete(one, settings, seen) for one in found]
+        return self._complete_all(found, settings, seen)
 
     def _complete(
         self, prompt: str | list[int], settings: Sampling, seen: PrefillCallback | None
     ) -> Completion:
-        completion = Completion()
-        for _ in self._stream_completion(
-            prompt, settings.with_seed(), completion, seen, exclusive=True
-        ):
-            pass
-        return completion
+        return self._complete_all((prompt,), settings, seen)[0]
+
+    def _complete_all(
+        self, prompts: Sequence[str | list[int]], settings: Sampling, seen: PrefillCallback | None
+    ) -> list[Completion]:
+        """Submit all prompts, then wait for the completions in order."""
+        found: list[Completion] = []
+        generations: list[Generation] = []
+        engine = self.engine
+        try:
+            for prompt in prompts:
+                found.append(Completion())
+                own = settings.with_seed()
+                generations.append(self._submit(prompt, own, found[-1], seen, attended=True))
+            for generation, completion in zip(generations, found):
+                for _ in engine.stream(generation, completion, seen):
+                    pass
+        finally:
+            for generation in generations:
+                engine.cancel(generation)
+        return found
 
     def complete(
         self,
@@ -128,9 +142,8 @@ class LLM(LoadedModel):
         sampling: Sampling,
         completion: Completion,
         seen: PrefillCallback | None = None,
-        profile: tuple[Recorder, Recorder] | None = None,
+        profile: Recorders | None = None,
         eos_ids: Collection[int] | None = None,
-        exclusive: bool = False,
     ) -> Iterator[str]:
         """Yield pieces of text and fill in ``completion``, which is final after the last piece.
 
@@ -141,23 +154,28 @@ class LLM(LoadedModel):
             seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
             profile: recorders of prefill and of decode.
             eos_ids: ids that end the answer; the model's own by default.
-            exclusive: no other request runs before this one ends, however slowly pieces are
-                consumed.
 
         Raises:
             RequestError: invalid argument.
         """
         settings = sampling.normalize()
-        return self._stream_completion(
-            prompt, settings, completion, seen, profile, eos_ids, exclusive
-        )
+        return self._stream_completion(prompt, settings, completion, seen, profile, eos_ids)
 
     def _stream_completion(
         self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
-        seen: PrefillCallback | None, profile: tuple[Recorder, Recorder] | None = None,
-        eos_ids: Collection[int] | None = None, exclusive: bool = False,
+        seen: PrefillCallback | None, profile: Recorders | None = None,
+        eos_ids: Collection[int] | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """As `complete`, for validated settings with a seed."""
+        generation = self._submit(prompt, sampling, completion, seen, eos_ids)
+        yield from self.engine.stream(generation, completion, seen, profile)
+
+    def _submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
+        seen: PrefillCallback | None, eos_ids: Collection[int] | None = None,
+        attended: bool = False,
+    ) -> Generation:  # fmt: skip
+        """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
         check({"seen": Optional(function)}, {"seen": seen})
         completion.seed = sampling.seed or 0
         completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -166,9 +184,9 @@ class LLM(LoadedModel):
         tokenizer = self.tokenizer if self.file.has_vocabulary else None
         if sampling.stop and tokenizer is None:
             raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
-        eos_ids = self._eos_ids() if eos_ids is None else eos_ids
-        yield from stream_text(
-            self.engine, tokenizer, sampling, completion, eos_ids, seen, profile, exclusive
+        ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
+        return self.engine.submit(
+            completion.prompt_ids, sampling, ends, tokenizer=tokenizer, attended=attended
         )
 
     def _eos_ids(self) -> Collection[int]:
@@ -271,8 +289,8 @@ class LLM(LoadedModel):
         """
         check({"last": flag}, {"last": last})
         ids = self._ids(prompt, "llm.logits")
-        with self.engine.lock.hold("llm.logits"):
-            chunks = list(self.engine.logits(ids, last))
+        with self.engine.lock.hold("llm.logits"), self.engine.evaluation(ids) as evaluation:
+            chunks = list(evaluation.logits(ids, last))
         return chunks[0][0] if last else np.concatenate(chunks)
 
     def scopes(self) -> list[str]:

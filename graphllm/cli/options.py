@@ -168,7 +168,8 @@ class PlacementOptions:
         from ..api import load
 
         with progress_line() as show:
-            loaded = load(model, progress=show, **self.arguments() | more)
+            one = {"max_sequences": 1}  # unless the verb asks for more
+            loaded = load(model, progress=show, **one | self.arguments() | more)
         for line in loaded.notes():
             note(f"note: {line}")
         return loaded

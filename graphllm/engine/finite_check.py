@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from ..compiler.placement import Tap
-from ..compiler.plan import Plan
 from ..errors import NumericError, OutOfMemory
 from ..graph.rewrite import root, toposort
 from ..graph.tensor import STATE, Tensor, Var
 from ..model.batch import Limits
 from ..runtime.executor import Executor
+from .evaluation import Evaluation
 
 MAX_STEP_BYTES = 64 << 20  # upper bound of the values that one checked step returns
 _FLOATS = ("f32", "f16", "bf16")
@@ -27,11 +28,7 @@ class Engine(Protocol):
     outputs: dict[str, Tensor]
     limits: Limits
 
-    def begin(self, tokens: Sequence[int]) -> None: ...
-
-    def append(
-        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
-    ) -> dict[str, np.ndarray]: ...
+    def evaluation(self, tokens: Sequence[int]) -> AbstractContextManager[Evaluation]: ...
 
     def clear_cache(self) -> None: ...
 
@@ -128,23 +125,23 @@ def _run(
     Returns the index of the first non-finite node and its value, or (-1, None).
     """
     taps = [Tap(str(index), node) for index, node in enumerate(nodes)]
-    engine.begin(tokens)
     bounds = {"T": (1, rows), "S": (1, 1), "Q": (2, 2), "N": (1, 1)}
     plan = engine.executor.tap(taps, bounds)
-    for at in range(0, len(tokens), rows):
-        piece = tokens[at : at + rows]
-        last = np.array([len(piece) - 1])
-        values = engine.append(plan, piece, last, plan.outputs.keys())
-        for index, node in enumerate(nodes):
-            value = values[str(index)]
-            bad = np.argwhere(~np.isfinite(value))
-            if not len(bad):
-                continue
-            own = root(plan.outputs[str(index)])
-            ran = (step.backend.name for step in plan.steps if step.node is own)
-            per_token = node.meta.rows.name == "T" if isinstance(node.meta.rows, Var) else False
-            position = at + int(bad[0][0]) if per_token else None
-            first = float(value[tuple(bad[0])])
-            backend = next(ran, engine.executor.backends[0].name)
-            return index, NonFiniteValue(node.op, node.scope, backend, position, first)
+    with engine.evaluation(tokens) as evaluation:
+        for at in range(0, len(tokens), rows):
+            piece = tokens[at : at + rows]
+            last = np.array([len(piece) - 1])
+            values = evaluation.append(plan, piece, last, plan.outputs.keys())
+            for index, node in enumerate(nodes):
+                value = values[str(index)]
+                bad = np.argwhere(~np.isfinite(value))
+                if not len(bad):
+                    continue
+                own = root(plan.outputs[str(index)])
+                ran = (step.backend.name for step in plan.steps if step.node is own)
+                per_token = node.meta.rows.name == "T" if isinstance(node.meta.rows, Var) else False
+                position = at + int(bad[0][0]) if per_token else None
+                first = float(value[tuple(bad[0])])
+                backend = next(ran, engine.executor.backends[0].name)
+                return index, NonFiniteValue(node.op, node.scope, backend, position, first)
     return -1, None

@@ -193,6 +193,10 @@ class Sampling:
         """Return a validated copy with built-in types and a seed. RequestError: invalid value."""
         return Sampling(**check(_RULES, vars(self))).with_seed()
 
+    def unlimited(self) -> Sampling:
+        """Return a copy without stop strings and ids, and without a limit on the tokens."""
+        return replace(self, max_tokens=2**31 - 1, stop=(), stop_ids=())
+
     def with_seed(self) -> Sampling:
         """Return a copy with a random seed, or the settings themselves if they have one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))

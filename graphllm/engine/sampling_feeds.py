@@ -1,8 +1,9 @@
-"""Feeds of the sampling ops: settings, stop token ids and the recent token ids of a sequence."""
+"""Feeds of the sampling program: settings, and the recent token ids of each sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -11,21 +12,30 @@ from ..model.decoder import Limits
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling_filters import FILTERS
 from .request import Sampling
+from .sequence import ActiveSequence
 
 INT32_MAX = 2**31 - 1
 
 
-def sampling_feeds(
-    limits: Limits, tokens: Sequence[int], sampling: Sampling, eos_ids: Sequence[int], count: int
+class Generation(Protocol):
+    """What the feeds need of `graphllm.engine.generation.Generation`."""
+
+    settings: Mapping[str, np.ndarray]
+    sequence: ActiveSequence
+    count: int
+
+
+def sampling_row(
+    limits: Limits, sampling: Sampling, eos_ids: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Return the feeds of the sampling ops for one sequence; see `Batch`.
+    """Return the feeds of the sampling program that one request does not change, [1, ...] each.
+
+    See `graphllm.engine.sampler.sampler_variables`.
 
     Args:
         limits: limits of the graph.
-        tokens: the prompt and the ids sampled so far.
         sampling: settings.
         eos_ids: token ids that ``min_tokens`` and ``ignore_eos`` forbid.
-        count: number of sampled ids at the end of ``tokens``.
 
     Raises:
         RequestError: a list or a window is larger than the limits.
@@ -43,21 +53,43 @@ def sampling_feeds(
             "dry_breaker_ids": (len(sampling.dry_breaker_ids), limits.breakers),
         }
     )
-    stop = _padded(eos_ids, limits.stops)
     min_tokens = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
-    ints = {"min_tokens": min_tokens, "count": count, "sample_index": 0, "done": 0}
     return {
-        **{name: np.array([value], np.int32) for name, value in ints.items()},
+        "min_tokens": np.array([min_tokens], np.int32),
+        "sample_index": np.zeros(1, np.int32),
         **_filter_feeds(sampling),
         **_penalty_feeds(limits, sampling),
         "seed": np.array([sampling.seed or 0], np.int64),
-        "stop": stop,
-        "early_stop": stop[None],
-        "history": _history_ring(tokens, limits.history),
+        "early_stop": _padded(eos_ids, limits.stops)[None],
         "bias_ids": _padded(list(bias), limits.biases)[None],
         "bias": np.resize(np.array([*bias.values(), 0], np.float32), (1, limits.biases)),
         "allowed": _padded(sampling.allowed_ids, limits.allowed)[None],
     }
+
+
+def sampling_feeds(
+    limits: Limits, rows: Sequence[Generation], names: Container[str], history: bool
+) -> dict[str, np.ndarray]:
+    """Return the feeds of the sampling program for a step, one row for each request.
+
+    Args:
+        limits: limits of the graph.
+        rows: the requests.
+        names: names of the leaves that the plan has.
+        history: whether the plan reads the last tokens of the sequences.
+    """
+    feeds = {
+        name: np.concatenate([row.settings[name] for row in rows])
+        for name in rows[0].settings
+        if name in names
+    }
+    feeds["count"] = np.array([row.count for row in rows], np.int32)
+    feeds["done"] = np.zeros(len(rows), np.int32)
+    feeds["stop"] = np.full(limits.stops, -1, np.int32)  # the host ends sequences
+    if history:
+        rings = [_history_ring(row.sequence.tokens, limits.history) for row in rows]
+        feeds["history"] = np.concatenate(rings)
+    return feeds
 
 
 def _filter_feeds(sampling: Sampling) -> dict[str, np.ndarray]:

@@ -111,6 +111,11 @@ class Scheduler:
         del self._waiting[at]
         return True
 
+    def preempt_all(self) -> None:
+        """Take the blocks of all running sequences, which are computed again later."""
+        for sequence in self._running[:]:
+            self._preempt(sequence)
+
     def complete(self, chunks: Sequence[Chunk]) -> None:
         """Record that a step ran: the keys and values of its chunks are in the cache.
 

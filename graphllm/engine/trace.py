@@ -86,7 +86,6 @@ class Tracer:
             raise RequestError("scopes is empty: nothing is asked for")
         matched = {scope for pattern in patterns for scope in matching_scopes(pattern, known)}
         patches = _resolve_patches(patch or {}, known)
-        self._engine.begin(tokens)
         traced = self._traced([scope for scope in known if scope in matched], patches)
         try:
             for scope, call in traced.calls.items():
@@ -95,7 +94,6 @@ class Tracer:
         finally:
             for call in traced.calls.values():
                 call.function = None  # a closure may keep large objects alive
-            self._engine.clear_cache()  # its keys and values may be patched
         return {
             name: _join_steps([s.pop(name) for s in steps], known[name]) for name in traced.wanted
         }
@@ -103,10 +101,11 @@ class Tracer:
     def _steps(self, traced: _TracePlan, tokens: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Compute ``tokens`` step by step; return the values of each step."""
         found = []
-        for at in range(0, len(tokens), traced.rows):
-            piece = tokens[at : at + traced.rows]
-            rows = np.arange(len(piece))
-            found.append(self._engine.append(traced.plan, piece, rows, traced.wanted))
+        with self._engine.evaluation(tokens) as evaluation:
+            for at in range(0, len(tokens), traced.rows):
+                piece = tokens[at : at + traced.rows]
+                rows = np.arange(len(piece))
+                found.append(evaluation.append(traced.plan, piece, rows, traced.wanted))
         return found
 
     def _traced(self, wanted: Sequence[str], patches: Mapping[str, Patch]) -> _TracePlan:

@@ -24,12 +24,13 @@ from ..arguments import (
 from ..backends import Options
 from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
+from ..engine.kv_memory import check_kv_memory
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..runtime.gpu_offload import check_gpu_layers
 
-DEFAULT_CONTEXT = 4096
+DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
 
 
 def _model(name: str, value: Any) -> Any:
@@ -49,6 +50,8 @@ RULES: dict[str, Rule] = {
     "device": text,
     "gpu_layers": check_gpu_layers,
     "context": Integer(1),
+    "max_sequences": Integer(1, 1024),
+    "kv_memory": check_kv_memory,
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),
     "threads": Integer(0),
@@ -107,6 +110,7 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     return Options(given["linear"], given["threads"], given["no_fuse"], given["no_kernels"])
 
 
-def graph_limits(context: int, kv_type: str | None, device: str) -> Limits:
-    """Return the limits of a graph for one sequence; ``kv_type`` None takes the default dtype."""
-    return Limits(context=context, kv_dtype=kv_type or ("f32" if device == "reference" else "f16"))
+def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: int = 1) -> Limits:
+    """Return the limits of a graph; ``kv_type`` None takes the default dtype."""
+    kind = kv_type or ("f32" if device == "reference" else "f16")
+    return Limits(context=context, sequences=max_sequences, kv_dtype=kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -12,12 +13,20 @@ from .. import backends as registry
 from ..arguments import as_int, check, invalid_argument, quote
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.engine import Engine
+from ..engine.kv_memory import kv_blocks
 from ..errors import ModelFileError, PlacementError, RequestError
 from ..model.batch import Limits
 from ..model.decoder import Decoder
 from ..runtime.executor import Executor, Progress
 from ..runtime.gpu_offload import AUTO, GpuOffload
-from .load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
+from .load import (
+    DEFAULT_CONTEXT,
+    DEFAULT_SEQUENCES,
+    RULES,
+    backend_options,
+    build_decoder,
+    graph_limits,
+)
 
 if TYPE_CHECKING:
     from ..chat import ChatTemplate
@@ -49,6 +58,7 @@ class LoadedModel:
         limits: Limits,
         chat_template: str | Path | None = None,
         owns_file: bool = False,
+        kv_memory: int | str = "auto",
     ) -> None:
         """Place the model; `Engine.prepare` binds it.
 
@@ -59,6 +69,7 @@ class LoadedModel:
             limits: limits of the graph; the model's own may be lower.
             chat_template: see `load`.
             owns_file: whether `close` closes the file, too.
+            kv_memory: see `load`.
 
         Raises:
             ModelFileError: the tokenizer is invalid or does not match the embedding.
@@ -75,10 +86,21 @@ class LoadedModel:
                     f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
                 )
         self.executor = Executor(self.decoder.weights, **executor_options)
+        decoder.check_cache(self.limits)
+        free = self._free_bytes()
+        blocks = kv_blocks(decoder.caches, self.limits, kv_memory, free)
+        self.limits = replace(self.limits, kv_blocks=blocks)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
         if chat_template is not None:
             _ = self.template  # raises now if it is invalid
+
+    def _free_bytes(self) -> int | None:
+        """Return the bytes that the weights will leave free on the first device."""
+        metas = map(self.decoder.weights.meta, self.decoder.weights.names())
+        needed = sum(meta.nbytes for meta in metas if meta is not None)
+        free = self.executor.devices.of(self.executor.backends[0]).free()
+        return None if free is None else max(0, free - needed)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -108,6 +130,8 @@ class LoadedModel:
         device: str = "auto",
         gpu_layers: int | str = "auto",
         context: int = DEFAULT_CONTEXT,
+        max_sequences: int = DEFAULT_SEQUENCES,
+        kv_memory: int | str = "auto",
         kv_type: str | None = None,
         linear: str = "auto",
         threads: int = 0,
@@ -130,6 +154,9 @@ class LoadedModel:
             gpu_layers: number of layers to offload to the GPU, the last ones first; ``auto`` (as
                 many as fit) or ``all``.
             context: maximum number of tokens of prompt and answer, at most the model's own limit.
+            max_sequences: maximum number of requests that are computed at once; others wait.
+            kv_memory: bytes of the KV cache, which all requests share; ``auto``: enough for
+                ``max_sequences`` of full length, or half of the memory that the weights leave free.
             kv_type: dtype of the KV cache: f32, f16 or q8_0; f16 by default (f32 on the reference
                 backend).
             linear: matrix products with quantised weights: ``integer`` (activations are quantised,
@@ -169,8 +196,9 @@ class LoadedModel:
             "progress": progress,
         }
         decoder = build_decoder(file, model_def, type, order, options)
-        limits = graph_limits(own["context"], kv_type, device)
-        llm = cls(file, decoder, executor, limits, chat_template, owns_file=file is not model)
+        limits = graph_limits(own["context"], kv_type, device, own["max_sequences"])
+        owns = file is not model
+        llm = cls(file, decoder, executor, limits, chat_template, owns, own["kv_memory"])
         llm.engine.offload_layers(own["gpu_layers"])
         llm.engine.prepare()
         llm.load_s = time.perf_counter() - start

@@ -50,7 +50,7 @@ class Limits:
     biases: int = 256  # biased and banned token ids of a sequence
     allowed: int = 256  # allowed token ids of a sequence
     breakers: int = 16  # DRY's sequence breakers of a sequence
-    kv_blocks: int = 0  # blocks of the KV pools; 0: enough for all sequences at full length
+    kv_blocks: int = 0  # blocks of KV pools without a window; 0: all sequences at full length
 
     def within(self, context: int) -> Limits:
         """Return the limits for sequences of at most ``context`` tokens, the model's maximum."""
@@ -75,10 +75,10 @@ class Limits:
     def pool_blocks(self, window: int) -> int:
         """Return the number of KV cache blocks that all sequences share in a layer.
 
-        A layer with a ``window`` (0: none) has at most what all sequences keep at a time.
+        A layer with a ``window`` (0: none) has what all sequences keep at a time.
         """
         most = self.sequences * self.kept(window)
-        return min(most, self.kv_blocks) if self.kv_blocks else most
+        return most if window or not self.kv_blocks else min(most, self.kv_blocks)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Decoder(DecoderBlocks):
             ModelFileError: A weight is missing, has another shape, or is not used.
             RequestError: The KV cache dtype does not fit the head size.
         """
-        self._check_cache(batch.limits)
+        self.check_cache(batch.limits)
         self._group = {i: c for c in self.caches for i in c.layers}
         self.pools: dict[str, Tensor] = {}
         hidden = self.forward(batch)
@@ -110,7 +110,8 @@ class Decoder(DecoderBlocks):
             raise UnusedTensors(unused)
         return {"logits": logits, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
 
-    def _check_cache(self, limits: Limits) -> None:
+    def check_cache(self, limits: Limits) -> None:
+        """Raise RequestError if the KV cache dtype does not fit the head size."""
         kind, mla = dtype(limits.kv_dtype), self.cfg.attention.mla
         widths = {s[-1] for group in self.caches for s in group.entries.values()}
         if mla:

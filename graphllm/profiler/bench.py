@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ..weights import Weights
 
 GREEDY = Sampling(temperature=0.0, seed=0)
-_UNUSED_ID = -1  # a token that no prompt has
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def run(llm: LoadedModel, test: Test, repeat: int, seen: Callable[[int], None]) 
     with llm.engine.lock.hold("a benchmark"):
         for done in range(repeat + 1):
             seen(done)
-            samples.append(time_once(llm.engine, test, tokens))
+            samples.append(time_once(llm.engine, test, tokens, done))
     seen(repeat + 1)
     nbytes = 0.0
     if test.gen:
@@ -179,32 +178,43 @@ def filler_tokens(count: int, vocab: int) -> list[int]:
     return [(i * 7919 + 1) % vocab for i in range(count)]
 
 
-def time_once(engine: Engine, test: Test, tokens: list[int]) -> int:
+def time_once(engine: Engine, test: Test, tokens: list[int], number: int) -> int:
     """Run a test once; return its nanoseconds.
 
     Args:
         engine: the engine; its cache is changed.
         test: what to time.
         tokens: ids from `filler_tokens`, at least ``test.context``.
+        number: number of the repetition.
     """
-    return (
-        _time_prefill(engine, test, tokens) if test.prompt else _time_decode(engine, test, tokens)
-    )
+    if test.prompt:
+        return _time_prefill(engine, test, tokens, number)
+    return _time_decode(engine, test, tokens)
 
 
-def _rewind(engine: Engine, tokens: list[int]) -> None:
-    """Leave exactly ``tokens`` in the cache; compute only those that are missing."""
-    if engine.reuse_cache([*tokens, _UNUSED_ID]) < len(tokens):
+def _prefill(engine: Engine, tokens: list[int]) -> int:
+    """Prefill ``tokens`` and sample one token; return the number of tokens computed."""
+    if tokens:
         next(engine.generate(tokens, GREEDY, []))
+        engine.settle()
+    return engine.prefill_tokens
 
 
-def _time_prefill(engine: Engine, test: Test, tokens: list[int]) -> int:
-    """Return the nanoseconds of the prefill."""
-    _rewind(engine, tokens[: test.depth])
-    prompt = tokens[: test.depth + test.prompt]
+def _time_prefill(engine: Engine, test: Test, tokens: list[int], number: int) -> int:
+    """Return the nanoseconds of the prefill.
+
+    The tokens after ``test.depth`` differ from those of all other repetitions, so that they are not
+    found in the cache.
+    """
+    before, rest = tokens[: test.depth], tokens[test.depth : test.depth + test.prompt]
+    _prefill(engine, before)
+    prompt = before + [(token + 1 + number) % engine.vocab for token in rest]
     start = time.perf_counter_ns()
-    next(engine.generate(prompt, GREEDY, []))
+    sampled = engine.generate(prompt, GREEDY, [])
+    next(sampled)
     took = time.perf_counter_ns() - start
+    sampled.close()
+    engine.settle()
     if engine.prefill_tokens != test.prompt:
         raise RequestError(f"{test.name}: the cache did not keep {test.depth} tokens")
     return took
@@ -215,14 +225,15 @@ def _time_decode(engine: Engine, test: Test, tokens: list[int]) -> int:
 
     The last token of the cache is computed again before, to sample the first token.
     """
-    before = tokens[: max(test.depth, 1)]
-    _rewind(engine, before)
-    sampled = engine.generate(before, GREEDY, [])
+    sampled = engine.generate(tokens[: max(test.depth, 1)], GREEDY, [])
     next(sampled)
     start = time.perf_counter_ns()
     for _ in range(test.gen):
         next(sampled)
-    return time.perf_counter_ns() - start
+    took = time.perf_counter_ns() - start
+    sampled.close()
+    engine.settle()
+    return took
 
 
 # ------------------------------------------------------------------------------------------- bytes

@@ -201,6 +201,11 @@ class Executor:
         """
         self._bound(plan)
 
+    def reserve(self, plan: Plan) -> None:
+        """Allocate the memory of the intermediates of ``plan``."""
+        for memory, nbytes in plan.arena.items():
+            self._arena(memory, nbytes)
+
     def segments(self, plan: Plan) -> BoundSegments:
         """Bind ``plan``, and return its segments with their steps."""
         return self._bound(plan).segments
@@ -221,8 +226,7 @@ class Executor:
         return self.arenas[memory]
 
     def _bind(self, plan: Plan) -> _BoundPlan:
-        for memory, nbytes in plan.arena.items():
-            self._arena(memory, nbytes)
+        self.reserve(plan)
         total = sum(leaf.op == WEIGHT for leaf in plan.leaves.values())
         steps: list[Bound] = []
         start = time.perf_counter()

@@ -98,7 +98,8 @@ class Case:
 
     def load(self, **more: object) -> LLM:
         """Load the model with a float32 cache and without quantized activations."""
-        options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new, **more}
+        options = {"kv_type": "f32", "linear": "float", "context": self.tokens + self.new}
+        options |= {"max_sequences": 1, **more}
         return LLM.load(self.file, device=self.device, progress=self.progress, **options)  # type: ignore[arg-type]
 
     @property

@@ -41,11 +41,10 @@ def _logits_check(
 
 def greedy(case: Case) -> Check:
     """Compare the greedy tokens after the text, each decoded after the oracle's tokens."""
-    engine, want = case.llm.engine, case.record.logits
-    engine.begin(case.ids)
-    engine.step_logits(case.ids[: case.tokens - 1] or case.ids[:1], last=True)
-    at = max(1, case.tokens - 1)
-    steps = [engine.step_logits([token])[0] for token in case.ids[at:-1]]
+    want, at = case.record.logits, max(1, case.tokens - 1)
+    with case.llm.engine.evaluation(case.ids) as sequence:
+        sequence.step_logits(case.ids[: case.tokens - 1] or case.ids[:1], last=True)
+        steps = [sequence.step_logits([token])[0] for token in case.ids[at:-1]]
     other, ties, margins = [], 0, []
     for row, own in enumerate(steps, at):
         second, first = np.sort(want[row])[-2:]
@@ -89,9 +88,9 @@ def _perplexity(logits: np.ndarray, ids: list[int]) -> float:
 
 def steps(case: Case) -> Check:
     """Check that decoding token by token gives the logits of one prefill."""
-    whole, engine = case.llm.logits(case.ids), case.llm.engine
-    engine.begin(case.ids)
-    alone = np.concatenate([engine.step_logits([token]) for token in case.ids])
+    whole = case.llm.logits(case.ids)
+    with case.llm.engine.evaluation(case.ids) as sequence:
+        alone = np.concatenate([sequence.step_logits([token]) for token in case.ids])
     return _logits_check("steps", case, alone, whole, "one prefill")
 
 

@@ -102,7 +102,7 @@ def test_only_the_down_projection_reads_its_ids_early(name, paper):
     """It follows the gated unit, which has waited for the router."""
     device = paper((9, 0))
     made = engine(decoder(name, 0, "f16", hidden_size=64), ("cuda",))
-    made.executor.bind(made._plan(["logits"], 1))
+    made.executor.bind(made.plan(["logits"], 1))
     found: dict[str, set[bool]] = {}
     for steps, work in device.built:
         for step, part in zip(steps, work):

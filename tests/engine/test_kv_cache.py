@@ -16,44 +16,14 @@ from windowed_model import (
 )
 
 import graphllm
-from graphllm.engine.kv_cache import BlockTable
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
 from graphllm.model.decoder import Limits
-
-# ------------------------------------------------------------------------------------------ blocks
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return windowed(tmp_path_factory.mktemp("kv"))
-
-
-def test_a_ring_has_no_duplicate_blocks():
-    table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
-    for tokens in range(1, 81):
-        table.grow(tokens)
-        owned = table.table[table.table >= 0].tolist()
-        assert len(owned) == len(set(owned)) == min(5, -(-tokens // 4))
-        assert (table.slots(max(0, tokens - 9), tokens) >= 0).all()
-    with pytest.raises(RequestError, match="81 tokens do not fit"):
-        table.grow(81)
-
-
-def test_a_ring_holds_only_its_window():
-    table = BlockTable(list(range(5)), block=4, width=20, max_blocks=5, window=9)
-    table.grow(40)  # holds blocks 5..10: tokens 20..40
-    assert [n for n in range(41) if table.holds(n)] == [0, *range(28, 41)]
-    table.release()
-    assert table.holds(0) and (table.table < 0).all()
-    table.grow(8)
-    assert table.table[:2].tolist() == [0, 1]  # blocks in use before come first
-
-
-def test_without_a_window_all_tokens_are_held():
-    table = BlockTable(list(range(20)), block=4, width=20)
-    table.grow(80)
-    assert all(table.holds(n) for n in range(81))
 
 
 # ------------------------------------------------------------------------------------------- rings
@@ -99,7 +69,7 @@ def test_a_longer_prompt_computes_only_its_new_tokens(path):
 @pytest.mark.parametrize("common", [95, 90, 80])
 def test_rollback_within_the_ring(path, common):
     engine = make_engine(path)
-    logits(engine, IDS[:96])
+    generate_ids(engine, IDS[:96], 1)
     prompt = [*IDS[:common], 4, 5, 6]
     assert generate_ids(engine, prompt, 12) == generate_ids(make_engine(path), prompt, 12)
     assert engine.prefill_tokens == 3
@@ -108,7 +78,7 @@ def test_rollback_within_the_ring(path, common):
 @pytest.mark.parametrize("common", [70, 40, 3])
 def test_rollback_beyond_the_ring_clears_the_cache(path, common):
     engine = make_engine(path)
-    logits(engine)
+    generate_ids(engine, IDS, 1)
     prompt = [*IDS[:common], 4, 5, 6]
     assert generate_ids(engine, prompt, 12) == generate_ids(make_engine(path), prompt, 12)
     assert engine.prefill_tokens == len(prompt)
@@ -123,12 +93,9 @@ def test_repeated_rollback(path):
         count = int(rng.integers(1, CONTEXT - len(prompt)))
         fresh = make_engine(path, backends=("reference",))
         want = logits(fresh, prompt)[-1]
-        at = engine.reuse_cache(prompt)
-        while at < len(prompt):
-            have = engine.step_logits(prompt[at : at + 16])
-            at += len(prompt[at : at + 16])
-        np.testing.assert_allclose(have[-1], want, atol=2e-3)
-        generate_ids(engine, prompt, min(count, 20))  # adds tokens to the cache
+        np.testing.assert_allclose(logits(engine, prompt)[-1], want, atol=2e-3)
+        have = generate_ids(engine, prompt, min(count, 20))  # adds tokens to the cache
+        assert have == generate_ids(fresh, prompt, min(count, 20))
 
 
 # ----------------------------------------------------------------------------------------- formats
@@ -172,9 +139,9 @@ def test_q8_0_on_the_demo():
     assert len(ids) == 700
     have = kept.logits(ids)[-64:]
     assert nmse(have, exact.logits(ids)[-64:]) < 2e-3
-    kept.engine.clear_cache()
-    for at in range(0, len(ids), 64):
-        last = kept.engine.step_logits(ids[at : at + 64])
+    with kept.engine.evaluation(ids) as sequence:
+        for at in range(0, len(ids), 64):
+            last = sequence.step_logits(ids[at : at + 64])
     np.testing.assert_array_equal(last, have[-len(last) :])
 
 

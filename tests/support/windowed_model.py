@@ -49,10 +49,15 @@ def make_engine(path, threads=0, backends=("cpu", "reference"), **limits) -> Eng
     return Engine(decoder, executor, Limits(**wanted))
 
 
+def caches(path):
+    """Return the model's KV cache groups."""
+    return build_decoder(GgufCheckpoint(path), path.parent / "windowed.py").caches
+
+
 def logits(engine, ids=IDS, size=16):
     """Return float32 [T, vocab], computed in chunks of ``size``."""
-    engine.clear_cache()
-    parts = [engine.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
+    with engine.evaluation(ids) as sequence:
+        parts = [sequence.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
     return np.concatenate(parts)
 
 

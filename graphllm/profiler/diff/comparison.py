@@ -185,6 +185,7 @@ def diff(
         own: dict[str, Any] = {
             "device": first,
             "context": most,
+            "max_sequences": 1,
             "no_fuse": rules,
             "progress": progress,
         }
@@ -267,7 +268,8 @@ def _one_file(
 
 def _run(llm: LoadedModel, tokens: Sequence[int]) -> tuple[Ranges, StepInputs]:
     llm.check_ids(tokens)
-    ranges, feeds, env = llm.engine.single_step(tokens)
+    with llm.engine.evaluation(tokens) as sequence:
+        ranges, feeds, env = sequence.single_step(tokens)
     return ranges, StepInputs(feeds, env)
 
 

@@ -1,0 +1,169 @@
+"""Batcher: runs steps of all requests, and delivers what they sample."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..runtime.recorder import Recorder
+from .generation import Generation
+from .runner import Runner
+from .scheduler import Scheduler
+from .sequence import ActiveSequence, Chunk
+
+Recorders = tuple[Recorder, Recorder]  # of steps with prefill, and of decode steps
+
+
+class Batcher:
+    """Continuous batching: requests join and leave between steps.
+
+    `submit` and `cancel` may be called from any thread, at any time, and by the garbage collector;
+    they take effect at the next step. One thread at a time calls the other methods.
+
+    Args:
+        runner: runs the steps.
+        scheduler: chooses the tokens of each step.
+
+    Attributes:
+        prefill_tokens: tokens of the prompt begun last that were computed, not found in the cache.
+        steps: number of steps that were taken so far.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner, self.scheduler = runner, scheduler
+        self._generations: dict[ActiveSequence, Generation] = {}
+        self._submitted: deque[Generation] = deque()  # since the last step
+        self._cancelled: deque[Generation] = deque()  # since the last step
+        self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
+        self.prefill_tokens = self.steps = 0
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The requests that have not ended."""
+        return [*self._generations.values(), *self._submitted]
+
+    def submit(self, generation: Generation) -> None:
+        """Add a request."""
+        self._submitted.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """End a request; its blocks are released before the next step. May be called repeatedly."""
+        self._cancelled.append(generation)
+
+    def forget_all(self) -> None:
+        """Forget all requests, whose cache is freed."""
+        self._generations.clear()
+        self._submitted.clear()
+
+    def step(self, profile: Recorders | None = None) -> bool:
+        """Compute the next tokens of the running requests; return False if there are none.
+
+        If the step fails, the requests stay as they were before it.
+        """
+        self._update_requests()
+        prefill, decode = profile or (None, None)
+        try:
+            if not self._launched:
+                preempted = self.scheduler.preempted
+                chunks = self.scheduler.schedule()
+                if self.scheduler.preempted != preempted:
+                    self.runner.reset()  # a sequence may run on in other blocks
+                if not chunks:
+                    return False
+                rows = self._start(chunks)
+                if not all(c.samples and c.stop - c.start == 1 for c in chunks):
+                    self._finish(chunks, self.runner.run(chunks, rows, prefill))
+                    return True
+                self.runner.decode(chunks, rows, decode)
+                self._launched.append(chunks)
+            self._finish_decode()
+            return True
+        except BaseException:
+            self.reset()  # steps may have been launched and not taken
+            raise
+
+    def _start(self, chunks: Sequence[Chunk]) -> list[Generation]:
+        """Return the requests of ``chunks``, and note when the first step of each begins."""
+        rows = [self._generations[chunk.sequence] for chunk in chunks]
+        for chunk, generation in zip(chunks, rows):
+            if not generation.started:
+                generation.start(chunk.start)
+                self.prefill_tokens = generation.prefill_tokens
+        return rows
+
+    def reset(self) -> None:
+        """Forget launched steps: the next step is fed by the host."""
+        self.runner.reset()
+        self._launched.clear()
+
+    def settle(self) -> None:
+        """Wait for steps that were launched ahead, and apply cancellations."""
+        while self._launched:
+            self._finish_decode(ahead=False)
+        self._update_requests()
+
+    def _update_requests(self) -> None:
+        """Admit submitted requests to the scheduler, and remove cancelled ones."""
+        while self._submitted:
+            generation = self._submitted.popleft()
+            if generation.sampling.max_tokens:
+                self._generations[generation.sequence] = generation
+                self.scheduler.add(generation.sequence)
+            else:
+                generation.end_empty()
+        while self._cancelled:
+            self._remove(self._cancelled.popleft())
+
+    def _remove(self, generation: Generation) -> None:
+        if self._generations.pop(generation.sequence, None) is not None:
+            self.scheduler.remove(generation.sequence)
+        generation.done = True
+
+    def _finish_decode(self, ahead: bool = True) -> None:
+        """Take the oldest launched decode step; if ``ahead``, launch further ones before."""
+        while ahead and self.runner.can_run_ahead:
+            following = self._following(self._launched[-1])
+            if following is None:
+                break
+            self.runner.launch(following)
+            self._launched.append(following)
+        ids = self.runner.take()
+        self._finish(self._launched.popleft(), ids)
+
+    def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
+        """Return the decode step after ``chunks`` if it is known to be that of the same batch."""
+        if self._submitted or self._cancelled:
+            return None
+        for chunk in chunks:
+            generation = self._generations.get(chunk.sequence)
+            if generation is None or generation.ends_after(len(self._launched)):
+                return None
+        return self.scheduler.following(chunks)
+
+    def _finish(self, chunks: Sequence[Chunk], ids: np.ndarray) -> None:
+        """Note that ``chunks`` were computed, and deliver the ids sampled by the first ones."""
+        self.steps += 1
+        self.scheduler.complete(chunks)
+        sampled = ids.tolist()
+        for index, chunk in enumerate(chunks):
+            generation = self._generations.get(chunk.sequence)
+            if generation is None:
+                continue  # it ended after the step was launched
+            if generation.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
+                generation.prefilled(chunk.stop)
+            if not chunk.samples:
+                continue
+            if sampled[index] < 0:
+                generation.fail_non_finite()
+                self._remove(generation)
+                continue
+            chunk.sequence.tokens.append(sampled[index])
+            if generation.push(sampled[index]):
+                self._remove(generation)
+
+    def make_room(self) -> None:
+        """Let all running requests give up their blocks; they are computed again later."""
+        self.scheduler.preempt_all()
+        self.reset()

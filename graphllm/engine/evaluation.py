@@ -1,0 +1,138 @@
+"""Evaluation of one sequence without sampling: logits, traces and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
+
+from ..compiler.plan import Plan
+from ..errors import RequestError
+from .runner import Feeds, Runner, kv_pairs
+
+MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that one step computes
+
+
+class Evaluation:
+    """Computes one sequence in steps, beginning with an empty cache.
+
+    Its keys and values are not offered to later requests, since a caller may have patched values.
+    Made by `Engine.evaluation`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        first: Sequence[int],
+        prefix: int,
+        vocab: int,
+        make_room: Callable[[], None],
+    ) -> None:
+        """Begin with no token.
+
+        Args:
+            runner: runner of the engine.
+            prefix: length of the sequence's bidirectional prefix.
+            vocab: size of the vocabulary.
+            make_room: called if the pools have not enough free blocks.
+        """
+        self._runner, self._prefix, self._vocab = runner, prefix, vocab
+        self._make_room = make_room
+        self._blocks = runner.manager.begin(first)
+        self._length = 0  # tokens computed so far
+
+    def release(self) -> None:
+        """Give up the blocks."""
+        self._runner.manager.release(self._blocks)
+
+    def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> Feeds:
+        """Return the feeds of a step that appends ``tokens``; ``rows``: see `Batch`."""
+        start, stop = self._length, self._length + len(tokens)
+        if stop < self._prefix:
+            raise RequestError(
+                f"the first {self._prefix} tokens of the prompt are a bidirectional prefix, which "
+                f"must be computed in one step; this step has {len(tokens)} tokens"
+            )
+        manager, last = self._runner.manager, min(stop + 1, self._runner.limits.context)
+        if not manager.reserve(self._blocks, start, last):
+            self._make_room()
+            if not manager.reserve(self._blocks, start, last):
+                raise RequestError(f"the KV cache is full: {stop} tokens do not fit")
+        feeds = {
+            "ids": np.asarray(tokens, np.int32),
+            "pos": np.arange(start, stop, dtype=np.int32),
+            "q_start": np.array([0, len(tokens)], np.int32),
+            "kv_len": np.array([stop], np.int32),
+            "prefix_len": np.array([self._prefix], np.int32),
+            "rows": rows.astype(np.int32),
+        }
+        for name in self._runner.caches:
+            feeds[f"slot.{name}"] = manager.slots(self._blocks, name, start, stop)
+            feeds[f"table.{name}"] = self._blocks.tables[name][None].copy()
+        return feeds
+
+    def append(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]:
+        """Append ``tokens`` in one step of ``plan`` and return the outputs ``fetch``.
+
+        ``rows``: indices of the tokens whose logits are computed.
+        """
+        out = self._run(plan, tokens, rows, fetch)
+        self._length += len(tokens)
+        return out
+
+    def _run(
+        self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
+    ) -> dict[str, np.ndarray]:
+        env = {"kv_sum": kv_pairs(self._length, len(tokens))}
+        return self._runner.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
+
+    def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
+        """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token."""
+        size, at = self._runner.limits.tokens if last else self._rows, 0
+        while at < len(tokens):
+            chunk = tokens[at : max(at + size, self._prefix)]
+            at += len(chunk)
+            logits = self.step_logits(chunk, last)
+            if not last or at == len(tokens):
+                yield logits
+
+    @property
+    def _rows(self) -> int:
+        """Maximum number of rows of logits that one step computes."""
+        return max(1, min(self._runner.limits.tokens, MAX_LOGITS_BYTES // (4 * self._vocab)))
+
+    def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
+        """Append ``tokens`` in one step and return logits [rows, vocab].
+
+        ``last``: return the logits of the last token only. A step with more tokens than
+        `MAX_LOGITS_BYTES` allows rows of logits (a long bidirectional prefix) is run several times.
+        """
+        rows = np.array([len(tokens) - 1]) if last else np.arange(len(tokens))
+        most = 1 if last else self._rows
+        wide = last or len(tokens) > most
+        outputs = self._runner.logits_outputs
+        plan = self._runner.plan(outputs, self._runner.limits.tokens if wide else most, 1, most)
+        parts = [rows[at : at + most] for at in range(0, len(rows), most)]
+        logits = [self._run(plan, tokens, part, ("logits",))["logits"] for part in parts]
+        self._length += len(tokens)
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def single_step(
+        self, tokens: Sequence[int]
+    ) -> tuple[dict[str, tuple[int, int]], Feeds, dict[str, int]]:
+        """Prepare one step that computes all of ``tokens`` and their logits, without running it.
+
+        Returns:
+            The bounds to compile the step for, its feeds, and the values of its Vars.
+
+        Raises:
+            RequestError: ``tokens`` does not fit one step.
+        """
+        count, most = len(tokens), min(self._runner.limits.tokens, self._rows)
+        if count > most:
+            raise RequestError(f"{count} tokens: one step takes 1 to {most}")
+        bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
+        env = {"T": count, "S": 1, "Q": 2, "N": count, "kv_sum": kv_pairs(0, count)}
+        return bounds, self._feeds(tokens, np.arange(count)), env

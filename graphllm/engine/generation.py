@@ -1,0 +1,198 @@
+"""One request as the engine runs it: its sequence, stop conditions, and results so far."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import numpy as np
+
+from ..errors import GraphllmError
+from ..tokenizer import Tokenizer
+from .block_manager import SequenceBlocks
+from .request import Completion, Sampling
+from .sequence import ActiveSequence
+from .stop_conditions import StopStringMatcher
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Progress of a prefill: ``done`` of ``total`` tokens of the prompt that are not cached."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A sampled token, or the end of the answer.
+
+    Attributes:
+        token: id of the token; None for the end.
+        text: text that can be emitted now.
+        at: time of the step's end, on the clock of `time.perf_counter`.
+    """
+
+    token: int | None
+    text: str
+    at: float
+
+
+class Generation:
+    """A request between `Engine.submit` and its last result.
+
+    The thread that runs a step calls `prefilled` and `push`; the thread that consumes the results
+    takes them from ``events``.
+
+    Attributes:
+        sequence: its tokens and cache blocks.
+        sampling: settings, with a seed.
+        settings: feeds of the settings, see `sampling_row`.
+        events: results that were not consumed.
+        done: no more results will be added.
+        fault: the tokens whose logits are not finite; None if there was no such fault.
+        error: the exception that ended the request.
+        finish_reason: see `Completion`.
+        note: remark for the user.
+        wakeups: gets an item for each result while a thread waits.
+    """
+
+    def __init__(
+        self,
+        sequence: ActiveSequence,
+        sampling: Sampling,
+        settings: Mapping[str, np.ndarray],
+        end_ids: Collection[int],
+        tokenizer: Tokenizer | None,
+        context: int,
+    ) -> None:
+        """Begin with no result.
+
+        Args:
+            sequence: the prompt.
+            sampling: settings, with a seed.
+            settings: feeds of the settings, see `sampling_row`.
+            end_ids: ids that end the answer.
+            tokenizer: None if only ids are wanted.
+            context: most tokens that the cache holds.
+        """
+        self.sequence, self.sampling, self.settings = sequence, sampling, settings
+        self._end_ids, self._context = end_ids, context
+        self._text = tokenizer.stream(continuation=True) if tokenizer else None
+        self._matcher = StopStringMatcher(sampling.stop)
+        self.events: deque[Prefilled | Sampled] = deque()
+        self.wakeups: SimpleQueue[None] = SimpleQueue()
+        self.done, self.count = False, 0
+        self.attended = False  # see `Engine.submit`
+        self._ended_by_token = False  # by an EOS token or a stop token id
+        self.fault: list[int] | None = None
+        self.error: GraphllmError | None = None
+        self.finish_reason, self.note = "length", ""
+        self.submitted = time.perf_counter()
+        self.started = 0.0  # start of the first step that computes it
+        self.prefill_tokens = 0
+
+    @property
+    def blocks(self) -> SequenceBlocks:
+        """The cache blocks of a running request."""
+        assert self.sequence.blocks is not None
+        return self.sequence.blocks
+
+    @property
+    def ready(self) -> bool:
+        """Whether the consumer has something to do."""
+        return self.done or bool(self.events)
+
+    # -- called by the thread that runs steps
+    def start(self, cached: int) -> None:
+        """Note the start of the first step, which computes the prompt from token ``cached`` on."""
+        if not self.started:
+            self.started = time.perf_counter()
+            self.prefill_tokens = len(self.sequence.tokens) - cached
+
+    def prefilled(self, stop: int) -> None:
+        """Report that the first ``stop`` tokens of the prompt are in the cache."""
+        total = self.prefill_tokens
+        self._add(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
+
+    def push(self, token: int) -> bool:
+        """Add a sampled token; return whether the answer ends."""
+        at, sampling = time.perf_counter(), self.sampling
+        may_stop = self.count >= sampling.min_tokens
+        if token in self._end_ids or (may_stop and token in sampling.stop_ids):
+            self._ended_by_token = True
+            return self._finish("stop", at)
+        self.count += 1
+        text = self._text.push(token) if self._text else ""
+        if self.count >= sampling.min_tokens:
+            text = self._matcher.push(text)
+        self._add(Sampled(token, text, at))
+        if self._matcher.matched:
+            return self._finish("stop", at)
+        if self.count >= sampling.max_tokens:
+            return self._finish("length", at)
+        if len(self.sequence.tokens) >= self._context + 1:
+            self.note = f"the context of {self._context} tokens is full: the answer is cut off"
+            return self._finish("length", at)
+        return False
+
+    def end_empty(self) -> None:
+        """End a request for no tokens."""
+        self._finish("length", time.perf_counter())
+
+    def fail(self, error: GraphllmError) -> None:
+        """End the request with an error."""
+        self.error = error
+        self._end()
+
+    def ends_after(self, steps: int) -> bool:
+        """Whether the answer is known to end within the next ``steps`` sampled tokens."""
+        return self.done or self.count + steps >= self.sampling.max_tokens
+
+    def fail_non_finite(self) -> None:
+        """End the request, whose last logits are not finite; the consumer finds out why."""
+        self.fault = list(self.sequence.tokens)
+        self._end()
+
+    def _finish(self, reason: str, at: float) -> bool:
+        rest = "" if self._matcher.matched else self._rest()
+        self.finish_reason = "stop" if self._matcher.matched else reason
+        self.events.append(Sampled(None, rest, at))
+        self._end()
+        return True
+
+    def _rest(self) -> str:
+        """Return the text that was held back until the end."""
+        rest = self._matcher.push(self._text.finish() if self._text else "")
+        return rest if self._matcher.matched else rest + self._matcher.finish()
+
+    def _add(self, event: Prefilled | Sampled) -> None:
+        self.events.append(event)
+        self.wakeups.put(None)
+
+    def _end(self) -> None:
+        self.done = True
+        self.wakeups.put(None)
+
+    # -- called by the thread that consumes results
+    def record(self, event: Sampled, completion: Completion) -> None:
+        """Add a result to ``completion``: its token, text and timings."""
+        timings = completion.timings
+        if not completion.ids and not timings.ttft_s and self.started:
+            timings.queue_s = self.started - self.submitted
+            timings.ttft_s = event.at - self.submitted
+            timings.prefill_s = timings.ttft_s - timings.queue_s
+            timings.prefill_tokens = self.prefill_tokens
+            completion.cached_tokens = len(completion.prompt_ids) - self.prefill_tokens
+        if event.token is not None or self._ended_by_token:
+            timings.decode_s = event.at - self.submitted - timings.ttft_s
+            timings.decode_tokens = len(completion.ids)
+        if event.token is None:
+            completion.finish_reason = self.finish_reason
+            completion.notes += [self.note] if self.note else []
+        else:
+            completion.ids.append(event.token)
+        completion.text += event.text
