@@ -41,7 +41,8 @@ def plan(
     from ..profiler.prediction import dry_run
 
     room = None if free is None else round(free * 1e9)
-    found = dry_run(source.open(load_options, data=False), **load_options.arguments(), free=room)
+    own = {"max_sequences": 1} | load_options.arguments()
+    found = dry_run(source.open(load_options, data=False), **own, free=room)
     if as_json:
         show_json(found.as_dict())
         return

@@ -333,6 +333,12 @@ class Engine:
             made.release()
             self.batcher.reset()
 
+    def cached_tokens(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a prompt a request would find in the cache now."""
+        blocks = self.manager.begin(list(tokens), self._bidirectional_prefix(tokens))
+        self.manager.release(blocks)
+        return blocks.cached
+
     def clear_cache(self) -> None:
         """Forget all cached prefixes, so that the next prompt is computed from its first token."""
         self.settle()

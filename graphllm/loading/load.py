@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from ..arguments import (
 from ..backends import Options
 from ..checkpoints.checkpoint import Checkpoint
 from ..compiler import fusion
-from ..engine.kv_memory import check_kv_memory
+from ..engine.kv_memory import check_kv_memory, kv_blocks
 from ..graph.dtype import CACHED
 from ..model.batch import Limits
 from ..model.decoder import Decoder
+from ..runtime.executor import Executor
 from ..runtime.gpu_offload import check_gpu_layers
 
 DEFAULT_CONTEXT, DEFAULT_SEQUENCES = 4096, 16
@@ -114,3 +116,26 @@ def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: 
     """Return the limits of a graph; ``kv_type`` None takes the default dtype."""
     kind = kv_type or ("f32" if device == "reference" else "f16")
     return Limits(context=context, sequences=max_sequences, kv_dtype=kind)
+
+
+def sized_limits(
+    decoder: Decoder, executor: Executor, limits: Limits, kv_memory: int | str
+) -> Limits:
+    """Return ``limits`` reduced to the model's, with the size of its KV pools.
+
+    Args:
+        decoder: the model.
+        executor: the executor it will run on; its first device holds the KV pools.
+        limits: wanted limits.
+        kv_memory: see `graphllm.load`.
+
+    Raises:
+        RequestError: see `kv_blocks`; or the KV cache dtype does not fit the head size.
+    """
+    limits = decoder.limits(limits)
+    decoder.check_cache(limits)
+    metas = map(decoder.weights.meta, decoder.weights.names())
+    needed = sum(meta.nbytes for meta in metas if meta is not None)
+    free = executor.devices.of(executor.backends[0]).free()
+    left = None if free is None else max(0, free - needed)
+    return replace(limits, kv_blocks=kv_blocks(decoder.caches, limits, kv_memory, left))

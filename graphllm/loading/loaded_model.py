@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -13,7 +12,6 @@ from .. import backends as registry
 from ..arguments import as_int, check, invalid_argument, quote
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..engine.engine import Engine
-from ..engine.kv_memory import kv_blocks
 from ..errors import ModelFileError, PlacementError, RequestError
 from ..model.batch import Limits
 from ..model.decoder import Decoder
@@ -26,6 +24,7 @@ from .load import (
     backend_options,
     build_decoder,
     graph_limits,
+    sized_limits,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ class LoadedModel:
         self.file, self.decoder = file, decoder
         self._template_choice, self._owns_file = chat_template, owns_file
         self._template: ChatTemplate | None = None
-        self.limits = self.decoder.limits(limits)
         if file.has_vocabulary:  # report an invalid one now, not at the first request
             tokens, rows = self.tokenizer.vocab_size, decoder.cfg.vocab
             if tokens > rows + MAX_EXTRA_TOKENS:
@@ -86,21 +84,11 @@ class LoadedModel:
                     f"{file.path}: the tokenizer has {tokens} tokens, the embedding {rows} rows"
                 )
         self.executor = Executor(self.decoder.weights, **executor_options)
-        decoder.check_cache(self.limits)
-        free = self._free_bytes()
-        blocks = kv_blocks(decoder.caches, self.limits, kv_memory, free)
-        self.limits = replace(self.limits, kv_blocks=blocks)
+        self.limits = sized_limits(decoder, self.executor, limits, kv_memory)
         self.engine = Engine(self.decoder, self.executor, self.limits)
         self.load_s = 0.0
         if chat_template is not None:
             _ = self.template  # raises now if it is invalid
-
-    def _free_bytes(self) -> int | None:
-        """Return the bytes that the weights will leave free on the first device."""
-        metas = map(self.decoder.weights.meta, self.decoder.weights.names())
-        needed = sum(meta.nbytes for meta in metas if meta is not None)
-        free = self.executor.devices.of(self.executor.backends[0]).free()
-        return None if free is None else max(0, free - needed)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -192,14 +192,6 @@ def time_once(engine: Engine, test: Test, tokens: list[int], number: int) -> int
     return _time_decode(engine, test, tokens)
 
 
-def _prefill(engine: Engine, tokens: list[int]) -> int:
-    """Prefill ``tokens`` and sample one token; return the number of tokens computed."""
-    if tokens:
-        next(engine.generate(tokens, GREEDY, []))
-        engine.settle()
-    return engine.prefill_tokens
-
-
 def _time_prefill(engine: Engine, test: Test, tokens: list[int], number: int) -> int:
     """Return the nanoseconds of the prefill.
 
@@ -207,8 +199,10 @@ def _time_prefill(engine: Engine, test: Test, tokens: list[int], number: int) ->
     found in the cache.
     """
     before, rest = tokens[: test.depth], tokens[test.depth : test.depth + test.prompt]
-    _prefill(engine, before)
     prompt = before + [(token + 1 + number) % engine.vocab for token in rest]
+    if engine.cached_tokens(prompt) < test.depth:
+        next(engine.generate(before, GREEDY, []))
+        engine.settle()
     start = time.perf_counter_ns()
     sampled = engine.generate(prompt, GREEDY, [])
     next(sampled)

@@ -18,7 +18,15 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..compiler.plan import Copies, Plan, Step
 from ..engine.engine import Engine
 from ..graph.tensor import WEIGHT
-from ..loading.load import DEFAULT_CONTEXT, RULES, backend_options, build_decoder, graph_limits
+from ..loading.load import (
+    DEFAULT_CONTEXT,
+    DEFAULT_SEQUENCES,
+    RULES,
+    backend_options,
+    build_decoder,
+    graph_limits,
+    sized_limits,
+)
 from ..model.decoder import Decoder
 from ..ops import get
 from ..runtime.gpu_offload import leaf_buffers
@@ -248,6 +256,8 @@ def dry_run(
     device: str = "auto",
     gpu_layers: int | str = "auto",
     context: int = DEFAULT_CONTEXT,
+    max_sequences: int = DEFAULT_SEQUENCES,
+    kv_memory: int | str = "auto",
     kv_type: str | None = None,
     linear: str = "auto",
     threads: int = 0,
@@ -271,9 +281,10 @@ def dry_run(
     own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
     file = open_checkpoint(model, data=False)
     decoder = build_decoder(file, model_def, type)
-    limits = decoder.limits(graph_limits(own["context"], kv_type, device))
+    wanted = graph_limits(own["context"], kv_type, device, own["max_sequences"])
     pinned = {"pins": own["place"], "strict": own["strict"]}
     planner = Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
+    limits = sized_limits(decoder, planner, wanted, own["kv_memory"])
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
     return _summarize(file, decoder, engine, planner)

@@ -115,7 +115,7 @@ class StepLog:
         steps = self.decode_loop(*call)
 
         def recording_launch():
-            self.steps.append((1, self.steps[-1][1] + 1))
+            self.steps.append((1, call[-1]()["kv_sum"]))
             launch()
 
         launch, steps.launch = steps.launch, recording_launch

@@ -112,7 +112,8 @@ def test_a_truncated_header_is_an_error(tiny, tmp_path):
 
 def test_a_plan_equals_a_run(tiny):
     """Steps, memory and context are those of the loaded model."""
-    llm, found = graphllm.load(tiny, device=CPU), graphllm.dry_run(tiny, device=CPU)
+    one = {"device": CPU, "max_sequences": 1}
+    llm, found = graphllm.load(tiny, **one), graphllm.dry_run(tiny, **one)
     assert found.token.ops == llm.placement() and found.device == llm.device
     assert (found.context, found.kv_type) == (llm.limits.context, llm.limits.kv_dtype)
     (host,) = found.memory.values()

@@ -277,7 +277,7 @@ def test_command_line(path, tmp_path):
     (["-p", ""], "the prompt is empty"),
     (["--ids", "1,x"], "--ids '1,x' must be comma-separated"),
     (["--ids", "99999"], "token id 99999 is not in 0.."),
-    (["--ids", ",".join(["1"] * 129)], "129 tokens: one step takes 1 to 128"),
+    (["--ids", ",".join(["1"] * 129)], "129 tokens do not fit a context of 128"),
     (["--no-fuse", "glue"], "no fusion rule 'glue'"),
     (["--against", "none.gguf"], "none.gguf: no such file"),
 ])  # fmt: skip
