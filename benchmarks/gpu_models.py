@@ -141,7 +141,8 @@ def host_busy(llm: LLM) -> float:
 
         steps.take = waiting
 
-    return decode(llm, timed) - 1e6 * sum(waited) / DECODE.gen
+    wall = decode(llm, timed)
+    return wall - 1e6 * sum(waited[-DECODE.gen :]) / DECODE.gen
 
 
 # ------------------------------------------------------------------------------------------- batch

@@ -262,7 +262,7 @@ class BlockManager:
         if not blocks.computed <= computed <= blocks._reserved:
             raise ValueError(f"{computed} tokens, {blocks._reserved} reserved")
         blocks._tokens, blocks.computed = tokens, computed
-        if computed >= len(blocks._keys) * self.block:
+        if computed >= len(blocks._keys) * self.block and not blocks.private:
             self._index_full_blocks(blocks)
 
     def _index_full_blocks(self, blocks: SequenceBlocks) -> None:
@@ -316,8 +316,8 @@ class BlockManager:
         """
         block, table[j] = int(table[j]), -1
         self.releases += 1
-        full = j + 1 < len(blocks._keys)
-        if pool.entries[block] is None and (full or j * self.block < blocks.computed):
+        known = j + 1 < len(blocks._keys) or j * self.block < blocks.computed
+        if pool.entries[block] is None and known and not blocks.private:
             entry = self._entry(blocks, j)
             if not pool.add(block, entry) and entry.key is not None:
                 pool.touch(pool.find(entry.key))

@@ -64,7 +64,9 @@ class Engine:
         self.vocab = decoder.cfg.vocab
         self._bidirectional_prefix = decoder.bidirectional_prefix
         sizes = {c.name: limits.pool_blocks(c.window) for c in decoder.caches}
-        self.manager = BlockManager(decoder.caches, sizes, limits.block, limits.blocks)
+        self.manager = BlockManager(
+            decoder.caches, sizes, limits.block, limits.blocks, take_continued=limits.sequences == 1
+        )
         border = math.gcd(limits.tokens, limits.block)
         self.scheduler = Scheduler(
             self.manager, limits.tokens, limits.sequences, limits.context, border

@@ -39,7 +39,8 @@ class Evaluation:
         self._runner, self._prefix, self._vocab = runner, prefix, vocab
         self._make_room = make_room
         self._blocks = runner.manager.begin(first)
-        self._length = 0  # tokens computed so far
+        self._blocks.private = True
+        self._tokens: list[int] = []  # computed so far
 
     def release(self) -> None:
         """Give up the blocks."""
@@ -47,7 +48,7 @@ class Evaluation:
 
     def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> Feeds:
         """Return the feeds of a step that appends ``tokens``; ``rows``: see `Batch`."""
-        start, stop = self._length, self._length + len(tokens)
+        start, stop = len(self._tokens), len(self._tokens) + len(tokens)
         if stop < self._prefix:
             raise RequestError(
                 f"the first {self._prefix} tokens of the prompt are a bidirectional prefix, which "
@@ -79,13 +80,18 @@ class Evaluation:
         ``rows``: indices of the tokens whose logits are computed.
         """
         out = self._run(plan, tokens, rows, fetch)
-        self._length += len(tokens)
+        self._append(tokens)
         return out
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Note that ``tokens`` were computed."""
+        self._tokens += tokens
+        self._runner.manager.commit(self._blocks, self._tokens)
 
     def _run(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
     ) -> dict[str, np.ndarray]:
-        env = {"kv_sum": kv_pairs(self._length, len(tokens))}
+        env = {"kv_sum": kv_pairs(len(self._tokens), len(tokens))}
         return self._runner.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
@@ -116,7 +122,7 @@ class Evaluation:
         plan = self._runner.plan(outputs, self._runner.limits.tokens if wide else most, 1, most)
         parts = [rows[at : at + most] for at in range(0, len(rows), most)]
         logits = [self._run(plan, tokens, part, ("logits",))["logits"] for part in parts]
-        self._length += len(tokens)
+        self._append(tokens)
         return logits[0] if len(logits) == 1 else np.concatenate(logits)
 
     def single_step(

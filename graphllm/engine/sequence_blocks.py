@@ -18,6 +18,7 @@ class SequenceBlocks:
         tables: block table int32 [width] by group; -1 where no block is held.
         cached: number of tokens whose keys and values were found in the cache.
         computed: number of tokens whose keys and values are in the blocks.
+        private: whether no other sequence may find them.
         copies: (group, block, block to copy it to) for a sequence made by `BlockManager.fork`.
     """
 
@@ -26,6 +27,7 @@ class SequenceBlocks:
     ) -> None:
         self.tables = {name: np.full(width, -1, np.int32) for name in names}
         self.cached = self.computed = 0
+        self.private = False
         self.copies: list[tuple[str, int, int]] = []
         self._tokens = tokens
         self._prefix = prefix
