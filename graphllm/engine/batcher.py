@@ -60,7 +60,7 @@ class Batcher:
     def step(self, profile: Recorders | None = None) -> bool:
         """Compute the next tokens of the running requests; return False if there are none.
 
-        If the step fails, the requests stay as they were before it.
+        If the step fails or is interrupted, the requests go on later with what they had before it.
         """
         self._update_requests()
         prefill, decode = profile or (None, None)
@@ -81,7 +81,7 @@ class Batcher:
             self._finish_decode()
             return True
         except BaseException:
-            self.reset()  # steps may have been launched and not taken
+            self._recover()
             raise
 
     def _start(self, chunks: Sequence[Chunk]) -> list[Generation]:
@@ -97,6 +97,15 @@ class Batcher:
         """Forget launched steps: the next step is fed by the host."""
         self.runner.reset()
         self._launched.clear()
+
+    def _recover(self) -> None:
+        """Take all requests back to the results that were delivered, at any point of a step."""
+        self.make_room()  # steps may have been launched and not taken
+        for generation in list(self._generations.values()):
+            sequence = generation.sequence
+            del sequence.tokens[sequence.prompt_tokens + generation.count :]
+            if generation.done:
+                self._remove(generation)
 
     def settle(self) -> None:
         """Wait for steps that were launched ahead, and apply cancellations."""

@@ -125,10 +125,10 @@ class Generation:
         if token in self._end_ids or (may_stop and token in sampling.stop_ids):
             self._ended_by_token = True
             return self._finish("stop", at)
-        self.count += 1
         text = self._text.push(token) if self._text else ""
-        if self.count >= sampling.min_tokens:
+        if self.count + 1 >= sampling.min_tokens:
             text = self._matcher.push(text)
+        self.count += 1  # with the event, see `Batcher._recover`
         self._add(Sampled(token, text, at))
         if self._matcher.matched:
             return self._finish("stop", at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import windowed_model
 from windowed_model import CONTEXT, IDS
 
 import graphllm
-from graphllm.engine.generation import Sampled
+from graphllm.engine.generation import Generation, Sampled
 from graphllm.engine.kv_memory import kv_blocks
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
@@ -250,3 +251,40 @@ def test_the_memory_of_the_engine_stays_flat(llm):
     assert not engine.batcher.generations
     assert all(n <= engine.limits.pool_blocks(0) for n in engine.manager.cached.values())
     assert engine.scheduler.running == engine.scheduler.waiting == 0
+
+
+# ------------------------------------------------------------------------------------ interruptions
+
+
+@pytest.mark.parametrize("where", ["run", "take", "complete", "push"])
+def test_an_interrupted_step_loses_and_repeats_nothing(path, monkeypatch, where):
+    """Ctrl-C at any point of a step: the requests go on and get what they get alone."""
+    asked = requests(random.Random(SEED + 2), 12)
+    single = windowed_model.make_engine(path)
+    want = [answer(single, *each) for each in asked]
+    engine = windowed_model.make_engine(path, sequences=5)
+    owner, name = {
+        "run": (engine.batcher.runner, "run"),
+        "take": (engine.batcher.runner, "take"),
+        "complete": (engine.scheduler, "complete"),
+        "push": (Generation, "push"),
+    }[where]
+    rng, real, interrupts = random.Random(SEED), getattr(owner, name), []
+
+    def interrupting(*call):
+        after = rng.random() < 0.5
+        result = real(*call) if after else None
+        if rng.random() < 0.2:
+            interrupts.append(where)
+            raise KeyboardInterrupt
+        return result if after else real(*call)
+
+    live = {i: engine.submit(*each, ()) for i, each in enumerate(asked)}
+    while not all(generation.done for generation in live.values()):
+        monkeypatch.setattr(owner, name, interrupting)
+        with suppress(KeyboardInterrupt):
+            engine.step()
+        monkeypatch.setattr(owner, name, real)
+    found = collect(engine, live)
+    assert [found[index] for index in range(len(asked))] == want
+    assert len(interrupts) > 3
