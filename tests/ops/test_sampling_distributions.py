@@ -118,9 +118,9 @@ def test_frequencies(order, case, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("order", [("reference",), ("cpu",)], ids="-".join)
-def test_frequencies_of_200000_ids(order, case):
-    check("random", case, 200_000, order)
+@pytest.mark.parametrize("order, count", [("reference", 20_000), ("cpu", 200_000)])
+def test_frequencies_of_many_ids(order, count, case):
+    check("random", case, count, (order,))  # the reference draws 8,000 a second
 
 
 @pytest.mark.cuda
