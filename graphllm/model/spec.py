@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelFileError
@@ -40,14 +41,27 @@ def _checked(config: Callable[[Keys], Any], path: str) -> Callable[[Keys], Decod
 _imported: set[str] = set()  # paths of user files
 
 
+class _SourceLoader(SourceFileLoader):
+    """Compiles the file each time.
+
+    Python's own cache of code takes a file of the same size and second for unchanged, and would run
+    the old code of a file that was just edited.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def import_file(path: str | Path) -> ModuleType:
     """Import a user's Python file as a new module.
 
     ModelFileError if the file does not exist; exceptions of the file itself propagate.
     """
     found = Path(path).resolve()
-    spec = importlib.util.spec_from_file_location(found.stem, found)
-    if spec is None or spec.loader is None or not found.is_file():
+    loader = _SourceLoader(found.stem, str(found))
+    spec = importlib.util.spec_from_file_location(found.stem, found, loader=loader)
+    if spec is None or spec.loader is None or found.suffix != ".py" or not found.is_file():
         raise ModelFileError(f"{path}: not a Python file")
     _imported.add(str(found))
     module = importlib.util.module_from_spec(spec)

@@ -114,7 +114,7 @@ def test_a_mixture_is_few_steps(name, paper):
         model = decoder(name, variant, "f16", hidden_size=64)
         made = engine(model, ("cuda",))
         layers = sum(layer.moe for layer in model.cfg.layers)
-        had = Counter(step.node.op for step in made._plan(["logits"], 1).steps)
+        had = Counter(step.node.op for step in made.plan(["logits"], 1).steps)
         assert had["route"] == had["expert_linear"] == layers
         assert had["expert_gated"] + had["expert_clamped"] == layers
         mixture = model.cfg.moe
@@ -131,7 +131,7 @@ def test_experts_of_every_format_use_known_modules(kind, capability, paper):
     made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), 512)
     for tokens in (1, 6, 40, 512):
         before, device.modules = device.modules, set()
-        made.executor.bind(made._plan(["logits"], tokens))
+        made.executor.bind(made.plan(["logits"], tokens))
         own = {part.file for part in device.modules if part.file.startswith("experts_")}
         grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
         assert own == {"experts_gemm.cu" if grouped else "experts_gemv.cu"}

@@ -148,7 +148,7 @@ def test_q8_0_on_the_demo():
 @pytest.mark.realmodel
 def test_rollback_of_the_demo():
     """A short rollback reuses the cache, a long one clears it; both give the right tokens."""
-    llm = graphllm.load("demo", device="cpu", context=2048)
+    llm = graphllm.load("demo", device="cpu", context=2048, max_sequences=1)
     ids = llm.encode("One, two, three, four, five, six, seven, eight, nine, ten. " * 60)
     ask = Sampling(max_tokens=8, temperature=0.0, seed=0)
 

@@ -30,10 +30,9 @@ def model(request, tmp_path_factory):
 
 def stepwise_logits(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
     """Return the logits [T, vocab] of a prefill and of decode steps after it."""
-    engine = llm.engine
-    engine.begin(ids)
-    first = engine.step_logits(ids[:prompt])
-    return np.concatenate([first, *(engine.step_logits([i]) for i in ids[prompt:])])
+    with llm.engine.evaluation(ids) as sequence:
+        first = sequence.step_logits(ids[:prompt])
+        return np.concatenate([first, *(sequence.step_logits([i]) for i in ids[prompt:])])
 
 
 def loader(folder: Path, device: str) -> Callable[[int], graphllm.LLM]:

@@ -15,7 +15,7 @@ from cuda_cases import DEVICES, need_device
 from hf_models import SPECS, config_of, distance
 
 import graphllm
-from graphllm.engine import engine as engines
+from graphllm.engine import evaluation as evaluations
 from graphllm.engine import trace as traces
 from graphllm.engine.request import Sampling
 from graphllm.errors import ConfigError, RequestError
@@ -30,9 +30,9 @@ VARIANTS = [(n, i) for n in ("chatglm", "chatglm2") for i in range(len(SPECS[n].
 
 
 def stepwise_logits(llm: graphllm.LLM, ids: list[int], prompt: int) -> np.ndarray:
-    llm.engine.begin(ids)
-    first = llm.engine.step_logits(ids[:prompt])
-    return np.concatenate([first, *(llm.engine.step_logits([i]) for i in ids[prompt:])])
+    with llm.engine.evaluation(ids) as sequence:
+        first = sequence.step_logits(ids[:prompt])
+        return np.concatenate([first, *(sequence.step_logits([i]) for i in ids[prompt:])])
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
@@ -106,9 +106,10 @@ def test_a_long_prompt_is_one_step(folder: Path) -> None:
 def test_more_tokens_in_one_step_than_rows_of_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
+    monkeypatch.setattr(evaluations, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
     llm, ids = load(folder), random_ids(40, 25)
-    assert [len(piece) for piece in llm.engine.logits(ids)] == [25, 7, 7, 1]
+    with llm.engine.evaluation(ids) as sequence:
+        assert [len(piece) for piece in sequence.logits(ids)] == [25, 7, 7, 1]
     assert distance(llm.logits(ids), expected_logits(ids)) <= 1e-4
 
 
@@ -138,10 +139,9 @@ def test_prefix_reuse_by_the_cache(
     folder: Path, before: list[int], after: list[int], kept: int
 ) -> None:
     llm = load(folder)
-    fresh = llm.logits(after)
     greedy_ids(llm, before, 1)
-    assert llm.engine.reuse_cache(after) == kept
-    assert np.array_equal(llm.engine.step_logits(after[kept:]), fresh[kept:])
+    llm.engine.settle()
+    assert llm.engine.cached_tokens(after) == kept
     greedy_ids(llm, before, 3)
     first = greedy_ids(llm, after, 5)
     assert llm.engine.prefill_tokens == len(after) - kept
@@ -186,9 +186,8 @@ def test_masks_without_sop(folder: Path, ids: list[int]) -> None:
 def test_steps_too_small_for_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, ids = load(folder), random_ids(40, 25)
     message = "^the first 25 tokens of the prompt are a bidirectional prefix, which must be"
-    llm.engine.begin(ids)
-    with pytest.raises(RequestError, match=message):
-        llm.engine.step_logits(ids[:24])
+    with pytest.raises(RequestError, match=message), llm.engine.evaluation(ids) as sequence:
+        sequence.step_logits(ids[:24])
     monkeypatch.setattr(traces, "MAX_STEP_BYTES", 4 * 72 * 20)
     with pytest.raises(RequestError, match=message):
         llm.trace(ids, "*.layers.1")

@@ -92,8 +92,8 @@ def test_chunks_change_no_bit(cpu, prompts):
     ids = prompts[0][:24]
     whole = cpu.logits(ids)
     for size in (1, 7):
-        cpu.engine.clear_cache()
-        parts = [cpu.engine.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
+        with cpu.engine.evaluation(ids) as sequence:
+            parts = [sequence.step_logits(ids[i : i + size]) for i in range(0, len(ids), size)]
         np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
@@ -111,13 +111,12 @@ def test_a_prompt_longer_than_the_window_and_a_chunk(cpu, reference):
     assert nmse(have, want) <= 6e-3
 
 
-def test_a_second_prompt_reuses_the_common_prefix(cpu, prompts):
+def test_a_second_prompt_reuses_the_common_prefix(cpu):
     """Only new tokens are computed, with the same result as without a cache."""
-    ids = prompts[0][:40]
     cpu.engine.clear_cache()
     fresh = cpu.generate(TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)
     again = cpu.generate(TEXTS[0], max_tokens=8, temperature=0, ignore_eos=True)
-    assert again.ids == fresh.ids and cpu.engine.reuse_cache(ids) == len(ids) - 1
+    assert again.ids == fresh.ids and again.cached_tokens == len(again.prompt_ids) - 1
 
 
 def test_sampling_is_reproducible_and_bounded(cpu):

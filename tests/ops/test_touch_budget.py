@@ -156,6 +156,7 @@ CHOICES = {
     "graphllm/backends/cuda/kernels/attention_generic.cu": "KV cache",
     "graphllm/backends/cuda/kernels/attention_split_kv.cu": "KV cache",
     "graphllm/backends/cuda/kernels/attention_tiled.cu": "KV cache",
+    "graphllm/backends/cuda/kernels/experts.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/gemv_shapes.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/kv_cache.cuh": "KV cache",
     "graphllm/checkpoints/hf_directory.py": "quant_method of Hugging Face",
