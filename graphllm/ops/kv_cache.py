@@ -1,7 +1,8 @@
-"""The op that fills the KV cache."""
+"""Ops that write the KV cache: rows of a step, and copies of blocks."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -116,3 +117,71 @@ def _quantised(x: np.ndarray, kind: DType) -> np.ndarray:
         raw = quantise(np.where(finite & (size >= ACT_TINY), blocks, np.float32(0)), kind)
     raw[~finite[:, 0], :2] = _NAN
     return raw.reshape(len(x), kind.row_nbytes(x.shape[1]))
+
+
+def _copy_infer(pool: Meta, source: Meta, target: Meta, *, block: int) -> Meta:
+    expect("pool", pool, 3, *CACHED)
+    expect("source", source, 1, "i32")
+    expect("target", target, 1, "i32")
+    require(target.shape == source.shape, f"target {target.shape} does not fit {source.shape}")
+    slots = pool.shape[0]
+    require(
+        block > 0 and isinstance(slots, int) and slots % block == 0,
+        f"a pool of {slots} slots has no blocks of {block}",
+    )
+    return pool
+
+
+def _copy_cost(
+    out: Meta, pool: Meta, source: Meta, target: Meta, *, env: Env, block: int
+) -> Cost:  # fmt: skip
+    row = prod(pool.inner) // pool.dtype.block * pool.dtype.nbytes
+    return Cost(0, source.nbytes + target.nbytes + 2 * source.size * block * row)
+
+
+def _copy_sample(rows: int, inner: Shape, kind: DType, block: int) -> Sample:
+    blocks = 17
+
+    def sources(rng: Rng, shape: Shape) -> np.ndarray:
+        found = rng.integers(0, 8, shape)  # a block may be copied several times
+        found[1::4] = -1
+        return found
+
+    def targets(rng: Rng, shape: Shape) -> np.ndarray:
+        found = 8 + rng.permutation(blocks - 8)[: shape[0]]
+        found[2::4] = -1
+        return found
+
+    pool = Arg((blocks * block, *inner), kind, leaf="state")
+    args = (pool, Arg(("M",), I32, make=sources), Arg(("M",), I32, make=targets))
+    return Sample(args, {"block": block}, {"M": rows})
+
+
+@op(
+    "copy_blocks",
+    infer=_copy_infer,
+    cost=_copy_cost,
+    tol={},
+    writes=lambda count: (0,),
+    samples=[
+        *grid(
+            _copy_sample,
+            rows=(0, 1, 7),
+            inner=((1, 1), (3, 20), (2, 64)),
+            kind=(F32, F16),
+            block=(1, 8),
+        ),
+        *grid(_copy_sample, rows=(0, 1, 7), inner=((1, 32), (2, 96)), kind=(Q8_0,), block=(1, 8)),
+    ],
+)
+def copy_blocks(pool: Any, source: np.ndarray, target: np.ndarray, *, block: int) -> None:
+    """Copy blocks of a KV pool: block target[m] becomes equal to block source[m].
+
+    pool [slots, H, D] f32, f16 or q8_0 (written in place, and the result), in blocks of ``block``
+    slots; source and target [M] i32. A negative source or target copies nothing. The targets of one
+    call are distinct, and none of them is a source, so the order of the copies does not matter.
+    """
+    rows = pool.raw if isinstance(pool, Blocks) else pool
+    keep = (source >= 0) & (target >= 0)
+    blocks = rows.reshape(-1, block, *rows.shape[1:])  # a view: pools are contiguous
+    blocks[target[keep]] = blocks[source[keep]]

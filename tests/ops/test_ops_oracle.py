@@ -128,6 +128,8 @@ BAD = {
     "concat: one axis": lambda: ops.concat(wide("a", 4), wide("b", 4)),
     "rope: base missing": lambda: ops.rope(HEADS, POS),
     "kv_write: heads": lambda: ops.kv_write(POOL, HEADS, POS),
+    "copy_blocks: block": lambda: ops.copy_blocks(POOL, POS, POS, block=5),
+    "copy_blocks: pairs": lambda: ops.copy_blocks(POOL, POS, LENGTHS, block=8),
     "attention: groups": lambda: ops.attention(
         feed("q", (T, 3, 16), "f32"), POOL, POOL, STARTS, LENGTHS, TABLE, scale=1.0, block=8
     ),

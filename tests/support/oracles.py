@@ -193,6 +193,15 @@ def kv_write(pool, x, slot):
     return pool
 
 
+def copy_blocks(pool, source, target, block):
+    rows = pool.raw if isinstance(pool, Blocks) else pool
+    for old, new in zip(source, target):
+        for i in range(block):
+            if old >= 0 and new >= 0:
+                rows[new * block + i] = rows[old * block + i]
+    return pool
+
+
 def _q8_0(block) -> bytes:
     """d = amax / 127 as float16, then each x / d to the nearest integer, halves away from zero."""
     amax = max(map(abs, block))
@@ -538,6 +547,7 @@ ORACLES = {
     "concat": concat,
     "attention": attention,
     "kv_write": kv_write,
+    "copy_blocks": copy_blocks,
     "cast": cast,
     "contiguous": same,
     "copy": same,

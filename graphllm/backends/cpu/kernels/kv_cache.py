@@ -1,4 +1,4 @@
-"""kv_write: conversion of rows to the dtype of a KV pool, and their stores into cache slots."""
+"""Writes to KV pools: rows converted to the pool's dtype (kv_write), and copies of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....graph.dtype import DTYPES
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
-from ..runtime.jit import Kernel, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u16s
+from ..runtime.jit import Kernel, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u8s, u16s
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range
@@ -141,3 +141,43 @@ def store(
 def kv_write(ctx: KernelContext) -> Launch:
     x = ctx.x
     return store(ctx.pool, x.address, x.row_stride, ctx.slot, ctx.live(x.meta.rows))
+
+
+_CHUNK_BYTES = 8192  # of a block, copied by one thread
+
+
+class CopyBlocksArgs(NamedTuple):
+    """Argument block of `copy_blocks`."""
+
+    pool: int
+    sources: int  # int32 [M], negative: no copy
+    targets: int  # int32 [M], negative: no copy
+    copies: int  # address of the live count M
+    block_bytes: int
+
+
+_read_copy = argument_reader(CopyBlocksArgs)
+
+
+@kernel
+def _copy_blocks(p, thread, threads):
+    a = _read_copy(p)
+    chunks = (a.block_bytes + _CHUNK_BYTES - 1) // _CHUNK_BYTES
+    first, last = thread_range(load_i64(a.copies) * chunks, thread, threads)
+    for item in range(first, last):
+        at, begin = item // chunks, item % chunks * _CHUNK_BYTES
+        source, target = int64(i32s(a.sources)[at]), int64(i32s(a.targets)[at])
+        if source >= 0 and target >= 0:
+            old = u8s(a.pool + source * a.block_bytes + begin)
+            new = u8s(a.pool + target * a.block_bytes + begin)
+            for i in range(min(_CHUNK_BYTES, a.block_bytes - begin)):
+                new[i] = old[i]
+
+
+@BACKEND.kernel("copy_blocks")
+def copy_blocks(ctx: KernelContext) -> Launch:
+    pool, source, target = ctx.pool, ctx.source, ctx.target
+    nbytes = ctx.attrs["block"] * pool.row_stride
+    count = ctx.live(source.meta.rows)
+    block = CopyBlocksArgs(pool.address, source.address, target.address, count, nbytes)
+    return Launch(_copy_blocks, block)

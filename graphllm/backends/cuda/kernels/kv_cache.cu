@@ -1,4 +1,4 @@
-// Writes to the pools of keys and values.
+// Writes to the pools of keys and values: rows, rotated or not, and copies of blocks.
 
 #include "kv_cache.cuh"
 #include "norm.cuh"
@@ -15,6 +15,32 @@ extern "C" __global__ void kv_write(Pool pool, const u8* x, i64 stride, const i6
     int slot = pool.slot[row];
     if (slot >= 0) store_kv(pool, slot, column, ((const float*)(x + row * stride))[column]);
 }
+
+// Copy blocks of a pool, in words of type T; a thread block (x, y) copies a part (y) of copy x. No
+// target is a source.
+template <class T>
+__device__ __forceinline__ void copy_words(u8* pool, const int* sources, const int* targets,
+                                           const i64* live, i64 words) {
+    const i64 count = begin(live), at = blockIdx.x;
+    if (at >= count) return;
+    const i64 source = sources[at], target = targets[at];
+    if (source < 0 || target < 0) return;
+    const T* old = (const T*)pool + source * words;
+    T* copied = (T*)pool + target * words;
+    for (i64 i = (i64)blockIdx.y * blockDim.x + threadIdx.x; i < words;
+         i += (i64)gridDim.y * blockDim.x)
+        copied[i] = old[i];
+}
+
+#define COPY_BLOCKS(NAME, T)                                                                    \
+    extern "C" __global__ void NAME(u8* pool, const int* sources, const int* targets,           \
+                                    const i64* live, i64 words TIMESTAMPS) {                    \
+        RECORD_TIMESTAMPS                                                                       \
+        copy_words<T>(pool, sources, targets, live, words);                                     \
+    }
+COPY_BLOCKS(copy_blocks_2, u16)
+COPY_BLOCKS(copy_blocks_4, u32)
+COPY_BLOCKS(copy_blocks_16, uint4)
 
 struct Heads {
     const u8* x;

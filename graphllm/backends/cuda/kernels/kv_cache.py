@@ -1,4 +1,4 @@
-"""Writes to the KV cache: kv_write, and rope_write with norms and rotation before the write."""
+"""Writes to the KV cache: kv_write, rope_write (norms and rotation before it), copy_blocks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _MODULE = module("kv_cache")
 _POOL = ArgumentStruct("kv_cache.cuh", "Pool")
 _HEADS = ArgumentStruct("kv_cache.cu", "Heads")
 _THREADS = 128
+_COPY_THREADS = 256
 _WARPS = 4  # of a block of the kernels for whole heads
 _BLOCKS = 2048  # thread blocks that are resident at a time on a GPU of 132 multiprocessors
 _WHOLE = (64, 128, 256)  # head dimensions of these kernels
@@ -39,6 +40,17 @@ def kv_write(ctx: KernelContext) -> Launch:
         x.width,
     )
     return Launch(_MODULE["kv_write"], rows_grid(ctx, x, _THREADS), (_THREADS,), args)
+
+
+@BACKEND.kernel("copy_blocks", dtypes={"pool": CACHED})
+def copy_blocks(ctx: KernelContext) -> Launch:
+    pool, source = ctx.pool, ctx.source
+    nbytes = ctx.attrs["block"] * pool.row_stride
+    word = next(size for size in (16, 4, 2) if (nbytes | pool.address) % size == 0)
+    words, count = nbytes // word, ctx.upper_bound(source.meta.rows)
+    args = (pool.address, source.address, ctx.target.address, ctx.live_address(source.meta.rows))
+    grid = (count, min(ceil(words, _COPY_THREADS), ceil(_BLOCKS, max(count, 1))))
+    return Launch(_MODULE[f"copy_blocks_{word}"], grid, (_COPY_THREADS,), (*args, words))
 
 
 def _heads(x: OperandRef, norm: int) -> bytes:
