@@ -5,24 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from ..graph.dtype import I32
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, grid, op, require, same
 from ..graph.tensor import Env, Meta
-from .sampling import cycle, fit, logits_and_faults
+from .sampling import cycle, expect_logits, expect_per_row, logits_and_faults
 
 
 def _infer(
     logits: Meta, ids: Meta, bias: Meta, allowed: Meta, stop: Meta, count: Meta, min_tokens: Meta,
 ) -> Meta:  # fmt: skip
-    expect("logits", logits, 2, "f32")
-    require(logits.inner[0] > 0, "logits has no columns")
-    for name, x in (("ids", ids), ("allowed", allowed), ("stop", stop)):
-        expect(name, x, 2, "i32")
-        fit(name, x, logits)
-    expect("bias", bias, 2, "f32")
+    expect_logits(logits)
+    expect_per_row(logits, 2, "i32", ids=ids, allowed=allowed, stop=stop)
+    expect_per_row(logits, 2, "f32", bias=bias)
     require(bias.shape == ids.shape, f"bias {bias.shape} does not fit ids {ids.shape}")
-    for name, x in (("count", count), ("min_tokens", min_tokens)):
-        expect(name, x, 1, "i32")
-        fit(name, x, logits)
+    expect_per_row(logits, 1, "i32", count=count, min_tokens=min_tokens)
     return same(logits)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from ..graph.dtype import I32
 from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
 from ..graph.tensor import Env, Meta
-from .sampling import fit, logits_and_faults
+from .sampling import expect_logits, expect_per_row, logits_and_faults
 
 MAX_TOP_IDS = 256
 
@@ -46,10 +46,8 @@ def top_ids(logits: np.ndarray, *, n: int) -> np.ndarray:
 
 
 def _infer(logits: Meta, ids: Meta) -> Meta:
-    expect("logits", logits, 2, "f32")
-    require(logits.inner[0] > 0, "logits has no columns")
-    expect("ids", ids, 2, "i32")
-    fit("ids", ids, logits)
+    expect_logits(logits)
+    expect_per_row(logits, 2, "i32", ids=ids)
     return out((logits.shape[0], *ids.inner))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..graph.dtype import I32
-from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, grid, op, require, same
 from ..graph.tensor import Env, Meta
-from .sampling import fit, logits_and_faults
+from .sampling import expect_logits, expect_per_row, logits_and_faults
 
 # Columns of the operands `factors` (f32) and `windows` (i32) of `penalise`.
 FACTORS = ("repeat", "presence", "frequency", "dry_multiplier", "dry_base")
@@ -17,16 +17,10 @@ WINDOWS = ("penalty_last_n", "dry_allowed_length", "dry_penalty_last_n")
 def _infer(
     logits: Meta, history: Meta, length: Meta, breakers: Meta, factors: Meta, windows: Meta
 ) -> Meta:
-    expect("logits", logits, 2, "f32")
-    require(logits.inner[0] > 0, "logits has no columns")
-    expect("length", length, 1, "i32")
-    fit("length", length, logits)
-    for name, x, kind in (
-        ("history", history, "i32"), ("breakers", breakers, "i32"), ("factors", factors, "f32"),
-        ("windows", windows, "i32"),
-    ):  # fmt: skip
-        expect(name, x, 2, kind)
-        fit(name, x, logits)
+    expect_logits(logits)
+    expect_per_row(logits, 1, "i32", length=length)
+    expect_per_row(logits, 2, "i32", history=history, breakers=breakers, windows=windows)
+    expect_per_row(logits, 2, "f32", factors=factors)
     require(history.inner[0] > 0, "history has no columns")
     for name, x, columns in (("factors", factors, FACTORS), ("windows", windows, WINDOWS)):
         require(x.inner[0] == len(columns), f"{name} {x.shape} has not {len(columns)} columns")

@@ -62,27 +62,39 @@ def argmax(x: np.ndarray) -> np.ndarray:
 
 # ----------------------------------------------------------------------------------------- sample
 
-_SETTINGS = {
-    "temperature": "f32", "top_k": "i32", "top_p": "f32", "min_p": "f32", "seed": "i64",
-    "count": "i32", "sample_index": "i32",
-}  # fmt: skip
 
-
-def _sample_infer(logits: Meta, *settings: Meta) -> Meta:
-    expect("logits", logits, 2, "f32")
-    require(logits.inner[0] > 0, "logits has no columns")
-    for (name, kind), x in zip(_SETTINGS.items(), settings, strict=True):
-        expect(name, x, 1, kind)
-        fit(name, x, logits)
+def _sample_infer(
+    logits: Meta, temperature: Meta, top_k: Meta, top_p: Meta, min_p: Meta, seed: Meta,
+    count: Meta, sample_index: Meta,
+) -> Meta:  # fmt: skip
+    expect_logits(logits)
+    expect_per_row(logits, 1, "f32", temperature=temperature, top_p=top_p, min_p=min_p)
+    expect_per_row(logits, 1, "i32", top_k=top_k, count=count, sample_index=sample_index)
+    expect_per_row(logits, 1, "i64", seed=seed)
     return out(logits.shape[:1], I32)
 
 
-def fit(name: str, x: Meta, logits: Meta) -> None:
-    """Raise GraphError unless ``x`` can have a row for each row of logits."""
-    rows = {x.shape[0], logits.shape[0]}
-    # Vars of different names (sequences, rows of logits) may have the same live value.
-    varies = any(isinstance(row, Var) for row in rows)
-    require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
+def expect_logits(logits: Meta) -> None:
+    """Raise GraphError unless ``logits`` is [N, V] f32 with V > 0."""
+    expect("logits", logits, 2, "f32")
+    require(logits.inner[0] > 0, "logits has no columns")
+
+
+def expect_per_row(logits: Meta, rank: int, dtype: str, **operands: Meta) -> None:
+    """Raise GraphError unless the operands can have a row for each row of logits.
+
+    Args:
+        logits: the logits [N, V].
+        rank: rank of the operands; the first axis has the rows.
+        dtype: name of their dtype.
+        **operands: operands by name.
+    """
+    for name, x in operands.items():
+        expect(name, x, rank, dtype)
+        rows = {x.shape[0], logits.shape[0]}
+        # Vars of different names (sequences, rows of logits) may have the same live value.
+        varies = any(isinstance(row, Var) for row in rows)
+        require(varies or len(rows) == 1, f"{name} {x.shape} for logits {logits.shape}")
 
 
 def _sample_cost(out: Meta, logits: Meta, *settings: Meta, env: Env) -> Cost:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from ..graph.dtype import I32, I64
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Shape, grid, op, require, same
 from ..graph.tensor import Env, Meta
 from .random_numbers import XTC, uniform
-from .sampling import cycle, fit, kept_ids, logits_and_faults, seeds
+from .sampling import (
+    cycle,
+    expect_logits,
+    expect_per_row,
+    kept_ids,
+    logits_and_faults,
+    seeds,
+)
 
 # Columns of the operand `settings` of `filter_logits`.
 FILTERS = ("top_n_sigma", "typical_p", "top_p", "min_p", "xtc_probability", "xtc_threshold")
@@ -17,17 +24,11 @@ FILTERS = ("top_n_sigma", "typical_p", "top_p", "min_p", "xtc_probability", "xtc
 def _infer(
     logits: Meta, settings: Meta, top_k: Meta, seed: Meta, count: Meta, sample_index: Meta
 ) -> Meta:
-    expect("logits", logits, 2, "f32")
-    require(logits.inner[0] > 0, "logits has no columns")
-    expect("settings", settings, 2, "f32")
-    fit("settings", settings, logits)
+    expect_logits(logits)
+    expect_per_row(logits, 2, "f32", settings=settings)
     require(settings.inner[0] == len(FILTERS), f"settings {settings.shape} has not 6 columns")
-    for name, x, kind in (
-        ("top_k", top_k, "i32"), ("seed", seed, "i64"), ("count", count, "i32"),
-        ("sample_index", sample_index, "i32"),
-    ):  # fmt: skip
-        expect(name, x, 1, kind)
-        fit(name, x, logits)
+    expect_per_row(logits, 1, "i32", top_k=top_k, count=count, sample_index=sample_index)
+    expect_per_row(logits, 1, "i64", seed=seed)
     return same(logits)
 
 

@@ -84,22 +84,62 @@ def with_unique_name(function: Any) -> Any:
     return function
 
 
-_HELPER: dict[str, Any] = {k: v for k, v in OPTIONS.items() if k != "nopython"}
+class _LinkedLibrary(JITCodeLibrary):
+    """Code of a helper, which is only linked into kernels: no machine code is made of it."""
+
+    def _finalize_final_module(self) -> None:
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return _NoEnvironment
+
+
+class _NoEnvironment:
+    """In place of a code generator, which would store the environment of a Python function."""
+
+    @staticmethod
+    def set_env(name: str, environment: Any) -> None:
+        pass
+
+
+def _helper_pipeline(typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
+    """Numba's compiler with a `_LinkedLibrary`."""
+    return Compiler(typing, target, _LinkedLibrary(target.codegen(), "helper"), *rest)
+
+
+def linked(function: Callable[..., Any], **options: Any) -> Any:
+    """Return a Numba function that kernels call; ``options`` are those of `numba.njit`.
+
+    It has no entry points for Python and C, and no machine code of its own.
+    """
+    return njit(
+        boundscheck=False,
+        error_model="numpy",
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+        pipeline_class=_helper_pipeline,
+        **options,
+    )(with_unique_name(function))
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """Decorator for a function that kernels call. It is compiled into each kernel."""
-    return njit(**_HELPER)(with_unique_name(function))
+    return linked(function, fastmath=FASTMATH)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """As `helper`, for functions called in loops: a loop with a call in it is not vectorised."""
-    return njit(**_HELPER, forceinline=True)(with_unique_name(function))
+    return linked(function, fastmath=FASTMATH, forceinline=True)
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
-    return njit(boundscheck=False, error_model="numpy")(with_unique_name(function))
+    return linked(function)
 
 
 class _SelfContainedLibrary(JITCodeLibrary):

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import float32, float64, int32, int64, njit
+from numba import float32, float64, int32, int64
 
-from ..runtime.jit import as_f64, bits_f32, f32_of_bits, f64_as_bits, with_unique_name
-
-# Always inlined, as a loop that contains a call is not vectorised.
-_njit = njit(fastmath={"contract"}, boundscheck=False, error_model="numpy", forceinline=True)
+from ..runtime.jit import as_f64, bits_f32, f32_of_bits, f64_as_bits, linked
 
 
 def _exact(function: Callable[..., Any]) -> Any:
-    return _njit(with_unique_name(function))
+    """Inlined, as a loop that contains a call is not vectorised."""
+    return linked(function, fastmath={"contract"}, forceinline=True)
 
 
 _LOG2E = float32(1.4426950408889634)
