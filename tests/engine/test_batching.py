@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import windowed_model
-from windowed_model import CONTEXT, IDS
+from request_runs import answer, collect, requests, run_at_random, take
+from windowed_model import IDS
 
 import graphllm
-from graphllm.engine.generation import Generation, Sampled
+from graphllm.engine.generation import Generation
 from graphllm.engine.kv_memory import kv_blocks
 from graphllm.engine.request import Sampling
 from graphllm.errors import RequestError
@@ -27,70 +28,6 @@ SEED = 20
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return windowed_model.windowed(tmp_path_factory.mktemp("batching"))
-
-
-def requests(rng: random.Random, count: int) -> list[tuple[list[int], Sampling]]:
-    """Return random prompts, some of which share a prefix, and settings."""
-    made: list[tuple[list[int], Sampling]] = []
-    for seed in range(count):
-        prompt = [rng.randrange(3, 90) for _ in range(rng.choice([1, 2, 7, 16, 33, 60]))]
-        if made and rng.random() < 0.4:
-            prompt = (rng.choice(made)[0] + prompt)[: CONTEXT - 20]
-        penalties = {"repeat_penalty": 1.3, "frequency_penalty": 0.2} if seed % 3 == 0 else {}
-        settings = Sampling(
-            temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
-            top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **penalties,
-        )  # fmt: skip
-        made.append((prompt, settings))
-    return made
-
-
-def answer(engine, prompt, settings) -> list[int]:
-    """Return the ids that a request gets alone, with an empty cache."""
-    engine.clear_cache()
-    return collect(engine, {0: engine.submit(prompt, settings, ())})[0]
-
-
-def take(generation, ids: list[int]) -> None:
-    """Move the sampled ids of a generation to ``ids``."""
-    while generation.events:
-        event = generation.events.popleft()
-        if isinstance(event, Sampled) and event.token is not None:
-            ids.append(event.token)
-
-
-def collect(engine, live) -> dict[int, list[int]]:
-    """Run steps until all generations have ended; return their ids."""
-    found: dict[int, list[int]] = {index: [] for index in live}
-    while not all(generation.done for generation in live.values()):
-        assert engine.step()
-    for index, generation in live.items():
-        take(generation, found[index])
-    return found
-
-
-def run_at_random(engine, asked, rng: random.Random) -> list[list[int]]:
-    """Submit requests at random times, and cancel copies of some of them."""
-    found, live, waiting, cancelled = {}, {}, list(range(len(asked))), []
-    while waiting or live:
-        while waiting and rng.random() < 0.4:
-            index = waiting.pop(0)
-            live[index] = engine.submit(*asked[index], (), priority=rng.randrange(2))
-            found[index] = []
-            if rng.random() < 0.2:
-                cancelled.append(engine.submit(*rng.choice(asked), ()))
-        if cancelled and rng.random() < 0.3:
-            engine.cancel(cancelled.pop(rng.randrange(len(cancelled))))
-        engine.step()
-        engine.manager.check()
-        for index, generation in list(live.items()):
-            take(generation, found[index])
-            if generation.done:
-                del live[index]
-    for generation in cancelled:
-        engine.cancel(generation)
-    engine.settle()
-    return [found[index] for index in range(len(asked))]
 
 
 # ------------------------------------------------------------------------------------- the contract

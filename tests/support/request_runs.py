@@ -1,0 +1,77 @@
+"""Random requests, and engines that run them alone or at random times."""
+
+from __future__ import annotations
+
+import random
+
+from windowed_model import CONTEXT
+
+from graphllm.engine.engine import Engine
+from graphllm.engine.generation import Generation, Sampled
+from graphllm.engine.request import Sampling
+
+Request = tuple[list[int], Sampling]
+
+
+def requests(rng: random.Random, count: int) -> list[Request]:
+    """Return random prompts, some of which share a prefix, and settings."""
+    made: list[Request] = []
+    for seed in range(count):
+        prompt = [rng.randrange(3, 90) for _ in range(rng.choice([1, 2, 7, 16, 33, 60]))]
+        if made and rng.random() < 0.4:
+            prompt = (rng.choice(made)[0] + prompt)[: CONTEXT - 20]
+        penalties = {"repeat_penalty": 1.3, "frequency_penalty": 0.2} if seed % 3 == 0 else {}
+        settings = Sampling(
+            temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
+            top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **penalties,
+        )  # fmt: skip
+        made.append((prompt, settings))
+    return made
+
+
+def answer(engine: Engine, prompt: list[int], settings: Sampling) -> list[int]:
+    """Return the ids that a request gets alone, with an empty cache."""
+    engine.clear_cache()
+    return collect(engine, {0: engine.submit(prompt, settings, ())})[0]
+
+
+def take(generation: Generation, ids: list[int]) -> None:
+    """Move the sampled ids of a generation to ``ids``."""
+    while generation.events:
+        event = generation.events.popleft()
+        if isinstance(event, Sampled) and event.token is not None:
+            ids.append(event.token)
+
+
+def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, list[int]]:
+    """Run steps until all generations have ended; return their ids."""
+    found: dict[int, list[int]] = {index: [] for index in live}
+    while not all(generation.done for generation in live.values()):
+        assert engine.step()
+    for index, generation in live.items():
+        take(generation, found[index])
+    return found
+
+
+def run_at_random(engine: Engine, asked: list[Request], rng: random.Random) -> list[list[int]]:
+    """Submit requests at random times, and cancel copies of some of them."""
+    found, live, waiting, cancelled = {}, {}, list(range(len(asked))), []
+    while waiting or live:
+        while waiting and rng.random() < 0.4:
+            index = waiting.pop(0)
+            live[index] = engine.submit(*asked[index], (), priority=rng.randrange(2))
+            found[index] = []
+            if rng.random() < 0.2:
+                cancelled.append(engine.submit(*rng.choice(asked), ()))
+        if cancelled and rng.random() < 0.3:
+            engine.cancel(cancelled.pop(rng.randrange(len(cancelled))))
+        engine.step()
+        engine.manager.check()
+        for index, generation in list(live.items()):
+            take(generation, found[index])
+            if generation.done:
+                del live[index]
+    for generation in cancelled:
+        engine.cancel(generation)
+    engine.settle()
+    return [found[index] for index in range(len(asked))]
