@@ -44,7 +44,7 @@ def _settings(rng: Rng, shape: Shape) -> np.ndarray:
         (0.0, 1.0, 1.0, 0.1, 0.0, 0.1), (0.0, 1.0, 1.0, 0.0, 1.0, 0.02),
         (2.0, 0.95, 0.95, 0.01, 0.5, 0.05), (0.0, 0.2, 1.0, 0.0, 1.0, 0.0),
         (0.0, 0.999, 0.99, 0.001, 1.0, 0.3), (0.5, 1.0, 1.0, 0.0, 1.0, 0.5),
-        (0.0, 0.0, 1.0, 1.0, 0.0, 0.1),
+        (0.0, 0.0, 1.0, 1.0, 0.0, 0.1), (0.0, 1.0, 1.0, 0.0, 1.0, 0.0),
     ]  # fmt: skip
     return np.array(rows)[np.arange(shape[0]) % len(rows)]
 
@@ -94,9 +94,9 @@ def filter_logits(
       entropy and whose probabilities reach typical_p; distances are compared in float32;
     - top_p (1: off) keeps the smallest set of the largest whose probabilities reach top_p;
     - min_p (0: off) keeps ids of at least min_p times the largest probability;
-    - XTC excludes all but the least probable of the ids with a probability of at least
-      xtc_threshold, at a share xtc_probability (0: off) of the positions, drawn by seed, count and
-      sample_index; a threshold above 0.5 disables it.
+    - XTC excludes all but the least probable of the ids with a finite logit and a probability of
+      at least xtc_threshold, at a share xtc_probability (0: off) of the positions, drawn by seed,
+      count and sample_index; a threshold above 0.5 disables it.
 
     Ties go to the lowest index. A row from which no id can be sampled (see `sample`) is unchanged.
 
@@ -126,7 +126,8 @@ def _kept(row: np.ndarray, settings: np.ndarray, top_k: int, number: float) -> n
     ids = ids[kept_ids(row[ids], 0, top_p, min_p)]
     if number < xtc_probability and xtc_threshold <= 0.5:
         weights = np.exp(row[ids] - row[ids].max())
-        top = np.flatnonzero(weights >= xtc_threshold * weights.sum())
+        probable = weights >= xtc_threshold * weights.sum()
+        top = np.flatnonzero(probable & (row[ids] > -np.inf))
         if len(top):
             last = top[row[ids][top] == row[ids][top].min()][-1]
             ids = ids[~np.isin(ids, ids[top[top != last]])]

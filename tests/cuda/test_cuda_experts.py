@@ -244,15 +244,16 @@ def pair(name: str, kind: str = "f32", **changes):
     return engine(model, ("cuda",)), engine(model, ("reference",))
 
 
-def prompt_logits(made) -> np.ndarray:
-    return np.concatenate(list(made.logits(PROMPT)))
+def logits(made, ids: list[int]) -> np.ndarray:
+    with made.evaluation(ids) as sequence:
+        return sequence.step_logits(ids)
 
 
 def margins(gpu, reference, count: int = 40) -> np.ndarray:
     """The reference's largest logit minus that of the token that the GPU samples, by token."""
     drawn = gpu.generate(PROMPT, Sampling(temperature=0.0), ())
     ids = [next(drawn) for _ in range(count)]
-    seen = np.concatenate(list(reference.logits(PROMPT + ids)))[len(PROMPT) - 1 : -1]
+    seen = logits(reference, PROMPT + ids)[len(PROMPT) - 1 : -1]
     return seen.max(axis=-1) - seen[np.arange(count), ids]
 
 
@@ -260,7 +261,7 @@ def margins(gpu, reference, count: int = 40) -> np.ndarray:
 def test_small_mixtures_agree_with_the_reference(name):
     """In float32: prefill and decode."""
     gpu, reference = pair(name)
-    assert nmse(prompt_logits(gpu), prompt_logits(reference)) < 1e-8
+    assert nmse(logits(gpu, PROMPT), logits(reference, PROMPT)) < 1e-8
     for _ in range(2):  # the second run uses graphs and cached keys
         assert margins(gpu, reference).max() < 1e-2
 
@@ -269,7 +270,7 @@ def test_small_mixtures_agree_with_the_reference(name):
 def test_mixtures_in_other_formats(kind):
     """A rounding may make a token choose another expert; most tokens do not."""
     gpu, reference = pair("mixtral", kind, **WIDE)
-    each = [nmse(a, b) for a, b in zip(prompt_logits(gpu), prompt_logits(reference))]
+    each = [nmse(a, b) for a, b in zip(logits(gpu, PROMPT), logits(reference, PROMPT))]
     assert np.median(each) < (1e-3 if kind in ("f16", "bf16") else 5e-3)
     assert np.median(margins(gpu, reference)) < 0.1
 

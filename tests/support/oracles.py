@@ -470,7 +470,7 @@ def filter_logits(logits, settings, top_k, seed, count, sample_index):
         word = philox((0, int(count[n]), int(sample_index[n]), 1), key)[0]
         if (word + 0.5) / 2**32 < xtc and threshold <= 0.5:
             p = _softmax(row[left])
-            above = sum(x >= threshold for x in p)
+            above = sum(x >= threshold and row[i] > -math.inf for x, i in zip(p, left))
             left = left[max(0, above - 1) :]
         result[n][left] = row[left]
     return result

@@ -135,7 +135,7 @@ def _exclude_top(ids, keys, weights, count, threshold):
         total += weights[i]
     least, last = MAX_KEY, int64(-1)
     for i in range(count):
-        if weights[i] >= threshold * total and keys[i] <= least:
+        if weights[i] >= threshold * total and MINUS_INF < keys[i] <= least:
             least, last = keys[i], int64(i)
     kept = 0
     for i in range(count):

@@ -90,8 +90,10 @@ __device__ void exclude_top(float* y, const Row& row, u32 top, float threshold) 
     for (int i = threadIdx.x; i < row.width; i += THREADS) total += weight_of(row.key(i), top);
     double floor = threshold * block_sum(total);
     u32 least = 0, last = 0;  // the complement of the least key, and its last id plus one
-    for (int i = threadIdx.x; i < row.width; i += THREADS)
-        if (weight_of(row.key(i), top) >= floor) least = max(least, ~row.key(i));
+    for (int i = threadIdx.x; i < row.width; i += THREADS) {
+        u32 k = row.key(i);
+        if (k > KEY_OF_MINUS_INFINITY && weight_of(k, top) >= floor) least = max(least, ~k);
+    }
     least = block_most(least);
     for (int i = threadIdx.x; i < row.width; i += THREADS)
         if (row.key(i) == ~least) last = max(last, (u32)i + 1);
