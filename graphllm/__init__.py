@@ -20,7 +20,7 @@ from .errors import (
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import LLM, load
+    from .api import LLM, RequestHandle, load
     from .engine.request import Completion, Sampling
     from .profiler.compare.comparison import compare
     from .profiler.diff.comparison import diff
@@ -38,6 +38,7 @@ __all__ = [
     "ModelFileError",
     "PlacementError",
     "RequestError",
+    "RequestHandle",
     "Sampling",
     "__version__",
     "compare",
@@ -50,6 +51,7 @@ __all__ = [
 _MODULE_OF = {
     "load": "api",
     "LLM": "api",
+    "RequestHandle": "api",
     "Completion": "engine.request",
     "Sampling": "engine.request",
     "Executor": "runtime.executor",

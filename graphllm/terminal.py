@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import unicodedata
+from contextlib import suppress
 
 MAX_CHARS = 2000  # of a line of untrusted text
 # Cc: C0, DEL and C1. Cf: invisible characters that reorder or hide text. Cs: bytes that were not
@@ -55,6 +56,12 @@ def style(text: str, *codes: int) -> str:
     return f"\033[{';'.join(map(str, codes))}m{text}\033[0m"
 
 
+def note(text: str) -> None:
+    """Print a line on standard error."""
+    with suppress(OSError):  # a failure of standard error cannot be reported anywhere
+        print(escape_control(text), file=sys.stderr, flush=True)
+
+
 def warn(text: str) -> None:
     """Print a warning line on standard error."""
-    print(f"graphllm: {escape_control(text)}", file=sys.stderr)
+    note(f"graphllm: {text}")

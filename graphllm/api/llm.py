@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -17,25 +17,22 @@ from ..arguments import (
     function,
     invalid_argument,
     mapping,
-    quote,
     texts,
 )
-from ..engine.batcher import Recorders
 from ..engine.engine import PrefillCallback
-from ..engine.generation import Generation
 from ..engine.request import Completion, Sampling
 from ..engine.trace import Patch, Tracer
-from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
 from ..runtime.executor import Progress
 from .prompts import Prompt, parse_prompt, parse_prompts
+from .text_generator import TextGenerator
 
 if TYPE_CHECKING:
     from ..chat import Conversation, Message
     from ..profiler.profile import Profile
 
 
-class LLM(LoadedModel):
+class LLM(TextGenerator):
     """A model with its tokenizer, ready to run. Create it with `load`.
 
     Requests of several threads run as one batch, and each returns what it returns alone. A stream
@@ -59,143 +56,6 @@ class LLM(LoadedModel):
         self.check_ids(known)
         return self.tokenizer.decode(known, **own)
 
-    def stream(
-        self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
-    ) -> Iterator[str]:
-        """Generate from ``prompt`` and yield the text piece by piece.
-
-        Args:
-            prompt: a string or token ids.
-            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
-            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
-
-        Raises:
-            RequestError: invalid argument.
-            ModelFileError: the model has no tokenizer.
-        """
-        settings = Sampling.from_arguments("llm.stream", sampling)
-        _ = self.tokenizer  # raises if there is none: no text could be yielded
-        one = parse_prompt(prompt, "llm.stream")
-        return self._stream_completion(one, settings.with_seed(), Completion(), seen)
-
-    @overload
-    def generate(
-        self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
-    ) -> Completion: ...
-    @overload
-    def generate(
-        self, prompt: Sequence[Prompt], seen: PrefillCallback | None = None, **sampling: Any
-    ) -> list[Completion]: ...
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        seen: PrefillCallback | None = None,
-        **sampling: Any,
-    ) -> Completion | list[Completion]:
-        """Generate from one prompt or from several.
-
-        Args:
-            prompt: a string, token ids, or a sequence of either. Without a tokenizer, token ids.
-            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
-            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` that they override.
-
-        Returns:
-            The completion; for several prompts a list of completions, computed as one batch.
-
-        Raises:
-            RequestError: invalid argument.
-        """
-        settings = Sampling.from_arguments("llm.generate", sampling)
-        found = parse_prompts(prompt, "llm.generate")
-        if not isinstance(found, tuple):
-            return self._complete(found, settings, seen)
-        return self._complete_all(found, settings, seen)
-
-    def _complete(
-        self, prompt: str | list[int], settings: Sampling, seen: PrefillCallback | None
-    ) -> Completion:
-        return self._complete_all((prompt,), settings, seen)[0]
-
-    def _complete_all(
-        self, prompts: Sequence[str | list[int]], settings: Sampling, seen: PrefillCallback | None
-    ) -> list[Completion]:
-        """Submit all prompts, then wait for the completions in order."""
-        found: list[Completion] = []
-        generations: list[Generation] = []
-        engine = self.engine
-        try:
-            for prompt in prompts:
-                found.append(Completion())
-                own = settings.with_seed()
-                generations.append(self._submit(prompt, own, found[-1], seen, attended=True))
-            for generation, completion in zip(generations, found):
-                for _ in engine.stream(generation, completion, seen):
-                    pass
-        finally:
-            for generation in generations:
-                engine.cancel(generation)
-        return found
-
-    def complete(
-        self,
-        prompt: str | Sequence[int],
-        sampling: Sampling,
-        completion: Completion,
-        seen: PrefillCallback | None = None,
-        profile: Recorders | None = None,
-        eos_ids: Collection[int] | None = None,
-    ) -> Iterator[str]:
-        """Yield pieces of text and fill in ``completion``, which is final after the last piece.
-
-        Args:
-            prompt: a string or token ids.
-            sampling: sampling settings and stop conditions.
-            completion: an empty completion.
-            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
-            profile: recorders of prefill and of decode.
-            eos_ids: ids that end the answer; the model's own by default.
-
-        Raises:
-            RequestError: invalid argument.
-        """
-        settings = sampling.normalize()
-        return self._stream_completion(prompt, settings, completion, seen, profile, eos_ids)
-
-    def _stream_completion(
-        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
-        seen: PrefillCallback | None, profile: Recorders | None = None,
-        eos_ids: Collection[int] | None = None,
-    ) -> Iterator[str]:  # fmt: skip
-        """As `complete`, for validated settings with a seed."""
-        generation = self._submit(prompt, sampling, completion, seen, eos_ids)
-        yield from self.engine.stream(generation, completion, seen, profile)
-
-    def _submit(
-        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
-        seen: PrefillCallback | None, eos_ids: Collection[int] | None = None,
-        attended: bool = False,
-    ) -> Generation:  # fmt: skip
-        """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
-        check({"seen": Optional(function)}, {"seen": seen})
-        completion.seed = sampling.seed or 0
-        completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self.check_ids([*completion.prompt_ids, *sampling.token_ids])
-        completion.timings.load_s = self.load_s
-        tokenizer = self.tokenizer if self.file.has_vocabulary else None
-        if sampling.stop and tokenizer is None:
-            raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
-        ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
-        return self.engine.submit(
-            completion.prompt_ids, sampling, ends, tokenizer=tokenizer, attended=attended
-        )
-
-    def _eos_ids(self) -> Collection[int]:
-        """Return the EOS ids of the model, as far as its file states them."""
-        if self.file.has_vocabulary:
-            return self.tokenizer.eog_ids
-        stated = getattr(self.file, "eos_token_ids", None)
-        return stated(self.decoder.cfg.vocab) if stated is not None else ()
-
     # -- chat
     def chat(
         self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any
@@ -215,7 +75,7 @@ class LLM(LoadedModel):
             RequestError: invalid argument or message, or the model has no chat template.
         """
         settings = Sampling.from_arguments("llm.chat", sampling)
-        return self._complete(self.encode_chat(messages), settings, seen)
+        return self._complete_all([self.encode_chat(messages)], [settings], seen)[0]
 
     def chat_stream(
         self, messages: Sequence[Message], seen: PrefillCallback | None = None, **sampling: Any

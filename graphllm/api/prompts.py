@@ -1,4 +1,4 @@
-"""Prompt arguments: a string, token ids, or several of either."""
+"""Arguments of requests: one prompt or several, a string or token ids; settings for each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..arguments import as_int, invalid_argument, quote
+from ..engine.request import Sampling
 from ..errors import RequestError
 
 Prompt = str | Sequence[int]
@@ -37,6 +38,38 @@ def parse_prompts(value: Any, where: str) -> str | list[int] | tuple[str | list[
     return tuple(
         str(item) if isinstance(item, str) else _ids(_items(item, where), where) for item in items
     )
+
+
+def parse_settings(arguments: Mapping[str, Any], count: int | None, where: str) -> list[Sampling]:
+    """Return the settings of each prompt.
+
+    Args:
+        arguments: see `Sampling.from_arguments`; ``sampling`` may also be an iterable with an
+            element for each of several prompts.
+        count: number of prompts; None for a prompt that is not one of several.
+        where: name of the called function, for errors.
+
+    Raises:
+        RequestError: an argument is invalid, or there are more or fewer settings than prompts.
+    """
+    given = arguments.get("sampling")
+    common = given is None or isinstance(given, (Sampling, Mapping, str, bytes))
+    if count is None or common or not isinstance(given, Iterable):
+        return [Sampling.from_arguments(where, arguments)] * (1 if count is None else count)
+    each = list(given)
+    if len(each) != count:
+        raise RequestError(
+            f"sampling has {len(each)} elements for {count} prompts: give one for all prompts, or "
+            "one for each",
+            "sampling",
+        )
+    found = []
+    for index, own in enumerate(each):
+        try:
+            found.append(Sampling.from_arguments(where, {**arguments, "sampling": own}))
+        except RequestError as error:
+            raise RequestError(f"sampling[{index}]: {error}", error.argument) from None
+    return found
 
 
 def _items(value: Any, where: str) -> list[Any]:

@@ -97,8 +97,9 @@ def _end(text: str, code: int) -> NoReturn:
 def _fail(error: Exception) -> NoReturn:
     """Print an error and exit."""
     from ..env import debug_level
+    from ..terminal import note
     from .error_messages import error_message, is_interrupt, usage_message
-    from .output import StdoutError, discard_output, note, note_traceback
+    from .output import StdoutError, discard_output, note_traceback
 
     if is_interrupt(error):
         _end("interrupted", 128 + signal.SIGINT)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import GraphllmError, RequestError
+from ..progress import progress_line
+from ..terminal import note
 from .options import ModelSource, PlacementOptions, verb
-from .output import note, show
-from .progress import progress_line
+from .output import show
 
 if TYPE_CHECKING:
     from ..api import LLM

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import GraphllmError, RequestError
+from ..terminal import note
 from .error_flags import with_flag
 from .options import LoadOptions, Model, System, Template, verb
-from .output import note, write_text
+from .output import write_text
 from .sampling_options import ChatSamplingOptions
 
 if TYPE_CHECKING:

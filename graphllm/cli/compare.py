@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
+from ..progress import progress_line
 from .options import verb
 from .output import show_json, show_table
-from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..profiler.compare.comparison import Comparison

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ..errors import RequestError
+from ..progress import progress_line
 from .options import AsJson, KvType, LinearMode, Model, ModelDef, NoFuse, Threads, verb
 from .output import show_json, show_table
-from .progress import progress_line
 
 
 @verb

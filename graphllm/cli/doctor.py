@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..progress import progress_line
 from .options import verb
 from .output import show
-from .progress import progress_line
 
 
 @verb

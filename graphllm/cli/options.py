@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..errors import RequestError
-from .output import note, show
-from .progress import progress_line
+from ..progress import progress_line
+from ..terminal import note
+from .output import show
 
 if TYPE_CHECKING:
     from ..api import LLM

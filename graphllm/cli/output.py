@@ -146,12 +146,6 @@ def write_file(path: Path, text: str) -> None:
         raise OutputError(f"-o {path}: {error.strerror}") from None
 
 
-def note(text: str) -> None:
-    """Print a line on standard error."""
-    with suppress(OSError):  # a failure of standard error cannot be reported anywhere
-        print(escape_control(text), file=sys.stderr, flush=True)
-
-
 def note_traceback() -> None:
     """Print the traceback of the current exception on standard error."""
     with suppress(OSError):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..terminal import note
 from .options import AsJson, LoadOptions, ModelSource, verb
-from .output import note, show, show_json
+from .output import show, show_json
 
 if TYPE_CHECKING:
     from ..profiler.prediction import DryRun, StepPrediction

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
+from ..progress import progress_line
 from .options import LoadOptions, ModelSource, verb
 from .output import check_writable, show_table, write_file
-from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..profiler.profile import Profile

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import RequestError
+from ..progress import progress_line
+from ..terminal import note
 from .options import AsJson, LoadOptions, Model, System, Template, read_text, verb
-from .output import note, show_json, write_text
-from .progress import progress_line
+from .output import show_json, write_text
 from .sampling_options import SamplingOptions
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import RequestError
+from ..progress import progress_line
 from .options import AsJson, ModelDef, verb
 from .output import check_writable, show_json, show_table, write_file
-from .progress import progress_line
 
 if TYPE_CHECKING:
     from ..validation import Report

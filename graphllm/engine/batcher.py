@@ -36,13 +36,22 @@ class Batcher:
         self._generations: dict[ActiveSequence, Generation] = {}
         self._submitted: deque[Generation] = deque()  # since the last step
         self._cancelled: deque[Generation] = deque()  # since the last step
+        self._non_finite: deque[Generation] = deque()  # no longer among _generations
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
 
     @property
     def generations(self) -> list[Generation]:
         """The requests that have not ended."""
-        return [*self._generations.values(), *self._submitted]
+        return [*self._generations.values(), *self._submitted, *self._non_finite]
+
+    @property
+    def non_finite(self) -> Generation | None:
+        """A request that has not ended, although its last logits are not finite; None: there is
+        no such request."""
+        while self._non_finite and self._non_finite[0].done:
+            self._non_finite.popleft()
+        return self._non_finite[0] if self._non_finite else None
 
     def submit(self, generation: Generation) -> None:
         """Add a request."""
@@ -51,11 +60,13 @@ class Batcher:
     def cancel(self, generation: Generation) -> None:
         """End a request; its blocks are released before the next step. May be called repeatedly."""
         self._cancelled.append(generation)
+        generation.cancel()
 
     def forget_all(self) -> None:
         """Forget all requests, whose cache is freed."""
         self._generations.clear()
         self._submitted.clear()
+        self._non_finite.clear()
 
     def step(self, profile: Recorders | None = None) -> bool:
         """Compute the next tokens of the running requests; return False if there are none.
@@ -128,7 +139,6 @@ class Batcher:
     def _remove(self, generation: Generation) -> None:
         if self._generations.pop(generation.sequence, None) is not None:
             self.scheduler.remove(generation.sequence)
-        generation.done = True
 
     def _finish_decode(self, ahead: bool = True) -> None:
         """Take the oldest launched decode step; if ``ahead``, launch further ones before."""
@@ -165,7 +175,7 @@ class Batcher:
             if not chunk.samples:
                 continue
             if sampled[index] < 0:
-                generation.fail_non_finite()
+                self._non_finite.append(generation)
                 self._remove(generation)
                 continue
             chunk.sequence.tokens.append(sampled[index])

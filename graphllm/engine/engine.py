@@ -14,12 +14,13 @@ from ..model.decoder import Batch, Decoder, Limits
 from ..runtime.executor import Executor
 from ..runtime.gpu_offload import AUTO, GpuOffload, plan_gpu_offload
 from ..tokenizer import Tokenizer
+from .background_worker import BackgroundWorker
 from .batcher import Batcher, Recorders
 from .block_manager import BlockManager
 from .evaluation import Evaluation
 from .finite_check import non_finite_error
-from .generation import Generation, Prefilled, Sampled
-from .request import Completion, Sampling
+from .generation import Delivery, Generation, Prefilled, Sampled
+from .request import Sampling
 from .runner import Runner
 from .sampler import sampling_outputs
 from .sampling_feeds import sampling_row
@@ -33,10 +34,11 @@ PrefillCallback = Callable[[int, int], None]  # (tokens prefilled so far, tokens
 class Engine:
     """A model, its executor, its KV cache, and the requests that run on it.
 
-    Each call of `step` computes the next tokens of all running requests. The engine has no thread
-    of its own: the threads that wait for results run the steps, one at a time (`wait`), so that a
-    single caller pays for no hand-over. What a request gets does not depend on the other requests:
-    a token's logits depend neither on the batch nor on the chunking of the tokens before it.
+    Each call of `step` computes the next tokens of all running requests. The threads that wait for
+    results run the steps, one at a time (`wait`), so that a single caller pays for no hand-over.
+    Only requests in the background, for which no thread waits, run in a thread of the engine's own,
+    which lives as long as they do. What a request gets does not depend on the other requests: a
+    token's logits depend neither on the batch nor on the chunking of the tokens before it.
 
     Attributes:
         outputs: outputs of the graph by name; see `Decoder.build` and `sampling_outputs`.
@@ -48,6 +50,7 @@ class Engine:
         requested_gpu_layers: the argument of `offload_layers`.
         gpu_offload: the outcome of `offload_layers`; None without a device with its own memory.
         batcher: runs the steps.
+        worker: runs the steps of requests in the background.
     """
 
     def __init__(self, decoder: Decoder, executor: Executor, limits: Limits) -> None:
@@ -74,6 +77,7 @@ class Engine:
         self._runner = Runner(executor, self.outputs, decoder.caches, limits, self.manager)
         self.batcher = Batcher(self._runner, self.scheduler)
         self.lock = StepLock()
+        self.worker = BackgroundWorker()
 
     # -- plans
     def plan(self, outputs: Sequence[str], tokens: int) -> Plan:
@@ -116,7 +120,7 @@ class Engine:
 
         The caller holds the lock.
         """
-        while any(each.attended and not each.done for each in self.batcher.generations):
+        while any(each.delivery.attended and not each.done for each in self.batcher.generations):
             self.step()
         self.lock.close()
         with suppress(GraphError):  # raised if no plan was ever bound
@@ -137,7 +141,7 @@ class Engine:
         end_ids: Collection[int] | None = None,
         tokenizer: Tokenizer | None = None,
         priority: int = 0,
-        attended: bool = False,
+        delivery: Delivery | None = None,
     ) -> Generation:
         """Add a request; it takes part in the steps from now on.
 
@@ -148,7 +152,7 @@ class Engine:
             end_ids: ids that end the answer; ``eos_ids`` by default.
             tokenizer: None if only ids are wanted.
             priority: requests with a lower number are admitted first.
-            attended: whether a caller waits for the whole answer, so that `close` waits, too.
+            delivery: how its results are awaited; by default a caller runs the steps.
 
         Raises:
             RequestError: the prompt is empty or does not fit the context, or the model is closed.
@@ -166,9 +170,12 @@ class Engine:
         sequence = ActiveSequence(list(tokens), len(tokens), prefix=prefix, priority=priority)
         ends = eos_ids if end_ids is None else end_ids
         settings = sampling_row(self.limits, sampling, list(eos_ids))
-        generation = Generation(sequence, sampling, settings, ends, tokenizer, self.limits.context)
-        generation.attended = attended
+        generation = Generation(
+            sequence, sampling, settings, ends, tokenizer, self.limits.context, delivery
+        )
         self.batcher.submit(generation)
+        if generation.delivery.background:
+            self.worker.add(self, generation)
         return generation
 
     def cancel(self, generation: Generation) -> None:
@@ -178,75 +185,62 @@ class Engine:
         """
         self.batcher.cancel(generation)
 
-    def wait(self, generation: Generation, profile: Recorders | None = None) -> None:
-        """Run a step, or wait until another thread's step has a result for ``generation``.
+    def next_result(
+        self, generation: Generation, profile: Recorders | None = None, locked: bool = False
+    ) -> Prefilled | Sampled | None:
+        """Return the next result of a request, or None at its end; run steps until there is one.
+
+        For a request that runs in the background, the caller only waits.
+
+        Args:
+            generation: the request. One thread at a time consumes its results.
+            profile: recorders of prefill and decode, for the steps that this caller runs.
+            locked: whether the caller holds the lock, or uses the engine from one thread.
 
         Raises:
             RequestError: the call comes from within a step of the same thread, or the model is
                 closed.
-            GraphllmError: the step failed.
-        """
-        if self.lock.acquire("a generation", lambda: generation.ready, generation.wakeups):
-            try:
-                if not self.step(profile) and not generation.ready:
-                    raise GraphError("a request waits, but there is nothing to compute")
-            finally:
-                self.lock.release()
-
-    def results(
-        self, generation: Generation, profile: Recorders | None = None
-    ) -> Iterator[Prefilled | Sampled]:
-        """Yield the results of a request as they arrive.
-
-        Args:
-            generation: the request.
-            profile: recorders of prefill and decode, for the steps that this caller runs.
-
-        Raises:
             NumericError: the logits are not finite.
-            GraphllmError: the request failed.
+            GraphllmError: a step failed.
         """
-        while generation.events or not generation.done:
+        while True:
             if generation.error is not None:
                 raise generation.error
             if generation.events:
-                yield generation.events.popleft()
-            else:
-                self.wait(generation, profile)
-        if generation.fault is not None:
-            with self.lock.hold("a check of all values"):
-                raise non_finite_error(self, generation.fault)
-        if generation.error is not None:
-            raise generation.error
+                return generation.events.popleft()
+            if generation.done:
+                if generation.fault is not None:
+                    raise generation.fault
+                return None
+            self.wait((generation,), profile, locked)
 
-    def stream(
+    def wait(
         self,
-        generation: Generation,
-        completion: Completion,
-        seen: PrefillCallback | None = None,
+        generations: Sequence[Generation],
         profile: Recorders | None = None,
-    ) -> Generator[str, None, None]:
-        """Yield the text of a request piece by piece; the request ends with the generator.
+        locked: bool = False,
+    ) -> None:
+        """Run a step, or wait until another thread's step has a result for one of the requests.
 
-        Args:
-            generation: the request.
-            completion: filled in as results are consumed; final after the last piece.
-            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
-            profile: see `results`.
-
-        Raises:
-            GraphllmError: see `results`.
+        The requests have one `Delivery` in common. For the other arguments and the errors see
+        `next_result`.
         """
-        try:
-            for event in self.results(generation, profile):
-                if isinstance(event, Sampled):
-                    generation.record(event, completion)
-                    if event.text:
-                        yield event.text
-                elif seen is not None:
-                    seen(event.done, event.total)
-        finally:
-            self.cancel(generation)
+
+        def ready() -> bool:
+            return any(each.ready for each in generations)
+
+        delivery = generations[0].delivery
+        wakeups = delivery.wakeups
+        if delivery.background:
+            self.lock.check_callback()
+            wakeups.get()
+        elif locked or self.lock.acquire("a generation", ready, wakeups):
+            try:
+                if not self.step(profile) and not ready():
+                    raise GraphError("a request waits, but there is nothing to compute")
+            finally:
+                if not locked:
+                    self.lock.release()
 
     def generate(
         self,
@@ -274,18 +268,12 @@ class Engine:
         """
         generation = self.submit(tokens, sampling.unlimited(), eos_ids, ())
         try:
-            while not generation.done or generation.events:
-                while generation.events:
-                    event = generation.events.popleft()
-                    if isinstance(event, Prefilled):
-                        if seen is not None:
-                            seen(event.done, event.total)
-                    elif event.token is not None:
-                        yield event.token
-                if not generation.done and not self.step(profile):
-                    raise GraphError("a request waits, but there is nothing to compute")
-            if generation.fault is not None:
-                raise non_finite_error(self, generation.fault)
+            while (event := self.next_result(generation, profile, locked=True)) is not None:
+                if isinstance(event, Prefilled):
+                    if seen is not None:
+                        seen(event.done, event.total)
+                elif event.token is not None:
+                    yield event.token
         finally:
             self.cancel(generation)
 
@@ -296,8 +284,17 @@ class Engine:
         return self.batcher.prefill_tokens
 
     def step(self, profile: Recorders | None = None) -> bool:
-        """See `Batcher.step`. The caller holds the lock."""
-        return self.batcher.step(profile)
+        """See `Batcher.step`. Find the causes of logits that are not finite.
+
+        The caller holds the lock.
+        """
+        more = self.batcher.step(profile)
+        while (generation := self.batcher.non_finite) is not None:
+            try:
+                generation.fail_non_finite(non_finite_error(self, generation.sequence.tokens))
+            except Exception as error:  # of the search, for the consumer of this request alone
+                generation.fail(error)
+        return more
 
     def settle(self) -> None:
         """See `Batcher.settle`. The caller holds the lock."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import numpy as np
 
-from ..errors import GraphllmError
+from ..errors import NumericError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
 from .request import Completion, Sampling
 from .sequence import ActiveSequence
 from .stop_conditions import StopStringMatcher
+
+CANCELLED = "cancelled"  # a finish_reason, see `Completion`
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,25 @@ class Sampled:
     at: float
 
 
+@dataclass
+class Delivery:
+    """How a consumer waits for the results of a request.
+
+    Attributes:
+        attended: whether a caller waits for the whole answer, so that `Engine.close` waits, too.
+        background: whether the engine runs the steps in a thread of its own.
+        wakeups: gets an item for each result; a thread that waits for any of several requests gives
+            one queue to all of them.
+        listener: called after each result, by the thread that runs the step, with whether it was
+            the last one. It must not raise.
+    """
+
+    attended: bool = False
+    background: bool = False
+    wakeups: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    listener: Callable[[bool], None] = lambda last: None
+
+
 class Generation:
     """A request between `Engine.submit` and its last result.
 
@@ -53,11 +74,13 @@ class Generation:
         settings: feeds of the settings, see `sampling_row`.
         events: results that were not consumed.
         done: no more results will be added.
-        fault: the tokens whose logits are not finite; None if there was no such fault.
-        error: the exception that ended the request.
+        delivery: how the consumer waits.
+        count: number of sampled tokens.
+        prefilled_tokens: tokens of the prompt that are in the cache, or were before a preemption.
+        fault: the error that follows the results: logits that are not finite.
+        error: the exception that ended the request, whatever results are not consumed.
         finish_reason: see `Completion`.
         note: remark for the user.
-        wakeups: gets an item for each result while a thread waits.
     """
 
     def __init__(
@@ -68,6 +91,7 @@ class Generation:
         end_ids: Collection[int],
         tokenizer: Tokenizer | None,
         context: int,
+        delivery: Delivery | None = None,
     ) -> None:
         """Begin with no result.
 
@@ -78,22 +102,22 @@ class Generation:
             end_ids: ids that end the answer.
             tokenizer: None if only ids are wanted.
             context: most tokens that the cache holds.
+            delivery: how the consumer waits; by default it runs the steps.
         """
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
         self.events: deque[Prefilled | Sampled] = deque()
-        self.wakeups: SimpleQueue[None] = SimpleQueue()
+        self.delivery = Delivery() if delivery is None else delivery
         self.done, self.count = False, 0
-        self.attended = False  # see `Engine.submit`
         self._ended_by_token = False  # by an EOS token or a stop token id
-        self.fault: list[int] | None = None
-        self.error: GraphllmError | None = None
+        self.fault: NumericError | None = None
+        self.error: Exception | None = None
         self.finish_reason, self.note = "length", ""
         self.submitted = time.perf_counter()
         self.started = 0.0  # start of the first step that computes it
-        self.prefill_tokens = 0
+        self.prefill_tokens = self.prefilled_tokens = 0
 
     @property
     def blocks(self) -> SequenceBlocks:
@@ -115,7 +139,7 @@ class Generation:
 
     def prefilled(self, stop: int) -> None:
         """Report that the first ``stop`` tokens of the prompt are in the cache."""
-        total = self.prefill_tokens
+        self.prefilled_tokens, total = stop, self.prefill_tokens
         self._add(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
 
     def push(self, token: int) -> bool:
@@ -143,7 +167,7 @@ class Generation:
         """End a request for no tokens."""
         self._finish("length", time.perf_counter())
 
-    def fail(self, error: GraphllmError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the request with an error."""
         self.error = error
         self._end()
@@ -152,9 +176,9 @@ class Generation:
         """Whether the answer is known to end within the next ``steps`` sampled tokens."""
         return self.done or self.count + steps >= self.sampling.max_tokens
 
-    def fail_non_finite(self) -> None:
-        """End the request, whose last logits are not finite; the consumer finds out why."""
-        self.fault = list(self.sequence.tokens)
+    def fail_non_finite(self, error: NumericError) -> None:
+        """End the request, whose last logits are not finite."""
+        self.fault = error
         self._end()
 
     def _finish(self, reason: str, at: float) -> bool:
@@ -171,11 +195,22 @@ class Generation:
 
     def _add(self, event: Prefilled | Sampled) -> None:
         self.events.append(event)
-        self.wakeups.put(None)
+        self._notify()
 
     def _end(self) -> None:
         self.done = True
-        self.wakeups.put(None)
+        self._notify()
+
+    def _notify(self) -> None:
+        self.delivery.wakeups.put(None)
+        self.delivery.listener(self.done)
+
+    # -- called by any thread
+    def cancel(self) -> None:
+        """End the request without further results, unless it has ended."""
+        if not self.done:
+            self.finish_reason = CANCELLED
+            self._end()
 
     # -- called by the thread that consumes results
     def record(self, event: Sampled, completion: Completion) -> None:

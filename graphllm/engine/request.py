@@ -169,8 +169,8 @@ class Sampling:
 
         Args:
             where: name of the function, for error messages.
-            arguments: fields of `Sampling` or their `ALIASES`; ``sampling`` may be a `Sampling`
-                that the other arguments override.
+            arguments: fields of `Sampling` or their `ALIASES`; ``sampling`` may be a `Sampling`, or
+                a mapping of such arguments, that the other arguments override.
 
         Raises:
             RequestError: an argument is unknown, given twice or invalid.
@@ -184,9 +184,11 @@ class Sampling:
                 twice = " and ".join(n for n in arguments if ALIASES.get(n, n) == own)
                 raise RequestError(f"{twice} are the same argument: give one of them", own)
             found[own] = value
-        base = found.pop("sampling", None) or cls()
+        base = found.pop("sampling", None)
+        if base is None or isinstance(base, Mapping):
+            base = cls.from_arguments(where, base) if base else cls()
         if not isinstance(base, cls):
-            raise invalid_argument("sampling", base, "a graphllm.Sampling")
+            raise invalid_argument("sampling", base, "a graphllm.Sampling or a mapping")
         return cls(**check(_RULES, vars(base) | found))
 
     def normalize(self) -> Sampling:
@@ -248,7 +250,8 @@ class Completion:
         ids: sampled token ids, without EOS and stop tokens but with those of a stop string.
         text: generated text, up to the stop string.
         finish_reason: ``stop`` (EOS token, stop string or stop token id) or ``length``
-            (``max_tokens`` reached, or the context is full: then ``notes`` says so).
+            (``max_tokens`` reached, or the context is full: then ``notes`` says so); ``cancelled``
+            if the caller ended the request.
         seed: seed of the sampling.
         cached_tokens: prompt tokens that were found in the KV cache.
         notes: remarks for the user, one line each.

@@ -48,7 +48,9 @@ class StepLock:
                 with self._mutex:
                     if served():
                         return False
-                    self._check_allowed()
+                    if self.closed:
+                        raise RequestError("the model is closed")
+                    self.check_callback()
                     first = self._waiting[0] is wakeups if waiting else not self._waiting
                     if not self._holder and first:
                         self._holder, self._what = get_ident(), what
@@ -84,9 +86,8 @@ class StepLock:
         for wakeups in list(self._waiting):
             wakeups.put(None)
 
-    def _check_allowed(self) -> None:
-        if self.closed:
-            raise RequestError("the model is closed")
+    def check_callback(self) -> None:
+        """Raise RequestError if the call comes from within a step of the same thread."""
         if self._holder == get_ident():
             raise RequestError(
                 f"{self._what} of this model is running and has called back: a callback cannot "

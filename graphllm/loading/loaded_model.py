@@ -269,13 +269,15 @@ class LoadedModel:
         """
         if self.closed:
             return
-        with self.engine.lock.hold("llm.close"):
-            self.engine.close()
+        engine = self.engine
+        with engine.lock.hold("llm.close"):
+            engine.close()
             file = self.file
             for name in self._freed & vars(self).keys():
                 delattr(self, name)
             if self._owns_file:
                 file.close()
+        engine.worker.join()
 
     def __enter__(self: M) -> M:
         return self

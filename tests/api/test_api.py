@@ -106,7 +106,8 @@ BAD = [
     ("xtc_probability", 1.5, "xtc_probability = 1.5 must be in [0, 1]"),
     ("dry_base", 0.5, "dry_base = 0.5 must be at least 1"),
     ("penalty_last_n", -2, "penalty_last_n = -2 must be in -1..2^31-1"),
-    ("sampling", {"temperature": 1}, "must be a graphllm.Sampling"),
+    ("sampling", 5, "must be a graphllm.Sampling or a mapping"),
+    ("sampling", [{"temperature": 1}], "must be a graphllm.Sampling or a mapping"),
 ]  # fmt: skip
 
 
@@ -324,11 +325,11 @@ def test_invalid_prompts(llm, prompt, message):
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], ["a"]])
 def test_several_prompts_where_one_is_required(llm, prompt):
-    for call in (llm.stream, llm.logits, llm.profile):
+    for call in (llm.submit, llm.logits, llm.profile):
         with pytest.raises(RequestError, match="takes one prompt; llm"):
             call(prompt)
     with pytest.raises(RequestError, match="the prompt is empty"):
-        llm.stream([])
+        llm.submit([])
 
 
 def test_other_arguments_are_checked(llm):

@@ -15,7 +15,7 @@ import tiny_models as tiny
 from pseudo_terminal import at_terminal
 
 from graphllm.cli import output
-from graphllm.cli.progress import _Lines
+from graphllm.progress import _Lines
 from graphllm.terminal import escape_control, escape_control_lines
 
 COMMAND = [sys.executable, "-m", "graphllm"]
@@ -238,7 +238,7 @@ def test_every_print_of_the_command_line_goes_through_output():
 
 
 def test_progress_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr("graphllm.cli.progress._INTERVAL_S", 0.2)
+    monkeypatch.setattr("graphllm.progress._INTERVAL_S", 0.2)
     with _Lines("loading the model") as show:
         time.sleep(0.3)
         for done in range(40):
@@ -255,7 +255,7 @@ def test_progress_without_a_terminal(monkeypatch, capsys):
 def test_a_progress_bar_ignores_markup_in_names(folder):
     words = [
         "-c",
-        "from graphllm.cli.progress import progress_line\n"
+        "from graphllm.progress import progress_line\n"
         "with progress_line() as show: show('[bold]x[/nope]\\x1b]0;owned\\x07', 1, 2)",
     ]
     code, shown, _ = at_terminal(sys.executable, *words, errors=True, cwd=folder)

@@ -41,5 +41,5 @@ def at_terminal(
 
 def without_progress(told: str) -> str:
     """Standard error less the lines of progress that a busy machine has after 10 seconds."""
-    line = r"^([a-z][\w ]*: \d+ of \d+|loading the model|prefill|profiling|comparing)\n"
-    return re.sub(line, "", told, flags=re.MULTILINE)
+    line = r"[a-z][\w ]*: \d+ of \d+(, [\d.]+ tok/s)?|loading the model|prefill|profiling|comparing"
+    return re.sub(rf"^({line})\n", "", told, flags=re.MULTILINE)

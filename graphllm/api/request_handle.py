@@ -1,0 +1,151 @@
+"""Handle of a submitted request: its text piece by piece, its result, progress and cancellation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import NamedTuple
+
+from ..engine.batcher import Recorders
+from ..engine.engine import Engine, PrefillCallback
+from ..engine.generation import CANCELLED, Generation, Prefilled, Sampled
+from ..engine.request import Completion
+
+
+class RequestProgress(NamedTuple):
+    """How far a request is.
+
+    Attributes:
+        prefilled_tokens: tokens of the prompt that were computed, or found in the cache.
+        prompt_tokens: tokens of the prompt.
+        tokens: tokens sampled so far.
+    """
+
+    prefilled_tokens: int
+    prompt_tokens: int
+    tokens: int
+
+
+class RequestHandle:
+    """A request that was submitted. Its methods may be called from any thread.
+
+    Iteration yields the text piece by piece, each time from the beginning. A handle that is
+    garbage-collected cancels its request.
+
+    Attributes:
+        completion: what was consumed so far; final after `result`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: Generation,
+        completion: Completion,
+        seen: PrefillCallback | None = None,
+        profile: Recorders | None = None,
+    ) -> None:
+        """See `LLM.submit`.
+
+        Args:
+            engine: runs the request.
+            generation: the request.
+            completion: has the prompt and the seed; filled in as results are consumed.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            profile: recorders of prefill and decode.
+        """
+        self.completion = completion
+        self._engine, self._generation = engine, generation
+        self._seen, self._profile = seen, profile
+        self._mutex = Lock()  # held by the thread that consumes results
+
+    # -- results
+    def __iter__(self) -> Iterator[str]:
+        """Yield the text piece by piece, and wait for each. For errors see `result`."""
+        at, more = 0, True
+        while True:
+            text = self.completion.text  # another thread may consume results, too
+            if len(text) > at:
+                yield text[at:]
+                at = len(text)
+            elif more:
+                more = self._advance()
+            else:
+                return
+
+    def result(self) -> Completion:
+        """Wait for the end of the request and return the completion.
+
+        For a cancelled request it is what was computed, with the finish_reason ``cancelled``.
+
+        Raises:
+            RequestError: the model was closed, or the call comes from a callback within a step.
+            NumericError: the logits are not finite.
+            GraphllmError: a step failed.
+        """
+        while self._advance():
+            pass
+        return self.completion
+
+    def poll(self) -> tuple[str, bool]:
+        """Consume the results that are there, without waiting.
+
+        Returns:
+            The text that they add, and whether the request has ended.
+
+        Raises:
+            GraphllmError: see `result`.
+        """
+        with self._mutex:
+            before = len(self.completion.text)
+            while self._generation.ready:
+                if not self._consume():
+                    return self.completion.text[before:], True
+            return self.completion.text[before:], False
+
+    def _advance(self) -> bool:
+        """Wait for a result and consume it; return whether there was one."""
+        self._engine.lock.check_callback()  # before this thread waits for the mutex
+        with self._mutex:
+            return self._consume()
+
+    def _consume(self) -> bool:
+        event = self._engine.next_result(self._generation, self._profile)
+        if isinstance(event, Sampled):
+            self._generation.record(event, self.completion)
+        elif isinstance(event, Prefilled):
+            if self._seen is not None:
+                self._seen(event.done, event.total)
+        elif self._generation.finish_reason == CANCELLED:
+            self.completion.finish_reason = CANCELLED
+        return event is not None
+
+    # -- state
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, so that `result` does not wait."""
+        return self._generation.done
+
+    @property
+    def progress(self) -> RequestProgress:
+        """Tokens of the prompt and of the answer that were computed."""
+        generation = self._generation
+        sequence = generation.sequence
+        return RequestProgress(
+            generation.prefilled_tokens, sequence.prompt_tokens, generation.count
+        )
+
+    def cancel(self) -> None:
+        """End the request; the memory that it holds is free before the next step.
+
+        May be called repeatedly, and after the end.
+        """
+        self._engine.cancel(self._generation)
+
+    def __del__(self) -> None:
+        self.cancel()
+
+
+def wait_any(handles: Sequence[RequestHandle]) -> None:
+    """Wait until one of several requests with one `Delivery` has a result, or run a step."""
+    engine = handles[0]._engine
+    engine.wait([each._generation for each in handles])

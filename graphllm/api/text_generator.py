@@ -1,0 +1,247 @@
+"""`TextGenerator`: requests of a loaded model, one or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, overload
+
+from ..arguments import Optional, check, flag, function, quote
+from ..engine.batcher import Recorders
+from ..engine.engine import PrefillCallback
+from ..engine.generation import Delivery
+from ..engine.request import Completion, Sampling
+from ..errors import RequestError
+from ..loading.loaded_model import LoadedModel
+from ..progress import request_progress
+from .prompts import Prompt, parse_prompt, parse_prompts, parse_settings
+from .request_handle import RequestHandle, wait_any
+
+
+class TextGenerator(LoadedModel):
+    """A model that runs requests as one batch, and returns for each what it returns alone."""
+
+    @overload
+    def stream(
+        self, prompt: Prompt, seen: PrefillCallback | None = None, **sampling: Any
+    ) -> Iterator[str]: ...
+    @overload
+    def stream(
+        self, prompt: Sequence[Prompt], seen: PrefillCallback | None = None, **sampling: Any
+    ) -> Iterator[tuple[int, str]]: ...
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        seen: PrefillCallback | None = None,
+        **sampling: Any,
+    ) -> Iterator[str] | Iterator[tuple[int, str]]:
+        """Generate from one prompt or from several, and yield the text piece by piece.
+
+        Args:
+            prompt: a string, token ids, or a sequence of either.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of a prefill.
+            **sampling: see `generate`.
+
+        Returns:
+            Pieces of text; for several prompts tuples (index of the prompt, piece of text), in the
+            order in which they are computed.
+
+        Raises:
+            RequestError: invalid argument.
+            ModelFileError: the model has no tokenizer.
+        """
+        _ = self.tokenizer  # raises if there is none: no text could be yielded
+        found = parse_prompts(prompt, "llm.stream")
+        if isinstance(found, tuple):
+            each = parse_settings(sampling, len(found), "llm.stream")
+            return self._stream_all(found, each, seen)
+        settings = parse_settings(sampling, None, "llm.stream")[0]
+        return self._stream_completion(found, settings.with_seed(), Completion(), seen)
+
+    def _stream_all(
+        self,
+        prompts: Sequence[str | list[int]],
+        settings: Sequence[Sampling],
+        seen: PrefillCallback | None,
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (index of the prompt, piece of text)."""
+        delivery, handles = Delivery(), list[RequestHandle]()
+        try:
+            for prompt, own in zip(prompts, settings):
+                handles.append(
+                    self._submit(prompt, own.with_seed(), Completion(), seen, delivery=delivery)
+                )
+            live = dict(enumerate(handles))
+            while live:
+                wait_any(list(live.values()))
+                for index, handle in list(live.items()):
+                    text, ended = handle.poll()
+                    if ended:
+                        del live[index]
+                    if text:
+                        yield index, text
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        seen: PrefillCallback | None = None,
+        *,
+        progress: bool | None = None,
+        **sampling: Any,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        seen: PrefillCallback | None = None,
+        *,
+        progress: bool | None = None,
+        **sampling: Any,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        seen: PrefillCallback | None = None,
+        *,
+        progress: bool | None = None,
+        **sampling: Any,
+    ) -> Completion | list[Completion]:
+        """Generate from one prompt or from several.
+
+        Args:
+            prompt: a string, token ids, or a sequence of either. Without a tokenizer, token ids.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of a prefill.
+            progress: whether to show the progress on standard error: a bar at a terminal, otherwise
+                a line every 10 seconds. By default for several prompts at a terminal.
+            **sampling: fields of `Sampling`, or ``sampling=``, a `Sampling` (or a mapping of its
+                fields) that they override. For several prompts it may be a sequence with one for
+                each.
+
+        Returns:
+            The completion; for several prompts a list of completions, computed as one batch.
+
+        Raises:
+            RequestError: invalid argument.
+        """
+        check({"progress": Optional(flag)}, {"progress": progress})
+        found = parse_prompts(prompt, "llm.generate")
+        if isinstance(found, tuple):
+            each = parse_settings(sampling, len(found), "llm.generate")
+            return self._complete_all(found, each, seen, progress)
+        settings = parse_settings(sampling, None, "llm.generate")
+        return self._complete_all([found], settings, seen, progress or False)[0]
+
+    def _complete_all(
+        self,
+        prompts: Sequence[str | list[int]],
+        settings: Sequence[Sampling],
+        seen: PrefillCallback | None = None,
+        progress: bool | None = False,
+    ) -> list[Completion]:
+        """Submit all prompts, then wait for the completions in order."""
+        handles: list[RequestHandle] = []
+
+        def computed() -> tuple[int, int]:
+            return sum(h.done for h in handles), sum(h.progress.tokens for h in handles)
+
+        try:
+            for prompt, own in zip(prompts, settings):
+                delivery = Delivery(attended=True)
+                handles.append(
+                    self._submit(prompt, own.with_seed(), Completion(), seen, delivery=delivery)
+                )
+            with request_progress(len(handles), computed, progress) as update:
+                for handle in handles:
+                    for _ in handle:
+                        update()
+            return [handle.completion for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def submit(self, prompt: Prompt, **sampling: Any) -> RequestHandle:
+        """Begin a request that runs in the background, and return its handle.
+
+        Example: ``handle = llm.submit("Hello"); print(handle.result().text)``
+
+        The request joins the batch of the other requests. A thread runs the steps as long as there
+        are requests in the background; it ends with them.
+
+        Args:
+            prompt: a string, or token ids. Without a tokenizer, token ids.
+            **sampling: see `generate`.
+
+        Raises:
+            RequestError: invalid argument, or the prompt does not fit the context.
+        """
+        found = parse_prompt(prompt, "llm.submit")
+        settings = parse_settings(sampling, None, "llm.submit")[0].with_seed()
+        delivery = Delivery(background=True)
+        return self._submit(found, settings, Completion(), delivery=delivery)
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        completion: Completion,
+        seen: PrefillCallback | None = None,
+        profile: Recorders | None = None,
+        eos_ids: Collection[int] | None = None,
+    ) -> Iterator[str]:
+        """Yield pieces of text and fill in ``completion``, which is final after the last piece.
+
+        Args:
+            prompt: a string or token ids.
+            sampling: sampling settings and stop conditions.
+            completion: an empty completion.
+            seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
+            profile: recorders of prefill and of decode.
+            eos_ids: ids that end the answer; the model's own by default.
+
+        Raises:
+            RequestError: invalid argument.
+        """
+        settings = sampling.normalize()
+        return self._stream_completion(prompt, settings, completion, seen, profile, eos_ids)
+
+    def _stream_completion(
+        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
+        seen: PrefillCallback | None, profile: Recorders | None = None,
+        eos_ids: Collection[int] | None = None,
+    ) -> Iterator[str]:  # fmt: skip
+        """As `complete`, for validated settings with a seed."""
+        handle = self._submit(prompt, sampling, completion, seen, profile, eos_ids)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+
+    def _submit(
+        self, prompt: str | Sequence[int], sampling: Sampling, completion: Completion,
+        seen: PrefillCallback | None = None, profile: Recorders | None = None,
+        eos_ids: Collection[int] | None = None, delivery: Delivery | None = None,
+    ) -> RequestHandle:  # fmt: skip
+        """Check a request and add it to the batch; ``completion`` gets its prompt and seed."""
+        check({"seen": Optional(function)}, {"seen": seen})
+        completion.seed = sampling.seed or 0
+        completion.prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.check_ids([*completion.prompt_ids, *sampling.token_ids])
+        completion.timings.load_s = self.load_s
+        tokenizer = self.tokenizer if self.file.has_vocabulary else None
+        if sampling.stop and tokenizer is None:
+            raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
+        ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
+        generation = self.engine.submit(
+            completion.prompt_ids, sampling, ends, tokenizer=tokenizer, delivery=delivery
+        )
+        return RequestHandle(self.engine, generation, completion, seen, profile)
+
+    def _eos_ids(self) -> Collection[int]:
+        """Return the EOS ids of the model, as far as its file states them."""
+        if self.file.has_vocabulary:
+            return self.tokenizer.eog_ids
+        stated = getattr(self.file, "eos_token_ids", None)
+        return stated(self.decoder.cfg.vocab) if stated is not None else ()
