@@ -10,7 +10,7 @@ import numpy as np
 from ..model.batch import CacheSpec
 from .block_pool import TOKEN_BYTES, BlockPool, CachedBlock
 from .prefix_lookup import chain, int32_bytes, longest_prefix, root_key
-from .sequence_blocks import SequenceBlocks
+from .sequence_blocks import BlockCopy, SequenceBlocks
 
 
 class BlockManager:
@@ -149,7 +149,7 @@ class BlockManager:
             at, other._used = other._used, other._used + 1
             for name, pool in self.pools.items():
                 other.tables[name][at] = copied = pool.take()
-                other.copies.append((name, int(blocks.tables[name][at]), copied))
+                other.copies.append(BlockCopy(name, int(blocks.tables[name][at]), copied))
         return other
 
     def _sources(self, blocks: SequenceBlocks, length: int) -> list[list[int]] | None:

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from .block_manager import BlockManager
 from .sequence import ActiveSequence, Chunk
-from .sequence_blocks import SequenceBlocks
+from .sequence_blocks import BlockCopy, SequenceBlocks
 
 _order = attrgetter("order")
 
@@ -31,6 +31,10 @@ class Scheduler:
     blocks and waits again, in its old place, to be computed again from what is still cached. The
     first running sequence in the order of (priority, arrival) is never preempted, so it always
     makes progress; since it ends some time, all sequences do.
+
+    A running sequence may be idle: all of its tokens are computed, and the next one is chosen later
+    (beam search). It gives up its blocks as soon as another sequence waits, and is paused: it
+    neither runs nor waits until `resume`.
 
     Args:
         manager: blocks of the KV cache; nobody else may hold any while sequences run.
@@ -105,11 +109,43 @@ class Scheduler:
             self._running.remove(sequence)
             self._release(sequence)
             return True
+        if sequence.paused:
+            sequence.paused = False
+            return True
         at = bisect_left(self._waiting, sequence.order, key=_order)
-        if at == len(self._waiting) or self._waiting[at] is not sequence:
-            return False
-        del self._waiting[at]
-        return True
+        while at < len(self._waiting) and self._waiting[at].order == sequence.order:
+            if self._waiting[at] is sequence:  # others may have the same order, see `fork`
+                del self._waiting[at]
+                return True
+            at += 1
+        return False
+
+    def fork(self, sequence: ActiveSequence, other: ActiveSequence) -> Sequence[BlockCopy]:
+        """Add ``other``, whose tokens but the last are computed tokens of ``sequence``.
+
+        It gets the same place in the order. If ``sequence`` holds blocks and another sequence may
+        run, it runs at once, in shared blocks; otherwise it waits.
+
+        Returns:
+            Copies of blocks to make before a sequence is removed or another step is scheduled. The
+            caller then resets ``other.blocks.private``: nobody else finds the copies before.
+        """
+        other.number = sequence.number
+        if sequence.blocks is None or len(self._running) >= self.sequences:
+            insort(self._waiting, other, key=_order)
+            return ()
+        common = min(sequence.computed, len(other.tokens) - 1)
+        blocks = self._manager.fork(sequence.blocks, other.tokens[:common], copy=True)
+        blocks.private = bool(blocks.copies)
+        other.blocks, other.computed = blocks, blocks.cached
+        self._running.append(other)
+        return blocks.copies
+
+    def resume(self, sequence: ActiveSequence) -> None:
+        """Queue a sequence whose next token is known if it is paused."""
+        if sequence.paused:
+            sequence.paused = False
+            insort(self._waiting, sequence, key=_order)
 
     def preempt_all(self) -> None:
         """Take the blocks of all running sequences, which are computed again later."""
@@ -139,6 +175,9 @@ class Scheduler:
             One chunk for each sequence in the step; those that sample come first, in the order in
             which the sequences were admitted. Empty if no sequence has a token to compute.
         """
+        if self._waiting:
+            for sequence in filter(_is_idle, self._running[:]):
+                self._preempt(sequence)
         self._left, self._chunks, self._prompts = self.tokens, {}, 0
         preempted = self.preempted
         prompts_first, self._prompts_first = self._prompts_first, False
@@ -267,7 +306,10 @@ class Scheduler:
         return True
 
     def _victim(self) -> ActiveSequence:
-        """Return the running sequence to preempt; never the first in order."""
+        """Return the running sequence to preempt: an idle one, else any but the first in order."""
+        idle = [s for s in self._running if _is_idle(s)]
+        if idle:
+            return max(idle, key=_order)
         first = min(self._running, key=_order)
         others = [s for s in self._running if s is not first]
         if not others:
@@ -275,19 +317,26 @@ class Scheduler:
         return max(others, key=lambda s: (s.priority, -s.computed, s.order))
 
     def _preempt(self, sequence: ActiveSequence) -> None:
-        """Take the blocks of a running sequence, which then waits in its old place."""
+        """Take the blocks of a running sequence, which then waits in its place or is paused."""
+        sequence.paused = _is_idle(sequence)
         self._running.remove(sequence)
         self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
         self.preempted += 1
         self._chunks.pop(sequence, None)
-        insort(self._waiting, sequence, key=_order)
+        if not sequence.paused:
+            insort(self._waiting, sequence, key=_order)
 
     def _release(self, sequence: ActiveSequence) -> None:
         if sequence.blocks is not None:
             self._manager.release(sequence.blocks)
             sequence.blocks = None
+
+
+def _is_idle(sequence: ActiveSequence) -> bool:
+    """Whether all tokens of a running sequence are computed."""
+    return len(sequence.tokens) == sequence.computed
 
 
 def _has_prompt(sequence: ActiveSequence) -> bool:

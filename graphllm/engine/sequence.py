@@ -23,6 +23,7 @@ class ActiveSequence:
         preemptions: number of times the sequence had to give up its blocks.
         reuse: whether a cached prefix may be used. False for prompts whose logits are all needed;
             set it to True once they are computed, so that they are not after a preemption.
+        paused: whether it neither runs nor waits, see `Scheduler`.
         number: order of `Scheduler.add`, which decides between equal arrivals; -1 before.
     """
 
@@ -35,6 +36,7 @@ class ActiveSequence:
     blocks: SequenceBlocks | None = None
     preemptions: int = 0
     reuse: bool = True
+    paused: bool = False
     number: int = -1
 
     @property

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from .block_pool import CachedBlock
+
+
+class BlockCopy(NamedTuple):
+    """A copy of a block in the pools of a cache group."""
+
+    group: str
+    source: int
+    target: int
 
 
 class SequenceBlocks:
@@ -19,7 +28,7 @@ class SequenceBlocks:
         cached: number of tokens whose keys and values were found in the cache.
         computed: number of tokens whose keys and values are in the blocks.
         private: whether no other sequence may find them.
-        copies: (group, block, block to copy it to) for a sequence made by `BlockManager.fork`.
+        copies: what the caller of `BlockManager.fork` copies.
     """
 
     def __init__(
@@ -28,7 +37,7 @@ class SequenceBlocks:
         self.tables = {name: np.full(width, -1, np.int32) for name in names}
         self.cached = self.computed = 0
         self.private = False
-        self.copies: list[tuple[str, int, int]] = []
+        self.copies: list[BlockCopy] = []
         self._tokens = tokens
         self._prefix = prefix
         self._keys = [root]  # the root's, and the digest up to the end of each computed full block

@@ -418,3 +418,69 @@ def test_no_step_follows_the_end_of_the_context_or_without_blocks():
     finish(scheduler, chunks)
     step(scheduler)
     assert scheduler.preempted == 1
+
+
+# ------------------------------------------------------------------------------------ forks, pauses
+
+
+def test_a_fork_runs_at_once_in_shared_blocks_and_takes_the_same_place():
+    scheduler = make()
+    first, later = sequence(10), sequence(3, 5)
+    added(scheduler, first, later)
+    scheduler.complete(scheduler.schedule())
+    scheduler.remove(later)
+    fork = ActiveSequence([*first.tokens, 8], 10)
+    copies = scheduler.fork(first, fork)
+    tables = [each.blocks.tables["full"] for each in (first, fork)]
+    assert copies == [("full", tables[0][2], tables[1][2])] and fork.blocks.private
+    assert list(tables[0][:2]) == list(tables[1][:2]) and tables[0][2] != tables[1][2]
+    assert fork.number == first.number and fork.computed == 10
+    first.tokens.append(7)
+    assert finish(scheduler, scheduler.schedule()) == [(0, 10, 11), (0, 10, 11)]
+
+
+def test_a_fork_waits_if_no_further_sequence_may_run():
+    """The idle sequence gives up its blocks for it, and waits itself once its token is known."""
+    scheduler = make(sequences=1)
+    first = sequence(10)
+    scheduler.add(first)
+    scheduler.complete(scheduler.schedule())
+    fork = ActiveSequence([*first.tokens, 8], 10)
+    assert scheduler.fork(first, fork) == () and scheduler.waiting == 1
+    chunks = scheduler.schedule()
+    assert first.paused and [c.sequence for c in chunks] == [fork] and chunks[0].start == 10
+    scheduler.complete(chunks)
+    assert scheduler.schedule() == [] and not fork.paused  # nobody waits
+    first.tokens.append(7)
+    scheduler.resume(first)
+    scheduler.resume(fork)
+    chunks = scheduler.schedule()
+    assert fork.paused and [(c.sequence, c.start) for c in chunks] == [(first, 10)]
+    assert scheduler.remove(fork) and not scheduler.remove(fork) and scheduler.remove(first)
+    assert scheduler.running == scheduler.waiting == 0
+    scheduler._manager.check()
+
+
+def test_sequences_of_the_same_place_are_removed_one_by_one():
+    scheduler = make(sequences=1)
+    first = sequence(4)
+    scheduler.add(first)
+    scheduler.complete(scheduler.schedule())
+    forks = [ActiveSequence([*first.tokens, i], 4) for i in range(3)]
+    for fork in forks:
+        scheduler.fork(first, fork)
+    assert scheduler.remove(forks[1]) and not scheduler.remove(forks[1])
+    assert scheduler._waiting == [forks[0], forks[2]]
+
+
+def test_an_idle_sequence_is_preempted_before_the_others():
+    scheduler = make(pool=4, context=16, tokens=32, sequences=2)
+    first, second = sequence(7), sequence(7, 1)
+    added(scheduler, first, second)
+    scheduler.complete(scheduler.schedule())
+    for token in range(3):  # the first one stays idle
+        second.tokens.append(token)
+        chunks = scheduler.schedule()
+        scheduler.complete(chunks)
+        assert [c.sequence for c in chunks] == [second]
+    assert first.paused and first.blocks is None and second.preemptions == 0
