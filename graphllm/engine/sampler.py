@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import ops
 from ..graph.tensor import Tensor
-from ..model.batch import ADVANCED, FED, SEQUENCE, STEP, Batch, Limits, StepVariable, step_vars
+from ..model.batch import ADVANCED, FED, SEQUENCE, Batch, Limits, StepVariable, step_vars
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling_filters import FILTERS
 
@@ -22,9 +22,8 @@ def sampler_variables(limits: Limits) -> list[StepVariable]:
         "i64": {"seed": ()},
     }  # fmt: skip
     return [
-        *(StepVariable(name, (s,), "i32", ADVANCED, SEQUENCE) for name in ("count", "done")),
+        StepVariable("count", (s,), "i32", ADVANCED, SEQUENCE),
         StepVariable("history", (s, limits.history), "i32", ADVANCED, SEQUENCE),
-        StepVariable("stop", (limits.stops,), "i32", FED, STEP),
         *(
             StepVariable(name, (s, *inner), kind, FED, SEQUENCE)
             for kind, names in fed.items()
@@ -65,7 +64,7 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         )  # fmt: skip
         outputs[f"sampled{suffix}"] = sampled
         outputs[f"ids{suffix}"] = ops.advance(
-            sampled, v["stop"], batch.ids, batch.pos, batch.kv_len, v["count"], v["done"],
-            v["history"], *groups, block=batch.limits.block,
+            sampled, batch.ids, batch.pos, batch.kv_len, v["count"], v["history"], *groups,
+            block=batch.limits.block,
         )  # fmt: skip
     return outputs

@@ -84,8 +84,6 @@ def sampling_feeds(
         if name in names
     }
     feeds["count"] = np.array([row.count for row in rows], np.int32)
-    feeds["done"] = np.zeros(len(rows), np.int32)
-    feeds["stop"] = np.full(limits.stops, -1, np.int32)  # the host ends sequences
     if history:
         rings = [_history_ring(row.sequence.tokens, limits.history) for row in rows]
         feeds["history"] = np.concatenate(rings)

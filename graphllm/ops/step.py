@@ -10,21 +10,20 @@ from ..graph.dtype import I32
 from ..graph.op import Arg, Cost, Maker, Rng, Sample, Shape, expect, grid, op, require
 from ..graph.tensor import Env, Meta
 
-_TOKENS, _SEQUENCES = ("ids", "pos"), ("kv_len", "count", "done")
+_TOKENS, _SEQUENCES = ("ids", "pos"), ("kv_len", "count")
 
 
 def _written(count: int) -> tuple[int, ...]:
-    """Return the indices of ids, pos, kv_len, count, done, history and every group's slots."""
-    return (2, 3, 4, 5, 6, 7, *range(8, count, 2))
+    """Return the indices of ids, pos, kv_len, count, history and every group's slots."""
+    return (*range(1, 6), *range(6, count, 2))
 
 
 def _infer(
-    sampled: Meta, stop: Meta, ids: Meta, pos: Meta, kv_len: Meta, count: Meta, done: Meta,
-    history: Meta, *groups: Meta, block: int,
+    sampled: Meta, ids: Meta, pos: Meta, kv_len: Meta, count: Meta, history: Meta, *groups: Meta,
+    block: int,
 ) -> Meta:  # fmt: skip
-    for name, x in (("sampled", sampled), ("stop", stop)):
-        expect(name, x, 1, "i32")
-    for name, x in zip((*_TOKENS, *_SEQUENCES), (ids, pos, kv_len, count, done), strict=True):
+    expect("sampled", sampled, 1, "i32")
+    for name, x in zip((*_TOKENS, *_SEQUENCES), (ids, pos, kv_len, count), strict=True):
         expect(name, x, 1, "i32")
         rows = (ids if name in _TOKENS else kv_len).shape
         require(x.shape == rows, f"{name} {x.shape} does not fit {rows}")
@@ -42,28 +41,19 @@ def _infer(
 
 
 def _cost(
-    out: Meta, sampled: Meta, stop: Meta, ids: Meta, pos: Meta, kv_len: Meta, *rest: Meta, env: Env,
-    **_: Any,
+    out: Meta, sampled: Meta, ids: Meta, pos: Meta, kv_len: Meta, *rest: Meta, env: Env, **_: Any,
 ) -> Cost:  # fmt: skip
-    groups = (len(rest) - 3) // 2
-    words = kv_len.size * (10 + 2 * groups) + stop.size  # each read or written once
+    groups = (len(rest) - 2) // 2
+    words = kv_len.size * (8 + 2 * groups)  # each read or written once
     return Cost(kv_len.size * (3 + 4 * groups), 4 * words)
 
 
-_STOP, _WIDTH, _RING = 3, 4, 5
+_WIDTH, _RING = 4, 5
 
 
 def _tokens(rng: Rng, shape: Shape) -> np.ndarray:
     """Return ids, with -1 for rows from which `sample` cannot sample."""
     return rng.integers(-1, 6, shape)
-
-
-def _stops(rng: Rng, shape: Shape) -> np.ndarray:
-    return np.array([4, -1, 2, -1])[: shape[0]]
-
-
-def _flags(rng: Rng, shape: Shape) -> np.ndarray:
-    return np.arange(shape[0]) % 5 == 1
 
 
 def _lengths(block: int) -> Maker:
@@ -86,12 +76,11 @@ def _sample(rows: int, padding_rows: int, block: int, groups: int) -> Sample:
     t, s = ("T",), ("S",)
     states = [Arg(t, I32, leaf="state"), Arg(t, I32, leaf="state")]
     states += [Arg(s, I32, leaf="state", make=_lengths(block)), Arg(s, I32, leaf="state")]
-    states += [Arg(s, I32, leaf="state", make=_flags), Arg(("S", _RING), I32, leaf="state")]
+    states.append(Arg(("S", _RING), I32, leaf="state"))
     for _ in range(groups):
         states += [Arg(t, I32, leaf="state"), Arg(("S", _WIDTH), I32, make=_table)]
-    first = (Arg(("N",), I32, make=_tokens), Arg((_STOP,), I32, make=_stops))
     env = {"N": rows, "S": rows, "T": rows + padding_rows}
-    return Sample((*first, *states), {"block": block}, env)
+    return Sample((Arg(("N",), I32, make=_tokens), *states), {"block": block}, env)
 
 
 @op(
@@ -103,23 +92,21 @@ def _sample(rows: int, padding_rows: int, block: int, groups: int) -> Sample:
     samples=grid(_sample, rows=(0, 1, 7), padding_rows=(0, 5), block=(1, 8), groups=(0, 1, 2)),
 )
 def advance(
-    sampled: np.ndarray, stop: np.ndarray, ids: np.ndarray, pos: np.ndarray, kv_len: np.ndarray,
-    count: np.ndarray, done: np.ndarray, history: np.ndarray, *groups: np.ndarray, block: int,
+    sampled: np.ndarray, ids: np.ndarray, pos: np.ndarray, kv_len: np.ndarray, count: np.ndarray,
+    history: np.ndarray, *groups: np.ndarray, block: int,
 ) -> None:  # fmt: skip
     """Make each sequence's sampled id the token of the next step. All states are written in place.
 
-    sampled [N >= S], stop [E] (entries below zero are padding); state: ids, pos [T >= S], kv_len,
-    count, done [S], history [S, W] (a ring of the last ids, see `penalise`); then for each cache
-    group slot [T] and table [S, B]; all i32. Token s of the next step belongs to sequence s, with
-    position p = kv_len[s], column p % W of its history, and slot table[s, p // block] * block +
-    p % block, or -1 (not stored) if the table has no such block. An id of -1, for which `sample`
-    found no token, is stored unchanged and does not end the sequence.
+    sampled [N >= S]; state: ids, pos [T >= S], kv_len, count [S], history [S, W] (a ring of the
+    last ids, see `penalise`); then for each cache group slot [T] and table [S, B]; all i32. Token s
+    of the next step belongs to sequence s, with position p = kv_len[s], column p % W of its
+    history, and slot table[s, p // block] * block + p % block, or -1 (not stored) if the table has
+    no such block. An id of -1, for which `sample` found no token, is stored unchanged.
     """
     live = len(kv_len)
     chosen, p = sampled[:live], kv_len.copy()
     ids[:live], pos[:live] = chosen, p
     history[np.arange(live), p % history.shape[1]] = chosen
-    done |= (np.isin(chosen, stop) & (chosen >= 0)).astype(np.int32)
     for slot, table in zip(groups[::2], groups[1::2], strict=True):
         column = np.minimum(p // block, table.shape[1] - 1)
         entry = table[np.arange(live), column]

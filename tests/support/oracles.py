@@ -511,13 +511,11 @@ def logprobs(logits, ids):
     return result
 
 
-def advance(sampled, stop, ids, pos, kv_len, count, done, history, *groups, block):
+def advance(sampled, ids, pos, kv_len, count, history, *groups, block):
     for s in range(len(kv_len)):
         p = int(kv_len[s])
         history[s, p % history.shape[1]] = sampled[s]
         ids[s], pos[s], kv_len[s], count[s] = sampled[s], p, p + 1, count[s] + 1
-        if any(sampled[s] == e for e in stop if e >= 0):
-            done[s] = 1
         for g in range(0, len(groups), 2):
             slot, table = groups[g], groups[g + 1]
             inside = p // block < table.shape[1] and table[s, p // block] >= 0

@@ -14,16 +14,13 @@ class AdvanceArgs(NamedTuple):
     """Argument block of the op `advance`: addresses of int32 arrays, and sizes."""
 
     sampled: int
-    stop: int
     ids: int
     pos: int
     kv_len: int
     count: int  # type: ignore[assignment]  # a field in place of tuple.count
-    done: int
     history: int
     sequences: int  # address of the live count
     history_length: int  # tokens of history per sequence, a ring
-    stop_count: int
     block: int  # cache slots per block
     groups: int  # `GroupArgs` that follow
 
@@ -45,7 +42,7 @@ def _advance(p, thread, threads):
     if thread != 0:
         return
     a = _read_advance(p)
-    sampled, stop = i32s(a.sampled), i32s(a.stop)
+    sampled = i32s(a.sampled)
     for s in range(load_i64(a.sequences)):
         token, at = sampled[s], i32s(a.kv_len)[s]
         i32s(a.ids)[s], i32s(a.pos)[s] = token, at
@@ -58,19 +55,15 @@ def _advance(p, thread, threads):
             i32s(group.slot)[s] = first * a.block + at % a.block if first >= 0 else -1
         i32s(a.kv_len)[s] = at + 1
         i32s(a.count)[s] += 1
-        for e in range(a.stop_count):
-            if stop[e] >= 0 and stop[e] == token:
-                i32s(a.done)[s] |= 1
 
 
 @BACKEND.kernel("advance")
 def advance(ctx: KernelContext) -> Launch:
-    names = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
+    names = ("sampled", "ids", "pos", "kv_len", "count", "history")
     block = AdvanceArgs(
         **{name: ctx.need(name).address for name in names},
         sequences=ctx.live(ctx.kv_len.meta.rows),
         history_length=ctx.history.meta.inner[0],
-        stop_count=ctx.stop.meta.shape[0],
         block=ctx.attrs["block"],
         groups=len(ctx.rest) // 2,
     )

@@ -6,9 +6,9 @@ struct TableGroup {
 };
 
 struct State {
-    const int *sampled, *stop;
-    int *ids, *pos, *kv_len, *count, *done, *history;
-    int stops, ring, block, groups;
+    const int* sampled;
+    int *ids, *pos, *kv_len, *count, *history;
+    int ring, block, groups;
 };
 
 extern "C" __global__ void advance(State state, const TableGroup* groups, const i64* live TIMESTAMPS) {
@@ -28,6 +28,4 @@ extern "C" __global__ void advance(State state, const TableGroup* groups, const 
     }
     state.kv_len[s] = at + 1;
     state.count[s] += 1;
-    for (int e = 0; e < state.stops; e++)
-        if (state.stop[e] >= 0 && state.stop[e] == token) state.done[s] |= 1;
 }

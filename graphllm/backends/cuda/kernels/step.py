@@ -13,7 +13,7 @@ from ..runtime.work import Launch, ceil
 _MODULE = module("step")
 _STATE, _TABLE_GROUP = ArgumentStruct("step.cu", "State"), ArgumentStruct("step.cu", "TableGroup")
 _THREADS = 32
-_OPERANDS = ("sampled", "stop", "ids", "pos", "kv_len", "count", "done", "history")
+_OPERANDS = ("sampled", "ids", "pos", "kv_len", "count", "history")
 
 
 @BACKEND.kernel("advance")
@@ -21,7 +21,7 @@ def advance(ctx: KernelContext) -> Launch:
     slots, tables = ctx.rest[::2], ctx.rest[1::2]
     rows = ctx.kv_len.meta.rows
     state = _STATE.pack(
-        **{name: ctx.address(name) for name in _OPERANDS}, stops=ctx.stop.meta.shape[0],
+        **{name: ctx.address(name) for name in _OPERANDS},
         ring=ctx.history.meta.inner[0], block=ctx.attrs["block"], groups=len(slots),
     )  # fmt: skip
     groups = b"".join(
