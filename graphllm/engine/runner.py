@@ -95,7 +95,7 @@ class Runner:
         else:
             output = _output("ids" if sampling == len(rows) else "sampled", rows[:sampling])
             plan = self.plan([output], self.limits.tokens, size, size)
-        feeds, env = self._feeds(plan, chunks, rows)
+        feeds, env = self.feeds(plan, chunks, rows)
         fetch = (output,) if output else ()
         found = self.executor.run(plan, feeds, env, recorder, fetch)
         if not output:
@@ -103,7 +103,7 @@ class Runner:
         self._advanced = rows if sampling == len(rows) else []
         return found[output]
 
-    def _feeds(
+    def feeds(
         self, plan: Plan, parts: Rows[Chunk], rows: Rows[Generation]
     ) -> tuple[Feeds, dict[str, int]]:
         """Return the feeds of a step, and the number of its (query, key) pairs."""
@@ -162,7 +162,7 @@ class Runner:
         feeds["rows"] = np.arange(count, dtype=np.int32)
         plan = self.plan([output], size, size, size)
         if self._advanced != rows:
-            feeds |= self._feeds(plan, chunks, rows)[0]
+            feeds |= self.feeds(plan, chunks, rows)[0]
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         steps = self.executor.decode_loop(
