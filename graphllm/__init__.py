@@ -21,6 +21,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .api import LLM, RequestHandle, load
+    from .api.async_llm import AsyncLLM
     from .engine.request import Completion, Sampling
     from .profiler.compare.comparison import compare
     from .profiler.diff.comparison import diff
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Completion",
     "ConfigError",
     "Executor",
@@ -51,6 +53,7 @@ __all__ = [
 _MODULE_OF = {
     "load": "api",
     "LLM": "api",
+    "AsyncLLM": "api.async_llm",
     "RequestHandle": "api",
     "Completion": "engine.request",
     "Sampling": "engine.request",

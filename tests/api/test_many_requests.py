@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import idle_engine
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -34,13 +35,7 @@ def llm(path):
 def nothing_is_left(llm):
     """After each test no request holds memory, and no thread runs."""
     yield
-    llm.engine.worker.join()
-    with llm.engine.lock.hold("a test"):
-        llm.engine.settle()
-        llm.engine.manager.check()
-        assert set(llm.engine.manager.held.values()) == {0}
-    assert not llm.engine.batcher.generations
-    assert not [t for t in threading.enumerate() if t.name == "graphllm-worker"]
+    idle_engine.check(llm)
 
 
 def joined(*works) -> None:

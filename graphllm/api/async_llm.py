@@ -1,0 +1,196 @@
+"""`AsyncLLM`: an `LLM` for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from ..checkpoints.checkpoint import Checkpoint
+from ..engine.generation import Delivery
+from ..engine.request import Completion, Sampling
+from .llm import LLM
+from .prompts import Prompt, parse_prompt, parse_prompts, parse_settings
+from .request_handle import RequestHandle
+
+if TYPE_CHECKING:
+    from ..chat import Message
+
+
+class AsyncLLM:
+    """An `LLM` whose requests are awaited in an asyncio event loop.
+
+    The requests of all tasks run as one batch, in a thread that lives as long as there are any, so
+    the event loop is never blocked. Cancelling a task cancels its request. `close`, or the end of
+    an ``async with`` block, closes the model.
+
+    Example::
+
+        async with await graphllm.AsyncLLM.load("model.gguf") as llm:
+            async for piece in llm.stream("Hello"):
+                print(piece, end="")
+
+    Attributes:
+        llm: the model, for everything else, such as ``llm.encode``.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._mailbox: _Mailbox | None = None
+
+    @classmethod
+    async def load(cls, model: str | Path | Checkpoint, **options: Any) -> AsyncLLM:
+        """Load a model in a thread; see `LLM.load` for arguments and errors."""
+        return cls(await asyncio.to_thread(LLM.load, model, **options))
+
+    # -- requests
+    def stream(self, prompt: Prompt, **sampling: Any) -> AsyncIterator[str]:
+        """Generate from a prompt and yield the text piece by piece.
+
+        Results that arrive while the consumer does something else are joined to one piece.
+
+        Args:
+            prompt: a string or token ids.
+            **sampling: see `LLM.generate`.
+
+        Raises:
+            RequestError: invalid argument.
+            ModelFileError: the model has no tokenizer.
+        """
+        _ = self.llm.tokenizer  # raises if there is none: no text could be yielded
+        found = parse_prompt(prompt, "llm.stream")
+        settings = parse_settings(sampling, None, "llm.stream")[0]
+        return self._stream(found, settings)
+
+    @overload
+    async def generate(self, prompt: Prompt, **sampling: Any) -> Completion: ...
+    @overload
+    async def generate(self, prompt: Sequence[Prompt], **sampling: Any) -> list[Completion]: ...
+    async def generate(
+        self, prompt: Prompt | Sequence[Prompt], **sampling: Any
+    ) -> Completion | list[Completion]:
+        """Generate from one prompt or from several; see `LLM.generate`."""
+        found = parse_prompts(prompt, "llm.generate")
+        if not isinstance(found, tuple):
+            settings = parse_settings(sampling, None, "llm.generate")
+            return (await self._complete_all([found], settings))[0]
+        return await self._complete_all(found, parse_settings(sampling, len(found), "llm.generate"))
+
+    async def chat(self, messages: Sequence[Message], **sampling: Any) -> Completion:
+        """Answer a list of chat messages; see `LLM.chat`."""
+        settings = parse_settings(sampling, None, "llm.chat")
+        ids = await asyncio.to_thread(self.llm.encode_chat, messages)
+        return (await self._complete_all([ids], settings))[0]
+
+    def chat_stream(self, messages: Sequence[Message], **sampling: Any) -> AsyncIterator[str]:
+        """As `chat`, but yield the text piece by piece."""
+        settings = parse_settings(sampling, None, "llm.chat_stream")[0]
+        return self._stream(lambda: self.llm.encode_chat(messages), settings)
+
+    async def _stream(
+        self, prompt: str | list[int] | Callable[[], list[int]], settings: Sampling
+    ) -> AsyncIterator[str]:
+        arrived = asyncio.Event()
+        delivery = Delivery(background=True, listener=self._listener(arrived))
+        handle = await self._submit(prompt, settings, delivery)
+        try:
+            ended = False
+            while not ended:
+                arrived.clear()
+                text, ended = handle.poll()
+                if text:
+                    yield text
+                elif not ended:
+                    await arrived.wait()
+        finally:
+            handle.cancel()
+
+    async def _complete_all(
+        self, prompts: Sequence[str | list[int]], settings: Sequence[Sampling]
+    ) -> list[Completion]:
+        """Submit all prompts, then wait for the completions in order."""
+        handles: list[tuple[RequestHandle, asyncio.Event]] = []
+        try:
+            for prompt, own in zip(prompts, settings):
+                ended = asyncio.Event()
+                listener = self._listener(ended, last_only=True)
+                delivery = Delivery(attended=True, background=True, listener=listener)
+                submitted = await self._submit(prompt, own, delivery)
+                handles.append((submitted, ended))
+            for handle, ended in handles:
+                await ended.wait()
+                handle.poll()
+            return [handle.completion for handle, _ in handles]
+        finally:
+            for handle, _ in handles:
+                handle.cancel()
+
+    async def _submit(
+        self,
+        prompt: str | list[int] | Callable[[], list[int]],
+        settings: Sampling,
+        delivery: Delivery,
+    ) -> RequestHandle:
+        """Encode the prompt and submit the request in a thread, since encoding takes a while.
+
+        If the task is cancelled meanwhile, nobody gets the handle, which cancels the request.
+        """
+
+        def submit() -> RequestHandle:
+            found = prompt() if callable(prompt) else prompt
+            return self.llm._submit(found, settings.with_seed(), Completion(), delivery=delivery)
+
+        return await asyncio.to_thread(submit)
+
+    def _listener(self, arrived: asyncio.Event, last_only: bool = False) -> Callable[[bool], None]:
+        """Return the `Delivery.listener` that sets an event in the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = _Mailbox(loop)
+        mailbox = self._mailbox
+
+        def listener(last: bool) -> None:
+            if last or not last_only:
+                mailbox.post(arrived)
+
+        return listener
+
+    # -- lifetime
+    async def close(self) -> None:
+        """Close the model in a thread; see `LLM.close`. May be called more than once."""
+        await asyncio.to_thread(self.llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class _Mailbox:
+    """Sets events of an event loop from other threads.
+
+    All events of one engine step are set by one call in the loop: each such call writes to the
+    loop's socket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._events: deque[asyncio.Event] = deque()
+        self._scheduled = False
+
+    def post(self, event: asyncio.Event) -> None:
+        """Set ``event`` soon. May be called from any thread."""
+        self._events.append(event)
+        if not self._scheduled:
+            self._scheduled = True
+            with suppress(RuntimeError):  # the loop is closed, and no task waits
+                self.loop.call_soon_threadsafe(self._set_events)
+
+    def _set_events(self) -> None:
+        self._scheduled = False  # before the events are taken, so that no later one is missed
+        while self._events:
+            self._events.popleft().set()
