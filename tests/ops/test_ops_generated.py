@@ -31,10 +31,21 @@ def test_reference(name):
     assert not wrong, report(wrong)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "" in block_formats(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in OPS if "" in block_formats(name) and name != "attention"]
+)
 def test_cpu(name):
     """The samples without block formats."""
     wrong = run_all(name, ("cpu", "reference"), Options(), formats=("",))
+    assert not wrong, report(wrong)
+
+
+@pytest.mark.parametrize("kv", ["f16", "f32", "q8_0"])
+def test_cpu_attention(kv):
+    """The samples with keys of one type, which share kernels."""
+    wrong = run_all(
+        "attention", ("cpu", "reference"), Options(), select=lambda g: g.args[1].dtype.name == kv
+    )
     assert not wrong, report(wrong)
 
 

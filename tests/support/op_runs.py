@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from math import prod
 
@@ -43,13 +43,15 @@ def block_formats(name: str) -> list[str]:
 def run_all(
     name: str, order: tuple[str, ...], options: Options, cap: float = np.inf,
     floor: float = 0.0, formats: Collection[str] | None = None,
+    select: Callable[[Group], bool] = lambda group: True,
 ) -> list[str]:  # fmt: skip
     """Run the op's samples and return a line for each failure.
 
     ``cap``, ``floor``: upper and lower bound of the tolerance. ``formats``: the `block_format` of
-    the groups to run; None: all.
+    the groups to run; None: all. ``select``: whether to run a group.
     """
     groups = [g for g in grouped(name) if formats is None or block_format(g) in formats]
+    groups = list(filter(select, groups))
     assert groups, f"no sample of {name} has one of the formats {formats}"
     for group in groups:
         assert group.cases  # makes the weights as well
