@@ -115,6 +115,7 @@ class Batcher:
         for generation in list(self._generations.values()):
             sequence = generation.sequence
             del sequence.tokens[sequence.prompt_tokens + generation.count :]
+            self.scheduler.resume(sequence)  # it looks idle if its sampled token was not delivered
             if generation.done:
                 self._remove(generation)
 
