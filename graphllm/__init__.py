@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .api import LLM, RequestHandle, load
     from .api.async_llm import AsyncLLM
     from .engine.request import Completion, Sampling
+    from .engine.step_result import TokenLogprobs
     from .profiler.compare.comparison import compare
     from .profiler.diff.comparison import diff
     from .profiler.prediction import dry_run
@@ -42,6 +43,7 @@ __all__ = [
     "RequestError",
     "RequestHandle",
     "Sampling",
+    "TokenLogprobs",
     "__version__",
     "compare",
     "diff",
@@ -57,6 +59,7 @@ _MODULE_OF = {
     "RequestHandle": "api",
     "Completion": "engine.request",
     "Sampling": "engine.request",
+    "TokenLogprobs": "engine.step_result",
     "Executor": "runtime.executor",
     "compare": "profiler.compare.comparison",
     "diff": "profiler.diff.comparison",

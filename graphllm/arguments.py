@@ -55,6 +55,12 @@ def _is_bool(value: object) -> bool:
     return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
+def _bound(number: int) -> str:
+    """Format an upper bound; a large power of two minus one as such."""
+    power = number > 1000 and not number & (number + 1)
+    return f"2^{number.bit_length()}-1" if power else str(number)
+
+
 @dataclass(frozen=True)
 class Integer:
     """An integer from ``least`` to ``most``, by default without an upper bound."""
@@ -67,8 +73,10 @@ class Integer:
         if number is None:
             raise invalid_argument(name, value, "an integer")
         if number < self.least or (self.most is not None and number > self.most):
-            bits = (self.most or 0).bit_length()
-            within = f"in {self.least}..2^{bits}-1" if self.most else f"at least {self.least}"
+            most = self.most
+            within = (
+                f"at least {self.least}" if most is None else f"in {self.least}..{_bound(most)}"
+            )
             raise invalid_argument(name, value, within)
         return number
 

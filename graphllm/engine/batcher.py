@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..runtime.recorder import Recorder
 from .generation import Generation
 from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import ActiveSequence, Chunk
+from .step_result import StepResult
 
 Recorders = tuple[Recorder, Recorder]  # of steps with prefill, and of decode steps
 
@@ -149,8 +148,8 @@ class Batcher:
                 break
             self.runner.launch(following)
             self._launched.append(following)
-        ids = self.runner.take()
-        self._finish(self._launched.popleft(), ids)
+        result = self.runner.take()
+        self._finish(self._launched.popleft(), result)
 
     def _following(self, chunks: Sequence[Chunk]) -> list[Chunk] | None:
         """Return the decode step after ``chunks`` if it is known to be that of the same batch."""
@@ -162,11 +161,11 @@ class Batcher:
                 return None
         return self.scheduler.following(chunks)
 
-    def _finish(self, chunks: Sequence[Chunk], ids: np.ndarray) -> None:
-        """Note that ``chunks`` were computed, and deliver the ids sampled by the first ones."""
+    def _finish(self, chunks: Sequence[Chunk], result: StepResult) -> None:
+        """Note that ``chunks`` were computed, and deliver what the first ones sampled."""
         self.steps += 1
         self.scheduler.complete(chunks)
-        sampled = ids.tolist()
+        sampled = result.ids.tolist()
         for index, chunk in enumerate(chunks):
             generation = self._generations.get(chunk.sequence)
             if generation is None:
@@ -180,7 +179,9 @@ class Batcher:
                 self._remove(generation)
                 continue
             chunk.sequence.tokens.append(sampled[index])
-            if generation.push(sampled[index]):
+            count = generation.sampling.logprobs
+            logprobs = None if count is None else result.token(index, count)
+            if generation.push(sampled[index], logprobs):
                 self._remove(generation)
 
     def make_room(self) -> None:

@@ -15,6 +15,7 @@ from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
 from .request import Completion, Sampling
 from .sequence import ActiveSequence
+from .step_result import TokenLogprobs
 from .stop_conditions import StopStringMatcher
 
 CANCELLED = "cancelled"  # a finish_reason, see `Completion`
@@ -36,11 +37,13 @@ class Sampled:
         token: id of the token; None for the end.
         text: text that can be emitted now.
         at: time of the step's end, on the clock of `time.perf_counter`.
+        logprobs: the token's, if they were asked for.
     """
 
     token: int | None
     text: str
     at: float
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass
@@ -72,6 +75,8 @@ class Generation:
         sequence: its tokens and cache blocks.
         sampling: settings, with a seed.
         settings: feeds of the settings, see `sampling_row`.
+        changes_logits: see `Sampling`.
+        asks_logprobs: whether steps return the log-probabilities of `StepResult`.
         events: results that were not consumed.
         done: no more results will be added.
         delivery: how the consumer waits.
@@ -105,6 +110,8 @@ class Generation:
             delivery: how the consumer waits; by default it runs the steps.
         """
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
+        self.changes_logits = sampling.changes_logits
+        self.asks_logprobs = sampling.logprobs is not None
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
@@ -142,8 +149,8 @@ class Generation:
         self.prefilled_tokens, total = stop, self.prefill_tokens
         self._add(Prefilled(total - (self.sequence.prompt_tokens - stop), total))
 
-    def push(self, token: int) -> bool:
-        """Add a sampled token; return whether the answer ends."""
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """Add a sampled token, with its log-probabilities; return whether the answer ends."""
         at, sampling = time.perf_counter(), self.sampling
         may_stop = self.count >= sampling.min_tokens
         if token in self._end_ids or (may_stop and token in sampling.stop_ids):
@@ -153,7 +160,7 @@ class Generation:
         if self.count + 1 >= sampling.min_tokens:
             text = self._matcher.push(text)
         self.count += 1  # with the event, see `Batcher._recover`
-        self._add(Sampled(token, text, at))
+        self._add(Sampled(token, text, at, logprobs))
         if self._matcher.matched:
             return self._finish("stop", at)
         if self.count >= sampling.max_tokens:
@@ -230,4 +237,6 @@ class Generation:
             completion.notes += [self.note] if self.note else []
         else:
             completion.ids.append(event.token)
+            if event.logprobs is not None:
+                completion.logprobs.append(event.logprobs)
         completion.text += event.text

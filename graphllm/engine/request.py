@@ -21,6 +21,8 @@ from ..arguments import (
     unknown_argument,
 )
 from ..errors import RequestError
+from ..model.batch import Limits
+from .step_result import TokenLogprobs
 
 _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "max_tokens": Integer(),
@@ -49,6 +51,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "min_tokens": Integer(0, 2**31 - 1),
     "stop": texts,
     "stop_ids": token_ids,
+    "logprobs": Optional(Integer(0, Limits.top_logprobs)),
 }
 # Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
 ALIASES = {
@@ -113,6 +116,9 @@ class Sampling:
             stop token ids are ignored.
         stop: stop strings: the first one ends the text and is not part of it.
         stop_ids: stop token ids: the first one ends the answer and is not part of it.
+        logprobs: return the log-probability of each sampled token and of this many of the most
+            likely ones, at most 20, in `Completion.logprobs`; None returns none. They are those of
+            the model, before biases, penalties, filters and temperature.
     """
 
     max_tokens: int = 128
@@ -141,6 +147,7 @@ class Sampling:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
+    logprobs: int | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -256,6 +263,7 @@ class Completion:
         cached_tokens: prompt tokens that were found in the KV cache.
         notes: remarks for the user, one line each.
         timings: see `Timings`.
+        logprobs: `TokenLogprobs` of each of ``ids``, if ``Sampling.logprobs`` asks for them.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -266,10 +274,14 @@ class Completion:
     cached_tokens: int = 0
     notes: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``graphllm run --json`` prints, without the placement."""
-        return {
+        """Return the object that ``graphllm run --json`` prints, without the placement.
+
+        It has ``logprobs`` only if there are any.
+        """
+        found: dict[str, Any] = {
             "prompt_tokens": len(self.prompt_ids),
             "cached_tokens": self.cached_tokens,
             "tokens": self.ids,
@@ -279,3 +291,6 @@ class Completion:
             "notes": self.notes,
             "timings": self.timings.as_dict(),
         }
+        if self.logprobs:
+            found["logprobs"] = [each.as_dict() for each in self.logprobs]
+        return found

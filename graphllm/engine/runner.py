@@ -17,6 +17,7 @@ from .block_manager import BlockManager
 from .generation import Generation
 from .sampling_feeds import sampling_feeds
 from .sequence import Chunk
+from .step_result import StepResult
 
 Feeds = dict[str, np.ndarray]
 
@@ -26,7 +27,7 @@ class _Loop:
     """A decode loop over fixed rows; ``lengths``: computed tokens of each once all have run."""
 
     rows: list[Generation]
-    output: str
+    outputs: list[str]
     recorder: Recorder | None
     steps: DecodeLoop
     lengths: list[int]
@@ -80,8 +81,8 @@ class Runner:
     # -- one step with feeds from the host
     def run(
         self, chunks: Rows[Chunk], rows: list[Generation], recorder: Recorder | None
-    ) -> np.ndarray:
-        """Run one step; return the sampled ids, one for each chunk that samples (they come first).
+    ) -> StepResult:
+        """Run one step fed by the host; the chunks that sample come first.
 
         Args:
             chunks: what to compute.
@@ -91,17 +92,16 @@ class Runner:
         self.reset()
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
         if not sampling:
-            plan, output = self.plan(self.pools, self.limits.tokens, size), ""
+            outputs, plan = [], self.plan(self.pools, self.limits.tokens, size)
         else:
-            output = _output("ids" if sampling == len(rows) else "sampled", rows[:sampling])
-            plan = self.plan([output], self.limits.tokens, size, size)
+            outputs = _outputs("ids" if sampling == len(rows) else "sampled", rows[:sampling])
+            plan = self.plan(outputs, self.limits.tokens, size, size)
         feeds, env = self.feeds(plan, chunks, rows)
-        fetch = (output,) if output else ()
-        found = self.executor.run(plan, feeds, env, recorder, fetch)
-        if not output:
-            return np.zeros(0, np.int32)
+        found = self.executor.run(plan, feeds, env, recorder, outputs)
+        if not outputs:
+            return StepResult(np.zeros(0, np.int32))
         self._advanced = rows if sampling == len(rows) else []
-        return found[output]
+        return StepResult(*(found[name] for name in outputs))
 
     def feeds(
         self, plan: Plan, parts: Rows[Chunk], rows: Rows[Generation]
@@ -125,7 +125,7 @@ class Runner:
             ]
             feeds[f"slot.{name}"] = np.concatenate(slots)
             feeds[f"table.{name}"] = self._tables(rows, name)
-        feeds |= sampling_feeds(self.limits, rows, plan.leaves, _output("", rows) != "")
+        feeds |= sampling_feeds(self.limits, rows, plan.leaves, _suffix(rows) != "")
         pairs = (kv_pairs(c.start, c.stop - c.start) for c in parts)
         return feeds, {"kv_sum": sum(pairs)}
 
@@ -148,28 +148,29 @@ class Runner:
             rows: the requests of the chunks.
             recorder: recorder of the steps.
         """
-        loop, output = self._loop, _output("ids", rows)
-        if loop is None or (loop.rows, loop.output, loop.recorder) != (rows, output, recorder):
-            self._loop = self._new_loop(chunks, rows, output, recorder)
+        loop, outputs = self._loop, _outputs("ids", rows)
+        if loop is None or (loop.rows, loop.outputs, loop.recorder) != (rows, outputs, recorder):
+            self._loop = self._new_loop(chunks, rows, outputs, recorder)
         self.launch(chunks)
 
     def _new_loop(
-        self, chunks: Rows[Chunk], rows: list[Generation], output: str, recorder: Recorder | None
-    ) -> _Loop:
+        self, chunks: Rows[Chunk], rows: list[Generation], outputs: list[str],
+        recorder: Recorder | None,
+    ) -> _Loop:  # fmt: skip
         count = len(rows)
         size = self.bucket(count)
         feeds: Feeds = {"q_start": np.arange(count + 1, dtype=np.int32)}
         feeds["rows"] = np.arange(count, dtype=np.int32)
-        plan = self.plan([output], size, size, size)
+        plan = self.plan(outputs, size, size, size)
         if self._advanced != rows:
             feeds |= self.feeds(plan, chunks, rows)[0]
         env = {"T": count, "S": count, "Q": count + 1, "N": count}
         lengths: list[int] = []
         steps = self.executor.decode_loop(
-            plan, feeds, env, output, recorder,
-            lambda: {"kv_sum": sum(lengths)},
+            plan, feeds, env, outputs[0], recorder,
+            lambda: {"kv_sum": sum(lengths)}, outputs[1:],
         )  # fmt: skip
-        return _Loop(rows, output, recorder, steps, lengths)
+        return _Loop(rows, outputs, recorder, steps, lengths)
 
     @property
     def can_run_ahead(self) -> bool:
@@ -189,21 +190,31 @@ class Runner:
                 self.executor.set_state(f"table.{name}", self._tables(loop.rows, name))
         loop.steps.launch()
 
-    def take(self) -> np.ndarray:
-        """Wait for the oldest launched step; return the sampled ids, one for each of `rows`."""
-        assert self._loop is not None
-        found = self._loop.steps.take()
-        self._advanced = self._loop.rows
-        return found
+    def take(self) -> StepResult:
+        """Wait for the oldest launched step, and return its result."""
+        loop = self._loop
+        assert loop is not None
+        ids = loop.steps.take()
+        further = loop.steps.take_further() if len(loop.outputs) > 1 else ()
+        self._advanced = loop.rows
+        return StepResult(ids, *further)
 
     def reset(self) -> None:
         """Forget the decode loop: the next step is fed by the host."""
         self._loop, self._advanced = None, []
 
 
-def _output(name: str, rows: Rows[Generation]) -> str:
-    """Return the name of the output, with penalties if a row needs them."""
-    return f"{name}.penalised" if any(row.sampling.changes_logits for row in rows) else name
+def _suffix(rows: Rows[Generation]) -> str:
+    """Return the suffix of the outputs: of those with penalties if a row needs them."""
+    return ".penalised" if any(row.changes_logits for row in rows) else ""
+
+
+def _outputs(name: str, rows: Rows[Generation]) -> list[str]:
+    """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
+    suffix = _suffix(rows)
+    if any(row.asks_logprobs for row in rows):
+        return [name + suffix, "logprobs" + suffix, "top_ids", "top_logprobs"]
+    return [name + suffix]
 
 
 def kv_pairs(start: int, count: int) -> int:

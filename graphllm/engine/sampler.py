@@ -41,7 +41,9 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         ``sampled`` [N], the sampled token ids; ``ids`` [T], the same written to the step's state,
         so that the next step can start at once (this needs a row for each sequence);
         ``sampled.penalised`` and ``ids.penalised``, both after `ops.bias_logits`, `ops.penalise`
-        and `ops.filter_logits`.
+        and `ops.filter_logits`; ``top_ids`` [N, K], the most likely ids, and ``top_logprobs``
+        [N, K]; ``logprobs`` and ``logprobs.penalised`` [N, 1], those of the ids sampled by either.
+        Log-probabilities are those of ``logits`` as they are.
     """
     v = {each.name: each.leaf() for each in sampler_variables(batch.limits)}
     biased = ops.bias_logits(
@@ -56,13 +58,15 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         penalised, v["filters"], v["filter_top_k"], v["seed"], v["count"], v["sample_index"]
     )
     groups = [t for c in batch.caches for t in (batch.slot[c.name], batch.table[c.name])]
-    outputs = {}
+    top_ids = ops.top_ids(logits, n=min(batch.limits.top_logprobs, logits.meta.inner[0]))
+    outputs = {"top_ids": top_ids, "top_logprobs": ops.logprobs(logits, top_ids)}
     for suffix, x in (("", logits), (".penalised", penalised)):
         sampled = ops.sample(
             x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"],
             v["sample_index"],
         )  # fmt: skip
         outputs[f"sampled{suffix}"] = sampled
+        outputs[f"logprobs{suffix}"] = ops.logprobs(logits, sampled.reshape(sampled.shape[0], 1))
         outputs[f"ids{suffix}"] = ops.advance(
             sampled, batch.ids, batch.pos, batch.kv_len, v["count"], v["history"], *groups,
             block=batch.limits.block,

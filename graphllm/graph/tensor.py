@@ -301,7 +301,8 @@ def _reshaped_strides(meta: Meta, shape: tuple[Dim, ...]) -> tuple[int, ...] | N
     """Return strides of ``shape`` over the same memory; None if that needs a copy."""
     old, new = list(zip(meta.shape, meta.strides)), list(shape)
     head: list[int] = []
-    if old and new and old[0][0] == new[0] and len(old) > 1 and len(new) > 1:
+    same_rows = bool(old and new) and old[0][0] == new[0]
+    if same_rows and (isinstance(new[0], Var) or min(len(old), len(new)) > 1):
         head, old, new = [old[0][1]], old[1:], new[1:]
     sizes = [d for d, _ in old], new
     if any(isinstance(d, Var) for side in sizes for d in side):

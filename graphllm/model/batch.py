@@ -50,6 +50,7 @@ class Limits:
     biases: int = 256  # biased and banned token ids of a sequence
     allowed: int = 256  # allowed token ids of a sequence
     breakers: int = 16  # DRY's sequence breakers of a sequence
+    top_logprobs: int = 20  # most likely ids whose log-probabilities a step can return
     kv_blocks: int = 0  # blocks of KV pools without a window; 0: all sequences at full length
 
     def within(self, context: int) -> Limits:

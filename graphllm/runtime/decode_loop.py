@@ -50,6 +50,8 @@ class Output:
 class DecodeLoop:
     """Repeated runs of one plan: `launch` starts a run, `take` returns the oldest run's output.
 
+    A plan may have further outputs, which `take_further` returns.
+
     All look-ups are done in advance: between two tokens the interpreter's caches are cold, and
     every line of Python costs microseconds.
 
@@ -64,9 +66,31 @@ class DecodeLoop:
         launchers: Sequence[Callable[[], object]],
         read: Callable[[], np.ndarray],
         lookahead: int = 0,
+        further: Sequence[Callable[[], np.ndarray]] = (),
     ) -> None:
         self.launchers, self._read, self.lookahead = launchers, read, lookahead
+        self._further = further
         self.waiting = 0
+
+    @classmethod
+    def of(
+        cls,
+        launchers: Sequence[Callable[[], object]],
+        outputs: Sequence[Output],
+        env: Mapping[str, int],
+        ahead: bool,
+    ) -> DecodeLoop:
+        """Return a loop that returns ``outputs``.
+
+        ``ahead``: launch runs ahead if the devices of the outputs can. ``env``: see `Output`.
+        """
+        rings = [ring for each in outputs if ahead and (ring := each.ring(env)) is not None]
+        if len(rings) < len(outputs):
+            reads = [each.reader(env) for each in outputs]
+            return cls(launchers, reads[0], further=reads[1:])
+        puts, takes = [ring.put for ring in rings], [ring.take for ring in rings]
+        lookahead = min(ring.lookahead for ring in rings)
+        return cls([*launchers, *puts], takes[0], lookahead, takes[1:])
 
     def launch(self) -> None:
         """Start a run."""
@@ -78,3 +102,7 @@ class DecodeLoop:
         """Wait for the oldest run that was not taken, and return its output."""
         self.waiting -= 1
         return self._read()
+
+    def take_further(self) -> list[np.ndarray]:
+        """Return the further outputs of the run that `take` returned last. Call it once a run."""
+        return [read() for read in self._further]

@@ -338,8 +338,9 @@ class Executor:
         name: str,
         profile: Recorder | None = None,
         counts: Callable[[], Mapping[str, int]] = dict,
+        further: Sequence[str] = (),
     ) -> DecodeLoop:
-        """Return a loop that runs ``plan`` repeatedly and returns one output of each run.
+        """Return a loop that runs ``plan`` repeatedly and returns outputs of each run.
 
         The loop is valid while the Vars and the bound buffers stay the same. If the plan is one
         segment and the device supports it, a run may be launched before the previous run's output
@@ -352,6 +353,7 @@ class Executor:
             name: the output to return.
             profile: recorder of the runs.
             counts: returns further facts of the next run for the costs of its steps.
+            further: names of the further outputs, see `DecodeLoop.take_further`.
 
         Raises:
             GraphError: an input was never fed, or a feed does not fit.
@@ -361,15 +363,12 @@ class Executor:
         for leaf in plan.inputs.values():
             if not self.buffers.written(leaf.name):
                 raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
-        output = bound.outputs[name]
+        outputs = [bound.outputs[each] for each in (name, *further)]
         launchers: list[Callable[[], object]] = [partial(s.run, None) for s, _ in bound.segments]
         if (recorder := self._recorder(profile)) is not None:
             recorded = partial(recorder.run, plan, bound.segments)
             launchers = [lambda: recorded({**values, **counts()})]
-        ring = output.ring(values) if len(bound.segments) == 1 else None
-        if ring is None:
-            return DecodeLoop(launchers, output.reader(values))
-        return DecodeLoop([*launchers, ring.put], ring.take, ring.lookahead)
+        return DecodeLoop.of(launchers, outputs, values, ahead=len(bound.segments) == 1)
 
     def _recorder(self, profile: Recorder | None) -> Recorder | None:
         """Return the recorder of a run; None runs the segments without recording."""

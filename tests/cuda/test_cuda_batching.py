@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import windowed_model
 from cuda_cases import need_gpu
-from request_runs import answer, requests, run_at_random
+from request_runs import answer, ids_of, logprobs_of, requests, run_at_random
 
 from graphllm import ops
 from graphllm.engine.sampling_feeds import sampling_feeds, sampling_row
@@ -77,8 +77,12 @@ def test_random_requests_get_what_they_get_alone(path, limits):
     have = run_at_random(engine, asked, rng)
     assert [len(ids) for ids in have] == [len(ids) for ids in want]
     wrong, ties = [], 0
-    for (prompt, settings), a, b in zip(asked, have, want):
+    for (prompt, settings), x, y in zip(asked, have, want):
+        a, b = ids_of(x), ids_of(y)
         at = next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), None)
+        if settings.logprobs is not None:
+            near = [logprobs_of([each[:at]]) for each in (x, y)]
+            np.testing.assert_allclose(*near, atol=4 * ROUNDING)
         if at is None:
             continue
         ties += 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 import windowed_model
-from request_runs import answer, collect, requests, run_at_random, take
+from request_runs import answer, collect, ids_of, logprobs_of, requests, run_at_random, take
 from windowed_model import IDS
 
 import graphllm
@@ -37,7 +37,8 @@ def path(tmp_path_factory):
 def test_random_requests_get_what_they_get_alone(path, backends, monkeypatch):
     """Random arrival, cancellations, prefixes, windows; small pools, so that some are preempted.
 
-    The lazy device runs ahead of the host, as a GPU does.
+    The lazy device runs ahead of the host, as a GPU does. Its kernels are NumPy's, whose rounding
+    depends on the number of rows, so log-probabilities agree nearly.
     """
     if backends[0] == "lazy":
         import lazy_device
@@ -50,7 +51,11 @@ def test_random_requests_get_what_they_get_alone(path, backends, monkeypatch):
     want = [answer(single, *each) for each in asked]
     engine = windowed_model.make_engine(path, backends=backends, sequences=6, kv_blocks=22)
     have = run_at_random(engine, asked, rng)
-    assert have == want
+    if backends[0] == "cpu":
+        assert have == want
+    else:
+        assert list(map(ids_of, have)) == list(map(ids_of, want))
+        np.testing.assert_allclose(logprobs_of(have), logprobs_of(want), atol=1e-4)
     assert engine.scheduler.preempted > 0 and engine.manager.hits > 0
     assert set(engine.manager.held.values()) == {0}
 

@@ -9,8 +9,10 @@ from windowed_model import CONTEXT
 from graphllm.engine.engine import Engine
 from graphllm.engine.generation import Generation, Sampled
 from graphllm.engine.request import Sampling
+from graphllm.engine.step_result import TokenLogprobs
 
 Request = tuple[list[int], Sampling]
+Answer = list[int | TokenLogprobs]
 
 
 def requests(rng: random.Random, count: int) -> list[Request]:
@@ -20,32 +22,44 @@ def requests(rng: random.Random, count: int) -> list[Request]:
         prompt = [rng.randrange(3, 90) for _ in range(rng.choice([1, 2, 7, 16, 33, 60]))]
         if made and rng.random() < 0.4:
             prompt = (rng.choice(made)[0] + prompt)[: CONTEXT - 20]
-        penalties = {"repeat_penalty": 1.3, "frequency_penalty": 0.2} if seed % 3 == 0 else {}
+        more = {"repeat_penalty": 1.3, "frequency_penalty": 0.2} if seed % 3 == 0 else {}
+        if seed % 8 == 1:
+            more["logprobs"] = seed % 5
         settings = Sampling(
             temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
-            top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **penalties,
+            top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **more,
         )  # fmt: skip
         made.append((prompt, settings))
     return made
 
 
-def answer(engine: Engine, prompt: list[int], settings: Sampling) -> list[int]:
-    """Return the ids that a request gets alone, with an empty cache."""
+def answer(engine: Engine, prompt: list[int], settings: Sampling) -> Answer:
+    """Return what a request gets alone, with an empty cache."""
     engine.clear_cache()
     return collect(engine, {0: engine.submit(prompt, settings, ())})[0]
 
 
-def take(generation: Generation, ids: list[int]) -> None:
-    """Move the sampled ids of a generation to ``ids``."""
+def ids_of(found: Answer) -> list[int]:
+    """Return the sampled ids of an answer."""
+    return [each if isinstance(each, int) else each.id for each in found]
+
+
+def logprobs_of(found: list[Answer]) -> list[float]:
+    """Return all log-probabilities of some answers."""
+    return [each.logprob for ids in found for each in ids if isinstance(each, TokenLogprobs)]
+
+
+def take(generation: Generation, found: Answer) -> None:
+    """Move the sampled ids of a generation, or their log-probabilities, to ``found``."""
     while generation.events:
         event = generation.events.popleft()
         if isinstance(event, Sampled) and event.token is not None:
-            ids.append(event.token)
+            found.append(event.token if event.logprobs is None else event.logprobs)
 
 
-def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, list[int]]:
-    """Run steps until all generations have ended; return their ids."""
-    found: dict[int, list[int]] = {index: [] for index in live}
+def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, Answer]:
+    """Run steps until all generations have ended; return what each got."""
+    found: dict[int, Answer] = {index: [] for index in live}
     while not all(generation.done for generation in live.values()):
         assert engine.step()
     for index, generation in live.items():
@@ -53,7 +67,7 @@ def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, list[int]]
     return found
 
 
-def run_at_random(engine: Engine, asked: list[Request], rng: random.Random) -> list[list[int]]:
+def run_at_random(engine: Engine, asked: list[Request], rng: random.Random) -> list[Answer]:
     """Submit requests at random times, and cancel copies of some of them."""
     found, live, waiting, cancelled = {}, {}, list(range(len(asked))), []
     while waiting or live:

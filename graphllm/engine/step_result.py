@@ -1,0 +1,56 @@
+"""What a step returns for the sequences that it samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position of a sequence.
+
+    They are those of the model, before biases, penalties, filters and temperature.
+
+    Attributes:
+        id: id of the token at the position.
+        logprob: log-probability of ``id`` after the tokens before it.
+        top: (id, log-probability) of the most likely tokens, most likely first.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that JSON output shows."""
+        top = [{"id": each, "logprob": value} for each, value in self.top]
+        return {"id": self.id, "logprob": self.logprob, "top": top}
+
+
+class StepResult(NamedTuple):
+    """What a step samples; row r belongs to its r-th chunk that samples.
+
+    All but ``ids`` is None unless a request of the step asks for log-probabilities, which are those
+    of the logits before biases, penalties, filters and temperature.
+
+    Attributes:
+        ids: sampled ids [R]; -1 if the logits are not finite. There may be more rows.
+        logprobs: log-probabilities of the sampled ids [R, 1].
+        top_ids: the most likely ids [R, K], with K = `Limits.top_logprobs`.
+        top_logprobs: their log-probabilities [R, K].
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+    def token(self, row: int, count: int) -> TokenLogprobs:
+        """Return the log-probabilities of a row, with the ``count`` most likely tokens."""
+        assert self.logprobs is not None
+        assert self.top_ids is not None and self.top_logprobs is not None
+        ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return TokenLogprobs(int(self.ids[row]), float(self.logprobs[row, 0]), (*zip(ids, values),))
