@@ -143,6 +143,14 @@ def function(name: str, value: Any) -> Callable[..., Any]:
     return value
 
 
+def functions(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
+    """An iterable of callables."""
+    items = _items(value)
+    if items is None or not all(map(callable, items)):
+        raise invalid_argument(name, value if items is None else items, "a list of functions")
+    return items
+
+
 @dataclass(frozen=True)
 class OneOf:
     """One of the strings ``choices``."""

@@ -24,7 +24,7 @@ from ..engine.request import Completion, Sampling
 from ..engine.trace import Patch, Tracer
 from ..loading.loaded_model import LoadedModel
 from ..runtime.executor import Progress
-from .prompts import Prompt, parse_prompt, parse_prompts
+from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
 from .text_generator import TextGenerator
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class LLM(TextGenerator):
     ) -> Iterator[str]:
         """As `chat`, but yield the text piece by piece."""
         settings = Sampling.from_arguments("llm.chat_stream", sampling).with_seed()
+        check_one_sample(settings, "llm.chat_stream")
         return self._stream_completion(self.encode_chat(messages), settings, Completion(), seen)
 
     def encode_chat(
@@ -128,6 +129,7 @@ class LLM(TextGenerator):
         if not isinstance(system, (str, type(None))):
             raise invalid_argument("system", system, "a string")
         settings = Sampling.from_arguments("llm.conversation", sampling)
+        check_one_sample(settings, "llm.conversation")
 
         def answer(ids: list[int], completion: Completion) -> Iterator[str]:
             return self._stream_completion(ids, settings.with_seed(), completion, seen)

@@ -72,6 +72,16 @@ def parse_settings(arguments: Mapping[str, Any], count: int | None, where: str) 
     return found
 
 
+def check_one_sample(settings: Sampling, where: str) -> None:
+    """Raise RequestError if the settings ask for several samples of the prompt."""
+    if settings.n > 1:
+        raise RequestError(
+            f"{where} yields the text of one sample, not of n = {settings.n}; llm.generate and "
+            "llm.submit return several",
+            "n",
+        )
+
+
 def _items(value: Any, where: str) -> list[Any]:
     """Return the elements of an iterable. RequestError: no iterable, or chat messages."""
     if isinstance(value, Mapping):

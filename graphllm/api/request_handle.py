@@ -29,11 +29,12 @@ class RequestProgress(NamedTuple):
 class RequestHandle:
     """A request that was submitted. Its methods may be called from any thread.
 
-    Iteration yields the text piece by piece, each time from the beginning. A handle that is
-    garbage-collected cancels its request.
+    Iteration yields the text piece by piece, each time from the beginning; of several samples, that
+    of the first one. A handle that is garbage-collected cancels its request.
 
     Attributes:
         completion: what was consumed so far; final after `result`.
+        alternatives: handles of the further samples of the request.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RequestHandle:
         completion: Completion,
         seen: PrefillCallback | None = None,
         profile: Recorders | None = None,
+        alternatives: Sequence[RequestHandle] = (),
     ) -> None:
         """See `LLM.submit`.
 
@@ -52,8 +54,9 @@ class RequestHandle:
             completion: has the prompt and the seed; filled in as results are consumed.
             seen: called with (tokens prefilled, tokens to prefill) after each chunk of the prefill.
             profile: recorders of prefill and decode.
+            alternatives: handles of the further samples of the request.
         """
-        self.completion = completion
+        self.completion, self.alternatives = completion, alternatives
         self._engine, self._generation = engine, generation
         self._seen, self._profile = seen, profile
         self._mutex = Lock()  # held by the thread that consumes results
@@ -84,6 +87,7 @@ class RequestHandle:
         """
         while self._advance():
             pass
+        self.completion.alternatives = [each.result() for each in self.alternatives]
         return self.completion
 
     def poll(self) -> tuple[str, bool]:
@@ -123,11 +127,11 @@ class RequestHandle:
     @property
     def done(self) -> bool:
         """Whether the request has ended, so that `result` does not wait."""
-        return self._generation.done
+        return self._generation.done and all(each.done for each in self.alternatives)
 
     @property
     def progress(self) -> RequestProgress:
-        """Tokens of the prompt and of the answer that were computed."""
+        """Tokens of the prompt and of the (first) answer that were computed."""
         generation = self._generation
         sequence = generation.sequence
         return RequestProgress(
@@ -139,6 +143,8 @@ class RequestHandle:
 
         May be called repeatedly, and after the end.
         """
+        for each in self.alternatives:
+            each.cancel()
         self._engine.cancel(self._generation)
 
     def __del__(self) -> None:

@@ -13,7 +13,7 @@ from ..engine.request import Completion, Sampling
 from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
 from ..progress import request_progress
-from .prompts import Prompt, parse_prompt, parse_prompts, parse_settings
+from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings
 from .request_handle import RequestHandle, wait_any
 
 
@@ -51,11 +51,13 @@ class TextGenerator(LoadedModel):
         """
         _ = self.tokenizer  # raises if there is none: no text could be yielded
         found = parse_prompts(prompt, "llm.stream")
+        several = isinstance(found, tuple)
+        each = parse_settings(sampling, len(found) if several else None, "llm.stream")
+        for settings in each:
+            check_one_sample(settings, "llm.stream")
         if isinstance(found, tuple):
-            each = parse_settings(sampling, len(found), "llm.stream")
             return self._stream_all(found, each, seen)
-        settings = parse_settings(sampling, None, "llm.stream")[0]
-        return self._stream_completion(found, settings.with_seed(), Completion(), seen)
+        return self._stream_completion(found, each[0].with_seed(), Completion(), seen)
 
     def _stream_all(
         self,
@@ -143,9 +145,10 @@ class TextGenerator(LoadedModel):
     ) -> list[Completion]:
         """Submit all prompts, then wait for the completions in order."""
         handles: list[RequestHandle] = []
+        samples: list[RequestHandle] = []
 
         def computed() -> tuple[int, int]:
-            return sum(h.done for h in handles), sum(h.progress.tokens for h in handles)
+            return sum(h.done for h in handles), sum(h.progress.tokens for h in samples)
 
         try:
             for prompt, own in zip(prompts, settings):
@@ -153,11 +156,12 @@ class TextGenerator(LoadedModel):
                 handles.append(
                     self._submit(prompt, own.with_seed(), Completion(), seen, delivery=delivery)
                 )
+            samples += [each for handle in handles for each in (handle, *handle.alternatives)]
             with request_progress(len(handles), computed, progress) as update:
-                for handle in handles:
-                    for _ in handle:
+                for sample in samples:
+                    for _ in sample:
                         update()
-            return [handle.completion for handle in handles]
+            return [handle.result() for handle in handles]
         finally:
             for handle in handles:
                 handle.cancel()
@@ -205,6 +209,7 @@ class TextGenerator(LoadedModel):
             RequestError: invalid argument.
         """
         settings = sampling.normalize()
+        check_one_sample(settings, "llm.complete")
         return self._stream_completion(prompt, settings, completion, seen, profile, eos_ids)
 
     def _stream_completion(
@@ -234,10 +239,18 @@ class TextGenerator(LoadedModel):
         if sampling.stop and tokenizer is None:
             raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
         ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
-        generation = self.engine.submit(
-            completion.prompt_ids, sampling, ends, tokenizer=tokenizer, delivery=delivery
-        )
-        return RequestHandle(self.engine, generation, completion, seen, profile)
+        first, *others = (
+            self.engine.submit(
+                completion.prompt_ids, sampling, ends, tokenizer=tokenizer, delivery=delivery,
+                sample_index=index,
+            )
+            for index in range(sampling.n)
+        )  # fmt: skip
+        alternatives = [
+            RequestHandle(self.engine, each, completion.new_sample(), profile=profile)
+            for each in others
+        ]
+        return RequestHandle(self.engine, first, completion, seen, profile, alternatives)
 
     def _eos_ids(self) -> Collection[int]:
         """Return the EOS ids of the model, as far as its file states them."""

@@ -83,7 +83,10 @@ class Batcher:
                 if not chunks:
                     return False
                 rows = self._start(chunks)
-                if not all(c.samples and c.stop - c.start == 1 for c in chunks):
+                if not all(
+                    c.samples and c.stop - c.start == 1 and not row.processors
+                    for c, row in zip(chunks, rows)
+                ):
                     self._finish(chunks, self.runner.run(chunks, rows, prefill))
                     return True
                 self.runner.decode(chunks, rows, decode)
@@ -128,7 +131,7 @@ class Batcher:
         """Admit submitted requests to the scheduler, and remove cancelled ones."""
         while self._submitted:
             generation = self._submitted.popleft()
-            if generation.sampling.max_tokens:
+            if generation.has_steps:
                 self._generations[generation.sequence] = generation
                 self.scheduler.add(generation.sequence)
             else:
@@ -170,9 +173,15 @@ class Batcher:
             generation = self._generations.get(chunk.sequence)
             if generation is None:
                 continue  # it ended after the step was launched
+            if result.prompts and index in result.prompts:
+                generation.add_prompt_logprobs(result.prompts[index])
             if generation.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
                 generation.prefilled(chunk.stop)
             if not chunk.samples:
+                continue
+            if result.errors and index in result.errors:
+                generation.fail(result.errors[index])
+                self._remove(generation)
                 continue
             if sampled[index] < 0:
                 self._non_finite.append(generation)

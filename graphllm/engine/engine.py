@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from ..compiler.plan import Plan
 from ..errors import GraphError, RequestError
@@ -20,6 +21,7 @@ from .block_manager import BlockManager
 from .evaluation import Evaluation
 from .finite_check import non_finite_error
 from .generation import Delivery, Generation, Prefilled, Sampled
+from .prompt_logprobs import prompt_outputs
 from .request import Sampling
 from .runner import Runner
 from .sampler import sampling_outputs
@@ -59,6 +61,8 @@ class Engine:
             batch = Batch(decoder.caches, limits)
             self.outputs = decoder.build(batch)
         self.outputs |= sampling_outputs(self.outputs["logits"], batch)
+        width, vocab = self.outputs["hidden"].meta.inner[0], decoder.cfg.vocab
+        self.outputs |= prompt_outputs(decoder.head, width, vocab, limits)
         used = set(toposort(self.outputs.values()))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         executor.place_model(self.outputs)
@@ -142,6 +146,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         priority: int = 0,
         delivery: Delivery | None = None,
+        sample_index: int = 0,
     ) -> Generation:
         """Add a request; it takes part in the steps from now on.
 
@@ -153,6 +158,8 @@ class Engine:
             tokenizer: None if only ids are wanted.
             priority: requests with a lower number are admitted first.
             delivery: how its results are awaited; by default a caller runs the steps.
+            sample_index: index among the samples of a prompt, which differ by their noise. Full
+                blocks of a common prompt are computed once.
 
         Raises:
             RequestError: the prompt is empty or does not fit the context, or the model is closed.
@@ -167,9 +174,20 @@ class Engine:
                 "context",
             )
         prefix = self._bidirectional_prefix(tokens)
-        sequence = ActiveSequence(list(tokens), len(tokens), prefix=prefix, priority=priority)
+        if sample_index:  # the first sample has those of the prompt
+            sampling = replace(sampling, prompt_logprobs=None)
+        all_logits = sampling.prompt_logprobs is not None
+        if all_logits and prefix:
+            raise RequestError(
+                f"the first {prefix} tokens of the prompt attend to later ones, so they have no "
+                "log-probabilities",
+                "prompt_logprobs",
+            )
+        sequence = ActiveSequence(
+            list(tokens), len(tokens), prefix=prefix, priority=priority, reuse=not all_logits
+        )
         ends = eos_ids if end_ids is None else end_ids
-        settings = sampling_row(self.limits, sampling, list(eos_ids))
+        settings = sampling_row(self.limits, sampling, list(eos_ids), sample_index)
         generation = Generation(
             sequence, sampling, settings, ends, tokenizer, self.limits.context, delivery
         )

@@ -10,8 +10,6 @@ from ..compiler.plan import Plan
 from ..errors import RequestError
 from .runner import Feeds, Runner, kv_pairs
 
-MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that one step computes
-
 
 class Evaluation:
     """Computes one sequence in steps, beginning with an empty cache.
@@ -107,7 +105,7 @@ class Evaluation:
     @property
     def _rows(self) -> int:
         """Maximum number of rows of logits that one step computes."""
-        return max(1, min(self._runner.limits.tokens, MAX_LOGITS_BYTES // (4 * self._vocab)))
+        return self._runner.limits.logits_rows(self._vocab)
 
     def step_logits(self, tokens: Sequence[int], last: bool = False) -> np.ndarray:
         """Append ``tokens`` in one step and return logits [rows, vocab].

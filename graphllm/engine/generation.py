@@ -75,8 +75,11 @@ class Generation:
         sequence: its tokens and cache blocks.
         sampling: settings, with a seed.
         settings: feeds of the settings, see `sampling_row`.
-        changes_logits: see `Sampling`.
+        changes_logits: whether anything but the filters of `ops.sample` changes the logits.
+        processors: logits processors, which the host applies.
         asks_logprobs: whether steps return the log-probabilities of `StepResult`.
+        prompt_logprobs: those of the prompt's tokens after the first that were computed, if
+            `Sampling.prompt_logprobs` asks for them.
         events: results that were not consumed.
         done: no more results will be added.
         delivery: how the consumer waits.
@@ -110,13 +113,15 @@ class Generation:
             delivery: how the consumer waits; by default it runs the steps.
         """
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
-        self.changes_logits = sampling.changes_logits
+        self.changes_logits = sampling.changes_logits or bool(sampling.processors)
+        self.processors = sampling.processors
         self.asks_logprobs = sampling.logprobs is not None
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
         self.events: deque[Prefilled | Sampled] = deque()
         self.delivery = Delivery() if delivery is None else delivery
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.done, self.count = False, 0
         self._ended_by_token = False  # by an EOS token or a stop token id
         self.fault: NumericError | None = None
@@ -137,7 +142,26 @@ class Generation:
         """Whether the consumer has something to do."""
         return self.done or bool(self.events)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is something to compute."""
+        return self.sampling.max_tokens > 0 or self.sampling.prompt_logprobs is not None
+
     # -- called by the thread that runs steps
+    def prompt_positions(self, start: int, stop: int) -> range:
+        """Return the positions of a chunk whose hidden states give `prompt_logprobs` to come."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(
+            max(start, len(self.prompt_logprobs)), min(stop, self.sequence.prompt_tokens - 1)
+        )
+
+    def add_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
+        """Add log-probabilities of the next tokens of the prompt."""
+        self.prompt_logprobs += found
+        # After a preemption the rest of the prompt may come from the cache.
+        self.sequence.reuse = len(self.prompt_logprobs) == self.sequence.prompt_tokens - 1
+
     def start(self, cached: int) -> None:
         """Note the start of the first step, which computes the prompt from token ``cached`` on."""
         if not self.started:
@@ -152,6 +176,8 @@ class Generation:
     def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a sampled token, with its log-probabilities; return whether the answer ends."""
         at, sampling = time.perf_counter(), self.sampling
+        if not sampling.max_tokens:
+            return self._finish("length", at)
         may_stop = self.count >= sampling.min_tokens
         if token in self._end_ids or (may_stop and token in sampling.stop_ids):
             self._ended_by_token = True
@@ -222,7 +248,7 @@ class Generation:
     # -- called by the thread that consumes results
     def record(self, event: Sampled, completion: Completion) -> None:
         """Add a result to ``completion``: its token, text and timings."""
-        timings = completion.timings
+        timings, completion.prompt_logprobs = completion.timings, self.prompt_logprobs
         if not completion.ids and not timings.ttft_s and self.started:
             timings.queue_s = self.started - self.submitted
             timings.ttft_s = event.at - self.submitted

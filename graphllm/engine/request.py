@@ -14,6 +14,7 @@ from ..arguments import (
     Rule,
     check,
     flag,
+    functions,
     invalid_argument,
     texts,
     token_biases,
@@ -22,7 +23,10 @@ from ..arguments import (
 )
 from ..errors import RequestError
 from ..model.batch import Limits
+from .logits_processors import LogitsProcessor
 from .step_result import TokenLogprobs
+
+MAX_SAMPLES = 1024  # of one prompt
 
 _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "max_tokens": Integer(),
@@ -51,6 +55,9 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "min_tokens": Integer(0, 2**31 - 1),
     "stop": texts,
     "stop_ids": token_ids,
+    "n": Integer(1, MAX_SAMPLES),
+    "processors": functions,
+    "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
 }
 # Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
@@ -64,7 +71,9 @@ ALIASES = {
     "allowed_token_ids": "allowed_ids",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
+    "logits_processors": "processors",
     "stop_token_ids": "stop_ids",
+    "num_return_sequences": "n",
 }
 
 
@@ -116,9 +125,19 @@ class Sampling:
             stop token ids are ignored.
         stop: stop strings: the first one ends the text and is not part of it.
         stop_ids: stop token ids: the first one ends the answer and is not part of it.
+        n: number of samples of the prompt, with independent random numbers; the first one is that
+            of ``n`` = 1. The others are `Completion.alternatives`. With ``temperature`` = 0 all are
+            the same.
         logprobs: return the log-probability of each sampled token and of this many of the most
             likely ones, at most 20, in `Completion.logprobs`; None returns none. They are those of
             the model, before biases, penalties, filters and temperature.
+        prompt_logprobs: the same for each token of the prompt after the first, in
+            `Completion.prompt_logprobs`. The whole prompt is computed, also if it is cached. With
+            ``max_tokens`` = 0 the prompt is only evaluated.
+        processors: logits processors, functions that take (ids of the prompt and those sampled so
+            far, logits float32 [vocab]) and return the logits to sample from. They are called in
+            order, after biases and penalties and before the filters and the temperature. A function
+            that fails ends the request with a RequestError.
     """
 
     max_tokens: int = 128
@@ -147,7 +166,10 @@ class Sampling:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
+    n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    processors: Sequence[LogitsProcessor] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -264,6 +286,9 @@ class Completion:
         notes: remarks for the user, one line each.
         timings: see `Timings`.
         logprobs: `TokenLogprobs` of each of ``ids``, if ``Sampling.logprobs`` asks for them.
+        prompt_logprobs: `TokenLogprobs` of each of ``prompt_ids`` after the first, if
+            ``Sampling.prompt_logprobs`` asks for them.
+        alternatives: the further samples of the prompt, if ``Sampling.n`` asks for them.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -275,11 +300,23 @@ class Completion:
     notes: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    alternatives: list[Completion] = field(default_factory=list)
+
+    @property
+    def choices(self) -> list[Completion]:
+        """All samples of the prompt."""
+        return [self, *self.alternatives]
+
+    def new_sample(self) -> Completion:
+        """Return an empty completion of the same prompt, seed and load time."""
+        timings = Timings(load_s=self.timings.load_s)
+        return Completion(self.prompt_ids, seed=self.seed, timings=timings)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``graphllm run --json`` prints, without the placement.
 
-        It has ``logprobs`` only if there are any.
+        It has ``logprobs``, ``prompt_logprobs`` and ``alternatives`` only if there are any.
         """
         found: dict[str, Any] = {
             "prompt_tokens": len(self.prompt_ids),
@@ -291,6 +328,7 @@ class Completion:
             "notes": self.notes,
             "timings": self.timings.as_dict(),
         }
-        if self.logprobs:
-            found["logprobs"] = [each.as_dict() for each in self.logprobs]
+        for name in ("logprobs", "prompt_logprobs", "alternatives"):
+            if entries := getattr(self, name):
+                found[name] = [each.as_dict() for each in entries]
         return found

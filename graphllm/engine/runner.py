@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..compiler.plan import Plan
+from ..errors import RequestError
 from ..graph.tensor import Tensor
 from ..model.batch import CacheSpec, Limits
 from ..runtime.decode_loop import DecodeLoop
@@ -15,11 +17,15 @@ from ..runtime.executor import Executor
 from ..runtime.recorder import Recorder
 from .block_manager import BlockManager
 from .generation import Generation
+from .logits_processors import process_logits
+from .prompt_logprobs import prompt_logprobs
 from .sampling_feeds import sampling_feeds
 from .sequence import Chunk
-from .step_result import StepResult
+from .step_result import StepResult, TokenLogprobs
 
 Feeds = dict[str, np.ndarray]
+LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
+_NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
 
 @dataclass
@@ -91,17 +97,73 @@ class Runner:
         """
         self.reset()
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
-        if not sampling:
-            outputs, plan = [], self.plan(self.pools, self.limits.tokens, size)
+        processing = any(row.processors for row in rows[:sampling])
+        every = sampling == len(rows) and not processing
+        if processing:
+            outputs = ["processed", *_if_asked(rows[:sampling], ["logits"])]
         else:
-            outputs = _outputs("ids" if sampling == len(rows) else "sampled", rows[:sampling])
-            plan = self.plan(outputs, self.limits.tokens, size, size)
+            outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
+        prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
+        hidden = ["hidden"] if any(prompts) else []
+        decodes = processing and all(c.stop - c.start == 1 for c in chunks)
+        plan = self.plan(
+            [*(outputs or self.pools), *hidden], size if decodes else self.limits.tokens, size,
+            size if sampling else 1,
+        )  # fmt: skip
         feeds, env = self.feeds(plan, chunks, rows)
-        found = self.executor.run(plan, feeds, env, recorder, outputs)
-        if not outputs:
-            return StepResult(np.zeros(0, np.int32))
-        self._advanced = rows if sampling == len(rows) else []
-        return StepResult(*(found[name] for name in outputs))
+        found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden])
+        if processing:
+            result = self._process(found, rows[:sampling])
+        else:
+            result = StepResult.of(found[name] for name in outputs) if outputs else _NOTHING
+        if hidden:
+            entries = self._prompt_logprobs(found["hidden"], chunks, rows, prompts)
+            result = result._replace(prompts=entries)
+        self._advanced = rows if every else []
+        return result
+
+    def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Generation]) -> StepResult:
+        """Apply the logits processors of ``rows``, and sample.
+
+        ``found``: the outputs ``processed`` and, if a row asks for log-probabilities, ``logits``.
+        """
+        errors, parts = dict[int, RequestError](), list[list[np.ndarray]]()
+        for index, row in enumerate(rows):
+            own = found["processed"][index]
+            try:
+                own[:] = process_logits(row.processors, row.sequence.tokens, own)
+            except RequestError as error:
+                errors[index] = error
+        names = ["sampled.fed", *_if_asked(rows, [f"{name}.fed" for name in LOGPROBS])]
+        outputs = {name: self.outputs[name] for name in names}
+        most = min(self.limits.sequences, self.limits.logits_rows(found["processed"].shape[1]))
+        for at in range(0, len(rows), most):
+            some = rows[at : at + most]
+            size = min(most, self.bucket(len(some)))
+            plan = self.executor.compile(outputs, {"S": (1, size), "R": (1, size)})
+            feeds = {f"fed.{name}": values[at : at + most] for name, values in found.items()}
+            feeds |= sampling_feeds(self.limits, some, plan.leaves, history=False)
+            values = self.executor.run(plan, feeds)
+            parts.append([values[name] for name in names])
+        return StepResult.of(map(np.concatenate, zip(*parts)))._replace(errors=errors)
+
+    def _prompt_logprobs(
+        self, hidden: np.ndarray, chunks: Rows[Chunk], rows: Rows[Generation],
+        positions: Rows[range],
+    ) -> dict[int, list[TokenLogprobs]]:  # fmt: skip
+        """Return log-probabilities of tokens of prompts, by the index of the chunk.
+
+        ``hidden``: hidden states [T, dim]. ``positions``: those of each chunk that are needed.
+        """
+        found, first = dict[int, list[TokenLogprobs]](), 0
+        for index, (chunk, row, own) in enumerate(zip(chunks, rows, positions)):
+            if own:
+                at = first - chunk.start
+                ids = np.array(row.sequence.tokens[own.start + 1 : own.stop + 1], np.int32)
+                states, count = hidden[at + own.start : at + own.stop], row.sampling.prompt_logprobs
+                found[index] = prompt_logprobs(self.executor, self.outputs, states, ids, count or 0)
+            first += chunk.stop - chunk.start
+        return found
 
     def feeds(
         self, plan: Plan, parts: Rows[Chunk], rows: Rows[Generation]
@@ -148,16 +210,15 @@ class Runner:
             rows: the requests of the chunks.
             recorder: recorder of the steps.
         """
-        loop, outputs = self._loop, _outputs("ids", rows)
-        if loop is None or (loop.rows, loop.outputs, loop.recorder) != (rows, outputs, recorder):
-            self._loop = self._new_loop(chunks, rows, outputs, recorder)
+        loop = self._loop
+        if loop is None or loop.rows != rows or loop.recorder is not recorder:
+            self._loop = self._new_loop(chunks, rows, recorder)
         self.launch(chunks)
 
     def _new_loop(
-        self, chunks: Rows[Chunk], rows: list[Generation], outputs: list[str],
-        recorder: Recorder | None,
-    ) -> _Loop:  # fmt: skip
-        count = len(rows)
+        self, chunks: Rows[Chunk], rows: list[Generation], recorder: Recorder | None
+    ) -> _Loop:
+        count, outputs = len(rows), _outputs("ids", rows)
         size = self.bucket(count)
         feeds: Feeds = {"q_start": np.arange(count + 1, dtype=np.int32)}
         feeds["rows"] = np.arange(count, dtype=np.int32)
@@ -195,9 +256,10 @@ class Runner:
         loop = self._loop
         assert loop is not None
         ids = loop.steps.take()
-        further = loop.steps.take_further() if len(loop.outputs) > 1 else ()
         self._advanced = loop.rows
-        return StepResult(ids, *further)
+        if len(loop.outputs) == 1:
+            return StepResult(ids)
+        return StepResult.of([ids, *loop.steps.take_further()])
 
     def reset(self) -> None:
         """Forget the decode loop: the next step is fed by the host."""
@@ -212,9 +274,12 @@ def _suffix(rows: Rows[Generation]) -> str:
 def _outputs(name: str, rows: Rows[Generation]) -> list[str]:
     """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
     suffix = _suffix(rows)
-    if any(row.asks_logprobs for row in rows):
-        return [name + suffix, "logprobs" + suffix, "top_ids", "top_logprobs"]
-    return [name + suffix]
+    return [name + suffix, *_if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])]
+
+
+def _if_asked(rows: Rows[Generation], names: list[str]) -> list[str]:
+    """Return ``names`` if a row asks for log-probabilities."""
+    return names if any(row.asks_logprobs for row in rows) else []
 
 
 def kv_pairs(start: int, count: int) -> int:

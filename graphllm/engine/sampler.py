@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .. import ops
-from ..graph.tensor import Tensor
+from ..graph.tensor import Tensor, Var, feed
 from ..model.batch import ADVANCED, FED, SEQUENCE, Batch, Limits, StepVariable, step_vars
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling_filters import FILTERS
@@ -43,32 +45,55 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         ``sampled.penalised`` and ``ids.penalised``, both after `ops.bias_logits`, `ops.penalise`
         and `ops.filter_logits`; ``top_ids`` [N, K], the most likely ids, and ``top_logprobs``
         [N, K]; ``logprobs`` and ``logprobs.penalised`` [N, 1], those of the ids sampled by either.
-        Log-probabilities are those of ``logits`` as they are.
+        Log-probabilities are those of ``logits`` as they are. ``processed`` [N, vocab] are the
+        logits after biases and penalties. The host may change them: outputs with the suffix
+        ``.fed`` are sampled from the inputs ``fed.processed`` and ``fed.logits`` (for the
+        log-probabilities), [R, vocab] each.
     """
     v = {each.name: each.leaf() for each in sampler_variables(batch.limits)}
     biased = ops.bias_logits(
         logits, v["bias_ids"], v["bias"], v["allowed"], v["early_stop"], v["count"],
         v["min_tokens"],
     )  # fmt: skip
-    penalised = ops.penalise(
+    processed = ops.penalise(
         biased, v["history"], batch.kv_len, v["breakers"], v["penalty_factors"],
         v["penalty_windows"],
     )  # fmt: skip
-    penalised = ops.filter_logits(
-        penalised, v["filters"], v["filter_top_k"], v["seed"], v["count"], v["sample_index"]
-    )
     groups = [t for c in batch.caches for t in (batch.slot[c.name], batch.table[c.name])]
-    top_ids = ops.top_ids(logits, n=min(batch.limits.top_logprobs, logits.meta.inner[0]))
-    outputs = {"top_ids": top_ids, "top_logprobs": ops.logprobs(logits, top_ids)}
-    for suffix, x in (("", logits), (".penalised", penalised)):
-        sampled = ops.sample(
-            x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"],
-            v["sample_index"],
-        )  # fmt: skip
-        outputs[f"sampled{suffix}"] = sampled
-        outputs[f"logprobs{suffix}"] = ops.logprobs(logits, sampled.reshape(sampled.shape[0], 1))
+    outputs = {"processed": processed, **_most_likely("", logits, batch.limits)}
+    for suffix, x in (("", logits), (".penalised", _filtered(processed, v))):
+        sampled = _sampled(x, v)
+        outputs |= _sample_outputs(suffix, logits, sampled)
         outputs[f"ids{suffix}"] = ops.advance(
             sampled, batch.ids, batch.pos, batch.kv_len, v["count"], v["history"], *groups,
             block=batch.limits.block,
         )  # fmt: skip
-    return outputs
+    vocab = logits.meta.inner[0]
+    rows = Var("R", 1, min(batch.limits.sequences, batch.limits.logits_rows(vocab)))
+    fed = {name: feed(f"fed.{name}", (rows, vocab), "f32") for name in ("logits", "processed")}
+    sampled = _sampled(_filtered(fed["processed"], v), v)
+    outputs |= _sample_outputs(".fed", fed["logits"], sampled)
+    return outputs | _most_likely(".fed", fed["logits"], batch.limits)
+
+
+def _filtered(x: Tensor, v: Mapping[str, Tensor]) -> Tensor:
+    return ops.filter_logits(
+        x, v["filters"], v["filter_top_k"], v["seed"], v["count"], v["sample_index"]
+    )
+
+
+def _sampled(x: Tensor, v: Mapping[str, Tensor]) -> Tensor:
+    return ops.sample(
+        x, v["temperature"], v["top_k"], v["top_p"], v["min_p"], v["seed"], v["count"],
+        v["sample_index"],
+    )  # fmt: skip
+
+
+def _sample_outputs(suffix: str, logits: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    logprobs = ops.logprobs(logits, sampled.reshape(sampled.shape[0], 1))
+    return {f"sampled{suffix}": sampled, f"logprobs{suffix}": logprobs}
+
+
+def _most_likely(suffix: str, logits: Tensor, limits: Limits) -> dict[str, Tensor]:
+    ids = ops.top_ids(logits, n=min(limits.top_logprobs, logits.meta.inner[0]))
+    return {f"top_ids{suffix}": ids, f"top_logprobs{suffix}": ops.logprobs(logits, ids)}

@@ -26,7 +26,7 @@ class Generation(Protocol):
 
 
 def sampling_row(
-    limits: Limits, sampling: Sampling, eos_ids: Sequence[int]
+    limits: Limits, sampling: Sampling, eos_ids: Sequence[int], sample_index: int = 0
 ) -> dict[str, np.ndarray]:
     """Return the feeds of the sampling program that one request does not change, [1, ...] each.
 
@@ -36,6 +36,7 @@ def sampling_row(
         limits: limits of the graph.
         sampling: settings.
         eos_ids: token ids that ``min_tokens`` and ``ignore_eos`` forbid.
+        sample_index: index among the samples of the request.
 
     Raises:
         RequestError: a list or a window is larger than the limits.
@@ -56,7 +57,7 @@ def sampling_row(
     min_tokens = INT32_MAX if sampling.ignore_eos else sampling.min_tokens
     return {
         "min_tokens": np.array([min_tokens], np.int32),
-        "sample_index": np.zeros(1, np.int32),
+        "sample_index": np.array([sample_index], np.int32),
         **_filter_feeds(sampling),
         **_penalty_feeds(limits, sampling),
         "seed": np.array([sampling.seed or 0], np.int64),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ..errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,26 @@ class StepResult(NamedTuple):
         logprobs: log-probabilities of the sampled ids [R, 1].
         top_ids: the most likely ids [R, K], with K = `Limits.top_logprobs`.
         top_logprobs: their log-probabilities [R, K].
+        prompts: log-probabilities of tokens of prompts, by the index of the chunk, for requests
+            with `Sampling.prompt_logprobs`.
+        errors: errors of logits processors by row, whose requests end.
     """
 
     ids: np.ndarray
     logprobs: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    prompts: Mapping[int, list[TokenLogprobs]] | None = None
+    errors: Mapping[int, RequestError] | None = None
+
+    @classmethod
+    def of(cls, arrays: Iterable[np.ndarray]) -> StepResult:
+        """Return the result with these values of its first field, or of its first four."""
+        ids, *rest = arrays
+        if not rest:
+            return cls(ids)
+        logprobs, top_ids, top_logprobs = rest
+        return cls(ids, logprobs, top_ids, top_logprobs)
 
     def token(self, row: int, count: int) -> TokenLogprobs:
         """Return the log-probabilities of a row, with the ``count`` most likely tokens."""

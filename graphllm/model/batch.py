@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..graph.tensor import Tensor, Var, feed, state
 
+MAX_LOGITS_BYTES = 64 << 20  # upper bound of the logits that a plan without sampling computes
+
 # Sources of step variables.
 FED = "fed"  # written by the host before a step
 ADVANCED = "advanced"  # written by the host or, at the end of a decode step, by `ops.advance`
@@ -72,6 +74,10 @@ class Limits:
         if not window:
             return self.blocks
         return min(self.blocks, -(-(window + self.tokens) // self.block) + 1)
+
+    def logits_rows(self, vocab: int) -> int:
+        """Return the number of rows of logits [N, vocab] that a plan without sampling computes."""
+        return max(1, min(self.tokens, MAX_LOGITS_BYTES // (4 * vocab)))
 
     def pool_blocks(self, window: int) -> int:
         """Return the number of KV cache blocks that all sequences share in a layer.

@@ -108,7 +108,8 @@ class Decoder(DecoderBlocks):
         unused = sorted(set(self.weights.names()) - self.used - optional)
         if unused:
             raise UnusedTensors(unused)
-        return {"logits": logits, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
+        outputs = {"logits": logits, "hidden": hidden}
+        return {**outputs, **{f"kv.{name}": pool for name, pool in self.pools.items()}}
 
     def check_cache(self, limits: Limits) -> None:
         """Raise RequestError if the KV cache dtype does not fit the head size."""

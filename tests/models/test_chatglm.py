@@ -15,10 +15,10 @@ from cuda_cases import DEVICES, need_device
 from hf_models import SPECS, config_of, distance
 
 import graphllm
-from graphllm.engine import evaluation as evaluations
 from graphllm.engine import trace as traces
 from graphllm.engine.request import Sampling
 from graphllm.errors import ConfigError, RequestError
+from graphllm.model import batch
 from graphllm.profiler import bench
 from graphllm.profiler.bench import Test
 
@@ -106,7 +106,7 @@ def test_a_long_prompt_is_one_step(folder: Path) -> None:
 def test_more_tokens_in_one_step_than_rows_of_logits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluations, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
+    monkeypatch.setattr(batch, "MAX_LOGITS_BYTES", 4 * 131 * 7)  # seven rows
     llm, ids = load(folder), random_ids(40, 25)
     with llm.engine.evaluation(ids) as sequence:
         assert [len(piece) for piece in sequence.logits(ids)] == [25, 7, 7, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from windowed_model import CONTEXT
 
 from graphllm.engine.engine import Engine
@@ -15,8 +16,17 @@ Request = tuple[list[int], Sampling]
 Answer = list[int | TokenLogprobs]
 
 
-def requests(rng: random.Random, count: int) -> list[Request]:
-    """Return random prompts, some of which share a prefix, and settings."""
+def favour_low_ids(ids: list[int], logits: np.ndarray) -> np.ndarray:
+    """A logits processor."""
+    logits[: len(ids)] += 1
+    return logits
+
+
+def requests(rng: random.Random, count: int, processors: bool = False) -> list[Request]:
+    """Return random prompts, some of which share a prefix, and settings.
+
+    ``processors``: some have a logits processor.
+    """
     made: list[Request] = []
     for seed in range(count):
         prompt = [rng.randrange(3, 90) for _ in range(rng.choice([1, 2, 7, 16, 33, 60]))]
@@ -25,6 +35,10 @@ def requests(rng: random.Random, count: int) -> list[Request]:
         more = {"repeat_penalty": 1.3, "frequency_penalty": 0.2} if seed % 3 == 0 else {}
         if seed % 8 == 1:
             more["logprobs"] = seed % 5
+        if seed % 16 == 5:
+            more["prompt_logprobs"] = seed % 3
+        if processors and seed % 16 == 10:
+            more["processors"] = [favour_low_ids]
         settings = Sampling(
             temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
             top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **more,
@@ -50,11 +64,16 @@ def logprobs_of(found: list[Answer]) -> list[float]:
 
 
 def take(generation: Generation, found: Answer) -> None:
-    """Move the sampled ids of a generation, or their log-probabilities, to ``found``."""
+    """Move the sampled ids of a generation, or their log-probabilities, to ``found``.
+
+    Once the generation has ended, log-probabilities of the prompt follow.
+    """
     while generation.events:
         event = generation.events.popleft()
         if isinstance(event, Sampled) and event.token is not None:
             found.append(event.token if event.logprobs is None else event.logprobs)
+    if generation.done:
+        found += generation.prompt_logprobs
 
 
 def collect(engine: Engine, live: dict[int, Generation]) -> dict[int, Answer]:
