@@ -102,8 +102,8 @@ def decode(llm: LLM, wrap: Any) -> float:
     make_loop = engine.executor.decode_loop
     tokens = bench.filler_tokens(DECODE.depth, llm.decoder.cfg.vocab)
 
-    def wrapped(*call: Any) -> DecodeLoop:
-        steps = make_loop(*call)
+    def wrapped(*call: Any, **more: Any) -> DecodeLoop:
+        steps = make_loop(*call, **more)
         wrap(steps)
         return steps
 

@@ -229,7 +229,7 @@ class Runner:
         lengths: list[int] = []
         steps = self.executor.decode_loop(
             plan, feeds, env, outputs[0], recorder,
-            lambda: {"kv_sum": sum(lengths)}, outputs[1:],
+            lambda: {"kv_sum": sum(lengths)}, further=outputs[1:],
         )  # fmt: skip
         return _Loop(rows, outputs, recorder, steps, lengths)
 

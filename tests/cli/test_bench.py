@@ -111,8 +111,8 @@ class StepLog:
         self.steps.append((tokens, (env or {}).get("kv_sum")))
         return self.run(plan, feeds, env, *rest)
 
-    def _decode_loop(self, *call):
-        steps = self.decode_loop(*call)
+    def _decode_loop(self, *call, **more):
+        steps = self.decode_loop(*call, **more)
 
         def recording_launch():
             self.steps.append((1, call[-1]()["kv_sum"]))
