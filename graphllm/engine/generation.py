@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import NumericError
 from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
+from .logits_processors import ForcedIds, LogitsProcessor
 from .request import Completion, Sampling
 from .sequence import ActiveSequence
 from .step_result import TokenLogprobs
@@ -113,8 +114,8 @@ class Generation:
             delivery: how the consumer waits; by default it runs the steps.
         """
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
-        self.changes_logits = sampling.changes_logits or bool(sampling.processors)
-        self.processors = sampling.processors
+        forced = ForcedIds(sampling.forced_ids, sequence.prompt_tokens)
+        self._use_processors((*sampling.processors, *([forced] if forced.ids else [])))
         self.asks_logprobs = sampling.logprobs is not None
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
@@ -187,6 +188,8 @@ class Generation:
             text = self._matcher.push(text)
         self.count += 1  # with the event, see `Batcher._recover`
         self._add(Sampled(token, text, at, logprobs))
+        if self.count == len(sampling.forced_ids):
+            self._use_processors(sampling.processors)
         if self._matcher.matched:
             return self._finish("stop", at)
         if self.count >= sampling.max_tokens:
@@ -195,6 +198,10 @@ class Generation:
             self.note = f"the context of {self._context} tokens is full: the answer is cut off"
             return self._finish("length", at)
         return False
+
+    def _use_processors(self, processors: Sequence[LogitsProcessor]) -> None:
+        self.processors = processors
+        self.changes_logits = self.sampling.changes_logits or bool(processors)
 
     def end_empty(self) -> None:
         """End a request for no tokens."""

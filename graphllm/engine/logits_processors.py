@@ -13,6 +13,25 @@ from ..errors import SHOWN, RequestError
 LogitsProcessor = Callable[[Sequence[int], np.ndarray], Any]  # (ids so far, logits) -> logits
 
 
+class ForcedIds:
+    """Logits processor under which an answer begins with given ids, whatever their logits.
+
+    Args:
+        ids: ids that the answer begins with.
+        prompt_tokens: number of tokens of the prompt.
+    """
+
+    def __init__(self, ids: Sequence[int], prompt_tokens: int) -> None:
+        self.ids, self._prompt_tokens = ids, prompt_tokens
+
+    def __call__(self, ids: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        at = len(ids) - self._prompt_tokens
+        if at < len(self.ids):
+            logits[:] = -np.inf
+            logits[self.ids[at]] = 0
+        return logits
+
+
 def process_logits(
     processors: Iterable[LogitsProcessor], ids: Sequence[int], logits: np.ndarray
 ) -> np.ndarray:

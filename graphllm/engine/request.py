@@ -57,6 +57,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "stop_ids": token_ids,
     "n": Integer(1, MAX_SAMPLES),
     "processors": functions,
+    "forced_ids": token_ids,
     "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
 }
@@ -138,6 +139,7 @@ class Sampling:
             far, logits float32 [vocab]) and return the logits to sample from. They are called in
             order, after biases and penalties and before the filters and the temperature. A function
             that fails ends the request with a RequestError.
+        forced_ids: token ids that the answer begins with, whatever their logits.
     """
 
     max_tokens: int = 128
@@ -170,6 +172,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     processors: Sequence[LogitsProcessor] = ()
+    forced_ids: Sequence[int] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -190,7 +193,7 @@ class Sampling:
     def token_ids(self) -> list[int]:
         """All token ids that the settings mention."""
         lists = (self.stop_ids, self.logit_bias, self.banned_ids, self.allowed_ids)
-        return [i for each in (*lists, self.dry_breaker_ids) for i in each]
+        return [i for each in (*lists, self.dry_breaker_ids, self.forced_ids) for i in each]
 
     @classmethod
     def from_arguments(cls, where: str, arguments: Mapping[str, Any]) -> Sampling:

@@ -93,6 +93,27 @@ def test_other_requests_of_the_batch_are_not_changed(tmp_path, monkeypatch):
     assert list(collect(engine, live).values()) == want
 
 
+def test_forced_ids(llm):
+    """The answer begins with them, and goes on as after a prompt that ends with them."""
+    forced, greedy = [60, 11, 60], {**SETTINGS, "temperature": 0.0}
+    have = llm.generate(
+        PROMPT, forced_ids=forced, banned_ids=[60], logprobs=0, repeat_penalty=1.2, **greedy
+    )
+    rest = llm.generate(
+        [*PROMPT, *forced], banned_ids=[60], repeat_penalty=1.2, **{**greedy, "max_tokens": 3}
+    )
+    assert have.ids == [*forced, *rest.ids]
+    logits = llm.logits([*PROMPT, *forced])[len(PROMPT) - 1 : -1].astype(np.float64)
+    want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    found = [each.logprob for each in have.logprobs[:3]]
+    np.testing.assert_allclose(found, want[range(3), forced], atol=1e-4)
+    done = llm.generate(PROMPT, forced_ids=[60, 2, 60], processors=[favour_7], **SETTINGS)
+    assert done.ids == [60] and done.finish_reason == "stop"  # 2 is EOS
+    assert llm.generate(PROMPT, forced_ids=[60, 61], **{**SETTINGS, "max_tokens": 1}).ids == [60]
+    with pytest.raises(RequestError, match="token id 400"):
+        llm.generate(PROMPT, forced_ids=[400])
+
+
 # ----------------------------------------------------------------------------------------- failures
 
 
