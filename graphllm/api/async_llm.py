@@ -13,7 +13,7 @@ from ..checkpoints.checkpoint import Checkpoint
 from ..engine.generation import Delivery
 from ..engine.request import Completion, Sampling
 from .llm import LLM
-from .prompts import Prompt, parse_prompt, parse_prompts, parse_settings
+from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts, parse_settings
 from .request_handle import RequestHandle
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class AsyncLLM:
         _ = self.llm.tokenizer  # raises if there is none: no text could be yielded
         found = parse_prompt(prompt, "llm.stream")
         settings = parse_settings(sampling, None, "llm.stream")[0]
+        check_one_sample(settings, "llm.stream")
         return self._stream(found, settings)
 
     @overload
@@ -88,6 +89,7 @@ class AsyncLLM:
     def chat_stream(self, messages: Sequence[Message], **sampling: Any) -> AsyncIterator[str]:
         """As `chat`, but yield the text piece by piece."""
         settings = parse_settings(sampling, None, "llm.chat_stream")[0]
+        check_one_sample(settings, "llm.chat_stream")
         return self._stream(lambda: self.llm.encode_chat(messages), settings)
 
     async def _stream(
@@ -121,8 +123,9 @@ class AsyncLLM:
                 submitted = await self._submit(prompt, own, delivery)
                 handles.append((submitted, ended))
             for handle, ended in handles:
-                await ended.wait()
-                handle.poll()
+                while not handle.poll()[1]:
+                    await ended.wait()  # of one of its samples
+                    ended.clear()
             return [handle.completion for handle, _ in handles]
         finally:
             for handle, _ in handles:

@@ -94,17 +94,21 @@ class RequestHandle:
         """Consume the results that are there, without waiting.
 
         Returns:
-            The text that they add, and whether the request has ended.
+            The text that they add (of several samples, to the first one), and whether the request
+            has ended.
 
         Raises:
             GraphllmError: see `result`.
         """
         with self._mutex:
-            before = len(self.completion.text)
-            while self._generation.ready:
-                if not self._consume():
-                    return self.completion.text[before:], True
-            return self.completion.text[before:], False
+            before, ended = len(self.completion.text), False
+            while self._generation.ready and not ended:
+                ended = not self._consume()
+            text = self.completion.text[before:]
+        ended = all([ended, *(each.poll()[1] for each in self.alternatives)])
+        if ended:
+            self.completion.alternatives = [each.completion for each in self.alternatives]
+        return text, ended
 
     def _advance(self) -> bool:
         """Wait for a result and consume it; return whether there was one."""

@@ -229,7 +229,7 @@ class Runner:
         lengths: list[int] = []
         steps = self.executor.decode_loop(
             plan, feeds, env, outputs[0], recorder,
-            lambda: {"kv_sum": sum(lengths)}, further=outputs[1:],
+            lambda: {"kv_sum": sum(lengths)}, others=outputs[1:],
         )  # fmt: skip
         return _Loop(rows, outputs, recorder, steps, lengths)
 
@@ -259,7 +259,7 @@ class Runner:
         self._advanced = loop.rows
         if len(loop.outputs) == 1:
             return StepResult(ids)
-        return StepResult.of([ids, *loop.steps.take_further()])
+        return StepResult.of([ids, *loop.steps.take_others()])
 
     def reset(self) -> None:
         """Forget the decode loop: the next step is fed by the host."""

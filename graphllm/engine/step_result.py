@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,9 +29,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that JSON output shows."""
-        top = [{"id": each, "logprob": value} for each, value in self.top]
-        return {"id": self.id, "logprob": self.logprob, "top": top}
+        """Return the object that JSON output shows; None for a value that is not finite."""
+        entries = [(self.id, self.logprob), *self.top]
+        own, *top = (
+            {"id": each, "logprob": value if math.isfinite(value) else None}
+            for each, value in entries
+        )
+        return {**own, "top": top}
 
 
 class StepResult(NamedTuple):

@@ -50,7 +50,7 @@ class Output:
 class DecodeLoop:
     """Repeated runs of one plan: `launch` starts a run, `take` returns the oldest run's output.
 
-    A plan may have further outputs, which `take_further` returns.
+    A plan may have other outputs, which `take_others` returns.
 
     All look-ups are done in advance: between two tokens the interpreter's caches are cold, and
     every line of Python costs microseconds.
@@ -66,10 +66,10 @@ class DecodeLoop:
         launchers: Sequence[Callable[[], object]],
         read: Callable[[], np.ndarray],
         lookahead: int = 0,
-        further: Sequence[Callable[[], np.ndarray]] = (),
+        others: Sequence[Callable[[], np.ndarray]] = (),
     ) -> None:
         self.launchers, self._read, self.lookahead = launchers, read, lookahead
-        self._further = further
+        self._others = others
         self.waiting = 0
 
     @classmethod
@@ -87,7 +87,7 @@ class DecodeLoop:
         rings = [ring for each in outputs if ahead and (ring := each.ring(env)) is not None]
         if len(rings) < len(outputs):
             reads = [each.reader(env) for each in outputs]
-            return cls(launchers, reads[0], further=reads[1:])
+            return cls(launchers, reads[0], others=reads[1:])
         puts, takes = [ring.put for ring in rings], [ring.take for ring in rings]
         lookahead = min(ring.lookahead for ring in rings)
         return cls([*launchers, *puts], takes[0], lookahead, takes[1:])
@@ -103,6 +103,6 @@ class DecodeLoop:
         self.waiting -= 1
         return self._read()
 
-    def take_further(self) -> list[np.ndarray]:
-        """Return the further outputs of the run that `take` returned last. Call it once a run."""
-        return [read() for read in self._further]
+    def take_others(self) -> list[np.ndarray]:
+        """Return the other outputs of the run that `take` returned last. Call it once a run."""
+        return [read() for read in self._others]

@@ -338,7 +338,7 @@ class Executor:
         name: str,
         profile: Recorder | None = None,
         counts: Callable[[], Mapping[str, int]] = dict,
-        further: Sequence[str] = (),
+        others: Sequence[str] = (),
     ) -> DecodeLoop:
         """Return a loop that runs ``plan`` repeatedly and returns outputs of each run.
 
@@ -353,7 +353,7 @@ class Executor:
             name: the output to return.
             profile: recorder of the runs.
             counts: returns further facts of the next run for the costs of its steps.
-            further: names of the further outputs, see `DecodeLoop.take_further`.
+            others: names of the other outputs, see `DecodeLoop.take_others`.
 
         Raises:
             GraphError: an input was never fed, or a feed does not fit.
@@ -363,7 +363,7 @@ class Executor:
         for leaf in plan.inputs.values():
             if not self.buffers.written(leaf.name):
                 raise GraphError(f"input {leaf.name!r} ({leaf.meta}) was never fed")
-        outputs = [bound.outputs[each] for each in (name, *further)]
+        outputs = [bound.outputs[each] for each in (name, *others)]
         launchers: list[Callable[[], object]] = [partial(s.run, None) for s, _ in bound.segments]
         if (recorder := self._recorder(profile)) is not None:
             recorded = partial(recorder.run, plan, bound.segments)

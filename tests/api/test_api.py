@@ -175,8 +175,9 @@ def test_numpy_scalars_generate_the_same(llm):
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_aliases_of_other_programs(llm, alias):
-    lists = {"stop": ["e"], "stop_ids": [5], "allowed_ids": [5], "typical_p": 0.5}
-    value = lists.get(ALIASES[alias], 2)
+    values = {"stop": ["e"], "stop_ids": [5], "allowed_ids": [5], "typical_p": 0.5,
+              "processors": [lambda ids, logits: -logits]}  # fmt: skip
+    value = values.get(ALIASES[alias], 2)
     want, have = (llm.generate(TEXT, seed=1, **{name: value}) for name in (ALIASES[alias], alias))
     assert (have.ids, have.text) == (want.ids, want.text)
     with pytest.raises(RequestError, match=f"{alias} and {ALIASES[alias]} are the same argument"):

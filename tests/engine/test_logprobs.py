@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import lazy_device
@@ -14,6 +15,7 @@ from windowed_model import IDS
 import graphllm
 from graphllm.engine.generation import Sampled
 from graphllm.engine.request import Completion, Sampling
+from graphllm.engine.step_result import TokenLogprobs
 from graphllm.errors import RequestError
 from graphllm.model import batch
 
@@ -86,6 +88,12 @@ def test_a_device_that_runs_ahead(tmp_path, monkeypatch):
     check(done.logprobs, done.ids, logits, 2)
 
 
+def test_json_has_no_infinity():
+    entry = TokenLogprobs(5, -np.inf, ((7, -0.5), (8, np.nan)))
+    top = [{"id": 7, "logprob": -0.5}, {"id": 8, "logprob": None}]
+    assert entry.as_dict() == {"id": 5, "logprob": None, "top": top}
+
+
 # ----------------------------------------------------------------------------- tokens of the prompt
 
 
@@ -132,6 +140,8 @@ def test_several_samples(llm):
     again = llm.submit(prompt, max_tokens=8, n=6, **SETTINGS).result()
     assert [each.ids for each in again.choices] == [each.ids for each in done.choices]
     assert len(again.as_dict()["alternatives"]) == 5
+    awaited = asyncio.run(graphllm.AsyncLLM(llm).generate(prompt, max_tokens=8, n=6, **SETTINGS))
+    assert [each.ids for each in awaited.choices] == [each.ids for each in done.choices]
     two = llm.generate([prompt, "hello"], max_tokens=8, n=2, **SETTINGS)
     assert [each.ids for each in two[0].choices] == [each.ids for each in done.choices[:2]]
 
@@ -169,8 +179,11 @@ def test_bad_arguments(llm, name, value, why):
 def test_streams_have_one_sample(llm):
     calls = {
         "stream": lambda: llm.stream("hello", n=2),
+        "stream ": lambda: graphllm.AsyncLLM(llm).stream("hello", n=2),
         "complete": lambda: llm.complete("hello", Sampling(n=2), Completion()),
     }
     for name, call in calls.items():
-        with pytest.raises(RequestError, match=f"^llm.{name} yields the text of one sample, not"):
+        with pytest.raises(
+            RequestError, match=f"^llm.{name.strip()} yields the text of one sample, not"
+        ):
             call()
