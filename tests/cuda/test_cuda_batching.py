@@ -56,6 +56,8 @@ def possible(engine, prompt, settings, ids) -> set[int]:
         np.full(DRAWS, len(tokens), np.int32), feeds["breakers"], feeds["penalty_factors"],
         feeds["penalty_windows"],
     )  # fmt: skip
+    for process in settings.processors:
+        x = np.stack([process(tokens, each) for each in x])
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "count", "sample_index")
     return set(ops.get("sample").reference(x, *(feeds[name] for name in names)).tolist())
 
@@ -70,7 +72,7 @@ def possible(engine, prompt, settings, ids) -> set[int]:
 )
 def test_random_requests_get_what_they_get_alone(path, limits):
     rng = random.Random(SEED)
-    asked = requests(rng, REQUESTS)
+    asked = requests(rng, REQUESTS, processors=True)
     single = windowed_model.make_engine(path, backends=("cuda",))
     want = [answer(single, *each) for each in asked]
     engine = windowed_model.make_engine(path, backends=("cuda",), **limits)
