@@ -284,13 +284,16 @@ class Scheduler:
     def _fits(self, sequence: ActiveSequence, blocks: SequenceBlocks) -> bool:
         """Whether the whole prompt fits beside the prompts of running sequences.
 
-        One block for each running sequence is left free, since those that decode need one soon.
+        One block for each running sequence is left free, since those that decode need one soon,
+        unless it has the blocks of the whole context. Pools for all sequences at full length thus
+        admit all of them.
         """
         wanted = [(blocks, min(len(sequence.tokens) + 1, self.context))]
         for other in filter(_has_prompt, self._running):
             if other.blocks is not None:
                 wanted.append((other.blocks, min(len(other.tokens) + 1, self.context)))
-        return self._manager.can_hold(wanted, self.tokens, spare=len(self._running))
+        growing = sum(not other.blocks.complete for other in self._running if other.blocks)
+        return self._manager.can_hold(wanted, self.tokens, spare=growing)
 
     def _add_chunk(self, sequence: ActiveSequence, blocks: SequenceBlocks, stop: int) -> bool:
         """Add a chunk to the step; return False if the sequence had to be preempted instead."""

@@ -49,3 +49,8 @@ class SequenceBlocks:
         self._taken: list[CachedBlock] = []  # what was in the blocks being taken over, by group
         self._reserved = 0  # tokens for which blocks were reserved
         self._drop_at = 0  # number of computed tokens from which a windowed group drops a block
+
+    @property
+    def complete(self) -> bool:
+        """Whether they include the last block that a sequence of any length has."""
+        return all(self._used >= len(table) for table in self.tables.values())

@@ -484,3 +484,16 @@ def test_an_idle_sequence_is_preempted_before_the_others():
         scheduler.complete(chunks)
         assert [c.sequence for c in chunks] == [second]
     assert first.paused and first.blocks is None and second.preemptions == 0
+
+
+def test_pools_for_all_sequences_at_full_length_admit_all():
+    """No block is left free for a sequence that has the blocks of the whole context."""
+    scheduler = make(pool=3 * 16, tokens=192, sequences=3, context=64)
+    added(scheduler, *(sequence(64, first) for first in range(3)))
+    assert [chunk.stop for chunk in scheduler.schedule()] == [64, 64, 64]
+    short = make(pool=3 * 16, tokens=192, sequences=4, context=64)
+    added(short, sequence(60), sequence(60, 1), sequence(64, 2))
+    assert [chunk.stop for chunk in short.schedule()] == [60, 60, 64]
+    few = make(pool=3 * 16 - 1, tokens=192, sequences=3, context=64)
+    added(few, *(sequence(64, first) for first in range(3)))
+    assert [chunk.stop for chunk in few.schedule()] == [64, 64]
