@@ -22,6 +22,7 @@ from ..arguments import (
 from ..engine.engine import PrefillCallback
 from ..engine.request import Completion, Sampling
 from ..engine.trace import Patch, Tracer
+from ..errors import RequestError
 from ..loading.loaded_model import LoadedModel
 from ..runtime.executor import Progress
 from .prompts import Prompt, check_one_sample, parse_prompt, parse_prompts
@@ -198,19 +199,20 @@ class LLM(TextGenerator):
 
     def profile(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Prompt],
         decode: int = 64,
         repeat: int = 3,
         show: Progress = lambda what, done, total: None,
     ) -> Profile:
-        """Profile the prefill of a prompt and the decode steps after it, op by op.
+        """Profile the prefill of prompts and the decode steps after them, op by op.
 
-        Profiled passes are interleaved with passes without profiling. No other request runs
+        Profiled passes are interleaved with passes without profiling. Several prompts run as one
+        batch, and `Profile.requests` divides the time among them. No other request may run
         meanwhile.
 
         Args:
-            prompt: a string or token ids.
-            decode: number of tokens to generate.
+            prompt: a string or token ids, or a sequence of either, at most ``max_sequences``.
+            decode: number of tokens to generate for each prompt.
             repeat: number of profiled passes.
             show: called with (description, passes done, total).
 
@@ -221,6 +223,10 @@ class LLM(TextGenerator):
 
         rules: dict[str, Rule] = {"decode": Integer(), "repeat": Integer(1), "show": function}
         own = check(rules, {"decode": decode, "repeat": repeat, "show": show})
-        ids = self._ids(prompt, "llm.profile")
+        found = parse_prompts(prompt, "llm.profile")
+        if not found:
+            raise RequestError("the prompt is empty")
+        several = found if isinstance(found, tuple) else (found,)
+        prompts = [self._ids(each, "llm.profile") for each in several]
         with self.engine.lock.hold("llm.profile"):
-            return capture.profile(self, ids, **own)
+            return capture.profile(self, prompts, **own)

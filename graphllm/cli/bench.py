@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import csv
 import gc
-import io
 import itertools
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import GraphllmError, RequestError
 from ..progress import progress_line
 from ..terminal import note
+from . import bench_batches, bench_load
+from .bench_load import LoadTestOptions
+from .bench_tables import Column, Row, as_csv, as_json, markdown
+from .number_lists import parse_numbers
 from .options import ModelSource, PlacementOptions, verb
 from .output import show
 
 if TYPE_CHECKING:
     from ..api import LLM
+    from ..profiler.batch_bench import BatchTest
     from ..profiler.bench import Test
     from ..profiler.roofline import Ceilings
 
-Row = Mapping[str, Any]
-
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?", re.ASCII)
-_MAX_VALUES = 1000  # in one list
 _LIST = "LIST"
 
 
@@ -58,6 +55,16 @@ class BenchGrid:
             help="Number of tokens in the KV cache before each test.",
         ),
     ] = "0"
+    batches: Annotated[
+        str,
+        typer.Option(
+            "-b",
+            "--batch",
+            metavar=_LIST,
+            help="Number of sequences that are prefilled and decoded at once.",
+            show_default=False,
+        ),
+    ] = ""
     threads: Annotated[
         str,
         typer.Option(
@@ -96,35 +103,19 @@ class BenchGrid:
             raise RequestError("-p 0 and -n 0: nothing to measure")
         return found
 
+    def batch_tests(self) -> list[BatchTest]:
+        """Return the tests of `-b`. RequestError: a list is invalid, or -d is given, too."""
+        if parse_numbers("-d", self.depths) != [0]:
+            raise RequestError("-d and -b: with -b, -p is the number of tokens in the KV cache")
+        if self.repeat < 1:
+            raise RequestError(f"-r {self.repeat} must be at least 1")
+        lists = (("-p", self.prompts), ("-n", self.gens), ("-b", self.batches))
+        return bench_batches.parse_tests(*(parse_numbers(flag, text) for flag, text in lists))
+
     def setups(self) -> list[tuple[str | None, int]]:
         """Return pairs (KV cache type, threads). The model is loaded once for each."""
         kinds = [kind.strip() or None for kind in self.kv_types.split(",")]
         return list(itertools.product(kinds, parse_numbers("-t", self.threads)))
-
-
-def parse_numbers(flag: str, text: str) -> list[int]:
-    """Return the values of a list: ``512``, ``1,2,4``, ``1-8``, ``8-64+8`` or ``1-64*2``.
-
-    RequestError: the list is invalid.
-    """
-    values: list[int] = []
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        if match is None:
-            raise RequestError(
-                f"{flag} {text!r} must be comma-separated integers or ranges: first-last, "
-                "first-last+step or first-last*factor"
-            )
-        first, last, sign, step = match.groups()
-        at, end, by = int(first), int(last or first), int(step or 1)
-        if at > end or by < 1 or (sign == "*" and (by < 2 or at < 1)):
-            raise RequestError(f"{flag} {part.strip()!r} is an empty or infinite range")
-        while at <= end and len(values) <= _MAX_VALUES:
-            values.append(at)
-            at = at * by if sign == "*" else at + by
-    if len(values) > _MAX_VALUES:
-        raise RequestError(f"{flag} {text!r} has more than {_MAX_VALUES} values")
-    return values
 
 
 @verb
@@ -132,6 +123,7 @@ def bench(
     placement: PlacementOptions,
     grid: BenchGrid,
     source: ModelSource,
+    load_test: LoadTestOptions,
     ceiling: Annotated[
         bool,
         typer.Option("--ceiling/--no-ceiling", help="Compare with the memory bandwidth ceiling."),
@@ -149,13 +141,27 @@ def bench(
     as a share of the highest memory bandwidth measured on this machine with
     at most as many threads; it is measured at most once a day.
 
+    With -b, the columns are those of llama-batched-bench: each of B sequences
+    has a prompt of PP tokens of its own and decodes TG tokens, with sampling.
+
     graphllm bench demo -p 128,512 -n 64 -d 0,4096 -t 1,2
+
+    graphllm bench demo -p 128 -n 32 -b 1,8,32
+
+    graphllm bench demo --load synthetic --rate 4 -p 16-256 -n 64 -b 16
 
     graphllm bench --random qwen2-1.5b --type q4_0 -o json
     """
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output} must be md, json or csv")
-    tests, setups = grid.tests(), grid.setups()
+    setups = grid.setups()
+    if load_test.load is not None:
+        _bench_load(placement, grid, source, load_test, ceiling, output)
+        return
+    if grid.batches:
+        _bench_batches(placement, grid, source, ceiling, output)
+        return
+    tests = grid.tests()
     file = source.open(placement)
     best = _ceiling(placement.device) if ceiling else None
     rows = itertools.chain.from_iterable(
@@ -165,6 +171,45 @@ def bench(
     formats = {"json": as_json, "csv": as_csv}
     for line in formats[output](rows) if output in formats else as_table(rows, bool(grid.kv_types)):
         show(line)
+
+
+def _bench_load(
+    placement: PlacementOptions, grid: BenchGrid, source: ModelSource, options: LoadTestOptions,
+    ceiling: bool, output: str,
+) -> None:  # fmt: skip
+    """Run a load test and print its result."""
+    setups = grid.setups()
+    if len(setups) > 1 or output == "csv":
+        raise RequestError("--load takes one --kv-type, one -t, and -o md or json")
+    file = source.open(placement)
+    best = _ceiling(placement.device) if ceiling else None
+    lists = {"-p": grid.prompts, "-n": grid.gens, "-b": grid.batches}
+    found = bench_load.run(placement, file, setups[0], options, lists, best)
+    for line in bench_load.lines(found, output):
+        show(line)
+
+
+def _bench_batches(
+    placement: PlacementOptions, grid: BenchGrid, source: ModelSource, ceiling: bool, output: str
+) -> None:
+    """Run the tests of `-b` and print them; a table for each KV cache type and thread count."""
+    tests = grid.batch_tests()
+    file = source.open(placement)
+    best = _ceiling(placement.device) if ceiling else None
+    found = [
+        bench_batches.rows(placement, file, setup, tests, grid.repeat, best)
+        for setup in grid.setups()
+    ]
+    if output != "md":
+        formats = {"json": as_json, "csv": as_csv}
+        for line in formats[output](itertools.chain.from_iterable(found)):
+            show(line)
+        return
+    for rows in found:
+        first = next(rows)
+        show(bench_batches.title(first))
+        for line in markdown(itertools.chain([first], rows), bench_batches.COLUMNS):
+            show(line)
 
 
 def _ceiling(device: str) -> Ceilings | None:
@@ -223,26 +268,6 @@ def _rows(
 # ------------------------------------------------------------------------------------------ output
 
 
-def as_json(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield the lines of a JSON array, one object per line."""
-    before = "["
-    for row in rows:
-        yield before + json.dumps(row)
-        before = ","
-    yield "]"
-
-
-def as_csv(rows: Iterable[Row]) -> Iterator[str]:
-    """Yield a header and quoted values; without the samples, as llama-bench does."""
-    for number, row in enumerate(rows):
-        short = {key: value for key, value in row.items() if not key.startswith("samples")}
-        if not number:
-            yield ",".join(short)
-        line = io.StringIO()
-        csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="").writerow(short.values())
-        yield line.getvalue()
-
-
 def _rate(row: Row) -> str:
     return f"{row['tok_s']:.2f} ± {row['spread']:.1%}"
 
@@ -263,8 +288,7 @@ def _size(row: Row) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
-# Title (a trailing colon right-aligns the column), width, text.
-_COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("model", 30, lambda row: row["model_type"]),
     ("size:", 10, _size),
     ("params:", 10, _params),
@@ -281,16 +305,4 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
 
 def as_table(rows: Iterable[Row], kv: bool) -> Iterator[str]:
     """Yield the lines of a Markdown table. ``kv``: include the type of the KV cache."""
-    columns = [column for column in _COLUMNS if kv or column[0] != "kv"]
-    widths = [width for _, width, _ in columns]
-    right = [title.endswith(":") for title, _, _ in columns]
-    for number, row in enumerate(rows):
-        if not number:
-            yield _line([title.rstrip(":") for title, _, _ in columns], widths, right)
-            yield _line(["-" * (w - r) + ":" * r for w, r in zip(widths, right)], widths, right)
-        yield _line([text(row) for _, _, text in columns], widths, right)
-
-
-def _line(cells: Iterable[str], widths: Iterable[int], right: Iterable[bool]) -> str:
-    padded = (f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(cells, widths, right))
-    return "| " + " | ".join(padded) + " |"
+    return markdown(rows, [column for column in COLUMNS if kv or column[0] != "kv"])

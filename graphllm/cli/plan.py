@@ -26,6 +26,16 @@ def plan(
             help="Free GPU memory in GB; by default that of the GPU, or unlimited without a GPU.",
         ),
     ] = None,
+    batch: Annotated[
+        str,
+        typer.Option(
+            "-b", "--batch", metavar="LIST", help="Also predict batches of this many sequences."
+        ),
+    ] = "",
+    depth: Annotated[
+        int,
+        typer.Option("-d", "--n-depth", help="With -b: number of tokens of each prompt."),
+    ] = 512,
     as_json: AsJson = False,
 ) -> None:
     """Predict placement, memory and speed of a model without loading its weights.
@@ -38,12 +48,17 @@ def plan(
     graphllm plan demo
 
     graphllm plan --random llama-7b --type q4_0 --device cuda --free 6
+
+    graphllm plan demo -b 1,8,64 -d 1000
     """
     from ..profiler.prediction import dry_run
+    from .number_lists import parse_numbers
 
     room = None if free is None else round(free * 1e9)
+    batches = parse_numbers("-b", batch) if batch else []
     own = {"max_sequences": 1} | load_options.arguments()
-    found = dry_run(source.open(load_options, data=False), **own, free=room)
+    file = source.open(load_options, data=False)
+    found = dry_run(file, **own, free=room, batches=batches, depth=depth)
     if as_json:
         show_json(found.as_dict())
         return
@@ -70,9 +85,38 @@ def _lines(found: DryRun) -> Iterator[str]:
         yield f"{name:<10} " + " ".join(f"{size / 1e6:>9.1f}" for size in sizes)
     yield ""
     yield from map(_time, phases)
+    yield from _batches(found)
     yield from found.lacking
     if any(phase.seconds is not None for phase in phases):
         yield from (f"from {line}" for line in found.basis)
+
+
+def _batches(found: DryRun) -> Iterator[str]:
+    """Yield a table of the predicted batches."""
+    if not found.batches:
+        return
+    depth = found.batches[0].depth
+    yield ""
+    yield f"{depth} tokens of each sequence, predicted"
+    yield (
+        f"{'sequences':>9} {'prefill s':>10} {'tok/s':>9} {'decode ms':>10} {'tok/s':>9} "
+        f"{'MB/step':>9} {'KV MB each':>11} {'fit':>6}"
+    )
+    for each in found.batches:
+        tokens, count = each.sequences * depth, each.sequences
+        prefill = _rate(each.prefill_s, 1.0, tokens)
+        decode = _rate(each.step_s, 1e3, count)
+        fits = "" if each.fits is None else str(each.fits)
+        yield (
+            f"{count:>9} {prefill[0]:>10} {prefill[1]:>9} {decode[0]:>10} {decode[1]:>9} "
+            f"{each.nbytes / 1e6:>9.1f} {each.sequence_bytes / 1e6:>11.2f} {fits:>6}"
+        )
+    yield ""
+
+
+def _rate(seconds: float | None, unit: float, tokens: int) -> tuple[str, str]:
+    """Format a time and tokens per second; both empty if the time is unknown."""
+    return (f"{seconds * unit:.2f}", f"{tokens / seconds:.1f}") if seconds else ("", "")
 
 
 def _table(phases: tuple[StepPrediction, StepPrediction]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from .options import LoadOptions, ModelSource, verb
 from .output import check_writable, show_table, write_file
 
 if TYPE_CHECKING:
+    from ..api import LLM
     from ..profiler.profile import Profile
 
 _PROMPT = "The capital of France is"
@@ -35,6 +36,12 @@ def profile(
     max_tokens: Annotated[
         int, typer.Option("-n", "--max-tokens", "--n-predict", help="Number of tokens to generate.")
     ] = 64,
+    batch: Annotated[
+        int,
+        typer.Option(
+            "-b", "--batch", help="Number of sequences; each has arbitrary tokens of its own."
+        ),
+    ] = 1,
     repeat: Annotated[int, typer.Option("-r", "--repeat", help="Number of profiled passes.")] = 3,
     by: Annotated[
         str, typer.Option("--by", help="Group rows by op, scope, layer, backend or format.")
@@ -59,9 +66,12 @@ def profile(
 
     graphllm profile --random mistral-7b --type q4_0 --prompt-tokens 512
 
+    graphllm profile demo -b 8 --prompt-tokens 100 -n 32
+
     Speed: median of passes without profiling. Share: of the wall time of profiled passes.
     Roofline: time at the ceiling that bounds the op (doctor --measure) as a share of its time.
-    Headroom: time above that, in ms per token.
+    Headroom: time above that, in ms per token. With -b: a batch of sequences, and the cost of
+    each of them.
     """
     from ..profiler.record import GROUP_KEYS
 
@@ -74,28 +84,26 @@ def profile(
     writers = [(path, _writer(path)) for path in output or ()]
     if prompt is not None and prompt_tokens:
         raise RequestError("give --prompt or --prompt-tokens, not both")
-    if prompt is None and source.random is not None:
+    if batch < 1:
+        raise RequestError(f"-b {batch} must be at least 1")
+    if batch > 1 and prompt is not None:
+        raise RequestError("-b has prompts of its own: give --prompt-tokens, not --prompt")
+    if prompt is None and (source.random is not None or batch > 1):
         prompt_tokens = prompt_tokens or 512
-    found = _measure(source, load_options, prompt or _PROMPT, prompt_tokens, max_tokens, repeat)
+    llm = load_options.load(source.open(load_options), max_sequences=batch)
+    prompts = _prompts(llm, prompt or _PROMPT, prompt_tokens, batch)
+    with progress_line("profiling") as progress:
+        found = llm.profile(prompts, max_tokens, repeat, progress)
     show_table(found.table(by, top, sys.stdout.isatty()))
     for path, write in writers:
         write_file(path, write(found))
 
 
-def _measure(
-    source: ModelSource,
-    load_options: LoadOptions,
-    prompt: str,
-    prompt_tokens: int,
-    decode: int,
-    repeat: int,
-) -> Profile:
-    from ..profiler.bench import filler_tokens
+def _prompts(llm: LLM, prompt: str, tokens: int, batch: int) -> list[str | list[int]]:
+    """Return the prompt, or ``batch`` prompts of arbitrary tokens without a common prefix."""
+    from ..profiler.bench import filler_prompts
 
-    llm = load_options.load(source.open(load_options))
-    ids = filler_tokens(prompt_tokens, llm.decoder.cfg.vocab)
-    with progress_line("profiling") as progress:
-        return llm.profile(ids or prompt, decode, repeat, progress)
+    return list(filler_prompts(batch, tokens, llm.decoder.cfg.vocab)) if tokens else [prompt]
 
 
 def _writer(path: Path) -> Callable[[Profile], str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ..runtime.recorder import Recorder
 from .generation import Generation
 from .runner import Runner
 from .scheduler import Scheduler
-from .sequence import ActiveSequence, Chunk
+from .sequence import ActiveSequence, Chunk, StepRecorder
 from .step_result import StepResult
 
-Recorders = tuple[Recorder, Recorder]  # of steps with prefill, and of decode steps
+Recorders = tuple[StepRecorder, StepRecorder]  # of steps with prefill, and of decode steps
 
 
 class Batcher:

@@ -88,9 +88,16 @@ class Engine:
         """Return the plan of steps of one sequence with at most ``tokens`` tokens."""
         return self._runner.plan(outputs, tokens)
 
-    def decode_plan(self) -> Plan:
-        """Return the decode plan of one sequence: compute a token, sample, advance the state."""
-        return self.plan(["ids"], 1)
+    def decode_plan(self, sequences: int = 1) -> Plan:
+        """Return the decode plan that runs this many sequences: compute a token of each, sample,
+        advance the state."""
+        most = self._runner.bucket(sequences)
+        return self._runner.plan(["ids"], most, most, most)
+
+    def prefill_plan(self, sequences: int = 1) -> Plan:
+        """Return the plan of steps that end the prompts of this many sequences, and sample."""
+        most = self._runner.bucket(sequences)
+        return self._runner.plan(["ids"], self.limits.tokens, most, most)
 
     def generation_plans(self) -> list[Plan]:
         """Return the prefill plan and the decode plan of one sequence."""

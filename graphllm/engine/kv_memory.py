@@ -30,6 +30,18 @@ def block_bytes(group: CacheSpec, limits: Limits) -> int:
     return len(group.layers) * sum(rows)
 
 
+def kv_budget(kv_memory: int | str, free: int | None) -> int | None:
+    """Return the bytes that the KV cache may take; None if unknown.
+
+    Args:
+        kv_memory: bytes, or "auto": half of what is free.
+        free: bytes that the weights leave free; None if unknown.
+    """
+    if kv_memory != AUTO:
+        return int(kv_memory)
+    return None if free is None else free // _AUTO_SHARE
+
+
 def kv_blocks(
     caches: Iterable[CacheSpec], limits: Limits, kv_memory: int | str, free: int | None
 ) -> int:

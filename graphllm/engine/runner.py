@@ -14,13 +14,12 @@ from ..graph.tensor import Tensor
 from ..model.batch import CacheSpec, Limits
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
-from ..runtime.recorder import Recorder
 from .block_manager import BlockManager
 from .generation import Generation
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs
 from .sampling_feeds import sampling_feeds
-from .sequence import Chunk
+from .sequence import Chunk, StepRecorder
 from .step_result import StepResult, TokenLogprobs
 
 Feeds = dict[str, np.ndarray]
@@ -34,7 +33,7 @@ class _Loop:
 
     rows: list[Generation]
     outputs: list[str]
-    recorder: Recorder | None
+    recorder: StepRecorder | None
     steps: DecodeLoop
     lengths: list[int]
 
@@ -86,7 +85,7 @@ class Runner:
 
     # -- one step with feeds from the host
     def run(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: Recorder | None
+        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
     ) -> StepResult:
         """Run one step fed by the host; the chunks that sample come first.
 
@@ -111,6 +110,8 @@ class Runner:
             size if sampling else 1,
         )  # fmt: skip
         feeds, env = self.feeds(plan, chunks, rows)
+        if recorder is not None:
+            recorder.begin_step(chunks)
         found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden])
         if processing:
             result = self._process(found, rows[:sampling])
@@ -201,7 +202,7 @@ class Runner:
         return self._loop.steps.waiting if self._loop else 0
 
     def decode(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: Recorder | None
+        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
     ) -> None:
         """Launch a decode step: one token of each sequence, all sampled.
 
@@ -216,7 +217,7 @@ class Runner:
         self.launch(chunks)
 
     def _new_loop(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: Recorder | None
+        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
     ) -> _Loop:
         count, outputs = len(rows), _outputs("ids", rows)
         size = self.bucket(count)
@@ -249,6 +250,8 @@ class Runner:
         if any(length % block <= 1 for length in loop.lengths):
             for name in self.caches:
                 self.executor.set_state(f"table.{name}", self._tables(loop.rows, name))
+        if loop.recorder is not None:
+            loop.recorder.begin_step(chunks)
         loop.steps.launch()
 
     def take(self) -> StepResult:

@@ -1,10 +1,12 @@
-"""A sequence that is being generated, and its share of a step."""
+"""A sequence that is being generated, its part of a step, and recorders of steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from ..runtime.recorder import Recorder
 from .sequence_blocks import SequenceBlocks
 
 
@@ -55,3 +57,10 @@ class Chunk(NamedTuple):
     start: int
     stop: int
     samples: bool
+
+
+class StepRecorder(Recorder, Protocol):
+    """A recorder of steps that knows which sequences they compute."""
+
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """Note the chunks that the next run computes."""

@@ -134,8 +134,13 @@ def sized_limits(
     """
     limits = decoder.limits(limits)
     decoder.check_cache(limits)
+    left = memory_left(decoder, executor)
+    return replace(limits, kv_blocks=kv_blocks(decoder.caches, limits, kv_memory, left))
+
+
+def memory_left(decoder: Decoder, executor: Executor) -> int | None:
+    """Return the bytes that the weights leave free on the first device; None if unknown."""
     metas = map(decoder.weights.meta, decoder.weights.names())
     needed = sum(meta.nbytes for meta in metas if meta is not None)
     free = executor.devices.of(executor.backends[0]).free()
-    left = None if free is None else max(0, free - needed)
-    return replace(limits, kv_blocks=kv_blocks(decoder.caches, limits, kv_memory, left))
+    return None if free is None else max(0, free - needed)

@@ -2,13 +2,15 @@
 
 How a profile is made, in order:
 
-- `capture` runs a prompt with and without profiling;
+- `capture` runs prompts, as one batch, with and without profiling;
 - `record` takes the time of every step from the backends' logs and adds the bytes and FLOPs that
   the op declares (`graphllm.ops`, `OpDef.node_cost`): one `Row` per step;
 - `accounting` splits the wall time into ops, copies, gaps and host time;
+- `request_costs` divides these among the requests;
 - `roofline` measures the ceilings of the machine, `phase` compares the rows with them;
 - `profile` joins the phases with what was run, on what machine;
 - `report`, `html` and `trace` show a profile; `compare` and `diff` compare two.
 
-`prediction` estimates times without running, `bench` measures speed only.
+`prediction` and `batch_prediction` estimate times without running; `bench`, `batch_bench` and
+`load_test` measure speed only.
 """

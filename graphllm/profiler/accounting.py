@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,16 +59,30 @@ class TimeAccounting:
         return 1 - abs(self.unattributed) / self.wall if self.wall else 1.0
 
 
+class RunTime(NamedTuple):
+    """Nanoseconds of one run: ``host`` before it, ``gaps`` within it, and its steps (``busy``)."""
+
+    host: int
+    gaps: int
+    busy: int
+
+
 def account(passes: Sequence[Pass], runs: Sequence[Run]) -> TimeAccounting:
     """Split the wall time of ``passes`` by cause; ``runs``: the runs that began within them."""
     total = TimeAccounting()
     for each in passes:
-        _account_pass(total, each, [run for run in runs if each.start <= run.called < each.end])
+        _account_pass(total, each, runs_of(each, runs))
     return total
 
 
-def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> None:
-    at, spent = window.start, 0  # end and sum of the time accounted for so far
+def runs_of(window: Pass, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that began within a pass."""
+    return [run for run in runs if window.start <= run.called < window.end]
+
+
+def run_times(window: Pass, runs: Sequence[Run]) -> tuple[list[RunTime], int]:
+    """Return the times of the runs of a pass, and those of the host after the last step."""
+    found, at = [], window.start
     for run in runs:
         host = max(0, run.called - at)
         at = max(at, run.called)
@@ -78,17 +93,21 @@ def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> N
             busy += at - int(ends[0])
         if run.returned > at:
             gaps, at = gaps + run.returned - at, run.returned
-        copies = int(run.times[_copy_steps(run)].sum())
-        total.ops += busy - copies
-        total.copies += copies
-        total.gaps += gaps
-        total.host += host
-        spent += busy + gaps + host
-    if window.end > at:  # the host runs Python after the last step
-        total.host += window.end - at
-        spent += window.end - at
-    total.wall += window.end - window.start
-    total.unattributed += window.end - window.start - spent
+        found.append(RunTime(host, gaps, busy))
+    return found, max(0, window.end - at)
+
+
+def _account_pass(total: TimeAccounting, window: Pass, runs: Sequence[Run]) -> None:
+    times, rest = run_times(window, runs)
+    host, gaps, busy = (sum(each) for each in zip(*times)) if times else (0, 0, 0)
+    copies = sum(int(run.times[_copy_steps(run)].sum()) for run in runs)
+    total.ops += busy - copies
+    total.copies += copies
+    total.gaps += gaps
+    total.host += host + rest
+    wall = window.end - window.start
+    total.wall += wall
+    total.unattributed += wall - host - gaps - busy - rest
 
 
 def _copy_steps(run: Run) -> np.ndarray:

@@ -178,6 +178,19 @@ def filler_tokens(count: int, vocab: int) -> list[int]:
     return [(i * 7919 + 1) % vocab for i in range(count)]
 
 
+def filler_prompts(count: int, length: int, vocab: int, number: int = 0) -> list[list[int]]:
+    """Return ``count`` prompts of ``length`` arbitrary token ids.
+
+    Those of one call differ in one of the first two ids, and so do those of calls with different
+    ``number``s. The very first one is `filler_tokens`.
+    """
+    found = []
+    for i in range(number * count, (number + 1) * count):
+        first, *rest = filler_tokens(length, vocab)
+        found.append([(first + i) % vocab, *((each + i // vocab) % vocab for each in rest)])
+    return found
+
+
 def time_once(engine: Engine, test: Test, tokens: list[int], number: int) -> int:
     """Run a test once; return its nanoseconds.
 

@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,15 @@ from ..errors import RequestError
 from ..system_info import OtherProcesses
 from ..version import __version__
 from . import roofline
-from .accounting import Pass
+from .accounting import Pass, runs_of
+from .batch_limits import check_batch
 from .bench import describe
+from .engine_requests import run_step, submit_all
 from .profile import Phase, Profile, Roofline
-from .record import Recorder, Run
+from .record import Recorder
 
 if TYPE_CHECKING:
+    from ..engine.sequence import ActiveSequence
     from ..loading.loaded_model import LoadedModel
 
 Show = Callable[[str, int, int], None]  # what, done, total
@@ -28,88 +32,120 @@ Recorders = tuple[Recorder, Recorder]  # of prefill, and of decode
 _Window = tuple[int, int]  # begin and end in nanoseconds
 
 
-def profile(llm: LoadedModel, ids: Sequence[int], decode: int, repeat: int, show: Show) -> Profile:
+def profile(
+    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, repeat: int, show: Show
+) -> Profile:
     """Profile prefill and decode. Every pass runs first without and then with profiling.
 
-    One more pass of each kind runs before, as warm-up.
+    One more pass of each kind runs before, as warm-up. In each pass all prompts are submitted at
+    once. The prefill ends when each request has its first token; requests whose prompts end early
+    decode meanwhile, in the same steps.
 
     Args:
         llm: the model; its cache is cleared.
-        ids: token ids of the prompt.
-        decode: number of tokens to decode in each pass.
+        prompts: token ids of each request.
+        decode: number of decode steps of all requests in each pass.
         repeat: number of passes.
         show: progress callback.
 
     Raises:
-        RequestError: the prompt is empty, the tokens do not fit in the context, or a count is
-            invalid.
+        RequestError: a prompt is empty, the tokens do not fit in the context or the KV cache, there
+            are more prompts than the engine computes at once, or a count is invalid.
     """
     if decode < 0 or repeat < 1:
         raise RequestError(f"decode = {decode} must be at least 0, repeat = {repeat} at least 1")
-    if not ids:
-        raise RequestError("the prompt has no tokens")
-    if len(ids) + decode > llm.limits.context:
-        total = f"{len(ids)} prompt tokens and {decode} decoded tokens"
-        raise RequestError(f"{total} exceed the context of {llm.limits.context}", "context")
-    llm.check_ids(ids)
+    own = decode + _decoded_meanwhile(llm.limits.tokens, prompts)
+    check_batch(llm.decoder.caches, llm.limits, [(len(ids), own) for ids in prompts])
+    for ids in prompts:
+        llm.check_ids(ids)
     llm.engine.prepare()
-    plain: list[tuple[_Window, _Window]] = []
-    profiled: list[tuple[_Window, _Window]] = []
     recorders = Recorder(), Recorder()
+    plain: list[_PassTimes] = []
+    profiled: list[_PassTimes] = []
     watch = OtherProcesses()
     for done in range(repeat + 1):
         show("profiling", done, repeat + 1)
-        plain.append(_run_pass(llm, ids, decode, None))
+        plain.append(_run_pass(llm, prompts, decode, None))
         if not done:  # CUDA graphs are captured in the second run of each kind
-            _run_pass(llm, ids, min(decode, 3), (Recorder(), Recorder()))
+            _run_pass(llm, prompts, min(decode, 3), (Recorder(), Recorder()))
             continue
-        profiled.append(_run_pass(llm, ids, decode, recorders))
+        profiled.append(_run_pass(llm, prompts, decode, recorders))
     show("profiling", repeat + 1, repeat + 1)
-    phases = _phases(llm, len(ids), decode, plain[1:], profiled, recorders)
+    phases = _phases(llm, decode, plain[1:], profiled, recorders)
     on_host = any(step.memory == HOST for p in phases for plan in p.plans for step in plan.steps)
     return Profile(
         phases,
         phases[0].rooflines,
-        _describe_run(llm, len(ids), decode, repeat),
+        _describe_run(llm, prompts, decode, repeat),
         _startup_times(llm, plain),
         watch.share() if on_host else None,
     )
 
 
+def _decoded_meanwhile(step: int, prompts: Sequence[Sequence[int]]) -> int:
+    """Return an upper bound of the tokens that a request decodes while others are prefilled.
+
+    ``step``: tokens of a step, of which the decoding requests take one each.
+    """
+    if len(prompts) == 1:
+        return 0
+    left = max(1, step - len(prompts))
+    return 2 * sum(-(-len(ids) // left) for ids in prompts)
+
+
+@dataclass(frozen=True)
+class _PassTimes:
+    """Wall-clock windows of the phases of one pass, its requests, and the tokens of the prefill."""
+
+    windows: tuple[_Window, _Window]
+    sequences: Sequence[ActiveSequence]
+    prefill_tokens: int
+
+
 def _run_pass(
-    llm: LoadedModel, ids: Sequence[int], decode: int, recorders: Recorders | None
-) -> tuple[_Window, _Window]:
-    """Run one pass; return the wall-clock windows of prefill and decode."""
+    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, recorders: Recorders | None
+) -> _PassTimes:
+    """Run one pass over all prompts."""
     engine = llm.engine
     engine.clear_cache()
     llm.executor.get_state("ids")  # waits for a step that was launched ahead
     start = time.perf_counter_ns()
-    sampled = engine.generate(ids, Sampling(seed=0).normalize(), (), profile=recorders)
-    next(sampled)
+    generations = submit_all(engine, prompts, Sampling(seed=0), 2**31 - 1)
+    while not all(each.count for each in generations):
+        run_step(engine, generations, recorders)
     middle = time.perf_counter_ns()
-    for _ in range(decode):
-        next(sampled)
-    return (start, middle), (middle, time.perf_counter_ns())
+    goals = [each.count + decode for each in generations]
+    while any(each.count < goal for each, goal in zip(generations, goals)):
+        run_step(engine, generations, recorders)
+    end = time.perf_counter_ns()
+    for each in generations:
+        engine.cancel(each)
+    engine.settle()
+    computed = sum(each.prefill_tokens for each in generations)
+    sequences = [each.sequence for each in generations]
+    return _PassTimes(((start, middle), (middle, end)), sequences, computed)
 
 
 def _phases(
-    llm: LoadedModel, prompt: int, decode: int, plain: Sequence[tuple[_Window, _Window]],
-    profiled: Sequence[tuple[_Window, _Window]], recorders: Recorders,
+    llm: LoadedModel, decode: int, plain: Sequence[_PassTimes], profiled: Sequence[_PassTimes],
+    recorders: Recorders,
 ) -> tuple[Phase, ...]:  # fmt: skip
     found = []
     rooflines: dict[str, Roofline] = {}
-    for index, (name, tokens) in enumerate((("prefill", prompt), ("decode", decode))):
+    indices = {s: index for each in profiled for index, s in enumerate(each.sequences)}
+    counts = profiled[0].prefill_tokens, decode * len(profiled[0].sequences)
+    for index, (name, tokens) in enumerate(zip(("prefill", "decode"), counts)):
         if not tokens:
             continue
-        spans = [pair[index] for pair in profiled]
-        lengths = [pair[index][1] - pair[index][0] for pair in plain]
+        spans = [each.windows[index] for each in profiled]
+        lengths = [each.windows[index][1] - each.windows[index][0] for each in plain]
         passes = tuple(Pass(*span, length) for span, length in zip(spans, lengths))
         runs = recorders[index].runs
-        if name == "decode":
-            runs = [run for span in spans for run in _runs_in_window(runs, span)[:tokens]]
+        if name == "decode":  # steps that a device ran ahead of the last one taken do not count
+            runs = [run for each in passes for run in runs_of(each, runs)[:decode]]
         for backend in {step.backend.name for run in runs for step in run.plan.steps}:
             add_roofline(rooflines, backend, _threads(llm))
-        found.append(Phase(name, tokens, passes, tuple(runs), rooflines))
+        found.append(Phase(name, tokens, passes, tuple(runs), rooflines, indices))
     return tuple(found)
 
 
@@ -118,10 +154,6 @@ def _threads(llm: LoadedModel) -> int:
     from ..backends.cpu.runtime.isa import thread_count
 
     return thread_count(llm.executor.options)
-
-
-def _runs_in_window(runs: Sequence[Run], span: _Window) -> list[Run]:
-    return [run for run in runs if span[0] <= run.called < span[1]]
 
 
 def add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> None:
@@ -134,7 +166,9 @@ def add_roofline(rooflines: dict[str, Roofline], backend: str, threads: int) -> 
     rooflines[backend] = Roofline(*known, ceilings.bytes_s(threads), *flops)
 
 
-def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> dict[str, Any]:
+def _describe_run(
+    llm: LoadedModel, prompts: Sequence[Sequence[int]], decode: int, repeat: int
+) -> dict[str, Any]:
     """Return the report's sections on versions, machine, model and settings."""
     executor = llm.executor
     facts = describe(llm, _threads(llm))
@@ -159,15 +193,16 @@ def _describe_run(llm: LoadedModel, prompt: int, decode: int, repeat: int) -> di
             "no_fuse": list(executor.options.without),
             "no_kernels": list(executor.options.no_kernels),
             "gpu_layers": facts["n_gpu_layers"],
-            "prompt_tokens": prompt,
+            "sequences": len(prompts),
+            "prompt_tokens": sum(map(len, prompts)),
             "decode_tokens": decode,
             "repeat": repeat,
         },
     }
 
 
-def _startup_times(llm: LoadedModel, plain: Sequence[tuple[_Window, _Window]]) -> dict[str, float]:
+def _startup_times(llm: LoadedModel, plain: Sequence[_PassTimes]) -> dict[str, float]:
     """Return the seconds of one-time work: loading, compilation, first run."""
-    walls = [(decode[1] - prefill[0]) / 1e9 for prefill, decode in plain]
+    walls = [(each.windows[1][1] - each.windows[0][0]) / 1e9 for each in plain]
     first = max(0.0, walls[0] - statistics.median(walls[1:]))
     return {"load_s": llm.load_s, **llm.executor.load_times, "first_run_s": first}

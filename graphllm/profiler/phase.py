@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,11 @@ from . import machine_load
 from .accounting import Pass, TimeAccounting, account
 from .arena_map import arenas
 from .record import Row, Run, plans_of, rows_of
+from .request_costs import RequestCost, request_costs
 from .speed import Speed, speed
+
+if TYPE_CHECKING:
+    from ..engine.sequence import ActiveSequence
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,17 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Phase:
-    """Prefill or decode: all profiled runs of ``passes`` passes of ``tokens`` tokens each."""
+    """Prefill or decode: all profiled runs of ``passes`` passes of ``tokens`` tokens each.
+
+    ``indices``: index of the request of each sequence, in every pass.
+    """
 
     name: str
     tokens: int
     passes: tuple[Pass, ...]
     runs: tuple[Run, ...]
     rooflines: Mapping[str, Roofline]
+    indices: Mapping[ActiveSequence, int] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -70,6 +78,11 @@ class Phase:
     def plans(self) -> list[Plan]:
         """The plans that ran."""
         return plans_of(self.runs)
+
+    @cached_property
+    def requests(self) -> list[RequestCost]:
+        """Cost of each request in this phase (`request_costs`)."""
+        return request_costs(self.passes, self.runs, self.rows, self.indices)
 
     @cached_property
     def limits(self) -> dict[Row, tuple[float, str]]:
@@ -128,6 +141,7 @@ class Phase:
             "overhead": self.overhead,
             "disturbed": self.interference,
             "closing": self.accounting.as_dict(),
+            "requests": [cost.as_dict() for cost in self.requests],
             "rows": [self._row(row) for row in self.rows],
             "runs": [self._run(run, zero) for run in self.runs],
             "arena": [

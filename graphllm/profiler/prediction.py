@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .. import backends as registry
 from ..arguments import Integer, Optional, check
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..compiler.plan import Copies, Plan, Step
+from ..compiler.plan import Copies, Plan
 from ..engine.engine import Engine
+from ..engine.kv_memory import kv_budget
 from ..graph.tensor import WEIGHT
 from ..loading.load import (
     DEFAULT_CONTEXT,
@@ -25,16 +26,18 @@ from ..loading.load import (
     backend_options,
     build_decoder,
     graph_limits,
+    memory_left,
     sized_limits,
 )
 from ..model.decoder import Decoder
 from ..ops import get
 from ..runtime.gpu_offload import leaf_buffers
-from . import roofline
+from .batch_prediction import BatchPrediction, predict_batch
 from .bench import Test, leaf_bytes, model_type
-from .kernel_probes import FLOAT, operations
 from .planner import Planner
-from .roofline import Ceilings
+from .step_times import TimePredictor, step_env
+
+DEFAULT_DEPTH = 512  # tokens of each prompt of a batch
 
 # ------------------------------------------------------------------------------------------ results
 
@@ -104,6 +107,7 @@ class DryRun:
         memory: bytes by memory.
         basis: measurements that the predicted times are based on.
         lacking: why a time is not predicted.
+        batches: predictions of many sequences.
     """
 
     model: str
@@ -118,111 +122,14 @@ class DryRun:
     memory: Mapping[str, MemoryUse]
     basis: Sequence[str]
     lacking: Sequence[str] = field(default_factory=tuple)
+    batches: Sequence[BatchPrediction] = field(default_factory=tuple)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         memory = {name: {**vars(m), "total": m.total} for name, m in self.memory.items()}
         phases = {"prefill": self.prefill.as_dict(), "token": self.token.as_dict()}
-        return {**vars(self), **phases, "memory": memory}
-
-
-# --------------------------------------------------------------------------------------------- time
-
-
-@dataclass(frozen=True)
-class TimePredictor:
-    """Predicts step times from the cached ceilings of backends at a number of CPU threads."""
-
-    known: Mapping[str, Ceilings]
-    threads: int
-
-    @classmethod
-    def of(cls, plans: Sequence[Plan], threads: int) -> TimePredictor:
-        """Return a predictor with the cached ceilings of the backends of ``plans``."""
-        names = {step.backend.name for plan in plans for step in plan.steps}
-        found = {name: roofline.load_cached(name) for name in sorted(names)}
-        return cls({name: c for name, c in found.items() if c is not None}, threads)
-
-    def seconds(self, plan: Plan, env: Mapping[str, int]) -> float | None:
-        """Predict the seconds of one run of ``plan``; None if a ceiling is missing.
-
-        A step takes the longer of the times of its bytes and of its operations, plus the fixed
-        overhead. Intermediates count only in steps of many tokens, since those of one token stay in
-        the L1 and L2 caches.
-        """
-        total = 0.0
-        for step in plan.steps:
-            own = self._step_seconds(step, env)
-            if own is None:
-                return None
-            total += own
-        return total
-
-    def _step_seconds(self, step: Step, env: Mapping[str, int]) -> float | None:
-        ceiling = self.known.get(step.backend.name)
-        if ceiling is None:
-            return None
-        threads, many = self.threads, env["T"] > 1
-        best, computes = ceiling.bytes_s(threads), compute_seconds(step, env, ceiling, threads)
-        if not best or (computes is None and many):
-            return None
-        if many:
-            moved = get(step.node.op).node_cost(step.node, env).bytes
-        else:
-            moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
-        return max(moved / best, computes or 0.0) + ceiling.step_overhead(threads)
-
-    def lacking(self, plans: Sequence[Plan]) -> list[str]:
-        """Return a line for each backend with a missing measurement."""
-        lines = []
-        how = "run graphllm doctor --measure on that machine"
-        for name in sorted({step.backend.name for plan in plans for step in plan.steps}):
-            if registry.find(name).measure is None:
-                lines.append(f"no prediction: {name} has no speed measurement")
-            elif name not in self.known:
-                lines.append(f"no prediction: {name} was not measured ({how})")
-            elif not self.known[name].flops:
-                lines.append(f"no prediction of prefill: the arithmetic of {name} was not measured "
-                             f"({how})")  # fmt: skip
-        return lines
-
-    def basis(self) -> list[str]:
-        """Return bandwidth and provenance of each ceiling."""
-        return [
-            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.provenance()}"
-            for name, c in self.known.items()
-        ]
-
-
-def compute_seconds(
-    step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
-) -> float | None:
-    """Return the seconds of the step's operations, by kind; None if a rate is unknown."""
-    seconds = 0.0
-    for kind, form, flops in operations(step.node, env):
-        # A backend may lack an op that the probe needs; then the rate of float linears is used.
-        rate = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
-        if not rate:
-            return None
-        seconds += flops / rate / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
-    return seconds
-
-
-def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
-    """Return the slowdown of reading the step's weights against memory bandwidth, by format."""
-    sizes = [
-        (s.meta.bound().nbytes, ceiling.shares.get(s.dtype.name, 1.0))
-        for s in step.node.sources
-        if s.base.op == WEIGHT
-    ]
-    total = sum(nbytes for nbytes, _ in sizes)
-    return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
-
-
-def step_env(tokens: int, cached: int) -> dict[str, int]:
-    """Return the Vars of a step of one sequence that computes the last token's logits."""
-    kv_sum = tokens * cached + tokens * (tokens + 1) // 2
-    return {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}
+        batches = list(map(asdict, self.batches))
+        return {**vars(self), **phases, "memory": memory, "batches": batches}
 
 
 def predict_test(engine: Engine, test: Test, threads: int) -> float | None:
@@ -266,6 +173,8 @@ def dry_run(
     no_fuse: str | Sequence[str] = (),
     no_kernels: str | Sequence[str] = (),
     free: int | None = None,
+    batches: Sequence[int] = (),
+    depth: int = DEFAULT_DEPTH,
 ) -> DryRun:
     """Predict placement, memory and time of ``model`` from its header; no tensor is read.
 
@@ -274,20 +183,30 @@ def dry_run(
         device: may be a backend that is not usable here.
         free: free bytes of device memory; None for what the device reports, or unlimited if the
             device does not exist.
+        batches: numbers of sequences to predict prefill and decode of; they raise
+            ``max_sequences``.
+        depth: tokens of each prompt of these.
 
     Raises:
         GraphllmError: as in `load`.
     """
-    own = check(RULES | {"free": Optional(Integer())}, dict(locals()))
+    given = {name: value for name, value in locals().items() if name != "batches"}
+    own = check(RULES | {"free": Optional(Integer()), "depth": Integer(1)}, given)
     file = open_checkpoint(model, data=False)
     decoder = build_decoder(file, model_def, type)
-    wanted = graph_limits(own["context"], kv_type, device, own["max_sequences"])
+    most = max([own["max_sequences"], *batches])
+    wanted = graph_limits(own["context"], kv_type, device, most)
     pinned = {"pins": own["place"], "strict": own["strict"]}
     planner = Planner(decoder.weights, device, backend_options(own), own["free"], **pinned)
     limits = sized_limits(decoder, planner, wanted, own["kv_memory"])
     engine = Engine(decoder, planner, limits)
     engine.offload_layers(own["gpu_layers"])
-    return _summarize(file, decoder, engine, planner)
+    found = _summarize(file, decoder, engine, planner)
+    left = memory_left(decoder, planner)
+    room = kv_budget(own["kv_memory"], left)
+    depth = min(own["depth"], limits.context - 1)
+    many = [predict_batch(engine, decoder.caches, n, depth, room, found.threads) for n in batches]
+    return replace(found, batches=many)
 
 
 def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Planner) -> DryRun:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from . import machine_load
 from .phase import Phase, Roofline
 from .record import GROUP_KEYS
-from .report import footer, phase_table
+from .report import footer, phase_table, request_table
+from .request_costs import RequestCost, total_costs
 from .schema import SCHEMA, VERSION
 
 
@@ -39,6 +41,11 @@ class Profile:
         ran = {p.name: (sum(each.plain for each in p.passes), p.interference) for p in self.phases}
         return machine_load.load_note(self.other_load, ran)
 
+    @cached_property
+    def requests(self) -> list[RequestCost]:
+        """Cost of each request over all phases and passes; see `request_costs` for the rules."""
+        return total_costs(phase.requests for phase in self.phases)
+
     def __getitem__(self, name: str) -> Phase:
         """Return the phase ``prefill`` or ``decode``; KeyError if it did not run."""
         for phase in self.phases:
@@ -47,7 +54,7 @@ class Profile:
         raise KeyError(name)
 
     def table(self, by: str = "op", top: int = 0, colour: bool = False) -> str:
-        """Return both phases as text tables.
+        """Return both phases as text tables; of several requests, the cost of each, too.
 
         Args:
             by: group rows by op, scope, layer, backend or format.
@@ -60,6 +67,8 @@ class Profile:
         if by not in GROUP_KEYS:
             raise ValueError(f"by = {by!r} must be one of {', '.join(GROUP_KEYS)}")
         tables = [phase_table(phase, by, top, colour) for phase in self.phases]
+        if len(self.requests) > 1:
+            tables.append(request_table(self.requests, self.phases, colour))
         last = footer(self.phases, self.rooflines, self.load_note, self.start)
         return "\n\n".join([*tables, last])
 
@@ -72,6 +81,7 @@ class Profile:
             "start": dict(self.start),
             "busy": {"others": self.other_load, "note": self.load_note},
             "ceilings": {name: _plain(roofline) for name, roofline in self.rooflines.items()},
+            "requests": [cost.as_dict() for cost in self.requests],
             "phases": [phase.as_dict() for phase in self.phases],
         }
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..backends import Segment, TimestampLog
 from ..compiler.plan import TRANSFER
+from ..engine.sequence import Chunk
 from ..graph.fused_op import decompose
 from ..ops import get
 
@@ -83,6 +84,7 @@ class Run:
         ends: for each segment the end of each step, preceded by the begin of the first, as in
             `graphllm.backends.TimestampLog`.
         starts: for each segment the start of each step.
+        chunks: what the engine computed; empty if something else ran the plan.
     """
 
     plan: Plan
@@ -91,6 +93,7 @@ class Run:
     returned: int
     ends: tuple[np.ndarray, ...]
     starts: tuple[np.ndarray, ...]
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def times(self) -> np.ndarray:
@@ -113,10 +116,11 @@ class _Pending:
     called: int
     returned: int
     places: tuple[tuple[TimestampLog, int], ...]
+    chunks: tuple[Chunk, ...]
 
 
 class Recorder:
-    """Run plans with timestamps and keep them; implements `graphllm.runtime.recorder.Recorder`.
+    """Run plans with timestamps and keep them; implements `graphllm.engine.sequence.StepRecorder`.
 
     Rows are computed on access, not while plans run.
     """
@@ -125,6 +129,11 @@ class Recorder:
         self._pending: list[_Pending] = []
         self._logs: dict[Segment, TimestampLog] = {}
         self._counts: Counter[Segment] = Counter()  # profiled runs so far
+        self._chunks: tuple[Chunk, ...] = ()  # of the next run
+
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """Note the chunks that the next run computes."""
+        self._chunks = tuple(chunks)
 
     def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
         """Run ``segments`` of ``plan`` with timestamps; ``env``: values of the Vars."""
@@ -135,7 +144,8 @@ class Recorder:
             places.append((log, self._counts[segment]))
             self._counts[segment] += 1
         now = time.perf_counter_ns()
-        self._pending.append(_Pending(plan, dict(env), called, now, tuple(places)))
+        self._pending.append(_Pending(plan, dict(env), called, now, tuple(places), self._chunks))
+        self._chunks = ()
 
     @property
     def runs(self) -> list[Run]:
@@ -147,6 +157,7 @@ class Recorder:
                 p.plan, p.env, p.called, p.returned,
                 tuple(log.runs[at][0] for log, at in p.places),
                 tuple(log.runs[at][1] for log, at in p.places),
+                p.chunks,
             )
             for p in self._pending
         ]  # fmt: skip

@@ -9,6 +9,7 @@ from ..terminal import escape_control
 from .accounting import TimeAccounting
 from .phase import Phase, Roofline
 from .record import Total, totals
+from .request_costs import RequestCost
 
 _BOLD, _DIM, _RED, _PLAIN = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 _LOW_SHARE = 0.5  # rows below this share of the roofline are highlighted if headroom is large
@@ -45,6 +46,41 @@ def footer(
     ]
     text = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in start.items())
     return "\n".join([*reasons, *ceilings, *busy, f"startup: {text}"])
+
+
+_MOST_OPS = 4  # columns of the table of requests
+
+
+def request_table(costs: Sequence[RequestCost], phases: Sequence[Phase], colour: bool) -> str:
+    """Format the cost of each request per pass: in total, and of the ops that take longest.
+
+    Args:
+        costs: cost of each request over all phases and passes.
+        phases: the phases.
+        colour: use ANSI colours.
+    """
+    passes = len(phases[0].passes)
+    sums: dict[str, float] = {}
+    for cost in costs:
+        for name, op in cost.ops.items():
+            sums[name] = sums.get(name, 0.0) + op.ns
+    ops = sorted(sums, key=lambda name: -sums[name])[:_MOST_OPS]
+    titles = [*map(escape_control, ops), "other ops", "gaps", "host"]
+    widths = [max(9, len(title)) for title in titles]
+    head = f"{'request':>7} {'tokens':>7} {'ms':>9} {'share':>6} {'GB':>8} {'GFLOP':>9}"
+    lines = [_dim(f"{head} {' '.join(f'{t:>{w}}' for t, w in zip(titles, widths))}", colour)]
+    whole = sum(cost.ns for cost in costs)
+    for cost in costs:
+        times = [cost.ops[name].ns if name in cost.ops else 0.0 for name in ops]
+        rest = cost.ns - cost.gaps - cost.host - sum(times)
+        cells = zip([*times, rest, cost.gaps, cost.host], widths)
+        line = f"{cost.request:>7} {cost.tokens // passes:>7} {cost.ns / passes / 1e6:>9.2f}"
+        line += f" {cost.ns / whole:>6.1%} {cost.bytes / passes / 1e9:>8.3f}"
+        line += f" {cost.flops / passes / 1e9:>9.3f}"
+        lines.append(f"{line} {' '.join(f'{ns / passes / 1e6:>{w}.2f}' for ns, w in cells)}")
+    wall = sum(phase.accounting.wall for phase in phases)
+    lines.append(_dim(f"all requests: {whole / wall:.1%} of the wall time; ms per pass", colour))
+    return "\n".join(lines)
 
 
 def phase_table(phase: Phase, by: str, top: int, colour: bool) -> str:

@@ -39,6 +39,10 @@ _PHASE = {
     "runs": [_RUN],
     "arena": [{"plan": int, "memory": str, "nbytes": int, "spans": [_SPAN]}],
 }
+_COST = {"ns": _NUMBER, "bytes": _NUMBER, "flops": _NUMBER}
+_REQUEST = {
+    "request": int, "tokens": int, **_COST, "gaps": _NUMBER, "host": _NUMBER, "ops": dict,
+}  # fmt: skip
 _PROFILE = {
     "made": dict,
     "machine": {"name": str, "backends": dict},
@@ -103,6 +107,7 @@ def _check_profile(found: Any, name: str) -> None:
             f"this graphllm reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
     _check(found, _PROFILE, f"{name}: ")
+    _check(found.get("requests", []), [_REQUEST], f"{name}: requests: ")  # not in older files
     for index, phase in enumerate(found["phases"]):
         fault = _inconsistency(phase)
         if fault:

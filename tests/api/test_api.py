@@ -326,7 +326,7 @@ def test_invalid_prompts(llm, prompt, message):
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], ["a"]])
 def test_several_prompts_where_one_is_required(llm, prompt):
-    for call in (llm.submit, llm.logits, llm.profile):
+    for call in (llm.submit, llm.logits):
         with pytest.raises(RequestError, match="takes one prompt; llm"):
             call(prompt)
     with pytest.raises(RequestError, match="the prompt is empty"):

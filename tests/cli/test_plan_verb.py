@@ -20,7 +20,7 @@ from graphllm.backends.order import ORDER
 from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.errors import ModelFileError, PlacementError, RequestError
-from graphllm.profiler import bench, kernel_probes, prediction, roofline
+from graphllm.profiler import bench, kernel_probes, prediction, roofline, step_times
 from graphllm.profiler.bench import Test
 from graphllm.profiler.roofline import Ceilings
 
@@ -226,7 +226,7 @@ def test_slower_formats(tiny, monkeypatch):
 def test_operations_of_fused_steps_by_kind(tiny):
     """The FLOPs of the parts, by kind, sum to those of the fused step."""
     kinds: dict[str, set[str]] = {}
-    env = prediction.step_env(16, 0)
+    env = step_times.step_env(16, 0)
     for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps:
         found = list(kernel_probes.operations(step.node, env))
         cost = ops.get(step.node.op).node_cost(step.node, env)
@@ -244,11 +244,11 @@ def test_missing_rates(tiny):
         for step in graphllm.load(tiny, device=CPU, threads=1).engine.generation_plans()[0].steps
         if step.node.op == "attention"
     )  # fmt: skip
-    env, flops = prediction.step_env(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
+    env, flops = step_times.step_env(16, 0), {"attention": {1: 4e9}, "float": {1: 8e9}}
     cost = ops.get(step.node.op).node_cost(step.node, env).flops
     for known, rate in ((("attention", "float"), 4e9), (("float",), 8e9), ((), 0)):
         own = Ceilings(CPU, "", DATE, 1, {}, {kind: flops[kind] for kind in known})
-        assert prediction.compute_seconds(step, env, own, 1) == (cost / rate if rate else None)
+        assert step_times.compute_seconds(step, env, own, 1) == (cost / rate if rate else None)
 
 
 def test_a_bench_test_is_predicted(tiny, measured):

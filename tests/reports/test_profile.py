@@ -311,7 +311,7 @@ def test_tutorial_finds_and_fixes_the_bottleneck(tmp_path, monkeypatch):
         "graphllm.graph.op._REGISTRY", dict(ops.registry())
     )  # the model files declare ops
     text = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text("utf-8")
-    before, fixed = re.findall(r"```python\n(.*?)```", text, re.S)
+    before, fixed, *_ = re.findall(r"```python\n(.*?)```", text, re.S)
     path = tiny.write_tiny(tmp_path / "m.gguf", "gemma3")
     found = []
     for name, code in (("before", before), ("after", before.split("class Model")[0] + fixed)):

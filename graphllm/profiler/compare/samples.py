@@ -80,6 +80,7 @@ def _process_sample(
     workload = {f"model {key}": model[key] for key in ("type", "bytes", "parameters")}
     for key in ("prompt_tokens", "depth", "decode_tokens"):
         workload[key] = options.pop(key, 0)
+    workload["sequences"] = options.pop("sequences", 1)
     options.pop("repeat", None)
     used = dict.fromkeys(row["backend"] for phase in found["phases"] for row in phase["rows"])
     settings = {"machine": found["machine"]["name"], "backends": ", ".join(used), **options}

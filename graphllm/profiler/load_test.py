@@ -1,0 +1,272 @@
+"""Load test: requests that arrive over time, their latencies, and the throughput of the engine.
+
+One thread submits the requests that are due and runs steps; while there is nothing to compute, it
+sleeps until the next arrival. Times count from the scheduled arrival of a request, so a step that
+was running then adds to its latency. Nothing is tokenized, and no token ends an answer early. A
+warm-up binds the plans before, which a batch of a new size would otherwise wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..engine.generation import Sampled
+from ..engine.request import Sampling
+from .bench import filler_tokens, leaf_bytes
+from .engine_requests import finish, run_step, submit_all
+from .load_requests import LoadRequest
+
+if TYPE_CHECKING:
+    from ..compiler.plan import Plan
+    from ..engine.engine import Engine
+    from ..engine.generation import Generation
+    from ..engine.sequence import Chunk
+    from ..loading.loaded_model import LoadedModel
+    from ..runtime.recorder import BoundSegments
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class RequestTimes:
+    """Times of one request in seconds, from its scheduled arrival.
+
+    Attributes:
+        arrival_s: scheduled arrival, from the beginning of the test.
+        queue_s: until the first step that computes it.
+        ttft_s: until its first token.
+        end_s: until its last token.
+        intervals_s: between consecutive tokens.
+        prompt_tokens: tokens of its prompt.
+        cached_tokens: tokens of its prompt that were found in the cache.
+        output_tokens: tokens sampled.
+        preemptions: number of times it had to give up its blocks.
+    """
+
+    arrival_s: float
+    queue_s: float
+    ttft_s: float
+    end_s: float
+    intervals_s: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Result of a load test.
+
+    Attributes:
+        requests: times of each request, in the order of arrival.
+        wall_s: from the first arrival to the last token.
+        busy_s: time in which steps ran.
+        steps: number of steps.
+        preemptions: number of preemptions.
+        hit_rate: share of the prompts' tokens that were found in the prefix cache.
+        nbytes: bytes of weights and cache that all steps moved, by the declared costs.
+    """
+
+    requests: Sequence[RequestTimes]
+    wall_s: float
+    busy_s: float
+    steps: int
+    preemptions: int
+    hit_rate: float
+    nbytes: float
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Requests, sampled tokens, and all tokens (those of prompts, too) per second."""
+        sampled = sum(each.output_tokens for each in self.requests)
+        prompts = sum(each.prompt_tokens for each in self.requests)
+        counts = {
+            "requests_s": len(self.requests), "output_tok_s": sampled,
+            "total_tok_s": prompts + sampled,
+        }  # fmt: skip
+        return {name: count / self.wall_s for name, count in counts.items()}
+
+    @property
+    def gb_s(self) -> float:
+        """Memory bandwidth over the whole test in GB/s; prefill counts its bytes, too."""
+        return self.nbytes / self.wall_s / 1e9
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """Return mean and percentiles in seconds, by name of the latency."""
+        kinds = {
+            "ttft_s": [each.ttft_s for each in self.requests],
+            "itl_s": [gap for each in self.requests for gap in each.intervals_s],
+            "queue_s": [each.queue_s for each in self.requests],
+            "e2e_s": [each.end_s for each in self.requests],
+        }
+        return {name: _percentiles(values) for name, values in kinds.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        own = {
+            name: getattr(self, name)
+            for name in ("wall_s", "busy_s", "steps", "preemptions", "hit_rate", "gb_s")
+        }
+        requests = [asdict(each) for each in self.requests]
+        return {**own, **self.rates, **self.percentiles(), "requests": requests}
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.percentile(values, PERCENTILES).tolist()
+    names = [f"p{number}" for number in PERCENTILES]
+    return {"mean": float(np.mean(values)), **dict(zip(names, found))}
+
+
+class _StepLog:
+    """A recorder without timestamps, for the bytes that the steps move."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[Plan, tuple[tuple[str, int], ...]], int] = {}
+
+    def begin_step(self, chunks: Sequence[Chunk]) -> None:
+        """Take no note of the chunks."""
+
+    def run(self, plan: Plan, segments: BoundSegments, env: Mapping[str, int]) -> None:
+        """Run ``segments`` without timestamps."""
+        for segment, _ in segments:
+            segment.run(None)
+        key = plan, tuple(env.items())
+        self.runs[key] = self.runs.get(key, 0) + 1
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of weights and cache that all runs moved."""
+        return sum(
+            count * sum(leaf_bytes(step.node, dict(env)) for step in plan.steps)
+            for (plan, env), count in self.runs.items()
+        )
+
+
+@dataclass
+class _Running:
+    """A request that was submitted, and when its tokens were sampled."""
+
+    request: LoadRequest
+    generation: Generation
+    times: list[float] = field(default_factory=list)
+
+
+def run(
+    llm: LoadedModel,
+    requests: Sequence[LoadRequest],
+    sampling: Sampling,
+    seen: Callable[[int], None],
+) -> LoadResult:
+    """Run a load test.
+
+    Args:
+        llm: the model; its cache is cleared.
+        requests: the requests, in the order of arrival.
+        sampling: sampling settings; request i is sampled with the seed ``sampling.seed + i``.
+        seen: callback with the number of requests that have ended.
+
+    Raises:
+        RequestError: a prompt does not fit the context.
+        NumericError: logits are not finite.
+    """
+    engine = llm.engine
+    with engine.lock.hold("a load test"):
+        warm_up(engine, sampling)
+        engine.clear_cache()
+        manager, before = engine.manager, (engine.manager.hits, engine.manager.queries)
+        preempted, steps = engine.scheduler.preempted, engine.batcher.steps
+        log, busy = _StepLog(), [0.0]
+        start = time.perf_counter()
+        running = _serve(engine, requests, sampling, log, busy, start, seen)
+        engine.settle()
+    found = [_times(each, start) for each in running]
+    end = max(each.times[-1] for each in running)
+    hits, queries = manager.hits - before[0], manager.queries - before[1]
+    return LoadResult(
+        requests=found,
+        wall_s=end - start - requests[0].arrival_s,
+        busy_s=busy[0],
+        steps=engine.batcher.steps - steps,
+        preemptions=engine.scheduler.preempted - preempted,
+        hit_rate=hits / queries if queries else 0.0,
+        nbytes=log.nbytes,
+    )
+
+
+def warm_up(engine: Engine, sampling: Sampling) -> None:
+    """Run each kind of step with each number of sequences that has a plan of its own."""
+    limits, most, count = engine.limits, engine.scheduler.sequences, 1
+    long = filler_tokens(min(limits.context - 8, limits.tokens + 1), engine.vocab)
+    while True:
+        short = [[index % engine.vocab] for index in range(count)]
+        finish(engine, submit_all(engine, short, sampling, 4))
+        if limits.context > 8:  # others decode while a prompt is prefilled in several steps
+            mixed = submit_all(engine, short[1:], sampling, 8)
+            engine.step()
+            finish(engine, [*mixed, *submit_all(engine, [long], sampling, 4)])
+        engine.settle()
+        if count == most:
+            return
+        count = min(2 * count, most)
+
+
+def _serve(
+    engine: Engine, requests: Sequence[LoadRequest], sampling: Sampling, log: _StepLog,
+    busy: list[float], start: float, seen: Callable[[int], None],
+) -> list[_Running]:  # fmt: skip
+    """Submit requests when they are due, and run steps until all have ended."""
+    running: list[_Running] = []
+    active: list[_Running] = []
+    while len(running) < len(requests) or active:
+        now = time.perf_counter()
+        while len(running) < len(requests) and start + requests[len(running)].arrival_s <= now:
+            request = requests[len(running)]
+            own = replace(
+                sampling, seed=(sampling.seed or 0) + len(running), max_tokens=request.max_tokens
+            )
+            running.append(_Running(request, engine.submit(request.prompt, own, (), ())))
+            active.append(running[-1])
+        if not active:
+            time.sleep(max(0.0, start + requests[len(running)].arrival_s - time.perf_counter()))
+            continue
+        run_step(engine, [each.generation for each in active], (log, log))
+        busy[0] += time.perf_counter() - now
+        for each in active:
+            _collect(each)
+        active = [each for each in active if not each.generation.done]
+        seen(len(running) - len(active))
+    return running
+
+
+def _collect(each: _Running) -> None:
+    """Take the results of a request."""
+    events = each.generation.events
+    while events:
+        event = events.popleft()
+        if isinstance(event, Sampled) and event.token is not None:
+            each.times.append(event.at)
+
+
+def _times(each: _Running, start: float) -> RequestTimes:
+    generation, times = each.generation, each.times
+    due = start + each.request.arrival_s
+    prompt = len(each.request.prompt)
+    return RequestTimes(
+        arrival_s=each.request.arrival_s,
+        queue_s=generation.started - due,
+        ttft_s=times[0] - due,
+        end_s=times[-1] - due,
+        intervals_s=np.diff(times).tolist(),
+        prompt_tokens=prompt,
+        cached_tokens=prompt - generation.prefill_tokens,
+        output_tokens=len(times),
+        preemptions=generation.sequence.preemptions,
+    )

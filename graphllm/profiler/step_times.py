@@ -1,0 +1,111 @@
+"""Prediction of the times of steps, from the measured ceilings of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import backends as registry
+from ..compiler.plan import Plan, Step
+from ..graph.tensor import WEIGHT
+from ..ops import get
+from . import roofline
+from .bench import leaf_bytes
+from .kernel_probes import FLOAT, operations
+from .roofline import Ceilings
+
+
+@dataclass(frozen=True)
+class TimePredictor:
+    """Predicts step times from the cached ceilings of backends at a number of CPU threads."""
+
+    known: Mapping[str, Ceilings]
+    threads: int
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], threads: int) -> TimePredictor:
+        """Return a predictor with the cached ceilings of the backends of ``plans``."""
+        names = {step.backend.name for plan in plans for step in plan.steps}
+        found = {name: roofline.load_cached(name) for name in sorted(names)}
+        return cls({name: c for name, c in found.items() if c is not None}, threads)
+
+    def seconds(self, plan: Plan, env: Mapping[str, int]) -> float | None:
+        """Predict the seconds of one run of ``plan``; None if a ceiling is missing.
+
+        A step takes the longer of the times of its bytes and of its operations, plus the fixed
+        overhead. Intermediates count only in prefill steps, since those of decode steps, of one
+        token for each sequence, stay in the L1 and L2 caches.
+        """
+        total = 0.0
+        for step in plan.steps:
+            own = self._step_seconds(step, env)
+            if own is None:
+                return None
+            total += own
+        return total
+
+    def _step_seconds(self, step: Step, env: Mapping[str, int]) -> float | None:
+        ceiling = self.known.get(step.backend.name)
+        if ceiling is None:
+            return None
+        threads, many = self.threads, env["T"] > 1
+        best, computes = ceiling.bytes_s(threads), compute_seconds(step, env, ceiling, threads)
+        if not best or (computes is None and many):
+            return None
+        if env["T"] > env["S"]:
+            moved = get(step.node.op).node_cost(step.node, env).bytes
+        else:
+            moved = leaf_bytes(step.node, env) * _format_slowdown(step, ceiling)
+        return max(moved / best, computes or 0.0) + ceiling.step_overhead(threads)
+
+    def lacking(self, plans: Sequence[Plan]) -> list[str]:
+        """Return a line for each backend with a missing measurement."""
+        lines = []
+        how = "run graphllm doctor --measure on that machine"
+        for name in sorted({step.backend.name for plan in plans for step in plan.steps}):
+            if registry.find(name).measure is None:
+                lines.append(f"no prediction: {name} has no speed measurement")
+            elif name not in self.known:
+                lines.append(f"no prediction: {name} was not measured ({how})")
+            elif not self.known[name].flops:
+                lines.append(f"no prediction of prefill: the arithmetic of {name} was not measured "
+                             f"({how})")  # fmt: skip
+        return lines
+
+    def basis(self) -> list[str]:
+        """Return bandwidth and provenance of each ceiling."""
+        return [
+            f"{name}: {c.bytes_s(self.threads) / 1e9:.1f} GB/s, {c.provenance()}"
+            for name, c in self.known.items()
+        ]
+
+
+def compute_seconds(
+    step: Step, env: Mapping[str, int], ceiling: Ceilings, threads: int
+) -> float | None:
+    """Return the seconds of the step's operations, by kind; None if a rate is unknown."""
+    seconds = 0.0
+    for kind, form, flops in operations(step.node, env):
+        # A backend may lack an op that the probe needs; then the rate of float linears is used.
+        rate = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
+        if not rate:
+            return None
+        seconds += flops / rate / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
+    return seconds
+
+
+def _format_slowdown(step: Step, ceiling: Ceilings) -> float:
+    """Return the slowdown of reading the step's weights against memory bandwidth, by format."""
+    sizes = [
+        (s.meta.bound().nbytes, ceiling.shares.get(s.dtype.name, 1.0))
+        for s in step.node.sources
+        if s.base.op == WEIGHT
+    ]
+    total = sum(nbytes for nbytes, _ in sizes)
+    return sum(nbytes / share for nbytes, share in sizes) / total if total else 1.0
+
+
+def step_env(tokens: int, cached: int) -> dict[str, int]:
+    """Return the Vars of a step of one sequence that computes the last token's logits."""
+    kv_sum = tokens * cached + tokens * (tokens + 1) // 2
+    return {"T": tokens, "S": 1, "Q": 2, "N": 1, "kv_sum": kv_sum}

@@ -1,0 +1,294 @@
+"""`graphllm bench -b`, `bench --load` and `plan -b`: many sequences, measured and predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from random import Random
+
+import pytest
+import tiny_models as tiny
+from typer.testing import CliRunner
+
+import graphllm
+from graphllm.checkpoints.random_weights import RandomCheckpoint
+from graphllm.cli import app
+from graphllm.cli.bench_batches import parse_tests
+from graphllm.engine.request import Sampling
+from graphllm.errors import RequestError
+from graphllm.profiler import batch_bench, batch_prediction, load_test, prediction, roofline
+from graphllm.profiler.batch_bench import BatchTest
+from graphllm.profiler.batch_limits import check_batch, kv_bytes, kv_memory_of, sequence_bytes
+from graphllm.profiler.bench import Test, filler_prompts, step_bytes
+from graphllm.profiler.load_requests import LoadRequest, read_requests, synthetic_requests
+from graphllm.profiler.record import Recorder
+from graphllm.profiler.roofline import Ceilings
+
+GB_S, STEP = 10e9, 5e-6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny.write_tiny(tmp_path_factory.mktemp("batches") / "m.gguf", "gemma3")
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    return graphllm.load(path, device="cpu", threads=1, context=128, max_sequences=4)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Give the CPU ceilings at which only bytes and the fixed overhead count."""
+    flops = {kind: {1: 1e18} for kind in ("float", "integer")}
+    own = Ceilings("cpu", "", "2026-01-01T00:00:00+00:00", 1, {"read": {1: GB_S}}, flops, {1: STEP})
+    monkeypatch.setattr(roofline, "load_cached", lambda name: own)
+    monkeypatch.setattr(roofline, "load_or_measure", lambda name, show: own)
+
+
+def call(*words: str) -> str:
+    result = CliRunner().invoke(app, [*words])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+# ----------------------------------------------------------------------------------------- batches
+
+
+def test_prompts_share_no_prefix():
+    """Also beyond the size of the vocabulary, and between repetitions."""
+    every = [tuple(ids[:2]) for number in range(3) for ids in filler_prompts(40, 9, 90, number)]
+    assert len(set(every)) == len(every) == 120
+
+
+def test_a_test_runs_pure_phases(llm):
+    """One prefill step, one that continues all requests, and a decode step for each token."""
+    test, engine = BatchTest(16, 6, 4), llm.engine
+    before = engine.batcher.steps
+    prefill, decode = batch_bench.time_once(engine, test, 0)
+    assert engine.batcher.steps - before == 1 + 1 + 6 and min(prefill, decode) > 0
+
+
+def test_result_has_the_keys_of_llama_batched_bench(llm):
+    seen = []
+    found = batch_bench.run(llm, BatchTest(16, 6, 3), 2, seen.append).as_dict()
+    assert seen == [0, 1, 2, 3]
+    assert (found["pp"], found["tg"], found["pl"], found["n_kv"]) == (16, 6, 3, 3 * 22)
+    assert found["speed_pp"] == pytest.approx(3 * 16 / found["t_pp"])
+    assert found["speed_tg"] == pytest.approx(3 * 6 / found["t_tg"])
+    assert found["speed"] == pytest.approx(found["n_kv"] / found["t"])
+    assert found["t"] == pytest.approx(found["t_pp"] + found["t_tg"], rel=0.5)
+    moved = step_bytes(llm.engine.decode_plan(3), 16 + 1 + 3, 3)
+    assert found["gb_s"] == pytest.approx(moved * 6 / found["t_tg"] / 1e9)
+
+
+def test_batches_that_do_not_fit(llm, path, monkeypatch):
+    groups, limits = llm.decoder.caches, llm.limits
+    check_batch(groups, limits, [(100, 28)] * 4)
+    for requests, words in (
+        ([(100, 29)], "100 prompt tokens and 29 decoded tokens exceed the context of 128"),
+        ([(9, 1)] * 5, "5 requests are more than the 4"),
+        ([(0, 1)], "no tokens"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            check_batch(groups, limits, requests)
+    monkeypatch.setattr(RandomCheckpoint, "raw", lambda *_: pytest.fail("a weight was loaded"))
+    for words, message in (
+        (("-p", "3000", "-b", "1,400"), r"400 sequences of 3\d+ tokens need [\d.]+ GB of KV cache"),
+        (("-p", "9000", "-b", "1"), "exceed the model's context of 4096"),
+        (("-b", "600"), "a step computes at most 512 tokens"),
+    ):
+        asked = ["bench", "--random", "llama-7b", *words, "--no-ceiling", "--device", "cpu"]
+        failed = CliRunner().invoke(app, asked)
+        assert isinstance(failed.exception, RequestError)
+        with pytest.raises(RequestError, match=message):
+            raise failed.exception
+
+
+def test_kv_memory_is_that_of_the_pools(path):
+    """With the bytes that a batch needs, it runs without preemption, and one more does not."""
+    given = {"context": 128, "max_sequences": 4, "device": "cpu"}
+    defaults = {"kv_type": None, "threads": 1, "linear": "auto", "no_fuse": (), "no_kernels": ()}
+    rest = {"model_def": None, "type": None, "place": None, "strict": False}
+    needed = kv_memory_of(path, given | defaults | rest, [(40, 4), (128, 1)])
+    llm = graphllm.load(path, threads=1, kv_memory=needed, **given)
+    groups = llm.decoder.caches
+    assert needed == kv_bytes(groups, llm.limits, [40] * 4)
+    pools = [node.meta.bound().nbytes for node in llm.decoder.pools.values()]
+    assert needed == sum(pools)
+    batch_bench.time_once(llm.engine, BatchTest(30, 8, 4), 0)  # checks that all run at once
+    assert not llm.engine.scheduler.preempted
+    with pytest.raises(RequestError, match="blocks of the KV cache"):
+        check_batch(groups, replace(llm.limits, kv_blocks=7), [(100, 28)] * 4)
+
+
+@pytest.mark.parametrize("words", [("-n", "0"), ("-p", "0"), ("-b", "0"), ("-b", "1", "-d", "9")])
+def test_unusable_lists(path, words):
+    failed = CliRunner().invoke(app, ["bench", str(path), "-b", "2", *words, "--no-ceiling"])
+    assert isinstance(failed.exception, RequestError) and words[-2] in str(failed.exception)
+
+
+def test_combinations():
+    assert [t.name for t in parse_tests([8, 16], [4], [1, 2])] == [
+        "pp8 tg4 x 1", "pp8 tg4 x 2", "pp16 tg4 x 1", "pp16 tg4 x 2",
+    ]  # fmt: skip
+
+
+def test_command_line_of_batches(path, measured):
+    words = ("bench", str(path), "-p", "12", "-n", "3", "-b", "1,3", "-r", "1", "-t", "1")
+    words = (*words, "--device", "cpu", "--ceiling")
+    table = call(*words).splitlines()
+    assert table[1].split("|")[1:7] == [
+        "     PP ", "     TG ", "    B ", "    N_KV ", "   T_PP s ", "         S_PP t/s ",
+    ]  # fmt: skip
+    assert [row.split("|")[3].strip() for row in table[3:]] == ["1", "3"]
+    rows = json.loads(call(*words, "-o", "json"))
+    assert [row["pl"] for row in rows] == [1, 3]
+    assert all(row["predicted_tg"] > 0 and row["share"] > 0 for row in rows)
+    head, *lines = call(*words, "-o", "csv").splitlines()
+    assert "speed_tg" in head and "samples" not in head and len(lines) == 2
+
+
+# -------------------------------------------------------------------------------------- prediction
+
+
+@pytest.mark.parametrize("lengths", [[5], [128], [60, 60, 50, 9], [1, 2, 100, 128]])
+def test_predicted_prefill_steps_are_those_of_the_engine(llm, lengths):
+    engine, recorder = llm.engine, Recorder()
+    with engine.lock.hold("a test"):
+        engine.clear_cache()
+        prompts = filler_prompts(len(lengths), 128, engine.vocab)
+        requests = [
+            engine.submit(ids[:length], Sampling(seed=0, max_tokens=1), (), ())
+            for ids, length in zip(prompts, lengths)
+        ]
+        while not all(each.done for each in requests):
+            engine.step((recorder, recorder))
+    names = ("T", "S", "kv_sum")
+    ran = [[run.env.get(name) for name in names] for run in recorder.runs]
+    steps = batch_prediction.prefill_steps(engine.limits, lengths)
+    assert ran == [[env[name] for name in names] for env in steps]
+
+
+def test_a_batch_of_one_is_predicted_as_a_test(llm, measured):
+    engine = llm.engine
+    step = batch_prediction.predict_step(engine, [20], 1)
+    assert step == pytest.approx(prediction.predict_test(engine, Test(0, 1, 20), 1), rel=0.01)
+    assert batch_prediction.predict_prefill(engine, [40], 1) == pytest.approx(
+        prediction.predict_test(engine, Test(40, 0), 1), rel=0.05
+    )
+
+
+def test_a_decode_step_of_many_reads_the_weights_once(llm, measured):
+    """With unlimited arithmetic, it takes the time of its bytes and the overhead of its steps."""
+    engine = llm.engine
+    plan = engine.decode_plan(4)
+    want = step_bytes(plan, 31, 4) / GB_S + len(plan.steps) * STEP
+    assert batch_prediction.predict_step(engine, [30] * 4, 1) == pytest.approx(want)
+    assert step_bytes(plan, 31, 4) < 2 * step_bytes(engine.decode_plan(), 31)
+
+
+def test_plan_predicts_batches(path, measured):
+    found = graphllm.dry_run(path, device="cpu", threads=1, batches=[1, 4], depth=30)
+    one, four = found.batches
+    assert (one.sequences, four.sequences, four.depth) == (1, 4, 30)
+    assert four.step_s < 4 * one.step_s and four.prefill_s > one.prefill_s
+    budget = 10 * four.sequence_bytes
+    few = graphllm.dry_run(path, device="cpu", kv_memory=budget, batches=[4], depth=30, context=64)
+    assert few.batches[0].fits == budget // few.batches[0].sequence_bytes >= 10
+    llm = graphllm.load(path, device="cpu", max_sequences=4, context=64)
+    assert few.batches[0].sequence_bytes == sequence_bytes(llm.decoder.caches, llm.limits, 31)
+    lines = call("plan", str(path), "--device", "cpu", "-b", "1,4", "-d", "30").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("sequences "))
+    assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["1", "4"]
+    report = json.loads(call("plan", str(path), "--device", "cpu", "-b", "4", "--json"))
+    assert report["batches"][0]["sequences"] == 4
+
+
+# ------------------------------------------------------------------------------------------- load
+
+
+def test_synthetic_requests_are_replayable():
+    made = [synthetic_requests(400, 20.0, [3, 9], [2, 4], 90, seed) for seed in (5, 5, 6)]
+    assert made[0] == made[1] != made[2]
+    times = [each.arrival_s for each in made[0]]
+    assert times == sorted(times) and times[-1] == pytest.approx(400 / 20, rel=0.15)
+    assert {len(each.prompt) for each in made[0]} == {3, 9}
+    assert {each.max_tokens for each in made[0]} == {2, 4}
+    assert {each.arrival_s for each in synthetic_requests(5, 0.0, [3], [2], 90, 0)} == {0.0}
+
+
+def test_requests_of_a_file(tmp_path):
+    rows = [
+        {"arrival_s": 2, "prompt_tokens": 5, "max_tokens": 3},
+        {"arrival_s": 0.5, "prompt": [4, 5], "max_tokens": 1},
+        {"prompt": "ab", "max_tokens": 2},
+    ]
+    file = tmp_path / "load.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    found = read_requests(file, 90, lambda text: [ord(c) - 90 for c in text], 1)
+    assert [each.arrival_s for each in found] == [0, 0.5, 2]
+    assert [each.prompt for each in found[:2]] == [[7, 8], [4, 5]]
+    ids = Random(1).choices(range(90), k=5)
+    assert found[2].prompt == ids and found[2].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{", "load.jsonl:1: not JSON"),
+        ("3", "not an object"),
+        ('{"prompt_tokens": 3}', "max_tokens = None"),
+        ('{"prompt_tokens": 3, "max_tokens": 0}', "max_tokens = 0"),
+        ('{"prompt_tokens": true, "max_tokens": 1}', "prompt_tokens = True"),
+        ('{"max_tokens": 1}', "give prompt or prompt_tokens"),
+        ('{"prompt": [90], "max_tokens": 1}', "token ids below 90"),
+        ('{"prompt": [], "max_tokens": 1}', "the prompt is empty"),
+        ('{"prompt": [1], "max_tokens": 1, "arrival_s": -1}', "arrival_s = -1"),
+        ('{"prompt": [1], "max_tokens": 1, "at": 1}', "unknown field 'at'"),
+        ("", "contains no request"),
+    ],
+)
+def test_invalid_requests(tmp_path, line, words):
+    file = tmp_path / "load.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(RequestError, match=words):
+        read_requests(file, 90, lambda text: [], 0)
+
+
+def test_a_load_test_sleeps_between_arrivals(llm, monkeypatch):
+    """And times count from the arrivals: requests that share a prompt find it in the cache."""
+    ids = filler_prompts(1, 100, llm.engine.vocab)[0]
+    requests = [LoadRequest(0.0, ids, 3), LoadRequest(0.0, ids[:9], 1), LoadRequest(0.4, ids, 5)]
+    slept, sleep = [], load_test.time.sleep
+    monkeypatch.setattr(load_test.time, "sleep", lambda s: slept.append(s) or sleep(s))
+    found = load_test.run(llm, requests, Sampling(seed=3), lambda done: None)
+    assert 1 <= len(slept) <= 3 and 0 < sum(slept) <= 0.4  # no busy waiting
+    assert [each.output_tokens for each in found.requests] == [3, 1, 5]
+    assert found.wall_s > 0.4 > found.busy_s > 0
+    for each in found.requests:
+        assert 0 <= each.queue_s < each.ttft_s <= each.end_s
+        assert each.end_s == pytest.approx(each.ttft_s + sum(each.intervals_s))
+    assert found.requests[2].cached_tokens >= 64
+    cached = sum(each.cached_tokens for each in found.requests)
+    assert found.hit_rate == pytest.approx(cached / 209)
+    # The third request decodes alone: 4 of its steps read the weights, as do those with a prompt.
+    one = step_bytes(llm.engine.decode_plan(), 1)
+    assert found.nbytes >= found.steps * one * 0.8 and found.preemptions == 0
+    whole = found.as_dict()
+    assert whole["output_tok_s"] == pytest.approx(9 / found.wall_s)
+    assert whole["itl_s"]["p50"] <= whole["itl_s"]["p90"] <= whole["itl_s"]["p99"]
+
+
+def test_command_line_of_a_load_test(path, tmp_path):
+    words = ("bench", str(path), "--load", "synthetic", "-p", "4-9", "-n", "2,3", "--rate", "0")
+    words = (*words, "--requests", "6", "-b", "4", "-t", "1", "--no-ceiling", "--device", "cpu")
+    found = json.loads(call(*words, "-o", "json"))
+    assert len(found["requests"]) == 6 and found["max_sequences"] == 4
+    assert "time to first token" in call(*words)
+    file = tmp_path / "load.jsonl"
+    file.write_text('{"prompt_tokens": 7, "max_tokens": 2}\n')
+    text = call("bench", str(path), "--load", str(file), "--no-ceiling", "--device", "cpu")
+    assert "1 requests, 7 prompt and 2 output tokens" in text
+    for wrong in (("--requests", "0"), ("-b", "1,2"), ("--rate", "-1"), ("-o", "csv")):
+        assert isinstance(CliRunner().invoke(app, [*words, *wrong]).exception, RequestError)
