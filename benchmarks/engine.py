@@ -42,10 +42,10 @@ from graphllm.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from graphllm.checkpoints.random_weights import RandomCheckpoint
 from graphllm.engine.block_manager import BlockManager
 from graphllm.engine.engine import Engine
+from graphllm.engine.forward_feeds import kv_pairs
 from graphllm.engine.generation import Generation
 from graphllm.engine.kv_memory import block_bytes
 from graphllm.engine.request import Sampling
-from graphllm.engine.runner import kv_pairs
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.model.batch import Limits
 from graphllm.profiler.bench import filler_tokens

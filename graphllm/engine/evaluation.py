@@ -8,7 +8,8 @@ import numpy as np
 
 from ..compiler.plan import Plan
 from ..errors import RequestError
-from .runner import Feeds, Runner, kv_pairs
+from .forward_feeds import Feeds, Span, forward_feeds
+from .runner import Runner
 
 
 class Evaluation:
@@ -44,8 +45,8 @@ class Evaluation:
         """Give up the blocks."""
         self._runner.manager.release(self._blocks)
 
-    def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> Feeds:
-        """Return the feeds of a step that appends ``tokens``; ``rows``: see `Batch`."""
+    def _feeds(self, tokens: Sequence[int], rows: np.ndarray) -> tuple[Feeds, dict[str, int]]:
+        """As `forward_feeds`, for a step that appends ``tokens``."""
         start, stop = len(self._tokens), len(self._tokens) + len(tokens)
         if stop < self._prefix:
             raise RequestError(
@@ -57,18 +58,7 @@ class Evaluation:
             self._make_room()
             if not manager.reserve(self._blocks, start, last):
                 raise RequestError(f"the KV cache is full: {stop} tokens do not fit")
-        feeds = {
-            "ids": np.asarray(tokens, np.int32),
-            "pos": np.arange(start, stop, dtype=np.int32),
-            "q_start": np.array([0, len(tokens)], np.int32),
-            "kv_len": np.array([stop], np.int32),
-            "prefix_len": np.array([self._prefix], np.int32),
-            "rows": rows.astype(np.int32),
-        }
-        for name in self._runner.caches:
-            feeds[f"slot.{name}"] = manager.slots(self._blocks, name, start, stop)
-            feeds[f"table.{name}"] = self._blocks.tables[name][None].copy()
-        return feeds
+        return forward_feeds(manager, [Span(tokens, start, self._prefix, self._blocks)], rows)
 
     def append(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
@@ -89,8 +79,7 @@ class Evaluation:
     def _run(
         self, plan: Plan, tokens: Sequence[int], rows: np.ndarray, fetch: Collection[str]
     ) -> dict[str, np.ndarray]:
-        env = {"kv_sum": kv_pairs(len(self._tokens), len(tokens))}
-        return self._runner.executor.run(plan, self._feeds(tokens, rows), env, fetch=fetch)
+        return self._runner.executor.run(plan, *self._feeds(tokens, rows), fetch=fetch)
 
     def logits(self, tokens: Sequence[int], last: bool = False) -> Iterator[np.ndarray]:
         """Yield logits [rows, vocab] of successive chunks of ``tokens``, or of the last token."""
@@ -138,5 +127,5 @@ class Evaluation:
         if count > most:
             raise RequestError(f"{count} tokens: one step takes 1 to {most}")
         bounds = {"T": (1, count), "S": (1, 1), "Q": (2, 2), "N": (1, count)}
-        env = {"T": count, "S": 1, "Q": 2, "N": count, "kv_sum": kv_pairs(0, count)}
-        return bounds, self._feeds(tokens, np.arange(count)), env
+        feeds, env = self._feeds(tokens, np.arange(count))
+        return bounds, feeds, env | {"T": count, "S": 1, "Q": 2, "N": count}

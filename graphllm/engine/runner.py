@@ -15,6 +15,7 @@ from ..model.batch import CacheSpec, Limits
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
 from .block_manager import BlockManager
+from .forward_feeds import Feeds, Span, forward_feeds
 from .generation import Generation
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs
@@ -22,7 +23,6 @@ from .sampling_feeds import sampling_feeds
 from .sequence import Chunk, StepRecorder
 from .step_result import StepResult, TokenLogprobs
 
-Feeds = dict[str, np.ndarray]
 LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
 _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
@@ -170,27 +170,14 @@ class Runner:
         self, plan: Plan, parts: Rows[Chunk], rows: Rows[Generation]
     ) -> tuple[Feeds, dict[str, int]]:
         """Return the feeds of a step, and the number of its (query, key) pairs."""
-        sequences = [chunk.sequence for chunk in parts]
-        counts = [chunk.stop - chunk.start for chunk in parts]
-        ends = np.cumsum(counts, dtype=np.int32)
-        tokens = [t for c in parts for t in c.sequence.tokens[c.start : c.stop]]
-        feeds = {
-            "ids": np.array(tokens, np.int32),
-            "pos": np.concatenate([np.arange(c.start, c.stop, dtype=np.int32) for c in parts]),
-            "q_start": np.concatenate([np.zeros(1, np.int32), ends]),
-            "kv_len": np.array([c.stop for c in parts], np.int32),
-            "prefix_len": np.array([s.prefix for s in sequences], np.int32),
-            "rows": ends[: max(1, sum(c.samples for c in parts))] - 1,
-        }
-        for name in self.caches:
-            slots = [
-                self.manager.slots(row.blocks, name, c.start, c.stop) for c, row in zip(parts, rows)
-            ]
-            feeds[f"slot.{name}"] = np.concatenate(slots)
-            feeds[f"table.{name}"] = self._tables(rows, name)
+        spans = [
+            Span(c.sequence.tokens[c.start : c.stop], c.start, c.sequence.prefix, row.blocks)
+            for c, row in zip(parts, rows)
+        ]
+        feeds, env = forward_feeds(self.manager, spans)
+        feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
         feeds |= sampling_feeds(self.limits, rows, plan.leaves, _suffix(rows) != "")
-        pairs = (kv_pairs(c.start, c.stop - c.start) for c in parts)
-        return feeds, {"kv_sum": sum(pairs)}
+        return feeds, env
 
     def _tables(self, rows: Rows[Generation], name: str) -> np.ndarray:
         return np.stack([row.blocks.tables[name] for row in rows])
@@ -283,8 +270,3 @@ def _outputs(name: str, rows: Rows[Generation]) -> list[str]:
 def _if_asked(rows: Rows[Generation], names: list[str]) -> list[str]:
     """Return ``names`` if a row asks for log-probabilities."""
     return names if any(row.asks_logprobs for row in rows) else []
-
-
-def kv_pairs(start: int, count: int) -> int:
-    """Return the number of (query, key) pairs of ``count`` tokens after ``start`` cached ones."""
-    return count * start + count * (count + 1) // 2

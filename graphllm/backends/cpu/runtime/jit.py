@@ -29,12 +29,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import Linkage
 from numba import float32, float64, int64, njit, types, uint16
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaError, RequireLiteralValue
 from numba.core.registry import cpu_target
@@ -44,6 +41,7 @@ from ....debug import debug
 from ....env import debug_level, perf_map_enabled
 from ....errors import GraphllmError
 from . import perf_map
+from .code_libraries import helper_pipeline, kernel_pipeline
 from .kernel_cache import DiskCache, machine_code
 from .kernel_key import code_key
 
@@ -84,34 +82,6 @@ def with_unique_name(function: Any) -> Any:
     return function
 
 
-class _LinkedLibrary(JITCodeLibrary):
-    """Code of a helper, which is only linked into kernels: no machine code is made of it."""
-
-    def _finalize_final_module(self) -> None:
-        self._verify_declare_only_symbols()
-        self._finalized = True
-
-    def get_pointer_to_function(self, name: str) -> int:
-        return 0
-
-    @property
-    def codegen(self) -> Any:
-        return _NoEnvironment
-
-
-class _NoEnvironment:
-    """In place of a code generator, which would store the environment of a Python function."""
-
-    @staticmethod
-    def set_env(name: str, environment: Any) -> None:
-        pass
-
-
-def _helper_pipeline(typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
-    """Numba's compiler with a `_LinkedLibrary`."""
-    return Compiler(typing, target, _LinkedLibrary(target.codegen(), "helper"), *rest)
-
-
 def linked(function: Callable[..., Any], **options: Any) -> Any:
     """Return a Numba function that kernels call; ``options`` are those of `numba.njit`.
 
@@ -122,7 +92,7 @@ def linked(function: Callable[..., Any], **options: Any) -> Any:
         error_model="numpy",
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
-        pipeline_class=_helper_pipeline,
+        pipeline_class=helper_pipeline,
         **options,
     )(with_unique_name(function))
 
@@ -140,28 +110,6 @@ def inlined(function: Callable[..., Any]) -> Any:
 def exact_helper(function: Callable[..., Any]) -> Any:
     """As `helper`, for arithmetic that must round exactly as written."""
     return linked(function)
-
-
-class _SelfContainedLibrary(JITCodeLibrary):
-    """Machine code of a kernel that includes its own copies of the functions it calls.
-
-    Numba resolves them by name in the process, to whichever copy was compiled first, perhaps for
-    another kernel and with another order of rounding. Code from the disk cache would then call
-    other copies than the process that compiled it.
-    """
-
-    def _optimize_final_module(self) -> None:
-        super()._optimize_final_module()
-        for function in self._final_module.functions:
-            if function.linkage == Linkage.linkonce_odr:
-                function.linkage = Linkage.internal
-
-
-def _pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
-    """Numba's compiler with a `_SelfContainedLibrary`."""
-    library = _SelfContainedLibrary(target.codegen(), name)
-    library.enable_object_caching()
-    return Compiler(typing, target, library, *rest)
 
 
 class Kernel:
@@ -217,7 +165,7 @@ class Kernel:
             perf_map.add_symbols(self.label, self._library, code())
 
     def _compile(self) -> tuple[Any, str]:
-        pipeline: Any = partial(_pipeline, self.name)
+        pipeline: Any = partial(kernel_pipeline, self.name)
         compiled: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
         try:
             compiled.compile()
