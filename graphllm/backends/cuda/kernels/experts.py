@@ -134,27 +134,28 @@ def groups_nbytes(node: Tensor, options: Options) -> int:
 # ----------------------------------------------------------------------------------------- kernels
 
 
-# (rows of a warp, items of each row in flight) of formats for which `default_tile` is slower, by
-# format and gated or not. Weights of gated units can be requested only once the ids are known.
+# (rows of a warp, items of each row in flight, RESIDENT) of formats for which `default_tile` is
+# slower, by format and gated or not. Weights of gated units can be requested only once the ids are
+# known.
 _TILES = {
-    ("q4_k", True): (1, 2),
-    ("q4_k", False): (4, 1),
-    ("q6_k", False): (4, 1),
-    ("mxfp4", False): (3, 1),
+    ("q4_k", True): (2, 1, 6),
+    ("q4_k", False): (4, 1, 0),
+    ("q6_k", False): (4, 1, 0),
+    ("mxfp4", False): (3, 1, 0),
 }
 
 
-def _tile(name: str, integer: bool, gated: bool) -> tuple[int, int]:
-    """(rows of a warp, items of each row in flight) of experts_gemv.cu."""
-    default = default_tile(name, integer, 1, gated)
+def _tile(name: str, integer: bool, gated: bool) -> tuple[int, int, int]:
+    """(rows of a warp, items of each row in flight, blocks of a multiprocessor)."""
+    default = (*default_tile(name, integer, 1, gated), 0)
     return _TILES.get((name, gated), default) if integer else default
 
 
 def _gemv_module(name: str, integer: bool, halves: int = 0, gated: bool = False) -> Module:
-    rows, depth = _tile(name, integer, gated)
+    rows, depth, resident = _tile(name, integer, gated)
     return module(
         "experts_gemv", FORMAT=name.upper(), INTEGER=int(integer), HALVES=halves, ROWS=rows,
-        DEPTH=depth, NEXT=default_next(name), GATED=int(gated),
+        DEPTH=depth, NEXT=default_next(name), GATED=int(gated), RESIDENT=resident,
     )  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | N
         grid = (pairs, ceil(n, WARPS))
         return Launch(_unaligned_kernel(name), grid, threads, (arg,), triggers_after_wait=True)
     integer = x.dtype.quantised
-    rows, _ = _tile(name, integer, gated)
+    rows, *_ = _tile(name, integer, gated)
     kernel = _gemv_module(name, integer, halves, gated)[
         "unaligned" if integer and not _rows_aligned(x, 16) else "aligned"
     ]

@@ -2,13 +2,20 @@
 // one token. Pairs are adjacent in the grid, so pairs of one expert find its rows in the L2 cache.
 //
 // FORMAT: a struct of formats.cuh or of dot.cuh. INTEGER: int8 activations, else float32, or
-// HALVES. ROWS, DEPTH, NEXT: as in gemv.cu. GATED: act(first) * second of two matrices.
+// HALVES. ROWS, DEPTH, NEXT, RESIDENT: as in gemv.cu. GATED: act(first) * second of two matrices.
 
 #define LONE 1
 #include "dot.cuh"
 #include "experts.cuh"
 
 #define WARPS 4
+// Pointers take registers.
+#define POINTERS (RESIDENT == 0)
+#if RESIDENT
+#define BOUNDS __launch_bounds__(WARP * WARPS, RESIDENT)
+#else
+#define BOUNDS
+#endif
 #define STREAMS (GATED ? 2 : 1)  // matrices that a warp reads
 
 // ALIGNED: rows of x are aligned to 16 bytes.
@@ -22,14 +29,17 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
     if (e.ids && pair / e.each < tokens) matrix = id_of(e.ids, e.ids_stride, e.each, pair);
     const bool useful = pair / e.each < tokens && row < e.rows, there = useful && exists(e, matrix);
     FORMAT w[STREAMS][DEPTH][ROWS];
+    size_t first[ROWS];  // items
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        first[r] = ((size_t)matrix * e.rows + min(row + r, e.rows - 1)) * items + lane;
+#if POINTERS
     Planes next[STREAMS][ROWS];  // of the items to load next
 #pragma unroll
     for (int s = 0; s < STREAMS; s++)
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const size_t place = (size_t)matrix * e.rows + min(row + r, e.rows - 1);
-            next[s][r] = FORMAT::item(s ? e.up : e.w, place * items + lane);
-        }
+        for (int r = 0; r < ROWS; r++) next[s][r] = FORMAT::item(s ? e.up : e.w, first[r]);
+#endif
     auto load = [&](int at) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++)
@@ -38,14 +48,20 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
                 for (int s = 0; s < STREAMS; s++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++) {
+#if POINTERS
                         Planes p = next[s][r];
                         advance<FORMAT>(p, d);
                         w[s][d][r].load(p);
+#else
+                        w[s][d][r].load(FORMAT::item(s ? e.up : e.w, first[r] + (at - lane + WARP * d)));
+#endif
                     }
+#if POINTERS
 #pragma unroll
         for (int s = 0; s < STREAMS; s++)
 #pragma unroll
             for (int r = 0; r < ROWS; r++) advance<FORMAT>(next[s][r], DEPTH);
+#endif
     };
     if (there) load(lane);
     if (NEXT == 1 && !e.ids) launch_next();
@@ -90,13 +106,13 @@ template <bool ALIGNED> __device__ __forceinline__ void multiply(const Experts& 
 #endif
 }
 
-extern "C" __global__ void aligned(Experts e TIMESTAMPS) {
+extern "C" __global__ void BOUNDS aligned(Experts e TIMESTAMPS) {
     RECORD_TIMESTAMPS
     multiply<true>(e);
 }
 
 #if INTEGER
-extern "C" __global__ void unaligned(Experts e TIMESTAMPS) {
+extern "C" __global__ void BOUNDS unaligned(Experts e TIMESTAMPS) {
     RECORD_TIMESTAMPS
     multiply<false>(e);
 }
