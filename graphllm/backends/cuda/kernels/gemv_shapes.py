@@ -12,8 +12,8 @@ from ....graph.dtype import dtype
 from .gemm import PLAIN
 
 _DEEP = 8192  # depth from which on a warp takes several iterations for a row
-_Q6_K = 4096  # depth below which q6_k has a shape of its own
-DEPTHS = (0, _Q6_K, _DEEP)  # includes a depth for each shape of every format
+_LEAST = 4096  # depth below which some formats have shapes of their own
+DEPTHS = (0, _LEAST, _DEEP)  # includes a depth for each shape of every format
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,16 @@ class Shape:
     split: bool = False
 
 
-_GATED, _SHALLOWEST, _SHALLOW, _DEEPER = "gated", "shallowest", "shallow", "deep"
+_GATED, _GATED_SHALLOW = "gated", "gated shallow"
+_SHALLOWEST, _SHALLOW, _DEEPER = "shallowest", "shallow", "deep"
+_LESS_DEEP = {_GATED: _GATED_SHALLOW, _SHALLOW: _SHALLOWEST}
 _SHAPES = {
     ("f16", _GATED): Shape(2, 1, 2, ahead=True),
+    ("f16", _GATED_SHALLOW): Shape(4, 1, 1, ahead=True),
     ("f16", _SHALLOW): Shape(4, 1, 1, split=True),
     ("q8_0", _GATED): Shape(1, 4, 1, staged=True),
-    ("q8_0", _SHALLOW): Shape(2, 2, 1, split=True),
+    ("q8_0", _SHALLOWEST): Shape(1, 2, 1, split=True),
+    ("q8_0", _SHALLOW): Shape(1, 4, 1, split=True),
     ("q8_0", _DEEPER): Shape(2, 4, 1, warps=8, staged=True),
     ("q4_0", _GATED): Shape(2, 1, 1, staged=True),
     ("q4_0", _SHALLOW): Shape(2, 2, 1),
@@ -68,10 +72,10 @@ def shape(name: str, integer: bool, k: int, gated: bool, tokens: int = 1) -> Sha
     default = Shape(rows, depth, default_next(name), split=name in PLAIN and not gated)
     if not integer and name not in ("f16", "bf16"):
         return default
+    same = "f16" if name == "bf16" else name
     kind = _GATED if gated else _DEEPER if k >= _DEEP else _SHALLOW
-    if name == "q6_k" and k < _Q6_K and not gated:
-        kind = _SHALLOWEST
-    return _SHAPES.get(("f16" if name == "bf16" else name, kind), default)
+    kinds = (_LESS_DEEP.get(kind, kind), kind) if k < _LEAST else (kind,)
+    return next((_SHAPES[same, each] for each in kinds if (same, each) in _SHAPES), default)
 
 
 def default_next(name: str) -> int:
