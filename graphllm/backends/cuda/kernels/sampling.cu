@@ -1,6 +1,6 @@
 // Sampling of token ids from logits. Every row may have other settings, which are read on the device.
 //
-// `slice_maxima` finds the largest key of every slice of a row. `pick`, one block per row, looks for the
+// `slice_maxima` finds the largest key of every slice of a row, and its first index. `pick`, one block per row, looks for the
 // top_k largest keys only in slices whose maximum is among the top_k maxima. Of the ids left, the one
 // with the largest sum of logit and Gumbel noise is sampled, in float64. A wide row, one without top_k,
 // is sampled by several blocks with a chunk of it each. For top_p they use weights as integers, whose
@@ -29,7 +29,8 @@ struct Wide {
 
 #define ZEROED (BINS + 2)  // words
 
-// Store the largest key of each slice to out [rows, THREADS]. A warp computes a slice.
+// Store the largest key of each slice, and its first index, to out [rows, 2, THREADS]. A warp computes a
+// slice.
 extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Settings settings,
                                  const i64* live, u32* out, Wide* wide TIMESTAMPS) {
     RECORD_TIMESTAMPS
@@ -44,17 +45,22 @@ extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Sett
     Row row(x + n * stride, width, settings);
     int first = slice * size, last = min(first + size, width);
     if (first >= width) return;
-    u32 most = 0;
+    u32 most = 0, at = 0;
 #pragma unroll 8
-    for (int i = first + threadIdx.x % WARP; i < last; i += WARP) most = max(most, row.key(i));
-    most = warp_max(most);
-    if (threadIdx.x % WARP == 0) out[n * THREADS + slice] = most;
+    for (int i = first + threadIdx.x % WARP; i < last; i += WARP) {
+        const u32 key = row.key(i);
+        if (key > most) most = key, at = i;
+    }
+    const u32 top = warp_max(most), index = ~warp_max(most == top ? ~at : 0);
+    if (threadIdx.x % WARP) return;
+    out[2 * n * THREADS + slice] = top;
+    out[(2 * n + 1) * THREADS + slice] = index;
 }
 
 // The maximum of slice threadIdx.x of the block's row; 0 if there is no such slice.
 __device__ __forceinline__ u32 own_maximum(const u32* maxima, int width) {
     int size = slice_of(width), slices = (width + size - 1) / size;
-    return threadIdx.x < slices ? maxima[(i64)blockIdx.x * THREADS + threadIdx.x] : 0;
+    return threadIdx.x < slices ? maxima[2 * (i64)blockIdx.x * THREADS + threadIdx.x] : 0;
 }
 
 // ---------------------------------------------------------------------------- candidates
@@ -289,20 +295,6 @@ __device__ __forceinline__ bool no_valid_logit(const Settings& s, u32 most) {
     return s.temperature && (most >= KEY_OF_INFINITY || most == KEY_OF_MINUS_INFINITY);
 }
 
-// Index of the first largest key. `maximum`: of the thread's slice; `most`: of the row.
-__device__ __forceinline__ int largest(const Row& row, u32 maximum, u32 most) {
-    __shared__ u64 chosen;
-    int size = slice_of(row.width);
-    if (threadIdx.x == 0) chosen = 0;
-    __syncthreads();
-    if (maximum == most) atomicMax(&chosen, candidate(most, threadIdx.x));
-    __syncthreads();
-    int first = index_of(chosen) * size, last = min(first + size, row.width);
-    auto key = [&](int i) { return row.key(first + i); };
-    auto equal = [&](int, u32 k) { return k == most ? 1ull : 0ull; };
-    return first + locate(last - first, key, equal, 0);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     pick(const u8* x, i64 stride, int width, Settings s, const i64* live, const u32* maxima,
          Wide* wide, int* out TIMESTAMPS) {
@@ -312,9 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     i64 n = blockIdx.x;
     if (n >= rows) return;
     Row row(x + n * stride, width, s);
+    const u32 maximum = own_maximum(maxima, width);  // in flight with the settings
     Request a = request_of(s, n, width);
     if (a.wide ? !a.params.some : blockIdx.y) return;
-    u32 maximum = own_maximum(maxima, width), most = block_most(maximum);
+    const u32 most = block_most(maximum);
     int id;
     if (no_valid_logit(s, most)) {  // `finish` reports it for wide rows
         id = -1;
@@ -323,7 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         bin_weights(row, most, a.params, (u32*)room, wide + n);
         return;
     } else if (a.greedy) {
-        id = largest(row, maximum, most);
+        const u32 index = maximum == most ? maxima[(2 * n + 1) * THREADS + threadIdx.x] : ~0u;
+        id = (int)~block_most(~index);  // the first of equal keys
     } else {
         bool few = a.top_k <= KEPT;
         u32 least = few ? kth_largest(maximum, a.top_k) : 0;

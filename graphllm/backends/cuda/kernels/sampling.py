@@ -20,8 +20,8 @@ _WIDE = 8 * (2048 + 2 + 2 * _THREADS + 3 + (1 << 14))  # bytes of the struct Wid
 
 
 def _maxima_nbytes(node: Tensor) -> int:
-    """Bytes of the maxima of all slices."""
-    return aligned(4 * _THREADS * KernelContext.upper_bound(node.meta.rows))
+    """Bytes of the maxima of all slices, and of their indices."""
+    return aligned(8 * _THREADS * KernelContext.upper_bound(node.meta.rows))
 
 
 def _wide_nbytes(node: Tensor) -> int:
