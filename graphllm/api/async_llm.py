@@ -123,10 +123,11 @@ class AsyncLLM:
                 submitted = await self._submit(prompt, own, delivery)
                 handles.append((submitted, ended))
             for handle, ended in handles:
-                while not handle.poll()[1]:
-                    await ended.wait()  # of one of its samples
+                while not handle.done:
                     ended.clear()
-            return [handle.completion for handle, _ in handles]
+                    if not handle.done:
+                        await ended.wait()
+            return [handle.result() for handle, _ in handles]  # without waiting
         finally:
             for handle, _ in handles:
                 handle.cancel()

@@ -16,6 +16,7 @@ _OTHERS = {
     "chat_template": "--chat-template",
     "force": "--force",
     "free": "--free",
+    "max_sequences": "--parallel",
     "no_kernels": "--no-kernel",
 }
 

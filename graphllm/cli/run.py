@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,10 @@ import typer
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
+from .batch_run import is_batch, run_batch
 from .options import AsJson, LoadOptions, Model, System, Template, read_text, verb
 from .output import show_json, write_text
+from .prompt_lines import PromptFile
 from .sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -30,8 +33,13 @@ Prompts = Annotated[
         show_default=False,
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("-f", "--file", help="File that contains the prompt.")
+PromptPath = Annotated[
+    Path | None,
+    typer.Option(
+        "-f",
+        "--file",
+        help="File that contains the prompt; NAME.jsonl has one request per line, in JSON.",
+    ),
 ]
 
 
@@ -41,20 +49,50 @@ def run(
     options: SamplingOptions,
     load_options: LoadOptions,
     prompt: Prompts = None,
-    file: PromptFile = None,
+    file: PromptPath = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Apply the chat template to the prompt.")
     ] = False,
     chat_template: Template = None,
     system: System = None,
     as_json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the answers to NAME.jsonl; answers that it has are kept.",
+        ),
+    ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            help="Number of requests of NAME.jsonl that run at once; 16 by default.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Generate text from one or more prompts.
 
     graphllm run demo -p "The capital of France is" -n 32 --temp 0
 
     graphllm run model.gguf -f question.txt --chat --json
+
+    graphllm run model.gguf -f prompts.jsonl -o answers.jsonl
     """
+    if file is not None and not prompt and is_batch(file):
+        defaults = replace(options.sampling(), seed=options.seed)
+        if chat:
+            from ..chat import PROCESS
+
+            PROCESS.start()  # while the model loads
+        most = 16 if parallel is None else parallel
+        load = partial(load_options.load, model, chat_template=chat_template, max_sequences=most)
+        run_batch(PromptFile(file, defaults, chat, system), output, most, load, _check_length)
+        return
+    if output is not None or parallel is not None:
+        raise RequestError("-o and --parallel need -f NAME.jsonl")
     if not chat and (chat_template is not None or system is not None):
         raise RequestError("--chat-template and --system need --chat")
     texts = _prompts(prompt, file)

@@ -38,6 +38,18 @@ USAGE_ERRORS = [
     ([*RUN, "--temp", "hot"], 2, "Invalid value for '--temp'"),
     (["run", "tiny.gguf"], 1, "give a prompt with -p TEXT, -p - or -f FILE"),
     ([*RUN, "-f", "prompt.txt"], 1, "give -p or -f, not both"),
+    ([*RUN, "-f", "lines.jsonl"], 1, "give -p or -f, not both"),
+    ([*RUN, "--parallel", "3"], 1, "-o and --parallel need -f NAME.jsonl"),
+    (["run", "tiny.gguf", "-f", "prompt.txt", "-o", "a"], 1, "-o and --parallel need -f NAME"),
+    (["run", "tiny.gguf", "-f", "none.jsonl"], 1, "none.jsonl: No such file or directory"),
+    (["run", "tiny.gguf", "-f", "bad.jsonl"], 1, "bad.jsonl:2: is not JSON: Expecting ':'"),
+    (["run", "tiny.gguf", "-f", "lines.jsonl", "--parallel", "0"], 1, "max_sequences = 0 must be"),
+    (["run", "tiny.gguf", "-f", "lines.jsonl", "-o", "prompt.txt"], 1,
+     "-o prompt.txt:1: is not an answer of this command; give another file"),
+    (["run", "tiny.gguf", "-f", "lines.jsonl", "-o", "/dev/full", *R], 1,
+     "-o /dev/full: No space left on device"),
+    (["run", "tiny.gguf", "-f", "lines.jsonl", "--chat", *R], 1,
+     "lines.jsonl:1: the model has no chat template"),
     ([*RUN, "--system", "x"], 1, "--chat-template and --system need --chat"),
     ([*RUN, "--temp", "nan"], 1, "temperature = nan"),
     ([*RUN, "--temp", "-1"], 1, "temperature = -1.0 must be at least 0"),
@@ -99,6 +111,8 @@ def folder(tmp_path_factory):
     (where / "secret.gguf").write_bytes(b"GGUF")
     (where / "secret.gguf").chmod(0)  # root can read it and finds it too short
     (where / "prompt.txt").write_text("hello")
+    (where / "lines.jsonl").write_text('"hello"\n')
+    (where / "bad.jsonl").write_text('"hello"\n{"prompt"}\n')
     (where / "folder").mkdir()
     (where / "pages.html").mkdir()
     (where / "full.json").symlink_to("/dev/full")
