@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any, overload
 
 from ..arguments import Optional, check, flag, function, quote
@@ -239,10 +241,11 @@ class TextGenerator(LoadedModel):
         if sampling.stop and tokenizer is None:
             raise RequestError(f"stop = {quote(sampling.stop)} needs a tokenizer; stop_ids do not")
         ends = sorted(self._eos_ids() if eos_ids is None else eos_ids)
+        own = Delivery() if delivery is None else delivery
         first, *others = (
             self.engine.submit(
-                completion.prompt_ids, sampling, ends, tokenizer=tokenizer, delivery=delivery,
-                sample_index=index,
+                completion.prompt_ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
+                delivery=replace(own, wakeups=SimpleQueue()) if index else own,
             )
             for index in range(sampling.n)
         )  # fmt: skip

@@ -69,7 +69,7 @@ def run_batch(
     with answers if answers is not None else nullcontext():
         computed = _Requests(llm, islice(prompts, first, None), _SUBMITTED * parallel)
         for line, done in computed.answers(first, total, None if answers else False):
-            tokens += len(done.ids)
+            tokens += sum(len(each.ids) for each in done.choices)
             if answers is not None:
                 answers.write(line, done)
             else:
@@ -114,7 +114,7 @@ class _Requests:
                     done = line.call(_wait, handle, update)
                     self._submitted.popleft()
                     self._ended += 1
-                    self._tokens += len(done.ids)
+                    self._tokens += sum(len(each.ids) for each in done.choices)
                     yield line, done
         finally:
             for _, handle in self._submitted:
@@ -130,8 +130,9 @@ class _Requests:
 
     def _computed(self) -> tuple[int, int]:
         handles = [handle for _, handle in self._submitted]
+        samples = [each for handle in handles for each in (handle, *handle.alternatives)]
         ended = self._ended + sum(handle.done for handle in handles)
-        return ended, self._tokens + sum(handle.progress.tokens for handle in handles)
+        return ended, self._tokens + sum(sample.progress.tokens for sample in samples)
 
 
 def _wait(handle: RequestHandle, update: Callable[[], None]) -> Completion:

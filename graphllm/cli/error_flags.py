@@ -9,7 +9,7 @@ from typer.models import OptionInfo
 
 from ..errors import GraphllmError
 from .options import LoadOptions
-from .sampling_options import SamplingOptions
+from .sampling_options import RunSamplingOptions
 
 # Arguments whose flag is not in the common option groups, or has another name.
 _OTHERS = {
@@ -30,7 +30,7 @@ def with_flag(error: GraphllmError) -> str:
 def _flags() -> dict[str, str]:
     """Return the first flag of each argument in the common option groups."""
     found = dict(_OTHERS)
-    for group in (LoadOptions, SamplingOptions):
+    for group in (LoadOptions, RunSamplingOptions):
         hints = get_type_hints(group, include_extras=True)
         for each in fields(group):
             kind = hints[each.name]

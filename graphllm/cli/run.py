@@ -18,11 +18,13 @@ from .batch_run import is_batch, run_batch
 from .options import AsJson, LoadOptions, Model, System, Template, read_text, verb
 from .output import show_json, write_text
 from .prompt_lines import PromptFile
-from .sampling_options import SamplingOptions
+from .sampling_options import RunSamplingOptions
 
 if TYPE_CHECKING:
     from ..api import LLM
     from ..engine.request import Completion, Sampling
+
+PARALLEL = 16  # requests that run at once, by default
 
 Prompts = Annotated[
     list[str] | None,
@@ -46,7 +48,7 @@ PromptPath = Annotated[
 @verb
 def run(
     model: Model,
-    options: SamplingOptions,
+    options: RunSamplingOptions,
     load_options: LoadOptions,
     prompt: Prompts = None,
     file: PromptPath = None,
@@ -87,7 +89,7 @@ def run(
             from ..chat import PROCESS
 
             PROCESS.start()  # while the model loads
-        most = 16 if parallel is None else parallel
+        most = PARALLEL if parallel is None else parallel
         load = partial(load_options.load, model, chat_template=chat_template, max_sequences=most)
         run_batch(PromptFile(file, defaults, chat, system), output, most, load, _check_length)
         return
@@ -95,13 +97,17 @@ def run(
         raise RequestError("-o and --parallel need -f NAME.jsonl")
     if not chat and (chat_template is not None or system is not None):
         raise RequestError("--chat-template and --system need --chat")
+    if not as_json and (options.logprobs is not None or options.prompt_logprobs is not None):
+        raise RequestError("--logprobs and --prompt-logprobs need --json or -f NAME.jsonl")
     texts = _prompts(prompt, file)
     sampling = options.sampling()
     if chat:
         from ..chat import PROCESS
 
         PROCESS.start()  # while the model loads
-    llm = load_options.load(model, chat_template=chat_template)
+    llm = load_options.load(
+        model, chat_template=chat_template, max_sequences=min(sampling.n, PARALLEL)
+    )
     _ = llm.tokenizer  # raises if there is none, before anything is printed
     if not chat and sys.stderr.isatty() and llm.has_template:
         note("note: the model has a chat template; `graphllm chat` and `run --chat` apply it")
@@ -162,17 +168,22 @@ def _generate(
     from ..engine.request import Completion
 
     done = Completion()
-    if not as_json:
-        write_text(shown)
-    with progress_line("prefill") as progress:
-        pieces = llm.complete(prompt, sampling, done, partial(progress, "prefill"))
-        first = next(pieces, "")
-    for piece in itertools.chain([first], pieces):
+    if sampling.n > 1:
+        done = llm.generate(prompt, sampling=sampling)
+    else:
         if not as_json:
-            write_text(piece)
+            write_text(shown)
+        with progress_line("prefill") as progress:
+            pieces = llm.complete(prompt, sampling, done, partial(progress, "prefill"))
+            first = next(pieces, "")
+        for piece in itertools.chain([first], pieces):
+            if not as_json:
+                write_text(piece)
     if as_json:
         show_json({**done.as_dict(), **_placement(llm)}, ascii=False)
         return
+    if sampling.n > 1:
+        write_text("\n".join(shown + each.text for each in done.choices))
     write_text("\n")
     _print_notes(llm, done, seed)
 

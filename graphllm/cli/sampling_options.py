@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,11 @@ from ..errors import RequestError
 
 if TYPE_CHECKING:
     from ..engine.request import Sampling
+
+
+def _repeatable(*flags: str, help: str) -> Any:
+    """Return an option that may be given several times."""
+    return typer.Option(*flags, help=f"{help}; may be repeated.", show_default=False)
 
 
 @dataclass
@@ -40,33 +45,19 @@ class SamplingOptions:
     min_p: Annotated[float, typer.Option("--min-p", help="Min-p sampling; 0 disables it.")] = 0.0
     typical_p: Annotated[
         float,
-        typer.Option(
-            "--typical",
-            "--typical-p",
-            help="Typical sampling; 1 disables it.",
-        ),
+        typer.Option("--typical", "--typical-p", help="Typical sampling; 1 disables it."),
     ] = 1.0
     top_n_sigma: Annotated[
         float,
-        typer.Option(
-            "--top-n-sigma",
-            "--top-nsigma",
-            help="Top-n-sigma sampling; 0 disables it.",
-        ),
+        typer.Option("--top-n-sigma", "--top-nsigma", help="Top-n-sigma sampling; 0 disables it."),
     ] = 0.0
     xtc_probability: Annotated[
         float,
-        typer.Option(
-            "--xtc-probability",
-            help="Probability of XTC; 0 disables it.",
-        ),
+        typer.Option("--xtc-probability", help="Probability of XTC; 0 disables it."),
     ] = 0.0
     xtc_threshold: Annotated[
         float,
-        typer.Option(
-            "--xtc-threshold",
-            help="Least probability of tokens for XTC.",
-        ),
+        typer.Option("--xtc-threshold", help="Least probability of tokens for XTC."),
     ] = 0.1
     repeat_penalty: Annotated[
         float,
@@ -99,10 +90,7 @@ class SamplingOptions:
     ] = 0.0
     dry_base: Annotated[
         float,
-        typer.Option(
-            "--dry-base",
-            help="Base of the DRY penalty.",
-        ),
+        typer.Option("--dry-base", help="Base of the DRY penalty."),
     ] = 1.75
     dry_allowed_length: Annotated[
         int,
@@ -119,51 +107,23 @@ class SamplingOptions:
         ),
     ] = -1
     dry_breaker_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--dry-breaker-id",
-            help="Token id that ends a repetition; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, _repeatable("--dry-breaker-id", help="Token id that ends a repetition")
     ] = None
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(
-            "--logit-bias",
-            help="Bias of a token, as ID=BIAS; -inf bans it; may be repeated.",
-            show_default=False,
-        ),
+        _repeatable("--logit-bias", help="Bias of a token, as ID=BIAS; -inf bans it"),
     ] = None
     banned_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--banned-id",
-            help="Token id that is never sampled; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, _repeatable("--banned-id", help="Token id that is never sampled")
     ] = None
     allowed_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--allowed-id",
-            help="Sample only tokens with this id; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, _repeatable("--allowed-id", help="Sample only tokens with this id")
     ] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", "--stop-strings", help="Stop string; may be repeated.", show_default=False
-        ),
+        list[str] | None, _repeatable("--stop", "--stop-strings", help="Stop string")
     ] = None
     stop_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--stop-id",
-            "--stop-token-ids",
-            help="Stop token id; may be repeated.",
-            show_default=False,
-        ),
+        list[int] | None, _repeatable("--stop-id", "--stop-token-ids", help="Stop token id")
     ] = None
     min_tokens: Annotated[
         int,
@@ -193,6 +153,30 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError:
         raise RequestError(f"logit_bias = {text!r} must be ID=BIAS", "logit_bias") from None
+
+
+@dataclass
+class RunSamplingOptions(SamplingOptions):
+    """Sampling options of ``run``, which can show several answers and log-probabilities."""
+
+    n: Annotated[int, typer.Option("--n", help="Number of samples of each prompt.")] = 1
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Output the log-probability of each sampled token and of this many of the most "
+            "likely ones; needs JSON output.",
+            show_default=False,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--prompt-logprobs",
+            help="As --logprobs, for the tokens of the prompt.",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass

@@ -77,12 +77,17 @@ def test_lists_and_chats(llm):
     each = [{"max_tokens": 3}, {"max_tokens": 6}]
     want = llm.generate(["hello", "what"], sampling=each, **SAMPLED)
     answer = llm.chat(MESSAGES, max_tokens=5, **SAMPLED)
+    samples = llm.generate("hello", n=3, max_tokens=6, **SAMPLED)
 
     async def main():
         own = AsyncLLM(llm)
         have = await own.generate(["hello", "what"], sampling=each, **SAMPLED)
         assert [done.ids for done in have] == [done.ids for done in want]
         assert await own.generate([]) == []
+        several = await own.generate("hello", n=3, max_tokens=6, **SAMPLED)
+        assert [done.ids for done in several.choices] == [done.ids for done in samples.choices]
+        with pytest.raises(RequestError, match=r"llm.stream yields the text of one sample"):
+            own.stream("hello", n=3)
         assert (await own.chat(MESSAGES, max_tokens=5, **SAMPLED)).ids == answer.ids
         assert await text_of(own.chat_stream(MESSAGES, max_tokens=5, **SAMPLED)) == answer.text
 

@@ -177,6 +177,19 @@ def test_two_threads_read_one_handle(llm):
     assert found == [want] * 4
 
 
+def test_threads_read_the_samples_of_one_prompt(llm):
+    want = llm.generate("hello", n=4, max_tokens=60, **SAMPLED)
+    handle, found = llm.submit("hello", n=4, max_tokens=60, **SAMPLED), {}
+
+    def read(index: int, each) -> None:
+        found[index] = "".join(each)
+
+    samples = [handle, *handle.alternatives]
+    joined(*(lambda i=i, each=each: read(i, each) for i, each in enumerate(samples)))
+    assert [found[i] for i in range(4)] == [done.text for done in want.choices]
+    assert [done.ids for done in handle.result().choices] == [done.ids for done in want.choices]
+
+
 def test_a_slow_reader_does_not_stall_the_others(llm):
     slow = llm.submit("hello", max_tokens=60, **SAMPLED)
     first = next(iter(slow))

@@ -78,6 +78,18 @@ def test_flags_reach_the_sampler(model):
     assert ended["tokens"] == []
 
 
+def test_several_samples_and_logprobs(model):
+    ask = ("run", model, "-p", "hello", "-n", "4", "-s", "3", "--ignore-eos", "--logit-bias", "7=2")
+    found = json.loads(call(*ask, "--n", "2", "--json", "--logprobs", "1").stdout)
+    (other,) = found["alternatives"]
+    assert len(found["logprobs"]) == 4 and other["tokens"] != found["tokens"]
+    alone = json.loads(call(*ask, "--json", "--prompt-logprobs", "0").stdout)
+    assert alone["tokens"] == found["tokens"] and "logprobs" not in alone
+    assert len(alone["prompt_logprobs"]) == alone["prompt_tokens"] - 1
+    shown = call(*ask, "--n", "2").stdout
+    assert shown == f"hello{found['text']}\nhello{other['text']}\n"
+
+
 def test_tokenize(model):
     ids = json.loads(call("tokenize", model, "hello world", "--ids").stdout)
     lines = call("tokenize", model, "-", input=b"hello world").stdout.splitlines()
