@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..engine.runner import kv_pairs
+from ..engine.forward_feeds import kv_pairs
 from .batch_limits import sequence_bytes
 from .bench import step_bytes
 from .step_times import TimePredictor

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..engine.runner import kv_pairs
+from ..engine.forward_feeds import kv_pairs
 from ..graph.tensor import WEIGHT
 from ..ops import get
 from .accounting import Pass, run_times, runs_of
