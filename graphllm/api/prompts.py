@@ -73,7 +73,13 @@ def parse_settings(arguments: Mapping[str, Any], count: int | None, where: str) 
 
 
 def check_one_sample(settings: Sampling, where: str) -> None:
-    """Raise RequestError if the settings ask for several samples of the prompt."""
+    """Raise RequestError if the settings ask for several samples of the prompt, or for beams."""
+    if settings.beams > 1:
+        raise RequestError(
+            f"{where} cannot yield a beam search (beams = {settings.beams}), whose text is known "
+            "at the end only; llm.generate and llm.submit can return it",
+            "beams",
+        )
     if settings.n > 1:
         raise RequestError(
             f"{where} yields the text of one sample, not of n = {settings.n}; llm.generate and "

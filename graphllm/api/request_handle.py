@@ -87,7 +87,8 @@ class RequestHandle:
         """
         while self._advance():
             pass
-        self.completion.alternatives = [each.result() for each in self.alternatives]
+        if self.alternatives:  # a beam search records its own
+            self.completion.alternatives = [each.result() for each in self.alternatives]
         return self.completion
 
     def poll(self) -> tuple[str, bool]:
@@ -106,7 +107,7 @@ class RequestHandle:
                 ended = not self._consume()
             text = self.completion.text[before:]
         ended = all([ended, *(each.poll()[1] for each in self.alternatives)])
-        if ended:
+        if ended and self.alternatives:  # a beam search records its own
             self.completion.alternatives = [each.completion for each in self.alternatives]
         return text, ended
 

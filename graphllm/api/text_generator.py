@@ -247,7 +247,7 @@ class TextGenerator(LoadedModel):
                 completion.prompt_ids, sampling, ends, tokenizer=tokenizer, sample_index=index,
                 delivery=replace(own, wakeups=SimpleQueue()) if index else own,
             )
-            for index in range(sampling.n)
+            for index in range(sampling.n if sampling.beams == 1 else 1)
         )  # fmt: skip
         alternatives = [
             RequestHandle(self.engine, each, completion.new_sample(), profile=profile)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from .beam_group import Beam, BeamGroup
 from .generation import Generation
 from .runner import Runner
+from .sampling_feeds import Row
 from .scheduler import Scheduler
 from .sequence import ActiveSequence, Chunk, StepRecorder
 from .step_result import StepResult
@@ -31,17 +33,21 @@ class Batcher:
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner, self.scheduler = runner, scheduler
-        self._generations: dict[ActiveSequence, Generation] = {}
+        self._rows: dict[ActiveSequence, Generation | Beam] = {}
+        self._groups: dict[Generation, BeamGroup] = {}  # of the requests with beams
         self._submitted: deque[Generation] = deque()  # since the last step
         self._cancelled: deque[Generation] = deque()  # since the last step
-        self._non_finite: deque[Generation] = deque()  # no longer among _generations
+        self._non_finite: deque[Generation] = deque()  # no longer among _rows
         self._launched: deque[list[Chunk]] = deque()  # decode steps that were not taken
         self.prefill_tokens = self.steps = 0
 
     @property
     def generations(self) -> list[Generation]:
         """The requests that have not ended."""
-        return [*self._generations.values(), *self._submitted, *self._non_finite]
+        own = (
+            row.group.generation if isinstance(row, Beam) else row for row in self._rows.values()
+        )
+        return list(dict.fromkeys((*own, *self._submitted, *self._non_finite)))
 
     @property
     def non_finite(self) -> Generation | None:
@@ -51,8 +57,10 @@ class Batcher:
             self._non_finite.popleft()
         return self._non_finite[0] if self._non_finite else None
 
-    def submit(self, generation: Generation) -> None:
-        """Add a request."""
+    def submit(self, generation: Generation, group: BeamGroup | None = None) -> None:
+        """Add a request; ``group``: its beams, if it has several."""
+        if group is not None:
+            self._groups[generation] = group
         self._submitted.append(generation)
 
     def cancel(self, generation: Generation) -> None:
@@ -62,7 +70,8 @@ class Batcher:
 
     def forget_all(self) -> None:
         """Forget all requests, whose cache is freed."""
-        self._generations.clear()
+        self._rows.clear()
+        self._groups.clear()
         self._submitted.clear()
         self._non_finite.clear()
 
@@ -82,10 +91,8 @@ class Batcher:
                 if not chunks:
                     return False
                 rows = self._start(chunks)
-                if not all(
-                    c.samples and c.stop - c.start == 1 and not row.processors
-                    for c, row in zip(chunks, rows)
-                ):
+                decodes = all(c.samples and c.stop - c.start == 1 for c in chunks)
+                if not decodes or any(row.processors or row.asks_candidates for row in rows):
                     self._finish(chunks, self.runner.run(chunks, rows, prefill))
                     return True
                 self.runner.decode(chunks, rows, decode)
@@ -96,14 +103,15 @@ class Batcher:
             self._recover()
             raise
 
-    def _start(self, chunks: Sequence[Chunk]) -> list[Generation]:
-        """Return the requests of ``chunks``, and note when the first step of each begins."""
-        rows = [self._generations[chunk.sequence] for chunk in chunks]
-        for chunk, generation in zip(chunks, rows):
+    def _start(self, chunks: Sequence[Chunk]) -> list[Row]:
+        """Return the rows of ``chunks``, and note when the first step of each request begins."""
+        rows = [self._rows[chunk.sequence] for chunk in chunks]
+        for chunk, row in zip(chunks, rows):
+            generation = row.group.generation if isinstance(row, Beam) else row
             if not generation.started:
                 generation.start(chunk.start)
                 self.prefill_tokens = generation.prefill_tokens
-        return rows
+        return [*rows]
 
     def reset(self) -> None:
         """Forget launched steps: the next step is fed by the host."""
@@ -113,12 +121,32 @@ class Batcher:
     def _recover(self) -> None:
         """Take all requests back to the results that were delivered, at any point of a step."""
         self.make_room()  # steps may have been launched and not taken
-        for generation in list(self._generations.values()):
-            sequence = generation.sequence
-            del sequence.tokens[sequence.prompt_tokens + generation.count :]
-            self.scheduler.resume(sequence)  # it looks idle if its sampled token was not delivered
-            if generation.done:
-                self._remove(generation)
+        for row in list(self._rows.values()):
+            if isinstance(row, Generation):
+                del row.sequence.tokens[row.sequence.prompt_tokens + row.count :]
+                self.scheduler.resume(row.sequence)  # paused if its token was not delivered
+                if row.done:
+                    self._remove(row)
+        for generation, group in list(self._groups.items()):
+            if generation not in self._submitted:
+                self._restart(generation, group)
+
+    def _restart(self, generation: Generation, group: BeamGroup) -> None:
+        """Begin the current step of a search again, with new sequences."""
+        self._remove(generation)
+        if generation.done or generation in self._non_finite:
+            return
+        group.restart()
+        if not group.beams:
+            group.finish()
+            return
+        self._groups[generation] = group
+        self._add(group)
+
+    def _add(self, group: BeamGroup) -> None:
+        for beam in group.beams.values():
+            self._rows[beam.sequence] = beam
+            self.scheduler.add(beam.sequence)
 
     def settle(self) -> None:
         """Wait for steps that were launched ahead, and apply cancellations."""
@@ -130,17 +158,22 @@ class Batcher:
         """Admit submitted requests to the scheduler, and remove cancelled ones."""
         while self._submitted:
             generation = self._submitted.popleft()
-            if generation.has_steps:
-                self._generations[generation.sequence] = generation
-                self.scheduler.add(generation.sequence)
-            else:
+            if not generation.has_steps:
+                self._groups.pop(generation, None)
                 generation.end_empty()
+            elif generation in self._groups:
+                self._add(self._groups[generation])
+            else:
+                self._rows[generation.sequence] = generation
+                self.scheduler.add(generation.sequence)
         while self._cancelled:
             self._remove(self._cancelled.popleft())
 
     def _remove(self, generation: Generation) -> None:
-        if self._generations.pop(generation.sequence, None) is not None:
-            self.scheduler.remove(generation.sequence)
+        group = self._groups.pop(generation, None)
+        for sequence in [generation.sequence] if group is None else group.sequences:
+            if self._rows.pop(sequence, None) is not None or group is not None:
+                self.scheduler.remove(sequence)
 
     def _finish_decode(self, ahead: bool = True) -> None:
         """Take the oldest launched decode step; if ``ahead``, launch further ones before."""
@@ -158,8 +191,8 @@ class Batcher:
         if self._submitted or self._cancelled:
             return None
         for chunk in chunks:
-            generation = self._generations.get(chunk.sequence)
-            if generation is None or generation.ends_after(len(self._launched)):
+            row = self._rows.get(chunk.sequence)
+            if row is None or row.ends_after(len(self._launched)):
                 return None
         return self.scheduler.following(chunks)
 
@@ -167,16 +200,21 @@ class Batcher:
         """Note that ``chunks`` were computed, and deliver what the first ones sampled."""
         self.steps += 1
         self.scheduler.complete(chunks)
-        sampled = result.ids.tolist()
+        sampled, groups = result.ids.tolist(), dict[BeamGroup, None]()
         for index, chunk in enumerate(chunks):
-            generation = self._generations.get(chunk.sequence)
-            if generation is None:
+            row = self._rows.get(chunk.sequence)
+            if row is None:
                 continue  # it ended after the step was launched
+            generation = row.group.generation if isinstance(row, Beam) else row
             if result.prompts and index in result.prompts:
                 generation.add_prompt_logprobs(result.prompts[index])
-            if generation.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
+            if row.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
                 generation.prefilled(chunk.stop)
             if not chunk.samples:
+                continue
+            if isinstance(row, Beam):
+                row.receive(result, index)
+                groups[row.group] = None
                 continue
             if result.errors and index in result.errors:
                 generation.fail(result.errors[index])
@@ -190,6 +228,22 @@ class Batcher:
             count = generation.sampling.logprobs
             logprobs = None if count is None else result.token(index, count)
             if generation.push(sampled[index], logprobs):
+                self._remove(generation)
+
+        for group in groups:
+            self._advance(group)
+
+    def _advance(self, group: BeamGroup) -> None:
+        """Let a search go on if the candidates of all its beams are known."""
+        generation, fault = group.generation, group.faulty
+        if fault is not None:
+            generation.sequence = fault.sequence
+            self._non_finite.append(generation)
+            self._remove(generation)
+        elif group.ready:
+            group.advance(self.scheduler, self._rows, self.runner.copy_blocks)
+            if not group.beams:
+                group.finish()
                 self._remove(generation)
 
     def make_room(self) -> None:

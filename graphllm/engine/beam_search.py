@@ -141,7 +141,7 @@ class BeamSearch:
         order = np.argsort(-totals, kind="stable")  # NaN last
         order = order[np.isfinite(totals[order])]
         length = len(group.live[0].tokens) + 1
-        ends = self._ends(length)
+        ends = self.ends(length)
         live, finished = list[Hypothesis](), list(group.finished)
         for rank, at in enumerate(order.tolist()):
             token, total = int(ids[at]), float(totals[at])
@@ -155,7 +155,7 @@ class BeamSearch:
         finished = sorted(finished, key=lambda each: -each.score)[: self.width]
         return Group(() if self._ended(live, finished) else tuple(live), tuple(finished))
 
-    def _ends(self, length: int) -> Collection[int]:
+    def ends(self, length: int) -> Collection[int]:
         """Return the ids that end a hypothesis as its token number ``length``."""
         return {*self.end_ids, *self.stop_ids} if length > self.min_tokens else self.end_ids
 

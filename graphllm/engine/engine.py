@@ -17,6 +17,8 @@ from ..runtime.gpu_offload import AUTO, GpuOffload, plan_gpu_offload
 from ..tokenizer import Tokenizer
 from .background_worker import BackgroundWorker
 from .batcher import Batcher, Recorders
+from .beam_group import BeamGroup
+from .block_copies import copy_outputs
 from .block_manager import BlockManager
 from .evaluation import Evaluation
 from .finite_check import non_finite_error
@@ -60,9 +62,11 @@ class Engine:
         with record_scope_values() as values:
             batch = Batch(decoder.caches, limits)
             self.outputs = decoder.build(batch)
+        pools = {name: node for name, node in self.outputs.items() if name.startswith("kv.")}
         self.outputs |= sampling_outputs(self.outputs["logits"], batch)
         width, vocab = self.outputs["hidden"].meta.inner[0], decoder.cfg.vocab
         self.outputs |= prompt_outputs(decoder.head, width, vocab, limits)
+        self.outputs |= copy_outputs(pools, limits)
         used = set(toposort(self.outputs.values()))
         self.scope_values = {scope: node for scope, node in values.items() if node in used}
         executor.place_model(self.outputs)
@@ -198,7 +202,10 @@ class Engine:
         generation = Generation(
             sequence, sampling, settings, ends, tokenizer, self.limits.context, delivery
         )
-        self.batcher.submit(generation)
+        group = None
+        if sampling.beams > 1:
+            group = BeamGroup(generation, eos_ids, ends, tokenizer, self.limits)
+        self.batcher.submit(generation, group)
         if generation.delivery.background:
             self.worker.add(self, generation)
         return generation

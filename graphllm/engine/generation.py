@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -47,6 +47,32 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One of the answers that a beam search found.
+
+    Attributes:
+        ids: generated ids, without the one that ended the answer.
+        text: their text.
+        finish_reason: see `Completion`.
+        score: see `Completion`.
+        note: remark for the user.
+    """
+
+    ids: list[int]
+    text: str
+    finish_reason: str
+    score: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Found(Sampled):
+    """The end of a beam search, and its answers, best first."""
+
+    answers: tuple[Answer, ...] = ()
+
+
 @dataclass
 class Delivery:
     """How a consumer waits for the results of a request.
@@ -78,7 +104,7 @@ class Generation:
         settings: feeds of the settings, see `sampling_row`.
         changes_logits: whether anything but the filters of `ops.sample` changes the logits.
         processors: logits processors, which the host applies.
-        asks_logprobs: whether steps return the log-probabilities of `StepResult`.
+        asks_logprobs, asks_candidates: what steps return, see `StepResult`.
         prompt_logprobs: those of the prompt's tokens after the first that were computed, if
             `Sampling.prompt_logprobs` asks for them.
         events: results that were not consumed.
@@ -116,7 +142,7 @@ class Generation:
         self.sequence, self.sampling, self.settings = sequence, sampling, settings
         forced = ForcedIds(sampling.forced_ids, sequence.prompt_tokens)
         self._use_processors((*sampling.processors, *([forced] if forced.ids else [])))
-        self.asks_logprobs = sampling.logprobs is not None
+        self.asks_logprobs, self.asks_candidates = sampling.logprobs is not None, False
         self._end_ids, self._context = end_ids, context
         self._text = tokenizer.stream(continuation=True) if tokenizer else None
         self._matcher = StopStringMatcher(sampling.stop)
@@ -130,6 +156,7 @@ class Generation:
         self.finish_reason, self.note = "length", ""
         self.submitted = time.perf_counter()
         self.started = 0.0  # start of the first step that computes it
+        self.first = 0.0  # end of the step that gave the first candidates of a beam search
         self.prefill_tokens = self.prefilled_tokens = 0
 
     @property
@@ -207,6 +234,12 @@ class Generation:
         """End a request for no tokens."""
         self._finish("length", time.perf_counter())
 
+    def end_search(self, answers: Sequence[Answer], at: float) -> None:
+        """End a beam search with its answers, best first. May be called again with the same."""
+        self.finish_reason, self.note = answers[0].finish_reason, answers[0].note
+        self.events.append(Found(None, "", at, answers=tuple(answers)))
+        self._end()
+
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         self.error = error
@@ -255,6 +288,9 @@ class Generation:
     # -- called by the thread that consumes results
     def record(self, event: Sampled, completion: Completion) -> None:
         """Add a result to ``completion``: its token, text and timings."""
+        if isinstance(event, Found):
+            self._record_search(event, completion)
+            return
         timings, completion.prompt_logprobs = completion.timings, self.prompt_logprobs
         if not completion.ids and not timings.ttft_s and self.started:
             timings.queue_s = self.started - self.submitted
@@ -273,3 +309,19 @@ class Generation:
             if event.logprobs is not None:
                 completion.logprobs.append(event.logprobs)
         completion.text += event.text
+
+    def _record_search(self, event: Found, completion: Completion) -> None:
+        """Fill in ``completion`` and its alternatives. A second call changes nothing."""
+        timings, count = completion.timings, max(len(answer.ids) for answer in event.answers)
+        timings.queue_s = self.started - self.submitted
+        timings.prefill_tokens, timings.decode_tokens = self.prefill_tokens, max(count - 1, 0)
+        timings.ttft_s = self.first - self.submitted
+        timings.prefill_s = timings.ttft_s - timings.queue_s
+        timings.decode_s = event.at - self.first
+        completion.cached_tokens = len(completion.prompt_ids) - self.prefill_tokens
+        found = [completion, *(replace(completion, alternatives=[]) for _ in event.answers[1:])]
+        for each, answer in zip(found, event.answers):
+            each.ids, each.text, each.score = list(answer.ids), answer.text, answer.score
+            each.finish_reason = answer.finish_reason
+            each.notes = [answer.note] if answer.note else []
+        completion.alternatives = found[1:]

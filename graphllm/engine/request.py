@@ -23,6 +23,7 @@ from ..arguments import (
 )
 from ..errors import RequestError
 from ..model.batch import Limits
+from .beam_arguments import BEAM_RULES, check_beams
 from .logits_processors import LogitsProcessor
 from .step_result import TokenLogprobs
 
@@ -60,6 +61,7 @@ _RULES: dict[str, Rule] = {  # of the fields of `Sampling`
     "forced_ids": token_ids,
     "prompt_logprobs": Optional(Integer(0, Limits.top_logprobs)),
     "logprobs": Optional(Integer(0, Limits.top_logprobs)),
+    **BEAM_RULES,
 }
 # Names in transformers, vLLM and llama.cpp; the command line accepts them, too.
 ALIASES = {
@@ -75,6 +77,8 @@ ALIASES = {
     "logits_processors": "processors",
     "stop_token_ids": "stop_ids",
     "num_return_sequences": "n",
+    "num_beams": "beams",
+    "num_beam_groups": "beam_groups",
 }
 
 
@@ -140,6 +144,18 @@ class Sampling:
             order, after biases and penalties and before the filters and the temperature. A function
             that fails ends the request with a RequestError.
         forced_ids: token ids that the answer begins with, whatever their logits.
+        beams: number of beams of a beam search, which replaces sampling; 1: none. The best ``n``
+            sequences that it finds are the answers. Samplers, penalties, logits processors, stop
+            strings and log-probabilities cannot be combined with it.
+        length_penalty: exponent of the length in `Completion.score`; above 0 it favours long
+            sequences.
+        early_stopping: when the search ends that has found as many sequences as beams: True: at
+            once; False: if the best beam, were it to end now, would be no better than the worst of
+            them; "never": if no beam can become better.
+        beam_groups: number of groups of diverse beam search (Vijayakumar et al. 2016); they divide
+            ``beams`` evenly.
+        diversity_penalty: what a token loses for each beam of an earlier group that has the same
+            token at the same position.
     """
 
     max_tokens: int = 128
@@ -173,6 +189,11 @@ class Sampling:
     prompt_logprobs: int | None = None
     processors: Sequence[LogitsProcessor] = ()
     forced_ids: Sequence[int] = ()
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    beam_groups: int = 1
+    diversity_penalty: float = 0.0
 
     @property
     def changes_logits(self) -> bool:
@@ -221,11 +242,15 @@ class Sampling:
             base = cls.from_arguments(where, base) if base else cls()
         if not isinstance(base, cls):
             raise invalid_argument("sampling", base, "a graphllm.Sampling or a mapping")
-        return cls(**check(_RULES, vars(base) | found))
+        made = cls(**check(_RULES, vars(base) | found))
+        check_beams(vars(made), vars(cls()), found)
+        return made
 
     def normalize(self) -> Sampling:
         """Return a validated copy with built-in types and a seed. RequestError: invalid value."""
-        return Sampling(**check(_RULES, vars(self))).with_seed()
+        made = Sampling(**check(_RULES, vars(self)))
+        check_beams(vars(made), vars(Sampling()))
+        return made.with_seed()
 
     def unlimited(self) -> Sampling:
         """Return a copy without stop strings and ids, and without a limit on the tokens."""
@@ -292,6 +317,8 @@ class Completion:
         prompt_logprobs: `TokenLogprobs` of each of ``prompt_ids`` after the first, if
             ``Sampling.prompt_logprobs`` asks for them.
         alternatives: the further samples of the prompt, if ``Sampling.n`` asks for them.
+        score: of a beam search: sum of the log-probabilities, the end token's included and less the
+            diversity penalties, divided by the number of tokens ** ``length_penalty``.
     """
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -305,6 +332,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     alternatives: list[Completion] = field(default_factory=list)
+    score: float | None = None
 
     @property
     def choices(self) -> list[Completion]:
@@ -319,7 +347,8 @@ class Completion:
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``graphllm run --json`` prints, without the placement.
 
-        It has ``logprobs``, ``prompt_logprobs`` and ``alternatives`` only if there are any.
+        It has ``logprobs``, ``prompt_logprobs``, ``alternatives`` and ``score`` only if there are
+        any.
         """
         found: dict[str, Any] = {
             "prompt_tokens": len(self.prompt_ids),
@@ -334,4 +363,6 @@ class Completion:
         for name in ("logprobs", "prompt_logprobs", "alternatives"):
             if entries := getattr(self, name):
                 found[name] = [each.as_dict() for each in entries]
+        if self.score is not None:
+            found["score"] = self.score
         return found

@@ -14,16 +14,18 @@ from ..graph.tensor import Tensor
 from ..model.batch import CacheSpec, Limits
 from ..runtime.decode_loop import DecodeLoop
 from ..runtime.executor import Executor
+from .block_copies import COPIED, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
 from .forward_feeds import Feeds, Span, forward_feeds
-from .generation import Generation
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs
-from .sampling_feeds import sampling_feeds
+from .sampling_feeds import Row, sampling_feeds
 from .sequence import Chunk, StepRecorder
+from .sequence_blocks import BlockCopy
 from .step_result import StepResult, TokenLogprobs
 
 LOGPROBS = ("logprobs", "top_ids", "top_logprobs")  # fields of `StepResult`
+CANDIDATES = ["candidate_ids", "candidate_logprobs"]  # fields of `StepResult`, and outputs
 _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequence
 
 
@@ -31,7 +33,7 @@ _NOTHING = StepResult(np.zeros(0, np.int32))  # of a step that samples no sequen
 class _Loop:
     """A decode loop over fixed rows; ``lengths``: computed tokens of each once all have run."""
 
-    rows: list[Generation]
+    rows: list[Row]
     outputs: list[str]
     recorder: StepRecorder | None
     steps: DecodeLoop
@@ -65,7 +67,7 @@ class Runner:
         self.caches, self.manager = [c.name for c in caches], manager
         self.pools = [name for name in outputs if name.startswith("kv.")]
         self._loop: _Loop | None = None
-        self._advanced: list[Generation] = []  # rows whose next step needs no feeds
+        self._advanced: list[Row] = []  # rows whose next step needs no feeds
 
     @property
     def logits_outputs(self) -> list[str]:
@@ -85,7 +87,7 @@ class Runner:
 
     # -- one step with feeds from the host
     def run(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
+        self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None
     ) -> StepResult:
         """Run one step fed by the host; the chunks that sample come first.
 
@@ -97,22 +99,23 @@ class Runner:
         self.reset()
         size, sampling = self.bucket(len(chunks)), sum(chunk.samples for chunk in chunks)
         processing = any(row.processors for row in rows[:sampling])
-        every = sampling == len(rows) and not processing
+        chosen = CANDIDATES if any(row.asks_candidates for row in rows[:sampling]) else []
+        every = sampling == len(rows) and not processing and not chosen
         if processing:
             outputs = ["processed", *_if_asked(rows[:sampling], ["logits"])]
         else:
             outputs = _outputs("ids" if every else "sampled", rows[:sampling]) if sampling else []
         prompts = [row.prompt_positions(c.start, c.stop) for c, row in zip(chunks, rows)]
         hidden = ["hidden"] if any(prompts) else []
-        decodes = processing and all(c.stop - c.start == 1 for c in chunks)
+        decodes = (processing or chosen) and all(c.stop - c.start == 1 for c in chunks)
         plan = self.plan(
-            [*(outputs or self.pools), *hidden], size if decodes else self.limits.tokens, size,
-            size if sampling else 1,
+            [*(outputs or self.pools), *hidden, *chosen],
+            size if decodes else self.limits.tokens, size, size if sampling else 1,
         )  # fmt: skip
         feeds, env = self.feeds(plan, chunks, rows)
         if recorder is not None:
             recorder.begin_step(chunks)
-        found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden])
+        found = self.executor.run(plan, feeds, env, recorder, [*outputs, *hidden, *chosen])
         if processing:
             result = self._process(found, rows[:sampling])
         else:
@@ -120,10 +123,13 @@ class Runner:
         if hidden:
             entries = self._prompt_logprobs(found["hidden"], chunks, rows, prompts)
             result = result._replace(prompts=entries)
+        if chosen:
+            ids, logprobs = (found[name] for name in chosen)
+            result = result._replace(candidate_ids=ids, candidate_logprobs=logprobs)
         self._advanced = rows if every else []
         return result
 
-    def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Generation]) -> StepResult:
+    def _process(self, found: Mapping[str, np.ndarray], rows: Rows[Row]) -> StepResult:
         """Apply the logits processors of ``rows``, and sample.
 
         ``found``: the outputs ``processed`` and, if a row asks for log-probabilities, ``logits``.
@@ -149,7 +155,7 @@ class Runner:
         return StepResult.of(map(np.concatenate, zip(*parts)))._replace(errors=errors)
 
     def _prompt_logprobs(
-        self, hidden: np.ndarray, chunks: Rows[Chunk], rows: Rows[Generation],
+        self, hidden: np.ndarray, chunks: Rows[Chunk], rows: Rows[Row],
         positions: Rows[range],
     ) -> dict[int, list[TokenLogprobs]]:  # fmt: skip
         """Return log-probabilities of tokens of prompts, by the index of the chunk.
@@ -167,7 +173,7 @@ class Runner:
         return found
 
     def feeds(
-        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Generation]
+        self, plan: Plan, parts: Rows[Chunk], rows: Rows[Row]
     ) -> tuple[Feeds, dict[str, int]]:
         """Return the feeds of a step, and the number of its (query, key) pairs."""
         spans = [
@@ -179,8 +185,16 @@ class Runner:
         feeds |= sampling_feeds(self.limits, rows, plan.leaves, _suffix(rows) != "")
         return feeds, env
 
-    def _tables(self, rows: Rows[Generation], name: str) -> np.ndarray:
+    def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
         return np.stack([row.blocks.tables[name] for row in rows])
+
+    def copy_blocks(self, copies: Rows[BlockCopy]) -> None:
+        """Copy KV cache blocks on the device, behind the steps that were launched."""
+        names = [name for name in self.outputs if name.startswith(COPIED)]
+        copied = {name: self.outputs[name] for name in names}
+        plan = self.executor.compile(copied, {"M": (1, MAX_COPIES)})
+        for feeds in copy_feeds(copies, self.caches):
+            self.executor.run(plan, feeds, fetch=())
 
     # -- decode steps of one batch
     @property
@@ -188,9 +202,7 @@ class Runner:
         """Number of steps that were launched and not taken."""
         return self._loop.steps.waiting if self._loop else 0
 
-    def decode(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
-    ) -> None:
+    def decode(self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None) -> None:
         """Launch a decode step: one token of each sequence, all sampled.
 
         Args:
@@ -204,7 +216,7 @@ class Runner:
         self.launch(chunks)
 
     def _new_loop(
-        self, chunks: Rows[Chunk], rows: list[Generation], recorder: StepRecorder | None
+        self, chunks: Rows[Chunk], rows: list[Row], recorder: StepRecorder | None
     ) -> _Loop:
         count, outputs = len(rows), _outputs("ids", rows)
         size = self.bucket(count)
@@ -256,17 +268,17 @@ class Runner:
         self._loop, self._advanced = None, []
 
 
-def _suffix(rows: Rows[Generation]) -> str:
+def _suffix(rows: Rows[Row]) -> str:
     """Return the suffix of the outputs: of those with penalties if a row needs them."""
     return ".penalised" if any(row.changes_logits for row in rows) else ""
 
 
-def _outputs(name: str, rows: Rows[Generation]) -> list[str]:
+def _outputs(name: str, rows: Rows[Row]) -> list[str]:
     """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
     suffix = _suffix(rows)
     return [name + suffix, *_if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])]
 
 
-def _if_asked(rows: Rows[Generation], names: list[str]) -> list[str]:
+def _if_asked(rows: Rows[Row], names: list[str]) -> list[str]:
     """Return ``names`` if a row asks for log-probabilities."""
     return names if any(row.asks_logprobs for row in rows) else []

@@ -44,11 +44,12 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         so that the next step can start at once (this needs a row for each sequence);
         ``sampled.penalised`` and ``ids.penalised``, both after `ops.bias_logits`, `ops.penalise`
         and `ops.filter_logits`; ``top_ids`` [N, K], the most likely ids, and ``top_logprobs``
-        [N, K]; ``logprobs`` and ``logprobs.penalised`` [N, 1], those of the ids sampled by either.
-        Log-probabilities are those of ``logits`` as they are. ``processed`` [N, vocab] are the
-        logits after biases and penalties. The host may change them: outputs with the suffix
-        ``.fed`` are sampled from the inputs ``fed.processed`` and ``fed.logits`` (for the
-        log-probabilities), [R, vocab] each.
+        [N, K]; ``logprobs`` and ``logprobs.penalised`` [N, 1], those of the ids sampled by either;
+        ``candidate_ids`` [N, C], the most likely ids after `ops.bias_logits`, and
+        ``candidate_logprobs`` [N, C]. Log-probabilities are those of ``logits`` as they are.
+        ``processed`` [N, vocab] are the logits after biases and penalties. The host may change
+        them: outputs with the suffix ``.fed`` are sampled from the inputs ``fed.processed`` and
+        ``fed.logits`` (for the log-probabilities), [R, vocab] each.
     """
     v = {each.name: each.leaf() for each in sampler_variables(batch.limits)}
     biased = ops.bias_logits(
@@ -61,6 +62,9 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     )  # fmt: skip
     groups = [t for c in batch.caches for t in (batch.slot[c.name], batch.table[c.name])]
     outputs = {"processed": processed, **_most_likely("", logits, batch.limits)}
+    candidates = ops.top_ids(biased, n=min(batch.limits.candidates, logits.meta.inner[0]))
+    outputs["candidate_ids"] = candidates
+    outputs["candidate_logprobs"] = ops.logprobs(logits, candidates)
     for suffix, x in (("", logits), (".penalised", _filtered(processed, v))):
         sampled = _sampled(x, v)
         outputs |= _sample_outputs(suffix, logits, sampled)

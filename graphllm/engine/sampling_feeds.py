@@ -11,18 +11,45 @@ from ..errors import RequestError
 from ..model.decoder import Limits
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling_filters import FILTERS
+from .logits_processors import LogitsProcessor
 from .request import Sampling
 from .sequence import ActiveSequence
+from .sequence_blocks import SequenceBlocks
 
 INT32_MAX = 2**31 - 1
 
 
-class Generation(Protocol):
-    """What the feeds need of `graphllm.engine.generation.Generation`."""
+class Row(Protocol):
+    """A row of a step: a sequence with its settings.
 
-    settings: Mapping[str, np.ndarray]
+    Attributes:
+        sequence: its tokens.
+        sampling: the settings.
+        settings: their feeds, see `sampling_row`.
+        changes_logits: whether anything but the filters of `ops.sample` changes the logits.
+        processors: logits processors, which the host applies.
+        asks_logprobs: whether the step returns the log-probabilities of `StepResult`.
+        asks_candidates: whether it returns the candidates of `StepResult`.
+    """
+
     sequence: ActiveSequence
-    count: int
+    sampling: Sampling
+    settings: Mapping[str, np.ndarray]
+    changes_logits: bool
+    processors: Sequence[LogitsProcessor]
+    asks_logprobs: bool
+    asks_candidates: bool
+
+    @property
+    def count(self) -> int:
+        """Number of tokens after the prompt."""
+
+    @property
+    def blocks(self) -> SequenceBlocks:
+        """The cache blocks of a running sequence."""
+
+    def prompt_positions(self, start: int, stop: int) -> range:
+        """Return the positions of a chunk whose hidden states the host needs."""
 
 
 def sampling_row(
@@ -69,7 +96,7 @@ def sampling_row(
 
 
 def sampling_feeds(
-    limits: Limits, rows: Sequence[Generation], names: Container[str], history: bool
+    limits: Limits, rows: Sequence[Row], names: Container[str], history: bool
 ) -> dict[str, np.ndarray]:
     """Return the feeds of the sampling program for a step, one row for each request.
 

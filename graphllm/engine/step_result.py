@@ -52,6 +52,9 @@ class StepResult(NamedTuple):
         prompts: log-probabilities of tokens of prompts, by the index of the chunk, for requests
             with `Sampling.prompt_logprobs`.
         errors: errors of logits processors by row, whose requests end.
+        candidate_ids: for beam search, the most likely ids after biases [R, C], with C =
+            `Limits.candidates`.
+        candidate_logprobs: their log-probabilities [R, C], without biases.
     """
 
     ids: np.ndarray
@@ -60,6 +63,8 @@ class StepResult(NamedTuple):
     top_logprobs: np.ndarray | None = None
     prompts: Mapping[int, list[TokenLogprobs]] | None = None
     errors: Mapping[int, RequestError] | None = None
+    candidate_ids: np.ndarray | None = None
+    candidate_logprobs: np.ndarray | None = None
 
     @classmethod
     def of(cls, arrays: Iterable[np.ndarray]) -> StepResult:

@@ -53,6 +53,7 @@ class Limits:
     allowed: int = 256  # allowed token ids of a sequence
     breakers: int = 16  # DRY's sequence breakers of a sequence
     top_logprobs: int = 20  # most likely ids whose log-probabilities a step can return
+    candidates: int = 64  # most likely ids that a step returns for beam search
     kv_blocks: int = 0  # blocks of KV pools without a window; 0: all sequences at full length
 
     def within(self, context: int) -> Limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import tiny_models as tiny
 
+import graphllm
 from graphllm.engine.beam_search import BeamSearch, Candidates, best, live_tokens
+from graphllm.errors import RequestError
 
 CASES = 30
 MOST = 10  # generated tokens
@@ -75,6 +78,18 @@ class Oracle:
             cut = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
             answers.append((ids[:cut], float(score)))
         return answers
+
+    def greedy(self, made: dict[str, Any]) -> list[int]:
+        """Return the ids of greedy decoding, without the end id."""
+        import torch
+
+        ends, prompt = self.end_ids(made), torch.tensor([made["prompt"]])
+        found = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), num_beams=1, do_sample=False,
+            max_new_tokens=made["most"], eos_token_id=ends, pad_token_id=0,
+        )  # fmt: skip
+        ids = found[0, prompt.shape[1] :].tolist()
+        return ids[:-1] if ids[-1] in ends else ids
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +184,160 @@ def test_groups_are_diverse_as_in_the_paper(oracle, seed):
     rules = rules_of(made, oracle, groups=groups, diversity_penalty=strength)
     want = diverse(oracle, made, groups, strength)
     check(search(rules, oracle, made["prompt"]), want)
+
+
+# ------------------------------------------------------------------------------------- the engine
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    path = tiny.write_llama(tmp_path_factory.mktemp("beams") / "tiny.gguf", weights())
+    return graphllm.load(path, device="cpu", kv_type="f32", max_sequences=8, strict=True)
+
+
+def answers(completion) -> list[tuple[list[int], float]]:
+    return [(each.ids, each.score) for each in (completion, *completion.alternatives)]
+
+
+def without_ends(found: list[tuple[list[int], float]], ends: list[int]):
+    return [(ids[:-1] if ids[-1] in ends else ids, score) for ids, score in found]
+
+
+def generate(llm, monkeypatch, made: dict[str, Any], ends: list[int], **more: Any):
+    monkeypatch.setattr(llm.tokenizer, "eog_ids", frozenset(ends))
+    names = ("beams", "length_penalty", "early_stopping")
+    own = {name: made[name] for name in names} | {"n": made["beams"]} | more
+    return llm.generate(made["prompt"], max_tokens=made["most"], **own)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_engine_finds_what_transformers_finds(llm, oracle, monkeypatch, seed):
+    made = case(seed)
+    ends = oracle.end_ids(made)
+    if made["beams"] == 1:  # in both, greedy decoding
+        monkeypatch.setattr(llm.tokenizer, "eog_ids", frozenset(ends))
+        found = llm.generate(made["prompt"], max_tokens=made["most"], temperature=0)
+        assert found.ids == oracle.greedy(made) and found.score is None
+        return
+    found = generate(llm, monkeypatch, made, ends)
+    check(answers(found), without_ends(oracle.generate(made), ends))
+    assert set(llm.engine.manager.held.values()) == {0}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("seed", [2, 5])
+def test_the_engine_finds_diverse_groups(llm, oracle, monkeypatch, seed):
+    made, groups, strength = diverse_case(seed)
+    ends = oracle.end_ids(made)
+    more = {"beam_groups": groups, "diversity_penalty": strength}
+    found = generate(llm, monkeypatch, made, ends, **more)
+    check(answers(found), without_ends(diverse(oracle, made, groups, strength), ends))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("processor", ["banned", "biased", "least", "no end"])
+def test_biases_do_not_normalise_again_as_in_transformers(llm, oracle, monkeypatch, processor):
+    made = {**case(5), "most": 8, "ends": 30, "early_stopping": True, "length_penalty": 0.6}
+    ends = oracle.end_ids(made)
+    likely = np.argsort(-oracle.logprobs(made["prompt"])).tolist()
+    plain = [token for token in likely if token not in ends]
+    own, hf = {
+        "banned": ({"banned_ids": likely[:2]}, {"suppress_tokens": likely[:2]}),
+        "biased": (
+            {"logit_bias": {plain[0]: -1.5, plain[3]: 3.0}},
+            {"sequence_bias": {(plain[0],): -1.5, (plain[3],): 3.0}},
+        ),
+        "least": ({"min_tokens": 6}, {"min_new_tokens": 6}),
+        "no end": ({"ignore_eos": True}, {"min_new_tokens": 8}),
+    }[processor]
+    want = without_ends(oracle.generate(made, **hf), ends)
+    assert want != without_ends(oracle.generate(made), ends)
+    check(answers(generate(llm, monkeypatch, made, ends, **own)), want)
+
+
+def test_the_answers_of_a_search(llm, monkeypatch):
+    """Aliases, n, finish reasons, text; stop ids end a hypothesis as EOS ids do."""
+    made = {**case(2), "most": 6}
+    every = generate(llm, monkeypatch, made, [])
+    assert len(every.choices) == 4 and {each.finish_reason for each in every.choices} == {"length"}
+    assert [len(each.ids) for each in every.choices] == [6] * 4
+    assert every.score == max(each.score for each in every.choices)
+    assert every.text == llm.tokenizer.decode(every.ids) and every.as_dict()["score"] == every.score
+    few = llm.generate(made["prompt"], max_tokens=6, num_beams=4, num_return_sequences=2)
+    assert len(few.choices) == 2
+    last = every.ids[2]
+    stopped = [
+        generate(llm, monkeypatch, made, ends, stop_ids=stop, length_penalty=-1)
+        for ends, stop in (([last], []), ([], [last]))
+    ]
+    assert answers(stopped[0]) == answers(stopped[1])
+    assert "stop" in {each.finish_reason for each in stopped[0].choices}
+    assert all(last not in each.ids for each in stopped[0].choices)
+    assert llm.submit(made["prompt"], max_tokens=6, beams=4, n=4).result().choices[3].ids
+    assert llm.generate(made["prompt"], max_tokens=0, beams=4).ids == []
+    own = {name: made[name] for name in ("beams", "length_penalty", "early_stopping")}
+    awaited = graphllm.AsyncLLM(llm).generate(made["prompt"], max_tokens=6, n=3, **own)
+    assert answers(asyncio.run(awaited)) == answers(every)[:3]
+
+
+def test_fewer_possible_tokens_than_beams(llm, monkeypatch):
+    found = llm.generate([5, 6], max_tokens=1, beams=7, n=7, allowed_ids=[10, 11, 12])
+    assert sorted(each.ids for each in found.choices) == [[10], [11], [12]]
+    found = llm.generate([5, 6], max_tokens=2, beams=7, n=7, allowed_ids=[10, 11, 12])
+    assert len({tuple(each.ids) for each in found.choices}) == 7
+    monkeypatch.setattr(llm.tokenizer, "eog_ids", frozenset([10]))
+    with pytest.raises(RequestError, match="all ids are excluded"):
+        llm.generate([5, 6], max_tokens=2, beams=2, allowed_ids=[10], min_tokens=1)
+
+
+def test_a_search_ends_with_the_context(llm):
+    found = llm.generate([7] * 122, beams=3, ignore_eos=True)
+    assert len(found.ids) == 7 and "context of 128" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beams": 4, "temperature": 0.8}, "temperature = 0.8 must be left out: beam search"),
+        ({"beams": 4, "top_k": 5}, "top_k = 5 must be left out"),
+        ({"sampling": graphllm.Sampling(repeat_penalty=1.1), "beams": 4}, "repeat_penalty = 1.1"),
+        ({"beams": 4, "stop": "x"}, "stop = "),
+        ({"beams": 4, "logprobs": 2}, "logprobs = 2"),
+        ({"beams": 4, "processors": [lambda ids, logits: logits]}, "processors = "),
+        ({"beams": 4, "n": 5}, "n = 5 must be at most the number of beams, 4"),
+        (
+            {"beams": 4, "beam_groups": 3, "diversity_penalty": 1},
+            "a divisor of the number of beams",
+        ),
+        ({"beams": 4, "beam_groups": 2}, "diversity_penalty = 0 with beam_groups = 2"),
+        ({"beams": 4, "diversity_penalty": 1}, "diversity_penalty = 1 with beam_groups = 1"),
+        ({"beams": 33}, "beams = 33 must be in 1..32"),
+        ({"length_penalty": 0.5}, "length_penalty = 0.5 must be left out without beams"),
+        ({"beams": 4, "early_stopping": "ever"}, 'must be True, False or "never"'),
+        ({"beams": 32, "stop_ids": range(40)}, "needs 7. candidates for each token; at most 64"),
+    ],
+)
+def test_arguments_that_make_no_search(llm, arguments, message):
+    before = llm.engine.batcher.steps
+    with pytest.raises(RequestError, match=message):
+        llm.generate([5, 6], **arguments)
+    assert llm.engine.batcher.steps == before
+
+
+def test_a_search_is_not_streamed(llm):
+    with pytest.raises(RequestError, match=r"llm\.stream cannot yield a beam search"):
+        llm.stream("hello", beams=4)
+    assert "".join(llm.submit("hello", beams=2, max_tokens=4)) != ""
+
+
+def test_a_cancelled_search_returns_its_blocks(llm):
+    handle = llm.submit([5, 6, 7], beams=4, max_tokens=100, ignore_eos=True)
+    while not handle.progress.tokens:
+        pass
+    handle.cancel()
+    assert handle.result().finish_reason == "cancelled"
+    with llm.engine.lock.hold("a test"):
+        llm.engine.settle()
+    assert set(llm.engine.manager.held.values()) == {0} and not llm.engine.batcher.generations
+    assert llm.engine.scheduler.running == llm.engine.scheduler.waiting == 0

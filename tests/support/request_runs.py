@@ -8,7 +8,7 @@ import numpy as np
 from windowed_model import CONTEXT
 
 from graphllm.engine.engine import Engine
-from graphllm.engine.generation import Generation, Sampled
+from graphllm.engine.generation import Found, Generation, Sampled
 from graphllm.engine.request import Sampling
 from graphllm.engine.step_result import TokenLogprobs
 
@@ -43,6 +43,13 @@ def requests(rng: random.Random, count: int, processors: bool = False) -> list[R
             temperature=rng.choice([0.0, 0.7, 1.3]), max_tokens=rng.randrange(1, 40), seed=seed,
             top_k=rng.choice([0, 5, 40]), top_p=rng.choice([0.9, 1.0]), **more,
         )  # fmt: skip
+        if seed % 8 == 7:
+            beams = rng.choice([2, 3, 4])
+            settings = Sampling(
+                beams=beams, n=beams, max_tokens=rng.randrange(1, 12), length_penalty=0.8,
+                early_stopping=rng.choice([True, False, "never"]), stop_ids=range(40, 60),
+                banned_ids=(7, 8), seed=seed,
+            )  # fmt: skip
         made.append((prompt, settings))
     return made
 
@@ -66,11 +73,15 @@ def logprobs_of(found: list[Answer]) -> list[float]:
 def take(generation: Generation, found: Answer) -> None:
     """Move the sampled ids of a generation, or their log-probabilities, to ``found``.
 
-    Once the generation has ended, log-probabilities of the prompt follow.
+    Each answer of a beam search ends with the id -1 and its score. Once the generation has ended,
+    log-probabilities of the prompt follow.
     """
     while generation.events:
         event = generation.events.popleft()
-        if isinstance(event, Sampled) and event.token is not None:
+        if isinstance(event, Found):
+            for each in event.answers:
+                found += [*each.ids, TokenLogprobs(-1, each.score)]
+        elif isinstance(event, Sampled) and event.token is not None:
             found.append(event.token if event.logprobs is None else event.logprobs)
     if generation.done:
         found += generation.prompt_logprobs

@@ -1,0 +1,234 @@
+"""The beams of one request: sequences that run as any other, and wait for each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import RequestError
+from ..model.batch import Limits
+from ..tokenizer import Tokenizer
+from .beam_search import BeamSearch, Candidates, Hypothesis, Tokens, best, live_tokens
+from .generation import Answer, Generation
+from .logits_processors import LogitsProcessor
+from .scheduler import Scheduler
+from .sequence import ActiveSequence
+from .sequence_blocks import BlockCopy, SequenceBlocks
+from .step_result import StepResult
+
+Copy = Callable[[Sequence[BlockCopy]], None]
+
+
+class Beam:
+    """A hypothesis that goes on, as a row of steps.
+
+    Attributes:
+        group: the beams of the same request.
+        sequence: the prompt and the tokens of the hypothesis.
+        candidates: what may follow; None before its last token is computed.
+    """
+
+    changes_logits = asks_logprobs = False
+    asks_candidates = True
+    processors: Sequence[LogitsProcessor] = ()
+
+    def __init__(self, group: BeamGroup, sequence: ActiveSequence) -> None:
+        self.group, self.sequence, self.sampling = group, sequence, group.generation.sampling
+        self.settings: Mapping[str, np.ndarray] = group.settings
+        self.candidates: Candidates | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of generated tokens."""
+        return len(self.sequence.tokens) - self.sequence.prompt_tokens
+
+    @property
+    def blocks(self) -> SequenceBlocks:
+        """The cache blocks of a running beam."""
+        assert self.sequence.blocks is not None
+        return self.sequence.blocks
+
+    def prompt_positions(self, start: int, stop: int) -> range:
+        """Return no position: a search has no log-probabilities of the prompt."""
+        return range(0)
+
+    def ends_after(self, steps: int) -> bool:
+        """True: the host chooses the tokens, so no step is launched ahead."""
+        return True
+
+    def receive(self, result: StepResult, row: int) -> None:
+        """Take the candidates of the next token from a row of a step."""
+        assert result.candidate_ids is not None and result.candidate_logprobs is not None
+        ids, logprobs = result.candidate_ids[row], result.candidate_logprobs[row]
+        self.candidates = self.group.biased(ids, logprobs, self.count)
+
+
+class BeamGroup:
+    """A beam search over the sequences of one request.
+
+    It goes on when the candidates of all live hypotheses are known; they may come from different
+    steps. Everything is made again from `state` if a step fails.
+
+    Attributes:
+        generation: the request.
+        state: see `BeamSearch`.
+        beams: the live hypotheses, by their tokens.
+        settings: feeds of the settings, see `sampling_row`.
+        sequences: all sequences that the scheduler may know.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        eos_ids: Collection[int],
+        end_ids: Collection[int],
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+    ) -> None:
+        """Begin with the prompt. RequestError: too many beams and end ids.
+
+        Args:
+            generation: the request, with ``sampling.beams`` above 1.
+            eos_ids: ids that ``min_tokens`` and ``ignore_eos`` forbid.
+            end_ids: ids that end a hypothesis.
+            tokenizer: None if only ids are wanted.
+            limits: limits of the graph.
+        """
+        self.generation, self._tokenizer = generation, tokenizer
+        sampling, prompt = generation.sampling, generation.sequence.prompt_tokens
+        self._sampling, self._eos_ids = sampling, list(eos_ids)
+        self._context = limits.context
+        self.rules = BeamSearch(
+            beams=sampling.beams,
+            most=min(sampling.max_tokens, limits.context + 1 - prompt),
+            end_ids=frozenset(end_ids),
+            stop_ids=frozenset(sampling.stop_ids),
+            min_tokens=sampling.min_tokens,
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+            groups=sampling.beam_groups,
+            diversity_penalty=sampling.diversity_penalty,
+        )
+        if self.rules.candidates > limits.candidates:
+            raise RequestError(
+                f"beams = {sampling.beams} with {len({*end_ids, *sampling.stop_ids})} EOS and stop "
+                f"ids needs {self.rules.candidates} candidates for each token; at most "
+                f"{limits.candidates} are supported",
+                "beams",
+            )
+        greedy = np.zeros(1, np.float32)  # the sampled ids are not used
+        self.settings = {**generation.settings, "temperature": greedy}
+        self.state = self.rules.start()
+        self.sequences = [generation.sequence]
+        self.beams: dict[Tokens, Beam] = {(): Beam(self, generation.sequence)}
+
+    def biased(self, ids: np.ndarray, logprobs: np.ndarray, count: int) -> Candidates:
+        """Return candidates with the biases of `ops.bias_logits`, which do not normalise again."""
+        sampling, values = self._sampling, logprobs.copy()
+        for token, bias in sampling.logit_bias.items():
+            values[ids == token] += np.float32(bias)
+        excluded = np.isin(ids, list(sampling.banned_ids))
+        if sampling.allowed_ids:
+            excluded |= ~np.isin(ids, list(sampling.allowed_ids))
+        if sampling.ignore_eos or count < sampling.min_tokens:
+            excluded |= np.isin(ids, self._eos_ids)
+        values[excluded & ~np.isnan(values)] = -np.inf
+        return Candidates(ids, values)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the candidates of all live hypotheses are known."""
+        return all(beam.candidates is not None for beam in self.beams.values())
+
+    @property
+    def faulty(self) -> Beam | None:
+        """A beam whose logits are not finite; None if there is none."""
+        for beam in self.beams.values():
+            if beam.candidates is not None and np.isnan(beam.candidates.logprobs[:1]).any():
+                return beam
+        return None
+
+    def advance(
+        self, scheduler: Scheduler, rows: dict[ActiveSequence, Generation | Beam], copy: Copy
+    ) -> None:
+        """Choose the next tokens of the live hypotheses.
+
+        The first continuation of a beam keeps its sequence, the others fork it.
+
+        Args:
+            scheduler: has the sequences.
+            rows: rows of steps by sequence; those of the beams are brought up to date.
+            copy: copies blocks on the device.
+        """
+        self.generation.first = self.generation.first or time.perf_counter()
+        found = {t: beam.candidates for t, beam in self.beams.items() if beam.candidates}
+        self.state = self.rules.advance(self.state, found)
+        children: dict[Tokens, list[Tokens]] = {}
+        for tokens in live_tokens(self.state):
+            children.setdefault(tokens[:-1], []).append(tokens)
+        for tokens, beam in self.beams.items():
+            if tokens not in children:
+                scheduler.remove(beam.sequence)
+                del rows[beam.sequence]
+        beams = {c[0]: self.beams[tokens] for tokens, c in children.items()}
+        forks = {
+            t: self._fork(tokens, t, scheduler) for tokens, c in children.items() for t in c[1:]
+        }
+        copies = [c for beam in forks.values() if beam.sequence.blocks for c in beam.blocks.copies]
+        if copies:
+            copy(copies)
+        for beam in forks.values():
+            rows[beam.sequence] = beam
+            if beam.sequence.blocks:
+                beam.blocks.private = False
+        for tokens, beam in beams.items():
+            beam.sequence.tokens.append(tokens[-1])
+            beam.candidates = None
+            scheduler.resume(beam.sequence)
+        self.beams = {**beams, **forks}
+        self.sequences = [beam.sequence for beam in self.beams.values()]
+        if self.beams:
+            self.generation.count = len(next(iter(self.beams)))
+
+    def _fork(self, origin: Tokens, tokens: Tokens, scheduler: Scheduler) -> Beam:
+        """Return a beam with ``tokens``, one more than the beam of ``origin``."""
+        sequence = self.beams[origin].sequence
+        fork = self._sequence(tokens)
+        self.sequences.append(fork)
+        scheduler.fork(sequence, fork)
+        return Beam(self, fork)
+
+    def _sequence(self, tokens: Tokens) -> ActiveSequence:
+        first = self.generation.sequence
+        ids = [*first.tokens[: first.prompt_tokens], *tokens]
+        return replace(
+            first, tokens=ids, computed=0, blocks=None, preemptions=0, paused=False, number=-1
+        )
+
+    def restart(self) -> None:
+        """Make the beams again from `state`, with new sequences, none of which is scheduled."""
+        self.beams = {t: Beam(self, self._sequence(t)) for t in live_tokens(self.state)}
+        self.sequences = [beam.sequence for beam in self.beams.values()]
+
+    def finish(self) -> None:
+        """End the request with the best hypotheses, or an error if there is none."""
+        found = best(self.state, self._sampling.n)
+        if not found:
+            self.generation.fail(RequestError("all ids are excluded: no token can follow"))
+            return
+        self.generation.end_search([self._answer(each) for each in found], time.perf_counter())
+
+    def _answer(self, found: Hypothesis) -> Answer:
+        ids, text, note = list(found.tokens), "", ""
+        stopped = ids[-1] in self.rules.ends(len(ids))
+        if stopped:
+            ids.pop()
+        elif len(ids) < self._sampling.max_tokens:
+            note = f"the context of {self._context} tokens is full: the answer is cut off"
+        if self._tokenizer is not None:
+            stream = self._tokenizer.stream(continuation=True)
+            text = "".join([*map(stream.push, ids), stream.finish()])
+        return Answer(ids, text, "stop" if stopped else "length", found.score, note)
