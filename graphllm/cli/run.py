@@ -44,6 +44,21 @@ PromptPath = Annotated[
     ),
 ]
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", help="File for the answers to NAME.jsonl; answers that it has are kept."
+    ),
+]
+Parallel = Annotated[
+    int | None,
+    typer.Option(
+        "--parallel",
+        help="Number of requests of NAME.jsonl that run at once; 16 by default.",
+        show_default=False,
+    ),
+]
+
 
 @verb
 def run(
@@ -58,22 +73,8 @@ def run(
     chat_template: Template = None,
     system: System = None,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="File for the answers to NAME.jsonl; answers that it has are kept.",
-        ),
-    ] = None,
-    parallel: Annotated[
-        int | None,
-        typer.Option(
-            "--parallel",
-            help="Number of requests of NAME.jsonl that run at once; 16 by default.",
-            show_default=False,
-        ),
-    ] = None,
+    output: Output = None,
+    parallel: Parallel = None,
 ) -> None:
     """Generate text from one or more prompts.
 
