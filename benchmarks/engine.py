@@ -11,6 +11,7 @@ decode   Decode steps of 8, 16 and 64 sequences with 128 cached tokens each, sam
          advance, so that the host does nothing between steps. ``kernels``: sum of the times of all
          steps of the plan, from a profiled run of that loop. Both start from the same cache as the
          engine's own steps.
+host     The engine's own time for such a step: the same, but no kernel is run (CPU only).
 prefill  32 prompts of 1 to 512 tokens through the engine, and one prompt of the same total length.
          A long prompt has more (query, key) pairs, so the times of the kernels stand beside the
          wall times; ``overhead`` is what the wall time exceeds them by.
@@ -46,11 +47,13 @@ from graphllm.engine.forward_feeds import kv_pairs
 from graphllm.engine.generation import Generation
 from graphllm.engine.kv_memory import block_bytes
 from graphllm.engine.request import Sampling
+from graphllm.errors import GraphllmError
 from graphllm.loading.load import build_decoder, graph_limits
 from graphllm.model.batch import Limits
 from graphllm.profiler.bench import filler_tokens
 from graphllm.profiler.record import Recorder, Run
 from graphllm.profiler.roofline import cpu_name
+from graphllm.runtime.decode_loop import DecodeLoop
 
 DECODE_BATCHES, DEPTH, STEPS = (8, 16, 64), 128, 64
 PROMPTS, LONGEST = 32, 512
@@ -180,6 +183,38 @@ def drive(engine: Engine, recorder: Recorder | None = None) -> float:
         loop.take()
         taken += 1
     return (time.perf_counter() - start) / STEPS
+
+
+def host(load: Callable[..., LLM], rounds: int) -> Lines:
+    """Yield the time of a decode step without its kernels."""
+    yield f"{'sequences':>9} {'median us':>10} {'least us':>9}   (of {rounds * STEPS} steps)"
+    context = DEPTH + rounds * STEPS + 8
+    for count in DECODE_BATCHES:
+        llm = load(context=context, max_sequences=count)
+        engine, times = llm.engine, []
+        with engine.lock.hold("a benchmark"):
+            generations = submit(engine, prompts(engine.vocab, [DEPTH] * count))
+            prefill(engine, generations)
+            engine.executor.decode_loop = without_kernels(engine.executor.decode_loop)
+            for _ in range(rounds * STEPS):
+                start = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - start)
+        yield f"{count:>9} {1e6 * median(times):10.1f} {1e6 * min(times):9.1f}"
+        llm.close()
+
+
+def without_kernels(make_loop: Callable[..., DecodeLoop]) -> Callable[..., DecodeLoop]:
+    """Return a `decode_loop` whose loops return what is in the output, and run nothing."""
+
+    def empty_loop(*given: Any, **named: Any) -> DecodeLoop:
+        steps = make_loop(*given, **named)
+        if steps.lookahead:
+            raise GraphllmError("host: the device runs ahead, so its time hides the host's")
+        steps.launchers = []
+        return steps
+
+    return empty_loop
 
 
 # ----------------------------------------------------------------------------------------- prefill
@@ -318,6 +353,7 @@ def manager_time(manager: BlockManager) -> Iterator[list[float]]:
 
 PARTS: dict[str, Callable[[Callable[..., LLM], int], Lines]] = {
     "decode": decode,
+    "host": host,
     "prefill": many_prompts,
     "prefix": prefix,
 }
