@@ -107,7 +107,9 @@ def run(
 
         PROCESS.start()  # while the model loads
     llm = load_options.load(
-        model, chat_template=chat_template, max_sequences=min(sampling.n, PARALLEL)
+        model,
+        chat_template=chat_template,
+        max_sequences=max(min(sampling.n, PARALLEL), sampling.beams),
     )
     _ = llm.tokenizer  # raises if there is none, before anything is printed
     if not chat and sys.stderr.isatty() and llm.has_template:
@@ -169,7 +171,7 @@ def _generate(
     from ..engine.request import Completion
 
     done = Completion()
-    if sampling.n > 1:
+    if sampling.n > 1 or sampling.beams > 1:
         done = llm.generate(prompt, sampling=sampling)
     else:
         if not as_json:
@@ -183,7 +185,7 @@ def _generate(
     if as_json:
         show_json({**done.as_dict(), **_placement(llm)}, ascii=False)
         return
-    if sampling.n > 1:
+    if sampling.n > 1 or sampling.beams > 1:
         write_text("\n".join(shown + each.text for each in done.choices))
     write_text("\n")
     _print_notes(llm, done, seed)

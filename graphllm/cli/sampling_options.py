@@ -142,6 +142,8 @@ class SamplingOptions:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("stop", "stop_ids", "dry_breaker_ids", "banned_ids", "allowed_ids"):
             own[name] = tuple(own[name] or ())
+        if isinstance(early := own.get("early_stopping"), str):
+            own["early_stopping"] = {"true": True, "false": False}.get(early, early)
         own["logit_bias"] = dict(map(_bias, self.logit_bias or ()))
         return Sampling(**own).normalize()
 
@@ -177,6 +179,21 @@ class RunSamplingOptions(SamplingOptions):
             show_default=False,
         ),
     ] = None
+    beams: Annotated[
+        int, typer.Option("--beams", "--num-beams", help="Beams of a beam search; 1 samples.")
+    ] = 1
+    length_penalty: Annotated[
+        float,
+        typer.Option("--length-penalty", help="Exponent of the length in the scores of beams."),
+    ] = 1.0
+    early_stopping: Annotated[
+        str,
+        typer.Option(
+            "--early-stopping",
+            help="When a beam search ends that has found enough sequences: true: at once; false: "
+            "if the best beam is no better than them now; never: if none can become better.",
+        ),
+    ] = "false"
 
 
 @dataclass

@@ -90,6 +90,18 @@ def test_several_samples_and_logprobs(model):
     assert shown == f"hello{found['text']}\nhello{other['text']}\n"
 
 
+def test_beams(model):
+    import graphllm
+
+    ask = ("run", model, "-p", "hello", "-n", "4", "--beams", "3", "--n", "2", "--json")
+    found = json.loads(call(*ask, "--length-penalty", "0.5", "--early-stopping", "true").stdout)
+    llm = graphllm.load(model, device="cpu")
+    settings = {"length_penalty": 0.5, "early_stopping": True, "max_tokens": 4}
+    want = llm.generate("hello", beams=3, n=2, **settings)
+    have = [found["tokens"], *(each["tokens"] for each in found["alternatives"])]
+    assert have == [done.ids for done in want.choices]
+
+
 def test_tokenize(model):
     ids = json.loads(call("tokenize", model, "hello world", "--ids").stdout)
     lines = call("tokenize", model, "-", input=b"hello world").stdout.splitlines()

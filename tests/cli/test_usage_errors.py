@@ -52,6 +52,8 @@ USAGE_ERRORS = [
      "lines.jsonl:1: the model has no chat template"),
     ([*RUN, "--logprobs", "2"], 1, "--logprobs and --prompt-logprobs need --json or -f NAME.jsonl"),
     ([*RUN, "--n", "0"], 1, "n = 0 must be"),
+    ([*RUN, "--beams", "0"], 1, "beams = 0 must be"),
+    ([*RUN, "--beams", "2", "--early-stopping", "soon"], 1, "early_stopping = 'soon' must be"),
     ([*RUN, "--json", "--prompt-logprobs", "99"], 1, "prompt_logprobs = 99 must be"),
     ([*RUN, "--logit-bias", "5"], 1, "logit_bias = '5' must be ID=BIAS (--logit-bias)"),
     (["chat", "tiny.gguf", "--n", "2"], 2, "No such option: --n"),
