@@ -221,7 +221,7 @@ def test_errors_arrive_at_the_task(llm, tmp_path, monkeypatch):
         def fail(*step):
             raise LookupError("my own")
 
-        monkeypatch.setattr(llm.engine.batcher.runner, "run", fail)
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", fail)
         asked = [own.generate("what", **SAMPLED), text_of(own.stream("is", **SAMPLED))]
         failed = await asyncio.gather(*asked, return_exceptions=True)
         assert [str(error) for error in failed] == ["my own"] * 2

@@ -49,7 +49,7 @@ USAGE_ERRORS = [
     (["run", "tiny.gguf", "-f", "lines.jsonl", "-o", "/dev/full", *R], 1,
      "-o /dev/full: No space left on device"),
     (["run", "tiny.gguf", "-f", "lines.jsonl", "--chat", *R], 1,
-     "lines.jsonl:1: the model has no chat template"),
+     "lines.jsonl:1: tiny.gguf: the model has no chat template"),
     ([*RUN, "--logprobs", "2"], 1, "--logprobs and --prompt-logprobs need --json or -f NAME.jsonl"),
     ([*RUN, "--n", "0"], 1, "n = 0 must be"),
     ([*RUN, "--beams", "0"], 1, "beams = 0 must be"),
