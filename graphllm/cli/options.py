@@ -14,6 +14,7 @@ import typer
 from ..errors import RequestError
 from ..progress import progress_line
 from ..terminal import note
+from .deferred_interrupt import deferred_interrupt
 from .output import show
 
 if TYPE_CHECKING:
@@ -266,6 +267,8 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         parameters += [_option(f.name, inner[f.name], f.default) for f in fields(kind)]
 
     def call(**values: Any) -> None:
+        with deferred_interrupt():  # C code would report an ImportError and print a traceback
+            import ml_dtypes  # noqa: F401  # imports NumPy
         for name, (kind, names) in groups.items():
             values[name] = kind(**{n: values.pop(n) for n in names})
         function(**values)

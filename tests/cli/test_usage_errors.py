@@ -182,7 +182,7 @@ def test_a_usage_error_is_one_line(folder, words, code, message):
 
 def test_huge_counts_are_accepted(folder):
     """Threads are limited to the cores, tokens to the context."""
-    code, shown, errors = forked([*RUN, "-n", HUGE, "-t", HUGE], folder)
+    code, shown, errors = forked([*RUN, "-n", HUGE, "-t", HUGE, "--ignore-eos"], folder)
     full = "note: the context of 128 tokens is full: the answer is cut off\n"
     assert (code, errors) == (0, full) and shown.startswith("hello")
 
