@@ -44,9 +44,7 @@ class Batcher:
     @property
     def generations(self) -> list[Generation]:
         """The requests that have not ended."""
-        own = (
-            row.group.generation if isinstance(row, Beam) else row for row in self._rows.values()
-        )
+        own = map(_request_of, self._rows.values())
         return list(dict.fromkeys((*own, *self._submitted, *self._non_finite)))
 
     @property
@@ -107,7 +105,7 @@ class Batcher:
         """Return the rows of ``chunks``, and note when the first step of each request begins."""
         rows = [self._rows[chunk.sequence] for chunk in chunks]
         for chunk, row in zip(chunks, rows):
-            generation = row.group.generation if isinstance(row, Beam) else row
+            generation = _request_of(row)
             if not generation.started:
                 generation.start(chunk.start)
                 self.prefill_tokens = generation.prefill_tokens
@@ -205,7 +203,7 @@ class Batcher:
             row = self._rows.get(chunk.sequence)
             if row is None:
                 continue  # it ended after the step was launched
-            generation = row.group.generation if isinstance(row, Beam) else row
+            generation = _request_of(row)
             if result.prompts and index in result.prompts:
                 generation.add_prompt_logprobs(result.prompts[index])
             if row.count == 0 and chunk.stop <= chunk.sequence.prompt_tokens:
@@ -250,3 +248,7 @@ class Batcher:
         """Let all running requests give up their blocks; they are computed again later."""
         self.scheduler.preempt_all()
         self.reset()
+
+
+def _request_of(row: Generation | Beam) -> Generation:
+    return row.group.generation if isinstance(row, Beam) else row

@@ -31,7 +31,8 @@ class Beam:
         candidates: what may follow; None before its last token is computed.
     """
 
-    changes_logits = asks_logprobs = False
+    stages = 0
+    asks_logprobs = False
     asks_candidates = True
     processors: Sequence[LogitsProcessor] = ()
 

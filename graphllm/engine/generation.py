@@ -15,6 +15,7 @@ from ..tokenizer import Tokenizer
 from .block_manager import SequenceBlocks
 from .logits_processors import ForcedIds, LogitsProcessor
 from .request import Completion, Sampling
+from .sampler import PROCESSED
 from .sequence import ActiveSequence
 from .step_result import TokenLogprobs
 from .stop_conditions import StopStringMatcher
@@ -102,7 +103,7 @@ class Generation:
         sequence: its tokens and cache blocks.
         sampling: settings, with a seed.
         settings: feeds of the settings, see `sampling_row`.
-        changes_logits: whether anything but the filters of `ops.sample` changes the logits.
+        stages: number of stages before `ops.sample` that the request needs; see `Sampling.stages`.
         processors: logits processors, which the host applies.
         asks_logprobs, asks_candidates: what steps return, see `StepResult`.
         prompt_logprobs: those of the prompt's tokens after the first that were computed, if
@@ -228,7 +229,7 @@ class Generation:
 
     def _use_processors(self, processors: Sequence[LogitsProcessor]) -> None:
         self.processors = processors
-        self.changes_logits = self.sampling.changes_logits or bool(processors)
+        self.stages = max(self.sampling.stages, PROCESSED if processors else 0)
 
     def end_empty(self) -> None:
         """End a request for no tokens."""

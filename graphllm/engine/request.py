@@ -196,14 +196,15 @@ class Sampling:
     diversity_penalty: float = 0.0
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether biases, penalties or filters other than those of `sample` change the logits."""
-        neutral = (1.0, 0.0, 0.0)
+    def stages(self) -> int:
+        """Number of stages between logits and `ops.sample`; see `sampler.STAGES`."""
         penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
-        lists = self.logit_bias or self.banned_ids or self.allowed_ids
         early_stop = self.ignore_eos or self.min_tokens > 0
-        dry = self.dry_multiplier > 0
-        return bool(lists or early_stop or dry or self.filters_logits) or penalties != neutral
+        if self.filters_logits:
+            return 3
+        if self.dry_multiplier > 0 or penalties != (1.0, 0.0, 0.0):
+            return 2
+        return int(bool(self.logit_bias or self.banned_ids or self.allowed_ids or early_stop))
 
     @property
     def filters_logits(self) -> bool:

@@ -19,6 +19,7 @@ from .block_manager import BlockManager
 from .forward_feeds import Feeds, Span, forward_feeds
 from .logits_processors import process_logits
 from .prompt_logprobs import prompt_logprobs
+from .sampler import PROCESSED, STAGES
 from .sampling_feeds import Row, sampling_feeds
 from .sequence import Chunk, StepRecorder
 from .sequence_blocks import BlockCopy
@@ -182,7 +183,7 @@ class Runner:
         ]
         feeds, env = forward_feeds(self.manager, spans)
         feeds["rows"] = feeds["rows"][: max(1, sum(chunk.samples for chunk in parts))]
-        feeds |= sampling_feeds(self.limits, rows, plan.leaves, _suffix(rows) != "")
+        feeds |= sampling_feeds(self.limits, rows, plan.leaves, _stages(rows) >= PROCESSED)
         return feeds, env
 
     def _tables(self, rows: Rows[Row], name: str) -> np.ndarray:
@@ -268,14 +269,14 @@ class Runner:
         self._loop, self._advanced = None, []
 
 
-def _suffix(rows: Rows[Row]) -> str:
-    """Return the suffix of the outputs: of those with penalties if a row needs them."""
-    return ".penalised" if any(row.changes_logits for row in rows) else ""
+def _stages(rows: Rows[Row]) -> int:
+    """Return the number of stages of the sampling program that the rows need."""
+    return max(row.stages for row in rows)
 
 
 def _outputs(name: str, rows: Rows[Row]) -> list[str]:
     """Return the names of the outputs of a `StepResult`; ``name``: that of the sampled ids."""
-    suffix = _suffix(rows)
+    suffix = STAGES[_stages(rows)]
     return [name + suffix, *_if_asked(rows, ["logprobs" + suffix, "top_ids", "top_logprobs"])]
 
 

@@ -10,6 +10,12 @@ from ..model.batch import ADVANCED, FED, SEQUENCE, Batch, Limits, StepVariable, 
 from ..ops.penalties import FACTORS, WINDOWS
 from ..ops.sampling_filters import FILTERS
 
+# Stages between the logits and `ops.sample`, as suffixes of the outputs sampled after them: none,
+# `ops.bias_logits`, also `ops.penalise`, also `ops.filter_logits`. A step runs as many as the row
+# that needs most of them; the later ones change no logits of the other rows.
+STAGES = ("", ".biased", ".penalised", ".filtered")
+PROCESSED = STAGES.index(".penalised")  # the stage that logits processors change
+
 
 def sampler_variables(limits: Limits) -> list[StepVariable]:
     """Return the step variables of sampling; see the ops of `sampling_outputs`."""
@@ -42,9 +48,8 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     Returns:
         ``sampled`` [N], the sampled token ids; ``ids`` [T], the same written to the step's state,
         so that the next step can start at once (this needs a row for each sequence);
-        ``sampled.penalised`` and ``ids.penalised``, both after `ops.bias_logits`, `ops.penalise`
-        and `ops.filter_logits`; ``top_ids`` [N, K], the most likely ids, and ``top_logprobs``
-        [N, K]; ``logprobs`` and ``logprobs.penalised`` [N, 1], those of the ids sampled by either;
+        both also with the suffixes of `STAGES`; ``top_ids`` [N, K], the most likely ids, and
+        ``top_logprobs`` [N, K]; ``logprobs`` [N, 1] with each suffix, those of the sampled ids;
         ``candidate_ids`` [N, C], the most likely ids after `ops.bias_logits`, and
         ``candidate_logprobs`` [N, C]. Log-probabilities are those of ``logits`` as they are.
         ``processed`` [N, vocab] are the logits after biases and penalties. The host may change
@@ -65,7 +70,8 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
     candidates = ops.top_ids(biased, n=min(batch.limits.candidates, logits.meta.inner[0]))
     outputs["candidate_ids"] = candidates
     outputs["candidate_logprobs"] = ops.logprobs(logits, candidates)
-    for suffix, x in (("", logits), (".penalised", _filtered(processed, v))):
+    stages = (logits, biased, processed, _filtered(processed, v))
+    for suffix, x in zip(STAGES, stages):
         sampled = _sampled(x, v)
         outputs |= _sample_outputs(suffix, logits, sampled)
         outputs[f"ids{suffix}"] = ops.advance(

@@ -26,7 +26,7 @@ class Row(Protocol):
         sequence: its tokens.
         sampling: the settings.
         settings: their feeds, see `sampling_row`.
-        changes_logits: whether anything but the filters of `ops.sample` changes the logits.
+        stages: number of stages before `ops.sample` that the request needs; see `Sampling.stages`.
         processors: logits processors, which the host applies.
         asks_logprobs: whether the step returns the log-probabilities of `StepResult`.
         asks_candidates: whether it returns the candidates of `StepResult`.
@@ -35,7 +35,7 @@ class Row(Protocol):
     sequence: ActiveSequence
     sampling: Sampling
     settings: Mapping[str, np.ndarray]
-    changes_logits: bool
+    stages: int
     processors: Sequence[LogitsProcessor]
     asks_logprobs: bool
     asks_candidates: bool

@@ -68,7 +68,7 @@ def test_models_use_known_modules_only(shape, capability, paper):
         file = Empty(cut, kind)
         llm = LLM(file, build_decoder(file), {"backends": ("cuda",)}, Limits(kv_dtype=cache))
         for tokens in (1, 2, 4, 7, 16, 512):
-            llm.executor.bind(llm.engine.plan(["ids.penalised"], tokens))
+            llm.executor.bind(llm.engine.plan(["ids.filtered"], tokens))
     unknown = {str(made) for made in device.modules - KNOWN}
     assert device.modules and not unknown
     assert any(map(needs_tensor_cores, device.modules)) == (capability >= (8, 0))
@@ -81,7 +81,7 @@ def test_mixtures_run_entirely_on_the_gpu(name, paper):
     for variant in range(len(SPECS[name].tiny)):
         made = engine(decoder(name, variant, "f16"), ("cuda", "reference"), 512)
         for tokens in (1, 2, 7, 40, 512):
-            plan = made.plan(["ids.penalised"], tokens)
+            plan = made.plan(["ids.filtered"], tokens)
             missed = {s.node.op for s in plan.steps if s.backend.name != "cuda"}
             assert not missed, (name, variant, tokens)
             made.executor.bind(plan)

@@ -155,6 +155,15 @@ def _candidates(bits, width, maxima, blocks, k, ids, keys):
     return width
 
 
+@helper
+def _are_off(settings, k, width):
+    """Whether no filter excludes an id, by the columns of `FILTERS` and top-k."""
+    s = settings
+    shares = s[0] <= float32(0) and s[1] >= float32(1) and s[2] >= float32(1)
+    xtc = s[4] > float32(0) and s[5] <= float32(0.5)
+    return shares and s[3] <= float32(0) and not xtc and not 0 < k < width
+
+
 @kernel
 def _filter_logits(p, thread, threads):
     a = _read_filter(p)
@@ -168,13 +177,14 @@ def _filter_logits(p, thread, threads):
         at = a.logits + row * a.logits_stride
         logits, y, maxima = f32s(at), f32s(a.y + row * width * 4), i32s(a.maxima + row * blocks * 4)
         key = largest_key(maxima, blocks)
-        if key >= INF or key == MINUS_INF:  # `sample` reports it
+        s = f32s(a.settings + row * _COLUMNS * 4)
+        k = int64(i32s(a.top_k)[row])
+        faulty = key >= INF or key == MINUS_INF  # `sample` reports it
+        if faulty or _are_off(s, k, width):
             for i in range(width):
                 y[i] = logits[i]
             row = next_chunk(p)
             continue
-        s = f32s(a.settings + row * _COLUMNS * 4)
-        k = int64(i32s(a.top_k)[row])
         count = _candidates(i32s(at), width, maxima, blocks, k, ids, keys)
         peak = float64(value_of_key(key))
         if s[0] > float32(0):
