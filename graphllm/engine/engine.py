@@ -108,12 +108,8 @@ class Engine:
         return [self.plan(["ids"], self.limits.tokens), self.decode_plan()]
 
     def all_plans(self) -> list[Plan]:
-        """Return the plans of one sequence, and those of as many as the limits allow."""
-        plans, most = self.generation_plans(), self.limits.sequences
-        if most > 1:
-            plans.append(self._runner.plan(["sampled"], self.limits.tokens, most, most))
-            plans.append(self._runner.plan(["ids"], most, most, most))
-        return plans
+        """Return the plans of one sequence, and those that need more memory than any other."""
+        return [*self.generation_plans(), *self._runner.largest_plans()]
 
     def offload_layers(self, gpu_layers: int | str) -> None:
         """Choose the layers to offload to a device with its own memory. Call before `prepare`."""
@@ -123,7 +119,8 @@ class Engine:
     def prepare(self) -> None:
         """Bind the plans of one sequence: pack their weights and compile their kernels.
 
-        The memory of intermediates is reserved for as many sequences as the limits allow.
+        The memory of intermediates is reserved for as many sequences as the limits allow, with any
+        settings.
         """
         for plan in self.all_plans():
             self.executor.reserve(plan)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from .. import ops
+from ..compiler.plan import Plan
 from ..graph.tensor import Tensor, Var, feed
 from ..model.batch import Limits
 from ..runtime.executor import Executor
@@ -41,6 +42,11 @@ def prompt_outputs(
     return dict(zip(_OUTPUTS, found))
 
 
+def prompt_plan(executor: Executor, outputs: Mapping[str, Tensor]) -> Plan:
+    """Return the plan of `prompt_outputs`."""
+    return executor.compile({name: outputs[name] for name in _OUTPUTS})
+
+
 def prompt_logprobs(
     executor: Executor,
     outputs: Mapping[str, Tensor],
@@ -57,7 +63,7 @@ def prompt_logprobs(
         ids: token ids.
         count: number of the most likely tokens to return.
     """
-    plan = executor.compile({name: outputs[name] for name in _OUTPUTS})
+    plan = prompt_plan(executor, outputs)
     most, found = plan.vars["P"].hi, list[TokenLogprobs]()
     for at in range(0, len(ids), most):
         own = ids[at : at + most]

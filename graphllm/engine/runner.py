@@ -18,8 +18,8 @@ from .block_copies import COPIED, MAX_COPIES, copy_feeds
 from .block_manager import BlockManager
 from .forward_feeds import Feeds, Span, forward_feeds
 from .logits_processors import process_logits
-from .prompt_logprobs import prompt_logprobs
-from .sampler import PROCESSED, STAGES
+from .prompt_logprobs import prompt_logprobs, prompt_plan
+from .sampler import PROCESSED, STAGES, fed_rows
 from .sampling_feeds import Row, sampling_feeds
 from .sequence import Chunk, StepRecorder
 from .sequence_blocks import BlockCopy
@@ -67,6 +67,7 @@ class Runner:
         self.executor, self.outputs, self.limits = executor, outputs, limits
         self.caches, self.manager = [c.name for c in caches], manager
         self.pools = [name for name in outputs if name.startswith("kv.")]
+        self._fed_rows = fed_rows(limits, outputs["logits"].meta.inner[0])
         self._loop: _Loop | None = None
         self._advanced: list[Row] = []  # rows whose next step needs no feeds
 
@@ -81,6 +82,19 @@ class Runner:
         q = (2, sequences + 1)
         bounds = {"T": (1, tokens), "S": (1, sequences), "Q": q, "N": (1, rows)}
         return self.executor.compile({name: self.outputs[name] for name in outputs}, bounds)
+
+    def largest_plans(self) -> list[Plan]:
+        """Return plans that need at least the memory that any plan of several sequences needs."""
+        last, most = STAGES[-1], self.limits.sequences
+        names = [f"sampled{last}", f"logprobs{last}", *LOGPROBS[1:], *CANDIDATES, "hidden"]
+        forward = [self.plan(names, self.limits.tokens, most, most)] if most > 1 else []
+        fed = self._fed_plan(["sampled", *LOGPROBS], self._fed_rows)
+        return [*forward, fed, prompt_plan(self.executor, self.outputs)]
+
+    def _fed_plan(self, names: Rows[str], rows: int) -> Plan:
+        """Return the plan that samples from at most ``rows`` rows that the host has changed."""
+        outputs = {f"{name}.fed": self.outputs[f"{name}.fed"] for name in names}
+        return self.executor.compile(outputs, {"S": (1, rows), "R": (1, rows)})
 
     def bucket(self, sequences: int) -> int:
         """Return the upper bound of sequences of the plan that runs this many: a power of two."""
@@ -142,17 +156,14 @@ class Runner:
                 own[:] = process_logits(row.processors, row.sequence.tokens, own)
             except RequestError as error:
                 errors[index] = error
-        names = ["sampled.fed", *_if_asked(rows, [f"{name}.fed" for name in LOGPROBS])]
-        outputs = {name: self.outputs[name] for name in names}
-        most = min(self.limits.sequences, self.limits.logits_rows(found["processed"].shape[1]))
+        names, most = ["sampled", *_if_asked(rows, [*LOGPROBS])], self._fed_rows
         for at in range(0, len(rows), most):
             some = rows[at : at + most]
-            size = min(most, self.bucket(len(some)))
-            plan = self.executor.compile(outputs, {"S": (1, size), "R": (1, size)})
+            plan = self._fed_plan(names, min(most, self.bucket(len(some))))
             feeds = {f"fed.{name}": values[at : at + most] for name, values in found.items()}
             feeds |= sampling_feeds(self.limits, some, plan.leaves, history=False)
             values = self.executor.run(plan, feeds)
-            parts.append([values[name] for name in names])
+            parts.append([values[f"{name}.fed"] for name in names])
         return StepResult.of(map(np.concatenate, zip(*parts)))._replace(errors=errors)
 
     def _prompt_logprobs(

@@ -79,11 +79,16 @@ def sampling_outputs(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
             block=batch.limits.block,
         )  # fmt: skip
     vocab = logits.meta.inner[0]
-    rows = Var("R", 1, min(batch.limits.sequences, batch.limits.logits_rows(vocab)))
+    rows = Var("R", 1, fed_rows(batch.limits, vocab))
     fed = {name: feed(f"fed.{name}", (rows, vocab), "f32") for name in ("logits", "processed")}
     sampled = _sampled(_filtered(fed["processed"], v), v)
     outputs |= _sample_outputs(".fed", fed["logits"], sampled)
     return outputs | _most_likely(".fed", fed["logits"], batch.limits)
+
+
+def fed_rows(limits: Limits, vocab: int) -> int:
+    """Return the largest number of rows that the outputs with the suffix ``.fed`` sample from."""
+    return min(limits.sequences, limits.logits_rows(vocab))
 
 
 def _filtered(x: Tensor, v: Mapping[str, Tensor]) -> Tensor:

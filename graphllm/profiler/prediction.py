@@ -230,7 +230,7 @@ def _summarize(file: Checkpoint, decoder: Decoder, engine: Engine, planner: Plan
         notes=notes,
         prefill=_phase(f"prefill of {most} tokens", prefill, most, 0, predictor),
         token=_phase("decode step", token, 1, min(most, engine.limits.context - 1), predictor),
-        memory=_memory(plans, kv),
+        memory=_memory(plans, engine.all_plans(), kv),
         basis=predictor.basis(),
         lacking=predictor.lacking(plans),
     )
@@ -256,8 +256,16 @@ def _phase(
     )
 
 
-def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, MemoryUse]:
-    """Return the bytes that the plans need in each memory."""
+def _memory(
+    plans: Sequence[Plan], reserved: Sequence[Plan], kv: set[str]
+) -> dict[str, MemoryUse]:
+    """Return the bytes of each memory after loading.
+
+    Args:
+        plans: plans that are bound, whose weights and state are allocated.
+        reserved: plans for whose intermediates memory is allocated.
+        kv: names of the state that is the KV cache.
+    """
     buffers: dict[str, dict[tuple[str, object], tuple[str, int]]] = {}
     for plan in plans:
         for step in plan.steps:
@@ -266,10 +274,10 @@ def _memory(plans: Sequence[Plan], kv: set[str]) -> dict[str, MemoryUse]:
                 kind = "weights" if is_weight else "kv" if key[0] in kv else "state"
                 buffers.setdefault(step.memory, {})[key] = kind, nbytes
     found = {}
-    for memory in sorted({*buffers, *(m for plan in plans for m in plan.arena)}):
+    for memory in sorted({*buffers, *(m for plan in reserved for m in plan.arena)}):
         sums = Counter[str]()
         for kind, nbytes in buffers.get(memory, {}).values():
             sums[kind] += nbytes
-        sums["arena"] = max(plan.arena.get(memory, 0) for plan in plans)
+        sums["arena"] = max(plan.arena.get(memory, 0) for plan in reserved)
         found[memory] = MemoryUse(**sums)
     return found

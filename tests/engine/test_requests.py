@@ -43,6 +43,22 @@ def in_thread(work) -> threading.Thread:
     return thread
 
 
+@pytest.mark.parametrize("most", [1, 5])
+def test_intermediates_of_every_request_fit_the_memory_reserved_at_load(tmp_path, most):
+    path = tiny.write_tiny(tmp_path / "tiny.gguf", "llama")
+    llm = graphllm.load(path, device="cpu", threads=1, max_sequences=most)
+    reserved = dict(llm.executor.arenas)
+    prompts = [[7, 8, 9, *range(3, 3 + i)] for i in range(most)]
+    everything = {"typical_p": 0.9, "repeat_penalty": 1.2, "logprobs": 3, "min_tokens": 3}
+    unchanged = {"processors": [lambda ids, logits: logits], "logprobs": 1}
+    for own in ({"ignore_eos": True}, everything, {**everything, "prompt_logprobs": 2}, unchanged):
+        llm.generate(prompts, max_tokens=4, temperature=0.7, seed=1, **own)
+    if most > 1:
+        llm.generate(prompts[0], max_tokens=4, beams=most)
+    assert llm.executor.arenas.keys() == reserved.keys()
+    assert all(llm.executor.arenas[memory] is reserved[memory] for memory in reserved)
+
+
 def joined(*threads) -> None:
     for thread in threads:
         thread.join(60)
