@@ -140,12 +140,15 @@ class SamplingOptions:
         from ..engine.request import Sampling
 
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("stop", "stop_ids", "dry_breaker_ids", "banned_ids", "allowed_ids"):
+        for name in _LISTS & own.keys():
             own[name] = tuple(own[name] or ())
         if isinstance(early := own.get("early_stopping"), str):
             own["early_stopping"] = {"true": True, "false": False}.get(early, early)
         own["logit_bias"] = dict(map(_bias, self.logit_bias or ()))
         return Sampling(**own).normalize()
+
+
+_LISTS = {"stop", "stop_ids", "dry_breaker_ids", "banned_ids", "allowed_ids", "forced_ids"}
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -194,6 +197,25 @@ class RunSamplingOptions(SamplingOptions):
             "if the best beam is no better than them now; never: if none can become better.",
         ),
     ] = "false"
+    beam_groups: Annotated[
+        int,
+        typer.Option(
+            "--beam-groups",
+            "--num-beam-groups",
+            help="Groups of a diverse beam search; they divide the beams evenly.",
+        ),
+    ] = 1
+    diversity_penalty: Annotated[
+        float,
+        typer.Option(
+            "--diversity-penalty",
+            help="What a token loses for each beam of an earlier group that has it.",
+        ),
+    ] = 0.0
+    forced_ids: Annotated[
+        list[int] | None,
+        _repeatable("--forced-id", help="Token id that the answer begins with"),
+    ] = None
 
 
 @dataclass

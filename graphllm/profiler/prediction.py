@@ -256,9 +256,7 @@ def _phase(
     )
 
 
-def _memory(
-    plans: Sequence[Plan], reserved: Sequence[Plan], kv: set[str]
-) -> dict[str, MemoryUse]:
+def _memory(plans: Sequence[Plan], reserved: Sequence[Plan], kv: set[str]) -> dict[str, MemoryUse]:
     """Return the bytes of each memory after loading.
 
     Args:

@@ -83,8 +83,10 @@ def test_several_samples_and_logprobs(model):
     found = json.loads(call(*ask, "--n", "2", "--json", "--logprobs", "1").stdout)
     (other,) = found["alternatives"]
     assert len(found["logprobs"]) == 4 and other["tokens"] != found["tokens"]
-    alone = json.loads(call(*ask, "--json", "--prompt-logprobs", "0").stdout)
-    assert alone["tokens"] == found["tokens"] and "logprobs" not in alone
+    ids = [found["tokens"][0], *other["tokens"][:0:-1]]
+    forced = [word for i in ids for word in ("--forced-id", str(i))]
+    alone = json.loads(call(*ask, "--json", "--prompt-logprobs", "0", *forced).stdout)
+    assert alone["tokens"] == ids != found["tokens"] and "logprobs" not in alone
     assert len(alone["prompt_logprobs"]) == alone["prompt_tokens"] - 1
     shown = call(*ask, "--n", "2").stdout
     assert shown == f"hello{found['text']}\nhello{other['text']}\n"
@@ -93,11 +95,14 @@ def test_several_samples_and_logprobs(model):
 def test_beams(model):
     import graphllm
 
-    ask = ("run", model, "-p", "hello", "-n", "4", "--beams", "3", "--n", "2", "--json")
-    found = json.loads(call(*ask, "--length-penalty", "0.5", "--early-stopping", "true").stdout)
+    ask = ("run", model, "-p", "hello", "-n", "4", "--beams", "4", "--n", "2", "--json")
+    groups = ("--beam-groups", "2", "--diversity-penalty", "0.5")
+    rules = ("--length-penalty", "0.5", "--early-stopping", "true")
+    found = json.loads(call(*ask, *groups, *rules).stdout)
     llm = graphllm.load(model, device="cpu")
     settings = {"length_penalty": 0.5, "early_stopping": True, "max_tokens": 4}
-    want = llm.generate("hello", beams=3, n=2, **settings)
+    settings |= {"beam_groups": 2, "diversity_penalty": 0.5}
+    want = llm.generate("hello", beams=4, n=2, **settings)
     have = [found["tokens"], *(each["tokens"] for each in found["alternatives"])]
     assert have == [done.ids for done in want.choices]
 
