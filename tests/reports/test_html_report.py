@@ -549,6 +549,21 @@ def test_a_measured_profile_opens(opened, tmp_path):
     calls = sum(len(row["times"]) for row in report["phases"][1]["rows"])
     assert sum(numbers(column(shown, "calls"))) == calls / 2
     assert "cpu: pinned by model.layers.1.*=reference" in texts(shown, "#placement")[0]
+    costs = report["phases"][1]["requests"]
+    cells = texts(shown, "#requests tbody td")
+    assert numbers(cells[0::6]) == [cost["tokens"] / 2 for cost in costs] and len(costs) == 2
+    assert numbers(cells[1::6]) == pytest.approx([cost["ns"] / 2e6 for cost in costs], abs=1e-3)
+    bars = "Array.from(document.querySelectorAll('.requests .stack'), e => {})"
+    ops = [len([op for op in cost["ops"].values() if op["ns"] > 0]) for cost in costs]
+    shares = [min(12, n) + (n > 12) + (c["gaps"] > 0) + (c["host"] > 0) for n, c in zip(ops, costs)]
+    assert shown.evaluate(bars.format("e.children.length")) == shares
+    assert "Requests" in texts(shown, ".links")[0]
+
+
+@pytest.mark.browser
+def test_one_request_has_no_table_of_requests(report, opened):
+    shown = opened(render_page(report))
+    assert not count(shown, "#requests") and "Requests" not in texts(shown, ".links")[0]
 
 
 @pytest.mark.browser

@@ -1,8 +1,8 @@
 // -------------------------------------------------------------------------------------------- main
 
 const SECTIONS = [
-  ["roofline", "Roofline"], ["heat", "Layers"], ["table", "Table"], ["timeline", "Timeline"],
-  ["arena", "Memory"], ["placement", "Placement"],
+  ["roofline", "Roofline"], ["heat", "Layers"], ["table", "Table"], ["requests", "Requests"],
+  ["timeline", "Timeline"], ["arena", "Memory"], ["placement", "Placement"],
 ];
 
 const selection = { phase: phases[phases.length - 1], heat: "time", plan: 0 };
@@ -61,6 +61,13 @@ function tableSection(phase) {
     "end. Click a row to show its steps, a column to sort by it.", null, table(phase));
 }
 
+/** The section of a phase in which several requests took part. */
+function requestsSection(phase) {
+  if (phase.requests.length < 2) return null;
+  return section("requests", "Requests", "What each request costs per pass. Time is divided by the " +
+    "work of each request; gaps and host time equally.", null, requestTable(phase));
+}
+
 function timelineSection(phase) {
   const run = typical(), [place, buttons] = zoomable("timeline", timeline(phase, run));
   const env = Object.entries(run.env).map(([name, value]) => `${name} = ${value}`).join(", ");
@@ -103,7 +110,9 @@ function bar() {
   const options = phases.map(({ name }) => [name, name]);
   return [
     choice("phase", "phase", options, selection.phase.name, chose),
-    h("div", { class: "links" }, SECTIONS.map(([id, name]) => h("a", { href: `#${id}` }, name))),
+    h("div", { class: "links" }, SECTIONS
+      .filter(([id]) => id !== "requests" || phases.some((phase) => phase.requests.length > 1))
+      .map(([id, name]) => h("a", { href: `#${id}` }, name))),
   ];
 }
 
@@ -114,7 +123,7 @@ function render() {
   document.getElementById("main").replaceChildren(
     h("div", { class: "pair" }, rooflineSection(phase),
       h("div", { class: "column" }, heatSection(phase), headroomSection(phase) ?? [])),
-    tableSection(phase), timelineSection(phase),
+    tableSection(phase), requestsSection(phase) ?? [], timelineSection(phase),
     h("div", { class: "pair" }, arenaSection(phase), placementSection(phase)));
   redraw();
   scrollTo({ top: at, behavior: "instant" });

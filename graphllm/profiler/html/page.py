@@ -20,7 +20,7 @@ from .reduce import reduce_report
 
 SCRIPTS = (
     "base.js", "groups.js", "summary.js", "labels.js", "roofline.js", "heat.js", "table.js",
-    "zoomable_canvas.js", "timeline.js", "arena.js", "placement.js", "main.js",
+    "zoomable_canvas.js", "timeline.js", "arena.js", "placement.js", "requests.js", "main.js",
 )  # fmt: skip
 
 

@@ -48,7 +48,13 @@ def _phase(phase: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
         "rows": _columns(phase["rows"], texts),
         "typical": [_median_run(plan, rows, phase["runs"]) for plan, rows in plans.items()],
         "arena": [_arena(arena, texts) for arena in phase["arena"]],
+        "requests": [_request(cost, texts) for cost in phase.get("requests", [])],
     }
+
+
+def _request(cost: Mapping[str, Any], texts: _Texts) -> dict[str, Any]:
+    ops = [(texts[name], op["ns"]) for name, op in cost["ops"].items()]
+    return {**cost, "ops": ops}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], texts: _Texts) -> dict[str, list[Any]]:
