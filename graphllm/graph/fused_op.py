@@ -121,7 +121,7 @@ def fused_op(
 
     def declare(build: Callable[..., Any]) -> OpDef:
         return register(
-            name, build, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
+            name, build, infer=infer, cost=cost, tol=dict(tol), samples=samples,
             reference=body, writes=writes, fusion=Fusion(build, anchor, propose, grouped),
         )  # fmt: skip
 

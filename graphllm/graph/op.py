@@ -24,6 +24,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,30 @@ class Sample:
         return " ".join(parts) + (f" {attrs}" if attrs else "")
 
 
-def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> list[Sample]:
+class Samples(Sequence[Sample]):
+    """Samples that are made at first use, as only tests and documentation use them.
+
+    Args:
+        make: function that returns the samples.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Sample]]) -> None:
+        self._made = cache(make)
+
+    def __add__(self, other: Sequence[Sample]) -> Samples:
+        return Samples(lambda: [*self, *other])
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made()[index]
+
+
+def grid(make: Callable[..., Sample], **axes: Iterable[Any]) -> Samples:
     """Call ``make`` with every combination of values of the named axes."""
-    return [
-        make(**dict(zip(axes, values))) for values in itertools.product(*map(list, axes.values()))
-    ]
+    values = [tuple(each) for each in axes.values()]
+    return Samples(lambda: [make(**dict(zip(axes, each))) for each in itertools.product(*values)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +255,7 @@ def op(
 
     def declare(body: Callable[..., Any]) -> OpDef:
         return register(
-            name, body, infer=infer, cost=cost, tol=dict(tol), samples=tuple(samples),
+            name, body, infer=infer, cost=cost, tol=dict(tol), samples=samples,
             reference=body, arithmetic=arithmetic, writes=writes, role=role,
         )  # fmt: skip
 

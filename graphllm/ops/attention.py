@@ -21,6 +21,7 @@ from ..graph.op import (
     Cost,
     Rng,
     Sample,
+    Samples,
     Shape,
     expect,
     grid,
@@ -226,29 +227,32 @@ def _made(
     cost=_cost,
     arithmetic=ATTENTION,
     tol={"f32": 1e-5},
-    samples=[
-        *grid(_made, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
-        *grid(_made, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
-        *grid(_made, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=_KINDS),
-        *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=_KINDS),
-        *grid(_made, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
-        *grid(_made, batch=_BATCHES, shape=_MLA, kind=_KINDS, values=["leading"]),
-        *grid(
-            _made,
-            batch=[_FEW],
-            shape=_MLA[:1],
-            feature=_LONG_FEATURES,
-            kind=_KINDS,
-            values=["leading"],
-        ),
-        *grid(_made, batch=_BATCHES[-2:], shape=_WIDE, kind=_KINDS),
-        *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
-        *grid(
-            _sample, batch=[PackedBatch((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)]
-        ),
-        _sample(PackedBatch((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
-        _sample(PackedBatch((0, 3, 0), (5, 9, 0))),
-    ],
+    samples=Samples(
+        lambda: [
+            *grid(_made, batch=_BATCHES, shape=_SHAPES, kind=(F32, F16)),
+            *grid(_made, batch=_BATCHES[-2:], feature=_FEATURES, kind=(F32, F16)),
+            *grid(_made, batch=[_LONG], feature=(({}, ()), *_FEATURES), kind=_KINDS),
+            *grid(_made, batch=[_FEW], feature=_LONG_FEATURES, kind=_KINDS),
+            *grid(_made, batch=_BATCHES, shape=_BLOCK_SHAPES, kind=(Q8_0,)),
+            *grid(_made, batch=_BATCHES, shape=_MLA, kind=_KINDS, values=["leading"]),
+            *grid(
+                _made,
+                batch=[_FEW],
+                shape=_MLA[:1],
+                feature=_LONG_FEATURES,
+                kind=_KINDS,
+                values=["leading"],
+            ),
+            *grid(_made, batch=_BATCHES[-2:], shape=_WIDE, kind=_KINDS),
+            *grid(_sample, batch=_BATCHES[3:], layout=("strided", "permuted")),
+            *grid(
+                _sample,
+                batch=[PackedBatch((1, 9), (60, 21), block=b, width=60) for b in (1, 3, 64)],
+            ),
+            _sample(PackedBatch((2, 1, 7), (60, 64, 70), forget=13), attrs=(("window", 13),)),
+            _sample(PackedBatch((0, 3, 0), (5, 9, 0))),
+        ]
+    ),
 )
 def attention(
     q: np.ndarray, k: Any, v: Any, q_start: np.ndarray, kv_len: np.ndarray, table: np.ndarray,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, require, same
 from ..graph.tensor import Env, Meta
 
 _INNER = ((1,), (63,), (64,), (640,), (3, 32))
@@ -47,13 +47,17 @@ def _with_one(rows: int, inner: Shape, layout: str, shape: Shape) -> Sample:
     return Sample((Arg(("T", *inner), layout=layout), Arg(shape, leaf="weight")), {}, {"T": rows})
 
 
-_PAIRS = [
-    *grid(_pair, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), row=(False, True)),
-    Sample((Arg(("T", 5, 8), layout="permuted"), Arg(("T", 5, 8))), {}, {"T": 3}),
-    Sample((Arg(("T", 5, 8)), Arg(("T", 5, 8), layout="expanded")), {}, {"T": 3}),
-    Sample((Arg(("T", 1)), Arg(("T", 1), layout="strided")), {}, {"T": 1}),
-    *grid(_with_one, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), shape=((), (1,))),
-]
+_PAIRS = Samples(
+    lambda: [
+        *grid(_pair, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), row=(False, True)),
+        Sample((Arg(("T", 5, 8), layout="permuted"), Arg(("T", 5, 8))), {}, {"T": 3}),
+        Sample((Arg(("T", 5, 8)), Arg(("T", 5, 8), layout="expanded")), {}, {"T": 3}),
+        Sample((Arg(("T", 1)), Arg(("T", 1), layout="strided")), {}, {"T": 1}),
+        *grid(
+            _with_one, rows=_ROWS, inner=_INNER, layout=("contiguous", "strided"), shape=((), (1,))
+        ),
+    ]
+)
 
 
 def _wide(rng: Rng, shape: Shape) -> np.ndarray:
@@ -64,20 +68,22 @@ def _wide(rng: Rng, shape: Shape) -> np.ndarray:
     return x
 
 
-def _samples(**attrs: Sequence[Any]) -> list[Sample]:
+def _samples(**attrs: Sequence[Any]) -> Samples:
     """Return samples for each value of one attribute, which is omitted for an op without."""
     names, values = list(attrs), list(attrs.values()) or [(None,)]
-    return [
-        Sample(
-            (Arg(("T", *inner), layout=layout, make=_wide),),
-            {names[0]: value} if names else {},
-            {"T": rows},
-        )
-        for value in values[0]
-        for inner in _INNER
-        for layout in ("contiguous", "strided")
-        for rows in _ROWS
-    ]
+    return Samples(
+        lambda: [
+            Sample(
+                (Arg(("T", *inner), layout=layout, make=_wide),),
+                {names[0]: value} if names else {},
+                {"T": rows},
+            )
+            for value in values[0]
+            for inner in _INNER
+            for layout in ("contiguous", "strided")
+            for rows in _ROWS
+        ]
+    )
 
 
 @op("add", infer=_binary, cost=_cost(1), tol={}, samples=_PAIRS)

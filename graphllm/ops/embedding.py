@@ -10,7 +10,7 @@ from ..errors import ModelFileError
 from ..formats import BLOCK_FORMATS, WEIGHT_FORMATS, blocks_of
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, I32, DType
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out
+from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, out
 from ..graph.tensor import Env, Meta, current_scope
 
 
@@ -50,7 +50,7 @@ def _sample(rows: int, shape: Shape, kind: DType) -> Sample:
     infer=_infer,
     cost=_cost,
     tol={"f32": 0.0},
-    samples=[
+    samples=Samples(lambda: [
         *grid(_sample, rows=(0, 1, 9), shape=((1, 1), (13, 63), (50, 640)), kind=(F32, F16, BF16)),
         *grid(_sample, rows=(0, 1, 9), shape=((1, 32), (13, 96), (50, 640)),
               kind=blocks_of(32, common=True)),
@@ -60,7 +60,7 @@ def _sample(rows: int, shape: Shape, kind: DType) -> Sample:
               kind=blocks_of(32, common=False)),
         *grid(_sample, rows=(1, 9), shape=((37, 768),),
               kind=blocks_of(256, common=False)),
-    ],
+    ]),
 )  # fmt: skip
 def embedding(ids: np.ndarray, w: Any) -> np.ndarray:
     """Rows of the table as float32. ids [T] i32 below V, w [V, D] any weight format -> [T, D].

@@ -16,6 +16,7 @@ from ..graph.op import (
     Maker,
     Rng,
     Sample,
+    Samples,
     Shape,
     expect,
     grid,
@@ -261,7 +262,7 @@ _BOTH = (False, True)
     cost=_expert_cost,
     arithmetic=MATMUL,
     tol=TOL,
-    samples=[
+    samples=Samples(lambda: [
         *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 17, 63), (8, 32, 100)),
               kind=(F32, F16, BF16), each=_BOTH, bias=_BOTH),
         *grid(_expert_sample, rows=(0, 1, 5, 33), shape=((3, 17, 64), (8, 48, 320)),
@@ -278,7 +279,7 @@ _BOTH = (False, True)
               layout=("strided",), each=_BOTH, bias=(True,)),
         *grid(_expert_sample, rows=(1, 5), shape=((4, 17, 96),), kind=(F32, Q8_0),
               layout=("permuted", "expanded"), each=(True,)),
-    ],
+    ]),
 )  # fmt: skip
 def expert_linear(x: Any, w: Any, ids: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
     """Multiply by the matrices of experts: out[t, j] = w[ids[t, j]] x[t, j] + bias[ids[t, j]].

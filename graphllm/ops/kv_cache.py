@@ -17,6 +17,7 @@ from ..graph.op import (
     Maker,
     Rng,
     Sample,
+    Samples,
     Shape,
     expect,
     grid,
@@ -73,23 +74,25 @@ def _write_sample(
     cost=_write_cost,
     tol={},
     writes=lambda count: (0,),
-    samples=[
-        *grid(
-            _write_sample,
-            rows=(0, 1, 7),
-            inner=((1, 1), (3, 20), (2, 64)),
-            kind=(F32, F16),
-            layout=("contiguous", "strided"),
-        ),
-        *grid(
-            _write_sample,
-            rows=(0, 1, 7),
-            inner=((1, 32), (2, 96)),
-            kind=(Q8_0,),
-            layout=("contiguous", "strided"),
-            values=(None, _extremes),
-        ),
-    ],
+    samples=Samples(
+        lambda: [
+            *grid(
+                _write_sample,
+                rows=(0, 1, 7),
+                inner=((1, 1), (3, 20), (2, 64)),
+                kind=(F32, F16),
+                layout=("contiguous", "strided"),
+            ),
+            *grid(
+                _write_sample,
+                rows=(0, 1, 7),
+                inner=((1, 32), (2, 96)),
+                kind=(Q8_0,),
+                layout=("contiguous", "strided"),
+                values=(None, _extremes),
+            ),
+        ]
+    ),
 )
 def kv_write(pool: Any, x: np.ndarray, slot: np.ndarray) -> None:
     """Store rows in the pool: pool[slot[t]] = x[t], rounded to the pool's dtype.
@@ -163,16 +166,20 @@ def _copy_sample(rows: int, inner: Shape, kind: DType, block: int) -> Sample:
     cost=_copy_cost,
     tol={},
     writes=lambda count: (0,),
-    samples=[
-        *grid(
-            _copy_sample,
-            rows=(0, 1, 7),
-            inner=((1, 1), (3, 20), (2, 64)),
-            kind=(F32, F16),
-            block=(1, 8),
-        ),
-        *grid(_copy_sample, rows=(0, 1, 7), inner=((1, 32), (2, 96)), kind=(Q8_0,), block=(1, 8)),
-    ],
+    samples=Samples(
+        lambda: [
+            *grid(
+                _copy_sample,
+                rows=(0, 1, 7),
+                inner=((1, 1), (3, 20), (2, 64)),
+                kind=(F32, F16),
+                block=(1, 8),
+            ),
+            *grid(
+                _copy_sample, rows=(0, 1, 7), inner=((1, 32), (2, 96)), kind=(Q8_0,), block=(1, 8)
+            ),
+        ]
+    ),
 )
 def copy_blocks(pool: Any, source: np.ndarray, target: np.ndarray, *, block: int) -> None:
     """Copy blocks of a KV pool: block target[m] becomes equal to block source[m].

@@ -13,7 +13,20 @@ from ..formats.legacy import Q8_0
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import MATMUL, Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
+from ..graph.op import (
+    MATMUL,
+    Arg,
+    Cost,
+    Rng,
+    Sample,
+    Samples,
+    Shape,
+    expect,
+    grid,
+    op,
+    out,
+    require,
+)
 from ..graph.tensor import Env, Meta
 from .embedding import expect_weight
 
@@ -77,7 +90,7 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
     cost=_cost,
     arithmetic=MATMUL,
     tol=TOL,
-    samples=[
+    samples=Samples(lambda: [
         *grid(_sample, rows=_ROWS, shape=_PLAIN, kind=(F32, F16, BF16), bias=(False, True)),
         *grid(_sample, rows=_ROWS, shape=_BY_32, kind=COMMON_32, x=(F32, A8_32)),
         *grid(_sample, rows=_ROWS, shape=_BY_256, kind=COMMON_256, x=(F32, A8_256)),
@@ -90,7 +103,7 @@ _STRIDED = {"rows": (1, 5), "layout": ("strided",), "bias": (True,)}
         *grid(_sample, shape=((65, 100),), kind=(F32, F16), **_STRIDED),
         *grid(_sample, shape=((64, 256),), kind=(*COMMON_32, *COMMON_256), **_STRIDED),
         *grid(_sample, rows=(5,), shape=((64, 320),), kind=(Q8_0,), x=(A8_32,), bias=(True,)),
-    ],
+    ]),
 )  # fmt: skip
 def linear(x: Any, w: Any, bias: np.ndarray | None = None) -> np.ndarray:
     """x w^T + bias. x [T, K] f32 or a result of `quantise_act`; w [N, K] any weight format;
@@ -149,7 +162,7 @@ def _heads_sample(
     cost=_cost,
     arithmetic=MATMUL,
     tol=TOL,
-    samples=[
+    samples=Samples(lambda: [
         *grid(_heads_sample, rows=(0, 1, 5, 33), shape=((1, 1, 1), (3, 33, 63), (4, 48, 100)),
               kind=(F32, F16, BF16)),
         *grid(_heads_sample, rows=(0, 1, 5), shape=((3, 33, 64), (2, 16, 320)), kind=COMMON_32,
@@ -158,7 +171,7 @@ def _heads_sample(
               x=(F32, A8_256)),
         *grid(_heads_sample, rows=(1, 5), shape=((3, 33, 64),), kind=(F32, F16, Q8_0),
               layout=("strided", "permuted")),
-    ],
+    ]),
 )  # fmt: skip
 def head_linear(x: Any, w: Any) -> np.ndarray:
     """Multiply each head by its own matrix. x [T, H, K] f32 or a result of `quantise_act`;
@@ -213,14 +226,14 @@ _LAYOUTS = ("contiguous", "strided")
     infer=_quantise_infer,
     cost=lambda out, x, *, env, dtype: Cost(5 * x.size, x.nbytes + out.nbytes),
     tol={},
-    samples=[
+    samples=Samples(lambda: [
         *grid(_quantise_sample, rows=(0, 1, 7), elements=(32, 96, 640), layout=_LAYOUTS,
               kind=("a8_32",)),
         *grid(_quantise_sample, rows=(0, 1, 7), elements=(256, 768), layout=_LAYOUTS,
               kind=("a8_256",)),
         *grid(_quantise_sample, rows=(0, 1, 7), elements=(512,), layout=_LAYOUTS,
               kind=("a8_32", "a8_256"), between=((3,), (2, 3))),
-    ],
+    ]),
 )  # fmt: skip
 def quantise_act(x: np.ndarray, *, dtype: str) -> Any:
     """Quantise activations to int8 blocks along the last axis, or round them to f16 or bf16.

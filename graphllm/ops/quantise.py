@@ -8,7 +8,7 @@ from ..formats import BLOCK_FORMATS, quantization
 from ..formats.quantization import Blocks
 from ..graph.dtype import BF16, F16, F32, DType
 from ..graph.dtype import dtype as dtype_of
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require
+from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, out, require
 from ..graph.tensor import Meta
 
 _TILE_ELEMENTS = 1 << 18  # quantised at a time; NumPy needs about 30 bytes for each
@@ -53,13 +53,13 @@ _BY_256 = tuple(name for name, form in BLOCK_FORMATS.items() if form.dtype.block
     infer=_infer,
     cost=lambda out, x, *, env, dtype: Cost(5 * x.size, x.nbytes + out.nbytes),
     tol={},
-    samples=[
+    samples=Samples(lambda: [
         *grid(_sample, rows=(0, 1, 9), elements=(32, 640), source=(F32,), target=_BY_32),
         *grid(_sample, rows=(0, 1, 9), elements=(256, 768), source=(F32,), target=_BY_256),
         *grid(_sample, rows=(9,), elements=(768,), source=(F16, BF16), target=("q8_0", "q4_k")),
         *grid(_sample, rows=(9,), elements=(512,), source=(F32, BF16), target=("q8_0", "q4_k"),
               layout=("strided",)),
-    ],
+    ]),
 )  # fmt: skip
 def quantise(x: np.ndarray, *, dtype: str) -> Blocks:
     """Quantise weights to a block format. x [T, K] f32, f16 or bf16 -> [T, K].

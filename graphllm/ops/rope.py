@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..graph.dtype import I32
-from ..graph.op import Arg, Cost, Rng, Sample, Shape, expect, grid, op, out, require, same
+from ..graph.op import Arg, Cost, Rng, Sample, Samples, Shape, expect, grid, op, out, require, same
 from ..graph.tensor import Env, Meta
 
 # ------------------------------------------------------------------------------------------- rope
@@ -88,40 +88,42 @@ def inverse_frequencies(dims: int, base: float, scale: float = 1.0) -> np.ndarra
     infer=_infer,
     cost=_cost,
     tol={"f32": 2e-6},
-    samples=[
-        *grid(
-            _sample,
-            rows=(0, 1, 7),
-            heads=(1, 3),
-            width=(2, 64, 80),
-            style=_STYLES,
-            layout=("contiguous", "strided"),
-        ),
-        *grid(_sample, rows=(1, 7), heads=(3,), width=(64,), dims=(2, 32, 50), style=_STYLES),
-        *grid(_sample, rows=(7,), heads=(2,), width=(64,), style=_STYLES, factors=(True,)),
-        *grid(
-            _sample,
-            rows=(7,),
-            heads=(2,),
-            width=(96,),
-            dims=(64,),
-            style=_STYLES,
-            factors=(False, True),
-            layout=("contiguous", "strided"),
-            base=(1e6,),
-            scale=(0.125,),
-        ),
-        *grid(_sample, rows=(5,), heads=(4,), width=(32,), layout=("permuted",), style=_STYLES),
-        *grid(
-            _sample,
-            rows=(1, 5),
-            heads=(3,),
-            width=(64,),
-            dims=(0, 50),
-            style=_STYLES,
-            attention_factor=(1.2079441541679836,),
-        ),
-    ],
+    samples=Samples(
+        lambda: [
+            *grid(
+                _sample,
+                rows=(0, 1, 7),
+                heads=(1, 3),
+                width=(2, 64, 80),
+                style=_STYLES,
+                layout=("contiguous", "strided"),
+            ),
+            *grid(_sample, rows=(1, 7), heads=(3,), width=(64,), dims=(2, 32, 50), style=_STYLES),
+            *grid(_sample, rows=(7,), heads=(2,), width=(64,), style=_STYLES, factors=(True,)),
+            *grid(
+                _sample,
+                rows=(7,),
+                heads=(2,),
+                width=(96,),
+                dims=(64,),
+                style=_STYLES,
+                factors=(False, True),
+                layout=("contiguous", "strided"),
+                base=(1e6,),
+                scale=(0.125,),
+            ),
+            *grid(_sample, rows=(5,), heads=(4,), width=(32,), layout=("permuted",), style=_STYLES),
+            *grid(
+                _sample,
+                rows=(1, 5),
+                heads=(3,),
+                width=(64,),
+                dims=(0, 50),
+                style=_STYLES,
+                attention_factor=(1.2079441541679836,),
+            ),
+        ]
+    ),
 )
 def rope(
     x: np.ndarray, pos: np.ndarray, factors: np.ndarray | None = None, *, base: float,

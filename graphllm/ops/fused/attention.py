@@ -8,7 +8,7 @@ import numpy as np
 
 from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
-from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
 from .norm import is_op
 
@@ -74,12 +74,12 @@ def _rope_sample(
     propose=_propose_rope_write,
     writes=lambda count: (4, 5),
     tol={"f32": 1e-5, "f16": 1e-3},
-    samples=[
+    samples=Samples(lambda: [
         *grid(_rope_sample, rows=(0, 1, 7), heads=(1, 6), width=(64,), style=("half",), dims=(0,),
               norm=(False, True), kind=(F32, F16), factors=(False,), layout=_LAYOUTS),
         *grid(_rope_sample, rows=(0, 1, 7), heads=(3,), width=(80,), style=("half", "interleaved"),
               dims=(0, 50), norm=(False, True), kind=(F16,), factors=(True,), layout=_LAYOUTS),
-    ],
+    ]),
 )  # fmt: skip
 def rope_write(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, k_pool: Tensor, v_pool: Tensor, slot: Tensor,
@@ -139,7 +139,7 @@ def _attention_sample(
     anchor="quantise_act",
     propose=_propose_attention_quantise,
     tol={"f32": 1e-3},
-    samples=[
+    samples=Samples(lambda: [
         *grid(_attention_sample, rows=(0, 1, 7, 40), heads=(3, 6), width=(64,), dtype=("a8_32",),
               window=(0, 9)),
         *grid(_attention_sample, rows=(0, 1, 40), heads=(1, 4), width=(256,), dtype=("a8_256",),
@@ -150,7 +150,7 @@ def _attention_sample(
               window=(0, 50), extras=(True,)),
         *grid(_attention_sample, rows=(1, 20), heads=(3,), width=(512,), dtype=("a8_256",),
               window=(0,), latent=(64,)),
-    ],
+    ]),
 )  # fmt: skip
 def attention_quantise(
     q: Tensor, k: Tensor, v: Tensor, q_start: Tensor, kv_len: Tensor, table: Tensor,

@@ -12,7 +12,7 @@ from ...formats.legacy import Q5_0, Q8_0
 from ...formats.microscaling import MXFP4
 from ...graph.dtype import F16, F32, I32, DType
 from ...graph.fused_op import fused_op
-from ...graph.op import Arg, Proposal, Sample, Users, get, grid
+from ...graph.op import Arg, Proposal, Sample, Samples, Users, get, grid
 from ...graph.tensor import Tensor
 from .norm import LAYOUTS, TOL, is_op, quantise_to, quantised_dtypes, row_arg, weight_arg
 
@@ -255,7 +255,7 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
     propose=_propose_linears,
     grouped=True,
     tol=TOL,
-    samples=[
+    samples=Samples(lambda: [
         *grid(
             lambda rows, format, bias: Sample(
                 (
@@ -278,7 +278,7 @@ _MIXED = ((A8_32, Q8_0), (A8_256, Q4_K), (A8_32, Q5_0))
             ),
             rows=(0, 1, 7),
         ),
-    ],
+    ]),
 )  # fmt: skip
 def linears(x: Tensor, w: Tensor, bias: Tensor | None = None, *more: Tensor | None) -> Any:
     """Several linears: x, w, bias of each in order. [T, K], [N, K], [N] -> [T, N] each."""
