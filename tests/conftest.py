@@ -11,7 +11,8 @@ from typing import Any
 
 import browser
 import pytest
-from tiers import is_quick
+from rotation import PART
+from tiers import is_in_part, is_quick
 
 # Of NumPy's BLAS and of torch, in other processes of the tests, too. With as little to do as here
 # threads wait for each other, the more so where others want the cores.
@@ -45,14 +46,25 @@ FIRST = {
 _seen: dict[str, Any] = {}
 
 
+def pytest_report_header() -> str:
+    return f"part of the rotating tests: GRAPHLLM_TEST_PART={PART}"
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that only the long tier runs, and put the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that only the long tier runs, leave out those of other days, and put the
+    longest files first."""
+    left_out = []
     for item in items:
         name = f"{item.path.relative_to(TESTS)}::{getattr(item, 'originalname', item.name)}"
         case = getattr(item, "callspec", None)
         if not is_quick(name, case.params if case else {}):
             item.add_marker(pytest.mark.long)
+            if not is_in_part(name):
+                left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: FIRST.get(item.path.name, len(FIRST)))
 
 

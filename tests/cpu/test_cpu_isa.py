@@ -3,7 +3,7 @@
 Run as a script, with kernels for the processor that Numba's variables name, it prints the target,
 digests of the results of each integer format, and the errors of all samples. The tests do so in
 separate processes, as code for another processor may crash. With the argument "all" it runs all
-samples; otherwise those that `samples` selects for the target.
+samples; otherwise those that `samples` selects for the target, which change daily (rotation.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pytest
 from linear_cases import BLOCKS, digests
 from llvmlite import binding, ir
 from op_runs import KERNELS, block_formats, run_all
+from rotation import rotated
 
 from graphllm.backends import Options
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
@@ -36,9 +37,10 @@ TARGETS = {
     "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
     "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # generic code only
 }
-# Without VNNI, products of bytes are computed otherwise. All other kernels for AVX-512 are those
+# Ops that multiply bytes, which depends on the target. All other kernels for AVX-512 are those
 # that test_ops_generated.py runs, as a processor that can run this target compiles for AVX-512.
-WITHOUT_VNNI = {"skylake-avx512": ("linear", "expert_linear", "head_linear")}
+PRODUCTS = ("linear", "expert_linear", "head_linear")
+WITHOUT_VNNI = "skylake-avx512"
 KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 
 
@@ -92,12 +94,12 @@ def need(feature: str) -> None:
 
 
 def test_the_targets_share_the_samples():
-    """The targets with vectors of 256 and 128 bits run every op; together all run every sample."""
+    """Together all targets run every sample; each runs all ops that multiply bytes."""
     ran: dict[str, set[str]] = {name: set() for name in KERNELS}
     for target in TARGETS:
         for name, formats in samples(target):
             ran[name] |= {*formats}
-        assert target in WITHOUT_VNNI or [name for name, _ in samples(target)] == KERNELS
+        assert {*PRODUCTS} <= {name for name, _ in samples(target)}
     assert ran == {name: {*block_formats(name)} for name in KERNELS}
 
 
@@ -107,8 +109,9 @@ def test_every_op_and_the_same_bits(target, targets):
     need(feature)
     said, *lines = finish(targets[target])
     assert said == description
-    assert lines[: len(BLOCKS)] == digests(BLOCKS)
-    wrong = lines[len(BLOCKS) :]
+    formats = dealt(target)
+    assert lines[: len(formats)] == digests(formats)
+    wrong = lines[len(formats) :]
     assert not wrong, "\n".join([f"{len(wrong)} samples are wrong", *wrong[:8]])
 
 
@@ -192,28 +195,36 @@ def calls(code: str) -> list[str]:
     return re.findall(r"^\s+blr?\s.*$", code, re.MULTILINE)
 
 
-def samples(target: str) -> Iterator[tuple[str, list[str]]]:
-    """(op, block formats) to run on a target or, if it is "all", everywhere.
+def dealt(target: str) -> tuple[str, ...]:
+    """The block formats to run on a target or, if it is "all", everywhere."""
+    if target == "all":
+        return BLOCKS
+    return tuple(rotated(BLOCKS, len(TARGETS), list(TARGETS).index(target)))
 
-    The kernels of expert_linear consist of those of linear, which run with every format, and a loop
-    that does not depend on the format. So its formats are dealt out to the targets.
-    """
-    dealt = BLOCKS if target == "all" else BLOCKS[list(TARGETS).index(target) :: len(TARGETS)]
-    for name in WITHOUT_VNNI.get(target, KERNELS):
-        formats = block_formats(name)
-        if name == "expert_linear":
-            formats = [form for form in formats if form in ("", *dealt)]
-        yield name, formats
+
+def samples(target: str) -> Iterator[tuple[str, list[str]]]:
+    """(op, block formats) to run on a target or, if it is "all", everywhere."""
+    own = dealt(target)
+    for name in PRODUCTS:
+        yield name, [form for form in block_formats(name) if form in ("", *own)]
+    others = [name for name in KERNELS if name not in PRODUCTS]
+    if target == WITHOUT_VNNI:
+        others = []
+    elif target != "all":  # the other two targets take turns
+        others = rotated(others, 2, shift=int(target == "ivybridge"))
+    for name in others:
+        yield name, block_formats(name)
 
 
 def main(target: str) -> None:
     print(isa())
-    print("\n".join(digests(BLOCKS)))
+    print("\n".join(digests(dealt(target))))
     for name, formats in samples(target):
         for line in run_all(name, ("cpu",), Options(), formats=formats):
             print(f"{name}: {line}")
-    if target not in WITHOUT_VNNI:
-        for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5):
+    if target != WITHOUT_VNNI:
+        formats = [form for form in block_formats("linear") if form in ("", *dealt(target))]
+        for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5, formats=formats):
             print(f"linear, float: {line}")
     for line in probe_kernel_cases.wrong():
         print(line)

@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 def python(*words: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120,
+        [sys.executable, *words], capture_output=True, text=True, timeout=600,
         env={**os.environ, "GRAPHLLM_DEBUG": "", **env},
     )  # fmt: skip
 
