@@ -1,5 +1,5 @@
 """Every CUDA kernel compiles for several GPU generations, without a GPU or driver, and none of them
-uses local memory. A run compiles a third of the modules, see tests/support/tiers.py.
+uses local memory. A run compiles a quarter of the modules, see tests/support/tiers.py.
 
 Needs CuPy and NVRTC (extra "nvrtc"); with GRAPHLLM_REQUIRE=nvrtc their absence is a failure.
 

@@ -35,6 +35,7 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.errors import NumbaError, RequireLiteralValue
 from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from ....debug import debug
@@ -181,9 +182,12 @@ class Kernel:
 
 @cache
 def _codegen() -> Any:
-    """Numba's code generator, with the symbols of its runtime."""
+    """Numba's code generator, which loads code that refers to the symbols of Numba's runtime.
+
+    To compile, Numba also imports its implementations of Python (`refresh`), which takes 0.2 s.
+    """
     context: Any = cpu_target.target_context
-    context.refresh()
+    rtsys.initialize(context)
     return context.codegen()
 
 
