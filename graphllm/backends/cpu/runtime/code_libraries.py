@@ -46,7 +46,9 @@ class _SelfContainedLibrary(JITCodeLibrary):
     """
 
     def _optimize_final_module(self) -> None:
-        super()._optimize_final_module()
+        # Numba runs a cheaper pipeline before, to remove reference counts, which kernels lack.
+        manager, builder = self._codegen._module_pass_manager()
+        manager.run(self._final_module, builder)
         for function in self._final_module.functions:
             if function.linkage == Linkage.linkonce_odr:
                 function.linkage = Linkage.internal
