@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def _signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     sys.unraisablehook = hook
+
+
+@pytest.fixture(autouse=True)
+def _gpu_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test marked ``cuda(alone=True)`` measures the GPU's free memory: no other test of any
+    process uses the GPU meanwhile."""
+    mark = request.node.get_closest_marker("cuda")
+    if mark is None:
+        yield
+        return
+    import fcntl
+
+    path = Path(tempfile.gettempdir()) / f"graphllm-tests-gpu-{os.getuid()}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if mark.kwargs.get("alone") else fcntl.LOCK_SH)
+        yield
 
 
 def _show_gpu(shown: bool) -> None:

@@ -208,6 +208,7 @@ def test_quantised_layers_on_both_sides(files):
     assert nmse(off.logits(LONG[:3]), cpu.logits(LONG[:3])) < NEAR
 
 
+@pytest.mark.cuda(alone=True)
 def test_layers_that_do_not_fit(monkeypatch):
     """The reported free memory decides; here it is less than what is free."""
     file = RandomCheckpoint("llama-1b", "f16")
