@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from llvmlite.binding import Linkage
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
@@ -45,6 +46,20 @@ class _SelfContainedLibrary(JITCodeLibrary):
     other copies than the process that compiled it.
     """
 
+    def add_ir_module(self, ir_module: ir.Module) -> None:
+        """Add the kernel, with an entry in place of Numba's C wrapper, which would raise errors."""
+        (native,) = (function for function in ir_module.functions if function.blocks)
+        outputs, values = native.args[:2], native.args[2:]  # addresses of the result and the error
+        form = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        entry = ir.Function(ir_module, form, f"cfunc.{native.name}")  # the name of the C wrapper
+        builder = ir.IRBuilder(entry.append_basic_block())
+        word = ir.IntType(64)
+        ignored = [builder.bitcast(builder.alloca(word), each.type) for each in outputs]
+        builder.call(native, [*ignored, *entry.args])
+        builder.ret_void()
+        native.linkage = "internal"
+        super().add_ir_module(ir_module)
+
     def _optimize_final_module(self) -> None:
         # Numba runs a cheaper pipeline before, to remove reference counts, which kernels lack.
         manager, builder = self._codegen._module_pass_manager()
@@ -54,8 +69,11 @@ class _SelfContainedLibrary(JITCodeLibrary):
                 function.linkage = Linkage.internal
 
 
-def kernel_pipeline(name: str, typing: Any, target: Any, _: Any, *rest: Any) -> Compiler:
+def kernel_pipeline(
+    name: str, typing: Any, target: Any, _: Any, args: Any, result: Any, flags: Any, names: Any
+) -> Compiler:
     """Numba's compiler with a `_SelfContainedLibrary`."""
     library = _SelfContainedLibrary(target.codegen(), name)
     library.enable_object_caching()
-    return Compiler(typing, target, library, *rest)
+    flags.no_cfunc_wrapper = True
+    return Compiler(typing, target, library, args, result, flags, names)
