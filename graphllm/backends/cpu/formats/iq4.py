@@ -34,10 +34,8 @@ class CodebookBlock(Block32):
     def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e)
 
-    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
-        if self.codebook.signed(e):
-            return e.dot_signed_bytes(list(zip(words, x)), total)
-        return super().dot(e, words, x, total)
+    def signed(self, e: Emitter) -> bool:
+        return self.codebook.signed(e)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +78,8 @@ class IQ4XS(Block256):
     def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at)]
 
-    def dot(
-        self, e: Emitter, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
-    ) -> Value:
-        if self.codebook.signed(e):
-            return e.dot_signed_bytes_scaled(pairs, scale, total)
-        return super().dot(e, pairs, scale, total)
+    def signed(self, e: Emitter) -> bool:
+        return self.codebook.signed(e)
 
     def join(self, e: Emitter, total: Value, offset: Value | None, factors: list[Value]) -> Value:
         if offset is not None:

@@ -37,10 +37,8 @@ class Bytes(SimpleBlock):
     def zero_point(self, e: Emitter) -> int:
         return 128 if e.isa.vnni else 0
 
-    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
-        if e.isa.vnni:
-            return super().dot(e, words, x, total)
-        return e.dot_signed_bytes(list(zip(words, x)), total)
+    def signed(self, e: Emitter) -> bool:
+        return not e.isa.vnni
 
 
 class Nibbles(SimpleBlock):

@@ -118,6 +118,10 @@ class PackedFormat:
         return [Move(start, target, size, size)]
 
     # -- unpacking
+    def signed(self, e: Emitter) -> bool:
+        """Whether the integers are signed bytes. Not with VNNI."""
+        return False
+
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         """Yield (k, element k of each row as f32x16) for one block at ``at``. Each value rounds as
         the format's NumPy decoder does."""
@@ -166,9 +170,11 @@ class Block32(PackedFormat):
         first = self.factors_at()
         return [e.load_f16(at, first + HALVES * i) for i in range(1 + self.has_minimum)]
 
-    def dot(self, e: Emitter, words: list[Value], x: list[Value], total: Value) -> Value:
+    def dot(self, e: Emitter, pairs: list[tuple[Value, Value]], total: Value) -> Value:
         """``total`` plus the sum of q times activations in each lane."""
-        return e.dot_bytes(list(zip(words, x)), self.largest, total)
+        if self.signed(e):
+            return e.dot_signed_bytes(pairs, total)
+        return e.dot_bytes(pairs, self.largest, total)
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         (d, *m), zero = self.factors(e, at), self.zero_point(e)
@@ -248,6 +254,8 @@ class Block256(PackedFormat):
     ) -> Value:
         """``total`` plus, in each lane, q times activations times a scale of
         `Emitter.prepare_scale`. Not for VNNI."""
+        if self.signed(e):
+            return e.dot_signed_bytes_scaled(pairs, scale, total)
         return e.dot_bytes_scaled(pairs, self.largest, scale, total)
 
 

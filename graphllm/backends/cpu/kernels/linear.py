@@ -38,6 +38,7 @@ from .weight_packing import pack, packed_bytes
 
 GROUP_ROWS = 16  # weight rows that are interleaved in packed weights
 PASS_TOKENS = 128  # tokens whose results fit the L1 cache; whole tiles
+_AHEAD_GROUPS = 4  # groups whose chunks of columns are prefetched while one is multiplied
 # Largest chunk of weights that a thread takes, and how many chunks there should be per thread.
 _CHUNK_BYTES, _CHUNKS_PER_THREAD = 128 << 10, 8
 
@@ -93,24 +94,53 @@ def no_gemv(w, g, x, k, c):
 def _token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
     """Make a helper that goes over ``count`` tokens in tiles of ``tokens``, then of half as many.
 
-    ``make_tile(tokens)`` makes ``tile(left, panel, step, size, x, rows, at, k, c)`` for ``size``
-    blocks from column ``at`` on, of ``k``; panels of the groups are ``step`` bytes apart; for the
-    other arguments see `linear_microkernels`.
+    ``make_tile(tokens)`` makes ``tile(left, panel, size, x, rows, at, k, c, ahead, step, lines)``
+    for ``size`` blocks from column ``at`` on, of ``k``; for the other arguments see
+    `linear_microkernels`. All tiles together prefetch ``nbytes`` of each group from ``ahead`` on,
+    spread evenly, as the loop of a tile has ``loops`` iterations: memory is read while the
+    processor multiplies.
     """
     half, token_bytes = tokens // 2, groups * 4 * GROUP_ROWS
     large, small = make_tile(tokens), make_tile(half)
 
     @helper
-    def run(panel, step, size, x, rows, at, k, c, count):
-        t = 0
-        while t + tokens <= count:
-            large(tokens, panel, step, size, x, rows + 8 * t, at, k, c + t * token_bytes)
+    def run(panel, size, x, rows, at, k, c, count, ahead, step, nbytes, loops):
+        iterations = (count + tokens - 1) // tokens * loops
+        lines, t = (nbytes // VECTOR + iterations - 1) // iterations, 0
+        while t + half < count:  # a large tile that is not full costs less than two small ones
+            large(
+                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
+                lines,
+            )  # fmt: skip
+            ahead, nbytes = ahead + lines * loops * VECTOR, nbytes - lines * loops * VECTOR
+            lines = lines if nbytes > 0 else 0
             t += tokens
-        while t < count:
-            small(count - t, panel, step, size, x, rows + 8 * t, at, k, c + t * token_bytes)
-            t += half
+        if t < count:
+            small(
+                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
+                lines,
+            )  # fmt: skip
 
     return run
+
+
+def _following_chunk(groups: int) -> Any:
+    """Make a helper that returns where the chunk of columns begins that is prefetched meanwhile.
+
+    Its arguments are the first column, the columns of a chunk and of a row, and the first group of
+    the present chunk; it counts in columns of the whole matrix.
+    """
+    chunks = max(1, _AHEAD_GROUPS // groups)
+
+    @helper
+    def following(at, chunk, columns, g):
+        for _ in range(chunks):
+            at += chunk
+            if at >= columns:
+                at, g = 0, g + groups
+        return g * columns + at
+
+    return following
 
 
 def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
@@ -118,17 +148,18 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
     per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
+    loops = CHUNK // (32 if block == 32 else form.sub)  # iterations of a tile's loop
 
     def make_tile(count: int) -> Any:
         @helper
-        def run(left, panel, step, size, x, rows, at, k, c):
+        def run(left, panel, size, x, rows, at, k, c, ahead, step, lines):
             d = x + k + at // block * 4
             s = x + k + k // block * 4 + at // per_sum * sum_bytes
-            tile(code, groups, count, left, panel, size, x + at, d, s, rows, c)
+            tile(code, groups, count, left, panel, size, x + at, d, s, rows, c, ahead, step, lines)
 
         return run
 
-    tiles = _token_tiles(groups, tokens, make_tile)
+    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
 
     @helper
     def gemv(w, g, x, k, c):
@@ -142,7 +173,11 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
             for i in range(groups):
                 source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
                 unpack(code, source, panel + i * PANEL, size)
-            tiles(panel, PANEL, size, x, rows, b * block, k, c, count)
+            ahead = w + following(b, per_chunk, k // block, g) * nbytes
+            tiles(
+                panel, size, x, rows, b * block, k, c, count,
+                ahead, k // block * nbytes, per_chunk * nbytes, loops,
+            )  # fmt: skip
 
     return gemv, gemm, groups * PANEL
 
@@ -156,12 +191,15 @@ def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
 
     def make_tile(count: int) -> Any:
         @helper
-        def run(left, panel, step, size, x, rows, at, k, c):
-            tile_float(groups, count, left, panel, step, size, x + 4 * at, rows, c)
+        def run(left, panel, size, x, rows, at, k, c, ahead, step, lines):
+            tile_float(
+                groups, count, left, panel, panel_bytes, size, x + 4 * at, rows, c,
+                ahead, step, lines,
+            )  # fmt: skip
 
         return run
 
-    tiles = _token_tiles(groups, tokens, make_tile)
+    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
 
     @helper
     def gemv(w, g, x, k, c):
@@ -175,7 +213,11 @@ def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
             for i in range(groups):
                 source = w + (min(g + i, last - 1) * k + at) // block * nbytes
                 unpack_float(code, source, panel + i * panel_bytes, size // block)
-            tiles(panel, panel_bytes, size, x, rows, at, k, c, count)
+            ahead = w + following(at, chunk, k, g) // block * nbytes
+            tiles(
+                panel, size, x, rows, at, k, c, count,
+                ahead, k // block * nbytes, chunk // block * nbytes, chunk // 8,
+            )  # fmt: skip
 
     return gemv if block == 1 else no_gemv, gemm, groups * panel_bytes
 

@@ -39,7 +39,6 @@ def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None
         target = e.at(panel, e.times(first, f.block * VECTOR))
         source = e.at(w, e.times(first, f.nbytes))
         for i in range(count):
-            _prefetch(e, source, f.nbytes, i)
             for k, value in f.values(e, e.at(source, i * f.nbytes)):
                 e.store(value, target, VECTOR * (i + k))
 
@@ -47,14 +46,17 @@ def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None
 
 
 def tile(
-    e: Emitter, groups: int, tokens: int, left: Value, panel: Value, step: Value, columns: Value,
-    x: Value, offsets: Value, c: Value,
+    e: Emitter, groups: int, tokens: int, left: Value, panel: Value, width: Value, columns: Value,
+    x: Value, offsets: Value, c: Value, ahead: Value, step: Value, lines: Value,
 ) -> None:  # fmt: skip
     rows = token_rows(e, tokens, left, offsets)
     accs = [[e.variable(e.f32(0.0)) for _ in range(groups)] for _ in rows]
+    following = [e.at(ahead, e.times(step, g)) for g in range(groups)]
 
     def body(first: Value, count: int) -> None:
-        weights = [e.at(panel, e.times(first, VECTOR), e.times(step, g)) for g in range(groups)]
+        if count > 1:
+            e.prefetch_lines(following, e.b.sdiv(first, e.count(count)), lines)
+        weights = [e.at(panel, e.times(first, VECTOR), e.times(width, g)) for g in range(groups)]
         values = [e.at(x, e.times(first, 4), row) for row in rows]
         for k in range(count):
             each = [e.load(at, F32S, VECTOR * k) for at in weights]

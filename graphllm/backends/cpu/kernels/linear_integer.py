@@ -7,7 +7,7 @@ format's offset times the sum of the activations, so that no subtraction is need
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from ..formats import Block32, Block256, by_code
 from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emitter, Value
@@ -33,9 +33,8 @@ def token_rows(e: Emitter, tokens: int, left: Value, rows: Value) -> list[Value]
 def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None:
     f = by_code(code)
     if isinstance(f, Block256):
-        with e.prefetching():
-            return _unpack_k(e, f, w, panel)
-    with e.loop(blocks) as loop, e.prefetching():
+        return _unpack_k(e, f, w, panel)
+    with e.loop(blocks) as loop:
         source = e.at(w, e.times(loop.index, f.nbytes))
         target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
         for j, word in enumerate([*f.integers(e, source), *f.factors(e, source)]):
@@ -60,14 +59,21 @@ def _factors_k(e: Emitter, f: Block256, w: Value) -> tuple[list[Value], ...]:
 
 def tile(
     e: Emitter, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
-    q: Value, d: Value, s: Value, offsets: Value, c: Value,
+    q: Value, d: Value, s: Value, offsets: Value, c: Value, ahead: Value, step: Value,
+    lines: Value,
 ) -> None:  # fmt: skip
     f = by_code(code)
     rows = token_rows(e, tokens, left, offsets)
     panels = [e.at(panel, PANEL * g) for g in range(groups)]
+    following = [e.at(ahead, e.times(step, g)) for g in range(groups)]
+
+    def prefetch(index: Value) -> None:
+        each = lines if f.block == CHUNK else e.times(lines, CHUNK // f.block)
+        e.prefetch_lines(following, index, each)
+
     if isinstance(f, Block256):
-        return _tile_k(e, f, rows, panels, q, d, s, c)
-    return _tile_32(e, f, rows, panels, blocks, q, d, s, c)
+        return _tile_k(e, f, rows, panels, q, d, s, c, prefetch)
+    return _tile_32(e, f, rows, panels, blocks, q, d, s, c, prefetch)
 
 
 def fused(
@@ -88,19 +94,49 @@ def fused(
     e.store(e.get(acc), c)
 
 
-def _grid(
-    e: Emitter, panels: list[Value], count: int, rows: list[Value], begin: list[Value]
-) -> Any:
-    """VNNI dots [token][group] of ``count`` vectors of each panel, starting at ``begin`` [token].
+def _whole_dots(
+    e: Emitter, f: Block32 | Block256, panels: list[Value], count: int, rows: list[Value],
+    begin: list[list[Value]], scales: list[Value],
+) -> list[list[Value]]:  # fmt: skip
+    """As `_dots`, each dot as a whole."""
+    words = [[e.load(panel, offset=VECTOR * j) for j in range(count)] for panel in panels]
+    dots = []
+    for row, totals in zip(rows, begin):
+        x = [e.broadcast_i32(row, 4 * j) for j in range(count)]
+        pairs = [list(zip(each, x)) for each in words]
+        if isinstance(f, Block256):
+            dots.append([f.dot(e, *each) for each in zip(pairs, scales, totals)])
+        else:
+            dots.append([f.dot(e, *each) for each in zip(pairs, totals)])
+    return dots
 
-    Vectors are the outer loop, so that consecutive instructions are independent.
+
+def _dots(
+    e: Emitter, f: Block32 | Block256, panels: list[Value], count: int, rows: list[Value],
+    begin: list[list[Value]], scales: list[Value],
+) -> list[list[Value]]:  # fmt: skip
+    """Dots [token][group] of ``count`` vectors of each panel times scales, added to ``begin``.
+
+    Vectors are the outer loop: each is loaded once for all tokens, and consecutive instructions are
+    independent. With VNNI the scales are not applied.
     """
-    dots = [[first] * len(panels) for first in begin]
+    dots, sums = [[*each] for each in begin], [[None] * len(panels) for _ in rows]
+    terms = e.i16_terms(f.largest, f.signed(e))
+    if not e.isa.vnni and not terms:
+        return _whole_dots(e, f, panels, count, rows, begin, scales)
     for j in range(count):
         words = [e.load(panel, offset=VECTOR * j) for panel in panels]
-        for row, found in zip(rows, dots):
+        for row, found, parts in zip(rows, dots, sums):
             x = e.broadcast_i32(row, 4 * j)
-            found[:] = [e.dot_bytes([(word, x)], 255, old) for word, old in zip(words, found)]
+            if e.isa.vnni:
+                found[:] = [e.dot_bytes([(word, x)], 255, old) for word, old in zip(words, found)]
+                continue
+            for g, word in enumerate(words):
+                product = e.multiply_bytes(word, x, f.signed(e))
+                parts[g] = product if j % terms == 0 else e.add_i16(parts[g], product)
+        if terms and (j % terms == terms - 1 or j == count - 1):
+            for found, parts in zip(dots, sums):
+                found[:] = [e.dot_i16(*each) for each in zip(parts, scales, found)]
     return dots
 
 
@@ -131,28 +167,25 @@ def _fused_32(
 ) -> Value:
     with e.prefetching():
         words, factors = f.integers(e, block), f.factors(e, block)
-    dot = f.dot(e, words, [e.broadcast_i32(x, 4 * j) for j in range(8)], _dot_start_32(e, f, s))
+    pairs = [(word, e.broadcast_i32(x, 4 * j)) for j, word in enumerate(words)]
+    dot = f.dot(e, pairs, _dot_start_32(e, f, s))
     return _add_32(e, f, acc, dot, factors, d, s)
 
 
 def _tile_32(
     e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
-    d: Value, s: Value, c: Value,
+    d: Value, s: Value, c: Value, prefetch: Callable[[Value], None],
 ) -> None:  # fmt: skip
     count = len(panels)
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
+    prefetch(e.count(0))  # in the loop it would slow the dots down
     with e.loop(blocks) as loop:
         at = [e.at(panel, e.times(loop.index, _BLOCK32_PANEL)) for panel in panels]
         four = e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
-        begin = [_dot_start_32(e, f, sums) for sums in ss]
-        if e.isa.vnni:
-            dots = _grid(e, at, 8, xs, begin)
-        else:
-            words = [[e.load(panel, offset=VECTOR * j) for j in range(8)] for panel in at]
-            values = [[e.broadcast_i32(x, 4 * j) for j in range(8)] for x in xs]
-            dots = [[f.dot(e, w, x, b) for w in words] for x, b in zip(values, begin)]
+        begin = [[_dot_start_32(e, f, sums)] * count for sums in ss]
+        dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
         each = range(8, 9 + f.has_minimum)
         factors = [[e.load(panel, F32S, VECTOR * j) for j in each] for panel in at]
         for i, acc in enumerate(accs):
@@ -213,7 +246,7 @@ def _fused_k(
 
 def _tile_k(
     e: Emitter, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
-    c: Value,
+    c: Value, prefetch: Callable[[Value], None],
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
     sums_at = e.stack_buffer(_SUMS * len(rows))
@@ -222,35 +255,27 @@ def _tile_k(
         _sums_k(e, f, e.at(s, row), place)
     totals = [[e.variable(e.i32(0)) for _ in panels] for _ in rows]
     with e.loop(subs) as loop:
+        prefetch(loop.index)
         at = [e.at(panel, e.times(loop.index, VECTOR * per)) for panel in panels]
         one = e.times(loop.index, VECTOR)
         scales = [e.load(e.at(panel, one), offset=_K_WORDS) for panel in panels]
         xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
         if e.isa.vnni:
             four = e.times(loop.index, 4)
-            begin = [_dot_start_k(e, f, e.at(place, four)) for place in sums_of]
-            for total, dots in zip(totals, _grid(e, at, per, xs, begin)):
+            begin = [[_dot_start_k(e, f, e.at(place, four))] * count for place in sums_of]
+            for total, dots in zip(totals, _dots(e, f, at, per, xs, begin, scales)):
                 for one, dot, scale in zip(total, dots, scales):
                     e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
         else:
-            _add_scaled_dots(e, f, at, per, xs, scales, totals)
+            begin = [[e.get(one) for one in total] for total in totals]
+            for total, dots in zip(totals, _dots(e, f, at, per, xs, begin, scales)):
+                for one, dot in zip(total, dots):
+                    e.set(one, dot)
     for g, panel in enumerate(panels):
         for t, row in enumerate(rows):
             place = e.at(c, VECTOR * (t * count + g))
             at_d, at_s = e.at(d, row), e.at(s, row)
             _add_k(e, f, panel, e.get(totals[t][g]), at_d, at_s, sums_of[t], place)
-
-
-def _add_scaled_dots(
-    e: Emitter, f: Block256, panels: list[Value], count: int, xs: list[Value], scales: list[Value],
-    totals: list[list[Value]],
-) -> None:  # fmt: skip
-    """Add the contribution of a sub-block to totals [token][group], without VNNI."""
-    for g, panel in enumerate(panels):
-        words = [e.load(panel, offset=VECTOR * j) for j in range(count)]
-        for total, x in zip(totals, xs):
-            pairs = [(word, e.broadcast_i32(x, 4 * j)) for j, word in enumerate(words)]
-            e.set(total[g], f.dot(e, pairs, scales[g], e.get(total[g])))
 
 
 def _add_k(

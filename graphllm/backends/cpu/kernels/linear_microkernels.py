@@ -47,12 +47,14 @@ def unpack(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c):
+def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c, ahead, step, lines):
     """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if that is less.
 
-    c has space for all tokens of the tile; results of missing tokens are undefined.
+    c has space for all tokens of the tile; results of missing tokens are undefined. Meanwhile
+    ``lines`` cache lines of each group per block or sub-block are prefetched, from ``ahead`` on;
+    those of different groups are ``step`` bytes apart.
     """
-    return _emitted((fmt, groups, tokens), 8, linear_integer.tile)
+    return _emitted((fmt, groups, tokens), 11, linear_integer.tile)
 
 
 @intrinsic(prefer_literal=True)
@@ -68,9 +70,11 @@ def unpack_float(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile_float(typingctx, groups, tokens, left, panel, step, columns, x, rows, c):
-    """c += panels, ``step`` bytes apart, times float activations; see `tile`."""
-    return _emitted((groups, tokens), 7, linear_float.tile)
+def tile_float(
+    typingctx, groups, tokens, left, panel, width, columns, x, rows, c, ahead, step, lines
+):
+    """c += panels, ``width`` bytes apart, times float activations; see `tile`."""
+    return _emitted((groups, tokens), 10, linear_float.tile)
 
 
 @intrinsic(prefer_literal=True)

@@ -124,7 +124,7 @@ class Emitter(VectorBuilder):
         """As `dot_bytes`, for signed u and s, with s not -128. Not for VNNI."""
         for w, s in pairs:
             if self.isa.avx2:
-                total = self._dot_by_sign(w, s, self.i32(0x00010001), total)
+                total = self.dot_i16(self._multiply_by_sign(w, s), self.i32(0x00010001), total)
             else:
                 total = self._dot_split(*self.split_bytes(w), s, total)
         return total
@@ -160,7 +160,7 @@ class Emitter(VectorBuilder):
         if not self._scales_pairs:
             return self._add_to(total, self.b.mul(self.dot_signed_bytes(pairs), scale))
         for w, s in pairs:
-            total = self._dot_by_sign(w, s, scale, total)
+            total = self.dot_i16(self._multiply_by_sign(w, s), scale, total)
         return total
 
     @property
@@ -171,6 +171,17 @@ class Emitter(VectorBuilder):
     def _add_to(self, total: Value | None, x: Value) -> Value:
         return x if total is None else self.b.add(total, x)
 
+    def i16_terms(self, largest: int, signed: bool) -> int:
+        """How many `multiply_bytes` have a sum that fits int16; 0 if dots are not computed so."""
+        if self.isa.vnni or not self.isa.avx2:
+            return 0
+        return 1 if signed else ((1 << 15) - 1) // (2 * largest * 127)
+
+    def multiply_bytes(self, w: Value, s: Value, signed: bool) -> Value:
+        """Sums of two adjacent products in int16, for operands as in `dot_bytes` or, if ``signed``,
+        `dot_signed_bytes`. Needs AVX2."""
+        return self._multiply_by_sign(w, s) if signed else self._multiply_bytes(w, s)
+
     def _i16_sums(self, pairs: Pairs, largest: int) -> Iterable[Value]:
         """Sum byte products in int16; each sum has as many pairs as cannot overflow."""
         most = ((1 << 15) - 1) // (2 * largest * 127)
@@ -178,10 +189,11 @@ class Emitter(VectorBuilder):
             run = None
             for u, s in pairs[start : start + most]:
                 product = self._multiply_bytes(u, s)
-                run = product if run is None else self._add_i16(run, product)
+                run = product if run is None else self.add_i16(run, product)
             yield run
 
-    def _add_i16(self, x: Value, y: Value) -> Value:
+    def add_i16(self, x: Value, y: Value) -> Value:
+        """Add int16 lanes."""
         words = self.b.add(self.b.bitcast(x, WORDS), self.b.bitcast(y, WORDS))
         return self.b.bitcast(words, I32S)
 
@@ -191,8 +203,8 @@ class Emitter(VectorBuilder):
             return self._call_as("llvm.x86.avx512.pmaddubs.w.512", BYTES, WORDS, u, s)
         return self._call_per_half("llvm.x86.avx2.pmadd.ub.sw", 32, I8, u, s)
 
-    def _dot_by_sign(self, w: Value, s: Value, scale: Value, total: Value | None) -> Value:
-        """Dot of |w| and s with the sign of w, as 2 * 128 * 127 fits int16; scales are pairs."""
+    def _multiply_by_sign(self, w: Value, s: Value) -> Value:
+        """Multiply |w| by s with the sign of w, as 2 * 128 * 127 fits int16."""
         size, moved = self.b.bitcast(w, BYTES), self.b.bitcast(s, BYTES)
         zero = ir.Constant(BYTES, None)
         below = self.b.icmp_signed("<", size, zero)
@@ -201,8 +213,7 @@ class Emitter(VectorBuilder):
             moved = self.b.select(below, self.b.sub(zero, moved), moved)
         else:
             moved = self._call_per_half("llvm.x86.avx2.psign.b", 32, I8, s, w)
-        product = self._multiply_bytes(self.b.bitcast(size, I32S), self.b.bitcast(moved, I32S))
-        return self.dot_i16(product, scale, total)
+        return self._multiply_bytes(self.b.bitcast(size, I32S), self.b.bitcast(moved, I32S))
 
     def split_bytes(self, x: Value) -> tuple[Value, Value]:
         """Bytes 0 and 2, and bytes 1 and 3, of each lane as sign-extended pairs of int16."""

@@ -164,6 +164,17 @@ class VectorBuilder:
         self.prefetch(address, offset + L2_PREFETCH_BYTES, level=2)
         self.prefetch(address, offset + L1_PREFETCH_BYTES)
 
+    def prefetch_lines(self, addresses: list[Value], index: Value, lines: Value) -> None:
+        """Prefetch ``lines`` cache lines after each address, following those of the iterations
+        before ``index`` of a loop."""
+        # Marked unlikely, so that the code around it gets the registers.
+        with self.b.if_then(self.b.icmp_signed(">", lines, self.count(0)), likely=False):
+            first = self.b.mul(index, lines)
+            with self.loop(lines) as loop:
+                at = self.times(self.b.add(first, loop.index), VECTOR)
+                for address in addresses:
+                    self.prefetch(self.at(address, at))
+
     # -- constants and broadcasts
     def i32(self, value: int) -> Value:
         signed = value - (1 << 32) if value >= 1 << 31 else value
