@@ -68,11 +68,12 @@ def tile(
     following = [e.at(ahead, e.times(step, g)) for g in range(groups)]
 
     def prefetch(index: Value) -> None:
-        each = lines if f.block == CHUNK else e.times(lines, CHUNK // f.block)
-        e.prefetch_lines(following, index, each)
+        e.prefetch_lines(following, index, lines)
 
     if isinstance(f, Block256):
         return _tile_k(e, f, rows, panels, q, d, s, c, prefetch)
+    if e.isa.vnni:  # prefetching in the loop would slow its dots down
+        e.prefetch_lines(following, e.count(0), e.times(lines, CHUNK // f.block))
     return _tile_32(e, f, rows, panels, blocks, q, d, s, c, prefetch)
 
 
@@ -178,8 +179,9 @@ def _tile_32(
 ) -> None:  # fmt: skip
     count = len(panels)
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
-    prefetch(e.count(0))  # in the loop it would slow the dots down
     with e.loop(blocks) as loop:
+        if not e.isa.vnni:
+            prefetch(loop.index)
         at = [e.at(panel, e.times(loop.index, _BLOCK32_PANEL)) for panel in panels]
         four = e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
