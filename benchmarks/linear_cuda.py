@@ -24,7 +24,8 @@ from gpu_shared import cuda
 from graphllm import ops
 from graphllm.api import LLM
 from graphllm.backends import Options
-from graphllm.backends.cuda.kernels import gemm, linear
+from graphllm.backends.cuda.kernels import gemm, small_batch
+from graphllm.backends.cuda.kernels.matrices import MAX_TOKENS
 from graphllm.backends.cuda.runtime import cublaslt
 from graphllm.checkpoints.model_shapes import SHAPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
@@ -83,25 +84,24 @@ def counts(given: argparse.Namespace) -> Iterator[str]:
     yield f"{'format':<8} {'tokens':>6} {'own, us':>9} {'library, us':>12}"
     rng = np.random.default_rng(0)
     plain = rng.standard_normal((14336, 4096), np.float32).astype(np.float16)
-    for count in (1, 2, 4, 8, 9, 12, 16, 24, 32, 48):
-        own = linear_time(plain, count, linear.MAX_F32_TOKENS, max(count, linear.MAX_SMALL_BATCH))
-        yield f"{'f16':<8} {count:>6} {own:9.1f} {linear_time(plain, count, 0, 0):12.1f}"
+    for count in (2, 4, 8, 16, 32, 64, 128, 256):
+        own = linear_time(plain, count, MAX_TOKENS)
+        yield f"{'f16':<8} {count:>6} {own:9.1f} {linear_time(plain, count, 0):12.1f}"
 
 
-def linear_time(matrix: np.ndarray, count: int, few: int, some: int) -> float:
-    """With these bounds of the own kernels."""
-    kept = linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH
-    linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH = few, some
+def linear_time(matrix: np.ndarray, count: int, most: int) -> float:
+    """With own kernels for at most this number of tokens."""
+    kept = small_batch.max_tokens
+    small_batch.max_tokens = lambda ctx: most
     try:
         t, (_, depth) = Var("T", count, count), matrix.shape
         weights = {f"w{i}": matrix for i in range(8)}
-        x = feed("x", (t, depth), "f32")
-        y = ops.quantise_act(x, dtype="f16") if count > few else x
-        made = {n: ops.linear(y, weight(n, matrix.shape, "f16")) for n in weights}
+        x = ops.quantise_act(feed("x", (t, depth), "f32"), dtype="f16")
+        made = {n: ops.linear(x, weight(n, matrix.shape, "f16")) for n in weights}
         feeds = {"x": np.ones((count, depth), np.float32)}
         return run_time(made, feeds, weights, {"T": count})[0] / len(weights)
     finally:
-        linear.MAX_F32_TOKENS, linear.MAX_SMALL_BATCH = kept
+        small_batch.max_tokens = kept
 
 
 def layers(given: argparse.Namespace) -> Iterator[str]:

@@ -24,7 +24,8 @@ from ..runtime.source import Function, Module, module
 from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, matmul_dtype, planes_argument
 from .gemv_shapes import default_next, default_tile
-from .linear import WARPS, activation, has_tensor_cores, lower_activation
+from .linear import WARPS, activation, lower_activation
+from .matrices import has_tensor_cores
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 

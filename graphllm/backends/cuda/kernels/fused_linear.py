@@ -13,18 +13,12 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Work
+from . import small_batch
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, workspace_nbytes
-from .linear import (
-    MAX_SMALL_BATCH,
-    can_fuse_gate,
-    dtype_mismatch,
-    fits_small_batch,
-    gemv,
-    launches,
-    small_batch,
-)
+from .linear import can_fuse_gate, dtype_mismatch, gemv, launches
+from .matrices import MAX_TOKENS
 from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
@@ -90,7 +84,7 @@ def _linear_result(node: Tensor) -> Meta:
     bias = node.src[2] is not None or node.src[5] is not None
     narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
     made = Meta.of((rows, columns), F32)
-    fits = made.inner[0] % 8 == 0 and KernelContext.upper_bound(rows) > MAX_SMALL_BATCH
+    fits = made.inner[0] % 8 == 0 and KernelContext.upper_bound(rows) > MAX_TOKENS
     return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
@@ -122,7 +116,9 @@ def gated(ctx: KernelContext) -> list[Work]:
         and not forms[0].dtype.quantised
         and _can_fuse_small_batch(ctx, jobs, forms)
     ):
-        return [small_batch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
+        return [
+            small_batch.small_batch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)
+        ]
     finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
 
@@ -131,4 +127,4 @@ def _can_fuse_small_batch(ctx: KernelContext, jobs: list[Job], forms: list[Opera
     """Whether `small_batch` can compute both linears of the gated unit in one kernel."""
     gate, up = jobs
     same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
-    return same and len(forms) == 1 and fits_small_batch(ctx, gate)
+    return same and len(forms) == 1 and small_batch.fits(ctx, gate)

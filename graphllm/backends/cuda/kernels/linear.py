@@ -1,8 +1,8 @@
 """Linears: GEMV and small-batch kernels for few tokens; many tokens go to `gemm`.
 
 Block formats multiply int8 activations (or float32, see `Options.linear`). f16 and bf16 weights
-multiply float32 activations up to `MAX_F32_TOKENS` tokens, and above that activations of their own
-dtype on tensor cores, as cuBLASLt does.
+multiply float32 activations of one token, and activations of their own dtype of several tokens on
+tensor cores, as cuBLASLt does.
 """
 
 from __future__ import annotations
@@ -12,39 +12,31 @@ from itertools import product
 from typing import Any
 
 from .... import ops
-from ....graph.dtype import BF16, F16, F32, DType, dtype
+from ....graph.dtype import F32, DType, dtype
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
-from ...kernel_context import address
 from .. import BACKEND
-from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.source import Function, module
 from ..runtime.work import Launch, Work, ceil
-from . import gemv_shapes
+from . import gemv_shapes, small_batch, small_batch_blocks
 from .gemm import (
     PLAIN,
     Job,
     dequantize_module,
     gemms,
     matmul_dtype,
-    planes_argument,
     workspace_nbytes,
 )
 from .gemv_shapes import Shape
+from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 
-MAX_F32_TOKENS = 8  # tokens up to which plain weights multiply float32 activations
-MAX_SMALL_BATCH = 16  # tokens up to which kernels of this package multiply; cuBLASLt above
-MAX_FUSED_LINEARS = 3  # matrices of one launch
+MAX_F32_TOKENS = 8  # tokens up to which float32 weights are multiplied by gemv.cu
+MAX_FLOAT_TOKENS = 16  # tokens up to which block weights multiply float32 activations
 WARPS = 4  # of a block of gemv_unaligned.cu and experts_gemv.cu
 _WARPS_PER_ROW, _BUSY_WARPS = (1, 2, 4), 20  # choices; warps that keep a multiprocessor busy
-_MATRIX = ArgumentStruct("matrices.cuh", "Matrix")
-_MATRICES = ArgumentStruct("matrices.cuh", "Matrices")
-_STEP = 32  # depth that a warp of small_batch_f32.cu or small_batch.cu takes at a time
-# Rows of a block of small_batch.cu -> blocks per multiprocessor from which on that size is used.
-_SMALL_BATCH_ROWS = {64: 2.0, 32: 1.4, 16: 0.0}
 _GEMV_TOKENS = (1, 2, 4, 8)  # tokens that a GEMV kernel takes at a time
 
 
@@ -63,35 +55,21 @@ def _gemv_kernel(
     return made["gemv"]
 
 
-def _small_batch_f32_kernel(kind: DType) -> Function:
-    return module("small_batch_f32", BFLOAT=int(kind == BF16))["small_batch"]
-
-
-def _small_batch_kernel(kind: DType, rows: int, gated: bool = False) -> Function:
-    made = module("small_batch", BFLOAT=int(kind == BF16), SIDE=rows, GATED=int(gated))
-    return made["small_batch"]
-
-
 def _unaligned_kernel(name: str) -> Function:
     return module("gemv_unaligned", FORMAT=PLAIN.index(name))["gemv"]
 
 
 def _token_counts(name: str, integer: bool) -> tuple[int, ...]:
-    """Numbers of tokens that GEMV kernels exist for: those that fit in registers."""
-    return _GEMV_TOKENS if integer or name in PLAIN else _GEMV_TOKENS[:3]
+    """Numbers of tokens that GEMV kernels exist for: those that fit in registers.
 
-
-def _matrices_argument(jobs: Sequence[Job]) -> bytes:
-    """The matrices of at most `MAX_FUSED_LINEARS` linears."""
-    matrices = [
-        _MATRIX.pack(
-            w=planes_argument(job.w), bias=address(job.bias), y=job.out.address,
-            y_stride=job.out.row_stride, residual=address(job.residual),
-            residual_stride=job.residual.row_stride if job.residual else 0, rows=job.rows,
-        )
-        for job in jobs
-    ]  # fmt: skip
-    return _MATRICES.pack(m=matrices)
+    f16 and bf16 multiply float32 activations of one token only, and int8 activations of several
+    tokens only where there are no tensor cores.
+    """
+    if name in ("f16", "bf16"):
+        return (1,)
+    if integer:
+        return (1, 8)
+    return _GEMV_TOKENS if name in PLAIN else _GEMV_TOKENS[:3]
 
 
 def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
@@ -107,15 +85,11 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     x, w, k = jobs[0].x, jobs[0].w, jobs[0].depth
     name, most = w.dtype.name, ctx.upper_bound(x.meta.rows)
     args: list[int | float | bytes] = [
-        x.address, x.row_stride, ctx.live_address(x.meta.rows), k, _matrices_argument(jobs)
+        x.address, x.row_stride, ctx.live_address(x.meta.rows), k, matrices_argument(jobs)
     ]  # fmt: skip
     unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
     if name in PLAIN and (k % item_elements(w.dtype) or unaligned):
         return _launch(_unaligned_kernel(name), jobs, 1, WARPS, most, args)
-    if name in ("f16", "bf16") and most > 1 and k % _STEP == 0 and has_tensor_cores(ctx):
-        grid = (sum(ceil(job.rows, 16) for job in jobs), ceil(most, 8))
-        kernel = _small_batch_f32_kernel(w.dtype)
-        return Launch(kernel, grid, (256,), args, prefetches=weights)
     sizes = _token_counts(name, x.dtype != F32)
     tokens = next((n for n in sizes if n >= most), sizes[-1])
     shape = gemv_shapes.shape(name, x.dtype != F32, k, gated, tokens)
@@ -146,48 +120,6 @@ def _warps_per_row(groups: int, items: int, depth: int, ctx: KernelContext) -> i
     )
 
 
-def fits_small_batch(ctx: KernelContext, job: Job) -> bool:
-    """Whether small_batch.cu supports the linear, whose activation is f16 or bf16."""
-    x = job.x
-    aligned = job.depth % _STEP == 0 and x.address % 16 == 0 and x.row_stride % 16 == 0
-    fits = (
-        ctx.upper_bound(x.meta.rows) <= MAX_SMALL_BATCH
-        and job.w.dtype == x.dtype
-        and job.rows >= min(_SMALL_BATCH_ROWS)
-    )
-    return fits and aligned and has_tensor_cores(ctx)
-
-
-def small_batch(
-    ctx: KernelContext, jobs: Sequence[Job], act: int = 0, gated: bool = False
-) -> Launch:
-    """Linears of one f16 or bf16 activation of few tokens, or a gated unit, in one launch.
-
-    Args:
-        ctx: the step.
-        jobs: at most `MAX_FUSED_LINEARS` linears.
-        act: activation of a gated unit, as in `elementwise.ACTIVATIONS`.
-        gated: write act(first) * second to the first job's result.
-    """
-    x, processors = jobs[0].x, ctx.device.gpu.processors
-
-    def blocks(block_rows: int) -> int:
-        rows = [2 * jobs[0].rows] if gated else [job.rows for job in jobs]
-        return sum(ceil(count, block_rows) for count in rows)
-
-    least = min(job.rows for job in jobs) * (1 + gated)
-    block_rows = next(
-        rows for rows, wanted in _SMALL_BATCH_ROWS.items()
-        if rows <= least and blocks(rows) >= wanted * processors
-    )  # fmt: skip
-    kind = HALVES.get(jobs[0].out.dtype.name, 0)
-    args = (x.address, x.row_stride, ctx.live_address(x.meta.rows), jobs[0].depth,
-            _matrices_argument(jobs), act, kind)  # fmt: skip
-    grid = (blocks(block_rows), ceil(ctx.upper_bound(x.meta.rows), MAX_SMALL_BATCH))
-    kernel = _small_batch_kernel(x.dtype, block_rows, gated)
-    return Launch(kernel, grid, (256,), args, prefetches=[job.w for job in jobs])
-
-
 def _launch(
     kernel: Function, jobs: Sequence[Job], rows: int, warps: int, y: int, args: list[Any]
 ) -> Launch:
@@ -196,19 +128,16 @@ def _launch(
     return Launch(kernel, (ceil(groups, warps), y), (32 * WARPS,), args)
 
 
-def has_tensor_cores(ctx: KernelContext) -> bool:
-    """Whether the GPU has mma m16n8k16 with f16 and bf16 (capability 8.0)."""
-    return bool(ctx.device.gpu.capability >= (8, 0))
-
-
 # ------------------------------------------------------------------------------------ registration
 
 
-def few_tokens(x: Tensor | OperandRef, w: Tensor | OperandRef) -> bool:
-    """Whether the GEMV kernels multiply x, as float32 or int8, at this number of tokens."""
-    return KernelContext.upper_bound(x.meta.rows) <= (
-        MAX_SMALL_BATCH if w.dtype.quantised else MAX_F32_TOKENS
-    )
+def few_tokens(x: Tensor | OperandRef, w: Tensor | OperandRef, integer: bool = False) -> bool:
+    """Whether x is multiplied as float32, or as int8 if ``integer``, at this number of tokens."""
+    if w.dtype.quantised:
+        most = MAX_TOKENS if integer else MAX_FLOAT_TOKENS
+    else:
+        most = MAX_F32_TOKENS if w.dtype == F32 else 1
+    return KernelContext.upper_bound(x.meta.rows) <= most
 
 
 def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Work]:
@@ -222,7 +151,9 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in jobs:
         if job.x.dtype.name in HALVES:
-            kind = "small_batch" if fits_small_batch(ctx, job) else "gemm"
+            kind = "small_batch" if small_batch.fits(ctx, job) else "gemm"
+        elif small_batch_blocks.fits(ctx, job):
+            kind = f"blocks of {job.w.dtype.name}"
         else:
             kind = job.w.dtype.name if job.x.dtype.quantised or few_tokens(job.x, job.w) else "gemm"
         groups.setdefault((job.x.address, kind), []).append(job)
@@ -231,11 +162,14 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
         if kind == "gemm":
             work += gemms(ctx, own, workspace)
             continue
-        launch = small_batch if kind == "small_batch" else gemv
-        work += [
-            launch(ctx, own[i : i + MAX_FUSED_LINEARS])
-            for i in range(0, len(own), MAX_FUSED_LINEARS)
-        ]
+        for i in range(0, len(own), MAX_FUSED_LINEARS):
+            some = own[i : i + MAX_FUSED_LINEARS]
+            if kind == "small_batch":
+                work.append(small_batch.small_batch(ctx, some))
+            elif kind.startswith("blocks of"):
+                work.append(small_batch_blocks.blocks(ctx, some))
+            else:
+                work.append(gemv(ctx, some))
     return work
 
 
@@ -296,7 +230,8 @@ def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tenso
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lower_activation(x, w, few_tokens(x, w), options), w, *rest)
+    few = few_tokens(x, w, options.linear != "float")
+    return (lower_activation(x, w, few, options), w, *rest)
 
 
 def _scratch(node: Tensor, options: Options) -> int:
@@ -332,10 +267,8 @@ def _all_instances() -> None:
         dequantize_module(dtype(name))
     for name in PLAIN:
         _unaligned_kernel(name)
-    for kind in (F16, BF16):
-        _small_batch_f32_kernel(kind)
-        for rows, gated in product(_SMALL_BATCH_ROWS, (False, True)):
-            _small_batch_kernel(kind, rows, gated)
+    small_batch.register()
+    small_batch_blocks.register()
 
 
 _all_instances()

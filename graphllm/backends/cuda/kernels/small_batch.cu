@@ -1,117 +1,207 @@
-// Linears of up to 16 tokens with f16 or bf16 (BFLOAT) weights and activations of the same dtype, in one
-// pass over the weights.
+// Linears of several tokens with f16 or bf16 (BFLOAT) weights and activations of the same dtype.
 //
-// A block computes SIDE rows of a matrix, which has at least as many, and reads all activations for
-// them; more rows amortize these reads. GATED: half of the rows are of one matrix and the other half
-// the same rows of a second one; the result is act(first) * second, in float32 or a kind of
-// quantize.cuh. The warps of a block share the depth, 32 at a time; thread q of four takes elements
-// 8 q .. 8 q + 7 of these, as in small_batch_f32.cu. A warp has 8 KB of weights in flight, the first of
-// them before the activations are available.
+// TOKENS: tokens of a block. WARPGROUPS: groups of four warps of a block, each of which computes 64 rows.
+// GATED: half of the rows are of one matrix and the other half the same rows of a second one; the result
+// is act(first) * second, in float32 or a kind of quantize.cuh. STAGES: tiles of the depth in shared
+// memory, of which the first ones are requested before the activations are available. SHARED: bytes of
+// shared memory.
+//
+// `splits` divide the depth, see clusters.cuh. A result does not depend on the number of tokens: the
+// order of its sum depends on the depth and on `splits` only.
 
+#include "clusters.cuh"
 #include "matrices.cuh"
 #include "quantize.cuh"
 #include "tensor_cores.cuh"
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WGMMA 1
+#else
+#define WGMMA 0
+#endif
+#include "wgmma.cuh"
 
-#define STEP 32
-#define MANY 16  // tokens
-#define WARPS 8
-#define TILES (SIDE / 16)  // of 16 rows
-#define STAGES (8 / TILES)
-#define ROWS (SIDE / (1 + GATED))  // of a matrix
-#define SOON (STAGES < 4 ? STAGES : 4)  // activations in registers: the current and the next ones
+#define DEPTH 64   // of a tile
+#define CHUNK 256  // of which a split has whole ones
+#define THREADS (4 * WARP * WARPGROUPS)
+#define SIDE (64 * WARPGROUPS)      // rows of a block
+#define ROWS (SIDE / (1 + GATED))   // of a matrix
+#define TILES (TOKENS / 8)
+#define STRIDE (SIDE + 4)  // floats between the sums of two tokens: stores use all banks
+#define UNITS (TOKENS * DEPTH / 8)
+#define OWN_UNITS ((UNITS + THREADS - 1) / THREADS)
 
-extern "C" __global__ void __launch_bounds__(WARP* WARPS, 2)
-    small_batch(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int act,
-           int kind TIMESTAMPS) {
-    RECORD_TIMESTAMPS
-    __shared__ float sums[WARPS][MANY][SIDE + 1];
-    launch_next();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
-    int row = blockIdx.x * ROWS;
-    Matrix m = all.m[0];
-    if (!GATED) find_matrix<ROWS>(all, row, m);
-    const int first = blockIdx.y * MANY;
-    row = min(row, (int)m.rows - ROWS);  // blocks that overlap compute the same results
-    const i64 start = (i64)(row + group) * (k / 8) + part;
-    const uint4* rows = (const uint4*)m.w.a + start;
-    const uint4* others = (const uint4*)all.m[GATED].w.a + start - (i64)(ROWS / 8) * k;
-    uint4 w[STAGES][TILES][2], v[SOON][2];
-    auto load = [&](int stage, int from) {
-        if (from >= k) return;
+struct Shared {
+    u16 w[STAGES][SIDE][DEPTH], x[STAGES][TOKENS][DEPTH];  // see wgmma.cuh
+};
+static_assert(sizeof(Shared) + 1024 == SHARED && sizeof(Shared) >= 4 * TOKENS * STRIDE,
+              "see small_batch.py");
+
+// Add the products of a tile.
+__device__ __forceinline__ void add_tile(float (&c)[TILES][4], const u16 (&w)[SIDE][DEPTH],
+                                         const u16 (&x)[TOKENS][DEPTH]) {
+    const int warp = threadIdx.x / WARP;
+#if WGMMA
+    begin_products();
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+    for (int i = 0; i < DEPTH / 16; i++)
+        multiply_halves64<TOKENS>(&c[0][0], factor(w[warp / 4 * 64], i), factor(x[0], i));
+    commit_products();
+    wait_products<1>();
+#else
+    const int lane = threadIdx.x % WARP, r = 16 * warp + lane % 16;
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                w[stage][t][i] = stream16((GATED && 2 * t + i >= TILES ? others : rows) +
-                                          (i64)(2 * t + i) * k + from / 8);
-    };
-    const int begin_at = STEP * warp, next = STEP * WARPS;
+    for (int i = 0; i < DEPTH / 16; i++) {
+        u32 a[4], b[2];
+        load_matrices(a, &w[r][8 * swizzled(r, 2 * i + lane / 16)]);
 #pragma unroll
-    for (int s = 0; s < STAGES; s++) load(s, begin_at + s * next);
-    const int tokens = (int)*live;
-    wait_for_previous();
-    if (first >= tokens) return;
-    const uint4* mine[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-        mine[i] = (const uint4*)(x + min(first + 8 * i + group, tokens - 1) * x_stride) + part;
-    auto load_activations = [&](int stage, int from) {
-        if (from >= k) return;
-#pragma unroll
-        for (int i = 0; i < 2; i++) v[stage][i] = mine[i][from / 8];
-    };
-#pragma unroll
-    for (int s = 0; s + 1 < SOON; s++) load_activations(s, begin_at + s * next);
-    float c[TILES][2][4] = {};
-    for (int at = begin_at; at < k; at += STAGES * next) {
-#pragma unroll
-        for (int s = 0; s < STAGES; s++) {
-            int here = at + s * next;
-            if (here >= k) break;
-            load_activations((s + SOON - 1) % SOON, here + (SOON - 1) * next);
-#pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int h = 0; h < 4; h += 2) {
-                    const uint4* q = w[s][t];
-                    u32 a[4] = {word(q[0], h), word(q[1], h), word(q[0], h + 1), word(q[1], h + 1)};
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-                        multiply(c[t][n], a, word(v[s % SOON][n], h), word(v[s % SOON][n], h + 1));
-                }
-            load(s, here + STAGES * next);
+        for (int tile = 0; tile < TILES; tile++) {
+            const int n = 8 * tile + lane % 8;
+            load_two_matrices(b, &x[n][8 * swizzled(n, 2 * i + lane / 8 % 2)]);
+            multiply(c[tile], a, b[0], b[1]);
         }
     }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
+    small_batch(const u8* x, i64 x_stride, const i64* live, int k, Matrices all, int splits, int act,
+                int kind TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    DYNAMIC_SHARED(uint4, memory);
+    Shared& s = *(Shared*)((u8*)memory + (-shared_address(memory) & 1023));
+    launch_next();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, group = lane / 4, part = lane % 4;
+    int row = blockIdx.y * ROWS;
+    Matrix m = all.m[0];
+    if (!GATED) find_matrix<ROWS>(all, row, m);
+    const int first = blockIdx.x * TOKENS, last = (int)*live - 1, unit = threadIdx.x % 8;
+    const int chunks = (k + CHUNK - 1) / CHUNK, tiles = (k + DEPTH - 1) / DEPTH, blocks = gridDim.z;
+    // Two threads of a warp copy units of the same number of rows that are next to each other.
+    const u8* w_at[SIDE * 8 / THREADS];
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int i = 0; i < SIDE * 8 / THREADS; i++) {
+        const int r = threadIdx.x / 8 + THREADS / 8 * i, up = GATED && r >= ROWS;
+        const int own = min(row + r - up * ROWS, (int)m.rows - 1);
+        w_at[i] = (up ? all.m[GATED].w.a : m.w.a) + ((i64)own * k + 8 * unit) * 2;
+    }
+    auto copy_weights = [&](int stage, int tile) {
 #pragma unroll
-        for (int n = 0; n < 2; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                sums[warp][8 * n + 2 * part + e % 2][16 * t + 8 * (e / 2) + group] = c[t][n][e];
-    __syncthreads();
-    auto sum = [&](int token, int r) {
-        float value = 0;
-#pragma unroll
-        for (int s = 0; s < WARPS; s++) value += sums[s][token][r];
-        return value;
+        for (int i = 0; i < SIDE * 8 / THREADS; i++) {
+            const int r = threadIdx.x / 8 + THREADS / 8 * i;
+            copy16(&s.w[stage][r][8 * swizzled(r, unit)], w_at[i] + (i64)tile * DEPTH * 2,
+                   tile * DEPTH + 8 * unit < k);
+        }
     };
-    for (int i = threadIdx.x; i < MANY * ROWS; i += WARP * WARPS) {
-        const int t = i / ROWS, r = i % ROWS, token = first + t;
-        if (token >= tokens) break;
-#if GATED
-        const Matrix& up = all.m[1];
-        float value = sum(t, r), other = sum(t, ROWS + r);
-        if (m.bias) value += m.bias[row + r];
-        if (up.bias) other += up.bias[row + r];
-        value = activate(act, value) * other;
-        u8* y = m.y + token * m.y_stride;
-        if (kind)
-            ((u16*)y)[row + r] = to_half(kind, value);
-        else
-            ((float*)y)[row + r] = value;
+    u32 x_at[OWN_UNITS];
+    auto copy_activations = [&](int stage, int tile) {
+#pragma unroll
+        for (int i = 0; i < OWN_UNITS; i++) {
+            const int n = threadIdx.x / 8 + THREADS / 8 * i;
+            if (UNITS % THREADS && n >= TOKENS) break;
+            copy16(&s.x[stage][n][8 * swizzled(n, unit)], x + x_at[i] + tile * DEPTH * 2,
+                   tile * DEPTH + 8 * unit < k);
+        }
+        close_copies();
+    };
+    float c[TILES][4] = {};
+    bool waited = false;
+#if CLUSTERS
+    const int split = blockIdx.z;
 #else
-        finish(m, token, row + r, sum(t, r));
+    float total[TILES][4], half[TILES][4];
+#pragma unroll 1
+    for (int split = 0; split < splits; split++) {
+#endif
+        constexpr int AHEAD = STAGES - 2;  // the products of the previous tile may still be computed
+        const int begin = split * chunks / splits * (CHUNK / DEPTH);
+        const int end = min((split + 1) * chunks / splits * (CHUNK / DEPTH), tiles);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (begin + i < end) copy_weights(i, begin + i);
+        if (!waited) wait_for_previous();
+        waited = true;
+        if (first > last) return;
+#pragma unroll
+        for (int i = 0; i < OWN_UNITS; i++) {
+            const int n = threadIdx.x / 8 + THREADS / 8 * i;
+            x_at[i] = (u32)(min(first + n, last) * x_stride) + 16 * unit;
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (begin + i < end)
+                copy_activations(i, begin + i);
+            else
+                close_copies();
+        int stage = 0, later = AHEAD;
+#pragma unroll 1
+        for (int tile = begin; tile < end; tile++) {
+            wait_copies<AHEAD - 1>();
+#if WGMMA
+            publish();
+#endif
+            __syncthreads();
+            if (tile + AHEAD < end) {
+                copy_weights(later, tile + AHEAD);
+                copy_activations(later, tile + AHEAD);
+            } else {
+                close_copies();
+            }
+            add_tile(c, s.w[stage], s.x[stage]);
+            stage = stage + 1 < STAGES ? stage + 1 : 0, later = later + 1 < STAGES ? later + 1 : 0;
+        }
+#if WGMMA
+        wait_products<0>();
+#pragma unroll
+        for (int i = 0; i < TILES; i++)  // nothing reads them earlier
+            asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3]));
+#endif
+        __syncthreads();
+#if !CLUSTERS
+#pragma unroll
+        for (int i = 0; i < TILES * 4; i++) {
+            float &sum = c[i / 4][i % 4], &one = half[i / 4][i % 4], &sums = total[i / 4][i % 4];
+            if (split % 2) sum = one + sum;
+            if (split % 2 == 0 && split + 1 < splits)
+                one = sum;
+            else
+                sums = split < 2 ? sum : sums + sum;
+            sum = split + 1 < splits ? 0 : sums;
+        }
+    }
+#endif
+    float* out = (float*)&s;
+#pragma unroll
+    for (int i = 0; i < TILES * 4; i++)
+        out[(i / 4 * 8 + 2 * part + i % 2) * STRIDE + 16 * warp + i % 4 / 2 * 8 + group] = c[i / 4][i % 4];
+    meet(blocks);
+    int place = blockIdx.y * ROWS;
+    asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
+    m = all.m[0];
+    if (!GATED) find_matrix<ROWS>(all, place, m);
+    const int r = threadIdx.x % ROWS;
+    const bool there = place + r < m.rows;
+#if GATED
+    const Matrix& up = all.m[1];
+    const float bias = m.bias && there ? m.bias[place + r] : 0;
+    const float up_bias = up.bias && there ? up.bias[place + r] : 0;
+#else
+    const RowEnd end_of_row(m, place + r);
+#endif
+    for (int t = threadIdx.x / ROWS + THREADS / ROWS * blockIdx.z; t < min(TOKENS, last + 1 - first);
+         t += THREADS / ROWS * blocks) {
+        float value = sum_of_blocks(out + t * STRIDE + r, blocks, splits);
+#if GATED
+        const float other = sum_of_blocks(out + t * STRIDE + ROWS + r, blocks, splits) + up_bias;
+        value = activate(act, value + bias) * other;
+        u8* y = m.y + (first + t) * m.y_stride;
+        if (!there) continue;
+        if (kind)
+            ((u16*)y)[place + r] = to_half(kind, value);
+        else
+            ((float*)y)[place + r] = value;
+#else
+        if (there) end_of_row.store(first + t, value);
 #endif
     }
+    if (blocks > 1) meet(blocks);  // the others have read this block's sums
 }

@@ -29,22 +29,78 @@ __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void end_products() {
+__device__ __forceinline__ void commit_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
-#define SUM4(C, I) "+f"(C[I]), "+f"(C[I + 1]), "+f"(C[I + 2]), "+f"(C[I + 3])
+// Wait for all groups of products but the last LEFT.
+template <int LEFT> __device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void end_products() {
+    commit_products();
+    wait_products<0>();
+}
 
 // Sum 4 * j + i of a lane is for row lane / 4 + 8 * (i / 2) of its warp's sixteen and column
 // 8 * j + lane % 4 * 2 + i % 2.
-__device__ __forceinline__ void multiply64(float* c, u64 a, u64 b) {
-    asm volatile(
-        "{.reg .pred p; setp.eq.b32 p, 0, 0;"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_HALVES
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19,"
-        " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
-        : SUM4(c, 0), SUM4(c, 4), SUM4(c, 8), SUM4(c, 12), SUM4(c, 16), SUM4(c, 20), SUM4(c, 24),
-          SUM4(c, 28)
-        : "l"(a), "l"(b));
-}
+template <int WIDTH> __device__ __forceinline__ void multiply_halves64(float* c, u64 a, u64 b);
+
+#define MULTIPLY_HALVES(WIDTH, SUMS, FACTORS, ...) \
+    template <> __device__ __forceinline__ void multiply_halves64<WIDTH>(float* c, u64 a, u64 b) { \
+        asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k16.f32." WGMMA_HALVES \
+                     " {" SUMS "}, " FACTORS ", p, 1, 1, 0, 0;}" \
+                     : __VA_ARGS__ : "l"(a), "l"(b)); \
+    }
+#define FLOAT4(I) "+f"(c[I]), "+f"(c[I + 1]), "+f"(c[I + 2]), "+f"(c[I + 3])
+MULTIPLY_HALVES(8, "%0, %1, %2, %3",
+                "%4, %5",
+                FLOAT4(0))
+MULTIPLY_HALVES(16, "%0, %1, %2, %3, %4, %5, %6, %7",
+                "%8, %9",
+                FLOAT4(0), FLOAT4(4))
+MULTIPLY_HALVES(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                "%16, %17",
+                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12))
+MULTIPLY_HALVES(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                "%32, %33",
+                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28))
+MULTIPLY_HALVES(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+                "%64, %65",
+                FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28),
+                FLOAT4(32), FLOAT4(36), FLOAT4(40), FLOAT4(44), FLOAT4(48), FLOAT4(52), FLOAT4(56), FLOAT4(60))
+
+__device__ __forceinline__ void multiply64(float* c, u64 a, u64 b) { multiply_halves64<64>(c, a, b); }
+
+// 64 x 32 times 32 x WIDTH of int8, with int32 sums that are ready after `end_products`. The first
+// factor is in registers, 16 x 32 in each warp as for `multiply_bytes`; the second one has rows of 128.
+template <int WIDTH>
+__device__ __forceinline__ void multiply_bytes64(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
+
+#define MULTIPLY_BYTES(WIDTH, SUMS, A, ...) \
+    template <> \
+    __device__ __forceinline__ void multiply_bytes64<WIDTH>(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;" \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k32.s32.s8.s8 {" SUMS "}, " A ", p;}" \
+                     : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
+    }
+#define INT4(I) "+r"(c[I]), "+r"(c[I + 1]), "+r"(c[I + 2]), "+r"(c[I + 3])
+MULTIPLY_BYTES(8, "%0, %1, %2, %3",
+               "{%4, %5, %6, %7}, %8",
+               INT4(0))
+MULTIPLY_BYTES(16, "%0, %1, %2, %3, %4, %5, %6, %7",
+               "{%8, %9, %10, %11}, %12",
+               INT4(0), INT4(4))
+MULTIPLY_BYTES(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+               "{%16, %17, %18, %19}, %20",
+               INT4(0), INT4(4), INT4(8), INT4(12))
+MULTIPLY_BYTES(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+               "{%32, %33, %34, %35}, %36",
+               INT4(0), INT4(4), INT4(8), INT4(12), INT4(16), INT4(20), INT4(24), INT4(28))

@@ -31,6 +31,7 @@ from .source import (
 )
 from .work import Arg, Launch
 
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED = 48 << 10  # bytes that need no attribute of the function
 
@@ -71,12 +72,15 @@ class PreparedLaunch:
         self._values = [ctypes.create_string_buffer(d, max(8, len(d))) for d in data]
         addresses = [ctypes.addressof(v) for v in self._values]
         self._params = (ctypes.c_void_p * max(1, len(data)))(*addresses)
-        self._attribute = _Attribute(_PROGRAMMATIC, 0)
-        self._attribute.value[0] = 1
-        overlaps = launch.programmatic and gpu.capability >= (9, 0)
+        values: dict[int, tuple[int, ...]] = {}
+        if launch.programmatic and gpu.capability >= (9, 0):
+            values[_PROGRAMMATIC] = (1,)
+        if launch.cluster > 1:
+            values[_CLUSTER] = (1, 1, launch.cluster)
+        self._attributes = (_Attribute * 2)(*(_Attribute(k, 0, v) for k, v in values.items()))
         self._config = _Config(
             _dim3(launch.grid), _dim3(launch.block), launch.shared, gpu.stream.ptr,
-            ctypes.pointer(self._attribute), int(overlaps),
+            self._attributes, len(values),
         )  # fmt: skip
         self._reference = ctypes.byref(self._config)
         self._what = f"{launch.function.name} <<<{launch.grid}, {launch.block}, {launch.shared}>>>"

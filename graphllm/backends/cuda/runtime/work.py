@@ -24,6 +24,7 @@ class Launch:
         shared: bytes of dynamic shared memory.
         programmatic: the kernel calls `wait_for_previous` (common.cuh) in every thread block, so it
             may be launched before its predecessor has completed.
+        cluster: blocks of a cluster, along the third axis of the grid; needs capability 9.0.
         triggers_after_wait: the kernel lets its successor start only after its own wait; see
             `dependencies.Ordering`.
         prefetches: operands that the kernel always reads before it waits. If one of them is being
@@ -35,6 +36,7 @@ class Launch:
     block: Sequence[int]
     args: Sequence[Arg]
     shared: int = 0
+    cluster: int = 1
     programmatic: bool = True
     triggers_after_wait: bool = False
     prefetches: Sequence[OperandRef] = ()

@@ -1,0 +1,54 @@
+#pragma once
+// Sums over the blocks of a cluster (capability 9.0), and how a depth is divided among them.
+//
+// The depth of a matrix is divided into splits, whose sums are added in pairs, and then the pairs in
+// order. A block computes one split, or a pair; without clusters it computes all.
+
+#define CLUSTERS (__CUDA_ARCH__ >= 900)
+#define MAX_SPLITS 8
+
+#if CLUSTERS
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The float at the same address of the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ float of_block(const float* own, int rank) {
+    u32 at;
+    float v;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(at) : "r"((u32)__cvta_generic_to_shared(own)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+#endif
+
+// Wait until all blocks that share a sum have stored their parts in shared memory, or have read them.
+__device__ __forceinline__ void meet(int blocks) {
+#if CLUSTERS
+    if (blocks > 1) return meet_cluster();
+#endif
+    __syncthreads();
+}
+
+// The sum of the floats of all blocks at one address. A block has the sum of a pair of splits, or of one.
+__device__ __forceinline__ float sum_of_blocks(const float* own, int blocks, int splits) {
+#if CLUSTERS
+    if (blocks > 1) {
+        float parts[MAX_SPLITS];
+#pragma unroll
+        for (int i = 0; i < MAX_SPLITS; i++) parts[i] = i < blocks ? of_block(own, i) : 0;
+        const bool single = blocks == splits;
+        if (single)
+#pragma unroll
+            for (int i = 0; i < MAX_SPLITS / 2; i++) parts[i] = parts[2 * i] + parts[2 * i + 1];
+        float value = parts[0];
+#pragma unroll
+        for (int i = 1; i < MAX_SPLITS; i++)
+            if (i < (single ? blocks / 2 : blocks)) value += parts[i];
+        return value;
+    }
+#endif
+    return *own;
+}
