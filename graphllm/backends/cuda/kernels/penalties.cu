@@ -2,6 +2,8 @@
 //
 // A block copies some columns (y) of a row (x), and changes the ids among them.
 
+#include "copy_row.cuh"
+
 struct Biases {
     const int* ids;
     const float* bias;
@@ -18,13 +20,14 @@ extern "C" __global__ void bias_logits(const u8* x, i64 stride, float* out, cons
     const float* from = (const float*)(x + n * stride);
     const int* allowed = b.allowed + n * b.allowed_count;
     out += n * width;
-    int first = blockIdx.y * 4 * blockDim.x, last = min(width, first + 4 * (int)blockDim.x);
+    const int each = columns_of(width), first = blockIdx.y * each, last = min(width, first + each);
     bool some = false;
     for (int j = threadIdx.x; j < b.allowed_count; j += blockDim.x)
         some |= 0 <= allowed[j] && allowed[j] < width;
     bool limited = __syncthreads_or(some);
-    for (int i = first + threadIdx.x; i < last; i += blockDim.x)
-        out[i] = limited ? from[i] - INFINITE : from[i];  // NaN stays, +infinity becomes NaN
+    if (!limited) copy_columns(from, out, first, last);
+    for (int i = first + threadIdx.x; limited && i < last; i += blockDim.x)
+        out[i] = from[i] - INFINITE;  // NaN stays, +infinity becomes NaN
     __syncthreads();
     for (int j = threadIdx.x; limited && j < b.allowed_count; j += blockDim.x)
         if (first <= allowed[j] && allowed[j] < last) out[allowed[j]] = from[allowed[j]];
@@ -116,11 +119,15 @@ extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i
     const float* from = (const float*)(x + n * stride);
     out += n * width;
     found += n * p.ring;
-    int first = blockIdx.y * 4 * blockDim.x, last = min(width, first + 4 * (int)blockDim.x);
-    for (int i = first + threadIdx.x; i < last; i += blockDim.x) out[i] = from[i];
+    const int each = columns_of(width), first = blockIdx.y * each, last = min(width, first + each);
+    copy_columns(from, out, first, last);
+    const float *factors = p.factors + 5 * n;
+    const bool on = factors[0] != 1 || factors[1] != 0 || factors[2] != 0;
+    Dry dry(p, n);
+    if (!on && !dry.on()) return;
     __syncthreads();
     Past past(p, n, p.windows[3 * n]);
-    for (int j = threadIdx.x; j < past.count; j += blockDim.x) {
+    for (int j = threadIdx.x; on && j < past.count; j += blockDim.x) {
         int id = past[j], times = 0;
         if (id < first || id >= last) continue;
         bool seen = false;
@@ -130,11 +137,10 @@ extern "C" __global__ void penalise(const u8* x, i64 stride, float* out, const i
             times += equal;
         }
         if (seen) continue;  // the first of equal entries applies the penalty
-        float v = from[id], repeat = p.factors[5 * n];
+        float v = from[id], repeat = factors[0];
         v = v > 0 ? v / repeat : v * repeat;
-        out[id] = v - (p.factors[5 * n + 1] + (float)times * p.factors[5 * n + 2]);
+        out[id] = v - (factors[1] + (float)times * factors[2]);
     }
-    Dry dry(p, n);
     if (!dry.on()) return;
     __syncthreads();
     Past all(p, n, dry.window);

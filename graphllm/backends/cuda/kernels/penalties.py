@@ -9,17 +9,18 @@ from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
 from ..runtime.device import KernelContext
 from ..runtime.source import module
-from ..runtime.work import Launch, ceil
+from ..runtime.work import Launch
+from .sampling_filters import row_blocks
 
 _MODULE = module("penalties")
 _BIASES = ArgumentStruct("penalties.cu", "Biases")
 _PENALTIES = ArgumentStruct("penalties.cu", "Penalties")
-_THREADS = 256  # of a block; each copies four logits
+_THREADS = 256
 
 
 def _grid(ctx: KernelContext) -> tuple[int, int]:
-    x = ctx.logits
-    return ctx.upper_bound(x.meta.rows), ceil(x.width, 4 * _THREADS)
+    rows = ctx.upper_bound(ctx.logits.meta.rows)
+    return rows, row_blocks(ctx, rows, ctx.logits.width)
 
 
 @BACKEND.kernel("bias_logits", layout={"logits": ROWS})

@@ -3,7 +3,7 @@
 // `slice_maxima` finds the largest key of every slice of a row, and its first index. `pick`, one block per row, looks for the
 // top_k largest keys only in slices whose maximum is among the top_k maxima. Of the ids left, the one
 // with the largest sum of logit and Gumbel noise is sampled, in float64. A wide row, one without top_k,
-// is sampled by several blocks with a chunk of it each. For top_p they use weights as integers, whose
+// is sampled by several blocks with a share of it each. For top_p they use weights as integers, whose
 // sums do not depend on their order: `pick` sums them by bins of the logits' distance from the largest,
 // and so finds the bin in which top_p is reached; `finish` finds the best id above that bin, and lists
 // the bin, of which the last block to finish considers the part within top_p. A row with a large top_k,
@@ -12,7 +12,6 @@
 #include "sampling.cuh"
 
 #define KEPT 256          // largest top_k that is sampled from a list of candidates
-#define CHUNK 2048        // least number of logits of a block's chunk of a wide row
 #define FINENESS 64       // bins per unit of a logit
 #define LISTED (1 << 14)  // most candidates of a bin
 
@@ -20,7 +19,7 @@
 struct Wide {
     u64 mass[BINS];  // sum of weights by bin
     int weighed, finished, listed, unused;
-    double sums[THREADS];  // of each chunk: the best sum above the bin, and its id
+    double sums[THREADS];  // of each block: the best sum above the bin, and its id
     u64 ids[THREADS];
     u64 above, need;  // top_p: sum of weights above the bin, and the sum to be reached
     u64 bin;
@@ -29,32 +28,47 @@ struct Wide {
 
 #define ZEROED (BINS + 2)  // words
 
-// Store the largest key of each slice, and its first index, to out [rows, 2, THREADS]. A warp computes a
-// slice.
+#define PIECES 8  // warp-wide loads in flight
+
+// Store the largest key of each slice, and its first index, to out [rows, 2, THREADS]. A warp computes
+// `each` slices.
 extern "C" __global__ void slice_maxima(const u8* x, i64 stride, int width, Settings settings,
-                                 const i64* live, u32* out, Wide* wide TIMESTAMPS) {
+                                 const i64* live, u32* out, Wide* wide, int each TIMESTAMPS) {
     RECORD_TIMESTAMPS
     const i64 rows = begin(live);
-    i64 n = blockIdx.x;
-    int slice = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP, size = slice_of(width);
+    const i64 n = blockIdx.x;
+    const int size = slice_of(width), lane = threadIdx.x % WARP;
     if (n >= rows) return;
     if (wide) {
         int first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
         for (int i = first; i < ZEROED; i += step) ((u64*)(wide + n))[i] = 0;
     }
     Row row(x + n * stride, width, settings);
-    int first = slice * size, last = min(first + size, width);
-    if (first >= width) return;
+    int slice = (blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP) * each;
+    const int begin_at = slice * size, end = min(begin_at + each * size, width);
     u32 most = 0, at = 0;
-#pragma unroll 8
-    for (int i = first + threadIdx.x % WARP; i < last; i += WARP) {
-        const u32 key = row.key(i);
-        if (key > most) most = key, at = i;
+    int left = size;  // logits of the present slice
+#pragma unroll 1
+    for (int first = begin_at; first < end; first += PIECES * WARP) {
+        float logits[PIECES];
+#pragma unroll
+        for (int j = 0; j < PIECES; j++) {
+            const int i = first + j * WARP + lane;
+            logits[j] = i < end ? row.x[i] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < PIECES; j++) {
+            const int i = first + j * WARP + lane;
+            if (i - lane >= end) break;
+            const u32 key = i < end ? row.key_of(logits[j]) : 0;
+            if (key > most) most = key, at = i;
+            left -= WARP;
+            if (left && i - lane + WARP < end) continue;
+            const u32 top = warp_max(most), index = ~warp_max(most == top ? ~at : 0);
+            if (lane == 0) out[2 * n * THREADS + slice] = top, out[(2 * n + 1) * THREADS + slice] = index;
+            most = at = 0, left = size, slice++;
+        }
     }
-    const u32 top = warp_max(most), index = ~warp_max(most == top ? ~at : 0);
-    if (threadIdx.x % WARP) return;
-    out[2 * n * THREADS + slice] = top;
-    out[(2 * n + 1) * THREADS + slice] = index;
 }
 
 // The maximum of slice threadIdx.x of the block's row; 0 if there is no such slice.
@@ -183,11 +197,6 @@ __device__ Kept keep_of_row(const Row& row, u32 top, int top_k, const SamplingPa
 
 // --------------------------------------------------------------------------------- wide rows
 
-// Logits of a block's chunk, such that there are at most THREADS chunks.
-__device__ __forceinline__ int chunk_of(int width) {
-    return (width - 1) / (CHUNK * THREADS) * CHUNK + CHUNK;
-}
-
 // Whether this is the last block of the row to get here; the writes of all others are visible then.
 __device__ __forceinline__ bool is_last(int* count) {
     __shared__ bool last;
@@ -206,13 +215,12 @@ __device__ __forceinline__ int bin_of(u32 key, u32 top) {
     return BINS - 1 - (int)fminf(distance * FINENESS, BINS - 1);
 }
 
-// Sum the weights of the block's chunk by bin; the last block finds the bin in which top_p is reached.
+// Sum the weights of the block's share by bin; the last block finds the bin in which top_p is reached.
 __device__ void bin_weights(const Row& row, u32 top, const SamplingParams& params, u32* room, Wide* wide) {
     Weights weights(top, row.width);
     Bins bins(room);
-    int size = chunk_of(row.width), first = blockIdx.y * size, last = min(first + size, row.width);
     auto key = [&](int i) { return row.key(i); };
-    over(first + threadIdx.x, last, THREADS, key, [&](int, u32 k) {
+    over(blockIdx.y * THREADS + threadIdx.x, row.width, gridDim.y * THREADS, key, [&](int, u32 k) {
         u64 w = weights.plain(k);
         if (w) bins.add(bin_of(k, top), w);
     });
@@ -347,10 +355,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return;
     }
     int cut = a.params.some ? (int)wide->bin : -1;
-    int size = chunk_of(width), first = blockIdx.y * size, last = min(first + size, width);
     Best best;
 #pragma unroll 1
-    for (int i = first + threadIdx.x; i < last; i += THREADS) {
+    for (int i = blockIdx.y * THREADS + threadIdx.x; i < width; i += gridDim.y * THREADS) {
         u32 k = row.key(i);
         int bin = bin_of(k, top);
         if (bin > cut && a.params.reaches_min_p(k, top)) best.consider(i, k, top, a.params);

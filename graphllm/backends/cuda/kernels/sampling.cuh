@@ -27,8 +27,8 @@ struct Row {
         : x((const float*)x), width(width), nan(0xffffffffu) {}
 
     // A key that is larger for larger values, never zero, and equal for both zeros.
-    __device__ __forceinline__ u32 key(int i) const {
-        float v = x[i];
+    __device__ __forceinline__ u32 key(int i) const { return key_of(x[i]); }
+    __device__ __forceinline__ u32 key_of(float v) const {
         if (v != v) return nan;
         u32 bits = __float_as_uint(v + 0.f);
         return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

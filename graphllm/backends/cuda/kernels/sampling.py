@@ -13,9 +13,11 @@ from ..runtime.work import Launch, ceil
 
 _MODULE = module("sampling")
 _SETTINGS = ArgumentStruct("sampling.cuh", "Settings")
-_THREADS = 1024  # of a block of `pick`; also the limit of slices and of chunks of a row
+_THREADS = 1024  # of a block of `pick`; also the limit of slices and of sharers of a row
 _WARPS = 8  # of a block of `slice_maxima`, one slice each
 _CHUNK = 2048  # least number of logits of a wide row that one block takes
+_BLOCKS = 2048  # of `slice_maxima` about; with more of them a warp computes several slices
+_PICKERS = 4  # blocks of `pick` for each multiprocessor about
 _WIDE = 8 * (2048 + 2 + 2 * _THREADS + 3 + (1 << 14))  # bytes of the struct Wide
 
 
@@ -29,18 +31,20 @@ def _wide_nbytes(node: Tensor) -> int:
     return _WIDE * KernelContext.upper_bound(node.meta.rows)
 
 
-def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, chunks: int = 0) -> list[Launch]:
+def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, sharers: int = 0) -> list[Launch]:
     """The kernels that choose an id for each row.
 
     Args:
         ctx: the step.
         x: logits.
         settings: the packed settings, null pointers for argmax.
-        chunks: blocks that share a wide row; 0 if there are no wide rows.
+        sharers: blocks that share a wide row; 0 if there are no wide rows.
     """
     rows, slice_ = ctx.upper_bound(x.meta.rows), 32 * ceil(x.width, 32 * _THREADS)
-    blocks = ceil(ceil(x.width, slice_), _WARPS)
-    wide = ctx.scratch + _maxima_nbytes(ctx.node) if chunks else 0
+    slices = ceil(x.width, slice_)
+    each = max(1, rows * slices // (_WARPS * _BLOCKS))
+    blocks = ceil(slices, _WARPS * each)
+    wide = ctx.scratch + _maxima_nbytes(ctx.node) if sharers else 0
     row = (
         x.address,
         x.row_stride,
@@ -50,12 +54,12 @@ def _choose(ctx: KernelContext, x: OperandRef, settings: bytes, chunks: int = 0)
         ctx.scratch,
         wide,
     )
-    sample_grid, out = (rows, max(1, chunks)), (*row, ctx.out.address)
+    sample_grid, out = (rows, max(1, sharers)), (*row, ctx.out.address)
     made = [
-        Launch(_MODULE["slice_maxima"], (rows, blocks), (32 * _WARPS,), row),
+        Launch(_MODULE["slice_maxima"], (rows, blocks), (32 * _WARPS,), (*row, each)),
         Launch(_MODULE["pick"], sample_grid, (_THREADS,), out),
     ]
-    return [*made, Launch(_MODULE["finish"], sample_grid, (_THREADS,), out)] if chunks else made
+    return [*made, Launch(_MODULE["finish"], sample_grid, (_THREADS,), out)] if sharers else made
 
 
 @BACKEND.kernel("argmax", layout={"x": ROWS}, scratch=lambda node, options: _maxima_nbytes(node))
@@ -70,6 +74,6 @@ def argmax(ctx: KernelContext) -> list[Launch]:
 )
 def sample(ctx: KernelContext) -> list[Launch]:
     settings = _SETTINGS.pack(**{name: ctx.address(name) for name in _SETTINGS.fields})
-    width = ctx.logits.width
-    chunk = _CHUNK * ceil(width, _CHUNK * _THREADS)
-    return _choose(ctx, ctx.logits, settings, ceil(width, chunk))
+    most = _PICKERS * ctx.device.gpu.processors // max(1, ctx.upper_bound(ctx.logits.meta.rows))
+    sharers = max(1, min(most, ceil(ctx.logits.width, _CHUNK), _THREADS))
+    return _choose(ctx, ctx.logits, settings, sharers)

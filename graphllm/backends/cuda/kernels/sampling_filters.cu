@@ -1,7 +1,8 @@
-// Filters of logits before sampling. A block copies a row, and one filter after another replaces logits by
-// -infinity. Weights are integers, whose sums do not depend on their order, where a filter keeps ids up
+// Filters of logits before sampling. Rows are copied, and in those that have filters a block replaces logits
+// by -infinity, one filter after another. Weights are integers, whose sums do not depend on their order, where a filter keeps ids up
 // to a share of them.
 
+#include "copy_row.cuh"
 #include "sampling.cuh"
 
 struct Filters {
@@ -107,17 +108,30 @@ __device__ __forceinline__ u32 largest_key(const Row& row) {
     return block_most(most);
 }
 
+// Grid: (rows, blocks of a row).
+extern "C" __global__ void copy_rows(const u8* x, i64 stride, int width, const i64* live, float* out TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    const i64 rows = begin(live), n = blockIdx.x;
+    if (n >= rows) return;
+    const int each = columns_of(width), first = blockIdx.y * each;
+    copy_columns((const float*)(x + n * stride), out + n * width, first, min(width, first + each));
+}
+
+// Whether a row has filters.
+__device__ __forceinline__ bool filters(const float* s, int top_k) {
+    return s[0] > 0 || top_k > 0 || s[1] < 1 || s[2] < 1 || s[3] > 0 || (s[4] > 0 && s[5] <= 0.5f);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    filter_logits(const u8* x, i64 stride, int width, Filters f, const i64* live, float* out TIMESTAMPS) {
+    filter_logits(float* out, int width, Filters f, const i64* live TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ u64 room[BINS];
     const i64 rows = begin(live);
     i64 n = blockIdx.x;
     if (n >= rows) return;
-    const float *from = (const float*)(x + n * stride), *s = f.settings + n * COLUMNS;
+    const float* s = f.settings + n * COLUMNS;
+    if (!filters(s, f.top_k[n])) return;
     float* y = out + n * width;
-    for (int i = threadIdx.x; i < width; i += THREADS) y[i] = from[i];
-    __syncthreads();
     Row row(y, width);
     u32 top = largest_key(row);
     if (top >= KEY_OF_INFINITY || top == KEY_OF_MINUS_INFINITY) return;  // `sample` reports it
