@@ -14,10 +14,18 @@ struct Attention {
     const int* prefix_len;  // these three may be null
     const i64 *tokens, *sequences;
     float *out, *partials;
-    i64 heads, kv_heads, block, shift, causal, window, splits;  // block == 1 << shift if it is a power of two
+    i64 heads, kv_heads, block, shift, causal, window;  // block == 1 << shift if it is a power of two
     i64 metadata_ready;  // q_start, kv_len, table and prefix_len may be read before the wait
+    i64 split_keys;  // least length of a split, see `split_of`
+    i64 slots;  // partial results that a token has room for; 0: there are none, as no token is split
+    i64 fine_tiles;  // up to this number of tiles in a step, partial results are those of tiles
+    i64 queries;  // which ones a kernel computes, as in enum Queries
     float scale, softcap;
 };
+
+enum Queries { ALL, SINGLE, SEVERAL };  // sequences of any number of queries, of one, of more
+
+#define TILE_KEYS 64
 
 // The query at `position` sees the keys low .. high - 1 of its sequence; those before `old` were written
 // by earlier runs.
@@ -25,11 +33,17 @@ struct VisibleKeys {
     int sequence, position, low, high, old;
 };
 
+// The sequence of a token: the last one that begins at or before it.
 __device__ __forceinline__ int sequence_of(const Attention& a, int token) {
-    int s = 0, count = (int)*a.sequences;
+    int low = 0, high = (int)*a.sequences;
+    if (token < high && a.q_start[token] == token && a.q_start[token + 1] == token + 1) return token;
 #pragma unroll 1
-    while (s + 1 < count && a.q_start[s + 1] <= token) s++;
-    return s;
+    while (low + 1 < high) {
+        int middle = (low + high) / 2;
+        if (a.q_start[middle] <= token) low = middle;
+        else high = middle;
+    }
+    return low;
 }
 
 __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int sequence, int length, int first,
@@ -64,9 +78,102 @@ __device__ __forceinline__ i64 slot_of(const Attention& a, int sequence, int j) 
 
 // Apply the softcap and the ALiBi slope to q.k * scale.
 __device__ __forceinline__ float logit(const Attention& a, float x, int distance, float slope) {
-    if (a.softcap > 0) x = a.softcap * tanhf(x / a.softcap);
-    return a.slopes ? x + slope * distance : x;
+    if (a.softcap > 0) x = __fmul_rn(a.softcap, tanhf(__fdiv_rn(x, a.softcap)));
+    return a.slopes ? fmaf(slope, (float)distance, x) : x;
 }
+
+// ------------------------------------------------------------------------------------- splits
+//
+// The keys of a query are divided into splits, whose results are merged in ascending order. Where a split
+// begins and ends depends on the query's own keys only, so a token's result is the same in every step.
+
+// The query of a row of partial results: of token `row`, or if `a.queries` is SINGLE the one of sequence
+// `row`. False if there is no such query.
+struct Query {
+    int token;
+    VisibleKeys keys;
+};
+
+__device__ __forceinline__ bool find_query(const Attention& a, int tokens, int row, Query& query) {
+    query.token = row;
+    if (a.queries == SINGLE) {
+        if (row >= (int)*a.sequences) return false;
+        query.token = a.q_start[row];
+        if (a.q_start[row + 1] != query.token + 1) return false;
+        query.keys = visible_keys(a, row, query.token);
+        return true;
+    }
+    if (row >= tokens) return false;
+    query.keys = visible_keys(a, query.token);
+    return true;
+}
+
+#define GROUP 8  // query heads of a KV head that tensor cores compute together
+
+// Groups of query heads of a token.
+__device__ __forceinline__ int head_groups(const Attention& a) {
+    return (int)a.kv_heads * (((int)a.heads / (int)a.kv_heads + GROUP - 1) / GROUP);
+}
+
+// Keys of a split of a query that sees keys below `high`: `least`, or more so that there are at most 32.
+__device__ __forceinline__ int split_of(int high, int least) {
+    int doubled = 32 - __clz(high - 1) - (31 - __clz(least) + 5);
+    return high > 1 && doubled > 0 ? least << doubled : least;
+}
+
+// The partial results of a query: `count` of `each` tiles, from tile first * each on. `split`: tiles of a
+// split. Tiles begin at multiples of TILE_KEYS.
+struct Partials {
+    int first, count, each, split;
+
+    // `steps`: queries of the step times the groups of heads that are computed apart.
+    __device__ __forceinline__ Partials(const Attention& a, const VisibleKeys& keys, int steps) {
+        int begin = keys.low / TILE_KEYS, end = (keys.high - 1) / TILE_KEYS + 1, tiles = end - begin;
+        split = split_of(keys.high, (int)a.split_keys) / TILE_KEYS;
+        bool fine = tiles <= a.slots && (i64)tiles * steps <= a.fine_tiles;
+        each = fine ? 1 : split;
+        first = begin / each;
+        count = keys.low < keys.high ? (end - 1) / each - first + 1 : 0;
+    }
+};
+
+constexpr float LOG2E = 1.4426950409f;
+
+__device__ __forceinline__ float power_of_2(float x) {  // denormals are flushed to zero
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// What is subtracted from exponents where the largest logit is `top`; -infinity: there is no key.
+__device__ __forceinline__ float exponent_of(float top) {
+    return top == -INFINITE ? 0.f : __fmul_rn(top, LOG2E);
+}
+
+__device__ __forceinline__ float weight_of(float logit, float exponent) {
+    return power_of_2(fmaf(logit, LOG2E, -exponent));
+}
+
+// The factor of sums of weights that are relative to the logit `top`, where they are to be relative to
+// `exponent`. Not fused, so that it is one if the two are equal.
+__device__ __forceinline__ float rescale(float top, float exponent) {
+    return power_of_2(__fsub_rn(__fmul_rn(top, LOG2E), exponent));
+}
+
+// The factors with which two partial results are added, the first one in place.
+struct Merge {
+    float keep, share;
+
+    // `top` becomes the larger of both.
+    __device__ __forceinline__ Merge(float& top, float other) {
+        float most = fmaxf(top, other), exponent = exponent_of(most);
+        keep = rescale(top, exponent), share = rescale(other, exponent);
+        top = most;
+    }
+    __device__ __forceinline__ void add(float& sum, float other) const {
+        sum = fmaf(other, share, __fmul_rn(sum, keep));
+    }
+};
 
 // The factor that normalizes accumulated values, given the sum `total` of exp(logit - top).
 __device__ __forceinline__ float normalizer(const Attention& a, int head, float top, float total) {

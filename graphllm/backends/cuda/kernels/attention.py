@@ -1,8 +1,13 @@
-"""Attention over the paged KV cache: split-KV for few tokens, tiles for many, and any other shape.
+"""Attention over the paged KV cache.
 
-Few tokens have too few heads to occupy a GPU, so the keys of each token are split among thread
-blocks, and a second kernel merges the splits. Many tokens go in tiles of 64 queries over tensor
-cores, in f16.
+Two families of kernels, chosen by the shape alone, so that a token's result is the same in every
+step:
+
+- on tensor cores, in f16: attention_decode.cu for the queries of sequences that have one, bound by
+  memory, and attention_tiled.cu for those of the others, in tiles of 64; both give the same bits;
+- for float32 pools and other shapes: attention_split_kv.cu, or for any shape attention_generic.cu.
+
+The keys of a query are divided into splits, whose results attention_merge.cu merges.
 """
 
 from __future__ import annotations
@@ -13,20 +18,27 @@ from ....graph.tensor import Tensor
 from ... import ROWS
 from .. import BACKEND
 from ..runtime.arguments import ArgumentStruct
-from ..runtime.device import KernelContext, OperandRef
+from ..runtime.device import KernelContext
 from ..runtime.source import Module, module
 from ..runtime.work import Launch, ceil
 from .quantize import HALVES, quantise, target, unit
 
 _ARGUMENT = ArgumentStruct("attention.cuh", "Attention")
-_MIN_TILED_TOKENS = 17  # tokens of a step from which on the tiled kernel is used
+_TARGET = ArgumentStruct("quantize.cuh", "Target")
+_ALL, _SINGLE, _SEVERAL = range(3)  # enum Queries of attention.cuh
 _TILE_QUERIES = _TILE_KEYS = 64
-_TILED_DEPTHS = (64, 96, 128, 256)  # head dimensions of the tiled kernel
-_SPLIT_WIDTHS = range(64, 577, 8)  # head dimensions of the split-KV kernel
+_TENSOR_DEPTHS = (64, 96, 128, 256)  # head dimensions of the kernels on tensor cores
+_MIN_BLOCK = 16  # tokens of a block of the cache, for these kernels
+_GROUP = 8  # query heads that they compute together, as in attention.cuh
+_FEW_TOKENS = 16  # tokens of a step up to which all queries are computed by attention_decode.cu
+_SPLIT_WIDTHS = range(64, 577, 8)  # head dimensions of attention_split_kv.cu
 _MLA_SIZES = (576, 512)  # depth and width of MLA (DeepSeek)
-_SPAN = 256  # elements of a row of which a thread of the split-KV kernel holds eight
+_SPAN = 256  # elements of a row of which a thread of that kernel holds eight
 _TARGET_BLOCKS = 264  # thread blocks that about fill a GPU
-_MIN_SPLIT_KEYS, _MAX_SPLITS = 32, 64  # keys of a split; splits that can be merged
+_TENSOR_SPLIT, _SCALAR_SPLIT = 256, 64  # least keys of a split
+_MAX_SPLITS, _MAX_SLOTS = 32, 64  # of a token; the former as in attention.cuh
+_SLOTS_OF_MANY = 8  # partial results of tiles that each of many tokens has room for
+_FINE_TILES = 2  # tiles for each multiprocessor, up to which each is a block's work
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
@@ -64,21 +76,22 @@ def _vector_readable(node: Tensor) -> bool:
     return kind != "mixed" and read and block & (block - 1) == 0
 
 
+def _fits_tensor_cores(node: Tensor) -> bool:
+    _, _, depth, width = _sizes(node)
+    kind, pools = _kind(node), node.sources[1:3]
+    shaped = depth == width and depth in _TENSOR_DEPTHS and kind in ("f16", "q8_0")
+    places = [at for pool in pools for at in (pool.meta.offset, pool.meta.strides[0])]
+    words = all(at % 4 == 0 for at in places)
+    return shaped and words and _vector_readable(node) and int(node.attrs["block"]) >= _MIN_BLOCK
+
+
+def _on_tensor_cores(ctx: KernelContext) -> bool:
+    return bool(ctx.device.gpu.capability >= (8, 0)) and _fits_tensor_cores(ctx.node)
+
+
 def _can_split_kv(node: Tensor) -> bool:
     _, _, depth, width = _sizes(node)
     return depth in _SPLIT_WIDTHS and width in _SPLIT_WIDTHS and _vector_readable(node)
-
-
-def _can_tile(ctx: KernelContext) -> bool:
-    _, _, depth, width = _sizes(ctx.node)
-    cores = ctx.device.gpu.capability >= (8, 0)
-    shaped = depth == width and depth in _TILED_DEPTHS and _kind(ctx.node) in ("f16", "q8_0")
-    return bool(
-        cores
-        and shaped
-        and _vector_readable(ctx.node)
-        and _max_tokens(ctx.node) >= _MIN_TILED_TOKENS
-    )
 
 
 def _has_logit_bias(node: Tensor) -> bool:
@@ -94,31 +107,55 @@ def _heads_per_block(node: Tensor) -> int:
     return next((n for n in (1, 2, 4, 8) if n >= heads // kv_heads or n == most), most)
 
 
-def _split_count(node: Tensor) -> int:
-    """Splits of a token's keys, at most."""
+def _max_sequences(node: Tensor) -> int:
+    return KernelContext.upper_bound(node.sources[4].meta.rows)
+
+
+def _decode_queries(node: Tensor) -> tuple[int, int]:
+    """Queries that attention_decode.cu computes (enum Queries), and their number at most."""
+    tokens, sequences = _max_tokens(node), _max_sequences(node)
+    if tokens <= max(_FEW_TOKENS, sequences):
+        return _ALL, max(1, tokens)
+    return _SINGLE, sequences if sequences > 1 else 0
+
+
+def _slots(node: Tensor, least_split: int, tiles: int) -> int:
+    """Partial results of a query at most. ``tiles``: of these at least, if there are as many."""
+    keys = _context_keys(node)
+    splits = min(_MAX_SPLITS, ceil(keys, least_split))
+    return max(1, splits, min(tiles, ceil(keys, _TILE_KEYS)))
+
+
+def _decode_slots(node: Tensor) -> int:
+    _, rows = _decode_queries(node)
+    return _slots(node, _TENSOR_SPLIT, _MAX_SLOTS if rows <= _FEW_TOKENS else _SLOTS_OF_MANY)
+
+
+def _scalar_slots(node: Tensor) -> int:
+    """0 if a block computes all splits of a token."""
     heads, kv_heads, *_ = _sizes(node)
     items = kv_heads * ceil(heads // kv_heads, _heads_per_block(node)) * max(1, _max_tokens(node))
-    return max(
-        1,
-        min(
-            ceil(_TARGET_BLOCKS, items),
-            ceil(_context_keys(node), _MIN_SPLIT_KEYS),
-            _MAX_SPLITS,
-        ),
-    )
+    return 0 if items >= _TARGET_BLOCKS else _slots(node, _SCALAR_SPLIT, 1)
 
 
 def _partials_nbytes(node: Tensor) -> int:
-    """Bytes of the partial results of all splits."""
+    """Bytes of partial results."""
     heads, _, _, width = _sizes(node)
-    count = _split_count(node)
-    return 0 if count == 1 else 4 * max(1, _max_tokens(node)) * heads * count * (width + 4)
+    tokens, partial = max(1, _max_tokens(node)), 4 * heads * (width + 4)
+    nbytes = tokens * _scalar_slots(node) * partial
+    if _fits_tensor_cores(node):
+        _, rows = _decode_queries(node)
+        nbytes = max(nbytes, rows * _decode_slots(node) * partial)
+    return nbytes
 
 
 # ------------------------------------------------------------------------------------- launches
 
 
-def _argument(ctx: KernelContext, out: int, partials: int, splits: int) -> bytes:
+def _argument(
+    ctx: KernelContext, out: int, partials: int = 0, slots: int = 0, queries: int = _ALL,
+    split: int = _TENSOR_SPLIT, fine: int = 0,
+) -> bytes:  # fmt: skip
     """The argument of every kernel here; ``out`` and ``partials`` are addresses."""
     heads, kv_heads, *_ = _sizes(ctx.node)
     q, k, v, attrs, table = ctx.q, ctx.k, ctx.v, ctx.attrs, ctx.table
@@ -131,10 +168,22 @@ def _argument(ctx: KernelContext, out: int, partials: int, splits: int) -> bytes
         tokens=ctx.live_address(q.meta.rows), sequences=ctx.live_address(ctx.kv_len.meta.rows),
         out=out, partials=partials, heads=heads, kv_heads=kv_heads, block=block,
         shift=block.bit_length() - 1, causal=int(attrs["causal"]), window=attrs["window"],
-        splits=splits,
         metadata_ready=ctx.readable_before_wait("q_start", "kv_len", "table", "prefix_len"),
+        split_keys=split, slots=slots, fine_tiles=fine, queries=queries,
         scale=attrs["scale"], softcap=attrs["softcap"],
     )  # fmt: skip
+
+
+def _decode_module(kind: str, depth: int, biased: bool) -> Module:
+    return module("attention_decode", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+
+
+def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
+    return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
+
+
+def _merge_module(width: int) -> Module:
+    return module("attention_merge", WIDTH=width)
 
 
 def _split_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
@@ -142,49 +191,81 @@ def _split_module(kind: str, depth: int, width: int, together: int, biased: bool
                   BIASED=int(biased))  # fmt: skip
 
 
-def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
-    return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
-
-
 def _generic_module(k: str, v: str) -> Module:
     return module("attention_generic", K_POOL=CACHED.index(k), V_POOL=CACHED.index(v))
 
 
-def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> Launch:
+def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) -> Launch:
+    """Merge partial results to the target ``result``; ``step``: see `unit`."""
+    heads, _, _, width = _sizes(ctx.node)
+    grid = (rows, ceil(heads * width, 1024))
+    return Launch(_merge_module(width)[f"merge_{step}"], grid, (256,), (arg, result))
+
+
+def _resident(node: Tensor, rows: int) -> int:
+    """Thread blocks of the decode kernel on each multiprocessor.
+
+    As many as fit, and fewer for few queries: the next kernel cannot begin before all blocks have.
+    """
+    depth = _sizes(node)[2]
+    most = 2 if depth > 128 else 4 if depth == 64 and _kind(node) == "f16" else 3  # registers
+    return min(most, 1 if rows == 1 else 2 if rows <= 4 else most)
+
+
+def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Launch]:
+    """The decode kernel and its merge. ``room``: address of partial results."""
+    node = ctx.node
+    heads, kv_heads, depth, _ = _sizes(node)
+    queries, rows = _decode_queries(node)
+    if not rows:
+        return []
+    slots, processors = _decode_slots(node), ctx.device.gpu.processors
+    groups = kv_heads * ceil(heads // kv_heads, _GROUP)
+    blocks = processors * _resident(node, rows)
+    arg = _argument(ctx, 0, room, slots, queries, fine=min(blocks, _FINE_TILES * processors))
+    grid = (min(rows * slots * groups, blocks),)
+    kernel = _decode_module(_kind(node), depth, _has_logit_bias(node))["attend"]
+    return [Launch(kernel, grid, (128,), (arg,), 4 * (rows + 1)),
+            _merge(ctx, arg, rows, result, step)]  # fmt: skip
+
+
+def _tiled(ctx: KernelContext, out: int, kind: int = 0) -> list[Launch]:
     """The tiled kernel. ``kind``: 0 for float32 results, else as in `HALVES`."""
-    heads, _, depth, _ = _sizes(ctx.node)
-    count = ceil(_max_tokens(ctx.node), _TILE_QUERIES) + ctx.upper_bound(ctx.kv_len.meta.rows)
-    shared = 2 * (_TILE_QUERIES + 2 * _TILE_KEYS) * (depth + 8)
-    kernel = _tiled_module(_kind(ctx.node), depth, _has_logit_bias(ctx.node))["attend"]
-    args = (_argument(ctx, out, 0, 1), kind)
-    return Launch(kernel, (count, heads), (128,), args, shared)
+    node = ctx.node
+    heads, _, depth, _ = _sizes(node)
+    if _decode_queries(node)[0] == _ALL:
+        return []
+    count = ceil(_max_tokens(node), _TILE_QUERIES) + _max_sequences(node)
+    padded = depth + (0 if depth % 64 else 32)
+    shared = 2 * _TILE_KEYS * (padded + depth + 8) + 4 * _TILE_QUERIES * depth
+    shared += 2 * padded * (_TILE_QUERIES if depth > 128 else 1)  # struct Tile
+    kernel = _tiled_module(_kind(node), depth, _has_logit_bias(node))["attend"]
+    arg = _argument(ctx, out, queries=_SEVERAL if _max_sequences(node) > 1 else _ALL)
+    threads = 256 if depth > 128 else 128
+    return [Launch(kernel, (count, heads), (threads,), (arg, kind), shared)]
 
 
 def _generic(ctx: KernelContext, out: int) -> Launch:
     heads, _, depth, width = _sizes(ctx.node)
     kernel = _generic_module(ctx.k.dtype.name, ctx.v.dtype.name)["attend"]
-    args = (_argument(ctx, out, 0, 1), depth, width)
+    args = (_argument(ctx, out), depth, width)
     return Launch(kernel, (heads, _max_tokens(ctx.node)), (128,), args, 4 * width)
 
 
-def _split(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[Launch]:
+def _split(ctx: KernelContext, out: int, room: int, result: bytes, step: int) -> list[Launch]:
     """The split-KV kernel and its merge.
 
-    Several splits are merged into ``result``, which may be quantised; a single split writes its
-    float32 result to address ``out``. ``room`` is the address of the partial results.
+    Several splits are merged into the target ``result``; if there are many tokens, float32 results
+    are stored at address ``out`` instead. ``room`` is the address of the partial results.
     """
     node = ctx.node
     heads, kv_heads, depth, width = _sizes(node)
-    together, count, tokens = _heads_per_block(node), _split_count(node), _max_tokens(node)
+    together, slots, tokens = _heads_per_block(node), _scalar_slots(node), _max_tokens(node)
     made = _split_module(_kind(node), depth, width, together, _has_logit_bias(node))
-    arg = _argument(ctx, out, room, count)
-    grid = (kv_heads * ceil(heads // kv_heads, together), tokens, count)
-    launches = [Launch(made["attend"], grid, (128,), (arg,))]
-    if count > 1:
-        merge = made[f"merge_{unit([result])}"]
-        merge_grid = (tokens, ceil(heads * width, 256))
-        launches.append(Launch(merge, merge_grid, (256,), (arg, target(result))))
-    return launches
+    arg = _argument(ctx, out, room, slots, split=_SCALAR_SPLIT)
+    grid = (kv_heads * ceil(heads // kv_heads, together), tokens, max(1, slots))
+    attend = Launch(made["attend"], grid, (128,), (arg,))
+    return [attend, _merge(ctx, arg, tokens, result, step)] if slots else [attend]
 
 
 # ------------------------------------------------------------------------------------ registration
@@ -193,13 +274,25 @@ def _split(ctx: KernelContext, out: int, room: int, result: OperandRef) -> list[
 _LAYOUT = dict.fromkeys(("q", "k", "v"), ROWS)  # rows are tokens, and slots of the pools
 
 
+def _float_target(ctx: KernelContext, out: int) -> bytes:
+    """The target of float32 results at address ``out``."""
+    heads, _, _, width = _sizes(ctx.node)
+    return _TARGET.pack(at=out, stride=4 * heads * width, block=0, line=0)
+
+
+def _float_launches(ctx: KernelContext, out: int, room: int) -> list[Launch]:
+    """Launches that store float32 results at address ``out``."""
+    to = _float_target(ctx, out)
+    if _on_tensor_cores(ctx):
+        return [*_decode(ctx, room, to, 1), *_tiled(ctx, out)]
+    if _can_split_kv(ctx.node):
+        return _split(ctx, out, room, to, 1)
+    return [_generic(ctx, out)]
+
+
 @BACKEND.kernel("attention", layout=_LAYOUT, scratch=lambda node, options: _partials_nbytes(node))
 def attention(ctx: KernelContext) -> list[Launch]:
-    if _can_tile(ctx):
-        return [_tiled(ctx, ctx.out.address)]
-    if _can_split_kv(ctx.node):
-        return _split(ctx, ctx.out.address, ctx.scratch, ctx.out)
-    return [_generic(ctx, ctx.out.address)]
+    return _float_launches(ctx, ctx.out.address, ctx.scratch)
 
 
 def _float_result_nbytes(node: Tensor) -> int:
@@ -213,36 +306,35 @@ def _float_result_nbytes(node: Tensor) -> int:
     scratch=lambda node, options: _float_result_nbytes(node) + _partials_nbytes(node),
 )  # fmt: skip
 def attention_quantise(ctx: KernelContext) -> list[Launch]:
-    heads, _, _, width = _sizes(ctx.node)
-    floats, room = ctx.scratch, ctx.scratch + _float_result_nbytes(ctx.node)
-    halves = HALVES.get(ctx.out.dtype.name, 0)
-    if halves and _can_tile(ctx):
-        return [_tiled(ctx, ctx.out.address, halves)]
-    if not _can_tile(ctx) and _can_split_kv(ctx.node) and _split_count(ctx.node) > 1:
-        return _split(ctx, floats, room, ctx.out)
-    if _can_tile(ctx):
-        made = [_tiled(ctx, floats)]
-    elif _can_split_kv(ctx.node):
-        made = _split(ctx, floats, room, ctx.out)
-    else:
-        made = [_generic(ctx, floats)]
-    return [*made, quantise(ctx, floats, 4 * heads * width, ctx.out)]
+    node, floats = ctx.node, ctx.scratch
+    room, halves = floats + _float_result_nbytes(node), HALVES.get(ctx.out.dtype.name, 0)
+    result, step = target(ctx.out), unit([ctx.out])
+    if _on_tensor_cores(ctx):
+        if halves or _decode_queries(node)[0] == _ALL:
+            return [*_decode(ctx, room, result, step), *_tiled(ctx, ctx.out.address, halves)]
+    elif _can_split_kv(node) and _scalar_slots(node):
+        return _split(ctx, floats, room, result, step)
+    heads, _, _, width = _sizes(node)
+    return [*_float_launches(ctx, floats, room), quantise(ctx, floats, 4 * heads * width, ctx.out)]
 
 
 def _all_instances() -> None:
     """Register the modules that common models use, so that tests compile them."""
     for kind in CACHED:
-        for depth in _TILED_DEPTHS:
+        for depth in _TENSOR_DEPTHS:
+            _merge_module(depth)
             for together in (1, 2, 4) if kind == "f32" else (1, 2, 4, 8):
                 for biased in (False, True):
                     _split_module(kind, depth, depth, together, biased)
             if kind != "f32":
-                _tiled_module(kind, depth, False)
-                _tiled_module(kind, depth, True)
+                for biased in (False, True):
+                    _decode_module(kind, depth, biased)
+                    _tiled_module(kind, depth, biased)
         for together in (2, 4):
             _split_module(kind, *_MLA_SIZES, together, False)
         for other in CACHED:
             _generic_module(kind, other)
+    _merge_module(_MLA_SIZES[1])
 
 
 _all_instances()

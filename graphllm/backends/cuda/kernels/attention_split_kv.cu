@@ -1,4 +1,6 @@
-// Split-KV attention of few tokens: the keys of each token are split among blocks.
+// Attention without tensor cores: of float32 pools, and of shapes that attention_decode.cu does not take.
+// Splits of a token's keys are computed by blocks of their own and merged by attention_merge.cu, or by one
+// block if there are many tokens.
 //
 // POOL: F32, F16 or Q8_0, dtype of the pools. DEPTH: elements of a query and a key; WIDTH: of a value;
 // both multiples of 8 from 64 to 576. HEADS: query heads of one KV head that are computed together: 1,
@@ -6,7 +8,6 @@
 // K_LANES threads for a key and V_LANES for a value; a thread has eight elements of every SPAN.
 
 #include "attention.cuh"
-#include "quantize.cuh"
 
 #define SPAN 256
 #define SPANS(width) (((width) + SPAN - 1) / SPAN)
@@ -109,22 +110,18 @@ __device__ __forceinline__ float weight_of(const float (&weights)[K_EACH], int r
     return found;
 }
 
-// Keys of a split: splits have equal lengths, in whole tiles for every warp.
-__device__ __forceinline__ int keys_per_split(const Attention& a, int count) {
-    int tiles = (count + TILE * WARPS - 1) / (TILE * WARPS), splits = (int)a.splits;
-    return (tiles + splits - 1) / splits * TILE * WARPS;
-}
-
 // Resident blocks of a multiprocessor, by register use.
 constexpr int RESIDENT = HEADS == 4 && sizeof(POOL) <= 16 && !BIASED && EACH == 4 ? 4 : 2;
 
 struct Shared {
     float tops[WARPS][HEADS], totals[WARPS][HEADS];
     float acc[WARPS][HEADS][WIDTH];
+    float all_tops[2][HEADS], all_totals[2][HEADS];  // of the splits before
+    float sums[HEADS][WIDTH];
 };
 
-// Grid: (KV heads and groups of their query heads, tokens, splits). Every warp takes keys of its own,
-// with an online softmax of its own; the warps are merged at the end.
+// Grid: (KV heads and groups of their query heads, tokens, splits or one). Every warp takes keys of its own,
+// with an online softmax of its own; the warps are merged at the end of a split.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
@@ -134,9 +131,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
     const int shared = ((int)a.heads / (int)a.kv_heads), per = (shared + HEADS - 1) / HEADS;
     const int kv = blockIdx.x / per, first = kv * shared + blockIdx.x % per * HEADS;
     const int heads = min(HEADS, (kv + 1) * shared - first);
-    const int split_keys = keys_per_split(a, visible.high - visible.low);
-    const int from = visible.low + blockIdx.z * split_keys, to = min(visible.high, from + split_keys);
-    if (token >= tokens || (from >= to && (blockIdx.z || visible.high > visible.low))) {
+    const Partials partials(a, visible, 1);
+    const int split_keys = partials.each * TILE_KEYS;
+    int split = partials.first + blockIdx.z, last_split = a.slots ? split : split + partials.count - 1;
+    int from = max(visible.low, split * split_keys), to = min(visible.high, (split + 1) * split_keys);
+    if (token >= tokens || (a.slots && (int)blockIdx.z >= partials.count)) {
         wait_for_previous();  // else this kernel could complete before its predecessor
         return;
     }
@@ -173,6 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         }
     };
     if (!AHEAD) load_queries();
+    if (threadIdx.x < HEADS) s.all_tops[0][threadIdx.x] = -INFINITE, s.all_totals[0][threadIdx.x] = 0;
     const int own = own_head<K_LANES>(lane);  // head whose logits this thread gets
     const float slope = BIASED && a.slopes ? a.slopes[first + min(own, heads - 1)] : 0;
     float top = -INFINITE, total = 0;  // of that head
@@ -197,11 +197,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
         wait_for_previous();
         load_queries();
     }
+    bool again = false;  // not the first split
+    for (int parity = 0;; parity ^= 1) {
 #pragma unroll 1
     for (int at = from; at < to; at += TILE * WARPS) {
         POOL next_keys[K_EACH][K_SPANS], next_values[V_EACH][V_SPANS];
         const bool more = at + TILE * WARPS < to;
-        if (!AHEAD || (!PIPELINED && at != from)) load_keys(keys, values, at);
+        if (!AHEAD || (PIPELINED ? again && at == from : again || at != from)) load_keys(keys, values, at);
         if (PIPELINED && more) load_keys(next_keys, next_values, at + TILE * WARPS);
         float weights[K_EACH], most = top;
 #pragma unroll
@@ -294,94 +296,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             sum = fmaf(s.acc[w][h][e], weight, sum);
             all = fmaf(s.totals[w][h], weight, all);
         }
-        i64 row = (i64)token * a.heads + first + h;
-        if (a.splits == 1) {
-            a.out[row * WIDTH + e] = sum * normalizer(a, first + h, most, all);
-        } else {
-            float* partial = a.partials + (row * a.splits + blockIdx.z) * PARTIAL;
+        if (a.slots) {
+            float* partial = a.partials + ((token * a.slots + blockIdx.z) * a.heads + first + h) * PARTIAL;
             partial[e] = sum;
             if (e == 0) partial[WIDTH] = most, partial[WIDTH + 1] = all;
+            continue;
         }
+        float all_top = s.all_tops[parity][h], all_total = s.all_totals[parity][h];
+        float x = again ? s.sums[h][e] : 0;
+        const Merge merge(all_top, most);
+        merge.add(x, sum), merge.add(all_total, all);
+        s.sums[h][e] = x;
+        if (e == 0) s.all_tops[parity ^ 1][h] = all_top, s.all_totals[parity ^ 1][h] = all_total;
+        if (split >= last_split)
+            a.out[((i64)token * a.heads + first + h) * WIDTH + e] =
+                __fmul_rn(x, normalizer(a, first + h, all_top, all_total));
     }
-}
-
-#define MAX_SPLITS 64  // as in attention.py
-
-// Store the weight of each split in a token's result for a head to `weights`. All lanes take part.
-__device__ __forceinline__ void split_weights(const Attention& a, const float* partial, int head, int splits_used,
-                                      float* weights) {
-    int lane = threadIdx.x % WARP;
-    float tops[2], totals[2], top = -INFINITE, total = 0;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int n = lane + WARP * i;
-        tops[i] = n < splits_used ? partial[n * PARTIAL + WIDTH] : -INFINITE;
-        totals[i] = n < splits_used ? partial[n * PARTIAL + WIDTH + 1] : 0;
-        top = fmaxf(top, tops[i]);
-    }
-    top = warp_max(top);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        tops[i] = tops[i] == -INFINITE ? 0 : __expf(tops[i] - top);
-        total += totals[i] * tops[i];
-    }
-    float share = normalizer(a, head, top, warp_sum(total));
-#pragma unroll
-    for (int i = 0; i < 2; i++) weights[lane + WARP * i] = tops[i] * share;
-    __syncwarp();
-}
-
-// Grid: (tokens, groups of 256 results), one result per thread, stored as `target` requests.
-template <int N> __device__ __forceinline__ void merge(const Attention& a, const Target& target) {
-    constexpr int MAX_HEADS = 256 / WIDTH + 2;  // most heads of a block
-    constexpr int BATCH = 16;  // splits whose results are loaded together
-    __shared__ float weights[MAX_HEADS][MAX_SPLITS], results[256];
-    const i64 tokens = begin(a.tokens, a.metadata_ready);
-    int token = blockIdx.x, width = (int)a.heads * WIDTH, lane = threadIdx.x % WARP;
-    int start = blockIdx.y * 256, at = start + threadIdx.x, first = at - lane;
-    const VisibleKeys visible = visible_keys(a, token);
-    wait_for_previous();
-    if (token >= tokens) return;
-    int count = visible.high - visible.low, split_keys = keys_per_split(a, count);
-    int splits_used = count > 0 ? (count + split_keys - 1) / split_keys : 0;
-    const float* partials = a.partials + (i64)token * a.heads * a.splits * PARTIAL;
-    // The first loads are in flight with those of split_weights.
-    float parts[BATCH], v[N];
-    const float* partial = partials + min(at, width - 1) / WIDTH * a.splits * PARTIAL + at % WIDTH;
-    auto load = [&](int n) {
-#pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            parts[i] = n + i < splits_used ? partial[(n + i) * PARTIAL] : 0;
-    };
-    load(0);
-    int head = start / WIDTH + threadIdx.x / WARP;
-    if (threadIdx.x / WARP < MAX_HEADS && head < a.heads)
-        split_weights(a, partials + head * a.splits * PARTIAL, head, splits_used, weights[threadIdx.x / WARP]);
+    if (split >= last_split) return;
     __syncthreads();
-    const float* weight = weights[min(at, width - 1) / WIDTH - start / WIDTH];
-    v[0] = 0;
-#pragma unroll 1
-    for (int n = 0; n < splits_used; n += BATCH) {
-        if (n) load(n);
+    again = true, split++, from = to, to = min(visible.high, (split + 1) * split_keys);
+    top = -INFINITE, total = 0;
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) v[0] = fmaf(parts[i], weight[n + i], v[0]);
-    }
-    if (N > 1) {
-        first = start;
-        results[threadIdx.x] = v[0];
-        __syncthreads();
-        if (threadIdx.x >= WARP) return;
+    for (int h = 0; h < HEADS; h++)
 #pragma unroll
-        for (int i = 0; i < N; i++) v[i] = results[N * lane + i];
+        for (int n = 0; n < V_SPANS; n++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) acc[h][n][e] = 0;
     }
-    if (first < width) emit_to<N>(v, target, token, 0, first, width);
-}
-
-extern "C" __global__ void merge_1(Attention a, Target target TIMESTAMPS) {
-    RECORD_TIMESTAMPS
-    merge<1>(a, target);
-}
-extern "C" __global__ void merge_8(Attention a, Target target TIMESTAMPS) {
-    RECORD_TIMESTAMPS
-    merge<8>(a, target);
 }

@@ -1,0 +1,385 @@
+// Attention of few queries per sequence on tensor cores, bound by memory: the keys of each query are divided
+// among thread blocks, and attention_merge.cu merges their results.
+//
+// POOL: 1 float16, 2 q8_0. DEPTH: elements of queries, keys and values: 64, 96, 128 or 256. BIASED: logits
+// are capped, or have ALiBi slopes.
+//
+// A block takes 64 keys of a KV head at a time, for up to eight of its query heads. Matrices are transposed,
+// so that heads are the eight columns of a product. Keys: a warp multiplies 16 of them with all queries, and
+// shares the logits. Values: a warp multiplies all of them in its dimensions. Fragments are loaded from the
+// pools as they are, without shared memory: threads take 16 adjacent bytes of a key, so that the elements of
+// a product's steps are permuted, in the keys as in the queries, and attention_tiled.cu has them in the same
+// order. The bits of a query's result are those of attention_tiled.cu.
+
+#include "attention.cuh"
+#include "attention_pools.cuh"
+#include "tensor_cores.cuh"
+
+#define THREADS 128
+constexpr int WARPS = THREADS / WARP, VECTORS = DEPTH / 32;
+constexpr int OWN = DEPTH == 64 ? 2 : 4;           // adjacent dimensions of values of a thread
+constexpr int SPREAD = 8 * OWN, PARTS = DEPTH / SPREAD;  // dimensions of a warp's products, their number
+constexpr int EACH = (PARTS + WARPS - 1) / WARPS;  // products of a warp
+constexpr int PARTIAL = DEPTH + 4;                 // floats of a partial result: sums, top, total
+constexpr int LOGITS = TILE_KEYS + 8;              // floats between heads: reads cover all banks
+constexpr int PAGES = 16;                          // keys of the smallest block of the table
+constexpr int RESIDENT = DEPTH > 128 ? 2 : DEPTH > 64 || POOL != 1 ? 3 : 4;  // blocks of a multiprocessor, as in attention.py
+constexpr u32 ONES = 0x3c003c00u;
+
+// OWN adjacent elements of a value.
+struct ValueVector {
+#if POOL == 1
+    u32 q[OWN / 2];
+    __device__ __forceinline__ void load(const u8* row, int at) {
+        if (OWN == 4) {
+            uint2 two = *(const uint2*)(row + 2 * at);
+            q[0] = two.x, q[OWN / 2 - 1] = two.y;
+        } else {
+            q[0] = *(const u32*)(row + 2 * at);
+        }
+    }
+    __device__ __forceinline__ void read(u32* to) const {
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i++) to[i] = q[i];
+    }
+#else
+    u32 q, d;
+    __device__ __forceinline__ void load(const u8* row, int at) {
+        const u8 *block = row + at / 32 * 34, *from = block + 2 + at % 32;
+        d = *(const u16*)block;
+        if (OWN == 2) q = *(const u16*)from;
+        else if (at / 32 % 2) q = *(const u32*)from;
+        else q = ((const u16*)from)[0] | (u32)((const u16*)from)[1] << 16;
+    }
+    __device__ __forceinline__ void read(u32* to) const {
+        u32 four[2];
+        four_halves(q, d, four);
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i++) to[i] = four[i];
+    }
+#endif
+};
+
+// A part of the work: the tiles from `tile` to `end` of a query and a KV head.
+struct Unit {
+    bool there;
+    int row, slot, kv, head, heads, tile, end;  // row and slot of the result; first query head, their number
+    Query query;
+};
+
+struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
+    float logits[2][GROUP][LOGITS];
+    float q[2][GROUP][DEPTH];
+    Unit units[4];  // number n in n % 4: the present one, two before it and the next
+    int scan[WARPS];
+};
+
+// The units of a step: partial results of rows, in order, each for all groups of heads.
+struct Units {
+    const int* starts;  // of each row, and the end
+    int rows, groups, tokens;
+
+    __device__ __forceinline__ void get(const Attention& a, int index, Unit& unit) const {
+        unit.there = index < starts[rows] * groups;
+        if (!unit.there) return;
+        const int item = index / groups, group = index % groups, shared = (int)a.heads / (int)a.kv_heads;
+        const int each = groups / (int)a.kv_heads;  // groups of a KV head
+        int low = 0, high = rows;
+#pragma unroll 1
+        while (low + 1 < high) {
+            int middle = (low + high) / 2;
+            if (starts[middle] <= item) low = middle;
+            else high = middle;
+        }
+        unit.row = low, unit.slot = item - starts[low], unit.kv = group / each;
+        unit.head = unit.kv * shared + group % each * GROUP;
+        unit.heads = min(GROUP, (unit.kv + 1) * shared - unit.head);
+        Query query = {};
+        find_query(a, tokens, low, query);
+        unit.query = query;
+        const Partials partials(a, query.keys, rows * groups);
+        const int tile = (partials.first + unit.slot) * partials.each;
+        unit.tile = max(tile, query.keys.low / TILE_KEYS);
+        unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
+    }
+};
+
+// Count the partial results of all rows.
+__device__ __forceinline__ void count_units(const Attention& a, const Units& units, int* starts, int* scan) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int before = 0;
+    if (units.rows == 1) {
+        Query query = {};
+        const bool there = find_query(a, units.tokens, 0, query);
+        if (threadIdx.x == 0) starts[0] = 0, starts[1] = there ? Partials(a, query.keys, units.groups).count : 0;
+        __syncthreads();
+        return;
+    }
+#pragma unroll 1
+    for (int first = 0; first < units.rows; first += THREADS) {
+        const int row = first + threadIdx.x;
+        Query query;
+        int own = 0;
+        if (row < units.rows && find_query(a, units.tokens, row, query))
+            own = Partials(a, query.keys, units.rows * units.groups).count;
+        int through = own;
+#pragma unroll
+        for (int o = 1; o < WARP; o <<= 1) {
+            int other = __shfl_up_sync(FULL, through, o);
+            if (lane >= o) through += other;
+        }
+        __syncthreads();
+        if (lane == WARP - 1) scan[warp] = through;
+        __syncthreads();
+        int all = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            if (w < warp) through += scan[w];
+            all += scan[w];
+        }
+        if (row < units.rows) starts[row] = before + through - own;
+        before += all;
+    }
+    if (threadIdx.x == 0) starts[units.rows] = before;
+    __syncthreads();
+}
+
+// The blocks of the table with 32 times 16 keys, one in each lane.
+struct Pages {
+    int first, own;  // number of the first 16 keys; the lane's block
+
+    __device__ __forceinline__ void load(const Attention& a, const VisibleKeys& keys, int tile) {
+        first = tile * (TILE_KEYS / PAGES);
+        int key = min(max((first + (int)threadIdx.x % WARP) * PAGES, keys.low), keys.high - 1);
+        own = a.table[keys.sequence * a.table_width + (key >> (int)a.shift)];
+    }
+    __device__ __forceinline__ i64 slot(const Attention& a, int key) const {
+        i64 page = __shfl_sync(FULL, own, key / PAGES - first);
+        return (page << (int)a.shift) + (key & ((1 << (int)a.shift) - 1));
+    }
+};
+
+// Grid: blocks that share the units.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
+    RECORD_TIMESTAMPS
+    __shared__ Shared s;
+    DYNAMIC_SHARED(int, starts);
+    const int tokens = (int)begin(a.tokens, a.metadata_ready);
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, c = lane % 4;
+    const Units units = {starts, a.queries == SINGLE ? (int)*a.sequences : tokens, head_groups(a), tokens};
+    count_units(a, units, starts, s.scan);
+    if (thread < 2) units.get(a, blockIdx.x + thread * gridDim.x, s.units[thread]);
+    __syncthreads();
+    if (!s.units[0].there) {
+        // Blocks without work leave room for the next kernel at once. One must wait, else this kernel could
+        // complete before its predecessor.
+        if (blockIdx.x == 0) wait_for_previous();
+        return;
+    }
+
+    KeyVector keys[2][VECTORS];
+    ValueVector values[EACH][TILE_KEYS / 16][4];
+    Pages pages;
+    const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
+    auto load_key = [&](const Unit& u, int i, const u8* row) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; n++) keys[i][n].load(row, u.kv * DEPTH + 32 * n + 8 * c);
+    };
+    auto load_value = [&](const Unit& u, int t, int i, const u8* row) {
+        if (!active) return;
+#pragma unroll
+        for (int n = 0; n < EACH; n++)
+            values[n][t][i].load(row, u.kv * DEPTH + (warp * EACH + n) * SPREAD + OWN * g);
+    };
+    // Whether all keys of a tile are visible and in one block of the table.
+    auto is_whole = [&](const Unit& u, int tile) {
+        const VisibleKeys& range = u.query.keys;
+        return tile * TILE_KEYS >= range.low && (tile + 1) * TILE_KEYS <= range.high && a.block >= TILE_KEYS;
+    };
+    // Keys beyond either end repeat the last or first one; they are ignored.
+    auto load_keys = [&](const Unit& u, int tile) {
+        const int first = tile * TILE_KEYS + 16 * warp + g;
+        const VisibleKeys& range = u.query.keys;
+        if (is_whole(u, tile)) {
+            const u8* row = a.k + pages.slot(a, first) * a.k_stride;
+#pragma unroll
+            for (int i = 0; i < 2; i++) load_key(u, i, row + 8 * i * a.k_stride);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int key = min(max(first + 8 * i, range.low), range.high - 1);
+            load_key(u, i, a.k + pages.slot(a, key) * a.k_stride);
+        }
+    };
+    auto load_values = [&](const Unit& u, int tile) {
+        const int first = tile * TILE_KEYS + 2 * c;
+        const VisibleKeys& range = u.query.keys;
+        if (is_whole(u, tile)) {
+            const u8* row = a.v + pages.slot(a, first) * a.v_stride;
+#pragma unroll
+            for (int t = 0; t < TILE_KEYS / 16; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) load_value(u, t, i, row + (16 * t + i % 2 + i / 2 * 8) * a.v_stride);
+            return;
+        }
+#pragma unroll
+        for (int t = 0; t < TILE_KEYS / 16; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = min(max(first + 16 * t + i % 2 + i / 2 * 8, range.low), range.high - 1);
+                load_value(u, t, i, a.v + pages.slot(a, key) * a.v_stride);
+            }
+    };
+    // Copy the queries of a unit to shared memory.
+    auto copy_queries = [&](const Unit& u, int buffer) {
+        const float* from = (const float*)(a.q + u.query.token * a.q_stride) + u.head * DEPTH;
+        for (int i = thread; i < u.heads * DEPTH / 4; i += THREADS)
+            copy16((u16*)(&s.q[buffer][0][0] + 4 * i), (const u8*)(from + 4 * i));
+        close_copies();
+    };
+
+    {
+        const Unit& unit = s.units[0];
+        const VisibleKeys& range = unit.query.keys;
+        const bool ahead = a.metadata_ready && min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old;
+        pages.load(a, range, unit.tile);
+        if (!ahead) wait_for_previous();
+        load_keys(unit, unit.tile);
+        load_values(unit, unit.tile);
+        if (ahead) wait_for_previous();
+        copy_queries(unit, 0);
+        wait_copies<0>();
+        __syncthreads();
+    }
+    int parity = 0;
+#pragma unroll 1
+    for (int number = 0;; number++) {
+        const Unit &unit = s.units[number % 4], &after = s.units[(number + 1) % 4];
+        if (!unit.there) return;
+        if (thread == 0) units.get(a, blockIdx.x + (number + 2) * gridDim.x, s.units[(number + 2) % 4]);
+        const int heads = unit.heads, end = unit.end;
+        u32 q[VECTORS][4];
+#pragma unroll
+        for (int n = 0; n < VECTORS; n++) {
+            const float* from = &s.q[number % 2][min(g, heads - 1)][32 * n + 8 * c];
+#pragma unroll
+            for (int e = 0; e < 4; e++) q[n][e] = pair(from[2 * e] * a.scale, from[2 * e + 1] * a.scale);
+        }
+        float acc[EACH][OWN / 2][4] = {}, totals[2] = {}, top = -INFINITE;  // top: of head g
+#pragma unroll 1
+        for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
+            const bool last = tile + 1 == end;
+            if (last && after.there) copy_queries(after, (number + 1) % 2);
+            float scores[4] = {};
+#pragma unroll
+            for (int n = 0; n < VECTORS; n++) {
+                u32 one[4], two[4];
+                keys[0][n].read(one), keys[1][n].read(two);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    u32 k[4] = {one[2 * h], two[2 * h], one[2 * h + 1], two[2 * h + 1]};
+                    multiply(scores, k, q[n][2 * h], q[n][2 * h + 1]);
+                }
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s.logits[parity][2 * c + e % 2][16 * warp + g + e / 2 * 8] = scores[e];
+            // The next keys and values are loaded as soon as registers are free.
+            const Unit& next = last ? after : unit;
+            const int next_tile = last ? after.tile : tile + 1;
+            if (next.there) {
+                if (last || next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP)
+                    pages.load(a, next.query.keys, next_tile);
+                load_keys(next, next_tile);
+            }
+            if (last) wait_copies<0>();
+            __syncthreads();
+
+            float weights[TILE_KEYS / 16][4], most = -INFINITE;
+            const float slope = BIASED && a.slopes ? a.slopes[unit.head + min(g, heads - 1)] : 0;
+            const VisibleKeys& range = unit.query.keys;
+            const bool inside = tile * TILE_KEYS >= range.low && (tile + 1) * TILE_KEYS <= range.high;
+#pragma unroll
+            for (int t = 0; t < TILE_KEYS / 16; t++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float2 two = *(const float2*)&s.logits[parity][g][16 * t + 2 * c + 8 * i];
+                    weights[t][2 * i] = two.x, weights[t][2 * i + 1] = two.y;
+                }
+                if (BIASED || !inside)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int j = tile * TILE_KEYS + 16 * t + 2 * c + i % 2 + i / 2 * 8;
+                        float x = weights[t][i];
+                        if (BIASED) x = logit(a, x, j - range.position, slope);
+                        weights[t][i] = (j >= range.low) & (j < range.high) ? x : -INFINITE;
+                    }
+#pragma unroll
+                for (int i = 0; i < 4; i++) most = fmaxf(most, weights[t][i]);
+            }
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+            const float exponent = exponent_of(most);
+            const Merge merge(top, most);
+            u32 p[TILE_KEYS / 16][2];
+#pragma unroll
+            for (int t = 0; t < TILE_KEYS / 16; t++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    p[t][i] = pair(weight_of(weights[t][2 * i], exponent), weight_of(weights[t][2 * i + 1], exponent));
+            // Sums are in columns: a thread has those of heads 2 c and 2 c + 1.
+            Merge merges[2] = {merge, merge};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                merges[i].keep = __shfl_sync(FULL, merge.keep, 4 * (2 * c + i));
+                merges[i].share = __shfl_sync(FULL, merge.share, 4 * (2 * c + i));
+            }
+            const u32 ones[4] = {ONES, ONES, ONES, ONES};
+            float sums[4] = {};
+#pragma unroll
+            for (int t = 0; t < TILE_KEYS / 16; t++) multiply(sums, ones, p[t][0], p[t][1]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) merges[i].add(totals[i], sums[i]);
+            if (active)
+#pragma unroll
+                for (int n = 0; n < EACH; n++) {
+                    float parts[OWN / 2][4] = {};
+#pragma unroll
+                    for (int t = 0; t < TILE_KEYS / 16; t++) {
+                        u32 v[4][OWN / 2];
+#pragma unroll
+                        for (int i = 0; i < 4; i++) values[n][t][i].read(v[i]);
+#pragma unroll
+                        for (int i = 0; i < OWN / 2; i++) {
+                            u32 two[4] = {__byte_perm(v[0][i], v[1][i], 0x5410), __byte_perm(v[0][i], v[1][i], 0x7632),
+                                          __byte_perm(v[2][i], v[3][i], 0x5410), __byte_perm(v[2][i], v[3][i], 0x7632)};
+                            multiply(parts[i], two, p[t][0], p[t][1]);
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < OWN / 2; i++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) merges[e % 2].add(acc[n][i][e], parts[i][e]);
+                }
+            if (next.there) load_values(next, next_tile);
+        }
+        float* partial = a.partials + ((unit.row * a.slots + unit.slot) * a.heads + unit.head) * PARTIAL;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int h = 2 * c + i;
+            if (h >= heads) continue;
+            float* to = partial + h * PARTIAL;
+            if (active)
+#pragma unroll
+                for (int n = 0; n < EACH; n++) {
+                    float* own = to + (warp * EACH + n) * SPREAD + OWN * g;
+                    const float(*x)[4] = acc[n];
+                    if (OWN == 4) *(float4*)own = make_float4(x[0][i], x[0][2 + i], x[OWN / 2 - 1][i], x[OWN / 2 - 1][2 + i]);
+                    else *(float2*)own = make_float2(x[0][i], x[0][2 + i]);
+                }
+            if (warp == 0 && g == 0) to[DEPTH + 1] = totals[i];
+        }
+        if (warp == 0 && c == 0 && g < heads) partial[g * PARTIAL + DEPTH] = top;
+    }
+}
