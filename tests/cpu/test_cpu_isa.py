@@ -223,7 +223,7 @@ def main(target: str) -> None:
         for line in run_all(name, ("cpu",), Options(), formats=formats):
             print(f"{name}: {line}")
     if target != WITHOUT_VNNI:
-        formats = [form for form in block_formats("linear") if form in ("", *dealt(target))]
+        formats = dict(samples(target))["linear"]
         for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5, formats=formats):
             print(f"linear, float: {line}")
     for line in probe_kernel_cases.wrong():
