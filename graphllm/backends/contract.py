@@ -39,12 +39,15 @@ class Options:
         threads: number of CPU threads; 0 uses every available core.
         without: names of fusion rules to disable, or "all".
         no_kernels: kernels to disable, as "backend:op".
+        deterministic: use only kernels whose results for a token have the same bits at any number
+            of tokens.
     """
 
     linear: str = "auto"
     threads: int = 0
     without: tuple[str, ...] = ()
     no_kernels: tuple[str, ...] = ()
+    deterministic: bool = False
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -271,10 +274,8 @@ class Backend:
         measure: Measure | None = None,
     ) -> None:
         self.name, self.memory = name, memory
-        self.probe = probe
-        self.open_device = open_device
-        self.expected = expected
-        self.measure = measure
+        self.probe, self.expected = probe, expected
+        self.open_device, self.measure = open_device, measure
         self.kernels: dict[str, list[Kernel]] = {}
         self.half_tolerance: Mapping[str, float] = {}
 

@@ -115,6 +115,13 @@ class PlacementOptions:
         ),
     ] = "auto"
     linear: LinearMode = "auto"
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Give a request the same bits in any batch on CUDA, too; the CPU always does.",
+        ),
+    ] = False
     place: Annotated[
         list[str] | None,
         typer.Option(

@@ -56,6 +56,7 @@ RULES: dict[str, Rule] = {
     "kv_memory": check_kv_memory,
     "kv_type": Optional(OneOf(CACHED)),
     "linear": OneOf(("auto", "integer", "float")),
+    "deterministic": flag,
     "threads": Integer(0),
     "place": Optional(text_mapping),
     "strict": flag,
@@ -109,7 +110,10 @@ def backend_options(given: Mapping[str, Any]) -> Options:
     """
     fusion.check_names(given["no_fuse"])
     registry.check_switches(given["no_kernels"])
-    return Options(given["linear"], given["threads"], given["no_fuse"], given["no_kernels"])
+    return Options(
+        given["linear"], given["threads"], given["no_fuse"], given["no_kernels"],
+        given["deterministic"],
+    )  # fmt: skip
 
 
 def graph_limits(context: int, kv_type: str | None, device: str, max_sequences: int = 1) -> Limits:

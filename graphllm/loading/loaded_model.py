@@ -122,6 +122,7 @@ class LoadedModel:
         kv_memory: int | str = "auto",
         kv_type: str | None = None,
         linear: str = "auto",
+        deterministic: bool = False,
         threads: int = 0,
         place: Mapping[str, str] | None = None,
         strict: bool = False,
@@ -149,6 +150,8 @@ class LoadedModel:
                 backend).
             linear: matrix products with quantised weights: ``integer`` (activations are quantised,
                 too), ``float``, or ``auto``.
+            deterministic: give a request the same bits in any batch on CUDA, too, at the price that
+                docs/reproducibility.md states; the CPU always does.
             threads: number of CPU threads; 0 uses every core.
             place: backends by scope pattern: ``{"model.layers.3.*": "cpu"}``.
             strict: raise PlacementError if an op does not run on the first usable backend.

@@ -190,6 +190,7 @@ def _describe_run(
         "settings": {
             "threads": _threads(llm),
             "linear": executor.options.linear,
+            "deterministic": executor.options.deterministic,
             "no_fuse": list(executor.options.without),
             "no_kernels": list(executor.options.no_kernels),
             "gpu_layers": facts["n_gpu_layers"],

@@ -167,6 +167,7 @@ def dry_run(
     kv_memory: int | str = "auto",
     kv_type: str | None = None,
     linear: str = "auto",
+    deterministic: bool = False,
     threads: int = 0,
     place: Mapping[str, str] | None = None,
     strict: bool = False,

@@ -227,6 +227,7 @@ def test_each_of_several_prompts_gets_its_own_seed(llm):
         *(("kv_type", value, "must be f32, f16 or q8_0") for value in ("q3", 8, ["f16"], "")),
         *(("linear", value, "must be auto, integer or float") for value in ("int", None, 1)),
         *(("strict", value, "must be True or False") for value in ("no", 0, None)),
+        ("deterministic", 1, "must be True or False"),
         *(("device", value, "must be a non-empty string") for value in (None, "", ["cpu"])),
         *(("type", value, "must be a non-empty string") for value in (8, "", ["q8_0"])),
         *(("no_fuse", v, "must be non-empty") for v in (None, 1, [1], "", b"all", {"all": 1})),

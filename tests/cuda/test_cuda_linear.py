@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cuda_cases import ORDER, need_gpu, normal, run_bounded
+from cuda_cases import ORDER, need_gpu, normal, quantised, run_bounded
 from op_runs import report
 
 from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda.kernels.linear import MAX_F32_TOKENS
 from graphllm.formats import BLOCK_FORMATS, WEIGHT_FORMATS
-from graphllm.formats.quantization import Blocks, quantise
 from graphllm.graph.dtype import dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.ops import Arg, Sample
@@ -129,11 +128,3 @@ def test_one_gated_token_of_any_depth(kind):
                 assert ("gated" in [s.node.op for s in plan.steps]) == (not without)
                 found.append(executor.run(plan, feeds)["y"])
             np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5, err_msg=f"{rows}, {k}")
-
-
-def quantised(values: np.ndarray, kind: str) -> np.ndarray | Blocks:
-    """Weights as `Arrays` accepts them."""
-    form = dtype(kind)
-    if not form.quantised:
-        return values.astype(form.numpy)
-    return Blocks(quantise(values, form), form, values.shape[-1])

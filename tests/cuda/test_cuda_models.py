@@ -212,7 +212,7 @@ def test_quantised_layers_on_both_sides(files):
 def test_layers_that_do_not_fit(monkeypatch):
     """The reported free memory decides; here it is less than what is free."""
     file = RandomCheckpoint("llama-1b", "f16")
-    whole = graphllm.load(file, device="cuda", context=2048)
+    whole = graphllm.load(file, device="cuda", context=2048, max_sequences=1)
     used = whole.gpu_offload.free_bytes - whole.executor.devices["cuda"].free()
     assert used <= whole.gpu_offload.needed_bytes < whole.gpu_offload.free_bytes
     stored = sum(t.nbytes for t in file.tensors.values())
@@ -220,7 +220,7 @@ def test_layers_that_do_not_fit(monkeypatch):
     del whole
     less = 2 << 30
     monkeypatch.setattr(CudaDevice, "free", lambda device: less)
-    split = graphllm.load(file, device="cuda", context=2048)
+    split = graphllm.load(file, device="cuda", context=2048, max_sequences=1)
     assert (
         0 < split.gpu_offload.layers < 16
         and split.gpu_offload.output

@@ -17,6 +17,8 @@ from graphllm import ops
 from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.engine.request import Sampling
+from graphllm.formats.quantization import Blocks, quantise
+from graphllm.graph.dtype import dtype
 from graphllm.ops import Sample
 from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
@@ -84,3 +86,11 @@ def disagreement(have: list[int], want: list[int], reference) -> str:
     logits = reference.logits(IDS + want[:at], last=True)
     apart = abs(float(logits[have[at]] - logits[want[at]]))
     return "" if apart < TIE else f"token {at}: {have[at]}, not {want[at]}, {apart:.3g} apart"
+
+
+def quantised(values: np.ndarray, kind: str) -> np.ndarray | Blocks:
+    """Weights as `Arrays` accepts them."""
+    form = dtype(kind)
+    if not form.quantised:
+        return values.astype(form.numpy)
+    return Blocks(quantise(values, form), form, values.shape[-1])

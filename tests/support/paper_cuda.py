@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from graphllm.backends import Options
 from graphllm.backends.cuda import BACKEND
 from graphllm.backends.cuda.runtime.device import CudaDevice
 from graphllm.backends.cuda.runtime.work import Launch
@@ -18,7 +19,8 @@ class Paper(CudaDevice):
     launches and host calls.
     """
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], options: Options) -> None:
+        self.options = options
         self.memory, self.modules, self.built = "paper", set(), []
         self.gpu = SimpleNamespace(capability=capability, processors=72)
 
@@ -47,8 +49,8 @@ class Paper(CudaDevice):
 def paper_fixture(monkeypatch):
     """A function that makes the backend usable, with a GPU of the given capability."""
 
-    def made(capability: tuple[int, int]) -> Paper:
-        device = Paper(capability)
+    def made(capability: tuple[int, int], options: Options | None = None) -> Paper:
+        device = Paper(capability, options or Options())
         monkeypatch.setattr(BACKEND, "probe", lambda: (True, "on paper"))
         monkeypatch.setattr(BACKEND, "open_device", lambda options: device)
         return device

@@ -17,11 +17,13 @@ import importlib.util
 import os
 import pkgutil
 
+from ...errors import PlacementError
 from .. import Backend, Device, Options
 from . import kernels
 from .runtime.roofline_probes import measure
 
 MIN_CAPABILITY = (7, 5)  # lowest compute capability that the kernels support
+_TENSOR_CORES = (8, 0)  # lowest one whose linears of several tokens have one order of sums
 
 
 def _installed() -> bool:
@@ -45,7 +47,14 @@ def _probe() -> tuple[bool, str]:
 def _open(options: Options) -> Device:
     from .runtime.device import CudaDevice
 
-    return CudaDevice(options)
+    device = CudaDevice(options)
+    if options.deterministic and device.gpu.capability < _TENSOR_CORES:
+        own, least = (".".join(map(str, c)) for c in (device.gpu.capability, _TENSOR_CORES))
+        raise PlacementError(
+            f"deterministic = True needs compute capability {least}; the GPU has {own}",
+            "deterministic",
+        )
+    return device
 
 
 BACKEND = Backend("cuda", _probe, _open, _wanted, "cuda:0", measure)

@@ -107,29 +107,31 @@ def _matrix_count(node: Tensor) -> int:
     return int(node.sources[1].shape[0])  # type: ignore[arg-type]
 
 
-def _few_pairs(node: Tensor) -> bool:
-    return _max_pairs(node) <= _MAX_PAIRS_PER_MATRIX * _matrix_count(node)
+def _few_pairs(node: Tensor, options: Options) -> bool:
+    few = _max_pairs(node) <= _MAX_PAIRS_PER_MATRIX * _matrix_count(node)
+    return few and not options.deterministic
 
 
-def _group_size(node: Tensor) -> int:
+def _group_size(node: Tensor, options: Options) -> int:
     """Pairs of a group, at most."""
-    return _GROUP_SIZES[_max_pairs(node) > _SMALL_GROUP_LOAD * _matrix_count(node)]
+    many = _max_pairs(node) > _SMALL_GROUP_LOAD * _matrix_count(node)
+    return _GROUP_SIZES[many and not options.deterministic]
 
 
-def _max_groups(node: Tensor) -> int:
+def _max_groups(node: Tensor, options: Options) -> int:
     """Largest possible number of groups: one of each matrix may be incomplete.
 
     Pairs whose id is out of range count as one more matrix.
     """
     pairs = _max_pairs(node)
-    return pairs // _group_size(node) + min(pairs, _matrix_count(node) + 1)
+    return pairs // _group_size(node, options) + min(pairs, _matrix_count(node) + 1)
 
 
 def groups_nbytes(node: Tensor, options: Options) -> int:
     """Bytes of the groups, and of the pairs sorted by matrix."""
     if node.sources[0].dtype.name not in HALVES:
         return 0
-    return aligned(_GROUP.size * _max_groups(node)) + 4 * _max_pairs(node)
+    return aligned(_GROUP.size * _max_groups(node, options)) + 4 * _max_pairs(node)
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -269,14 +271,15 @@ def _grouped_gemm(
     ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool
 ) -> list[Launch]:
     """Products of groups of pairs with one matrix each."""
-    node, size, live = ctx.node, _group_size(ctx.node), ctx.live_address(ctx.x.meta.rows)
+    node, options, live = ctx.node, ctx.device.options, ctx.live_address(ctx.x.meta.rows)
+    size, most = _group_size(node, options), _max_groups(node, options)
     matrices, n, _ = ctx.w.meta.shape
-    order = ctx.scratch + aligned(_GROUP.size * _max_groups(node))
+    order = ctx.scratch + aligned(_GROUP.size * most)
     grouped = _has_wgmma_kernel(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
     kernel = _gemm_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
     work = []
     if ids is not None:
-        count = _max_groups(node)
+        count = most
         warps = min(32, _COUNTERS // (matrices + 1) - 1)
         args = (ids.address, ids.row_stride, live, _pairs_per_token(node), matrices, size,
                 ctx.scratch, count, order)  # fmt: skip
@@ -346,7 +349,7 @@ def dtype_mismatch(node: Tensor, options: Options) -> str | None:
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lower_activation(x, w, _few_pairs(node), options), w, *rest)
+    return (lower_activation(x, w, _few_pairs(node, options), options), w, *rest)
 
 
 _RULES: dict[str, Any] = {

@@ -99,7 +99,7 @@ def _gated_unit(ctx: KernelContext, *act: Any) -> list[Launch]:
     gate = Gate(ctx.w2, ctx.op("bias2"), made.dtype, *act)
     if made.dtype == forms[0].dtype:
         return expert_products(ctx, ctx.ids, ctx.op("bias"), forms[0].address, gate)
-    y = ctx.scratch + aligned(groups_nbytes(ctx.node, Options()))
+    y = ctx.scratch + aligned(groups_nbytes(ctx.node, ctx.device.options))
     work = expert_products(ctx, ctx.ids, ctx.op("bias"), y, gate)
     return [*work, *(quantise(ctx, y, int(made.strides[0]), form) for form in forms)]
 

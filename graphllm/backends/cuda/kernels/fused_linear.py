@@ -44,7 +44,7 @@ def _pairs(node: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
 
 
 def _all_matched(node: Tensor, options: Options) -> str | None:
-    return next(filter(None, (dtype_mismatch(*pair) for pair in _pairs(node))), None)
+    return next(filter(None, (dtype_mismatch(*pair, options) for pair in _pairs(node))), None)
 
 
 def _job(ctx: KernelContext, index: int, out: OperandRef) -> Job:
@@ -63,7 +63,7 @@ def linears(ctx: KernelContext) -> list[Work]:
 
 
 @_kernels(
-    "linear_add", when=lambda node, options: dtype_mismatch(*node.src[:2]),
+    "linear_add", when=lambda node, options: dtype_mismatch(node.src[0], node.src[1], options),
     layout={"x": ROWS, "r": ROWS},
     scratch=lambda node, options: workspace_nbytes((node.src[0], node.src[1])),
 )  # fmt: skip
@@ -72,7 +72,7 @@ def linear_add(ctx: KernelContext) -> list[Work]:
     return launches(ctx, [job], ctx.scratch)
 
 
-def _linear_result(node: Tensor) -> Meta:
+def _linear_result(node: Tensor, deterministic: bool) -> Meta:
     """Meta of each linear's result before the activation.
 
     If the step's result is f16 or bf16 and cuBLASLt computes the linears, their results have that
@@ -84,7 +84,8 @@ def _linear_result(node: Tensor) -> Meta:
     bias = node.src[2] is not None or node.src[5] is not None
     narrow = x.dtype.name in HALVES and node.attrs["dtypes"] == (x.dtype.name,) and not bias
     made = Meta.of((rows, columns), F32)
-    fits = made.inner[0] % 8 == 0 and KernelContext.upper_bound(rows) > MAX_TOKENS
+    many = KernelContext.upper_bound(rows) > MAX_TOKENS and not deterministic
+    fits = made.inner[0] % 8 == 0 and many
     return Meta.of(made.shape, x.dtype) if narrow and fits else made
 
 
@@ -93,19 +94,21 @@ def _gated_when(node: Tensor, options: Options) -> str | None:
 
 
 def _gated_scratch(node: Tensor, options: Options) -> int:
-    return 2 * aligned(_linear_result(node).bound().nbytes) + workspace_nbytes(*_pairs(node))
+    made = _linear_result(node, options.deterministic).bound()
+    return 2 * aligned(made.nbytes) + workspace_nbytes(*_pairs(node))
 
 
 @_kernels("gated", when=_gated_when, layout={"x": ROWS}, scratch=_gated_scratch)
 def gated(ctx: KernelContext) -> list[Work]:
     """One kernel for one token or a small batch of halves; else both linears, then the product."""
-    x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node)
+    x, forms, meta = ctx.x, ctx.results, _linear_result(ctx.node, ctx.deterministic)
     act = ACTIVATIONS[ctx.attrs["act"], ctx.attrs["kind"]]
     size = aligned(meta.bound().nbytes)
     pair = [OperandRef(ctx.scratch + i * size, meta, ctx.out.operand) for i in range(2)]
     jobs = [_job(ctx, i, ref) for i, ref in enumerate(pair)]
     narrow = any(form.dtype.name in HALVES for form in forms)
-    if ctx.upper_bound(meta.rows) == 1 and can_fuse_gate(*jobs) and not narrow:
+    alone = ctx.upper_bound(meta.rows) == 1 and not ctx.deterministic
+    if alone and can_fuse_gate(*jobs) and not narrow:
         if not ctx.attrs["dtypes"]:
             return [gemv(ctx, [_job(ctx, 0, ctx.out), jobs[1]], act)]
         made, width = jobs[0].out, meta.inner[0]

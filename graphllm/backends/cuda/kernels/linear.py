@@ -87,11 +87,12 @@ def gemv(ctx: KernelContext, jobs: Sequence[Job], act: int = -1) -> Launch:
     args: list[int | float | bytes] = [
         x.address, x.row_stride, ctx.live_address(x.meta.rows), k, matrices_argument(jobs)
     ]  # fmt: skip
-    unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and most > 1))
+    several = most > 1 or ctx.deterministic
+    unaligned = x.dtype == F32 and (x.address % 16 or (x.row_stride % 16 and several))
     if name in PLAIN and (k % item_elements(w.dtype) or unaligned):
         return _launch(_unaligned_kernel(name), jobs, 1, WARPS, most, args)
     sizes = _token_counts(name, x.dtype != F32)
-    tokens = next((n for n in sizes if n >= most), sizes[-1])
+    tokens = next((n for n in sizes if n >= most and not ctx.deterministic), sizes[-1])
     shape = gemv_shapes.shape(name, x.dtype != F32, k, gated, tokens)
     own = jobs[:1] if gated else jobs
     groups = sum(ceil(job.rows, shape.rows) for job in own)
@@ -131,8 +132,15 @@ def _launch(
 # ------------------------------------------------------------------------------------ registration
 
 
-def few_tokens(x: Tensor | OperandRef, w: Tensor | OperandRef, integer: bool = False) -> bool:
-    """Whether x is multiplied as float32, or as int8 if ``integer``, at this number of tokens."""
+def few_tokens(
+    x: Tensor | OperandRef, w: Tensor | OperandRef, integer: bool, deterministic: bool
+) -> bool:
+    """Whether x is multiplied as float32, or as int8 if ``integer``, at this number of tokens.
+
+    If ``deterministic``, the weight alone decides.
+    """
+    if deterministic:
+        return w.dtype.name not in HALVES or int(w.meta.shape[1]) % 8 > 0  # type: ignore[arg-type]
     if w.dtype.quantised:
         most = MAX_TOKENS if integer else MAX_FLOAT_TOKENS
     else:
@@ -155,7 +163,8 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
         elif small_batch_blocks.fits(ctx, job):
             kind = f"blocks of {job.w.dtype.name}"
         else:
-            kind = job.w.dtype.name if job.x.dtype.quantised or few_tokens(job.x, job.w) else "gemm"
+            few = job.x.dtype.quantised or few_tokens(job.x, job.w, False, ctx.deterministic)
+            kind = job.w.dtype.name if few else "gemm"
         groups.setdefault((job.x.address, kind), []).append(job)
     work: list[Work] = []
     for (_, kind), own in groups.items():
@@ -188,13 +197,13 @@ def activation(w: DType) -> str:
     return "a8_32" if w.block == 32 else "a8_256"
 
 
-def dtype_mismatch(x: Tensor | None, w: Tensor | None) -> str | None:
+def dtype_mismatch(x: Tensor | None, w: Tensor | None, options: Options) -> str | None:
     """Why the weight does not match the activation as `_lower` leaves it; None if it does."""
     assert x is not None and w is not None
     if x.dtype.quantised:
         fits = w.dtype.name in PLANES and x.dtype.name == activation(w.dtype)
     elif x.dtype == F32:
-        fits = few_tokens(x, w) or w.dtype == F32
+        fits = few_tokens(x, w, False, options.deterministic) or w.dtype == F32
     else:
         fits = x.dtype == matmul_dtype(w.dtype)
     return None if fits else f"x is {x.dtype}, w {w.dtype}"
@@ -202,7 +211,7 @@ def dtype_mismatch(x: Tensor | None, w: Tensor | None) -> str | None:
 
 def _when(node: Tensor, options: Options) -> str | None:
     x, w = node.src[:2]
-    return None if x is not None and x.dtype == F32 else dtype_mismatch(x, w)
+    return None if x is not None and x.dtype == F32 else dtype_mismatch(x, w, options)
 
 
 def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
@@ -230,7 +239,7 @@ def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tenso
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    few = few_tokens(x, w, options.linear != "float")
+    few = few_tokens(x, w, options.linear != "float", options.deterministic)
     return (lower_activation(x, w, few, options), w, *rest)
 
 

@@ -39,6 +39,11 @@ class KernelContext(kernel_context.KernelContext[OperandRef]):
         self.writes = written(bound)
         self._in_flight = in_flight
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether results must not depend on the number of tokens, see `Options`."""
+        return self.device.options.deterministic
+
     def ref(self, operand: Operand) -> OperandRef:
         """The operand with its address; host operands (of copies) are NumPy arrays."""
         buffer = operand.buffer
@@ -102,7 +107,7 @@ class CudaDevice:
     def __init__(self, options: Options, index: int = 0) -> None:
         from . import launch, memory
 
-        self.memory = f"cuda:{index}"
+        self.memory, self.options = f"cuda:{index}", options
         self.progress: Callable[[str, int, int], None] = lambda what, done, total: None
         self.gpu = launch.Gpu(index)
         self._stager = memory.Stager(self.gpu.stream)
