@@ -213,9 +213,11 @@ def _time_prefill(engine: Engine, test: Test, tokens: list[int], number: int) ->
     """
     before, rest = tokens[: test.depth], tokens[test.depth : test.depth + test.prompt]
     prompt = before + [(token + 1 + number) % engine.vocab for token in rest]
-    if engine.cached_tokens(prompt) < test.depth:
-        next(engine.generate(before, GREEDY, []))
-        engine.settle()
+    if engine.cached_tokens(prompt) != test.depth:  # a shorter test may have left more in the cache
+        engine.clear_cache()
+        if before:
+            next(engine.generate(before, GREEDY, []))
+            engine.settle()
     start = time.perf_counter_ns()
     sampled = engine.generate(prompt, GREEDY, [])
     next(sampled)

@@ -140,6 +140,9 @@ def test_only_the_test_is_computed(model, device):
     log.steps.clear()
     bench.run(llm, Test(8, 0), 1, lambda done: None)
     assert log.steps == [(8, 36), (8, 36)]
+    log.steps.clear()
+    bench.run(llm, Test(12, 0), 1, lambda done: None)  # begins with the prompts of the test before
+    assert log.steps == [(12, 78), (12, 78)]
 
 
 def test_a_test_must_fit_the_context(model):
