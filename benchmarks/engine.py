@@ -3,18 +3,21 @@
     python benchmarks/engine.py                                  # gemma3-270m, random weights, CPU
     python benchmarks/engine.py decode prefill --model demo -t 1
     python benchmarks/engine.py --random mistral-7b --type q4_0 --device cuda
+    python benchmarks/engine.py decode --sequences 1,16,128 --cached 512 --deterministic ...
 
 Parts (all by default), each paired within one run and repeated; medians of the rounds:
 
-decode   Decode steps of 8, 16 and 64 sequences with 128 cached tokens each, sampled at temperature
-         0.8. ``hand``: a `DecodeLoop` over the engine's own plan, whose tables were filled in
-         advance, so that the host does nothing between steps. ``kernels``: sum of the times of all
-         steps of the plan, from a profiled run of that loop. Both start from the same cache as the
-         engine's own steps.
+decode   Decode steps of 8, 16 and 64 sequences with 128 cached tokens each (or --sequences and
+         --cached), sampled at temperature 0.8. ``hand``: a `DecodeLoop` over the engine's own plan,
+         whose tables were filled in advance, so that the host does nothing between steps.
+         ``kernels``: sum of the times of all steps of the plan, from a profiled run of that loop.
+         Both start from the same cache as the engine's own steps.
 host     The engine's own time for such a step: the same, but no kernel is run (CPU only).
 prefill  32 prompts of 1 to 512 tokens through the engine, and one prompt of the same total length.
          A long prompt has more (query, key) pairs, so the times of the kernels stand beside the
          wall times; ``overhead`` is what the wall time exceeds them by.
+requests 64 and 256 requests at once, each with a prompt of 128 tokens and 128 sampled ones, and
+         the sampled tokens per second from the first submission to the last token.
 prefix   16 prompts that share their first 1,000 tokens: the number of tokens that are computed.
          Then 16 prompts that share nothing: the time spent in everything that the block manager
          does (allocation of blocks included) as a share of the wall time, in prefill and decode. It
@@ -55,7 +58,8 @@ from graphllm.profiler.record import Recorder, Run
 from graphllm.profiler.roofline import cpu_name
 from graphllm.runtime.decode_loop import DecodeLoop
 
-DECODE_BATCHES, DEPTH, STEPS = (8, 16, 64), 128, 64
+DECODE_BATCHES, DEPTH, STEPS = [8, 16, 64], 128, 64
+REQUESTS, PROMPT, ANSWER = (64, 256), 128, 128
 PROMPTS, LONGEST = 32, 512
 SHARERS, SHARED, OWN = 16, 1000, 32
 MANAGER = ("begin", "awaited", "is_computing", "reserve", "commit", "release", "can_hold", "slots")
@@ -115,19 +119,24 @@ def kernel_seconds(runs: Sequence[Run]) -> float:
 # ------------------------------------------------------------------------------------------ decode
 
 
-def decode(load: Callable[..., LLM], rounds: int) -> Lines:
+def decode(
+    load: Callable[..., LLM],
+    rounds: int,
+    counts: Sequence[int] = DECODE_BATCHES,
+    cached: int = DEPTH,
+) -> Lines:
     """Yield the decode times of the engine, of a loop driven by hand, and of the kernels."""
     yield (
         f"{'sequences':>9} {'engine tok/s':>12} {'engine us':>10} {'hand us':>9} "
         f"{'kernels us':>10} {'kernels/engine':>14} {'hand/engine':>11}   (us per step)"
     )
-    context = DEPTH + (rounds + 2) * (STEPS + 2) + 64
-    for count in DECODE_BATCHES:
-        llm = load(context=context, max_sequences=count)
-        engine = llm.engine
+    context = cached + (rounds + 2) * (STEPS + 2) + 64
+    llm = load(context=context, max_sequences=max(counts))
+    engine = llm.engine
+    for count in counts:
         times: list[tuple[float, float, float]] = []
         with engine.lock.hold("a benchmark"):
-            generations = submit(engine, prompts(engine.vocab, [DEPTH] * count))
+            generations = submit(engine, prompts(engine.vocab, [cached] * count))
             prefill(engine, generations)
             for _ in range(rounds + 1):
                 kernels = Recorder()
@@ -142,7 +151,7 @@ def decode(load: Callable[..., LLM], rounds: int) -> Lines:
             f"{count:>9} {count / own:12.1f} {1e6 * own:10.1f} {1e6 * hand:9.1f} "
             f"{1e6 * kernel:10.1f} {shares[0]:14.3f} {shares[1]:11.3f}"
         )
-        llm.close()
+    llm.close()
 
 
 def engine_steps(engine: Engine) -> float:
@@ -275,6 +284,30 @@ def time_prefill(engine: Engine, texts: Sequence[list[int]]) -> Prefill:
     return Prefill(wall, kernel_seconds(recorder.runs), steps)
 
 
+# ---------------------------------------------------------------------------------------- requests
+
+
+def requests(load: Callable[..., LLM], rounds: int) -> Lines:
+    """Yield the throughput of requests that arrive together."""
+    yield f"{'requests':>8} {'tok/s':>9} {'seconds':>8}   (prompts of {PROMPT}, {ANSWER} sampled)"
+    llm = load(context=PROMPT + ANSWER + 1, max_sequences=max(REQUESTS))
+    engine = llm.engine
+    for count in REQUESTS:
+        times = []
+        with engine.lock.hold("a benchmark"):
+            for number in range(rounds + 1):
+                texts = prompts(engine.vocab, [PROMPT] * count, number)
+                start = time.perf_counter()
+                generations = submit(engine, texts, ANSWER)
+                while not all(each.done for each in generations):
+                    engine.step()
+                times.append(time.perf_counter() - start)
+                cancel(engine, generations)
+        took = median(times[1:])
+        yield f"{count:>8} {count * ANSWER / took:9.1f} {took:8.3f}"
+    llm.close()
+
+
 # ------------------------------------------------------------------------------------------ prefix
 
 
@@ -351,10 +384,11 @@ def manager_time(manager: BlockManager) -> Iterator[list[float]]:
 # -------------------------------------------------------------------------------------------- main
 
 
-PARTS: dict[str, Callable[[Callable[..., LLM], int], Lines]] = {
+PARTS: dict[str, Callable[..., Lines]] = {
     "decode": decode,
     "host": host,
     "prefill": many_prompts,
+    "requests": requests,
     "prefix": prefix,
 }
 
@@ -368,6 +402,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("-r", "--rounds", type=int, default=5)
+    parser.add_argument("--deterministic", action="store_true", help="As in graphllm.load.")
+    parser.add_argument("--sequences", default=",".join(map(str, DECODE_BATCHES)), help="decode")
+    parser.add_argument("--cached", type=int, default=DEPTH, help="Tokens in each cache (decode).")
     asked = parser.parse_args()
     if unknown := set(asked.parts) - PARTS.keys():
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
@@ -381,14 +418,18 @@ def main() -> None:
             own["kv_memory"] = kv_bytes(
                 file, graph_limits(device=asked.device, kv_type=None, **own), kv_tokens
             )
-        return graphllm.load(file, device=asked.device, threads=asked.threads, **own)
+        own |= {"threads": asked.threads, "deterministic": asked.deterministic}
+        return graphllm.load(file, device=asked.device, **own)
 
     threads = thread_count(Options(threads=asked.threads))
     print(f"{file.path}, {asked.device}, graphllm {graphllm.__version__}")
     print(f"{cpu_name()}, {isa()}, {threads} threads")
     for name in asked.parts or PARTS:
         print(f"\n{name}")
-        for line in PARTS[name](load, asked.rounds):
+        more = (
+            (list(map(int, asked.sequences.split(","))), asked.cached) if name == "decode" else ()
+        )
+        for line in PARTS[name](load, asked.rounds, *more):
             print(line, flush=True)
 
 
