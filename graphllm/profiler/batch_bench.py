@@ -178,7 +178,25 @@ def time_once(engine: Engine, test: BatchTest, number: int) -> tuple[int, int]:
     finish(engine, first)
     prefill = time.perf_counter_ns() - start
     _check(test, first, test.prompt)
-    rest = submit_all(engine, [each.sequence.tokens for each in first], SAMPLING, test.gen + 1)
+    decode = time_decode(engine, test, [each.sequence.tokens for each in first], SAMPLING)
+    return prefill, decode
+
+
+def time_decode(
+    engine: Engine, test: BatchTest, texts: Sequence[Sequence[int]], sampling: Sampling
+) -> int:
+    """Decode ``test.gen`` tokens of each sequence; return the nanoseconds.
+
+    Args:
+        engine: the engine; its lock is held.
+        test: what to time.
+        texts: the token ids of each sequence, of which all but the last are cached.
+        sampling: how tokens are sampled.
+
+    Raises:
+        RequestError: not all sequences decode at once, or more than their last tokens are computed.
+    """
+    rest = submit_all(engine, texts, sampling, test.gen + 1)
     while not all(each.count for each in rest):
         run_step(engine, rest)
     _check(test, rest, 1)
@@ -186,8 +204,7 @@ def time_once(engine: Engine, test: BatchTest, number: int) -> tuple[int, int]:
         raise RequestError(f"{test.name}: the engine does not run all sequences at once")
     start = time.perf_counter_ns()
     finish(engine, rest)
-    decode = time.perf_counter_ns() - start
-    return prefill, decode
+    return time.perf_counter_ns() - start
 
 
 def _check(test: BatchTest, generations: Sequence[Generation], computed: int) -> None:
