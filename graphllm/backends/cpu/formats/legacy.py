@@ -10,6 +10,7 @@ from functools import partial
 
 from llvmlite import ir
 
+from ..runtime.isa import ISA
 from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .packed_format import Block32, Move, halves_of, register, with_bit
@@ -29,6 +30,9 @@ class SimpleBlock(Block32):
 
 class Bytes(SimpleBlock):
     """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is used."""
+
+    def in_place(self, target: ISA) -> bool:
+        return not target.vnni
 
     def integers(self, e: Emitter, at: Value) -> list[Value]:
         words = [e.load(at, offset=VECTOR * j) for j in range(8)]

@@ -23,6 +23,7 @@ from llvmlite import ir
 
 from .... import formats
 from ....graph.dtype import DTYPES
+from ..runtime.isa import ISA
 from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emitter, Value
 from .encoder import Encoder
 
@@ -118,6 +119,10 @@ class PackedFormat:
         return [Move(start, target, size, size)]
 
     # -- unpacking
+    def in_place(self, target: ISA) -> bool:
+        """Whether the integers are packed as they are multiplied, so that tiles need no copy."""
+        return False
+
     def signed(self, e: Emitter) -> bool:
         """Whether the integers are signed bytes. Not with VNNI."""
         return False

@@ -147,6 +147,7 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
     """`make_loops` for quantised activations."""
     form = FORMATS[name]
     code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    in_place = form.in_place(isa())
     per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
     loops = CHUNK // (32 if block == 32 else form.sub)  # iterations of a tile's loop
 
@@ -172,7 +173,10 @@ def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
             size = min(per_chunk, k // block - b)
             for i in range(groups):
                 source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
-                unpack(code, source, panel + i * PANEL, size)
+                if in_place:
+                    i64s(panel)[i] = source
+                else:
+                    unpack(code, source, panel + i * PANEL, size)
             ahead = w + following(b, per_chunk, k // block, g) * nbytes
             tiles(
                 panel, size, x, rows, b * block, k, c, count,

@@ -1,13 +1,16 @@
 """Code emitters of the integer microkernels; see `linear_microkernels`.
 
 A panel holds at most `CHUNK` columns of a group: vectors of unsigned bytes of q, then factors (for
-blocks of 32: after each block). The dot product of unsigned with signed bytes starts at minus the
-format's offset times the sum of the activations, so that no subtraction is needed at the end.
+blocks of 32: after each block). A format that is multiplied as it is packed has no panels: in their
+place are the addresses of the groups' packed blocks. The dot product of unsigned with signed bytes
+starts at minus the format's offset times the sum of the activations, so that no subtraction is
+needed at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from ..formats import Block32, Block256, by_code
 from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emitter, Value
@@ -17,6 +20,7 @@ _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 # A super-block's panel: bytes of q, then scales, corrections and offsets, factors.
 _K_WORDS = 64 * VECTOR
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
+_IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
 _SUMS = 2 * VECTOR  # bytes of sums of a token and a super-block: initial dots, and pairs
 _AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # indices of paired sums; see `Block256.offsets`
 
@@ -64,7 +68,10 @@ def tile(
 ) -> None:  # fmt: skip
     f = by_code(code)
     rows = token_rows(e, tokens, left, offsets)
-    panels = [e.at(panel, PANEL * g) for g in range(groups)]
+    if f.in_place(e.isa):
+        panels = [e.load(panel, I64, 8 * g) for g in range(groups)]
+    else:
+        panels = [e.at(panel, PANEL * g) for g in range(groups)]
     following = [e.at(ahead, e.times(step, g)) for g in range(groups)]
 
     def prefetch(index: Value) -> None:
@@ -173,23 +180,30 @@ def _fused_32(
     return _add_32(e, f, acc, dot, factors, d, s)
 
 
+def _tile_factors(e: Emitter, f: Block32, at: Value) -> list[Value]:
+    """Load d, and m if the format has one, of a block in a panel or in place."""
+    if f.in_place(e.isa):
+        return f.factors(e, at)
+    return [e.load(at, F32S, VECTOR * j) for j in range(8, 9 + f.has_minimum)]
+
+
 def _tile_32(
     e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
     d: Value, s: Value, c: Value, prefetch: Callable[[Value], None],
 ) -> None:  # fmt: skip
-    count = len(panels)
+    count, in_place = len(panels), f.in_place(e.isa)
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
     with e.loop(blocks) as loop:
-        if not e.isa.vnni:
+        if not e.isa.vnni and not in_place:
             prefetch(loop.index)
-        at = [e.at(panel, e.times(loop.index, _BLOCK32_PANEL)) for panel in panels]
-        four = e.times(loop.index, 4)
+        step = e.times(loop.index, f.nbytes if in_place else _BLOCK32_PANEL)
+        at, four = [e.at(panel, step) for panel in panels], e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
         begin = [[_dot_start_32(e, f, sums)] * count for sums in ss]
-        dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
-        each = range(8, 9 + f.has_minimum)
-        factors = [[e.load(panel, F32S, VECTOR * j) for j in each] for panel in at]
+        with e.prefetching(_IN_PLACE_AHEAD) if in_place else nullcontext():
+            dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
+            factors = [_tile_factors(e, f, panel) for panel in at]
         for i, acc in enumerate(accs):
             t, g = divmod(i, count)
             e.set(acc, _add_32(e, f, e.get(acc), dots[t][g], factors[g], ds[t], ss[t]))

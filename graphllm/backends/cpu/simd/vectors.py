@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class VectorBuilder:
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
         self.b = builder
         self.isa = features or isa()
-        self._prefetching = False
+        self._prefetch: Callable[[Value, int], None] | None = None
         self._prefetched: set[tuple[int, int]] = set()
 
     # -- addresses and loops
@@ -85,20 +85,25 @@ class VectorBuilder:
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
         place = address, offset
-        if self._prefetching and isinstance(kind, ir.VectorType) and place not in self._prefetched:
+        if self._prefetch and isinstance(kind, ir.VectorType) and place not in self._prefetched:
             self._prefetched.add(place)
-            self.prefetch_ahead(address, offset)
+            self._prefetch(address, offset)
         return loaded
 
     @contextmanager
-    def prefetching(self) -> Iterator[None]:
+    def prefetching(self, distance: int = 0) -> Iterator[None]:
         """In this context each vector load also prefetches ahead, once; see `prefetch_ahead`.
 
-        Prefetches between other instructions are faster than many prefetches in a row.
+        ``distance``: instead, prefetch into L1 only, this number of bytes ahead. Prefetches between
+        other instructions are faster than many prefetches in a row.
         """
-        self._prefetching = True
+
+        def near(address: Value, offset: int) -> None:
+            self.prefetch(address, offset + distance)
+
+        self._prefetch = near if distance else self.prefetch_ahead
         yield
-        self._prefetching = False
+        self._prefetch = None
         self._prefetched.clear()
 
     def stack_buffer(self, nbytes: int) -> Value:
