@@ -126,15 +126,16 @@ def test_a_mixture_is_few_steps(name, paper):
 @pytest.mark.parametrize("capability", [MIN_CAPABILITY, (8, 0), (9, 0)])
 @pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 def test_experts_of_every_format_use_known_modules(kind, capability, paper):
-    """Few tokens use the GEMV, many use groups if there are tensor cores."""
+    """Few tokens use the GEMV, many use groups if there are tensor cores: small ones first."""
     device = paper(capability)
     made = engine(decoder("mixtral", 0, kind, **WIDE), ("cuda",), 512)
-    for tokens in (1, 6, 40, 512):
+    for tokens in (1, 6, 14, 40, 512):
         before, device.modules = device.modules, set()
         made.executor.bind(made.plan(["logits"], tokens))
         own = {part.file for part in device.modules if part.file.startswith("experts_")}
         grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
-        assert own == {"experts_gemm.cu" if grouped else "experts_gemv.cu"}
+        few = tokens < 40 and kind in BLOCK_FORMATS
+        assert own == {f"experts_{'few' if few else 'gemm'}.cu" if grouped else "experts_gemv.cu"}
         device.modules |= before
     assert not {str(made) for made in device.modules - KNOWN}
 

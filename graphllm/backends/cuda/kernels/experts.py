@@ -1,20 +1,18 @@
 """Mixture of experts: routing, expert products and their weighted sum; and head_linear.
 
 A pair is one token and one of its experts' matrices; each pair has a row of results. With few
-pairs, each pair reads the rows of its matrix in a GEMV. Many pairs are sorted by matrix on the
-device and multiplied in groups, as f16 or bf16. The host never knows which experts were chosen, so
-grids are made for the largest possible number of groups.
+pairs, each pair reads the rows of its matrix in a GEMV; many pairs share them, see grouped_experts.
+The host never knows which experts were chosen, so grids are made for the largest possible number of
+groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-from ....backends.alignment import aligned
-from ....graph.dtype import BF16, F32, I32, DType, dtype
-from ....graph.tensor import Meta, Tensor
+from ....graph.dtype import F32, DType, dtype
+from ....graph.tensor import Tensor
 from ... import ROWS, Options
 from ...kernel_context import address
 from .. import BACKEND
@@ -24,20 +22,24 @@ from ..runtime.source import Function, Module, module
 from ..runtime.work import Launch, ceil
 from .gemm import PLAIN, matmul_dtype, planes_argument
 from .gemv_shapes import default_next, default_tile
+from .grouped_experts import (
+    can_group,
+    few_pairs,
+    grouped_products,
+    groups_nbytes,
+    max_pairs,
+    pairs_per_token,
+    register_modules,
+    rows_aligned,
+    x_strides,
+)  # fmt: skip
 from .linear import WARPS, activation, lower_activation
-from .matrices import has_tensor_cores
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 
 _MODULE = module("experts")
 _THREADS = 256
 _EXPERTS = ArgumentStruct("experts.cuh", "Experts")
-_GROUP = ArgumentStruct("experts.cuh", "Group")
-_MAX_PAIRS_PER_MATRIX = 2  # pairs of a matrix, on average, up to which each pair has its own GEMV
-_TILE_ROWS, _TILE_DEPTH = 128, 64  # of a block of experts_gemm.cu
-# Largest pairs of a group; average pairs of a matrix up to which the smaller size is used.
-_GROUP_SIZES, _SMALL_GROUP_LOAD = (32, 128), 24
-_COUNTERS = 8192  # in shared memory, of the kernel `group`
 
 # ----------------------------------------------------------------------------------------- routing
 
@@ -89,51 +91,6 @@ def combine_launch(ctx: KernelContext, r: OperandRef | None) -> Launch:
     return Launch(_MODULE["combine"], grid, (_THREADS,), args)
 
 
-# ------------------------------------------------------------------------------------------ sizes
-
-
-def _pairs_per_token(node: Tensor) -> int:
-    """Pairs of a token."""
-    ids = next((s for s in node.sources if s.dtype == I32), node)
-    return int(ids.meta.inner[0])
-
-
-def _max_pairs(node: Tensor) -> int:
-    """Pairs of a step, at most."""
-    return KernelContext.upper_bound(node.meta.rows) * _pairs_per_token(node)
-
-
-def _matrix_count(node: Tensor) -> int:
-    return int(node.sources[1].shape[0])  # type: ignore[arg-type]
-
-
-def _few_pairs(node: Tensor, options: Options) -> bool:
-    few = _max_pairs(node) <= _MAX_PAIRS_PER_MATRIX * _matrix_count(node)
-    return few and not options.deterministic
-
-
-def _group_size(node: Tensor, options: Options) -> int:
-    """Pairs of a group, at most."""
-    many = _max_pairs(node) > _SMALL_GROUP_LOAD * _matrix_count(node)
-    return _GROUP_SIZES[many and not options.deterministic]
-
-
-def _max_groups(node: Tensor, options: Options) -> int:
-    """Largest possible number of groups: one of each matrix may be incomplete.
-
-    Pairs whose id is out of range count as one more matrix.
-    """
-    pairs = _max_pairs(node)
-    return pairs // _group_size(node, options) + min(pairs, _matrix_count(node) + 1)
-
-
-def groups_nbytes(node: Tensor, options: Options) -> int:
-    """Bytes of the groups, and of the pairs sorted by matrix."""
-    if node.sources[0].dtype.name not in HALVES:
-        return 0
-    return aligned(_GROUP.size * _max_groups(node, options)) + 4 * _max_pairs(node)
-
-
 # ----------------------------------------------------------------------------------------- kernels
 
 
@@ -166,43 +123,6 @@ def _unaligned_kernel(name: str) -> Function:
     return module("experts_unaligned", FORMAT=PLAIN.index(name))["multiply"]
 
 
-def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = False) -> Module:
-    """experts_gemm.cu for a format. ``groups``: use warpgroup instructions of capability 9.0."""
-    plain = kind.name in PLAIN
-    return module(
-        "experts_gemm", FORMAT=kind.name.upper(), PLAIN=int(plain), BFLOAT=int(kind == BF16),
-        TOKENS=size, GATED=int(gated), WARPS=_gemm_warps(size, groups),
-        STAGES=_stages(size, plain, groups), WGMMA=int(groups),
-    )  # fmt: skip
-
-
-def _has_wgmma_kernel(kind: DType, size: int) -> bool:
-    """Whether a wgmma kernel exists: items of some formats leave too few registers for it."""
-    return size >= 64 and item_elements(kind) < 64
-
-
-def _gemm_warps(size: int, groups: bool) -> int:
-    """Warps of a block.
-
-    Large tiles per warp reuse operands most; small groups need more warps for enough loads in
-    flight.
-    """
-    return 8 if size < 64 or groups else 4
-
-
-def _stages(size: int, plain: bool, groups: bool) -> int:
-    """Stages of the depth in shared memory.
-
-    Two blocks must fit on a multiprocessor, and more stages gain nothing.
-    """
-    return 4 if size < 64 else 3 if plain or groups else 2
-
-
-def _x_strides(x: Meta) -> list[int]:
-    """Bytes between tokens, and between the rows of a token (0 if it has one row)."""
-    return [x.strides[0], x.strides[1] if x.ndim == 3 else 0]
-
-
 @dataclass(frozen=True)
 class Gate:
     """The second matrix of a gated unit.
@@ -227,13 +147,13 @@ def _argument(
     """The argument of every kernel of products; ``y``: address of the result."""
     x, w = ctx.x, ctx.w
     matrices, rows, depth = w.meta.shape
-    x_stride, line = _x_strides(x.meta)
+    x_stride, line = x_strides(x.meta)
     return _EXPERTS.pack(
         x=x.address, x_stride=x_stride, line=line, w=planes_argument(w),
         up=planes_argument(gate.w if gate else None), bias=address(bias),
         up_bias=address(gate.bias) if gate else 0, y=y, ids=address(ids),
         ids_stride=ids.row_stride if ids else 0, live=ctx.live_address(x.meta.rows),
-        each=_pairs_per_token(ctx.node), matrices=matrices, rows=rows, depth=depth,
+        each=pairs_per_token(ctx.node), matrices=matrices, rows=rows, depth=depth,
         kind=HALVES.get(x.dtype.name, 0), form=HALVES.get(gate.form.name, 0) if gate else 0,
         act=gate.act if gate else 0, alpha=gate.alpha if gate else 0.0,
         limit=gate.limit if gate else 0.0,
@@ -241,73 +161,24 @@ def _argument(
     )  # fmt: skip
 
 
-def _rows_aligned(x: OperandRef, by: int) -> bool:
-    """Whether all rows are aligned to ``by`` bytes."""
-    lone = KernelContext.upper_bound(x.meta.rows) <= 1
-    return all(at % by == 0 for at in (x.address, *_x_strides(x.meta)[int(lone) :]))
-
-
 def _gemv(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gate: Gate | None) -> Launch:
     """One GEMV for each pair."""
-    x, name, pairs = ctx.x, ctx.w.dtype.name, _max_pairs(ctx.node)
+    x, name, pairs = ctx.x, ctx.w.dtype.name, max_pairs(ctx.node)
     gated, threads = gate is not None, (32 * WARPS,)
     _, n, depth = ctx.w.meta.shape
     halves = HALVES.get(x.dtype.name, 0)
-    if name in PLAIN and (depth % item_elements(dtype(name)) or not _rows_aligned(x, 16)):
+    if name in PLAIN and (depth % item_elements(dtype(name)) or not rows_aligned(x, 16)):
         grid = (pairs, ceil(n, WARPS))
         return Launch(_unaligned_kernel(name), grid, threads, (arg,), triggers_after_wait=True)
     integer = x.dtype.quantised
     rows, *_ = _tile(name, integer, gated)
     kernel = _gemv_module(name, integer, halves, gated)[
-        "unaligned" if integer and not _rows_aligned(x, 16) else "aligned"
+        "unaligned" if integer and not rows_aligned(x, 16) else "aligned"
     ]
     return Launch(
         kernel, (pairs, ceil(n, WARPS * rows)), threads, (arg,),
         triggers_after_wait=ids is not None, prefetches=[ctx.w, *([gate.w] if gate else [])],
     )  # fmt: skip
-
-
-def _grouped_gemm(
-    ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool
-) -> list[Launch]:
-    """Products of groups of pairs with one matrix each."""
-    node, options, live = ctx.node, ctx.device.options, ctx.live_address(ctx.x.meta.rows)
-    size, most = _group_size(node, options), _max_groups(node, options)
-    matrices, n, _ = ctx.w.meta.shape
-    order = ctx.scratch + aligned(_GROUP.size * most)
-    grouped = _has_wgmma_kernel(ctx.w.dtype, size) and ctx.device.gpu.capability == (9, 0)
-    kernel = _gemm_module(ctx.w.dtype, size, gated, grouped)["multiply_groups"]
-    work = []
-    if ids is not None:
-        count = most
-        warps = min(32, _COUNTERS // (matrices + 1) - 1)
-        args = (ids.address, ids.row_stride, live, _pairs_per_token(node), matrices, size,
-                ctx.scratch, count, order)  # fmt: skip
-        shared = 4 * (warps + 1) * (matrices + 1)
-        work = [Launch(_MODULE["group"], (1,), (32 * warps,), args, shared)]
-        places = (arg, ctx.scratch, order)
-    else:
-        count = matrices * ceil(ctx.upper_bound(ctx.x.meta.rows), size)
-        places = (arg, 0, 0)
-    grid = (count, ceil(n, _TILE_ROWS // (1 + gated)))
-    plain = ctx.w.dtype.name in PLAIN
-    threads = (32 * _gemm_warps(size, grouped),)
-    shared = _shared_nbytes(size, plain, grouped)
-    return [*work, Launch(kernel, grid, threads, places, shared, triggers_after_wait=True)]
-
-
-def _shared_nbytes(size: int, plain: bool, groups: bool) -> int:
-    """Bytes of the struct Shared of experts_gemm.cu, and of the padding in front of it."""
-    stages = _stages(size, plain, groups)
-    lines = _TILE_ROWS * (stages if plain else 2) + size * stages
-    return 2 * (_TILE_DEPTH + (0 if groups else 8)) * lines + 4 * size + (1024 if groups else 0)
-
-
-def _can_group(ctx: KernelContext) -> bool:
-    """Whether experts_gemm.cu supports the step."""
-    x, w = ctx.x, ctx.w
-    whole = int(w.meta.shape[2]) % 8 == 0 and _rows_aligned(x, 16)
-    return has_tensor_cores(ctx) and whole and 2 * (_matrix_count(ctx.node) + 1) <= _COUNTERS
 
 
 # ------------------------------------------------------------------------------------ registration
@@ -330,8 +201,8 @@ def expert_products(
         gate: the second matrix of a gated unit.
     """
     arg = _argument(ctx, ids, bias, y, gate)
-    if ctx.x.dtype.name in HALVES and _can_group(ctx):
-        return _grouped_gemm(ctx, arg, ids, gate is not None)
+    if ctx.x.dtype.name in HALVES and can_group(ctx):
+        return grouped_products(ctx, arg, ids, gate is not None)
     return [_gemv(ctx, arg, ids, gate)]
 
 
@@ -349,7 +220,7 @@ def dtype_mismatch(node: Tensor, options: Options) -> str | None:
 def _lower(node: Tensor, options: Options) -> tuple[Tensor | None, ...]:
     x, w, *rest = node.src
     assert x is not None and w is not None
-    return (lower_activation(x, w, _few_pairs(node, options), options), w, *rest)
+    return (lower_activation(x, w, few_pairs(node, options), options), w, *rest)
 
 
 _RULES: dict[str, Any] = {
@@ -388,12 +259,9 @@ def _all_instances() -> None:
         for name in PLAIN:
             for halves in {0, HALVES.get(name, 0)}:
                 _gemv_module(name, False, halves, gated)
-        for name in (*HALVES, *PLANES):
-            for size, groups in product(_GROUP_SIZES, (False, True)):
-                if not groups or _has_wgmma_kernel(dtype(name), size):
-                    _gemm_module(dtype(name), size, gated, groups)
     for name in PLAIN:
         _unaligned_kernel(name)
+    register_modules()
 
 
 _all_instances()

@@ -15,9 +15,10 @@ from ..runtime.device import KernelContext
 from ..runtime.source import module
 from ..runtime.work import Launch
 from .elementwise import ACTIVATIONS
-from .experts import Gate, combine_launch, dtype_mismatch, expert_products, groups_nbytes
+from .experts import Gate, combine_launch, dtype_mismatch, expert_products
 from .fused_norm import two_at_most
 from .gemm import PLAIN
+from .grouped_experts import groups_nbytes
 from .quantize import HALVES, quantise
 from .weight_packing import PACK, PLANES
 
