@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,7 @@ FORMATS = ("f16", "q8_0", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k")  # of most mod
 _REFERENCE_FORMATS = (F16, Q8_0)  # weight formats that stand for float and integer arithmetic
 MIN_ROUNDS, MIN_SECONDS = 5, 0.25  # of each measurement; the fastest round counts
 WIDTH, TOKENS = 4096, 512  # of the large linears
+COUNTS = (4, 16, 64, TOKENS)  # numbers of tokens of the linears of each format
 _HEAD_COUNTS = (8, 2)  # of attention: query heads and key heads
 _HEAD_DIM, _BLOCK = 128, 64
 _DIM = 1024  # of the elementwise op
@@ -53,12 +55,25 @@ def arithmetic_kind(node: Tensor) -> str:
     return INTEGER if any(s.dtype.name.startswith("a8_") for s in node.sources) else FLOAT
 
 
-def operations(node: Tensor, env: Mapping[str, int]) -> Iterator[tuple[str, str, float]]:
-    """Yield the operations of each part of a step: kind, weight format of a linear or "", FLOPs."""
+class Operations(NamedTuple):
+    """Operations of a part of a step.
+
+    ``form`` is the weight format of a linear and ``tokens`` its number of rows, or "" and 0.
+    """
+
+    kind: str
+    form: str
+    tokens: int
+    flops: float
+
+
+def operations(node: Tensor, env: Mapping[str, int]) -> Iterator[Operations]:
+    """Yield the operations of each part of a step."""
     for part in decompose(node).nodes if get(node.op).fusion else (node,):
         kind = arithmetic_kind(part)
         form = part.sources[1].dtype.name if kind in (INTEGER, FLOAT) else ""
-        yield kind, form, get(part.op).node_cost(part, env).flops
+        tokens = int(part.sources[0].meta.at(env).shape[0]) if form else 0  # type: ignore[arg-type]
+        yield Operations(kind, form, tokens, get(part.op).node_cost(part, env).flops)
 
 
 @dataclass
@@ -70,15 +85,15 @@ class KernelRates:
         spreads: excess of the best over the median repetition of ``flops``, as a share.
         steps: fixed overhead of a step in seconds, by number of threads.
         shares: by weight format, the share of memory bandwidth that a linear of 1 token reaches.
-        many: by weight format, the share of the kind's ``flops`` that a linear of `TOKENS` tokens
-            reaches.
+        many: by weight format and number of tokens (`COUNTS`), the share of the kind's ``flops``
+            that a linear reaches.
     """
 
     flops: Table = field(default_factory=dict)
     spreads: Table = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
-    many: dict[str, float] = field(default_factory=dict)
+    many: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,17 +135,26 @@ def measure(
         show("measuring linears", done, total)
         form = dtype(name)
         rows = max(1, min(nbytes, 2 * _MAX_CHAIN_BYTES) // form.row_nbytes(WIDTH))
-        one, many = (time_linear(backend, alone, form, *n) for n in ((rows, 1), (WIDTH, TOKENS)))
+        one = time_linear(backend, alone, form, rows, 1)
         if one is not None:
             found.shares[name] = min(1.0, one.nbytes / min(one.seconds) / best(alone))
-        if many is not None:
-            if form in _REFERENCE_FORMATS or many.kind not in found.flops:
-                _add_rate(found, alone, many)
-            reference = found.flops[many.kind][alone]
-            found.many[name] = many.flops / min(many.seconds) / reference
+        for tokens in reversed(COUNTS):
+            _add_share(found, alone, form, tokens, time_linear(backend, alone, form, WIDTH, tokens))
         gc.collect()  # free these weights before the next are made
     show("measuring linears", total, total)
     return found
+
+
+def _add_share(
+    found: KernelRates, threads: int, form: DType, tokens: int, step: StepSample | None
+) -> None:
+    """Add the share of FLOP/s of a linear of some tokens; the largest number comes first."""
+    if step is None:
+        return
+    if tokens == TOKENS and (form in _REFERENCE_FORMATS or step.kind not in found.flops):
+        _add_rate(found, threads, step)
+    reference = found.flops[step.kind][threads]
+    found.many.setdefault(form.name, {})[tokens] = step.flops / min(step.seconds) / reference
 
 
 def _add_rate(found: KernelRates, threads: int, step: StepSample | None) -> None:

@@ -17,6 +17,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..backends import find
 from ..backends.probe_results import ROOFS, THREADS
 from ..cache import CacheFile
@@ -29,7 +31,7 @@ MAX_AGE = timedelta(days=1)
 # Working set of the memory probes. Caches of up to half a GB exist.
 MAX_PROBE_BYTES, MIN_PROBE_BYTES = 2 << 30, 1 << 30
 STORES = ("write", "copy")  # the kinds of `Ceilings.rates` that write
-_VERSION = 3  # of the cache entry; other versions are ignored
+_VERSION = 4  # of the cache entry; other versions are ignored
 _CACHE_FILE, _MAX_FILE_BYTES = CacheFile("ceilings.json"), 1 << 20
 
 Show = Callable[[str, int, int], None]
@@ -56,7 +58,7 @@ class Ceilings:
         how: instructions of each peak, or why it was not measured.
         steps: fixed overhead of a step in seconds, by count of threads.
         shares: by weight format, the share of `bytes_s` that a linear of 1 token reaches.
-        many: by weight format, the share of `flop_s` that a linear of many tokens reaches.
+        many: by weight format and number of tokens, the share of `flop_s` that a linear reaches.
         counted: what the counts are of: threads, or on a GPU blocks per multiprocessor.
         spreads: for each rate, the excess of the best over the median repetition, as a share.
         others: share of the processors' time that other processes used meanwhile; None if unknown
@@ -71,7 +73,7 @@ class Ceilings:
     flops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     steps: Mapping[int, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
-    many: Mapping[str, float] = field(default_factory=dict)
+    many: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     caches: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     peaks: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     roofs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ROOFS)
@@ -96,6 +98,20 @@ class Ceilings:
     def peak_flop_s(self, kind: str, threads: int = 0) -> float:
         """Return the peak operations/s of ``float`` or ``integer`` arithmetic; 0.0 if unknown."""
         return max((self.flop_s(name, threads) for name in self.roofs[kind]), default=0.0)
+
+    def linear_share(self, form: str, tokens: int) -> float:
+        """Return the share of `flop_s` that a linear reaches; 1.0 if unknown.
+
+        The times between two measured numbers of tokens are interpolated.
+        """
+        shares = self.many.get(form, {})
+        if tokens < 2 or not shares:
+            return 1.0
+        counts = sorted(shares)
+        times = [count / shares[count] for count in counts]
+        if tokens >= counts[-1]:
+            return shares[counts[-1]]
+        return tokens / float(np.interp(tokens, counts, times))
 
     def step_overhead(self, threads: int = 0) -> float:
         """Return the fixed overhead of a step in seconds, for at most ``threads`` threads."""
@@ -162,10 +178,15 @@ def _table(c: Ceilings) -> Iterator[str]:
 
 
 def _notes(c: Ceilings) -> Iterator[str]:
-    for what, parts in (
-        ("share of memory bandwidth of a linear at 1 token", c.shares),
-        (f"share of FLOP/s of a linear at {kernel_probes.TOKENS} tokens", c.many),
-    ):
+    counts = sorted({count for row in c.many.values() for count in row})
+    many = [
+        (
+            f"share of FLOP/s of a linear at {count} tokens",
+            {form: row[count] for form, row in c.many.items() if count in row},
+        )
+        for count in counts
+    ]
+    for what, parts in [("share of memory bandwidth of a linear at 1 token", c.shares), *many]:
         if parts:
             yield f"{what}: " + ", ".join(f"{n} {part:.0%}" for n, part in parts.items())
     if c.how:
@@ -265,11 +286,10 @@ def _read(entry: Mapping[str, Any]) -> Ceilings:
     if entry["version"] != _VERSION:
         raise ValueError(entry["version"])
     fields = {name: entry[name] for name in Ceilings.__dataclass_fields__}
-    for name in ("rates", "flops", "caches", "peaks", "spreads"):
+    for name in ("rates", "flops", "caches", "peaks", "spreads", "many"):
         fields[name] = {str(kind): _numbers(row, int) for kind, row in fields[name].items()}
     fields["steps"] = _numbers(fields["steps"], int)
-    for name in ("shares", "many"):
-        fields[name] = _numbers(fields[name], str)
+    fields["shares"] = _numbers(fields["shares"], str)
     fields["roofs"] = {kind: tuple(map(str, fields["roofs"][kind])) for kind in ROOFS}
     fields["how"] = {str(kind): str(text) for kind, text in fields["how"].items()}
     for name in ("backend", "machine", "date", "counted"):

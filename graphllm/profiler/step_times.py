@@ -85,12 +85,12 @@ def compute_seconds(
 ) -> float | None:
     """Return the seconds of the step's operations, by kind; None if a rate is unknown."""
     seconds = 0.0
-    for kind, form, flops in operations(step.node, env):
+    for kind, form, tokens, flops in operations(step.node, env):
         # A backend may lack an op that the probe needs; then the rate of float linears is used.
         rate = ceiling.flop_s(kind, threads) or ceiling.flop_s(FLOAT, threads)
         if not rate:
             return None
-        seconds += flops / rate / (ceiling.many.get(form, 1.0) if env["T"] > 1 else 1.0)
+        seconds += flops / rate / ceiling.linear_share(form, tokens)
     return seconds
 
 

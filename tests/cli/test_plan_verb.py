@@ -213,7 +213,7 @@ def test_slower_formats(tiny, monkeypatch):
     rates = {"read": {1: GB_S}}, {"float": {1: GFLOP_S}, "integer": {1: GFLOP_S}}
     seconds = []
     for share, many in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
-        parts = {"shares": {"q8_0": share}, "many": {"q8_0": many}}
+        parts = {"shares": {"q8_0": share}, "many": {"q8_0": {512: many}}}
         own = Ceilings(CPU, "a machine", DATE, 1, *rates, **parts)
         monkeypatch.setattr(roofline, "load_cached", lambda name, own=own: own)
         run = graphllm.dry_run(RandomCheckpoint("qwen2-1.5b", "q8_0"), device=CPU, threads=1)
@@ -231,7 +231,7 @@ def test_operations_of_fused_steps_by_kind(tiny):
         found = list(kernel_probes.operations(step.node, env))
         cost = ops.get(step.node.op).node_cost(step.node, env)
         assert sum(flops for *_, flops in found) == pytest.approx(cost.flops)
-        kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, _ in found)
+        kinds.setdefault(step.node.op, set()).update((kind, form) for kind, form, *_ in found)
     assert kinds["gated"] == {("float", "f32"), ("elementwise", "")}
     assert kinds["attention"] == {("attention", "")} and kinds["linear_add"] == kinds["gated"]
     assert kinds["embedding"] == {("elementwise", "")}

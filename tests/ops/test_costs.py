@@ -186,7 +186,7 @@ def test_matrix_products_are_declared():
         rows = feed("rows", (t, 64), x)
         y = ops.expert_linear(rows, weight("w", (4, 32, 64), "q8_0"), feed("ids", (t, 2), "i32"))
         flops = 2 * 8 * 2 * 32 * 64  # of 8 tokens with 2 experts each
-        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", flops)]
+        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", 8, flops)]
         heads = feed("heads", (t, 3, 64), x)
         y = ops.head_linear(heads, weight("h", (3, 32, 64), "q8_0"))
-        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", 2 * 8 * 3 * 32 * 64)]
+        assert [*kernel_probes.operations(y, {"T": 8})] == [(kind, "q8_0", 8, 2 * 8 * 3 * 32 * 64)]

@@ -63,7 +63,10 @@ def test_measurement_is_cached(cache):
         assert min(by_count.values()) > 1e7
     assert set(found.steps) == set(thread_counts(usable_cores()))
     assert set(found.shares) == set(found.many) == set(kernel_probes.FORMATS)
-    assert 0 < max(found.shares.values()) <= 1 and min(found.many.values()) > 0
+    assert (
+        0 < max(found.shares.values()) <= 1
+        and min(min(row.values()) for row in found.many.values()) > 0
+    )
     assert set(found.spreads) == {kind for table in tables for kind in table}
     assert all(0 <= n < 1 for row in found.spreads.values() for n in row.values())
     assert found.others is None or 0 <= found.others <= 1
@@ -214,8 +217,9 @@ def test_doctor_shows_ceilings(cache, capsys):
 def test_table():
     found = made(
         flops={"float": {1: 5e11}}, steps={1: 4e-6, 2: 5e-6}, shares={"q4_0": 0.5},
-        many={"q4_0": 1.02}, caches={"L2 2 MB": {1: 2e11}}, peaks={"int8": {4: 3e12}},
-        spreads={"read": {1: 0.011, 2: 0.25}}, how={"int8": "vpdpbusd", "f16": "not here"},
+        many={"q4_0": {16: 0.51, 512: 1.02}}, caches={"L2 2 MB": {1: 2e11}},
+        peaks={"int8": {4: 3e12}}, spreads={"read": {1: 0.011, 2: 0.25}},
+        how={"int8": "vpdpbusd", "f16": "not here"},
     )  # fmt: skip
     assert found.lines()[1:] == [
         "by threads                          1        2        4  spread",
@@ -226,9 +230,19 @@ def test_table():
         "float at 512 tokens, GFLOP/s      500",
         "fixed overhead of a step, us      4.0      5.0",
         "share of memory bandwidth of a linear at 1 token: q4_0 50%",
+        "share of FLOP/s of a linear at 16 tokens: q4_0 51%",
         "share of FLOP/s of a linear at 512 tokens: q4_0 102%",
         "multiply-adds: f16 not here; int8 vpdpbusd",
     ]
+
+
+def test_the_share_of_a_linear_between_two_measured_numbers_of_tokens():
+    """Its time is interpolated: 16 tokens take twice as long per token as 512."""
+    found = made(many={"q4_0": {16: 0.5, 512: 1.0}})
+    shares = [found.linear_share("q4_0", n) for n in (1, 2, 16, 264, 512, 4096)]
+    middle = 264 / ((32 + 512) / 2)
+    assert shares == [1.0, 2 / 32, 0.5, pytest.approx(middle), 1.0, 1.0]
+    assert found.linear_share("f16", 16) == 1.0
 
 
 def test_reasons_to_measure_again():
