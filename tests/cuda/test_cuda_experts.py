@@ -24,7 +24,7 @@ from graphllm.runtime.buffer_guards import GuardedExecutor
 from graphllm.weights import Arrays
 
 pytestmark = pytest.mark.cuda
-TOKENS = (1, 3, 40, 300)
+TOKENS = (1, 3, 7, 20, 40, 300)  # GEMV, groups of few and of many
 # Many tokens are multiplied in half precision: bf16 has 8 bits, f16 11.
 HALF = {"bf16": 2e-2, "f32": 0.0}
 PROMPT = [int(i) for i in np.random.default_rng(5).integers(3, 120, 60)]
