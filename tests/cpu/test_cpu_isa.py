@@ -153,6 +153,7 @@ def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | 
 def test_microkernels_compile_for_arm(name):
     """To Arm vector instructions, without calls of library functions."""
     form = FORMATS[name]
+    in_place = int(form.in_place_tokens(ARM) > 0)
 
     def pack(e, name, *values):
         FORMATS[name].pack(e, *values)
@@ -167,7 +168,7 @@ def test_microkernels_compile_for_arm(name):
         for code in (
             assembly("unpack", linear_integer.unpack, 3, form.code),
             assembly("fused", linear_integer.fused, 6, form.code),
-            assembly("tile", linear_integer.tile, 11, form.code, 1, 4),
+            assembly("tile", linear_integer.tile, 11, form.code, in_place, 1, 4),
         ):
             assert ".16b" in code or ".4s" in code
             floating.append(code)

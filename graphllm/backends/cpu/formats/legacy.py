@@ -29,14 +29,22 @@ class SimpleBlock(Block32):
 
 
 class Bytes(SimpleBlock):
-    """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is used."""
+    """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is packed."""
 
-    def in_place(self, target: ISA) -> bool:
-        return not target.vnni
+    def in_place_tokens(self, target: ISA) -> int:
+        return 12 if target.vnni else 1 << 30  # a copy is aligned, and has float32 scales
 
     def integers(self, e: Emitter, at: Value) -> list[Value]:
-        words = [e.load(at, offset=VECTOR * j) for j in range(8)]
-        return [e.b.xor(w, e.i32(SIGN_BITS)) for w in words] if e.isa.vnni else words
+        return [e.load(at, offset=VECTOR * j) for j in range(8)]
+
+    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
+        bad = super().pack(e, source, target, row)
+        if e.isa.vnni:
+            at = e.at(target, e.times(row, 4))
+            for j in range(8):
+                word = e.b.xor(e.load(at, I32, VECTOR * j), ir.Constant(I32, SIGN_BITS))
+                e.store(word, at, VECTOR * j)
+        return bad
 
     def zero_point(self, e: Emitter) -> int:
         return 128 if e.isa.vnni else 0

@@ -119,9 +119,10 @@ class PackedFormat:
         return [Move(start, target, size, size)]
 
     # -- unpacking
-    def in_place(self, target: ISA) -> bool:
-        """Whether the integers are packed as they are multiplied, so that tiles need no copy."""
-        return False
+    def in_place_tokens(self, target: ISA) -> int:
+        """Most tokens whose tiles read the packed integers in place, instead of an unpacked copy.
+        0 unless they are packed as they are multiplied."""
+        return 0
 
     def signed(self, e: Emitter) -> bool:
         """Whether the integers are signed bytes. Not with VNNI."""

@@ -26,7 +26,7 @@ from ..runtime.isa import thread_count
 from ..runtime.jit import Kernel, f32s, helper, i32s, i64s, kernel, load_i64, next_chunk, set_status
 from ..runtime.thread_pool import STATUS_ID
 from . import linear
-from .linear import GROUP_ROWS, PASS_TOKENS
+from .linear_loops import GROUP_ROWS, PASS_TOKENS, make_loops, no_gemv
 from .linear_microkernels import workspace
 from .weight_packing import packed_bytes
 
@@ -119,9 +119,9 @@ _read_experts = argument_reader(ExpertArgs)
 
 @cache
 def _kernel(name: str, floating: bool, tile_groups: int, tile_tokens: int) -> Kernel:
-    """The kernel for a format; see `linear.make_loops`."""
-    gemv, gemm, panels = linear.make_loops(name, floating, tile_groups, tile_tokens)
-    has_gemv, width = gemv is not linear.no_gemv, tile_groups * GROUP_ROWS
+    """The kernel for a format; see `linear_loops.make_loops`."""
+    gemv, gemm, panels = make_loops(name, floating, tile_groups, tile_tokens)
+    has_gemv, width = gemv is not no_gemv, tile_groups * GROUP_ROWS
     results, table = PASS_TOKENS * 4 * width, 8 * PASS_TOKENS
     stack_bytes = panels + results + 2 * table + _SORT_STACK_BYTES
 

@@ -62,13 +62,13 @@ def _factors_k(e: Emitter, f: Block256, w: Value) -> tuple[list[Value], ...]:
 
 
 def tile(
-    e: Emitter, code: int, groups: int, tokens: int, left: Value, panel: Value, blocks: Value,
-    q: Value, d: Value, s: Value, offsets: Value, c: Value, ahead: Value, step: Value,
-    lines: Value,
+    e: Emitter, code: int, in_place: int, groups: int, tokens: int, left: Value, panel: Value,
+    blocks: Value, q: Value, d: Value, s: Value, offsets: Value, c: Value, ahead: Value,
+    step: Value, lines: Value,
 ) -> None:  # fmt: skip
     f = by_code(code)
     rows = token_rows(e, tokens, left, offsets)
-    if f.in_place(e.isa):
+    if in_place:
         panels = [e.load(panel, I64, 8 * g) for g in range(groups)]
     else:
         panels = [e.at(panel, PANEL * g) for g in range(groups)]
@@ -79,6 +79,8 @@ def tile(
 
     if isinstance(f, Block256):
         return _tile_k(e, f, rows, panels, q, d, s, c, prefetch)
+    if in_place:
+        return _tile_32(e, f, rows, panels, blocks, q, d, s, c, None)
     if e.isa.vnni:  # prefetching in the loop would slow its dots down
         e.prefetch_lines(following, e.count(0), e.times(lines, CHUNK // f.block))
     return _tile_32(e, f, rows, panels, blocks, q, d, s, c, prefetch)
@@ -180,21 +182,15 @@ def _fused_32(
     return _add_32(e, f, acc, dot, factors, d, s)
 
 
-def _tile_factors(e: Emitter, f: Block32, at: Value) -> list[Value]:
-    """Load d, and m if the format has one, of a block in a panel or in place."""
-    if f.in_place(e.isa):
-        return f.factors(e, at)
-    return [e.load(at, F32S, VECTOR * j) for j in range(8, 9 + f.has_minimum)]
-
-
 def _tile_32(
     e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
-    d: Value, s: Value, c: Value, prefetch: Callable[[Value], None],
+    d: Value, s: Value, c: Value, prefetch: Callable[[Value], None] | None,
 ) -> None:  # fmt: skip
-    count, in_place = len(panels), f.in_place(e.isa)
+    """``prefetch``: emits the prefetches of an iteration; None if the weights are read in place."""
+    count, in_place = len(panels), prefetch is None
     accs = [e.variable(e.load(c, F32S, VECTOR * i)) for i in range(len(rows) * count)]
     with e.loop(blocks) as loop:
-        if not e.isa.vnni and not in_place:
+        if prefetch is not None and not e.isa.vnni:
             prefetch(loop.index)
         step = e.times(loop.index, f.nbytes if in_place else _BLOCK32_PANEL)
         at, four = [e.at(panel, step) for panel in panels], e.times(loop.index, 4)
@@ -203,7 +199,11 @@ def _tile_32(
         begin = [[_dot_start_32(e, f, sums)] * count for sums in ss]
         with e.prefetching(_IN_PLACE_AHEAD) if in_place else nullcontext():
             dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
-            factors = [_tile_factors(e, f, panel) for panel in at]
+            each = range(8, 9 + f.has_minimum)
+            factors = [
+                f.factors(e, panel) if in_place else [e.load(panel, F32S, VECTOR * j) for j in each]
+                for panel in at
+            ]
         for i, acc in enumerate(accs):
             t, g = divmod(i, count)
             e.set(acc, _add_32(e, f, e.get(acc), dots[t][g], factors[g], ds[t], ss[t]))

@@ -47,14 +47,18 @@ def unpack(typingctx, fmt, w, panel, blocks):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typingctx, fmt, groups, tokens, left, panel, blocks, q, d, s, rows, c, ahead, step, lines):
+def tile(
+    typingctx, fmt, in_place, groups, tokens,
+    left, panel, blocks, q, d, s, rows, c, ahead, step, lines,
+):  # fmt: skip
     """c += panels times quantised activations of ``tokens`` tokens, or ``left`` if that is less.
 
     c has space for all tokens of the tile; results of missing tokens are undefined. Meanwhile
     ``lines`` cache lines of each group per block or sub-block are prefetched, from ``ahead`` on;
-    those of different groups are ``step`` bytes apart.
+    those of different groups are ``step`` bytes apart. If ``in_place``, the panel is only the
+    addresses of the groups' packed blocks, which are read, and prefetched, by themselves.
     """
-    return _emitted((fmt, groups, tokens), 11, linear_integer.tile)
+    return _emitted((fmt, in_place, groups, tokens), 11, linear_integer.tile)
 
 
 @intrinsic(prefer_literal=True)

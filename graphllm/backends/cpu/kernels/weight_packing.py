@@ -127,8 +127,8 @@ def _sizes(meta: Meta) -> tuple[int, int, int]:
 def pack(raw: np.ndarray, meta: Meta) -> np.ndarray:
     """Pack uint8 [rows, row_bytes] of a weight [N, K] or [E, N, K]; returns uint8 [bytes].
 
-    The last tile of a matrix is padded with zero rows. ModelFileError if a block has an infinite or
-    NaN scale.
+    The last tile of a matrix is padded with zero bytes: rows of scales of zero. ModelFileError if a
+    block has an infinite or NaN scale.
     """
     matrices, rows, columns = _sizes(meta)
     assert raw.dtype == np.uint8 and raw.strides[1] == 1 and len(raw) == matrices * rows

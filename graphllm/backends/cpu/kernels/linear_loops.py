@@ -1,0 +1,202 @@
+"""Loops over the columns of interleaved weight rows and over tokens: see `make_loops`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..formats import FORMATS
+from ..runtime.isa import isa
+from ..runtime.jit import helper, i64s
+from ..simd.emitter import VECTOR
+from .linear_float import FLOAT_CHUNK
+from .linear_integer import CHUNK, PANEL
+from .linear_microkernels import fused, fused_float, tile, tile_float, unpack, unpack_float
+
+GROUP_ROWS = 16  # weight rows that are interleaved in packed weights
+PASS_TOKENS = 128  # tokens whose results fit the L1 cache; whole tiles
+_AHEAD_GROUPS = 4  # groups whose chunks of columns are prefetched while one is multiplied
+
+
+@helper
+def no_gemv(w, g, x, k, c):
+    """Stands for the missing GEMV of formats whose GEMM also serves a single token."""
+
+
+def _token_tiles(groups: int, tokens: int, make_tile: Callable[[int], Any]) -> Any:
+    """Make a helper that goes over ``count`` tokens in tiles of ``tokens``, then of half as many.
+
+    ``make_tile(tokens)`` makes ``tile(left, panel, size, x, rows, at, k, c, ahead, step, lines)``
+    for ``size`` blocks from column ``at`` on, of ``k``; for the other arguments see
+    `linear_microkernels`. All tiles together prefetch ``nbytes`` of each group from ``ahead`` on,
+    spread evenly, as the loop of a tile has ``loops`` iterations: memory is read while the
+    processor multiplies.
+    """
+    half, token_bytes = tokens // 2, groups * 4 * GROUP_ROWS
+    large, small = make_tile(tokens), make_tile(half)
+
+    @helper
+    def run(panel, size, x, rows, at, k, c, count, ahead, step, nbytes, loops):
+        iterations = (count + tokens - 1) // tokens * loops
+        lines, t = (nbytes // VECTOR + iterations - 1) // iterations, 0
+        while t + half < count:  # a large tile that is not full costs less than two small ones
+            large(
+                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
+                lines,
+            )  # fmt: skip
+            ahead, nbytes = ahead + lines * loops * VECTOR, nbytes - lines * loops * VECTOR
+            lines = lines if nbytes > 0 else 0
+            t += tokens
+        if t < count:
+            small(
+                count - t, panel, size, x, rows + 8 * t, at, k, c + t * token_bytes, ahead, step,
+                lines,
+            )  # fmt: skip
+
+    return run
+
+
+def _following_chunk(groups: int) -> Any:
+    """Make a helper that returns where the chunk of columns begins that is prefetched meanwhile.
+
+    Its arguments are the first column, the columns of a chunk and of a row, and the first group of
+    the present chunk; it counts in columns of the whole matrix.
+    """
+    chunks = max(1, _AHEAD_GROUPS // groups)
+
+    @helper
+    def following(at, chunk, columns, g):
+        for _ in range(chunks):
+            at += chunk
+            if at >= columns:
+                at, g = 0, g + groups
+        return g * columns + at
+
+    return following
+
+
+def _integer(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """`make_loops` for quantised activations."""
+    form = FORMATS[name]
+    code, block, nbytes, most = form.code, form.block, form.nbytes, form.in_place_tokens(isa())
+
+    @helper
+    def gemv(w, g, x, k, c):
+        blocks = k // block
+        fused(code, w + g * blocks * nbytes, blocks, x, x + k, x + k + 4 * blocks, c)
+
+    if most == 0:
+        return gemv, _integer_gemm(name, groups, tokens, False), groups * PANEL
+    in_place = _integer_gemm(name, groups, tokens, True)
+    if most >= PASS_TOKENS:
+        return gemv, in_place, groups * PANEL
+    unpacking = _integer_gemm(name, groups, tokens, False)
+
+    @helper
+    def gemm(w, g, last, x, rows, k, panel, c, count):
+        if count <= most:
+            in_place(w, g, last, x, rows, k, panel, c, count)
+        else:
+            unpacking(w, g, last, x, rows, k, panel, c, count)
+
+    return gemv, gemm, groups * PANEL
+
+
+def _integer_gemm(name: str, groups: int, tokens: int, in_place: bool) -> Any:
+    """Make the GEMM of `_integer`, which unpacks weights to panels or reads them in place."""
+    form = FORMATS[name]
+    code, block, nbytes, per_chunk = form.code, form.block, form.nbytes, CHUNK // form.block
+    per_sum, sum_bytes = (32, 4) if block == 32 else (16, 2)  # activations per sum, bytes of it
+    loops = CHUNK // (32 if block == 32 else form.sub)  # iterations of a tile's loop
+    place = int(in_place)
+
+    def make_tile(count: int) -> Any:
+        @helper
+        def run(left, panel, size, x, rows, at, k, c, ahead, step, lines):
+            d = x + k + at // block * 4
+            s = x + k + k // block * 4 + at // per_sum * sum_bytes
+            tile(
+                code, place, groups, count, left, panel, size, x + at, d, s, rows, c,
+                ahead, step, lines,
+            )  # fmt: skip
+
+        return run
+
+    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
+
+    @helper
+    def gemm(w, g, last, x, rows, k, panel, c, count):
+        for b in range(0, k // block, per_chunk):
+            size = min(per_chunk, k // block - b)
+            for i in range(groups):
+                source = w + (min(g + i, last - 1) * (k // block) + b) * nbytes
+                if in_place:
+                    i64s(panel)[i] = source
+                else:
+                    unpack(code, source, panel + i * PANEL, size)
+            ahead = w + following(b, per_chunk, k // block, g) * nbytes
+            tiles(
+                panel, size, x, rows, b * block, k, c, count,
+                ahead, k // block * nbytes, per_chunk * nbytes, loops,
+            )  # fmt: skip
+
+    return gemm
+
+
+def _float(name: str, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """`make_loops` for float activations; block formats have no GEMV."""
+    form = FORMATS[name]
+    code, block, nbytes = form.code, form.block, form.nbytes
+    chunk = max(FLOAT_CHUNK, block)
+    panel_bytes = chunk * VECTOR
+
+    def make_tile(count: int) -> Any:
+        @helper
+        def run(left, panel, size, x, rows, at, k, c, ahead, step, lines):
+            tile_float(
+                groups, count, left, panel, panel_bytes, size, x + 4 * at, rows, c,
+                ahead, step, lines,
+            )  # fmt: skip
+
+        return run
+
+    tiles, following = _token_tiles(groups, tokens, make_tile), _following_chunk(groups)
+
+    @helper
+    def gemv(w, g, x, k, c):
+        for at in range(0, k, chunk):
+            fused_float(code, w + (g * k + at) * nbytes, min(chunk, k - at), x + 4 * at, c)
+
+    @helper
+    def gemm(w, g, last, x, rows, k, panel, c, count):
+        for at in range(0, k, chunk):
+            size = min(chunk, k - at)
+            for i in range(groups):
+                source = w + (min(g + i, last - 1) * k + at) // block * nbytes
+                unpack_float(code, source, panel + i * panel_bytes, size // block)
+            ahead = w + following(at, chunk, k, g) // block * nbytes
+            tiles(
+                panel, size, x, rows, at, k, c, count,
+                ahead, k // block * nbytes, chunk // block * nbytes, chunk // 8,
+            )  # fmt: skip
+
+    return gemv if block == 1 else no_gemv, gemm, groups * panel_bytes
+
+
+def make_loops(name: str, floating: bool, groups: int, tokens: int) -> tuple[Any, Any, int]:
+    """Make the loops that multiply rows with a matrix of a format.
+
+    Both helpers add to accumulators at ``c``. ``g`` is the first group; ``last`` is the end of the
+    groups that may be read.
+
+    Args:
+        name: weight format.
+        floating: whether activations are float32.
+        groups: groups of weight rows in a tile.
+        tokens: tokens in a tile.
+
+    Returns:
+        ``gemv(w, g, x, k, c)`` for one token (or `no_gemv`),
+        ``gemm(w, g, last, x, rows, k, panel, c, count)`` for several, and the bytes of its panels.
+    """
+    return (_float if floating else _integer)(name, groups, tokens)
