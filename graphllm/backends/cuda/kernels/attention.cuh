@@ -20,6 +20,7 @@ struct Attention {
     i64 slots;  // partial results that a token has room for; 0: there are none, as no token is split
     i64 fine_tiles;  // up to this number of tiles in a step, partial results are those of tiles
     i64 queries;  // which ones a kernel computes, as in enum Queries
+    i64 most_sequences, most_rows;  // of a step, and rows of partial results; at least one
     float scale, softcap;
 };
 
@@ -36,7 +37,6 @@ struct VisibleKeys {
 // The sequence of a token: the last one that begins at or before it.
 __device__ __forceinline__ int sequence_of(const Attention& a, int token) {
     int low = 0, high = (int)*a.sequences;
-    if (token < high && a.q_start[token] == token && a.q_start[token + 1] == token + 1) return token;
 #pragma unroll 1
     while (low + 1 < high) {
         int middle = (low + high) / 2;
@@ -63,11 +63,12 @@ __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int sequ
     return visible_keys(a, sequence, a.kv_len[sequence], first[0], first[1], token);
 }
 
-// The same for a token of any sequence. The values for a single sequence are loaded together.
+// The same for a token of any sequence. In steps of one token per sequence all values are loaded together.
 __device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, int token) {
-    int count = (int)*a.sequences, length = a.kv_len[0], end = a.q_start[1];
-    if (count > 1) return visible_keys(a, sequence_of(a, token), token);
-    return visible_keys(a, 0, length, 0, end, token);
+    const int count = (int)*a.sequences, likely = min(token, (int)a.most_sequences - 1);
+    const int first = a.q_start[likely], end = a.q_start[likely + 1], length = a.kv_len[likely];
+    if (likely < count && first <= token && token < end) return visible_keys(a, likely, length, first, end, token);
+    return visible_keys(a, sequence_of(a, token), token);
 }
 
 // The slot of key j of a sequence, in pools with blocks of 1 << shift slots.
@@ -103,9 +104,9 @@ __device__ __forceinline__ bool find_query(const Attention& a, int tokens, int r
         query.keys = visible_keys(a, row, query.token);
         return true;
     }
-    if (row >= tokens) return false;
-    query.keys = visible_keys(a, query.token);
-    return true;
+    if (row >= (int)a.most_rows) return false;
+    query.keys = visible_keys(a, row);  // does not wait for the number of tokens
+    return row < tokens;
 }
 
 #define GROUP 8  // query heads of a KV head that tensor cores compute together
@@ -122,7 +123,7 @@ __device__ __forceinline__ int split_of(int high, int least) {
 }
 
 // The partial results of a query: `count` of `each` tiles, from tile first * each on. `split`: tiles of a
-// split. Tiles begin at multiples of TILE_KEYS.
+// split, a power of two. Tiles begin at multiples of TILE_KEYS.
 struct Partials {
     int first, count, each, split;
 
@@ -160,6 +161,10 @@ __device__ __forceinline__ float rescale(float top, float exponent) {
     return power_of_2(__fsub_rn(__fmul_rn(top, LOG2E), exponent));
 }
 
+__device__ __forceinline__ void add_scaled(float& sum, float keep, float other, float share) {
+    sum = fmaf(other, share, __fmul_rn(sum, keep));
+}
+
 // The factors with which two partial results are added, the first one in place.
 struct Merge {
     float keep, share;
@@ -170,9 +175,7 @@ struct Merge {
         keep = rescale(top, exponent), share = rescale(other, exponent);
         top = most;
     }
-    __device__ __forceinline__ void add(float& sum, float other) const {
-        sum = fmaf(other, share, __fmul_rn(sum, keep));
-    }
+    __device__ __forceinline__ void add(float& sum, float other) const { add_scaled(sum, keep, other, share); }
 };
 
 // The factor that normalizes accumulated values, given the sum `total` of exp(logit - top).

@@ -36,9 +36,8 @@ _MLA_SIZES = (576, 512)  # depth and width of MLA (DeepSeek)
 _SPAN = 256  # elements of a row of which a thread of that kernel holds eight
 _TARGET_BLOCKS = 264  # thread blocks that about fill a GPU
 _TENSOR_SPLIT, _SCALAR_SPLIT = 256, 64  # least keys of a split
-_MAX_SPLITS, _MAX_SLOTS = 32, 64  # of a token; the former as in attention.cuh
+_MAX_SPLITS, _MAX_SLOTS = 32, 72  # of a token; the former as in attention.cuh
 _SLOTS_OF_MANY = 8  # partial results of tiles that each of many tokens has room for
-_FINE_TILES = 2  # tiles for each multiprocessor, up to which each is a block's work
 
 
 def _sizes(node: Tensor) -> tuple[int, int, int, int]:
@@ -154,7 +153,7 @@ def _partials_nbytes(node: Tensor) -> int:
 
 def _argument(
     ctx: KernelContext, out: int, partials: int = 0, slots: int = 0, queries: int = _ALL,
-    split: int = _TENSOR_SPLIT, fine: int = 0,
+    split: int = _TENSOR_SPLIT, fine: int = 0, rows: int = 0,
 ) -> bytes:  # fmt: skip
     """The argument of every kernel here; ``out`` and ``partials`` are addresses."""
     heads, kv_heads, *_ = _sizes(ctx.node)
@@ -170,6 +169,7 @@ def _argument(
         shift=block.bit_length() - 1, causal=int(attrs["causal"]), window=attrs["window"],
         metadata_ready=ctx.readable_before_wait("q_start", "kv_len", "table", "prefix_len"),
         split_keys=split, slots=slots, fine_tiles=fine, queries=queries,
+        most_sequences=max(1, _max_sequences(ctx.node)), most_rows=max(1, rows),
         scale=attrs["scale"], softcap=attrs["softcap"],
     )  # fmt: skip
 
@@ -182,8 +182,9 @@ def _tiled_module(kind: str, depth: int, biased: bool) -> Module:
     return module("attention_tiled", POOL=CACHED.index(kind), DEPTH=depth, BIASED=int(biased))
 
 
-def _merge_module(width: int) -> Module:
-    return module("attention_merge", WIDTH=width)
+def _merge_module(width: int, rows: int) -> Module:
+    vector = 1 if rows <= _FEW_TOKENS else 4
+    return module("attention_merge", WIDTH=width, VECTOR=vector)
 
 
 def _split_module(kind: str, depth: int, width: int, together: int, biased: bool) -> Module:
@@ -198,18 +199,16 @@ def _generic_module(k: str, v: str) -> Module:
 def _merge(ctx: KernelContext, arg: bytes, rows: int, result: bytes, step: int) -> Launch:
     """Merge partial results to the target ``result``; ``step``: see `unit`."""
     heads, _, _, width = _sizes(ctx.node)
-    grid = (rows, ceil(heads * width, 1024))
-    return Launch(_merge_module(width)[f"merge_{step}"], grid, (256,), (arg, result))
+    made = _merge_module(width, rows)
+    vector = int(dict(made.defines)["VECTOR"])  # results of a thread
+    grid = (rows, ceil(heads * width, 256 * vector))
+    return Launch(made[f"merge_{step}"], grid, (256,), (arg, result))
 
 
-def _resident(node: Tensor, rows: int) -> int:
-    """Thread blocks of the decode kernel on each multiprocessor.
-
-    As many as fit, and fewer for few queries: the next kernel cannot begin before all blocks have.
-    """
+def _resident(node: Tensor) -> int:
+    """Thread blocks of attention_decode.cu that fit on a multiprocessor, as stated there."""
     depth = _sizes(node)[2]
-    most = 2 if depth > 128 else 4 if depth == 64 and _kind(node) == "f16" else 3  # registers
-    return min(most, 1 if rows == 1 else 2 if rows <= 4 else most)
+    return 2 if depth > 128 else 4 if depth == 64 and _kind(node) == "f16" else 3
 
 
 def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Launch]:
@@ -221,11 +220,11 @@ def _decode(ctx: KernelContext, room: int, result: bytes, step: int) -> list[Lau
         return []
     slots, processors = _decode_slots(node), ctx.device.gpu.processors
     groups = kv_heads * ceil(heads // kv_heads, _GROUP)
-    blocks = processors * _resident(node, rows)
-    arg = _argument(ctx, 0, room, slots, queries, fine=min(blocks, _FINE_TILES * processors))
+    blocks = processors * _resident(node)
+    arg = _argument(ctx, 0, room, slots, queries, fine=blocks, rows=rows)
     grid = (min(rows * slots * groups, blocks),)
     kernel = _decode_module(_kind(node), depth, _has_logit_bias(node))["attend"]
-    return [Launch(kernel, grid, (128,), (arg,), 4 * (rows + 1)),
+    return [Launch(kernel, grid, (128,), (arg,), 12 * (rows + 1)),
             _merge(ctx, arg, rows, result, step)]  # fmt: skip
 
 
@@ -262,7 +261,7 @@ def _split(ctx: KernelContext, out: int, room: int, result: bytes, step: int) ->
     heads, kv_heads, depth, width = _sizes(node)
     together, slots, tokens = _heads_per_block(node), _scalar_slots(node), _max_tokens(node)
     made = _split_module(_kind(node), depth, width, together, _has_logit_bias(node))
-    arg = _argument(ctx, out, room, slots, split=_SCALAR_SPLIT)
+    arg = _argument(ctx, out, room, slots, split=_SCALAR_SPLIT, rows=tokens)
     grid = (kv_heads * ceil(heads // kv_heads, together), tokens, max(1, slots))
     attend = Launch(made["attend"], grid, (128,), (arg,))
     return [attend, _merge(ctx, arg, tokens, result, step)] if slots else [attend]
@@ -322,7 +321,8 @@ def _all_instances() -> None:
     """Register the modules that common models use, so that tests compile them."""
     for kind in CACHED:
         for depth in _TENSOR_DEPTHS:
-            _merge_module(depth)
+            for rows in (1, _FEW_TOKENS + 1):
+                _merge_module(depth, rows)
             for together in (1, 2, 4) if kind == "f32" else (1, 2, 4, 8):
                 for biased in (False, True):
                     _split_module(kind, depth, depth, together, biased)
@@ -334,7 +334,8 @@ def _all_instances() -> None:
             _split_module(kind, *_MLA_SIZES, together, False)
         for other in CACHED:
             _generic_module(kind, other)
-    _merge_module(_MLA_SIZES[1])
+    for rows in (1, _FEW_TOKENS + 1):
+        _merge_module(_MLA_SIZES[1], rows)
 
 
 _all_instances()

@@ -17,6 +17,8 @@
 
 #define THREADS 128
 constexpr int WARPS = THREADS / WARP, VECTORS = DEPTH / 32;
+#include "attention_units.cuh"
+
 constexpr int OWN = DEPTH == 64 ? 2 : 4;           // adjacent dimensions of values of a thread
 constexpr int SPREAD = 8 * OWN, PARTS = DEPTH / SPREAD;  // dimensions of a warp's products, their number
 constexpr int EACH = (PARTS + WARPS - 1) / WARPS;  // products of a warp
@@ -25,6 +27,9 @@ constexpr int LOGITS = TILE_KEYS + 8;              // floats between heads: read
 constexpr int PAGES = 16;                          // keys of the smallest block of the table
 constexpr int RESIDENT = DEPTH > 128 ? 2 : DEPTH > 64 || POOL != 1 ? 3 : 4;  // blocks of a multiprocessor, as in attention.py
 constexpr u32 ONES = 0x3c003c00u;
+// Rows up to which the next kernel starts late: it would request its weights while `rope_write` and then this
+// kernel wait for small loads, and blocks without work leave it the whole GPU.
+constexpr int LATE_ROWS = 16;
 
 // OWN adjacent elements of a value.
 struct ValueVector {
@@ -60,89 +65,12 @@ struct ValueVector {
 #endif
 };
 
-// A part of the work: the tiles from `tile` to `end` of a query and a KV head.
-struct Unit {
-    bool there;
-    int row, slot, kv, head, heads, tile, end;  // row and slot of the result; first query head, their number
-    Query query;
-};
-
 struct __align__(16) Shared {  // rows of q are copied 16 bytes at a time
     float logits[2][GROUP][LOGITS];
     float q[2][GROUP][DEPTH];
     Unit units[4];  // number n in n % 4: the present one, two before it and the next
-    int scan[WARPS];
+    Count scan[WARPS];
 };
-
-// The units of a step: partial results of rows, in order, each for all groups of heads.
-struct Units {
-    const int* starts;  // of each row, and the end
-    int rows, groups, tokens;
-
-    __device__ __forceinline__ void get(const Attention& a, int index, Unit& unit) const {
-        unit.there = index < starts[rows] * groups;
-        if (!unit.there) return;
-        const int item = index / groups, group = index % groups, shared = (int)a.heads / (int)a.kv_heads;
-        const int each = groups / (int)a.kv_heads;  // groups of a KV head
-        int low = 0, high = rows;
-#pragma unroll 1
-        while (low + 1 < high) {
-            int middle = (low + high) / 2;
-            if (starts[middle] <= item) low = middle;
-            else high = middle;
-        }
-        unit.row = low, unit.slot = item - starts[low], unit.kv = group / each;
-        unit.head = unit.kv * shared + group % each * GROUP;
-        unit.heads = min(GROUP, (unit.kv + 1) * shared - unit.head);
-        Query query = {};
-        find_query(a, tokens, low, query);
-        unit.query = query;
-        const Partials partials(a, query.keys, rows * groups);
-        const int tile = (partials.first + unit.slot) * partials.each;
-        unit.tile = max(tile, query.keys.low / TILE_KEYS);
-        unit.end = min(tile + partials.each, (query.keys.high - 1) / TILE_KEYS + 1);
-    }
-};
-
-// Count the partial results of all rows.
-__device__ __forceinline__ void count_units(const Attention& a, const Units& units, int* starts, int* scan) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int before = 0;
-    if (units.rows == 1) {
-        Query query = {};
-        const bool there = find_query(a, units.tokens, 0, query);
-        if (threadIdx.x == 0) starts[0] = 0, starts[1] = there ? Partials(a, query.keys, units.groups).count : 0;
-        __syncthreads();
-        return;
-    }
-#pragma unroll 1
-    for (int first = 0; first < units.rows; first += THREADS) {
-        const int row = first + threadIdx.x;
-        Query query;
-        int own = 0;
-        if (row < units.rows && find_query(a, units.tokens, row, query))
-            own = Partials(a, query.keys, units.rows * units.groups).count;
-        int through = own;
-#pragma unroll
-        for (int o = 1; o < WARP; o <<= 1) {
-            int other = __shfl_up_sync(FULL, through, o);
-            if (lane >= o) through += other;
-        }
-        __syncthreads();
-        if (lane == WARP - 1) scan[warp] = through;
-        __syncthreads();
-        int all = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            if (w < warp) through += scan[w];
-            all += scan[w];
-        }
-        if (row < units.rows) starts[row] = before + through - own;
-        before += all;
-    }
-    if (threadIdx.x == 0) starts[units.rows] = before;
-    __syncthreads();
-}
 
 // The blocks of the table with 32 times 16 keys, one in each lane.
 struct Pages {
@@ -163,14 +91,27 @@ struct Pages {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention a TIMESTAMPS) {
     RECORD_TIMESTAMPS
     __shared__ Shared s;
-    DYNAMIC_SHARED(int, starts);
-    const int tokens = (int)begin(a.tokens, a.metadata_ready);
+    DYNAMIC_SHARED(Count, starts);
+    const bool late = a.most_rows <= LATE_ROWS;
+    if (!late) launch_next();
+    const int tokens = (int)*(volatile const i64*)a.tokens;
+    if (!a.metadata_ready) wait_for_previous();
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, g = lane / 4, c = lane % 4;
     const Units units = {starts, a.queries == SINGLE ? (int)*a.sequences : tokens, head_groups(a), tokens};
-    count_units(a, units, starts, s.scan);
-    if (thread < 2) units.get(a, blockIdx.x + thread * gridDim.x, s.units[thread]);
-    __syncthreads();
-    if (!s.units[0].there) {
+    // What follows is a chain of loads while other kernels use the memory. It is short for plans of one row: each
+    // thread finds the block's first unit without shared memory.
+    Unit unit = {};
+    if (a.most_rows == 1) {
+        Query query = {};
+        Count own = {0, 0, 0};
+        if (find_query(a, tokens, 0, query)) own = units.count(a, query.keys);
+        if (thread == 0) starts[0] = {0, 0, 0}, starts[1] = own;
+        units.get(a, 0, query, own, unit);
+    } else {
+        count_units(a, units, starts, s.scan);
+        units.get(a, 0, unit);
+    }
+    if (!unit.there) {
         // Blocks without work leave room for the next kernel at once. One must wait, else this kernel could
         // complete before its predecessor.
         if (blockIdx.x == 0) wait_for_previous();
@@ -179,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
 
     KeyVector keys[2][VECTORS];
     ValueVector values[EACH][TILE_KEYS / 16][4];
-    Pages pages;
+    Pages pages, later;  // of the present and the next unit
     const bool active = EACH > 1 || PARTS == WARPS || warp < PARTS;  // has dimensions of values
     auto load_key = [&](const Unit& u, int i, const u8* row) {
 #pragma unroll
@@ -238,34 +179,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             copy16((u16*)(&s.q[buffer][0][0] + 4 * i), (const u8*)(from + 4 * i));
         close_copies();
     };
+    // Load the queries of unit `number`. Those of a block's first unit are not copied before.
+    auto load_queries = [&](const Unit& u, int number, u32 (&q)[VECTORS][4]) {
+        const int h = min(g, u.heads - 1);
+        const float* row = (const float*)(a.q + u.query.token * a.q_stride) + (u.head + h) * DEPTH;
+        if (number) row = s.q[number % 2][h];
+        float4 x[VECTORS][2];
+#pragma unroll
+        for (int n = 0; n < VECTORS; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) x[n][i] = *(const float4*)(row + 32 * n + 8 * c + 4 * i);
+#pragma unroll
+        for (int n = 0; n < VECTORS; n++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                q[n][2 * i] = pair(x[n][i].x * a.scale, x[n][i].y * a.scale);
+                q[n][2 * i + 1] = pair(x[n][i].z * a.scale, x[n][i].w * a.scale);
+            }
+    };
 
     {
-        const Unit& unit = s.units[0];
         const VisibleKeys& range = unit.query.keys;
         const bool ahead = a.metadata_ready && min(range.high, (unit.tile + 1) * TILE_KEYS) <= range.old;
         pages.load(a, range, unit.tile);
-        if (!ahead) wait_for_previous();
-        load_keys(unit, unit.tile);
-        load_values(unit, unit.tile);
-        if (ahead) wait_for_previous();
-        copy_queries(unit, 0);
-        wait_copies<0>();
+        if (ahead) load_keys(unit, unit.tile), load_values(unit, unit.tile);
+        if (thread == 0) s.units[0] = unit, units.get(a, 1, s.units[1]);
         __syncthreads();
+        wait_for_previous();
+        if (late) launch_next();
+        if (!ahead) load_keys(unit, unit.tile), load_values(unit, unit.tile);
     }
     int parity = 0;
 #pragma unroll 1
     for (int number = 0;; number++) {
         const Unit &unit = s.units[number % 4], &after = s.units[(number + 1) % 4];
         if (!unit.there) return;
-        if (thread == 0) units.get(a, blockIdx.x + (number + 2) * gridDim.x, s.units[(number + 2) % 4]);
+        if (thread == 0) units.get(a, number + 2, s.units[(number + 2) % 4]);
         const int heads = unit.heads, end = unit.end;
         u32 q[VECTORS][4];
-#pragma unroll
-        for (int n = 0; n < VECTORS; n++) {
-            const float* from = &s.q[number % 2][min(g, heads - 1)][32 * n + 8 * c];
-#pragma unroll
-            for (int e = 0; e < 4; e++) q[n][e] = pair(from[2 * e] * a.scale, from[2 * e + 1] * a.scale);
-        }
+        load_queries(unit, number, q);
+        if (after.there) later.load(a, after.query.keys, after.tile);
         float acc[EACH][OWN / 2][4] = {}, totals[2] = {}, top = -INFINITE;  // top: of head g
 #pragma unroll 1
         for (int tile = unit.tile; tile < end; tile++, parity ^= 1) {
@@ -289,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(Attention
             const Unit& next = last ? after : unit;
             const int next_tile = last ? after.tile : tile + 1;
             if (next.there) {
-                if (last || next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP)
-                    pages.load(a, next.query.keys, next_tile);
+                if (last) pages = later;
+                else if (next_tile * (TILE_KEYS / PAGES) - pages.first >= WARP) pages.load(a, next.query.keys, next_tile);
                 load_keys(next, next_tile);
             }
             if (last) wait_copies<0>();
