@@ -22,6 +22,19 @@ __device__ __forceinline__ float of_block(const float* own, int rank) {
     asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at));
     return v;
 }
+
+// The same for N floats: one, or four that are aligned to 16 bytes.
+template <int N> __device__ __forceinline__ void of_block(const float* own, int rank, float (&v)[N]) {
+    if (N == 1) {
+        v[0] = of_block(own, rank);
+        return;
+    }
+    u32 at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(at) : "r"((u32)__cvta_generic_to_shared(own)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[N / 4]), "=f"(v[N / 2]), "=f"(v[N - 1]) : "r"(at));
+}
 #endif
 
 // Wait until all blocks that share a sum have stored their parts in shared memory, or have read them.
@@ -51,4 +64,31 @@ __device__ __forceinline__ float sum_of_blocks(const float* own, int blocks, int
     }
 #endif
     return *own;
+}
+
+// The same for N floats, as for `of_block`.
+template <int N>
+__device__ __forceinline__ void sums_of_blocks(const float* own, int blocks, int splits, float (&sums)[N]) {
+#if CLUSTERS
+    if (blocks > 1) {
+        float parts[MAX_SPLITS][N] = {};
+#pragma unroll
+        for (int i = 0; i < MAX_SPLITS; i++)
+            if (i < blocks) of_block(own, i, parts[i]);
+        const bool single = blocks == splits;
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            if (single)
+#pragma unroll
+                for (int i = 0; i < MAX_SPLITS / 2; i++) parts[i][e] = parts[2 * i][e] + parts[2 * i + 1][e];
+            sums[e] = parts[0][e];
+#pragma unroll
+            for (int i = 1; i < MAX_SPLITS; i++)
+                if (i < (single ? blocks / 2 : blocks)) sums[e] += parts[i][e];
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int e = 0; e < N; e++) sums[e] = own[e];
 }

@@ -20,6 +20,9 @@
 #endif
 #include "wgmma.cuh"
 
+// Products of the previous tile that may be in flight while copies for the next ones are requested. Without
+// any, one more tile is requested ahead.
+#define BEHIND (TOKENS > 32 ? 0 : 1)
 #define DEPTH 64   // of a tile
 #define CHUNK 256  // of which a split has whole ones
 #define THREADS (4 * WARP * WARPGROUPS)
@@ -36,6 +39,47 @@ struct Shared {
 static_assert(sizeof(Shared) + 1024 == SHARED && sizeof(Shared) >= 4 * TOKENS * STRIDE,
               "see small_batch.py");
 
+// At the end, a thread has VECTOR adjacent rows of a token, and the same rows of TOGETHER tokens at a time.
+#define VECTOR (TOKENS > 16 ? 4 : 1)
+#define TOGETHER (TOKENS > 16 ? 4 : 2)
+#define LANES (ROWS / VECTOR)     // threads of a token
+#define SAME (THREADS / LANES)    // tokens at the same time
+
+// Load the first `count` of VECTOR rows.
+__device__ __forceinline__ void load_rows(const float* from, int count, float (&to)[VECTOR]) {
+    if (VECTOR == 4 && count == 4 && (u64)from % 16 == 0) {
+        const float4 x = *(const float4*)from;
+        to[0] = x.x, to[VECTOR / 4] = x.y, to[VECTOR / 2] = x.z, to[VECTOR - 1] = x.w;
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++) to[e] = e < count ? from[e] : 0;
+}
+
+__device__ __forceinline__ void store_rows(const float (&x)[VECTOR], float* to, int count) {
+    if (VECTOR == 4 && count == 4 && (u64)to % 16 == 0) {
+        *(float4*)to = make_float4(x[0], x[VECTOR / 4], x[VECTOR / 2], x[VECTOR - 1]);
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++)
+        if (e < count) to[e] = x[e];
+}
+
+__device__ __forceinline__ void store_halves(int kind, const float (&x)[VECTOR], u16* to, int count) {
+    u16 halves[VECTOR];
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++) halves[e] = to_half(kind, x[e]);
+    if (VECTOR == 4 && count == 4 && (u64)to % 8 == 0) {
+        *(uint2*)to = make_uint2(halves[0] | (u32)halves[VECTOR / 4] << 16,
+                                 halves[VECTOR / 2] | (u32)halves[VECTOR - 1] << 16);
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < VECTOR; e++)
+        if (e < count) to[e] = halves[e];
+}
+
 // Add the products of a tile.
 __device__ __forceinline__ void add_tile(float (&c)[TILES][4], const u16 (&w)[SIDE][DEPTH],
                                          const u16 (&x)[TOKENS][DEPTH]) {
@@ -46,7 +90,7 @@ __device__ __forceinline__ void add_tile(float (&c)[TILES][4], const u16 (&w)[SI
     for (int i = 0; i < DEPTH / 16; i++)
         multiply_halves64<TOKENS>(&c[0][0], factor(w[warp / 4 * 64], i), factor(x[0], i));
     commit_products();
-    wait_products<1>();
+    if (BEHIND) wait_products<1>();
 #else
     const int lane = threadIdx.x % WARP, r = 16 * warp + lane % 16;
 #pragma unroll
@@ -112,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
 #pragma unroll 1
     for (int split = 0; split < splits; split++) {
 #endif
-        constexpr int AHEAD = STAGES - 2;  // the products of the previous tile may still be computed
+        constexpr int AHEAD = STAGES - 1 - BEHIND;
         const int begin = split * chunks / splits * (CHUNK / DEPTH);
         const int end = min((split + 1) * chunks / splits * (CHUNK / DEPTH), tiles);
 #pragma unroll
@@ -138,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
             wait_copies<AHEAD - 1>();
 #if WGMMA
             publish();
+            if (!BEHIND) wait_products<0>();  // the next copies replace the factors of the previous tile
 #endif
             __syncthreads();
             if (tile + AHEAD < end) {
@@ -178,30 +223,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPGROUPS / 2)
     asm volatile("" : "+r"(place));  // find the matrix again: keeping its fields would take 20 registers
     m = all.m[0];
     if (!GATED) find_matrix<ROWS>(all, place, m);
-    const int r = threadIdx.x % ROWS;
-    const bool there = place + r < m.rows;
+    const int r = place + threadIdx.x % LANES * VECTOR, count = min(TOKENS, last + 1 - first);
+    const int own = min(VECTOR, (int)m.rows - r);  // rows of this thread
+    if (own > 0) {
 #if GATED
-    const Matrix& up = all.m[1];
-    const float bias = m.bias && there ? m.bias[place + r] : 0;
-    const float up_bias = up.bias && there ? up.bias[place + r] : 0;
+        const Matrix& up = all.m[1];
+        float bias[VECTOR], up_bias[VECTOR];
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) {
+            bias[e] = m.bias && e < own ? m.bias[r + e] : 0;
+            up_bias[e] = up.bias && e < own ? up.bias[r + e] : 0;
+        }
 #else
-    const RowEnd end_of_row(m, place + r);
+        float bias[VECTOR];
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) bias[e] = m.bias && e < own ? m.bias[r + e] : 0;
 #endif
-    for (int t = threadIdx.x / ROWS + THREADS / ROWS * blockIdx.z; t < min(TOKENS, last + 1 - first);
-         t += THREADS / ROWS * blocks) {
-        float value = sum_of_blocks(out + t * STRIDE + r, blocks, splits);
+        const float* sums = out + threadIdx.x % LANES * VECTOR;
+#pragma unroll 1
+        for (int t = threadIdx.x / LANES + SAME * blockIdx.z; t < count; t += TOGETHER * SAME * blocks) {
+#if !GATED
+            float residual[TOGETHER][VECTOR];  // requested together, before the sums
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) {
+                const int token = t + u * SAME * blocks;
+                if (m.residual && token < count)
+                    load_rows((const float*)(m.residual + (first + token) * m.residual_stride) + r, own, residual[u]);
+            }
+#endif
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) {
+                const int token = t + u * SAME * blocks;
+                if (token >= count) break;
+                float values[VECTOR];
+                sums_of_blocks(sums + token * STRIDE, blocks, splits, values);
+                u8* y = m.y + (first + token) * m.y_stride;
 #if GATED
-        const float other = sum_of_blocks(out + t * STRIDE + ROWS + r, blocks, splits) + up_bias;
-        value = activate(act, value + bias) * other;
-        u8* y = m.y + (first + t) * m.y_stride;
-        if (!there) continue;
-        if (kind)
-            ((u16*)y)[place + r] = to_half(kind, value);
-        else
-            ((float*)y)[place + r] = value;
+                float others[VECTOR];
+                sums_of_blocks(sums + token * STRIDE + ROWS, blocks, splits, others);
+#pragma unroll
+                for (int e = 0; e < VECTOR; e++)
+                    values[e] = activate(act, values[e] + bias[e]) * (others[e] + up_bias[e]);
+                if (kind) {
+                    store_halves(kind, values, (u16*)y + r, own);
+                    continue;
+                }
 #else
-        if (there) end_of_row.store(first + t, value);
+#pragma unroll
+                for (int e = 0; e < VECTOR; e++) {
+                    if (m.bias) values[e] += bias[e];
+                    if (m.residual) values[e] += residual[u][e];
+                }
 #endif
+                store_rows(values, (float*)y + r, own);
+            }
+        }
     }
     if (blocks > 1) meet(blocks);  // the others have read this block's sums
 }

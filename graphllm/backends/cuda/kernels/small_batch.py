@@ -21,7 +21,7 @@ from .quantize import HALVES
 
 # Tokens of a block -> its warpgroups, which compute 64 rows each, and its stages. GPUs of another
 # capability than 9.0 may have shared memory for the first two only.
-_SHAPES = {8: (2, 5), 16: (2, 5), 32: (2, 5), 64: (4, 5), 128: (4, 4)}
+_SHAPES = {8: (2, 5), 16: (2, 5), 32: (2, 5), 64: (2, 4), 128: (4, 4)}
 _SMALL = 16
 
 
