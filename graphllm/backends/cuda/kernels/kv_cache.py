@@ -20,6 +20,8 @@ _THREADS = 128
 _COPY_THREADS = 256
 _WARPS = 4  # of a block of the kernels for whole heads
 _BLOCKS = 2048  # thread blocks that are resident at a time on a GPU of 132 multiprocessors
+# Of rope_write for decode: blocks of attention start beside them, and fewer angles are computed.
+_DECODE_BLOCKS, _DECODE_ROWS = 512, 128
 _WHOLE = (64, 128, 256)  # head dimensions of these kernels
 
 
@@ -86,7 +88,8 @@ def rope_write(ctx: KernelContext) -> Launch:
     )  # fmt: skip
     if _rotates_whole_heads(ctx):
         # With many tokens a warp rotates several heads, for which it computes the angles once.
-        blocks = min(ceil(heads, _WARPS), ceil(_BLOCKS, rows))
+        resident = _DECODE_BLOCKS if rows <= _DECODE_ROWS else _BLOCKS
+        blocks = min(ceil(heads, _WARPS), ceil(resident, rows))
         kernel = _MODULE[f"rope_write_{width // 64}"]
         more = (eps, ctx.readable_before_wait("slot", "pos"), rotation(ctx, width))
         early = [ref for ref in map(ctx.op, ("factors", "q_norm", "k_norm")) if ref is not None]

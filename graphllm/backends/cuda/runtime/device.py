@@ -22,7 +22,9 @@ from .dependencies import InFlight, Ordering, Region, region, written
 from .source import Function, load_or_compile_all
 from .work import HostCall, Launch, Work
 
-MAX_GRAPH_ROWS = 64  # plans of at most this many rows are captured as CUDA graphs
+# Plans of at most this many rows are captured as CUDA graphs: decode of 256 sequences, whose
+# q_start has one element more.
+MAX_GRAPH_ROWS = 257
 
 
 class KernelContext(kernel_context.KernelContext[OperandRef]):
