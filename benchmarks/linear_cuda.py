@@ -5,7 +5,9 @@
 
 ``products``: the products of a Mistral-7B layer by the first choice of cuBLASLt and by the fastest
 of eight, over more weights than the caches hold. ``counts``: a linear of few tokens by graphllm's
-kernels and by cuBLASLt. ``layers``: prefill time by step, in a model of four such layers.
+kernels and by cuBLASLt. ``batches``: the linears of a layer in block formats, by number of tokens;
+"1 f16" is one token by the kernel for several. ``layers``: prefill time by step, in a model of four
+such layers.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from graphllm.backends.cuda.kernels.matrices import MAX_TOKENS
 from graphllm.backends.cuda.runtime import cublaslt
 from graphllm.checkpoints.model_shapes import SHAPES
 from graphllm.checkpoints.random_weights import RandomCheckpoint
-from graphllm.graph.dtype import F16, F32
+from graphllm.formats.quantization import Blocks, quantise
+from graphllm.graph.dtype import F16, F32, dtype
 from graphllm.graph.tensor import Var, feed, weight
 from graphllm.loading.load import build_decoder
 from graphllm.model.decoder import Limits
 from graphllm.profiler import bench
 from graphllm.profiler.record import Recorder, totals
+from graphllm.runtime.executor import Executor
+from graphllm.weights import Arrays
 
 BYTES = 512 << 20  # bytes of weights per measurement
 # rows, depth, matrices at a time, result, added: a layer as gemm splits it
@@ -104,6 +109,72 @@ def linear_time(matrix: np.ndarray, count: int, most: int) -> float:
         small_batch.max_tokens = kept
 
 
+# rows of each matrix of a launch, depth, gated
+LAUNCHES_OF_A_LAYER: dict[str, tuple[tuple[int, ...], int, bool]] = {
+    "gate, up": ((14336, 14336), 4096, True),
+    "down": ((4096,), 14336, False),
+    "q, k, v": ((4096, 1024, 1024), 4096, False),
+    "o": ((4096,), 4096, False),
+}
+
+
+def batches(given: argparse.Namespace) -> Iterator[str]:
+    """Microseconds of the linears of a layer in block formats, and share of the read bandwidth."""
+    names = [f"{name:>9}" for name in LAUNCHES_OF_A_LAYER]
+    yield f"{'format':<8} {'tokens':>6} {' '.join(names)} {'layer':>8} {'limit':>6} {'share':>6}"
+    for kind in given.type.split(","):
+        found: dict[str, list[float]] = {}
+        nbytes = 0.0
+        for rows, depth, gated in LAUNCHES_OF_A_LAYER.values():
+            nbytes += dtype(kind).row_nbytes(depth) * sum(rows)
+            for label, us in launch_times(kind, rows, depth, gated, given.counts).items():
+                found.setdefault(label, []).append(us)
+        limit = nbytes / 4.53e6
+        for label, times in found.items():
+            each = " ".join(f"{us:9.1f}" for us in times)
+            total = sum(times)
+            yield f"{kind:<8} {label:>6} {each} {total:8.1f} {limit:6.1f} {limit / total:6.1%}"
+
+
+def launch_times(
+    kind: str, rows: tuple[int, ...], depth: int, gated: bool, counts: Sequence[int]
+) -> dict[str, float]:
+    """Microseconds of a launch by number of tokens, over weights that the caches do not hold."""
+    copies = max(2, (BYTES // 2) // (dtype(kind).row_nbytes(depth) * sum(rows)))
+    rng = np.random.default_rng(0)
+    stored = {}
+    for i, count in enumerate(rows):
+        part = quantise(rng.standard_normal((64, depth)).astype(np.float32) / 64, dtype(kind))
+        raw = np.tile(np.asarray(part, np.uint8).reshape(64, -1), (count // 64, 1))
+        stored |= {f"w{i}.{n}": Blocks(raw, dtype(kind), depth) for n in range(copies)}
+    executor = Executor(Arrays(stored), ("cuda", "reference"))
+    found = {}
+    x = feed("x", (Var("T", 1, max(counts)), depth), "f32")
+    for count in counts:
+        labels = {str(count): x}
+        if count == 1:
+            labels["1 f16"] = ops.quantise_act(x, dtype="f16")
+        for label, own in labels.items():
+            made = {}
+            for n in range(copies):
+                leaves = [weight(f"w{i}.{n}", (r, depth), kind) for i, r in enumerate(rows)]
+                each = [ops.linear(own, w) for w in leaves]
+                if gated:
+                    each = [ops.mul(ops.silu(each[0]), each[1])]
+                    if label != "1":
+                        each = [ops.quantise_act(each[0], dtype="f16")]
+                made |= {f"y{i}.{n}": y for i, y in enumerate(each)}
+            plan = executor.compile(made, {"T": (1, count)})
+            x_values = rng.standard_normal((count, depth)).astype(np.float32)
+            for _ in range(2):
+                executor.run(plan, {"x": x_values}, fetch=())
+            ((segment, _),) = executor.segments(plan)
+            gpu = executor.devices["cuda"].gpu
+            times = gpu.time_runs(partial(segment.run, None), ROUNDS)
+            found[label] = 1e6 * median(times) / copies
+    return found
+
+
 def layers(given: argparse.Namespace) -> Iterator[str]:
     """Microseconds of each step of a layer during prefill, and of the layer."""
     count, tokens, kind, depth = 4, given.tokens, given.type, given.depth
@@ -133,7 +204,7 @@ def layers(given: argparse.Namespace) -> Iterator[str]:
     yield f"{'a layer':<28} {'':>5} {'':>9} {total:11.1f}"
 
 
-PARTS = {"products": products, "counts": counts, "layers": layers}
+PARTS = {"products": products, "counts": counts, "batches": batches, "layers": layers}
 
 
 def main() -> None:
@@ -143,7 +214,11 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--depth", type=int, default=0, help="Cached tokens (layers).")
-    parser.add_argument("--type", default="f16", help="Weight format (layers).")
+    parser.add_argument("--type", default="f16", help="Weight format; batches: several.")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 4, 16, 32, 64, 128],
+        help="Numbers of tokens (batches).",
+    )  # fmt: skip
     parser.add_argument(
         "--tile", type=int, help="MB of quantized weights expanded at a time (layers)."
     )

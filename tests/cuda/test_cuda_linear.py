@@ -92,6 +92,27 @@ def multiplied(executor, drawn, shape, kind):
     return executor.run(plan, {"x": drawn})["y"]
 
 
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_k", "q6_k", "q3_k"])
+def test_gated_units_do_not_depend_on_the_number_of_tokens(kind):
+    """One kernel computes them, with the same bits for any number of tokens."""
+    rng, (rows, k) = np.random.default_rng(0), (300, 1536)
+    pair = {f"w{i}": quantised(normal(rng, (rows, k)).astype(np.float32), kind) for i in range(2)}
+    drawn = rng.standard_normal((TOKENS[-2], k)).astype(np.float32)
+    found = {}
+    for without in ((), ("gated",)):
+        executor = GuardedExecutor(Arrays(pair), ORDER, Options(without=without))
+        for count in (TOKENS[-2], 128, 33, 16, 2):
+            x = feed("x", (Var("T", 1, count), k), "f32")
+            gate, up = (ops.linear(x, weight(name, (rows, k), kind)) for name in pair)
+            y = ops.quantise_act(ops.mul(ops.silu(gate), up), dtype="f16")
+            plan = executor.compile({"y": y})
+            assert ("gated" in [s.node.op for s in plan.steps]) == (not without)
+            found[without, count] = executor.run(plan, {"x": drawn[-count:]})["y"]
+            np.testing.assert_array_equal(
+                found[without, count], found[(), TOKENS[-2]][-count:], err_msg=f"{count} {without}"
+            )
+
+
 # A depth for each shape of gemv_shapes.py, for blocks of 32 and of 256.
 DEPTHS = {32: (96, 512, 8192, 8224), 256: (512, 8192, 8448)}
 ROWS = (1, 37)  # the last block has warps without a row

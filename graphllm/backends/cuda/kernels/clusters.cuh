@@ -59,7 +59,7 @@ __device__ __forceinline__ float sum_of_blocks(const float* own, int blocks, int
         float value = parts[0];
 #pragma unroll
         for (int i = 1; i < MAX_SPLITS; i++)
-            if (i < (single ? blocks / 2 : blocks)) value += parts[i];
+            if (i < (single ? (blocks + 1) / 2 : blocks)) value += parts[i];
         return value;
     }
 #endif
@@ -84,7 +84,7 @@ __device__ __forceinline__ void sums_of_blocks(const float* own, int blocks, int
             sums[e] = parts[0][e];
 #pragma unroll
             for (int i = 1; i < MAX_SPLITS; i++)
-                if (i < (single ? blocks / 2 : blocks)) sums[e] += parts[i][e];
+                if (i < (single ? (blocks + 1) / 2 : blocks)) sums[e] += parts[i][e];
         }
         return;
     }

@@ -20,11 +20,6 @@
 //   unpack(j, u)        unpack it; j: its number in the row
 //   INTEGER_PRODUCT     whether there is product(j, a): the product with quantised activations in
 //                       fewer instructions than unpack needs
-// Blocks of 256 have integer scales, and some have minima, of groups of GROUP elements:
-//   integers(j, v)      the v of an item alone
-//   load_head(p, half)  load the scales of a block whose first item's fields are at p
-//   groups(half, s, m)  the scales and minima of half of the block, a byte each; minima are positive
-//   factors()           what scales and minima are multiplied by
 // Each family has a header formats_*.cuh, included at the end.
 
 struct Planes {
@@ -85,11 +80,6 @@ __device__ __forceinline__ void nibbles(const uint4& q, int* v) {
 // Bits 4 k to 4 k + 3 of `bits` as the fifth bits of four bytes.
 __device__ __forceinline__ int fifth(u32 bits, int k) {
     return (bits >> 4 * k & 15) * 0x02040810 & 0x10101010;
-}
-
-// Four bytes from 0 to 127, each less N (at most 128), as int8.
-template <int N> __device__ __forceinline__ u32 less_each(u32 bytes) {
-    return ((bytes | 0x80808080) - N * 0x01010101u) ^ 0x80808080;
 }
 
 // Look up the nibbles of 16 bytes in a table of sixteen int8, in the order of nibbles().

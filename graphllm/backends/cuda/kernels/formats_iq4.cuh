@@ -26,7 +26,6 @@ struct IQ4_NL : By32 {
 };
 
 struct IQ4_XS : By256 {
-    static constexpr int GROUP = 32;
     static constexpr int ZERO_POINT = 0;
     static constexpr bool OFFSET = false;
     uint4 q;
@@ -38,20 +37,8 @@ struct IQ4_XS : By256 {
     }
     __device__ __forceinline__ void load(const Planes& p) {
         q = stream16(p.a);
-        load_head(p, 0);
-    }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
         head = constant<uint2>(p.b);
     }
-    __device__ __forceinline__ void integers(int j, int* v) const { looked_up(q, iq4_values(), v); }
-    __device__ __forceinline__ void groups(int half, u32* scales, u32* minima) const {
-        const u32 low = head.y >> 16 * half, high = head.x >> (16 + 8 * half);
-        u32 s = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++) s |= (low >> 4 * i & 15 | (high >> 2 * i & 3) << 4) << 8 * i;
-        *scales = less_each<32>(s);
-    }
-    __device__ __forceinline__ float2 factors() const { return make_float2(low_half(head.x), 0); }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         int s = j & 7;
         int scale = (head.y >> 4 * s & 15 | (head.x >> (16 + 2 * s) & 3) << 4) - 32;

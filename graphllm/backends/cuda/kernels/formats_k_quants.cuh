@@ -3,7 +3,6 @@
 // 128 bytes of nibbles: of 64 neighbouring elements, 32 in low halves and 32 in high halves.
 struct Scales : By256 {
     static constexpr bool INTEGER_PRODUCT = true;
-    static constexpr int GROUP = 32;
     uint4 q, head;  // head: d, dmin: f16, then 6-bit scales and minima in 12 bytes
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 64 * (j >> 1 & 3) + 16 * (j & 1) + 32 * p;
@@ -25,15 +24,6 @@ struct Scales : By256 {
         u.scale[0] = d * (s & 255), u.scale[1] = d * (s >> 8 & 255);
         u.offset[0] = least * (m & 255), u.offset[1] = least * (m >> 8 & 255);
     }
-    __device__ __forceinline__ void groups(int half, u32* scales, u32* minima) const {
-        u32 s[2], m[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) coefficients(4 * half + 2 * i, s[i], m[i]);
-        *scales = s[0] | s[1] << 16, *minima = m[0] | m[1] << 16;
-    }
-    __device__ __forceinline__ float2 factors() const {
-        return make_float2(low_half(head.x), high_half(head.x));
-    }
     // The product of the item, from the dot of scaled integers with activations.
     __device__ __forceinline__ float scaled(int all, u32 m, const int* sums, float d) const {
         const int least = dot2(pair_of(sums[0], sums[1]), m, 0);
@@ -48,12 +38,8 @@ struct Q4_K : Scales {
     }
     __device__ __forceinline__ void load(const Planes& p) {
         q = stream16(p.a);
-        load_head(p, 0);
-    }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
         head = constant<uint4>(p.b);
     }
-    __device__ __forceinline__ void integers(int j, int* v) const { nibbles(q, v); }
     __device__ __forceinline__ void unpack(int j, Unpacked<2>& u) const {
         nibbles(q, u.v);
         coefficients(j, u);
@@ -76,9 +62,6 @@ struct Q5_K : Scales {
     __device__ __forceinline__ void load(const Planes& p) {
         q = stream16(p.a);
         high = constant<uint4>(p.b);
-        load_head(p, 0);
-    }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
         head = constant<uint4>(p.c);
     }
     __device__ __forceinline__ void integers(int j, int* v) const {
@@ -109,11 +92,9 @@ struct Q5_K : Scales {
 struct Q6_K : By256 {
     static constexpr int ZERO_POINT = 32;
     static constexpr bool INTEGER_PRODUCT = true;
-    static constexpr int GROUP = 16;
     uint4 q, high;  // high: bits 2 r and 2 r + 1 belong to run r of the half
     u16 d;
     int low_scale, high_scale;
-    uint2 scales;  // of half of a block
     __device__ static __forceinline__ int at(int j, int p) {
         return 256 * (j >> 3) + 128 * (j >> 2 & 1) + 16 * (j & 3) + 64 * p;
     }
@@ -130,14 +111,6 @@ struct Q6_K : By256 {
         low_scale = constant<i8>(p.c), high_scale = constant<i8>(p.c + 4);
         d = constant<u16>(p.d);
     }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
-        scales = constant<uint2>(p.c + 8 * half);
-        d = constant<u16>(p.d);
-    }
-    __device__ __forceinline__ void groups(int half, u32* s, u32* minima) const {
-        s[0] = scales.x, s[1] = scales.y;
-    }
-    __device__ __forceinline__ float2 factors() const { return make_float2(from_f16(d), 0); }
     __device__ __forceinline__ void integers(int j, int* v) const {
         int shift = j & 2;
         nibbles(q, v);
@@ -165,7 +138,7 @@ struct Q6_K : By256 {
 
 // 64 bytes of bit pairs: of each half (32 bytes) the lowest pairs of all bytes, then the next pairs.
 struct Pairs {
-    static constexpr int BLOCK = 256, PARTS = 4, ITEM = 64, GROUP = 16;
+    static constexpr int BLOCK = 256, PARTS = 4, ITEM = 64;
     typedef Unpacked<4> Values;
     static constexpr bool INTEGER_PRODUCT = false;
     static constexpr bool OFFSET = true;
@@ -192,17 +165,6 @@ struct Q2_K : Pairs {
         scales = constant<uint2>(p.b);
         dm = constant<u32>(p.c);
     }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
-        scales = constant<uint2>(p.b + 8 * half);
-        dm = constant<u32>(p.c);
-    }
-    __device__ __forceinline__ void groups(int half, u32* s, u32* minima) const {
-        s[0] = scales.x & 0x0f0f0f0f, s[1] = scales.y & 0x0f0f0f0f;
-        minima[0] = scales.x >> 4 & 0x0f0f0f0f, minima[1] = scales.y >> 4 & 0x0f0f0f0f;
-    }
-    __device__ __forceinline__ float2 factors() const {
-        return make_float2(low_half(dm), high_half(dm));
-    }
     __device__ __forceinline__ void unpack(int j, Unpacked<4>& u) const {
         integers(j, u.v);
         float d = low_half(dm), least = -high_half(dm);
@@ -228,9 +190,6 @@ struct Q3_K : Pairs {
     __device__ __forceinline__ void load(const Planes& p) {
         q = stream16(p.a);
         third = constant<uint4>(p.b);
-        load_head(p, 0);
-    }
-    __device__ __forceinline__ void load_head(const Planes& p, int half) {
         low0 = constant<u32>(p.c), low1 = constant<u32>(p.c + 4), top = constant<u32>(p.c + 8);
         d = constant<u16>(p.d);
     }
@@ -241,13 +200,6 @@ struct Q3_K : Pairs {
         for (int k = 0; k < 16; k++)
             v[k] |= (word(third, k & 3) >> (4 * half + (k >> 2)) & 0x01010101) << 2;
     }
-    __device__ __forceinline__ void groups(int half, u32* s, u32* minima) const {
-        const u32 high = top >> 4 * half;
-        s[0] = low0 >> 4 * half & 0x0f0f0f0f | (high & 0x03030303) << 4;
-        s[1] = low1 >> 4 * half & 0x0f0f0f0f | (high >> 2 & 0x03030303) << 4;
-        s[0] = less_each<32>(s[0]), s[1] = less_each<32>(s[1]);
-    }
-    __device__ __forceinline__ float2 factors() const { return make_float2(from_f16(d), 0); }
     __device__ __forceinline__ void unpack(int j, Unpacked<4>& u) const {
         int half = j >> 1 & 1, odd = j & 1;
         integers(j, u.v);

@@ -13,7 +13,7 @@ from ... import ROWS, Options
 from .. import BACKEND
 from ..runtime.device import KernelContext, OperandRef
 from ..runtime.work import Work
-from . import small_batch
+from . import small_batch, small_batch_blocks
 from .elementwise import ACTIVATIONS
 from .fused_norm import gated_halves, gated_unit, two_at_most
 from .gemm import PLAIN, Job, workspace_nbytes
@@ -119,15 +119,16 @@ def gated(ctx: KernelContext) -> list[Work]:
         and not forms[0].dtype.quantised
         and _can_fuse_small_batch(ctx, jobs, forms)
     ):
-        return [
-            small_batch.small_batch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)
-        ]
+        blocks = jobs[0].w.dtype.quantised
+        launch = small_batch_blocks.blocks if blocks else small_batch.small_batch
+        return [launch(ctx, [replace(jobs[0], out=forms[0]), jobs[1]], act, gated=True)]
     finish = gated_unit if meta.dtype == F32 else gated_halves
     return [*launches(ctx, jobs, ctx.scratch + 2 * size), finish(ctx, *pair)]
 
 
 def _can_fuse_small_batch(ctx: KernelContext, jobs: list[Job], forms: list[OperandRef]) -> bool:
-    """Whether `small_batch` can compute both linears of the gated unit in one kernel."""
+    """Whether one kernel for a small batch can compute both linears of the gated unit."""
     gate, up = jobs
     same = (gate.x.address, gate.w.meta) == (up.x.address, up.w.meta)
-    return same and len(forms) == 1 and small_batch.fits(ctx, gate)
+    fits = small_batch.fits(ctx, gate) or small_batch_blocks.fits(ctx, gate)
+    return same and len(forms) == 1 and fits

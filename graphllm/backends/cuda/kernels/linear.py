@@ -1,8 +1,8 @@
 """Linears: GEMV and small-batch kernels for few tokens; many tokens go to `gemm`.
 
-Block formats multiply int8 activations (or float32, see `Options.linear`). f16 and bf16 weights
-multiply float32 activations of one token, and activations of their own dtype of several tokens on
-tensor cores, as cuBLASLt does.
+Block formats multiply int8 activations of one token (or float32, see `Options.linear`), and f16
+activations of several tokens on tensor cores. f16 and bf16 weights multiply float32 activations of
+one token, and activations of their own dtype of several tokens, as cuBLASLt does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .gemm import (
     workspace_nbytes,
 )
 from .gemv_shapes import Shape
-from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
+from .matrices import MAX_FUSED_LINEARS, matrices_argument
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 
@@ -139,10 +139,14 @@ def few_tokens(
 
     If ``deterministic``, the weight alone decides.
     """
+    rows, depth = w.meta.bound().shape[-2:]
+    assert isinstance(rows, int) and isinstance(depth, int)
+    if deterministic and w.dtype.quantised:
+        return not integer or rows < small_batch_blocks.MIN_ROWS
     if deterministic:
-        return w.dtype.name not in HALVES or int(w.meta.shape[1]) % 8 > 0  # type: ignore[arg-type]
+        return w.dtype.name not in HALVES or depth % 8 > 0
     if w.dtype.quantised:
-        most = MAX_TOKENS if integer else MAX_FLOAT_TOKENS
+        most = 1 if integer else MAX_FLOAT_TOKENS
     else:
         most = MAX_F32_TOKENS if w.dtype == F32 else 1
     return KernelContext.upper_bound(x.meta.rows) <= most
@@ -158,10 +162,10 @@ def launches(ctx: KernelContext, jobs: Sequence[Job], workspace: int) -> list[Wo
     """
     groups: dict[tuple[int, str], list[Job]] = {}  # by activation and kernel
     for job in jobs:
-        if job.x.dtype.name in HALVES:
-            kind = "small_batch" if small_batch.fits(ctx, job) else "gemm"
-        elif small_batch_blocks.fits(ctx, job):
+        if small_batch_blocks.fits(ctx, job):
             kind = f"blocks of {job.w.dtype.name}"
+        elif job.x.dtype.name in HALVES:
+            kind = "small_batch" if small_batch.fits(ctx, job) else "gemm"
         else:
             few = job.x.dtype.quantised or few_tokens(job.x, job.w, False, ctx.deterministic)
             kind = job.w.dtype.name if few else "gemm"
@@ -217,8 +221,8 @@ def _when(node: Tensor, options: Options) -> str | None:
 def lower_activation(x: Tensor, w: Tensor, few: bool, options: Options) -> Tensor:
     """The activation in the dtype that the kernels multiply.
 
-    Few tokens are quantised for block formats, or made contiguous if float32 rows are not aligned
-    to 16 bytes. Many tokens get `matmul_dtype` of the weight.
+    Few tokens (see `few_tokens`) are quantised for block formats, or made contiguous if float32
+    rows are not aligned to 16 bytes. More get `matmul_dtype` of the weight.
     """
     if x.dtype != F32:
         return x

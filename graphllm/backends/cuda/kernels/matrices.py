@@ -47,8 +47,8 @@ def has_wgmma(ctx: KernelContext) -> bool:
     return bool(ctx.device.gpu.capability == (9, 0))
 
 
-def splits(rows: Sequence[int], depth: int, processors: int) -> int:
-    """Number of parts that the depth of some matrices is divided into: one, or an even number.
+def splits(rows: Sequence[int], depth: int, processors: int, odd: bool = False) -> int:
+    """Number of parts that the depth of some matrices is divided into.
 
     It decides the order of the sums, so it must not depend on the number of tokens.
 
@@ -56,6 +56,8 @@ def splits(rows: Sequence[int], depth: int, processors: int) -> int:
         rows: rows of each matrix of the launch.
         depth: depth of the matrices.
         processors: multiprocessors of the GPU.
+        odd: allow odd numbers; else it is one or an even number.
     """
     fit = int(_OCCUPANCY * processors / sum(ceil(count, _ROWS) for count in rows))
-    return max(1, min(_MAX_SPLITS, fit, ceil(depth, _CHUNK)) // 2 * 2)
+    most = max(1, min(_MAX_SPLITS, fit, ceil(depth, _CHUNK)))
+    return most if odd else max(1, most // 2 * 2)

@@ -1,6 +1,5 @@
 #pragma once
-// Tensor cores: 16 x 16 times 16 x 8, f16 or bf16 (BFLOAT) with float32 sums, and 16 x 32 or 16 x 16
-// times as many x 8 of int8 with int32 sums.
+// Tensor cores: 16 x 16 times 16 x 8, f16 or bf16 (BFLOAT) with float32 sums.
 
 #if BFLOAT
 #define HALF "bf16"
@@ -13,22 +12,6 @@ __device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1)
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Products of int8, added to `start`.
-__device__ __forceinline__ void multiply_bytes(int* c, const u32* a, u32 b0, u32 b1, int start) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(start));
-}
-
-// The same for a depth of 16.
-__device__ __forceinline__ void multiply_bytes(int* c, const u32* a, u32 b, int start) {
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 "
-        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b), "r"(start));
 }
 
 __device__ __forceinline__ u32 pair(float low, float high) {
@@ -48,9 +31,12 @@ __device__ __forceinline__ void load_matrices(u32* r, const u16* row) {
 }
 
 // Load two of them; the addresses of the lanes from 16 on are ignored.
-__device__ __forceinline__ void load_two_matrices(u32* r, const u16* row) {
+__device__ __forceinline__ void load_two_matrices(u32* r, u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1]) : "r"(shared_address(row)));
+                 : "=r"(r[0]), "=r"(r[1]) : "r"(row));
+}
+__device__ __forceinline__ void load_two_matrices(u32* r, const u16* row) {
+    load_two_matrices(r, shared_address(row));
 }
 
 __device__ __forceinline__ void load_matrices_transposed(u32* r, const u16* row) {
@@ -66,12 +52,6 @@ __device__ __forceinline__ void copy16(u16* to, const u8* from) {
 __device__ __forceinline__ void copy16(u16* to, const u8* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
                  "l"(from), "r"(there ? 16 : 0));
-}
-
-// The same for 4 bytes.
-__device__ __forceinline__ void copy4(void* to, const u8* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(there ? 4 : 0));
 }
 
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;"); }

@@ -1,5 +1,5 @@
 #pragma once
-// Tensor cores of capability 9.0, which read both factors from shared memory: 64 x 16 times 16 x 64 by
+// Tensor cores of capability 9.0, which read factors from shared memory: 64 x 16 times 16 x 64 by
 // the four warps of a warpgroup, whose first warp's number is a multiple of four. f16 or bf16 (BFLOAT)
 // with float32 sums.
 //
@@ -15,11 +15,15 @@
 
 __device__ __forceinline__ int swizzled(int row, int eight) { return eight ^ row % 8; }
 
-// Descriptor of elements 16 k .. 16 k + 15 of the rows from `first` on: address, 1024 bytes between
+// Descriptor of the first 16 elements of the rows at `at` in shared memory: address, 1024 bytes between
 // groups of eight rows, swizzle.
-__device__ __forceinline__ u64 factor(const u16* first, int k) {
-    const u32 at = (u32)__cvta_generic_to_shared(first) + 32 * k;
+__device__ __forceinline__ u64 factor(u32 at) {
     return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// The same for elements 16 k .. 16 k + 15.
+__device__ __forceinline__ u64 factor(const u16* first, int k) {
+    return factor((u32)__cvta_generic_to_shared(first) + 32 * k);
 }
 
 // Make shared memory written by threads visible to the tensor cores; call before a barrier.
@@ -78,29 +82,35 @@ MULTIPLY_HALVES(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13
 
 __device__ __forceinline__ void multiply64(float* c, u64 a, u64 b) { multiply_halves64<64>(c, a, b); }
 
-// 64 x 32 times 32 x WIDTH of int8, with int32 sums that are ready after `end_products`. The first
-// factor is in registers, 16 x 32 in each warp as for `multiply_bytes`; the second one has rows of 128.
-template <int WIDTH>
-__device__ __forceinline__ void multiply_bytes64(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
+// The same with the first factor in registers, 16 x 16 in each warp as for `multiply`. They must not
+// change until the products have been waited for.
+template <int WIDTH> __device__ __forceinline__ void multiply_halves64(float* c, const u32 (&a)[4], u64 b);
 
-#define MULTIPLY_BYTES(WIDTH, SUMS, A, ...) \
+#define MULTIPLY_REGISTERS(WIDTH, SUMS, FACTORS, ...) \
     template <> \
-    __device__ __forceinline__ void multiply_bytes64<WIDTH>(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u64 b) { \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;" \
-                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k32.s32.s8.s8 {" SUMS "}, " A ", p;}" \
-                     : __VA_ARGS__ : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)); \
+    __device__ __forceinline__ void multiply_halves64<WIDTH>(float* c, const u32 (&a)[4], u64 b) { \
+        asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0;" \
+                     "wgmma.mma_async.sync.aligned.m64n" #WIDTH "k16.f32." WGMMA_HALVES \
+                     " {" SUMS "}, " FACTORS ", p, 1, 1, 0;}" \
+                     : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
     }
-#define INT4(I) "+r"(c[I]), "+r"(c[I + 1]), "+r"(c[I + 2]), "+r"(c[I + 3])
-MULTIPLY_BYTES(8, "%0, %1, %2, %3",
-               "{%4, %5, %6, %7}, %8",
-               INT4(0))
-MULTIPLY_BYTES(16, "%0, %1, %2, %3, %4, %5, %6, %7",
-               "{%8, %9, %10, %11}, %12",
-               INT4(0), INT4(4))
-MULTIPLY_BYTES(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-               "{%16, %17, %18, %19}, %20",
-               INT4(0), INT4(4), INT4(8), INT4(12))
-MULTIPLY_BYTES(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-               "{%32, %33, %34, %35}, %36",
-               INT4(0), INT4(4), INT4(8), INT4(12), INT4(16), INT4(20), INT4(24), INT4(28))
+MULTIPLY_REGISTERS(8, "%0, %1, %2, %3",
+                   "{%4, %5, %6, %7}, %8",
+                   FLOAT4(0))
+MULTIPLY_REGISTERS(16, "%0, %1, %2, %3, %4, %5, %6, %7",
+                   "{%8, %9, %10, %11}, %12",
+                   FLOAT4(0), FLOAT4(4))
+MULTIPLY_REGISTERS(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                   "{%16, %17, %18, %19}, %20",
+                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12))
+MULTIPLY_REGISTERS(64, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                   "{%32, %33, %34, %35}, %36",
+                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28))
+MULTIPLY_REGISTERS(128, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+                   "{%64, %65, %66, %67}, %68",
+                   FLOAT4(0), FLOAT4(4), FLOAT4(8), FLOAT4(12), FLOAT4(16), FLOAT4(20), FLOAT4(24), FLOAT4(28),
+                   FLOAT4(32), FLOAT4(36), FLOAT4(40), FLOAT4(44), FLOAT4(48), FLOAT4(52), FLOAT4(56), FLOAT4(60))

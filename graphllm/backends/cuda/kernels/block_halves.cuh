@@ -1,0 +1,280 @@
+#pragma once
+// Block weights as pairs of f16 in registers, in the order of tensor core fragments.
+//
+// A chunk of a row is CHUNK elements of the depth, of which each of four threads (`part`) expands
+// CHUNK / 4 consecutive ones. These are groups of four: group `gamma` of all four threads is what a
+// tensor core takes at a time (16 elements), so that its element order is not that of memory:
+// small_batch_blocks.cuh puts activations in the same order.
+//
+// Halves<FORMAT> has
+//   CHUNK, BYTES        elements of a chunk, and its bytes in each plane (q6_k: d counts one of two)
+//   load(from)          load a chunk of a row from shared memory, and compute its scales; `from` is a
+//                       ChunkOfRow of small_batch_blocks.cuh
+//   turn(t, v)          expand two groups: v[i] are elements 0, 1 and 2, 3 of group gamma(t, i)
+// All loops over turns are unrolled. Products and scales are rounded to f16.
+
+#include "formats.cuh"
+
+template <class W> struct Halves;
+
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+    u32 r;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// Loads from shared memory and asynchronous copies to it, at addresses in 32 bits.
+__device__ __forceinline__ uint4 load_shared16(u32 at) {
+    uint4 r;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(at));
+    return r;
+}
+__device__ __forceinline__ u32 load_shared4(u32 at) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(at));
+    return r;
+}
+__device__ __forceinline__ u32 load_shared2(u32 at) {
+    u16 r;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(r) : "r"(at));
+    return r;
+}
+__device__ __forceinline__ u32 load_shared1(u32 at) {
+    u32 r;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(at));
+    return r;
+}
+__device__ __forceinline__ void copy_shared16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+// Zeros if `there` is false.
+__device__ __forceinline__ void copy_shared4(u32 to, const u8* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0));
+}
+
+// The low or the high half of a pair, twice.
+__device__ __forceinline__ u32 both_low(u32 pair) {
+    u32 r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(r) : "r"(pair));
+    return r;
+}
+__device__ __forceinline__ u32 both_high(u32 pair) {
+    u32 r;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(r) : "r"(pair));
+    return r;
+}
+__device__ __forceinline__ u32 both(u32 pair, int i) { return i ? both_high(pair) : both_low(pair); }
+
+// A pair of small negative integers, exact in f16: -(1024 + zero), or of another power of two.
+__device__ constexpr u32 minus(int n) {
+    int e = 0;
+    while (n >> e + 1) e++;
+    const u32 half = 0x8000u | (15 + e) << 10 | (n << 10 >> e & 0x3ff);
+    return half | half << 16;
+}
+
+// As bits of f16, 0x6400 + n is 1024 + n for n from 0 to 1023.
+struct Expansion {
+    u32 magic;  // 0x6400 twice, of which the compiler must not know: see small_batch_blocks.cu
+
+    // Bytes 0, 1 and 2, 3 of a word as f16, less ZERO.
+    template <int ZERO> __device__ __forceinline__ void bytes(u32 word, u32 (&v)[2]) const {
+        v[0] = add_halves(__byte_perm(word, magic, 0x5150), minus(1024 + ZERO));
+        v[1] = add_halves(__byte_perm(word, magic, 0x5352), minus(1024 + ZERO));
+    }
+    // The same for the high nibbles of bytes.
+    template <int ZERO> __device__ __forceinline__ void high_nibbles(u32 word, u32 (&v)[2]) const {
+        word &= 0xf0f0f0f0;
+        v[0] = fma_halves(__byte_perm(word, magic, 0x5150), 0x2c002c00, minus(64 + ZERO));  // / 16
+        v[1] = fma_halves(__byte_perm(word, magic, 0x5352), 0x2c002c00, minus(64 + ZERO));
+    }
+    // The low nibbles of a word as f16, less ZERO, and the high ones.
+    template <int ZERO> __device__ __forceinline__ void nibbles(u32 word, u32 (&v)[2][2]) const {
+        bytes<ZERO>(word & 0x0f0f0f0f, v[0]);
+        high_nibbles<ZERO>(word, v[1]);
+    }
+    // The first two bytes.
+    template <int ZERO> __device__ __forceinline__ u32 two_bytes(u32 word) const {
+        return add_halves(__byte_perm(word, magic, 0x5150), minus(1024 + ZERO));
+    }
+};
+
+// ---------------------------------------------------------------------------- blocks of 32
+
+// Each thread has one block.
+struct Halves32 : Expansion {
+    static constexpr int CHUNK = 128;
+    u32 scale, offset;  // twice each
+
+    template <class P> __device__ __forceinline__ void load_scale(const P& from, u32 d) {
+        scale = from.there(32 * from.part) ? d | d << 16 : 0;
+    }
+    // d and m
+    template <class P> __device__ __forceinline__ void load_both(const P& from, u32 dm) {
+        if (!from.there(32 * from.part)) dm = 0;
+        scale = both_low(dm), offset = both_high(dm);
+    }
+    __device__ __forceinline__ u32 scaled(u32 v) const { return multiply_halves(v, scale); }
+    __device__ __forceinline__ u32 shifted(u32 v) const { return fma_halves(v, scale, offset); }
+    __device__ __forceinline__ static constexpr int gamma(int t, int i) { return t + 4 * i; }
+};
+
+__device__ __forceinline__ u32 load_half(u32 from, int i) { return load_shared2(from + 2 * i); }
+
+template <> struct Halves<Q8_0> : Halves32 {
+    static constexpr int BYTES[4] = {128, 8, 0, 0};
+    uint4 q[2];
+    __device__ __forceinline__ static constexpr int gamma(int t, int i) { return 2 * t + i; }
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q[0] = from.unit(2 * from.part), q[1] = from.unit(2 * from.part + 1);
+        load_scale(from, load_half(from.template plane<1>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<128>(word(q[t / 2], 2 * t % 4 + i) ^ 0x80808080, v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+template <> struct Halves<Q4_0> : Halves32 {
+    static constexpr int BYTES[4] = {64, 8, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        load_scale(from, load_half(from.template plane<1>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        nibbles<8>(word(q, t), v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = scaled(v[i / 2][i % 2]);
+    }
+};
+
+template <> struct Halves<Q4_1> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        load_both(from, load_shared4(from.template plane<1>() + 4 * from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        nibbles<0>(word(q, t), v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = shifted(v[i / 2][i % 2]);
+    }
+};
+
+// The five bits of elements 4 t .. 4 t + 3 of each half of a block.
+__device__ __forceinline__ u32 five_bits(u32 nibbles, u32 high, int t, int i) {
+    return nibbles >> 4 * i & 0x0f0f0f0f | (u32)fifth(high, t + 4 * i);
+}
+
+template <> struct Halves<Q5_0> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 8, 0};
+    uint4 q;
+    u32 high;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        high = load_shared4(from.template plane<1>() + 4 * from.part);
+        load_scale(from, load_half(from.template plane<2>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<16>(five_bits(word(q, t), high, t, i), v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+template <> struct Halves<Q5_1> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 16, 0};
+    uint4 q;
+    u32 high;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        high = load_shared4(from.template plane<1>() + 4 * from.part);
+        load_both(from, load_shared4(from.template plane<2>() + 4 * from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<0>(five_bits(word(q, t), high, t, i), v[i]);
+            v[i][0] = shifted(v[i][0]), v[i][1] = shifted(v[i][1]);
+        }
+    }
+};
+
+// The values of the nibbles of a word plus 128, low ones and then high ones.
+__device__ __forceinline__ void look_up(u32 bits, uint4 table, u32 (&v)[2]) {
+    const u32 low3 = bits & 0x77777777, which = 0x32103210 | (bits & 0x88888888) >> 1;
+    const u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
+                                  __byte_perm(table.z, table.w, low3), which);
+    const u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
+                                   __byte_perm(table.z, table.w, low3 >> 16), which >> 16);
+    v[0] = __byte_perm(first, second, 0x6420), v[1] = __byte_perm(first, second, 0x7531);
+}
+
+// A table of int8 with 128 added to each.
+__device__ __forceinline__ uint4 positive(uint4 t) {
+    return make_uint4(t.x ^ 0x80808080, t.y ^ 0x80808080, t.z ^ 0x80808080, t.w ^ 0x80808080);
+}
+
+template <> struct Halves<IQ4_NL> : Halves32 {
+    static constexpr int BYTES[4] = {64, 8, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        load_scale(from, load_half(from.template plane<1>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        u32 values[2];
+        look_up(word(q, t), positive(iq4_values()), values);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<128>(values[i], v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+template <> struct Halves<MXFP4> : Halves32 {
+    static constexpr int BYTES[4] = {64, 4, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        const float d = half_e8m0(load_shared1(from.template plane<1>() + from.part));
+        load_scale(from, two_within_f16(d, 0));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        u32 values[2];
+        look_up(word(q, t), positive(mxfp4_values()), values);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<128>(values[i], v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+#include "block_halves_k.cuh"
