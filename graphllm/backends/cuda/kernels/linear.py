@@ -29,7 +29,7 @@ from .gemm import (
     workspace_nbytes,
 )
 from .gemv_shapes import Shape
-from .matrices import MAX_FUSED_LINEARS, matrices_argument
+from .matrices import MAX_FUSED_LINEARS, MAX_TOKENS, matrices_argument
 from .quantize import HALVES
 from .weight_packing import PACK, PLANES, item_elements
 
@@ -141,12 +141,13 @@ def few_tokens(
     """
     rows, depth = w.meta.bound().shape[-2:]
     assert isinstance(rows, int) and isinstance(depth, int)
+    narrow = rows < small_batch_blocks.MIN_ROWS
     if deterministic and w.dtype.quantised:
-        return not integer or rows < small_batch_blocks.MIN_ROWS
+        return narrow or not integer
     if deterministic:
         return w.dtype.name not in HALVES or depth % 8 > 0
     if w.dtype.quantised:
-        most = 1 if integer else MAX_FLOAT_TOKENS
+        most = MAX_FLOAT_TOKENS if not integer else MAX_TOKENS if narrow else 1
     else:
         most = MAX_F32_TOKENS if w.dtype == F32 else 1
     return KernelContext.upper_bound(x.meta.rows) <= most
