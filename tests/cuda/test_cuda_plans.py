@@ -134,8 +134,9 @@ def test_experts_of_every_format_use_known_modules(kind, capability, paper):
         made.executor.bind(made.plan(["logits"], tokens))
         own = {part.file for part in device.modules if part.file.startswith("experts_")}
         grouped = tokens > 6 and kind != "f32" and capability >= (8, 0)
-        few = tokens < 40 and kind in BLOCK_FORMATS
-        assert own == {f"experts_{'few' if few else 'gemm'}.cu" if grouped else "experts_gemv.cu"}
+        small = tokens < 40 and kind in BLOCK_FORMATS
+        kernel = "experts_small_groups.cu" if small else "experts_gemm.cu"
+        assert own == {kernel if grouped else "experts_gemv.cu"}
         device.modules |= before
     assert not {str(made) for made in device.modules - KNOWN}
 

@@ -1,7 +1,7 @@
 """Expert products of groups: pairs that share a matrix read its weights together.
 
-experts_few.cu multiplies block weights that have few pairs per matrix. experts_gemm.cu multiplies
-groups of up to 128 pairs, which `group` of experts.cu has sorted by matrix.
+experts_small_groups.cu multiplies block weights that have few pairs per matrix. experts_gemm.cu
+multiplies groups of up to 128 pairs, which `group` of experts.cu has sorted by matrix.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MAX_PAIRS_PER_MATRIX = 2  # pairs of a matrix, on average, up to which each pai
 _TILE_ROWS, _TILE_DEPTH = 128, 64  # of a block of experts_gemm.cu
 # Largest pairs of a group; average pairs of a matrix up to which the smaller size is used.
 _GROUP_SIZES, _SMALL_GROUP_LOAD = (32, 128), 24
-# experts_few.cu: average pairs of a matrix up to which it is used, pairs that a block multiplies at
-# a time, its warps, and elements of a row in shared memory.
-_FEW_LOAD, _FEW, _FEW_WARPS, _FEW_DEPTH = 8, 16, 8, 2048
+# experts_small_groups.cu: average pairs of a matrix up to which it is used, pairs that a block
+# multiplies at a time, its warps, and elements of a row in shared memory.
+_SMALL_LOAD, _SMALL_TOKENS, _SMALL_WARPS, _SMALL_DEPTH = 8, 16, 8, 2048
 _COUNTERS = 8192  # in shared memory, of the kernel `group`
 
 # ------------------------------------------------------------------------------------------ sizes
@@ -62,9 +62,9 @@ def _group_size(node: Tensor, options: Options) -> int:
     return _GROUP_SIZES[many and not options.deterministic]
 
 
-def _has_few_kernel(node: Tensor, options: Options) -> bool:
-    """Whether experts_few.cu computes a step with f16 activations."""
-    few = max_pairs(node) <= _FEW_LOAD * _matrix_count(node) and not options.deterministic
+def _has_small_groups(node: Tensor, options: Options) -> bool:
+    """Whether experts_small_groups.cu computes a step with f16 activations."""
+    few = max_pairs(node) <= _SMALL_LOAD * _matrix_count(node) and not options.deterministic
     return few and node.sources[1].dtype.name in PLANES
 
 
@@ -79,7 +79,7 @@ def _max_groups(node: Tensor, options: Options) -> int:
 
 def groups_nbytes(node: Tensor, options: Options) -> int:
     """Bytes of the groups, and of the pairs sorted by matrix."""
-    if node.sources[0].dtype.name not in HALVES or _has_few_kernel(node, options):
+    if node.sources[0].dtype.name not in HALVES or _has_small_groups(node, options):
         return 0
     return aligned(_GROUP.size * _max_groups(node, options)) + 4 * max_pairs(node)
 
@@ -97,10 +97,14 @@ def _gemm_module(kind: DType, size: int, gated: bool = False, groups: bool = Fal
     )  # fmt: skip
 
 
-def _few_module(kind: DType, gated: bool = False) -> Module:
-    """experts_few.cu for a format."""
+def _small_groups_module(kind: DType, gated: bool = False) -> Module:
+    """experts_small_groups.cu for a format."""
     return module(
-        "experts_few", FORMAT=kind.name.upper(), TOKENS=_FEW, WARPS=_FEW_WARPS, GATED=int(gated)
+        "experts_small_groups",
+        FORMAT=kind.name.upper(),
+        TOKENS=_SMALL_TOKENS,
+        WARPS=_SMALL_WARPS,
+        GATED=int(gated),
     )
 
 
@@ -130,7 +134,7 @@ def register_modules() -> None:
     """Register every module that a plan may use, so that tests compile them all."""
     for gated in (False, True):
         for name in PLANES:
-            _few_module(dtype(name), gated)
+            _small_groups_module(dtype(name), gated)
         for name in (*HALVES, *PLANES):
             for size, groups in product(_GROUP_SIZES, (False, True)):
                 if not groups or _has_wgmma_kernel(dtype(name), size):
@@ -162,8 +166,8 @@ def grouped_products(
         ids: experts of each token; None: pair j of a token has matrix j.
         gated: whether the result is a gated unit.
     """
-    if _has_few_kernel(ctx.node, ctx.device.options):
-        return [_few(ctx, arg, ids, gated)]
+    if _has_small_groups(ctx.node, ctx.device.options):
+        return [_small_groups(ctx, arg, ids, gated)]
     return _grouped_gemm(ctx, arg, ids, gated)
 
 
@@ -196,13 +200,13 @@ def _grouped_gemm(
     return [*work, Launch(kernel, grid, threads, places, shared, triggers_after_wait=True)]
 
 
-def _few(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool) -> Launch:
+def _small_groups(ctx: KernelContext, arg: bytes, ids: OperandRef | None, gated: bool) -> Launch:
     """Products of the few pairs of each matrix."""
     matrices, n, _ = ctx.w.meta.shape
-    grid = (matrices + (ids is not None), ceil(n, 16 * _FEW_WARPS // (1 + gated)))
-    shared = 2 * _FEW * _FEW_DEPTH + 4 * (max_pairs(ctx.node) + 4)
-    kernel = _few_module(ctx.w.dtype, gated)["multiply_few"]
-    return Launch(kernel, grid, (32 * _FEW_WARPS,), (arg,), shared, triggers_after_wait=True)
+    grid = (matrices + (ids is not None), ceil(n, 16 * _SMALL_WARPS // (1 + gated)))
+    shared = 2 * _SMALL_TOKENS * _SMALL_DEPTH + 4 * (max_pairs(ctx.node) + 4)
+    kernel = _small_groups_module(ctx.w.dtype, gated)["multiply_small_groups"]
+    return Launch(kernel, grid, (32 * _SMALL_WARPS,), (arg,), shared, triggers_after_wait=True)
 
 
 def _shared_nbytes(size: int, plain: bool, groups: bool) -> int:

@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_all(const Experts& e, Shared& s, int ma
 }
 
 // Grid: (matrices and, with ids, one for ids out of range; groups of rows of the matrix).
-extern "C" __global__ void __launch_bounds__(THREADS, 2) multiply_few(Experts e TIMESTAMPS) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) multiply_small_groups(Experts e TIMESTAMPS) {
     RECORD_TIMESTAMPS
     DYNAMIC_SHARED(uint4, memory);
     Shared& s = *(Shared*)memory;
