@@ -100,20 +100,23 @@ def test_no_kernel_computes_more_per_instruction_than_the_probe(name):
     assert best["f32"] == features.lanes
     for form in FORMATS.values():
         floats = form.block == 1
-        tile = partial(_tile, None if floats else form.code, shape)
-        reached = max(map(per_instruction, blocks_of(name, tile, 10 if floats else 11)))
-        assert 0 < reached <= best["f32" if floats else "int8"], form.name
+        for in_place in {0, int(form.in_place_tokens(features) > 0)}:
+            tile = partial(_tile, None if floats else form.code, in_place, shape)
+            reached = max(map(per_instruction, blocks_of(name, tile, 10 if floats else 11)))
+            assert 0 < reached <= best["f32" if floats else "int8"], (form.name, in_place)
 
 
 def _peak(kind: str, e: Emitter, values: list[Any]) -> Any:
     return probe_kernels.emit_multiply_add(e, kind, *values)
 
 
-def _tile(code: int | None, shape: tuple[int, int], e: Emitter, values: list[Any]) -> None:
+def _tile(
+    code: int | None, in_place: int, shape: tuple[int, int], e: Emitter, values: list[Any]
+) -> None:
     if code is None:
         linear_float.tile(e, *shape, *values)
     else:
-        linear_integer.tile(e, code, *shape, *values)
+        linear_integer.tile(e, code, in_place, *shape, *values)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

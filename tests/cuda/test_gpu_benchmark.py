@@ -103,11 +103,9 @@ def test_a_linear_of_few_tokens(gpu):
 def test_mixtures_of_experts(gpu, monkeypatch):
     import experts_cuda as own
 
-    matrices = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
-    sizes = {"HIDDEN": 96, "DIM": 64, "BYTES": 1, "ROUNDS": 2, "MATRICES": matrices}
-    for name, value in sizes.items():
+    for name, value in {"BYTES": 1, "ROUNDS": 2, "SHAPES": {"tiny": (8, 2, 96, 64)}}.items():
         monkeypatch.setattr(own, name, value)
-    layers = own.Layers("q8_0")
+    layers = own.Layers("q8_0", "tiny")
     one, many = layers.moe([1, 40])
     assert re.match(r"q8_0 +1 +2\.0 +[\d.]+ +\d+ GB/s +[\d.]+% +[\d.]+$", one)
     assert re.match(r"q8_0 +40 +[5-8]\.\d ", many)

@@ -161,6 +161,7 @@ CHOICES = {
     "graphllm/backends/cuda/kernels/experts.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/gemv_shapes.py": "launch shapes tuned for some formats",
     "graphllm/backends/cuda/kernels/kv_cache.cuh": "KV cache",
+    "graphllm/backends/cuda/kernels/small_batch_blocks.py": "launch shapes tuned for some formats",
     "graphllm/checkpoints/hf_directory.py": "quant_method of Hugging Face",
     "graphllm/checkpoints/model_shapes.py": "mixes of formats",
     "graphllm/cli/bench.py": "help text",

@@ -13,8 +13,6 @@
 //   turn(t, v)          expand two groups: v[i] are elements 0, 1 and 2, 3 of group gamma(t, i)
 // All loops over turns are unrolled. Products and scales are rounded to f16.
 
-#include "formats.cuh"
-
 template <class W> struct Halves;
 
 __device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
@@ -132,97 +130,6 @@ struct Halves32 : Expansion {
 
 __device__ __forceinline__ u32 load_half(u32 from, int i) { return load_shared2(from + 2 * i); }
 
-template <> struct Halves<Q8_0> : Halves32 {
-    static constexpr int BYTES[4] = {128, 8, 0, 0};
-    uint4 q[2];
-    __device__ __forceinline__ static constexpr int gamma(int t, int i) { return 2 * t + i; }
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q[0] = from.unit(2 * from.part), q[1] = from.unit(2 * from.part + 1);
-        load_scale(from, load_half(from.template plane<1>(), from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(word(q[t / 2], 2 * t % 4 + i) ^ 0x80808080, v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
-    }
-};
-
-template <> struct Halves<Q4_0> : Halves32 {
-    static constexpr int BYTES[4] = {64, 8, 0, 0};
-    uint4 q;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        load_scale(from, load_half(from.template plane<1>(), from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        nibbles<8>(word(q, t), v);
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = scaled(v[i / 2][i % 2]);
-    }
-};
-
-template <> struct Halves<Q4_1> : Halves32 {
-    static constexpr int BYTES[4] = {64, 16, 0, 0};
-    uint4 q;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        load_both(from, load_shared4(from.template plane<1>() + 4 * from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        nibbles<0>(word(q, t), v);
-#pragma unroll
-        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = shifted(v[i / 2][i % 2]);
-    }
-};
-
-// The five bits of elements 4 t .. 4 t + 3 of each half of a block.
-__device__ __forceinline__ u32 five_bits(u32 nibbles, u32 high, int t, int i) {
-    return nibbles >> 4 * i & 0x0f0f0f0f | (u32)fifth(high, t + 4 * i);
-}
-
-template <> struct Halves<Q5_0> : Halves32 {
-    static constexpr int BYTES[4] = {64, 16, 8, 0};
-    uint4 q;
-    u32 high;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        high = load_shared4(from.template plane<1>() + 4 * from.part);
-        load_scale(from, load_half(from.template plane<2>(), from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<16>(five_bits(word(q, t), high, t, i), v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
-    }
-};
-
-template <> struct Halves<Q5_1> : Halves32 {
-    static constexpr int BYTES[4] = {64, 16, 16, 0};
-    uint4 q;
-    u32 high;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        high = load_shared4(from.template plane<1>() + 4 * from.part);
-        load_both(from, load_shared4(from.template plane<2>() + 4 * from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<0>(five_bits(word(q, t), high, t, i), v[i]);
-            v[i][0] = shifted(v[i][0]), v[i][1] = shifted(v[i][1]);
-        }
-    }
-};
-
 // The values of the nibbles of a word plus 128, low ones and then high ones.
 __device__ __forceinline__ void look_up(u32 bits, uint4 table, u32 (&v)[2]) {
     const u32 low3 = bits & 0x77777777, which = 0x32103210 | (bits & 0x88888888) >> 1;
@@ -238,43 +145,10 @@ __device__ __forceinline__ uint4 positive(uint4 t) {
     return make_uint4(t.x ^ 0x80808080, t.y ^ 0x80808080, t.z ^ 0x80808080, t.w ^ 0x80808080);
 }
 
-template <> struct Halves<IQ4_NL> : Halves32 {
-    static constexpr int BYTES[4] = {64, 8, 0, 0};
-    uint4 q;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        load_scale(from, load_half(from.template plane<1>(), from.part));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        u32 values[2];
-        look_up(word(q, t), positive(iq4_values()), values);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(values[i], v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
-    }
-};
+// ---------------------------------------------------------------------------- blocks of 256
 
-template <> struct Halves<MXFP4> : Halves32 {
-    static constexpr int BYTES[4] = {64, 4, 0, 0};
-    uint4 q;
-    template <class P> __device__ __forceinline__ void load(const P& from) {
-        magic = from.magic;
-        q = from.unit(from.part);
-        const float d = half_e8m0(load_shared1(from.template plane<1>() + from.part));
-        load_scale(from, two_within_f16(d, 0));
-    }
-    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        u32 values[2];
-        look_up(word(q, t), positive(mxfp4_values()), values);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(values[i], v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
-    }
+// Two halves of 32 elements, each with its scale.
+struct Halves64 : Expansion {
+    static constexpr int CHUNK = 256;
+    __device__ __forceinline__ static constexpr int gamma(int t, int i) { return t + 8 * i; }
 };
-
-#include "block_halves_k.cuh"

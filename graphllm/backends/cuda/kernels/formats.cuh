@@ -161,6 +161,12 @@ struct By256 {
     static constexpr bool OFFSET = true;
 };
 
+#ifndef BLOCK_HALVES
+#define BLOCK_HALVES 0
+#endif
+#if BLOCK_HALVES
+#include "block_halves.cuh"
+#endif
 #include "formats_legacy.cuh"
 #include "formats_k_quants.cuh"
 #include "formats_iq4.cuh"

@@ -118,3 +118,96 @@ struct Q5_1 : Fifths {
         u.offset[0] = u.offset[1] = high_half(dm);
     }
 };
+
+#if BLOCK_HALVES  // see block_halves.cuh
+template <> struct Halves<Q8_0> : Halves32 {
+    static constexpr int BYTES[4] = {128, 8, 0, 0};
+    uint4 q[2];
+    __device__ __forceinline__ static constexpr int gamma(int t, int i) { return 2 * t + i; }
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q[0] = from.unit(2 * from.part), q[1] = from.unit(2 * from.part + 1);
+        load_scale(from, load_half(from.template plane<1>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<128>(word(q[t / 2], 2 * t % 4 + i) ^ 0x80808080, v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+template <> struct Halves<Q4_0> : Halves32 {
+    static constexpr int BYTES[4] = {64, 8, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        load_scale(from, load_half(from.template plane<1>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        nibbles<8>(word(q, t), v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = scaled(v[i / 2][i % 2]);
+    }
+};
+
+template <> struct Halves<Q4_1> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        load_both(from, load_shared4(from.template plane<1>() + 4 * from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        nibbles<0>(word(q, t), v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i / 2][i % 2] = shifted(v[i / 2][i % 2]);
+    }
+};
+
+// The five bits of elements 4 t .. 4 t + 3 of each half of a block.
+__device__ __forceinline__ u32 five_bits(u32 nibbles, u32 high, int t, int i) {
+    return nibbles >> 4 * i & 0x0f0f0f0f | (u32)fifth(high, t + 4 * i);
+}
+
+template <> struct Halves<Q5_0> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 8, 0};
+    uint4 q;
+    u32 high;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        high = load_shared4(from.template plane<1>() + 4 * from.part);
+        load_scale(from, load_half(from.template plane<2>(), from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<16>(five_bits(word(q, t), high, t, i), v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+
+template <> struct Halves<Q5_1> : Halves32 {
+    static constexpr int BYTES[4] = {64, 16, 16, 0};
+    uint4 q;
+    u32 high;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        high = load_shared4(from.template plane<1>() + 4 * from.part);
+        load_both(from, load_shared4(from.template plane<2>() + 4 * from.part));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<0>(five_bits(word(q, t), high, t, i), v[i]);
+            v[i][0] = shifted(v[i][0]), v[i][1] = shifted(v[i][1]);
+        }
+    }
+};
+#endif

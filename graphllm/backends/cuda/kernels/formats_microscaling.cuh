@@ -56,3 +56,25 @@ struct MXFP4 : By32 {
         return a.d * (half_e8m0(e) * (positive - negative));
     }
 };
+
+#if BLOCK_HALVES  // see block_halves.cuh
+template <> struct Halves<MXFP4> : Halves32 {
+    static constexpr int BYTES[4] = {64, 4, 0, 0};
+    uint4 q;
+    template <class P> __device__ __forceinline__ void load(const P& from) {
+        magic = from.magic;
+        q = from.unit(from.part);
+        const float d = half_e8m0(load_shared1(from.template plane<1>() + from.part));
+        load_scale(from, two_within_f16(d, 0));
+    }
+    __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
+        u32 values[2];
+        look_up(word(q, t), positive(mxfp4_values()), values);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bytes<128>(values[i], v[i]);
+            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
+        }
+    }
+};
+#endif

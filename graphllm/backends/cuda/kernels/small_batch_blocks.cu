@@ -12,6 +12,7 @@
 // `splits` divide the depth, see clusters.cuh. A result does not depend on the number of tokens: the
 // order of its sum depends on the format, the depth and `splits` only.
 
+#define BLOCK_HALVES 1
 #include "clusters.cuh"
 #include "matrices.cuh"
 #include "quantize.cuh"

@@ -1,7 +1,6 @@
 #pragma once
 // How small_batch_blocks.cu brings weights and activations to shared memory; see there for the macros.
 
-#include "block_halves.cuh"
 #include "tensor_cores.cuh"
 
 #define THREADS (4 * WARP * WARPGROUPS)
