@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
     return r;
 }
 
-// Loads from shared memory and asynchronous copies to it, at addresses in 32 bits.
+// Loads from shared memory, at addresses in 32 bits.
 __device__ __forceinline__ uint4 load_shared16(u32 at) {
     uint4 r;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -52,13 +52,6 @@ __device__ __forceinline__ u32 load_shared1(u32 at) {
     u32 r;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(at));
     return r;
-}
-__device__ __forceinline__ void copy_shared16(u32 to, const u8* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
-}
-// Zeros if `there` is false.
-__device__ __forceinline__ void copy_shared4(u32 to, const u8* from, bool there) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0));
 }
 
 // The low or the high half of a pair, twice.

@@ -7,6 +7,15 @@
 #define WARPS (4 * WARPGROUPS)
 #define SIDE 16  // rows of a warp
 
+// Asynchronous copies to shared memory, at addresses in 32 bits.
+__device__ __forceinline__ void copy_shared16(u32 to, const u8* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+// Zeros if `there` is false.
+__device__ __forceinline__ void copy_shared4(u32 to, const u8* from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0));
+}
+
 typedef Halves<FORMAT> Half;
 constexpr int CHUNK = Half::CHUNK, GROUPS = CHUNK / 64;  // groups of 64 elements, a row of 128 bytes each
 constexpr bool WHOLE = FORMAT::BLOCK == 256;             // no chunk is beyond the depth in part
