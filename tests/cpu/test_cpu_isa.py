@@ -36,11 +36,14 @@ TARGETS = {
     "haswell": ("avx2", "haswell (avx2, f16c, 256-bit vectors)"),
     "skylake-avx512": ("avx512", "skylake-avx512 (avx2, avx512, f16c, 512-bit vectors)"),
     "ivybridge": ("f16c", "ivybridge (f16c, 128-bit vectors)"),  # generic code only
+    "alderlake": ("avx_vnni", "alderlake (avx2, avx-vnni, f16c, 256-bit vectors)"),
 }
 # Ops that multiply bytes, which depends on the target. All other kernels for AVX-512 are those
-# that test_ops_generated.py runs, as a processor that can run this target compiles for AVX-512.
+# that test_ops_generated.py runs, as a processor that can run this target compiles for AVX-512, and
+# those for AVX-VNNI are the ones for AVX2.
 PRODUCTS = ("linear", "expert_linear", "head_linear")
-WITHOUT_VNNI = "skylake-avx512"
+PRODUCTS_ALONE = ("skylake-avx512", "alderlake")
+PARTS = 3  # of the block formats: targets that every processor with AVX-512 can run
 KEPT = 8  # kernel folders that are kept, one for each target and version of the sources
 
 
@@ -200,7 +203,7 @@ def dealt(target: str) -> tuple[str, ...]:
     """The block formats to run on a target or, if it is "all", everywhere."""
     if target == "all":
         return BLOCKS
-    return tuple(rotated(BLOCKS, len(TARGETS), list(TARGETS).index(target)))
+    return tuple(rotated(BLOCKS, PARTS, list(TARGETS).index(target) % PARTS))
 
 
 def samples(target: str) -> Iterator[tuple[str, list[str]]]:
@@ -209,7 +212,7 @@ def samples(target: str) -> Iterator[tuple[str, list[str]]]:
     for name in PRODUCTS:
         yield name, [form for form in block_formats(name) if form in ("", *own)]
     others = [name for name in KERNELS if name not in PRODUCTS]
-    if target == WITHOUT_VNNI:
+    if target in PRODUCTS_ALONE:
         others = []
     elif target != "all":  # the other two targets take turns
         others = rotated(others, 2, shift=int(target == "ivybridge"))
@@ -223,7 +226,7 @@ def main(target: str) -> None:
     for name, formats in samples(target):
         for line in run_all(name, ("cpu",), Options(), formats=formats):
             print(f"{name}: {line}")
-    if target != WITHOUT_VNNI:
+    if target not in PRODUCTS_ALONE:
         formats = dict(samples(target))["linear"]
         for line in run_all("linear", ("cpu",), Options(linear="float"), 2e-5, formats=formats):
             print(f"linear, float: {line}")

@@ -32,7 +32,9 @@ class Bytes(SimpleBlock):
     """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is packed."""
 
     def in_place_tokens(self, target: ISA) -> int:
-        return 12 if target.vnni else 1 << 30  # a copy is aligned, and has float32 scales
+        return (
+            12 if target.avx512 and target.vnni else 1 << 30
+        )  # a copy is aligned, and has float32 scales
 
     def integers(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load(at, offset=VECTOR * j) for j in range(8)]

@@ -34,7 +34,7 @@ def tile_shape(floating: bool) -> tuple[int, int]:
 
     Groups share each activation that is loaded, tokens share each weight.
     """
-    if isa().vnni or (floating and isa().avx512):
+    if isa().avx512 and (isa().vnni or floating):
         return 3, 4
     return 1, 8 if isa().avx512 else 4 if isa().avx2 or not isa().x86 else 2
 

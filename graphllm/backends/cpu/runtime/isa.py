@@ -24,10 +24,11 @@ class ISA:
     x86: bool
     avx2: bool  # with FMA
     avx512: bool  # F, BW, VL and DQ
-    vnni: bool  # AVX512-VNNI
+    vnni: bool  # AVX512-VNNI, or AVX-VNNI without AVX-512
     f16c: bool  # float16 conversion in hardware; LLVM's software fallback cannot be linked here
     width: int  # bytes of the widest vectors worth using
     fp16: bool = False  # arithmetic on float16 vectors
+    avx_vnni: bool = False  # VNNI on vectors of 32 bytes
 
     @property
     def lanes(self) -> int:
@@ -35,7 +36,9 @@ class ISA:
         return self.width // 4
 
     def __str__(self) -> str:
-        flags = [n for n in ("avx2", "avx512", "vnni", "f16c") if getattr(self, n)]
+        vnni = "vnni" if self.avx512 else "avx-vnni"
+        has = {"avx2": self.avx2, "avx512": self.avx512, vnni: self.vnni, "f16c": self.f16c}
+        flags = [name for name, there in has.items() if there]
         return f"{self.name} ({', '.join(flags) or 'baseline'}, {self.width * 8}-bit vectors)"
 
 
@@ -57,7 +60,8 @@ def target() -> tuple[str, str]:
 
 # Features that a CPU name implies if NUMBA_CPU_FEATURES is empty.
 _F16C = ("ivybridge",)
-_AVX2 = ("haswell", "broadwell", "skylake", "alderlake", "znver1", "znver2", "znver3", "x86-64-v3")
+_AVX2 = ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3", "x86-64-v3")
+_AVX_VNNI = ("alderlake", "raptorlake", "meteorlake", "sierraforest")
 _AVX512 = ("skylake-avx512", "x86-64-v4")
 _VNNI = ("cascadelake", "icelake-server", "sapphirerapids", "znver4", "znver5")
 _AVX2_SET = {"avx2", "fma", "f16c"}
@@ -69,6 +73,8 @@ def _implied(name: str) -> set[str]:
         return _AVX2_SET | _AVX512_SET | {"avx512vnni"}
     if name in _AVX512:
         return _AVX2_SET | _AVX512_SET
+    if name in _AVX_VNNI:
+        return _AVX2_SET | {"avxvnni"}
     return _AVX2_SET if name in _AVX2 else {"f16c"} if name in _F16C else set()
 
 
@@ -83,9 +89,11 @@ def isa() -> ISA:
     avx2 = x86 and {"avx2", "fma"} <= on
     avx512 = avx2 and on >= _AVX512_SET
     width = 64 if avx512 else 32 if avx2 else 16
+    avx_vnni = avx2 and "avxvnni" in on
+    vnni = "avx512vnni" in on if avx512 else avx_vnni
     return ISA(
-        name, x86, avx2, avx512, avx512 and "avx512vnni" in on, "f16c" in on or not x86, width,
-        fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on),
+        name, x86, avx2, avx512, vnni, "f16c" in on or not x86, width,
+        fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on), avx_vnni=avx_vnni,
     )  # fmt: skip
 
 

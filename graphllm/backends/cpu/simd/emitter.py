@@ -89,7 +89,7 @@ class Emitter(VectorBuilder):
     def dot_i16(self, x: Value, y: Value, total: Value | None = None) -> Value:
         """``total`` plus the dot product of the int16 pairs in each lane."""
         if self.isa.vnni and total is not None:
-            return self._call("llvm.x86.avx512.vpdpwssd.512", I32S, total, x, y)
+            return self._vnni("vpdpwssd", total, x, y)
         if self.isa.avx512:
             found = self._call_as("llvm.x86.avx512.pmaddw.d.512", WORDS, I32S, x, y)
         elif self.isa.avx2:
@@ -99,6 +99,12 @@ class Emitter(VectorBuilder):
             found = self.b.add(first, self.b.mul(self.high_i16(x), self.high_i16(y)))
         return self._add_to(total, found)
 
+    def _vnni(self, name: str, total: Value, x: Value, y: Value) -> Value:
+        """A VNNI instruction: ``total`` plus dot products of x and y in each lane."""
+        if self.isa.avx512:
+            return self._call(f"llvm.x86.avx512.{name}.512", I32S, total, x, y)
+        return self._call_per_half(f"llvm.x86.avx512.{name}.256", 8, I32, total, x, y)
+
     def dot_bytes(self, pairs: Pairs, largest: int, total: Value | None = None) -> Value:
         """``total`` plus the dot products of bytes u and s in each lane, of all pairs (u, s).
 
@@ -106,10 +112,7 @@ class Emitter(VectorBuilder):
         """
         if self.isa.vnni:
             for u, s in pairs:
-                total = self._call(
-                    "llvm.x86.avx512.vpdpbusd.512", I32S, self.i32(0) if total is None else total,
-                    u, s,
-                )  # fmt: skip
+                total = self._vnni("vpdpbusd", self.i32(0) if total is None else total, u, s)
             return total
         if self.isa.avx2 and 2 * largest * 127 < 1 << 15:
             for run in self._i16_sums(pairs, largest):

@@ -266,14 +266,15 @@ class VectorBuilder:
         found = self._call(name, result, self.b.bitcast(x, operand), self.b.bitcast(y, operand))
         return self.b.bitcast(found, I32S)
 
-    def _call_per_half(self, name: str, lanes: int, element: Any, x: Value, y: Value) -> Value:
+    def _call_per_half(self, name: str, lanes: int, element: Any, *operands: Value) -> Value:
         """Call a 256-bit instruction on both halves of 512-bit vectors."""
         operand = vector(element, lanes)
         result = {"wd": vector(I32, 8), "sw": vector(I16, 16)}.get(name[-2:], operand)
         found = []
         for first in (0, 8):
             pick = ir.Constant(vector(I32, 8), list(range(first, first + 8)))
-            parts = [self.b.bitcast(self.b.shuffle_vector(v, v, pick), operand) for v in (x, y)]
+            halves = (self.b.shuffle_vector(v, v, pick) for v in operands)
+            parts = [self.b.bitcast(half, operand) for half in halves]
             found.append(self.b.bitcast(self._call(name, result, *parts), vector(I32, 8)))
         both = ir.Constant(I32S, list(range(LANES)))
         return self.b.shuffle_vector(found[0], found[1], both)
