@@ -15,22 +15,6 @@
 
 template <class W> struct Halves;
 
-__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
-    u32 r;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
-    u32 r;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
-    u32 r;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
-
 // Loads from shared memory, at addresses in 32 bits.
 __device__ __forceinline__ uint4 load_shared16(u32 at) {
     uint4 r;
@@ -118,20 +102,25 @@ struct Halves32 : Expansion {
     }
     __device__ __forceinline__ u32 scaled(u32 v) const { return multiply_halves(v, scale); }
     __device__ __forceinline__ u32 shifted(u32 v) const { return fma_halves(v, scale, offset); }
+    // The bytes of a word less ZERO, scaled; and the same with the offset.
+    template <int ZERO> __device__ __forceinline__ void scaled_bytes(u32 word, u32 (&v)[2]) const {
+        bytes<ZERO>(word, v);
+        v[0] = scaled(v[0]), v[1] = scaled(v[1]);
+    }
+    template <int ZERO> __device__ __forceinline__ void shifted_bytes(u32 word, u32 (&v)[2]) const {
+        bytes<ZERO>(word, v);
+        v[0] = shifted(v[0]), v[1] = shifted(v[1]);
+    }
+    // The four elements of each nibble of a word, by a table of `positive`.
+    __device__ __forceinline__ void scaled_entries(u32 word, uint4 table, u32 (&v)[2][2]) const {
+        u32 values[2];
+        look_up(word, table, values[0], values[1]);
+        scaled_bytes<128>(values[0], v[0]), scaled_bytes<128>(values[1], v[1]);
+    }
     __device__ __forceinline__ static constexpr int gamma(int t, int i) { return t + 4 * i; }
 };
 
 __device__ __forceinline__ u32 load_half(u32 from, int i) { return load_shared2(from + 2 * i); }
-
-// The values of the nibbles of a word plus 128, low ones and then high ones.
-__device__ __forceinline__ void look_up(u32 bits, uint4 table, u32 (&v)[2]) {
-    const u32 low3 = bits & 0x77777777, which = 0x32103210 | (bits & 0x88888888) >> 1;
-    const u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
-                                  __byte_perm(table.z, table.w, low3), which);
-    const u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
-                                   __byte_perm(table.z, table.w, low3 >> 16), which >> 16);
-    v[0] = __byte_perm(first, second, 0x6420), v[1] = __byte_perm(first, second, 0x7531);
-}
 
 // A table of int8 with 128 added to each.
 __device__ __forceinline__ uint4 positive(uint4 t) {

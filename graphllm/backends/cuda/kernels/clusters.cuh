@@ -92,3 +92,20 @@ __device__ __forceinline__ void sums_of_blocks(const float* own, int blocks, int
 #pragma unroll
     for (int e = 0; e < N; e++) sums[e] = own[e];
 }
+
+// Without clusters: add the sums of `split`, which becomes zero, to those of the splits before it. `half`
+// is the first one of a pair. After the last split, `sums` is the total.
+template <int TILES>
+__device__ __forceinline__ void add_split(float (&sums)[TILES][4], float (&half)[TILES][4],
+                                          float (&total)[TILES][4], int split, int splits) {
+#pragma unroll
+    for (int i = 0; i < TILES * 4; i++) {
+        float &sum = sums[i / 4][i % 4], &one = half[i / 4][i % 4], &all = total[i / 4][i % 4];
+        if (split % 2) sum = one + sum;
+        if (split % 2 == 0 && split + 1 < splits)
+            one = sum;
+        else
+            all = split < 2 ? sum : all + sum;
+        sum = split + 1 < splits ? 0 : all;
+    }
+}

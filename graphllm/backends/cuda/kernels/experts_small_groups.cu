@@ -60,22 +60,11 @@ __device__ __forceinline__ void copy_chunk(const Experts& e, Shared& s, const in
     wait_copies<0>();
 }
 
-__device__ __forceinline__ u32 fused(u32 a, u32 b, u32 c) {
-    u32 r;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
-    return r;
-}
-
-__device__ __forceinline__ u32 difference(u32 a, u32 b) {
-    u32 r;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
-// Part p of an item, times UNIT, as eight pairs of f16. The bits 0x6400 | b are 1024 + b.
+// Part p of an item, times UNIT, as eight pairs of f16. The bits 0x6400 | b are 1024 + b,
+// and those of ZERO the negative number that is added.
 __device__ __forceinline__ void halves(const FORMAT::Values& q, int p, u32 (&to)[8]) {
     constexpr bool SIGNED = FORMAT::ZERO_POINT == 0;
-    constexpr u32 ZERO = 0x6400 + (SIGNED ? 128 : FORMAT::ZERO_POINT > 0 ? FORMAT::ZERO_POINT : 0);
+    constexpr u32 ZERO = 0xe400 + (SIGNED ? 128 : FORMAT::ZERO_POINT > 0 ? FORMAT::ZERO_POINT : 0);
     const u32 scale = two_within_f16(UNIT * q.scale[p], UNIT * q.scale[p]);
     u32 offset = 0;
     if (FORMAT::ZERO_POINT < 0) offset = two_within_f16(UNIT * q.offset[p], UNIT * q.offset[p]);
@@ -85,7 +74,7 @@ __device__ __forceinline__ void halves(const FORMAT::Values& q, int p, u32 (&to)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 bits = __byte_perm(v, 0x64646464, h ? 0x4342 : 0x4140);
-            to[2 * i + h] = fused(difference(bits, ZERO * 0x10001u), scale, offset);
+            to[2 * i + h] = fma_halves(add_halves(bits, ZERO * 0x10001u), scale, offset);
         }
     }
 }

@@ -82,19 +82,39 @@ __device__ __forceinline__ int fifth(u32 bits, int k) {
     return (bits >> 4 * k & 15) * 0x02040810 & 0x10101010;
 }
 
-// Look up the nibbles of 16 bytes in a table of sixteen int8, in the order of nibbles().
+// Look up the nibbles of a word in a table of sixteen int8: the low ones, then the high ones.
+__device__ __forceinline__ void look_up(u32 bits, uint4 table, u32& low, u32& high) {
+    const u32 low3 = bits & 0x77777777;
+    const u32 which = 0x32103210 | (bits & 0x88888888) >> 1;  // selects one of each pair by the fourth bit
+    const u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
+                                  __byte_perm(table.z, table.w, low3), which);
+    const u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
+                                   __byte_perm(table.z, table.w, low3 >> 16), which >> 16);
+    low = __byte_perm(first, second, 0x6420), high = __byte_perm(first, second, 0x7531);
+}
+
+// The same for 16 bytes, in the order of nibbles().
 __device__ __forceinline__ void looked_up(const uint4& q, uint4 table, int* v) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        u32 bits = word(q, k), low3 = bits & 0x77777777;
-        u32 which = 0x32103210 | (bits & 0x88888888) >> 1;  // selects one of each pair by the fourth bit
-        u32 first = __byte_perm(__byte_perm(table.x, table.y, low3),
-                                     __byte_perm(table.z, table.w, low3), which);
-        u32 second = __byte_perm(__byte_perm(table.x, table.y, low3 >> 16),
-                                      __byte_perm(table.z, table.w, low3 >> 16), which >> 16);
-        v[k] = __byte_perm(first, second, 0x6420);
-        v[4 + k] = __byte_perm(first, second, 0x7531);
-    }
+    for (int k = 0; k < 4; k++) look_up(word(q, k), table, (u32&)v[k], (u32&)v[4 + k]);
+}
+
+// ------------------------------------------------------------------------------- pairs of f16
+
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+    u32 r;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 multiply_halves(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
 }
 
 // ------------------------------------------------------------------------- integer dot products

@@ -58,13 +58,7 @@ template <> struct Halves<IQ4_NL> : Halves32 {
         load_scale(from, load_half(from.template plane<1>(), from.part));
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        u32 values[2];
-        look_up(word(q, t), positive(iq4_values()), values);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(values[i], v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
+        scaled_entries(word(q, t), positive(iq4_values()), v);
     }
 };
 
@@ -82,13 +76,12 @@ template <> struct Halves<IQ4_XS> : Expansion {
         const u32 at = from.template plane<1>(), head[2] = {load_shared4(at), load_shared4(at + 4)};
         const u32 low = head[1] >> 8 * from.part, high = head[0] >> (16 + 4 * from.part);
         const u32 s = low & 15 | (high & 3) << 4 | (low >> 4 & 15 | (high >> 2 & 3) << 4) << 8;
-        const u32 scales = multiply_halves(
-            two_bytes<32>(s), both_low(head[0]));
+        const u32 scales = multiply_halves(two_bytes<32>(s), both_low(head[0]));
         scale[0] = both_low(scales), scale[1] = both_high(scales);
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
         u32 values[2];
-        look_up(word(q[t / 4], t % 4), positive(iq4_values()), values);
+        look_up(word(q[t / 4], t % 4), positive(iq4_values()), values[0], values[1]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             bytes<128>(values[i], v[i]);

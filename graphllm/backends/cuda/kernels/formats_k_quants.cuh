@@ -290,8 +290,7 @@ template <> struct Halves<Q6_K> : Expansion {
         high[0] = load_shared16(bits), high[1] = load_shared16(bits + 16), turned = 4 - 2 * from.part;
         const u32 s = load_half(from.template plane<2>(), from.part) ^ 0x8080;
         const u32 d = load_shared2(from.template plane<3>() & ~1u);
-        const u32 scales = multiply_halves(
-            two_bytes<128>(s), d | d << 16);
+        const u32 scales = multiply_halves(two_bytes<128>(s), d | d << 16);
         scale[0] = both_low(scales), scale[1] = both_high(scales);
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {

@@ -131,10 +131,8 @@ template <> struct Halves<Q8_0> : Halves32 {
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(word(q[t / 2], 2 * t % 4 + i) ^ 0x80808080, v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
+        for (int i = 0; i < 2; i++)
+            scaled_bytes<128>(word(q[t / 2], 2 * t % 4 + i) ^ 0x80808080, v[i]);
     }
 };
 
@@ -185,10 +183,7 @@ template <> struct Halves<Q5_0> : Halves32 {
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<16>(five_bits(word(q, t), high, t, i), v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
+        for (int i = 0; i < 2; i++) scaled_bytes<16>(five_bits(word(q, t), high, t, i), v[i]);
     }
 };
 
@@ -204,10 +199,7 @@ template <> struct Halves<Q5_1> : Halves32 {
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<0>(five_bits(word(q, t), high, t, i), v[i]);
-            v[i][0] = shifted(v[i][0]), v[i][1] = shifted(v[i][1]);
-        }
+        for (int i = 0; i < 2; i++) shifted_bytes<0>(five_bits(word(q, t), high, t, i), v[i]);
     }
 };
 #endif

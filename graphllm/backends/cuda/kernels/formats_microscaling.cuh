@@ -68,13 +68,7 @@ template <> struct Halves<MXFP4> : Halves32 {
         load_scale(from, two_within_f16(d, 0));
     }
     __device__ __forceinline__ void turn(int t, u32 (&v)[2][2]) const {
-        u32 values[2];
-        look_up(word(q, t), positive(mxfp4_values()), values);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            bytes<128>(values[i], v[i]);
-            v[i][0] = scaled(v[i][0]), v[i][1] = scaled(v[i][1]);
-        }
+        scaled_entries(word(q, t), positive(mxfp4_values()), v);
     }
 };
 #endif

@@ -188,16 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         __syncthreads();
 #if !CLUSTERS
-#pragma unroll
-        for (int i = 0; i < TILES * 4; i++) {
-            float &sum = c[i / 4][i % 4], &one = half[i / 4][i % 4], &sums = total[i / 4][i % 4];
-            if (split % 2) sum = one + sum;
-            if (split % 2 == 0 && split + 1 < splits)
-                one = sum;
-            else
-                sums = split < 2 ? sum : sums + sum;
-            sum = split + 1 < splits ? 0 : sums;
-        }
+        add_split(c, half, total, split, splits);
     }
 #endif
     float* out = (float*)&s;
