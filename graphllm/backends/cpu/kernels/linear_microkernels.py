@@ -56,7 +56,7 @@ def tile(
     c has space for all tokens of the tile; results of missing tokens are undefined. Meanwhile
     ``lines`` cache lines of each group per block or sub-block are prefetched, from ``ahead`` on;
     those of different groups are ``step`` bytes apart. If ``in_place``, the panel is only the
-    addresses of the groups' packed blocks, which are read, and prefetched, by themselves.
+    addresses of the groups' packed blocks; these are read directly, and the tile prefetches them.
     """
     return _emitted((fmt, in_place, groups, tokens), 11, linear_integer.tile)
 

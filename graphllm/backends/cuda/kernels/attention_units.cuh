@@ -19,8 +19,8 @@ struct Count {
 };
 
 // The units of a step: partial results of rows, each for all groups of heads. The last ones of rows may be
-// shorter than the others. Blocks take the others in turns, and then the last ones, so that blocks with fewer of
-// the others get more of them.
+// shorter than the others. The full units are dealt to the blocks round-robin, and then the short ones,
+// so that blocks with fewer full units get more short ones.
 struct Units {
     const Count* starts;  // of each row, and the end
     int rows, groups, tokens;

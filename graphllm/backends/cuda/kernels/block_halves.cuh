@@ -111,7 +111,7 @@ struct Halves32 : Expansion {
         bytes<ZERO>(word, v);
         v[0] = shifted(v[0]), v[1] = shifted(v[1]);
     }
-    // The four elements of each nibble of a word, by a table of `positive`.
+    // The entries of a table (see `positive`) for the nibbles of a word, scaled: low ones, then high ones.
     __device__ __forceinline__ void scaled_entries(u32 word, uint4 table, u32 (&v)[2][2]) const {
         u32 values[2];
         look_up(word, table, values[0], values[1]);
