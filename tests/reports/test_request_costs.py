@@ -72,7 +72,8 @@ def test_time_follows_the_work(found):
     assert times[0] >= times[2] > times[3] > 0
     assert all(cost.host == decode[0].host > 0 for cost in decode)
     prefill = [sum(op.ns for op in cost.ops.values()) for cost in found["prefill"].requests]
-    assert prefill[0] > 3 * prefill[3]
+    assert prefill[0] == pytest.approx(prefill[1])  # 60 tokens each, all in the first step
+    assert min(prefill) > 0
 
 
 def test_costs_are_in_the_report_and_the_table(found, tmp_path):
