@@ -13,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llvmlite.binding import Linkage
 
 import graphllm
 from graphllm.backends import Options
-from graphllm.backends.cpu.kernels import fused_attention, routing, sampling
 from graphllm.backends.cpu.runtime import isa, kernel_cache
 from graphllm.backends.cpu.runtime.device import CpuDevice
 from graphllm.backends.cpu.runtime.isa import MAX_THREADS, cgroup_cores, thread_count, usable_cores
@@ -35,7 +33,6 @@ from graphllm.backends.cpu.runtime.step_interpreter import (  # fmt: skip
     TIMESTAMPS,
     Entry,
     ProgramHeader,
-    run_with_caller,
 )
 from graphllm.backends.cpu.runtime.thread_pool import THREAD_POOL, ThreadPool
 from graphllm.errors import GraphllmError
@@ -357,17 +354,6 @@ def test_kernels_are_cached_until_any_source_changes(tmp_path):
     assert run() == ["True", "0.25"]
 
 
-@pytest.mark.parametrize(
-    "compiled", [fused_attention._rope_write, sampling._sample, routing._top_k, run_with_caller]
-)
-def test_a_kernel_contains_all_functions_that_it_calls(compiled):
-    """So it rounds alike in the process that compiles it and in those that load it."""
-    assert compiled.address
-    functions = compiled._library._get_module_for_linking().functions
-    shared = [f for f in functions if not f.is_declaration and f.linkage != Linkage.internal]
-    assert len({f.name.removeprefix("cfunc.") for f in shared}) == 1  # itself and its C wrapper
-
-
 def test_fingerprint_covers_every_source(tmp_path):
     (tmp_path / "a.py").write_text("1")
     first = kernel_cache.fingerprint(tmp_path)
@@ -385,10 +371,3 @@ def test_an_unwritable_cache_warns_once(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "0.7310585975646973"]
     assert done.stderr == f"graphllm: cache not used: {blocked}: Not a directory\n"
-
-
-def test_importing_graphllm_does_not_import_numba():
-    done = _python(
-        "import sys, graphllm; print('numba' in sys.modules)", PYTHONPATH=str(PACKAGE.parent)
-    )
-    assert done.stdout.strip() == "False", done.stderr

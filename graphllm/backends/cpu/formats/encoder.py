@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 
-from llvmlite import ir
-
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import F32S, I8S, I16, I16S, I32, I32S, I64, LANES, Emitter, Value
 from ..simd.vectors import F16S
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llvmlite import ir
-
 from ....formats.iq4 import IQ4_VALUES
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import I16S, I32S, VECTOR, Emitter, Value
 from .encoder import BlockEncoder, fit_largest, runs_of_32, store_nibbles_of
 from .packed_format import HALVES, Block32, Block256, Codebook, Move, register

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from llvmlite import ir
-
 from ..runtime.isa import ISA
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .packed_format import Block32, Move, halves_of, register, with_bit

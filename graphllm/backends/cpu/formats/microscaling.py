@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llvmlite import ir
-
 from ....formats.microscaling import MXFP4_VALUES
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import F32S, I8, I32, LANES, Emitter, Value
 from .encoder import BlockEncoder, runs_of_32
 from .iq4 import CodebookBlock

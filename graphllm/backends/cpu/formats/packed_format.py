@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from llvmlite import ir
-
 from .... import formats
 from ....graph.dtype import DTYPES
 from ..runtime.isa import ISA
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emitter, Value
 from .encoder import Encoder
 

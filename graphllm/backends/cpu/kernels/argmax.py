@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import int32, int64
+import numpy as np
 
 from ....graph.tensor import Tensor
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import f32_of_bits, helper, i32s, inlined, kernel, load_i64
+from ..runtime.lazy_numba import int32, int64
 from .elementwise import thread_range
 
 BLOCK = 64
-MIN_KEY, MAX_KEY = int32(-(2**31)), int32(2**31 - 1)
+MIN_KEY, MAX_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 @inlined

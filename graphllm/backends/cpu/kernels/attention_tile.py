@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, int64
+import numpy as np
 
 from ..runtime.jit import as_f32, exact_helper, f32_bits, f32s, helper, i32s, i64s, load_i64
+from ..runtime.lazy_numba import float32, int64
 from ..simd.math import exp32, tanh32
 from . import attention_vectors as vector
 from .attention_arguments import (  # fmt: skip
@@ -36,7 +37,7 @@ from .attention_arguments import (  # fmt: skip
 from .attention_vectors import PREFETCH_KEYS, READERS, S_ROW, SPLIT_KEYS, TILE_KEYS
 from .softmax_vectors import softmax_row
 
-MINUS_INF, _ONE_BITS = float32(float("-inf")), f32_bits(1.0)
+MINUS_INF, _ONE_BITS = np.float32(float("-inf")), f32_bits(1.0)
 _UNPACK_BLOCKS = 3  # tiles of at least 3 blocks of rows unpack keys and values once for all rows
 
 

@@ -13,13 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from llvmlite import ir
-from numba import int64, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from ....graph.dtype import DTYPES
 from ..runtime.isa import isa
+from ..runtime.lazy_numba import cgutils, int64, intrinsic, ir, resolved, types
 from ..simd.emitter import F16, F32, F32S, I8, I32S, I64, LANES, Emitter, Value
 
 SPLIT_KEYS = 256  # keys of a split, the unit of the online softmax
@@ -32,7 +28,7 @@ PREFETCH_KEYS = 24  # prefetch distance; lists of addresses are that much longer
 _LINE = 64
 
 
-def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any = types.none) -> Any:
+def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any = None) -> Any:
     """Make an intrinsic that takes a tuple of ``count`` int64 and runs ``emit(e, *operands)``."""
 
     @intrinsic
@@ -42,7 +38,7 @@ def tuple_intrinsic(emit: Callable[..., Value | None], count: int, result: Any =
             value = emit(Emitter(builder), *parts)
             return context.get_dummy_value() if value is None else value
 
-        return result(types.UniTuple(int64, count)), generate
+        return (result or types.none)(types.UniTuple(int64, count)), generate
 
     return run
 
@@ -94,13 +90,14 @@ class ElementReader:
 
         Memory beyond them is not read, as it may hold NaN.
         """
-        kind = ir.VectorType(self.element, self.unit)
+        element = resolved(self.element)
+        kind = ir.VectorType(element, self.unit)
         place = cgutils.alloca_once(e.b, kind)
         e.b.store(ir.Constant(kind, None), place)
-        first = e.b.bitcast(place, self.element.as_pointer())
+        first = e.b.bitcast(place, element.as_pointer())
         with e.loop(count) as loop:
             offset = e.times(loop.index, self.nbytes // self.unit)
-            e.b.store(e.load(e.at(address, offset), self.element), e.b.gep(first, [loop.index]))
+            e.b.store(e.load(e.at(address, offset), element), e.b.gep(first, [loop.index]))
         return self.load_unit(e, e.b.ptrtoint(place, I64))
 
 

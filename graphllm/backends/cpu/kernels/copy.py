@@ -5,8 +5,6 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple
 
-from numba import float32
-
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
@@ -27,6 +25,7 @@ from ..runtime.jit import (  # fmt: skip
     u16s,
     u32s,
 )
+from ..runtime.lazy_numba import float32
 from ..runtime.thread_pool import STATUS_ID
 from .elementwise import CHUNK_COLUMNS, thread_range
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from numba import float32
-
 from ....errors import GraphError
 from ....graph.dtype import F32
 from ....graph.tensor import Tensor
@@ -23,7 +21,7 @@ from .. import BACKEND
 from ..runtime.argument_block import argument_reader, argument_words
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, f32_args, f32_bits, f32s, helper, inlined, kernel, load_i64
-from ..runtime.kernel_key import code_key
+from ..runtime.lazy_numba import float32
 from ..simd.math import exp32, gelu_erf32, gelu_tanh32, silu32, tanh32
 
 CHUNK_COLUMNS = 2048
@@ -295,6 +293,8 @@ def elementwise(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         if any(known.name not in own for known in BACKEND.kernels.get(op, ())):
             raise GraphError(f"{where}: cpu has a kernel for {op} already")
         make = _unary if count == 1 else _binary
+        from ..runtime.kernel_key import code_key  # imports Numba
+
         code = make(f"{op} {code_key(function)}", inlined(function), len(attributes))
         code.name = code.label = where
 

@@ -6,8 +6,6 @@ from functools import cache
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
-from numba import float32
-
 from ....backends.alignment import aligned
 from ....graph.dtype import F32
 from ....graph.tensor import Meta, Tensor
@@ -17,6 +15,7 @@ from ..formats import FORMATS
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, f32s, helper, kernel, load_i64
+from ..runtime.lazy_numba import float32
 from . import linear
 from .elementwise import activation_function, thread_range
 from .linear_microkernels import workspace

@@ -6,14 +6,12 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba import int64
-
 from ....graph.dtype import DTYPES
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch, OperandRef
 from ..runtime.jit import Kernel, f32_to_f16, f32s, helper, i32s, kernel, load_i64, u8s, u16s
+from ..runtime.lazy_numba import int64, ir
 from ..simd.emitter import F16, F32, F32S, I8, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import tuple_intrinsic
 from .elementwise import thread_range

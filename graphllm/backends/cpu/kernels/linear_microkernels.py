@@ -17,10 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import types
-from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
-
+from ..runtime.lazy_numba import RequireLiteralValue, intrinsic, types
 from ..simd.emitter import Emitter, Value
 from . import linear_float, linear_integer
 

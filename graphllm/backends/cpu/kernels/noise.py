@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, float64, int32, uint32, uint64
 
 from ....ops.random_numbers import TOKEN, XTC
 from ..runtime.jit import bits_f32, helper, inlined
+from ..runtime.lazy_numba import float32, float64, int32, uint32, uint64
 from ..simd.math import log64
 
-MAX_NOISE = float32(22.9)  # above -log(-log(1 - 2^-33))
+MAX_NOISE = np.float32(22.9)  # above -log(-log(1 - 2^-33))
 # An upper bound of -log(v), v in (0, 1], is (_OFFSET - bits of the float32 v) * _SLOPE, as log2 of
 # a number is at least its exponent plus its fraction. With v = n 2^-31 and a margin for rounding:
-_SLOPE = float32(np.log(2.0) * 2.0**-23)
-_BOUND = float32(np.log(2.0) * (127 + 31) + 1e-3)
+_SLOPE = np.float32(np.log(2.0) * 2.0**-23)
+_BOUND = np.float32(np.log(2.0) * (127 + 31) + 1e-3)
 
 
 class NoiseKey(NamedTuple):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import prod, sqrt
 from typing import NamedTuple
 
-from numba import float32
-
 from .. import BACKEND
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import f32s, kernel, load_i64
+from ..runtime.lazy_numba import float32
 from ..simd.math import exp32
 from .elementwise import thread_range
 

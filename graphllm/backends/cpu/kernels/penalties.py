@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, float64, int64
 
 from ....graph.tensor import Tensor
 from ... import Options
@@ -18,6 +17,7 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import f32s, helper, i32s, kernel, load_i64
+from ..runtime.lazy_numba import float32, float64, int64
 from .elementwise import thread_range
 
 

@@ -6,10 +6,6 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
 from ....graph.dtype import DTYPES
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
@@ -19,6 +15,7 @@ from ..formats.encoder import ROUND, ROUND_BITS, BlockEncoder
 from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.jit import Kernel, kernel, load_i64, next_chunk, set_status
+from ..runtime.lazy_numba import intrinsic, ir, types
 from ..runtime.thread_pool import STATUS_VALUE
 from ..simd.emitter import F32, F32S, I8, I16, I32, I32S, LANES, VECTOR, Emitter, Value
 

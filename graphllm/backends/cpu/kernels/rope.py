@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import float32, float64
-
 from ....graph.tensor import Tensor
 from ....ops.rope import inverse_frequencies, sinusoid_frequencies
 from ... import Options
@@ -15,6 +13,7 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import f32s, helper, i32s, kernel, load_i64
+from ..runtime.lazy_numba import float32, float64
 from ..simd.math import cos_sin
 from .elementwise import thread_range
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import float32, int32
+import numpy as np
 
 from ....graph.tensor import Tensor
 from ... import ROWS, Options
@@ -23,12 +23,13 @@ from ..runtime.jit import (  # fmt: skip
     load_i64,
     set_status,
 )
+from ..runtime.lazy_numba import float32, int32
 from ..runtime.thread_pool import STATUS_ID
 from .argmax import largest_key, sort_key
 from .elementwise import CHUNK_COLUMNS, thread_range
 
-_TAKEN_KEY = int32(-(2**31))  # below the keys of all numbers
-_NAN_KEY = int32(2**31 - 1)  # above the keys of all numbers
+_TAKEN_KEY = np.int32(-(2**31))  # below the keys of all numbers
+_NAN_KEY = np.int32(2**31 - 1)  # above the keys of all numbers
 
 
 @exact_helper

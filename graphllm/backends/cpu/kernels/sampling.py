@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import float32, float64, int32, int64
+import numpy as np
 
 from ....graph.tensor import Tensor
 from ... import Options
@@ -18,6 +18,7 @@ from ..runtime.argument_block import argument_reader
 from ..runtime.device import KernelContext, Launch
 from ..runtime.isa import thread_count
 from ..runtime.jit import f32s, f64s, helper, i32s, i64s, kernel, load_i64, next_chunk, u32s
+from ..runtime.lazy_numba import float32, float64, int32, int64
 from ..simd.math import exp64
 from .argmax import (  # fmt: skip
     BLOCK,
@@ -33,8 +34,8 @@ from .argmax import (  # fmt: skip
 )
 from .noise import MAX_NOISE, NoiseKey, fill_words, gumbel, noise_bound, token_noise
 
-INF = int32(0x7F800000)  # key of +inf
-MINUS_INF = int32(-0x7F800000)
+INF = np.int32(0x7F800000)  # key of +inf
+MINUS_INF = np.int32(-0x7F800000)
 SORT_LIMIT = 4096  # candidates up to which top_p sorts
 
 

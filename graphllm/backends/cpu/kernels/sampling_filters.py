@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, float64, int64
 
 from ....graph.tensor import Tensor
 from ... import Options
@@ -27,6 +26,7 @@ from ..runtime.jit import (
     load_i64,
     next_chunk,
 )
+from ..runtime.lazy_numba import float32, float64, int64
 from .argmax import (
     MAX_KEY,
     block_maxima_nan_greatest,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
+from ..runtime.lazy_numba import ir
 from ..simd.emitter import F32, F32S, I32, I32S, LANES, Emitter, Value
 from .attention_vectors import fold, shuffle, tuple_intrinsic
 

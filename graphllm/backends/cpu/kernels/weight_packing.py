@@ -12,14 +12,13 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from ....formats.quantization import bad_scale
 from ....graph.tensor import Meta
 from ..formats import FORMATS, by_code
 from ..runtime.isa import usable_cores
 from ..runtime.jit import Kernel, args, i64s, kernel
+from ..runtime.lazy_numba import intrinsic, types
 from ..simd.emitter import LANES, VECTOR, Emitter, Value
 
 _HUGE = 2 << 20  # bytes of a huge page

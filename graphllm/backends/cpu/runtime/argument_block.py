@@ -27,10 +27,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, get_type_hints
 
-from numba import float32, int64, types
-from numba.extending import intrinsic
-
 from .jit import _low_f32, _word, f32_bits
+from .lazy_numba import float32, int64, intrinsic, types
 
 
 @cache
@@ -46,10 +44,6 @@ def argument_reader(block: type) -> Any:
     ``block`` is a NamedTuple whose fields are declared as int or float.
     """
     floats = _floats(block)
-    kinds = [float32 if is_float else int64 for is_float in floats]
-    result = types.NamedTuple(kinds, block)
-    if not any(floats):
-        result = types.NamedUniTuple(int64, len(kinds), block)
 
     @intrinsic
     def read(typingctx, p):
@@ -58,7 +52,10 @@ def argument_reader(block: type) -> Any:
             fields = [_low_f32(builder, w) if f else w for w, f in zip(words, floats)]
             return context.make_tuple(builder, sig.return_type, fields)
 
-        return result(int64), generate
+        if any(floats):
+            kinds = [float32 if is_float else int64 for is_float in floats]
+            return types.NamedTuple(kinds, block)(int64), generate
+        return types.NamedUniTuple(int64, len(floats), block)(int64), generate
 
     return read
 

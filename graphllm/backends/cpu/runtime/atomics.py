@@ -6,12 +6,8 @@ import platform
 import sys
 from typing import Any
 
-from llvmlite import ir
-from numba import int64, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
 from .jit import I64, _word
+from .lazy_numba import cgutils, int64, intrinsic, ir, types
 
 LINUX = sys.platform == "linux"
 _SYSCALLS = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from math import ceil, inf
 from pathlib import Path
 
+from ....cache import CacheFile
 from ....terminal import warn
 from ... import Options
+
+_VARYING = (b"processor", b"cpu MHz", b"core id", b"apicid", b"initial apicid", b"bogomips")
 
 CPU_NAME, CPU_FEATURES = "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"
 
@@ -49,12 +55,35 @@ def target() -> tuple[str, str]:
     As in Numba, NUMBA_CPU_NAME alone changes the name but not the features (except "generic", which
     has none); NUMBA_CPU_FEATURES replaces the host's features, and may be empty.
     """
-    from llvmlite import binding
-
-    name = os.environ.get(CPU_NAME) or binding.get_host_cpu_name()
+    name = os.environ.get(CPU_NAME) or _host()[0]
     features = os.environ.get(CPU_FEATURES, "" if name.lower() == "generic" else None)
-    if features is None:
-        features = binding.get_host_cpu_features().flatten()
+    return name, _host()[1] if features is None else features
+
+
+@cache
+def _host() -> tuple[str, str]:
+    """Name and features of this processor as LLVM knows it.
+
+    They are kept in the cache directory under a hash of the system's description of the processor,
+    as importing LLVM takes a tenth of a second.
+    """
+    try:
+        with open("/proc/cpuinfo", "rb") as system:
+            about = system.read(1 << 13).partition(b"\n\n")[0]  # of the first core
+    except OSError:
+        about = b""
+    lines = [line for line in about.splitlines() if not line.startswith(_VARYING)]
+    key = b"\n".join([metadata.version("llvmlite").encode(), *lines])
+    file = CacheFile("processors", f"{hashlib.sha256(key).hexdigest()[:24]}.json")
+    body = file.load(key) if about else None
+    if body is None:
+        from llvmlite import binding
+
+        found = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+        if about:
+            file.save(key, json.dumps(found).encode())
+        return found
+    name, features = json.loads(body)
     return name, features
 
 

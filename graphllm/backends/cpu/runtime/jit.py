@@ -19,32 +19,39 @@ are the addresses of the launch's chunk counter and of the thread pool's control
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import struct
+import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import float32, float64, int64, njit, types, uint16
-from numba.core import cgutils
-from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
-from numba.core.errors import NumbaError, RequireLiteralValue
-from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
-from numba.extending import intrinsic
 
 from ....debug import debug
 from ....env import debug_level, perf_map_enabled
-from ....errors import GraphllmError
 from . import perf_map
-from .code_libraries import helper_pipeline, kernel_pipeline
-from .kernel_cache import DiskCache, machine_code
-from .kernel_key import code_key
+from .kernel_cache import DiskCache, load_machine_code
+from .lazy_numba import (  # fmt: skip
+    RequireLiteralValue,
+    activate,
+    cgutils,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    intrinsic,
+    ir,
+    is_own,
+    lazy,
+    register,
+    types,
+    uint8,
+    uint16,
+    uint32,
+)
+from .machine_code import Function
 
 # ----------------------------------------------------------------------------------- control block
 
@@ -56,56 +63,44 @@ NO_CHUNK = 1 << 40  # beyond every chunk: no work is left
 
 # --------------------------------------------------------------------------------------- compiling
 
-# Neither nnan nor ninf: masks are infinities, and NaN must propagate.
-FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
-OPTIONS: dict[str, Any] = {
-    "fastmath": FASTMATH,
-    "boundscheck": False,
-    "error_model": "numpy",
-    "nopython": True,
-}
-SIGNATURE = types.void(int64, int64, int64)
-
 _PLAIN = (int, str, bool, float, type(None))
+_lock = threading.RLock()  # of loading and compiling
 
 
-_PROCESS, _serial = secrets.token_hex(6), itertools.count()
-
-
-def with_unique_name(function: Any) -> Any:
-    """Give a function a name that no other function has, in this process or another.
-
-    Numba derives symbols from the name of a function and a count of functions seen so far. Two
-    functions of one factory, compiled by different processes and loaded from the disk cache, may
-    have the same count; then one would be called in place of the other.
-    """
-    function.__qualname__ += f"_{_PROCESS}_{next(_serial)}"
-    return function
-
-
-def linked(function: Callable[..., Any], **options: Any) -> Any:
+def linked(function: Callable[..., Any], fastmath: bool | set[str] = False, **options: Any) -> Any:
     """Return a Numba function that kernels call; ``options`` are those of `numba.njit`.
 
-    It has no entry points for Python and C, and no machine code of its own.
+    ``fastmath`` = True stands for the flags of kernels. The function has no entry points for Python
+    and C, and no machine code of its own.
     """
-    return njit(
-        boundscheck=False,
-        error_model="numpy",
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
-        pipeline_class=helper_pipeline,
-        **options,
-    )(with_unique_name(function))
+
+    def make() -> Any:
+        import numba
+
+        from .compiler import FASTMATH, helper_pipeline
+
+        return numba.njit(
+            boundscheck=False,
+            error_model="numpy",
+            no_cpython_wrapper=True,
+            no_cfunc_wrapper=True,
+            pipeline_class=helper_pipeline,
+            fastmath=FASTMATH if fastmath is True else fastmath,
+            **options,
+        )(function)
+
+    register(function)
+    return lazy(make)
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """Decorator for a function that kernels call. It is compiled into each kernel."""
-    return linked(function, fastmath=FASTMATH)
+    return linked(function, fastmath=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """As `helper`, for functions called in loops: a loop with a call in it is not vectorised."""
-    return linked(function, fastmath=FASTMATH, forceinline=True)
+    return linked(function, fastmath=True, forceinline=True)
 
 
 def exact_helper(function: Callable[..., Any]) -> Any:
@@ -118,13 +113,14 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any], key: tuple[Any, ...] | None = None) -> None:
         self.name = f"{function.__module__}.{function.__qualname__}"
+        self.function = function
         self.seconds = 0.0  # spent compiling or loading
-        self._library: Any = None  # owner of the machine code
         self._address = 0
         own = _closure(function) if key is None else key
         self.label = f"{self.name}[{', '.join(map(str, own))}]" if own else self.name
-        self._cache = DiskCache(repr((self.name, own, code_key(function, closure=False))))
-        self.function = with_unique_name(function)
+        code = "" if is_own(function) else _code_key(function)
+        self._cache = DiskCache(repr((self.name, own, code)))
+        register(function)
 
     @property
     def compiled(self) -> bool:
@@ -133,24 +129,27 @@ class Kernel:
 
     def load(self) -> bool:
         """Load the machine code from the disk cache. Returns whether it is in memory now."""
-        start = time.perf_counter()
-        with global_compiler_lock:
-            # Debug level 4 prints LLVM code, which exists only while compiling.
+        # Debug level 4 prints LLVM code, which exists only while compiling.
+        with _lock:
             if self._address == 0 and debug_level() < 4:
-                found = self._cache.load(_codegen())
+                start = time.perf_counter()
+                found = self._cache.load()
                 if found is not None:
-                    self._library, self._address, code = found
-                    self._done("loaded", start, lambda: code)
+                    self._done("loaded", start, *found)
         return self._address != 0
 
     def compile(self) -> None:
         """Compile unless the machine code is in memory, and save the result in the disk cache."""
-        start = time.perf_counter()
-        with global_compiler_lock:
+        with _lock:
             if self._address == 0:
-                self._library, symbol = self._compile()
-                self._address = int(self._library.get_pointer_to_function(symbol))
-                self._done("compiled", start, partial(machine_code, self._library))
+                start = time.perf_counter()
+                activate()
+                from .compiler import compile_kernel
+
+                code, symbol, reusable = compile_kernel(self.name, self.function)
+                if reusable:
+                    self._cache.save(code, symbol)
+                self._done("compiled", start, *load_machine_code(code, symbol))
 
     @property
     def address(self) -> int:
@@ -159,39 +158,22 @@ class Kernel:
             self.compile()
         return self._address
 
-    def _done(self, how: str, start: float, code: Callable[[], bytes]) -> None:
+    def _done(self, how: str, start: float, address: int, functions: list[Function]) -> None:
+        self._address = address
         self.seconds = time.perf_counter() - start
         debug(1, f"kernel {self.name}: {how}, {self.seconds:.3f} s")
         if perf_map_enabled():
-            perf_map.add_symbols(self.label, self._library, code())
-
-    def _compile(self) -> tuple[Any, str]:
-        pipeline: Any = partial(kernel_pipeline, self.name)
-        compiled: Any = CFunc(self.function, SIGNATURE_PARTS, {}, OPTIONS, pipeline)
-        try:
-            compiled.compile()
-        except NumbaError as error:
-            raise GraphllmError(f"{self.name}: {' '.join(str(error).split())[:400]}") from error
-        debug(4, compiled.inspect_llvm)
-        self._cache.save(compiled._library, compiled.native_name)
-        return compiled._library, compiled.native_name
+            perf_map.add_symbols(self.label, functions)
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
 
 
-@cache
-def _codegen() -> Any:
-    """Numba's code generator, which loads code that refers to the symbols of Numba's runtime.
+def _code_key(function: Callable[..., Any]) -> str:
+    """Hash of the code of a kernel that is defined outside this backend."""
+    from .kernel_key import code_key
 
-    To compile, Numba also imports its implementations of Python (`refresh`), which takes 0.2 s.
-    """
-    context: Any = cpu_target.target_context
-    rtsys.initialize(context)
-    return context.codegen()
-
-
-SIGNATURE_PARTS = (SIGNATURE.args, SIGNATURE.return_type)
+    return code_key(function, closure=False)
 
 
 def _closure(function: Callable[..., Any]) -> tuple[Any, ...]:
@@ -224,7 +206,7 @@ def f32_bits(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", np.float32(value)))[0]
 
 
-I64 = ir.IntType(64)
+I64 = lazy(lambda: ir.IntType(64))
 
 
 def _word(builder: Any, address: Any, index: int) -> Any:
@@ -319,13 +301,13 @@ def _f32_to_half(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
 
 
-I32_LL = ir.IntType(32)
+_I32 = lazy(lambda: ir.IntType(32))
 as_f32 = _bits(float32, _low_f32)  # the low 32 bits of a word
 as_f64 = _bits(float64, lambda b, v: b.bitcast(v, ir.DoubleType()))
 f16_to_f32 = _bits(float32, _half_to_f32, uint16)  # the bits of a float16
 f32_to_f16 = _bits(uint16, _f32_to_half, float32)  # nearest even
-bits_f32 = _bits(types.int32, lambda b, v: b.bitcast(v, I32_LL), float32)
-f32_of_bits = _bits(float32, lambda b, v: b.bitcast(v, ir.FloatType()), types.int32)
+bits_f32 = _bits(int32, lambda b, v: b.bitcast(v, _I32), float32)
+f32_of_bits = _bits(float32, lambda b, v: b.bitcast(v, ir.FloatType()), int32)
 f64_as_bits = _bits(int64, lambda b, v: b.bitcast(v, I64), float64)
 load_i64 = _bits(int64, lambda b, v: b.load(_word(b, v, 0)))
 
@@ -347,9 +329,9 @@ def _view(element: Any) -> Any:
 
 f32s, f64s = _view(float32), _view(float64)
 f16s = u16s = _view(uint16)  # a float16 is represented by its bits; see f16_to_f32
-u8s, i8s = _view(types.uint8), _view(types.int8)
-i16s, i32s, i64s = _view(types.int16), _view(types.int32), _view(int64)
-u32s = _view(types.uint32)
+u8s, i8s = _view(uint8), _view(int8)
+i16s, i32s, i64s = _view(int16), _view(int32), _view(int64)
+u32s = _view(uint32)
 
 
 @inlined

@@ -10,18 +10,16 @@ of its code (`kernel_key`).
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import re
 import sys
 from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-from llvmlite.binding.object_file import ObjectFileRef
 
 from ....cache import CacheFile
 from .isa import target
+from .machine_code import Function, MachineCode, is_supported
 
 _CPU = Path(__file__).resolve().parents[1]
 _SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
@@ -29,10 +27,8 @@ _SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
 
 def fingerprint(*folders: Path) -> str:
     """Hash all sources below ``folders``, the compiler's version and the target."""
-    import llvmlite
-    import numba
-
-    parts = [numba.__version__, llvmlite.__version__, sys.version, platform.platform(), *target()]
+    versions = [metadata.version(name) for name in ("numba", "llvmlite")]
+    parts = [*versions, sys.version, platform.platform(), *target()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -51,8 +47,7 @@ class DiskCache:
     """Cache file of one compiled kernel: machine code, and no pickle.
 
     `graphllm.cache` stores the file under the full name of the kernel and the fingerprint. It holds
-    a line of JSON (name of the library, symbol of the entry, bytes of machine code), the machine
-    code, and the bitcode that lists the symbols it defines.
+    a line with the symbol of the entry, and the object file.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,44 +63,35 @@ class DiskCache:
     def _key(self) -> bytes:
         return f"{_version()}\0{self._name}".encode()
 
-    def load(self, codegen: Any) -> tuple[Any, int, bytes] | None:
-        """Return (library, address of its entry, machine code), or None without a usable file."""
+    def load(self) -> tuple[int, list[Function]] | None:
+        """Load the kernel. Returns the address of its entry and its functions, or None without a
+        usable file."""
         body = self._file.load(self._key)
         if body is None:
             return None
+        symbol, _, code = body.partition(b"\n")
         try:
-            return _loaded(codegen, body)
-        except Exception as error:  # Numba and LLVM raise exceptions of many types
+            return load_machine_code(code, symbol.decode())
+        except (ValueError, OSError) as error:
             self._file.reject(f"it cannot be loaded: {error}")
             return None
 
-    def save(self, library: Any, symbol: str) -> None:
-        """Save a compiled library whose entry is ``symbol``."""
-        if library.has_dynamic_globals:  # its code contains addresses of this process
-            return
-        name, _, (code, bitcode) = library.serialize_using_object_code()
-        line = json.dumps([name, symbol, len(code)]).encode() + b"\n"
-        self._file.save(self._key, line + code + bitcode)
+    def save(self, code: bytes, symbol: str) -> None:
+        """Save an object file whose entry is ``symbol``."""
+        self._file.save(self._key, symbol.encode() + b"\n" + code)
 
 
-def machine_code(library: Any) -> bytes:
-    """Return the object file of a library compiled in this process."""
-    _, _, (code, _) = library.serialize_using_object_code()
-    return code
+def load_machine_code(code: bytes, symbol: str) -> tuple[int, list[Function]]:
+    """Load an object file; return the address of its entry ``symbol`` and its functions.
 
+    Raises ValueError or OSError if it is damaged or cannot be loaded.
+    """
+    if is_supported(code):
+        loaded = MachineCode(code)
+        return loaded.address(symbol), list(loaded.functions())
+    if platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux":
+        raise ValueError("its code is no object file")
+    from .compiler import load_object
 
-def _loaded(codegen: Any, body: bytes) -> tuple[Any, int, bytes]:
-    """Load what `DiskCache.save` wrote; raises an exception of any type for other bytes."""
-    line, code = body.split(b"\n", 1)
-    name, symbol, size = json.loads(line)
-    if not (isinstance(name, str) and isinstance(symbol, str) and 0 < size < len(code)):
-        raise ValueError(f"its first line is {line[:80]!r}")
-    # LLVM aborts the process if this is not a valid ELF file.
-    if not code.startswith(b"\x7fELF"):
-        raise ValueError("its code is no ELF file")
-    ObjectFileRef.from_data(code[:size]).close()
-    library = codegen.unserialize_library((name, "object", (code[:size], code[size:])))
-    address = library.get_pointer_to_function(symbol)
-    if not address:
-        raise ValueError(f"it does not define {symbol}")
-    return library, int(address), code[:size]
+    address = load_object(code, symbol)
+    return address, [Function(symbol, address, 0)]

@@ -11,7 +11,6 @@ import dis
 import hashlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -21,9 +20,9 @@ from numba.core.types import Type
 from numba.extending import _Intrinsic
 
 from ....errors import GraphllmError
+from .lazy_numba import is_own, register
 
 _PACKAGE = __name__.rsplit(".", 2)[0]  # graphllm.backends.cpu
-_FOLDER = Path(__file__).resolve().parents[1]
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...), np.dtype, np.ufunc, Type)
 # Modules whose code changes only with a version that is part of the fingerprint.
 _STABLE = {*sys.stdlib_module_names, "numba", "llvmlite"} - {"__main__"}
@@ -32,19 +31,15 @@ _STABLE = {*sys.stdlib_module_names, "numba", "llvmlite"} - {"__main__"}
 def code_key(function: Callable[..., Any], closure: bool = True) -> str:
     """Hash everything that the machine code of ``function`` depends on.
 
-    Returns "" for a function of this package. ``closure`` = False leaves out closure values. Raises
+    Returns "" for a function of this backend. ``closure`` = False leaves out closure values. Raises
     GraphllmError for a value whose changes cannot be detected.
     """
-    if _is_own(function):
+    if is_own(function):
         return ""
     digest = hashlib.sha256()
     for part in _function(function, set(), closure):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
-
-
-def _is_own(function: Callable[..., Any]) -> bool:
-    return Path(function.__code__.co_filename).resolve().is_relative_to(_FOLDER)
 
 
 def _function(f: Any, seen: set[Any], closure: bool = True) -> Iterator[str]:
@@ -53,6 +48,7 @@ def _function(f: Any, seen: set[Any], closure: bool = True) -> Iterator[str]:
         yield f"again {f.__name__}"
         return
     seen.add(f)
+    register(f)
     yield from _code(f.__code__)
     for value in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).items()):
         yield from _value(value, f, seen)

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba import types
-from numba.extending import intrinsic
-
 from ..formats import FORMATS
-from ..simd.emitter import F16, F32S, I32S, I64, VECTOR, Emitter, Value
+from ..simd.emitter import F32S, I32S, I64, VECTOR, Emitter, Value
 from ..simd.vectors import vector
 from .argument_block import argument_reader
 from .isa import ISA, isa
 from .jit import Kernel, i64s, kernel, next_chunk
+from .lazy_numba import intrinsic, ir, lazy, types
 
 ITERATION_BYTES = 4 * VECTOR  # bytes that an iteration of a loop over memory moves
 _CHUNK = 256 << 10  # bytes that a thread takes at a time
@@ -24,7 +22,7 @@ _PREFETCH_BYTES = 1024  # prefetch distance
 FACTOR_PERIOD = 16  # iterations after which the factors of multiply-adds repeat
 FACTOR_VECTORS = 2 * FACTOR_PERIOD  # vectors that factors are taken from; they fit the L1 cache
 _ONE = 0x3F800000  # bits of the float32 1.0, which is written
-_HALVES = vector(F16, VECTOR // 2)
+_HALVES = lazy(lambda: vector(ir.HalfType(), VECTOR // 2))
 _LEAST = min(form.largest for form in FORMATS.values() if form.block > 1)  # of largest numbers
 
 

@@ -139,14 +139,15 @@ class ThreadPool:
 
     def stop(self) -> None:
         """Stop the running program and end all workers; the next program starts new ones."""
+        if not self._workers:
+            return
         self._words[ABORT] = 1
         if self._lock.acquire(timeout=1):  # a daemon thread may hold it at exit
             self._wait()
             workers, self._workers = self._workers, []
             self._words[step_interpreter.QUIT] = 1
             empty = np.zeros(len(step_interpreter.ProgramHeader._fields), np.int64)
-            if workers:
-                _native(step_interpreter.start)(self.control, int(empty.ctypes.data), len(workers))
+            _native(step_interpreter.start)(self.control, int(empty.ctypes.data), len(workers))
             for worker in workers:
                 worker.join(timeout=1)
             self._lock.release()

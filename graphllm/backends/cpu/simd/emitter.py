@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llvmlite import ir
-
+from ..runtime.lazy_numba import ir
 from .vectors import (  # fmt: skip
     BYTES,
     F16,

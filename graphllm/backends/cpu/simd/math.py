@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import float32, float64, int32, int64
+import numpy as np
 
 from ..runtime.jit import as_f64, bits_f32, f32_of_bits, f64_as_bits, linked
+from ..runtime.lazy_numba import float32, float64, int32, int64
 
 
 def _exact(function: Callable[..., Any]) -> Any:
@@ -19,13 +20,13 @@ def _exact(function: Callable[..., Any]) -> Any:
     return linked(function, fastmath={"contract"}, forceinline=True)
 
 
-_LOG2E = float32(1.4426950408889634)
-_LN2_HIGH = float32(0.693145751953125)  # 16 bits, so that n * it is exact
-_LN2_LOW = float32(1.42860682030941723212e-6)
-_ROUND = float32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-_ROUND_BITS = int32(0x4B400000)
-_E = tuple(float32(1.0 / f) for f in (5040, 720, 120, 24, 6, 2))
-_ONE, _HALF, _TWO = float32(1), float32(0.5), float32(2)
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693145751953125)  # 16 bits, so that n * it is exact
+_LN2_LOW = np.float32(1.42860682030941723212e-6)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+_ROUND_BITS = np.int32(0x4B400000)
+_E = tuple(np.float32(1.0 / f) for f in (5040, 720, 120, 24, 6, 2))
+_ONE, _HALF, _TWO = np.float32(1), np.float32(0.5), np.float32(2)
 
 
 @_exact
@@ -55,7 +56,7 @@ def exp32(x):
 
 
 _T = tuple(
-    float32(c) for c in (-0.005473604891449213, 0.020420853048563004, -0.05366738513112068,
+    np.float32(c) for c in (-0.005473604891449213, 0.020420853048563004, -0.05366738513112068,
                          0.13330447673797607, -0.3333323001861572, 1.0)
 )  # fmt: skip
 
@@ -85,7 +86,7 @@ def silu32(x):
     return x / (_ONE + exp32(-x))
 
 
-_U = float32(-2 * 0.7978845608028654)
+_U = np.float32(-2 * 0.7978845608028654)
 
 
 @_exact
@@ -96,7 +97,7 @@ def gelu_tanh32(x):
 
 
 _C = tuple(
-    float32(c) for c in (-0.05831824243068695, 0.2811919152736664, -0.4808026850223541,
+    np.float32(c) for c in (-0.05831824243068695, 0.2811919152736664, -0.4808026850223541,
                          0.271470844745636, -0.022591425105929375, 0.20119665563106537,
                          0.24342681467533112, 0.28233784437179565, 0.28208819031715393)
 )  # fmt: skip

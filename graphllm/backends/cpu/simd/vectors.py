@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils
-
 from ..runtime.isa import ISA, isa
+from ..runtime.lazy_numba import activate, cgutils, ir, lazy
 
 Value = Any  # an llvmlite value
 
@@ -17,17 +15,20 @@ LANES = 16
 VECTOR = 64  # bytes of a vector
 L1_PREFETCH_BYTES, L2_PREFETCH_BYTES = 1024, 4096  # prefetch distances into each cache level
 
-I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+I8, I16 = lazy(lambda: ir.IntType(8)), lazy(lambda: ir.IntType(16))
+I32, I64 = lazy(lambda: ir.IntType(32)), lazy(lambda: ir.IntType(64))
+F16, F32 = lazy(lambda: ir.HalfType()), lazy(lambda: ir.FloatType())
 
 
 def vector(element: Any, lanes: int = LANES) -> Any:
     return ir.VectorType(element, lanes)
 
 
-I32S, F32S, F16S = vector(I32), vector(F32), vector(F16)
-I16S, I8S = vector(I16), vector(I8)
-BYTES, WORDS = vector(I8, 4 * LANES), vector(I16, 2 * LANES)
+I8S, I16S = lazy(lambda: vector(ir.IntType(8))), lazy(lambda: vector(ir.IntType(16)))
+I32S = lazy(lambda: vector(ir.IntType(32)))
+F16S, F32S = lazy(lambda: vector(ir.HalfType())), lazy(lambda: vector(ir.FloatType()))
+BYTES = lazy(lambda: vector(ir.IntType(8), 4 * LANES))
+WORDS = lazy(lambda: vector(ir.IntType(16), 2 * LANES))
 # Numba's fast-math pass skips operations that have a flag already. "afn" has no effect on addition
 # and multiplication, "nsz" none on the quotient of positive numbers.
 _EXACT, _EXACT_QUOTIENT = ("afn",), ("nsz",)
@@ -37,6 +38,7 @@ class VectorBuilder:
     """Emitter of the operations that all vector code uses; see `simd.emitter.Emitter`."""
 
     def __init__(self, builder: Any, features: ISA | None = None) -> None:
+        activate()  # the types above are used as they are
         self.b = builder
         self.isa = features or isa()
         self._prefetch: Callable[[Value, int], None] | None = None
