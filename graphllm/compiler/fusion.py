@@ -1,10 +1,11 @@
 """Fusion: replaces groups of nodes by fused ops.
 
 The declaration of a fused op (`graphllm.ops.Fusion`) proposes operands and attributes at a node.
-This pass builds the op's decomposition from the proposal and looks its nodes up in the graph. The
-fused op replaces them if the graph contains exactly these nodes, no other node reads an inner one,
-and the backend of the nodes has a kernel. So a rule cannot change the meaning of a graph, and a
-backend without the kernel runs the unfused ops.
+This pass builds the op's decomposition, once for all proposals with equal Metas and attributes, and
+looks its nodes up in the graph, from the proposed operands on. The fused op replaces them if the
+graph contains exactly these nodes, no other node reads an inner one, and the backend of the nodes
+has a kernel. So a rule cannot change the meaning of a graph, and a backend without the kernel runs
+the unfused ops.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Protocol
 
 from .. import ops
 from ..errors import GraphError
-from ..graph.fused_op import results
+from ..graph.fused_op import decomposition, results
 from ..graph.op import OpDef
-from ..graph.rewrite import Interner, show, toposort
+from ..graph.rewrite import show, toposort
 from ..graph.tensor import Meta, Tensor, substitute
 
 ALL = "all"  # in place of names: every rule
@@ -34,9 +35,6 @@ class KernelSelector(Protocol):
 
     def can_read(self, user: Tensor, index: int, meta: Meta) -> bool:
         """Return whether the kernel of ``user`` can read operand ``index`` with layout ``meta``."""
-
-    def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
-        """Replace old nodes by new ones; old nodes that are not in ``moved`` are removed."""
 
 
 def rules() -> dict[str, OpDef]:
@@ -57,21 +55,18 @@ def fuse(
     """Apply every rule that is not named in ``without``.
 
     Args:
-        outputs: outputs of a lowered graph by name.
+        outputs: outputs of a lowered graph by name. Its nodes are changed, except for the leaves.
         without: names of rules to leave out, or `ALL`.
         selector: selects kernels.
 
     Returns:
         The new outputs.
     """
-    off = set(without)
-    current = dict(outputs)
+    off, fuser = set(without), _Fuser(outputs, selector)
     for name, op in rules().items():
-        if not off & {name, ALL}:
-            before, current = current, _Pass(current, selector).run(op)
-            if current is not before:
-                show(f"{name} fused", current)
-    return current
+        if not off & {name, ALL} and fuser.run(op):
+            show(f"{name} fused", fuser.outputs)
+    return fuser.outputs
 
 
 @dataclass(frozen=True)
@@ -81,34 +76,46 @@ class _Match:
     results: list[Tensor]  # those parts that are results
 
 
-class _Pass:
-    """Applies one rule wherever it matches."""
+class _Fuser:
+    """Applies rules one after another, each wherever it matches.
 
-    def __init__(self, outputs: dict[str, Tensor], selector: KernelSelector) -> None:
-        self.outputs, self.selector = outputs, selector
-        self.order = toposort(outputs.values())
-        self.position = {n: i for i, n in enumerate(self.order)}
-        self.known = Interner(self.order)
-        self.kept = set(outputs.values())
+    Operands are replaced in place, so that a rule costs what its matches cost, and not a copy of
+    the graph.
+    """
+
+    def __init__(self, outputs: Mapping[str, Tensor], selector: KernelSelector) -> None:
+        self.outputs, self.selector = dict(outputs), selector
+        self._read()
+
+    def _read(self) -> None:
+        """Read the order of the graph, and the users of its nodes."""
         self.owner: dict[Tensor, _Match] = {}  # by part
+        order = toposort(self.outputs.values())
+        self.position = {n: i for i, n in enumerate(order)}
+        self.of_op: dict[str, list[Tensor]] = {}
         self._users: dict[Tensor, list[Tensor]] = {}
-        for node in self.order:
+        for node in order:
+            self.of_op.setdefault(node.op, []).append(node)
             for source in node.sources:
                 self._users.setdefault(source, []).append(node)
 
     def users(self, node: Tensor) -> list[Tensor]:
         return self._users.get(node, [])
 
-    def run(self, op: OpDef) -> dict[str, Tensor]:
-        """Return the outputs with ``op`` in place of its decomposition."""
+    def run(self, op: OpDef) -> bool:
+        """Put ``op`` in place of its decomposition. Returns whether there was one."""
         assert op.fusion is not None
-        for node in self.order:
-            if node.op == op.fusion.anchor and node not in self.owner:
+        for node in self.of_op.get(op.fusion.anchor, ()):
+            if node not in self.owner:
                 proposal = op.fusion.propose(node, self.users)
                 match = proposal and self._match(op, *proposal)
                 if match:
                     self.owner |= dict.fromkeys(match.parts, match)
-        return self._replaced() if self.owner else self.outputs
+        found = bool(self.owner)
+        if found:
+            self._replace()
+            self._read()
+        return found
 
     # -- matching
     def _match(
@@ -120,7 +127,7 @@ class _Pass:
             return None
         parts, ends = found
         own, inner = set(parts), set(parts) - set(ends)
-        if own & self.owner.keys() or inner & self.kept:
+        if own & self.owner.keys() or not inner.isdisjoint(self.outputs.values()):
             return None
         if any(u not in own for p in parts if p in inner for u in self.users(p)):
             return None
@@ -138,21 +145,21 @@ class _Pass:
         self, op: OpDef, src: tuple[Tensor | None, ...], attrs: dict[str, object]
     ) -> tuple[list[Tensor], list[Tensor]] | None:
         """Find the op's decomposition in the graph; return all its nodes, and the results."""
-        assert op.fusion is not None
         try:
-            built = op.fusion.build(*src, **attrs)
+            own = decomposition(op.name, src, attrs)
         except GraphError:  # the proposed operands do not fit together
             return None
-        made = built if isinstance(built, tuple) else (built,)
-        found = {s: s for s in src if s is not None}
-        given = set(found)
-        for node in toposort(made, given):
-            known = self.known.find(node, [s and found[s] for s in node.src])
+        found = {leaf: s for leaf, s in zip(own.leaves, src) if leaf and s}
+        for node in own.parts:
+            over = tuple(s and found[s] for s in node.src)
+            near = (u for s in over[:1] if s for u in self.users(s))  # users of the first operand
+            same = (u for u in near if (u.op, u.src, u.attrs) == (node.op, over, node.attrs))
+            known = next(same, None)
             if known is None:
                 return None
             found[node] = known
-        parts = dict.fromkeys(n for old, n in found.items() if old not in given)
-        return list(parts), [found[r] for r in made]
+        parts = dict.fromkeys(found[node] for node in own.parts)
+        return list(parts), [found[r] for r in own.results]
 
     def _depends(self, src: Sequence[Tensor | None], own: set[Tensor]) -> bool:
         """Return whether an operand depends on a node of ``own``, so that fusing makes a cycle."""
@@ -192,21 +199,24 @@ class _Pass:
         return True
 
     # -- replacing
-    def _replaced(self) -> dict[str, Tensor]:
-        new: dict[Tensor, Tensor] = {}
-        joined: dict[Tensor, Tensor] = {}  # fused nodes, by the node of their match
+    def _replace(self) -> None:
+        """Put the fused nodes in place of their parts."""
+        new: dict[Tensor, Tensor] = {}  # by result of a match, and by view of one
+        joined: set[Tensor] = set()  # nodes of matches
         for node in toposort(self.outputs.values(), (), self._sources):
             match = self.owner.get(node)
-            if match is None:
-                new[node] = rebuild(node, tuple(s and new[s] for s in node.src))
-            elif match.node not in joined:
-                fused = substitute(match.node, tuple(s and new[s] for s in match.node.src))
-                joined[match.node] = fused
-                new |= dict(zip(match.results, results(fused)))
-        self.selector.replace_nodes(
-            {old: n for old, n in new.items() if old not in self.owner} | joined
-        )
-        return {name: new[node] for name, node in self.outputs.items()}
+            old = match.node if match else node
+            src = tuple(s and new.get(s, s) for s in old.src)
+            if match and old not in joined:
+                joined.add(old)
+                old.src = src
+                new |= dict(zip(match.results, results(old)))
+            elif not match and src != old.src:
+                if old.is_view:
+                    new[old] = rebuild(old, src)
+                else:
+                    old.src = src
+        self.outputs = {name: new.get(node, node) for name, node in self.outputs.items()}
 
 
 def rebuild(node: Tensor, src: tuple[Tensor | None, ...]) -> Tensor:

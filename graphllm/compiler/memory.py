@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,17 +31,15 @@ def assign(intervals: Sequence[Interval], guard: int = 0) -> tuple[list[int], in
             top += aligned(interval.nbytes) + aligned(guard)
         return offsets, top
     offsets = [0] * len(intervals)
-    placed: list[tuple[int, int, Interval]] = []  # (start, end, interval), by start
+    placed: list[tuple[int, int, int, int]] = []  # (start, end, first, last step), by start
     for index in sorted(range(len(intervals)), key=lambda i: (-intervals[i].nbytes, i)):
-        interval = intervals[index]
-        need, start = aligned(interval.nbytes), 0
-        for low, high, other in placed:
-            if other.first > interval.last or other.last < interval.first:
-                continue
-            if start + need <= low:
-                break
-            start = max(start, high)
+        first, last = intervals[index].first, intervals[index].last
+        need, start = aligned(intervals[index].nbytes), 0
+        for low, high, from_step, to_step in placed:
+            if from_step <= last and to_step >= first:
+                if start + need <= low:
+                    break
+                start = max(start, high)
         offsets[index] = start
-        placed.append((start, start + need, interval))
-        placed.sort(key=lambda p: p[0])
-    return offsets, max((end for _, end, _ in placed), default=0)
+        insort(placed, (start, start + need, first, last))
+    return offsets, max((end for _, end, *_ in placed), default=0)

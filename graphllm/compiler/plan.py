@@ -117,15 +117,6 @@ class _Lowering:
         """See `fusion.KernelSelector`."""
         return _reads(self.steps[user].kernel, user, index, meta)
 
-    def replace_nodes(self, moved: Mapping[Tensor, Tensor]) -> None:
-        """See `fusion.KernelSelector`."""
-        self.steps = {
-            moved[old]: replace(step, node=moved[old])
-            for old, step in self.steps.items()
-            if old in moved
-        }
-        self.memory = {moved[old]: m for old, m in self.memory.items() if old in moved}
-
     # -- helpers
     def _kernel(self, backend: Backend, node: Tensor) -> Kernel:
         found = backend.select(node, self.placement.options)
@@ -333,7 +324,8 @@ def compile_plan(
     # Transfers are grouped, so that a device can run the steps between them as one segment.
     order = rewrite.by_depth(outputs.values(), _transfers)
     steps = [lowering.steps[n] for n in order if n in lowering.steps]
-    plan = Plan(outputs, steps, {}, {}, {}, lowering.memory, placement, guard)
+    where = {n: lowering.memory[n] for n in order if n in lowering.memory}
+    plan = Plan(outputs, steps, {}, {}, {}, where, placement, guard)
     _allocate(plan)
     return plan
 

@@ -21,7 +21,8 @@ class Decomposition:
     """The decomposition of a fused node over placeholders for its operands."""
 
     leaves: tuple[Tensor | None, ...]
-    nodes: tuple[Tensor, ...]  # in topological order, without views
+    parts: tuple[Tensor, ...]  # in topological order
+    nodes: tuple[Tensor, ...]  # those that are no views
     results: tuple[Tensor, ...]
     states: tuple[
         int | None, ...
@@ -37,15 +38,25 @@ class Decomposition:
 
 def decompose(node: Tensor) -> Decomposition:
     """Return the decomposition of the fused ``node``."""
-    metas = tuple(None if s is None else s.meta for s in node.src)
-    return _decompose(node.op, metas, tuple(sorted(node.attrs.items())))
+    return decomposition(node.op, node.src, node.attrs)
+
+
+def decomposition(
+    name: str, src: Sequence[Tensor | None], attrs: Mapping[str, Any]
+) -> Decomposition:
+    """Return the decomposition of the fused op ``name``, the same one for all equal Metas.
+
+    GraphError if the operands ``src`` do not fit together.
+    """
+    metas = tuple(None if s is None else s.meta for s in src)
+    return _decompose(get(name), metas, tuple(sorted(attrs.items())))
 
 
 @lru_cache(maxsize=4096)
 def _decompose(
-    name: str, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]
+    op: OpDef, metas: tuple[Meta | None, ...], attrs: tuple[tuple[str, Any], ...]
 ) -> Decomposition:
-    fusion = get(name).fusion
+    fusion = op.fusion
     assert fusion is not None
     leaves = tuple(
         None if m is None else Tensor(INPUT, (), {"name": f"{i}"}, m, (), "")
@@ -60,8 +71,9 @@ def _decompose(
         offsets.append(at)
         if state is None:
             at += -(-result.meta.strides[0] // _ALIGN) * _ALIGN
-    nodes = tuple(n for n in rewrite.toposort(results) if not n.is_view and not n.is_leaf)
-    return Decomposition(leaves, nodes, results, states, tuple(offsets), at)
+    parts = tuple(n for n in rewrite.toposort(results) if not n.is_leaf)
+    nodes = tuple(n for n in parts if not n.is_view)
+    return Decomposition(leaves, parts, nodes, results, states, tuple(offsets), at)
 
 
 def results(node: Tensor) -> tuple[Tensor, ...]:
@@ -109,12 +121,12 @@ def fused_op(
     """
 
     def infer(*metas: Meta | None, **attrs: Any) -> Meta:
-        own = _decompose(name, metas, tuple(sorted(attrs.items())))
+        own = _decompose(get(name), metas, tuple(sorted(attrs.items())))
         (first, *_) = (r.meta for r, s in zip(own.results, own.states) if s is None)
         return Meta.of((first.rows, own.row_nbytes), dtype("i8")) if own.packed else first
 
     def cost(out: Meta, *metas: Meta | None, env: Env, **attrs: Any) -> Cost:
-        return _joint_cost(_decompose(name, metas, tuple(sorted(attrs.items()))), env)
+        return _joint_cost(_decompose(get(name), metas, tuple(sorted(attrs.items()))), env)
 
     def body(*operands: Any, **attrs: Any) -> Any:
         raise GraphError(f"{name} is a fused op and has no NumPy body")

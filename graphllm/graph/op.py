@@ -206,7 +206,8 @@ class OpDef:
     def _operands(self, src: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         count = len(self.params)
         for value in src:
-            require(value is None or isinstance(value, Tensor), f"{value!r} is not a Tensor")
+            if value is not None and not isinstance(value, Tensor):
+                raise GraphError(f"{value!r} is not a Tensor")
         if len(src) < count:
             src = (*src, *[None] * (count - len(src)))
         needed = count - self.optional

@@ -8,7 +8,7 @@ from operator import attrgetter
 from ..debug import debug
 from ..errors import GraphError
 from .op import get
-from .tensor import LEAVES, STATE, Tensor, Var, substitute
+from .tensor import LEAVES, STATE, Dim, Meta, Tensor, Var, substitute
 
 
 def toposort(
@@ -25,15 +25,15 @@ def toposort(
     """
     order: list[Tensor] = []
     seen = set(stop)
-    stack = [(node, False) for node in reversed(list(outputs))]
+    stack: list[Tensor | None] = [*reversed([*outputs])]
     while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            order.append(node)
+        node = stack.pop()
+        if node is None:  # the sources of the node below it are done
+            order.append(stack.pop())  # type: ignore[arg-type]
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((s, False) for s in reversed(sources(node)) if s not in seen)
+            stack += (node, None)
+            stack += [s for s in reversed(sources(node)) if s not in seen]
     return order
 
 
@@ -54,24 +54,15 @@ def by_depth(outputs: Iterable[Tensor], first: Callable[[Tensor], bool]) -> list
 class Interner:
     """Keeps one of several equal nodes (same op, attributes and sources), with all their scopes."""
 
-    def __init__(self, nodes: Iterable[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         self._nodes: dict[tuple, Tensor] = {}
-        for node in nodes:
-            self(node)
-
-    def find(self, node: Tensor, src: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the kept node that equals ``node`` over the sources ``src``, or None."""
-        return self._nodes.get(_identity(node, src))
 
     def __call__(self, node: Tensor) -> Tensor:
-        known = self._nodes.setdefault(_identity(node, node.src), node)
+        identity = node.op, node.src, tuple(sorted(node.attrs.items()))
+        known = self._nodes.setdefault(identity, node)
         if known is not node:
             known.scopes = tuple(dict.fromkeys(known.scopes + node.scopes))
         return known
-
-
-def _identity(node: Tensor, src: Sequence[Tensor | None]) -> tuple:
-    return node.op, tuple(src), tuple(sorted(node.attrs.items()))
 
 
 def rewrite(
@@ -96,17 +87,19 @@ def merge(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def narrow(
     outputs: Mapping[str, Tensor], bounds: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, Tensor], dict[Tensor, Tensor]]:
-    """Rebuild the graph with tighter ranges for its Vars; returns as `rewrite`."""
+    """Copy the graph with tighter ranges for its Vars; returns as `rewrite`.
+
+    Only leaves that stay as they are remain the same nodes.
+    """
 
     def rule(node: Tensor) -> Tensor:
-        rows = node.meta.rows
-        if not isinstance(rows, Var) or rows.name not in bounds:
+        meta, attrs, rows = node.meta, node.attrs, node.meta.rows
+        if isinstance(rows, Var) and rows.name in bounds:
+            shape: tuple[Dim, ...] = (Var(rows.name, *bounds[rows.name]), *meta.inner)
+            meta = Meta(shape, meta.dtype, meta.strides, meta.offset)
+            attrs = {**attrs, "shape": shape} if node.is_view else attrs
+        elif node.is_leaf:
             return node
-        var = Var(rows.name, *bounds[rows.name])
-        meta = type(node.meta)(
-            (var, *node.meta.inner), node.dtype, node.meta.strides, node.meta.offset
-        )
-        attrs = {**node.attrs, "shape": meta.shape} if node.is_view else node.attrs
         return Tensor(node.op, node.src, attrs, meta, node.scopes, node.origin)
 
     return rewrite(outputs, rule)

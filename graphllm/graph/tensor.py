@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -88,18 +89,18 @@ class Meta:
         """The shape of a Meta without a Var (see `at` and `bound`)."""
         return self.shape  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def inner_contiguous(self) -> bool:
         """Whether each row (all axes but the first) is contiguous, whatever the row stride."""
         return self._dense(1)
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         return self._dense(0)
 
     def _dense(self, first: int) -> bool:
         dense = Meta.of(self.shape, self.dtype).strides
-        return all(
+        return self.strides == dense or all(
             have == want or self.shape[axis] == 1
             for axis, (have, want) in enumerate(zip(self.strides, dense))
             if axis >= first
@@ -201,7 +202,7 @@ class Tensor:
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """Operands that are not omitted."""
-        return tuple(s for s in self.src if s is not None)
+        return tuple(filter(None, self.src))
 
     @property
     def base(self) -> Tensor:
