@@ -58,6 +58,12 @@ def compile_kernel(name: str, function: Callable[..., Any]) -> Compiled:
     return Compiled(library.object_file, compiled.native_name, not library.has_dynamic_globals)
 
 
+def prepare() -> None:
+    """Import what Numba otherwise imports when it compiles for the first time."""
+    cpu_target.target_context.refresh()
+    cpu_target.typing_context.refresh()
+
+
 class _LinkedLibrary(JITCodeLibrary):
     """Code of a helper, which is only linked into kernels: no machine code is made of it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from .argument_block import argument_words
 from .barriers import barrier_flags, is_short
 from .isa import thread_count
 from .jit import HEADER_WORDS, Kernel
+from .parallel_compiler import compile_kernels
 from .step_interpreter import BARRIER, COUNTER_WORDS, ONE_THREAD, TIMESTAMPS, Entry, ProgramHeader
 from .thread_pool import THREAD_POOL
 
@@ -198,15 +200,11 @@ class CpuDevice:
         for step, context in zip(steps, contexts):
             built = step.kernel.build(context)
             launches.append([built] if isinstance(built, Launch) else list(built))
-        pending = {k: None for k in _kernels(launches) if not k.compiled}
-        total = len(pending)
-        for done, kernel in enumerate(pending):
-            loaded = kernel.load()
-            self.progress("loading kernels" if loaded else "compiling kernels", done, total)
-            if not loaded:
-                kernel.compile()
-        if total:
-            self.progress("compiling kernels", total, total)
+        needed = dict.fromkeys([*_kernels(launches), *THREAD_POOL.kernels])
+        missing = [kernel for kernel in needed if not kernel.compiled and not kernel.load()]
+        if missing:
+            show = partial(self.progress, "compiling kernels")
+            compile_kernels(missing, self.threads, show)
         keep = (list(steps), contexts, header)
         return CompiledProgram(self.threads, launches, barrier_flags(steps), keep, is_short(steps))
 

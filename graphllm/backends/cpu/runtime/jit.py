@@ -169,6 +169,14 @@ class Kernel:
         return f"<kernel {self.name}>"
 
 
+def prepare_compiler() -> None:
+    """Import Numba, its implementations of Python's functions included."""
+    activate()
+    from .compiler import prepare
+
+    prepare()
+
+
 def _code_key(function: Callable[..., Any]) -> str:
     """Hash of the code of a kernel that is defined outside this backend."""
     from .kernel_key import code_key

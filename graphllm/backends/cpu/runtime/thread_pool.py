@@ -58,6 +58,16 @@ class ThreadPool:
         self._busy = False  # with a program whose submitter waits outside the pool
 
     @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that the pool itself consists of."""
+        return (
+            step_interpreter.worker,
+            step_interpreter.start,
+            step_interpreter.run_with_caller,
+            step_interpreter.wait_finished,
+        )
+
+    @property
     def size(self) -> int:
         """Number of worker threads."""
         return len(self._workers)
@@ -72,11 +82,7 @@ class ThreadPool:
             words[step_interpreter.IDLE_SPIN_NS] = _IDLE_SPIN_NS
             first = step_interpreter.WORKERS + step_interpreter.SPIN_LIMIT
             words[first :: step_interpreter.WORKER_WORDS] = _BARRIER_SPIN_NS
-            for each in (
-                step_interpreter.start,
-                step_interpreter.run_with_caller,
-                step_interpreter.wait_finished,
-            ):
+            for each in self.kernels:
                 _native(each)  # compile before the first use
         body = _native(step_interpreter.worker)
         for i in range(len(self._workers), threads):

@@ -1,0 +1,85 @@
+"""Compilation of several kernels at once, in forked processes.
+
+Numba holds a lock while it compiles, so threads would gain nothing. A child compiles kernels into
+the disk cache, from which the parent loads them; what a child could not compile the parent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+from .jit import Kernel, prepare_compiler
+
+_PATIENCE_S = 120.0  # a child that waits longer for a lock of another thread is ended
+_POLL_S = 0.005
+_MOST = 8  # processes; more of them gain little, and each takes 100 MB
+
+
+def compile_kernels(
+    kernels: Sequence[Kernel], processes: int, show: Callable[[int, int], None]
+) -> None:
+    """Compile kernels that are in no cache, with up to ``processes`` processes.
+
+    ``show`` is called with (kernels done, all kernels).
+    """
+    processes = min(processes, len(kernels), _MOST)
+    if processes > 1 and sys.platform == "linux":
+        prepare_compiler()  # once, before there are several processes
+        _share(kernels[:256], processes, show)
+    for done, kernel in enumerate(kernels):
+        if not kernel.compiled and not kernel.load():
+            show(done, len(kernels))
+            kernel.compile()
+    show(len(kernels), len(kernels))
+
+
+def _share(kernels: Sequence[Kernel], processes: int, show: Callable[[int, int], None]) -> None:
+    """Compile kernels in this process and its children; each takes the next from a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, bytes(range(len(kernels))))
+    os.close(writer)
+    children: list[int] = []
+    try:
+        for _ in range(processes - 1):
+            children.append(_fork(kernels, reader))
+        for number in _numbers(reader):
+            show(number, len(kernels))
+            kernels[number].compile()
+        deadline = time.monotonic() + _PATIENCE_S
+        while children and time.monotonic() < deadline:
+            children = [pid for pid in children if os.waitpid(pid, os.WNOHANG)[0] == 0]
+            time.sleep(_POLL_S)
+    finally:
+        os.close(reader)
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _numbers(reader: int) -> Iterator[int]:
+    while taken := os.read(reader, 1):
+        yield taken[0]
+
+
+def _fork(kernels: Sequence[Kernel], reader: int) -> int:
+    """Start a child that compiles kernels until there are no more; returns its process id."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of other threads, whose locks stay locked in the child. It uses those of
+        # the compiler and of the cache only.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in _numbers(reader):
+            kernels[number].compile()
+    finally:
+        os._exit(0)
