@@ -84,7 +84,7 @@ class BpeTokenizer(Vocabulary):
     def _vocabulary(self) -> dict[str, int]:
         """Return text -> id of the tokens that merging may produce: all but control tokens."""
         hidden = ((self._kinds == CONTROL) | (self._kinds == UNKNOWN)).tolist()
-        rows = enumerate(zip(_texts(self._pieces), hidden, strict=True))
+        rows = enumerate(zip(_texts(self._pieces.tolist()), hidden, strict=True))
         return {text: token for token, (text, skip) in rows if text and not skip}
 
     def _merges(self) -> list[tuple[str, str]]:
@@ -129,7 +129,8 @@ class BpeTokenizer(Vocabulary):
 
     def _note_unknown(self, lacking: Collection[str], merges: list[tuple[str, str]]) -> None:
         """Add a note about merges with operands or results that are not in the file."""
-        unknown = {text for text in lacking if text.encode() not in self._index}
+        known = self._pieces.find([text.encode() for text in lacking])
+        unknown = {text for text in lacking if text.encode() not in known}
         pairs = [p for p in merges if p[0] + p[1] in unknown or not unknown.isdisjoint(p)]
         if pairs:
             first = quote(" ".join(pairs[0]))

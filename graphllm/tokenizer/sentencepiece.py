@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from .pieces import Pieces
 from .sentencepiece_proto import length_delimited, serialize_model
 from .vocabulary import (
     BYTE,
@@ -57,17 +57,18 @@ class SentencePieceTokenizer(Vocabulary):
         all 256 BYTE pieces or none.
         """
         kinds = self._kinds.copy()
-        pieces: Sequence[bytes] = self._pieces
         fallback = len(set(self._byte_tokens.values())) == 256
         if not fallback:
             kinds[kinds == BYTE] = CONTROL
         kinds[kinds == UNKNOWN] = CONTROL
         kinds[(kinds != CONTROL) & (kinds != BYTE)] = NORMAL
-        if len(self._index) != self.vocab_size or b"" in self._index:
-            # SentencePiece refuses empty and duplicate pieces: give them private-use names.
-            hidden = {i for i, p in enumerate(pieces) if not p or self._index[p] != i}
-            kinds[list(hidden)] = CONTROL
-            pieces = [b"\xf3\xb0\x80\x80%d" % i if i in hidden else p for i, p in enumerate(pieces)]
+        pieces, hidden = self._pieces, self._pieces.hidden()
+        if hidden:  # SentencePiece refuses empty and duplicate pieces: give them private-use names
+            kinds[hidden] = CONTROL
+            texts = pieces.tolist()
+            for token in hidden:
+                texts[token] = b"\xf3\xb0\x80\x80%d" % token
+            pieces = Pieces.of(texts)
         unknown = np.flatnonzero(self._kinds == UNKNOWN)
         kinds[unknown[0] if len(unknown) else self._unknown_id or 0] = UNKNOWN
         trainer = b"\x18\x02" + b"\x98\x02" + bytes([fallback])  # 3: model_type BPE, 35

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ModelFileError, quote
 from .hf_classes import prefix_scheme
+from .pieces import Pieces
 from .sentencepiece import SentencePieceTokenizer
 from .sentencepiece_proto import ModelProto, read_model, serialize_model
 from .tokenizer_config import AddedToken, TokenizerDirectory
@@ -167,7 +168,8 @@ class SentencePieceModelTokenizer(SentencePieceTokenizer):
         own = self._kinds[self._offset : self._offset + len(proto.pieces)]
         split_off = np.isin(own, (CONTROL, USER_DEFINED))
         kinds = np.where(split_off, np.uint8(CONTROL), proto.kinds)
-        return serialize_model(proto.pieces, proto.scores, kinds, proto.trainer, normalizer)
+        pieces = Pieces.of(proto.pieces)
+        return serialize_model(pieces, proto.scores, kinds, proto.trainer, normalizer)
 
     @cached_property
     def _unprefixed(self) -> Any:

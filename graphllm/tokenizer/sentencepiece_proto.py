@@ -5,20 +5,21 @@ Source: sentencepiece, `sentencepiece_model.proto`, and the wire format of proto
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import ModelFileError
+from .pieces import Pieces, words
 from .untrusted_files import read_bytes
 from .vocabulary import NORMAL
 
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3  # fields of ModelProto
 _DUMMY_PREFIX = 3  # field add_dummy_prefix of NormalizerSpec
+_SHORT = 118  # bytes of a piece in a message of at most 127 bytes
 _BOS, _EOS = 41, 42  # fields bos_id and eos_id of TrainerSpec
 
 
@@ -140,7 +141,7 @@ def length_delimited(number: int, data: bytes) -> bytes:
 
 
 def serialize_model(
-    pieces: Sequence[bytes],
+    pieces: Pieces,
     scores: np.ndarray,
     kinds: np.ndarray,
     trainer: bytes,
@@ -148,8 +149,8 @@ def serialize_model(
 ) -> bytes:
     """Serialize a ModelProto.
 
-    Pieces are field 1, {1: piece, 2: score, 3: type}. There may be 262,144 of them, so their parts
-    are built in bulk.
+    Pieces are field 1, {1: piece, 2: score, 3: type}. There may be 262,144 of them, so they are
+    written in bulk, in whole words: what a word writes too much is overwritten by what follows.
 
     Args:
         pieces: Texts of the pieces.
@@ -158,15 +159,30 @@ def serialize_model(
         trainer: TrainerSpec in wire format, field 2.
         normalizer: NormalizerSpec in wire format, field 3.
     """
-    tails = np.empty((len(pieces), 7), np.uint8)
-    tails[:, 0], tails[:, 5], tails[:, 6] = 0x15, 0x18, kinds  # tags: field 2 fixed32, 3 varint
-    tails[:, 1:5] = np.ascontiguousarray(scores, "<f4").view(np.uint8).reshape(-1, 4)
-    ends = tails.view("S7").ravel().tolist()  # no type is 0, so "S" drops no trailing byte
-    sizes = list(map(len, pieces))
-    heads = {}
-    for size in set(sizes):
-        head = b"\x0a" + _encode_varint(size)
-        heads[size] = b"\x0a" + _encode_varint(len(head) + size + 7) + head
-    starts = map(heads.__getitem__, sizes)
-    body = b"".join(itertools.chain.from_iterable(zip(starts, pieces, ends, strict=True)))
-    return body + length_delimited(2, trainer) + length_delimited(3, normalizer)
+    sizes, head_sizes = pieces.sizes, np.full(len(pieces), 4)
+    heads = {}  # of pieces whose sizes need more than one byte
+    for token in np.flatnonzero(sizes > _SHORT).tolist():
+        head = b"\x0a" + _encode_varint(int(sizes[token]))
+        heads[token] = b"\x0a" + _encode_varint(len(head) + int(sizes[token]) + 7) + head
+        head_sizes[token] = len(heads[token])
+    ends = np.cumsum(head_sizes + sizes + 7)
+    texts = ends - 7 - sizes
+    body = np.empty(int(ends[-1]) + 8, np.uint8)
+    for at in range(0, _SHORT, 8):
+        rows = np.flatnonzero((sizes > at) & (sizes <= _SHORT))
+        if not len(rows):
+            break
+        words(body)[texts[rows] + at] = words(pieces.text)[pieces.starts[rows] + at]
+    # Tags: field 2 is a fixed32, 3 a varint.
+    bits = np.ascontiguousarray(scores, "<f4").view("<u4").astype(np.uint64)
+    tails = 0x18_00000000_15 | bits << np.uint64(8) | kinds.astype(np.uint64) << np.uint64(48)
+    words(body)[ends - 7] = tails
+    rows = np.flatnonzero(sizes <= _SHORT)
+    short = sizes[rows].astype(np.uint32)
+    words(body, "<u4")[texts[rows] - 4] = 0x0A000A | (short + 9) << 8 | short << 24
+    for token, head in heads.items():
+        own = head + pieces[token]
+        end = int(ends[token]) - 7
+        body[end - len(own) : end] = np.frombuffer(own, np.uint8)
+    last = length_delimited(2, trainer) + length_delimited(3, normalizer)
+    return body[: int(ends[-1])].tobytes() + last

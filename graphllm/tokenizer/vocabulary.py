@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from ..errors import ModelFileError, quote
 from ..weights.gguf import StringArray
 from ..weights.gguf_format import T, typed_value
 from .decoding import BaseTokenizer, is_special_name, overlaps_span, replace_surrogates
+from .pieces import Pieces
 
 SPACE = "▁"  # SentencePiece's symbol for a space
 
@@ -163,14 +165,13 @@ class Vocabulary(BaseTokenizer):
         tokens = file.metadata.get("tokenizer.ggml.tokens")
         if not isinstance(tokens, (StringArray, list)) or not len(tokens):
             raise self._error("tokens", "missing, empty, or not an array of strings")
-        self._pieces = tokens.to_bytes() if isinstance(tokens, StringArray) else tokens
+        self._pieces = Pieces.of(tokens)
         self.vocab_size = len(self._pieces)
         kinds = self._numbers("token_type", "iu")
         if kinds is None:
             kinds = np.full(self.vocab_size, NORMAL)
         known = (kinds >= NORMAL) & (kinds <= BYTE)
         self._kinds = np.where(known, kinds, UNUSED).astype(np.uint8)
-        self._index = {piece: token for token, piece in enumerate(self._pieces)}  # the last wins
         self.bos_id, self.eos_id, self._unknown_id = (
             self._token(key, default if default in range(self.vocab_size) else None)
             for key, default in zip(("bos", "eos", "unknown"), self.default_ids, strict=True)
@@ -184,13 +185,31 @@ class Vocabulary(BaseTokenizer):
             raise self._error("add_bos_token", "true, but there is no begin token")
         if self.add_eos and self.eos_id is None:
             raise self._error("add_eos_token", "true, but there is no end token")
-        plain = self._with_text(self._kinds == USER_DEFINED)
-        hidden = self._with_text((self._kinds == CONTROL) | (self._kinds == UNKNOWN))
-        strip = self._strips_spaces()
-        self._plain_specials = SpecialTokens(plain, strip)
-        self._all_specials = SpecialTokens(plain + hidden, strip)
-        named = [(text, token) for text, token in plain if is_special_name(text)]
-        self._controls = SpecialTokens(hidden + named)
+        self._strip = self._strips_spaces()
+
+    @cached_property
+    def _plain(self) -> list[tuple[str, int]]:
+        """Text and id of the tokens that are always split off a text."""
+        return self._with_text(self._kinds == USER_DEFINED)
+
+    @cached_property
+    def _hidden(self) -> list[tuple[str, int]]:
+        """Text and id of the control tokens."""
+        return self._with_text((self._kinds == CONTROL) | (self._kinds == UNKNOWN))
+
+    @cached_property
+    def _plain_specials(self) -> SpecialTokens:
+        return SpecialTokens(self._plain, self._strip)
+
+    @cached_property
+    def _all_specials(self) -> SpecialTokens:
+        return SpecialTokens(self._plain + self._hidden, self._strip)
+
+    @cached_property
+    def _controls(self) -> SpecialTokens:
+        """Those that a literal text must not contain."""
+        named = [(text, token) for text, token in self._plain if is_special_name(text)]
+        return SpecialTokens(self._hidden + named)
 
     def _key_error(self, key: str, text: str) -> ModelFileError:
         return ModelFileError(f"{self._file.path}: key {key!r}: {text}")
@@ -231,25 +250,32 @@ class Vocabulary(BaseTokenizer):
         value = self._value(key, bool)
         return default if value is None else value
 
-    def _named(self, names: Iterable[str]) -> dict[str, int]:
+    def _named(self, names: Sequence[str]) -> dict[str, int]:
         """Return the ids of those names that are pieces."""
-        return {n: self._index[n.encode()] for n in names if n.encode() in self._index}
+        found = self._pieces.find([name.encode() for name in names])
+        return {name: found[name.encode()] for name in names if name.encode() in found}
 
     def _find_ends(self) -> frozenset[int]:
         """Return the tokens that end a generation, by key and by name.
 
         Tokens known by name become control tokens.
         """
-        named = self._named(_END_NAMES)
+        fim = (name for _, names in _FIM_NAMES for name in names)
+        known = self._named([*_END_NAMES, *fim, *_SHOWN_NAMES])
+
+        def among(names: Iterable[str]) -> dict[str, int]:
+            return {name: known[name] for name in names if name in known}
+
+        named = among(_END_NAMES)
         for keys, names in _FIM_NAMES:
             if any(self._token(key) is not None for key in keys):
                 continue
             if keys[0] in _END_KEYS:
-                named |= self._named(names)
+                named |= among(names)
             else:
-                self._kinds[list(self._named(names).values())] = CONTROL
+                self._kinds[list(among(names).values())] = CONTROL
         self._kinds[list(named.values())] = CONTROL
-        self._kinds[list(self._named(_SHOWN_NAMES).values())] = USER_DEFINED
+        self._kinds[list(among(_SHOWN_NAMES).values())] = USER_DEFINED
         ends = {self.eos_id, *named.values(), *map(self._token, _END_KEYS)}
         for present, name, kind in _NOT_ENDS:
             if name in named and present <= named.keys():
@@ -277,10 +303,10 @@ class Vocabulary(BaseTokenizer):
 
     def _with_text(self, mask: np.ndarray) -> list[tuple[str, int]]:
         """Return text and id of the pieces in ``mask``, except those that are not UTF-8."""
-        pairs = []
-        for token in np.flatnonzero(mask).tolist():
-            text = self._pieces[token].decode("utf-8", "ignore")
-            if text.encode() == self._pieces[token]:
+        pairs, tokens = [], np.flatnonzero(mask)
+        for token, piece in zip(tokens.tolist(), self._pieces.take(tokens)):
+            text = piece.decode("utf-8", "ignore")
+            if text.encode() == piece:
                 pairs.append((text, token))
         return pairs
 

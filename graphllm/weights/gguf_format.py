@@ -47,6 +47,8 @@ _NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", 
 _STRUCTS = {code: struct.Struct("<" + code) for code in _NUMPY}
 _MAX_DIMS = 4
 _MAX_KEYS, _MAX_TENSORS = 1 << 16, 1 << 18  # far above those of any model
+_WINDOW = 1 << 20  # bytes in which lengths of strings are guessed at once
+_WALK = 64  # strings that are first read one by one where a guess fails
 _MAX_NAME = 65535  # bytes of a key (the format's limit) or of a tensor's name
 
 
@@ -78,12 +80,16 @@ def typed_value(
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in a mapped file, decoded on access."""
+    """An array of strings in a mapped file, decoded on access.
 
-    def __init__(self, data: memoryview, starts: array[int], end: int) -> None:
-        self._data = data
-        self._starts = starts  # offset of each string; its length is the 8 bytes before
-        self._end = end
+    Args:
+        data: bytes of the file.
+        starts: int64, offset of each string; its length is the 8 bytes before.
+        end: offset of the end of the last string.
+    """
+
+    def __init__(self, data: memoryview, starts: np.ndarray, end: int) -> None:
+        self._data, self._starts, self._end = data, starts, end
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -95,19 +101,22 @@ class StringArray(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        start = self._starts[index]
+        start = int(self._starts[index])
         size: int = _STRUCTS["Q"].unpack_from(self._data, start - 8)[0]
         return str(self._data[start : start + size], "utf-8", "replace")
 
+    def spans(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return a copy of the bytes of all strings, uint8, and the offset and the size of each."""
+        first = int(self._starts[0]) if len(self) else self._end
+        text = np.frombuffer(self._data[first : self._end], np.uint8).copy()
+        sizes = np.diff(self._starts, append=self._end + 8) - 8
+        return text, self._starts - first, sizes
+
     def to_bytes(self) -> list[bytes]:
-        """Return all strings undecoded: the fast way to read a vocabulary."""
-        if not self._starts:
-            return []
-        starts = np.frombuffer(self._starts, np.int64)
-        first = int(starts[0])
-        blob = bytes(self._data[first : self._end])
-        ends = [*(starts[1:] - 8 - first).tolist(), len(blob)]
-        return [blob[b:e] for b, e in zip((starts - first).tolist(), ends, strict=True)]
+        """Return all strings undecoded."""
+        text, starts, sizes = self.spans()
+        blob = text.tobytes()
+        return [blob[a:b] for a, b in zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
 
     def __repr__(self) -> str:
         return f"StringArray({len(self)} strings)"
@@ -185,21 +194,56 @@ class Cursor:
         """Read a string array; the offsets found while scanning for its end are kept."""
         if count > (len(self.data) - self.pos) // 8:
             raise self.error(f"{count} strings do not fit in the file")
-        data, pos, size_at = self.data, self.pos, _STRUCTS["Q"].unpack_from
-        starts = array("q")
-        append = starts.append
-        try:  # a hot loop: unpack_from and append check the range
-            for _ in range(count):
-                (size,) = size_at(data, pos)
-                pos += 8
-                append(pos)
-                pos += size
-        except (struct.error, OverflowError):
-            pos = len(data) + 1
-        if pos > len(data):
-            raise self.error(f"a string of the array goes past the file's end ({len(data)} bytes)")
+        found, pos, left, walk = [np.zeros(0, np.int64)], self.pos, count, _WALK
+        while left:
+            starts, pos = _short_strings(self.data, pos, left)
+            left -= len(starts)
+            found.append(starts)
+            walk *= 2 if len(starts) < walk else 1  # so that few guesses fail
+            if left:  # a string that is long or contains zero bytes, or the rest of a window
+                starts, pos = _strings(self.data, pos, min(left, walk))
+                left -= len(starts)
+                found.append(starts)
+            if pos > len(self.data):
+                size = len(self.data)
+                raise self.error(f"a string of the array goes past the file's end ({size} bytes)")
         self.pos = pos
-        return StringArray(data, starts, pos)
+        return StringArray(self.data, np.concatenate(found), pos)
+
+
+def _strings(data: memoryview, pos: int, count: int) -> tuple[np.ndarray, int]:
+    """Read lengths one by one: return the offsets of ``count`` strings, and the end of the last.
+
+    The end is past that of ``data`` if a string is.
+    """
+    starts, size_at = array("q"), _STRUCTS["Q"].unpack_from
+    try:  # unpack_from and append check the range
+        for _ in range(count):
+            (size,) = size_at(data, pos)
+            starts.append(pos + 8)
+            pos += 8 + size
+    except (struct.error, OverflowError):
+        pos = len(data) + 1
+    return np.array(starts, np.int64), pos
+
+
+def _short_strings(data: memoryview, pos: int, count: int) -> tuple[np.ndarray, int]:
+    """Read as many lengths at once as can be guessed; returns as `_strings`, maybe fewer strings.
+
+    Seven zero bytes are rarely anything but the end of a length below 256. Each length must lead
+    to the next one, so a wrong guess ends the result, but cannot change it.
+    """
+    window = np.frombuffer(data[pos : pos + _WINDOW], np.uint8)
+    zeros = window[1:] == 0
+    for shift in (1, 2, 3):  # runs of 2, 4 and 7 zeros
+        zeros = zeros[:-shift] & zeros[shift:]
+    at = np.flatnonzero(zeros)
+    ends = at + 8 + window[at]
+    if not len(at) or at[0] != 0:
+        return np.zeros(0, np.int64), pos
+    wrong = np.flatnonzero(ends[:-1] != at[1:])
+    right = min(count, int(wrong[0]) + 1 if len(wrong) else len(at))
+    return pos + 8 + at[:right], pos + int(ends[right - 1])
 
 
 def read_header(cursor: Cursor) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from graphllm.checkpoints.gguf import GgufCheckpoint
 from graphllm.errors import ModelFileError
 from graphllm.formats.legacy import Q8_0
 from graphllm.graph.dtype import F16, F32
+from graphllm.weights import gguf_format
 from graphllm.weights.gguf import StringArray
 
 
@@ -147,6 +148,40 @@ def test_damaged_files_never_crash(tmp_path: Path) -> None:
                         assert len(list(value)) == len(value.to_bytes())
         except ModelFileError as error:
             assert "\n" not in str(error)
+
+
+def one_by_one(data: bytes, pos: int, count: int) -> list[bytes] | None:
+    """The strings of an array; None if one goes past the end."""
+    found = []
+    for _ in range(count):
+        size = int.from_bytes(data[pos : pos + 8], "little")
+        if pos + 8 + size > len(data):
+            return None
+        found.append(data[pos + 8 : pos + 8 + size])
+        pos += 8 + size
+    return found
+
+
+def test_guessed_lengths_equal_lengths_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings that look like lengths, long ones, wrong counts, and arrays across windows."""
+    rng, refused = random.Random(1), 0
+    for _ in range(400):
+        monkeypatch.setattr(gguf_format, "_WINDOW", rng.choice((16, 64, 1 << 20)))
+        monkeypatch.setattr(gguf_format, "_WALK", rng.choice((1, 2, 64)))
+        sizes = rng.choices((0, 1, 2, 5, 8, 20, 255, 256, 300), (9, 9, 9, 9, 9, 9, 1, 1, 1), k=40)
+        texts = [bytes(rng.choices(b"\x00\x01x", (rng.choice((0, 9)), 1, 1), k=n)) for n in sizes]
+        data = bytes(5) + b"".join(map(text, texts)) + bytes(rng.choices(b"\x00\x03", k=9))
+        count = len(texts) + rng.choice((-9, 0, 1))
+        cursor = gguf_format.Cursor(memoryview(data), Path("x"))
+        cursor.pos, wanted = 5, one_by_one(data, 5, count)
+        if wanted is None or count > (len(data) - 5) // 8:
+            refused += 1
+            with pytest.raises(ModelFileError):
+                cursor.strings(count)
+        else:
+            assert cursor.strings(count).to_bytes() == wanted
+            assert cursor.pos == 5 + sum(8 + len(each) for each in wanted)
+    assert refused
 
 
 def test_not_a_gguf_file(tmp_path: Path) -> None:

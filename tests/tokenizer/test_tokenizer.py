@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gguf_files import write_spm
 
 from graphllm import tokenizer
 from graphllm.errors import GraphllmError, ModelFileError, RequestError
 from graphllm.tokenizer import Tokenizer
+from graphllm.tokenizer.pieces import Pieces
+from graphllm.tokenizer.sentencepiece_proto import read_model, serialize_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -203,3 +206,28 @@ def test_import_is_light() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
+
+
+def test_pieces_are_found_as_by_a_dictionary() -> None:
+    """Pieces with equal beginnings and ends, and empty ones; of equal ones the last."""
+    rng = random.Random(3)
+    sizes = rng.choices((0, 1, 2, 7, 8, 9, 16, 17, 25, 40), k=600)
+    texts = [b"x" * (n // 2) + bytes(rng.choices(b"ab", k=n - n // 2)) for n in sizes]
+    pieces = Pieces.of(texts)
+    last = {text: token for token, text in enumerate(texts)}
+    assert pieces.tolist() == texts and pieces[7] == texts[7] and pieces[-3:] == texts[-3:]
+    assert pieces.find([*texts, b"absent", b"x" * 20]) == last
+    assert pieces.hidden() == [i for i, text in enumerate(texts) if not text or last[text] != i]
+
+
+def test_a_serialized_model_reads_back(tmp_path: Path) -> None:
+    """Sizes around those where a length needs another byte."""
+    sizes = (0, 1, 3, 8, 117, 118, 119, 126, 127, 128, 16_370, 16_384, 5)
+    texts = [bytes(random.Random(n).choices(b"abc", k=n)) for n in sizes]
+    scores = np.linspace(-3, 3, len(texts), dtype=np.float32)
+    kinds = np.arange(1, len(texts) + 1, dtype=np.uint8)
+    file = tmp_path / "x.model"
+    file.write_bytes(serialize_model(Pieces.of(texts), scores, kinds, b"\x18\x02", b"\x18\x00"))
+    found = read_model(file)
+    assert found.pieces == texts and not found.prefix
+    assert np.array_equal(found.scores, scores) and np.array_equal(found.kinds, kinds)
