@@ -3,7 +3,8 @@
 ``kernels/`` mirrors `graphllm.ops`, one module per op family. ``runtime/`` holds the device
 (device.py), the thread pool (thread_pool.py, step_interpreter.py, barriers.py), what kernels are
 written with (jit.py, argument_block.py), their compiler (compiler.py, parallel_compiler.py,
-lazy_numba.py), cache and loader (kernel_cache.py, machine_code.py), and the roofline probes. ``simd/`` emits vector code.
+lazy_numba.py), cache and loader (kernel_cache.py, machine_code.py), and the roofline probes.
+``simd/`` emits vector code.
 """
 
 from __future__ import annotations
