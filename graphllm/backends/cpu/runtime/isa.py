@@ -61,6 +61,15 @@ def target() -> tuple[str, str]:
 
 
 @cache
+def compiler_version(package: str) -> str:
+    """Version of an installed package, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
 def _host() -> tuple[str, str]:
     """Name and features of this processor as LLVM knows it.
 
@@ -73,7 +82,7 @@ def _host() -> tuple[str, str]:
     except OSError:
         about = b""
     lines = [line for line in about.splitlines() if not line.startswith(_VARYING)]
-    key = b"\n".join([metadata.version("llvmlite").encode(), *lines])
+    key = b"\n".join([compiler_version("llvmlite").encode(), *lines])
     file = CacheFile("processors", f"{hashlib.sha256(key).hexdigest()[:24]}.json")
     body = file.load(key) if about else None
     if body is None:

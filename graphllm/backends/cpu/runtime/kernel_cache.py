@@ -14,12 +14,11 @@ import platform
 import re
 import sys
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from ....cache import CacheFile
-from .isa import target
-from .machine_code import Function, MachineCode, is_supported
+from .isa import compiler_version, target
+from .machine_code import Function, MachineCode, is_loaded_here, is_supported
 
 _CPU = Path(__file__).resolve().parents[1]
 _SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
@@ -27,7 +26,7 @@ _SOURCES = (_CPU, _CPU.parents[1] / "formats")  # kernels are made from both
 
 def fingerprint(*folders: Path) -> str:
     """Hash all sources below ``folders``, the compiler's version and the target."""
-    versions = [metadata.version(name) for name in ("numba", "llvmlite")]
+    versions = [compiler_version("numba"), compiler_version("llvmlite")]
     parts = [*versions, sys.version, platform.platform(), *target()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for folder in folders:
@@ -89,7 +88,7 @@ def load_machine_code(code: bytes, symbol: str) -> tuple[int, list[Function]]:
     if is_supported(code):
         loaded = MachineCode(code)
         return loaded.address(symbol), list(loaded.functions())
-    if platform.machine() in ("x86_64", "AMD64") and sys.platform == "linux":
+    if is_loaded_here():
         raise ValueError("its code is no object file")
     from .compiler import load_object
 

@@ -2,27 +2,31 @@
 
 A kernel is a self-contained ELF object file that refers only to its own sections and to a few
 functions of the C library, so loading it is a copy and a few additions. LLVM's loader does the same
-after an import of llvmlite; it is used on other systems than x86-64 Linux.
+after an import of llvmlite; it is used on other systems than Linux on x86-64 or AArch64.
 
-Sources: System V ABI, "Object Files"; its x86-64 supplement, "Relocation Types".
+Sources: System V ABI, "Object Files"; its x86-64 supplement, "Relocation Types"; ELF for the Arm
+64-bit Architecture, "Relocation".
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 import struct
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-_ELF_X86_64 = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian, version 1
-_RELOCATABLE, _X86_64 = 1, 62  # file type and machine
-_SYMTAB, _RELA, _NOBITS, _UNWIND = 2, 4, 8, 0x70000001  # section types
+_ELF = b"\x7fELF\x02\x01\x01"  # 64 bits, little-endian, version 1
+_RELOCATABLE = 1  # file type
+_X86_64, _AARCH64 = 62, 183  # machines
+_MACHINES = {"x86_64": _X86_64, "aarch64": _AARCH64}
+_SYMTAB, _RELA, _NOBITS = 2, 4, 8  # section types
 _WRITE, _ALLOC = 1, 2  # section flags
 _FUNCTION, _GLOBAL = 2, 1  # symbol type and binding
-_COMMON, _RESERVED = 0xFFF2, 0xFF00  # section numbers with a meaning of their own
-_ABSOLUTE_64, _RELATIVE_32, _CALL_32 = 1, 2, 4  # R_X86_64_64, _PC32, _PLT32
+_RESERVED = 0xFF00  # section numbers from here on have a meaning of their own
 _LARGEST = 64 << 20  # bytes of a kernel in memory
 
 
@@ -70,9 +74,8 @@ class MachineCode:
         self._code = code
         self._read_header()
         self._place()
-        for section in self._sections:
-            if section.kind == _RELA and self._target(section.info) is not None:
-                self._relocate(section)
+        for section in self._relocations():
+            self._relocate(section)
         self._protect()
 
     def address(self, name: str) -> int:
@@ -85,7 +88,7 @@ class MachineCode:
     def functions(self) -> Iterator[Function]:
         """All functions, for debuggers and profilers."""
         for symbol in self._symbols:
-            if symbol.info & 15 == _FUNCTION and self._target(symbol.section) is not None:
+            if symbol.info & 15 == _FUNCTION and symbol.section in self._offsets:
                 start = self._base(symbol.section) + symbol.value
                 yield Function(symbol.name, start, symbol.nbytes)
 
@@ -99,9 +102,9 @@ class MachineCode:
 
     def _read_header(self) -> None:
         if not is_supported(self._code):
-            raise ValueError("its code is no ELF file for x86-64")
+            raise ValueError("its code is no ELF file for this machine")
         (table,) = self._unpack("<Q", 0x28)
-        size, count = self._unpack("<HH", 0x3A)
+        size, count, names = self._unpack("<HHH", 0x3A)
         if size != 64:
             raise ValueError(f"its section headers have {size} bytes")
         self._sections = [
@@ -111,6 +114,9 @@ class MachineCode:
             end = each.offset if each.kind == _NOBITS else each.offset + each.nbytes
             if end > len(self._code) or each.nbytes > _LARGEST:
                 raise ValueError("a section lies outside the file")
+        if names >= count:
+            raise ValueError("its sections have no names")
+        self._names = self._sections[names]
         tables = [each for each in self._sections if each.kind == _SYMTAB]
         self._symbols = list(self._read_symbols(tables[0])) if tables else []
 
@@ -118,13 +124,17 @@ class MachineCode:
         if table.link >= len(self._sections):
             raise ValueError("its symbols have no names")
         names = self._sections[table.link]
-        text = self._code[names.offset : names.offset + names.nbytes]
         for at in range(table.offset, table.offset + table.nbytes, 24):
             name, info, _, section, value, nbytes = self._unpack("<IBBHQQ", at)
-            if name >= len(text) and name:
-                raise ValueError("a symbol has no name")
-            label = text[name : text.find(b"\0", name)].decode("utf-8", "replace")
-            yield _Symbol(label, info, section, value, nbytes)
+            yield _Symbol(self._text(names, name), info, section, value, nbytes)
+
+    def _text(self, names: _Section, offset: int) -> str:
+        """A name in a section of names."""
+        start, limit = names.offset + offset, names.offset + names.nbytes
+        end = self._code.find(b"\0", start, limit)
+        if end < 0:
+            raise ValueError("a name lies outside the file")
+        return self._code[start:end].decode("utf-8", "replace")
 
     # -------------------------------------------------------------------------- in memory
 
@@ -134,14 +144,17 @@ class MachineCode:
         end, self._read_only = 0, 0
         for written in (0, _WRITE):
             for number, section in enumerate(self._sections):
-                # Nothing unwinds the stack through a kernel.
-                if section.flags & (_ALLOC | _WRITE) != _ALLOC | written or section.kind == _UNWIND:
+                if section.flags & (_ALLOC | _WRITE) != _ALLOC | written:
                     continue
+                if self._text(self._names, section.name) == ".eh_frame":
+                    continue  # nothing unwinds the stack through a kernel
                 alignment = max(1, section.alignment)
                 if alignment > mmap.PAGESIZE:
                     raise ValueError(f"a section is aligned to {alignment} bytes")
                 self._offsets[number] = end = _align(end, alignment)
                 end += section.nbytes
+            if not written:
+                end = self._reserve_veneers(end)
             end = _align(end, mmap.PAGESIZE)
             self._read_only = self._read_only or end
         if not 0 < end <= _LARGEST:
@@ -153,9 +166,22 @@ class MachineCode:
                 data = self._code[section.offset : section.offset + section.nbytes]
                 ctypes.memmove(self._start + offset, data, len(data))
 
-    def _target(self, number: int) -> int | None:
-        """Offset of a section in memory, None if it is not there."""
-        return self._offsets.get(number)
+    def _relocations(self) -> Iterator[_Section]:
+        """The tables of relocations of sections in memory."""
+        for section in self._sections:
+            if section.kind == _RELA and section.info in self._offsets:
+                yield section
+
+    def _reserve_veneers(self, end: int) -> int:
+        """Reserve memory from offset ``end`` on for jumps to functions of other libraries, which
+        AArch64 cannot call directly. Returns the offset behind it."""
+        self._veneers: dict[str, int] = {}
+        if _machine() == _AARCH64:
+            for symbol in self._symbols:
+                if symbol.section == 0 and symbol.name not in self._veneers:
+                    self._veneers[symbol.name] = end = _align(end, 8)
+                    end += len(_veneer(0))
+        return end
 
     def _base(self, number: int) -> int:
         """Address of a section in memory."""
@@ -166,25 +192,27 @@ class MachineCode:
     def _relocate(self, table: _Section) -> None:
         """Write the addresses that a section refers to."""
         section, base = self._sections[table.info], self._base(table.info)
+        patch = _patch_aarch64 if _machine() == _AARCH64 else _patch_x86_64
         for at in range(table.offset, table.offset + table.nbytes, 24):
             offset, info, addend = self._unpack("<QQq", at)
             kind, number = info & 0xFFFFFFFF, info >> 32
-            nbytes = 8 if kind == _ABSOLUTE_64 else 4
+            nbytes = 8 if kind in _WORDS else 4
             if number >= len(self._symbols) or offset + nbytes > section.nbytes:
                 raise ValueError("a relocation lies outside the file")
-            value = self._value(self._symbols[number]) + addend
-            if kind in (_RELATIVE_32, _CALL_32):
-                value -= base + offset
-                if not -(1 << 31) <= value < 1 << 31:
-                    raise ValueError("a relative address is too far away")
-            elif kind != _ABSOLUTE_64:
-                raise ValueError(f"relocations of type {kind} are not supported")
-            word = (value & (1 << 64) - 1).to_bytes(8, "little")[:nbytes]
-            ctypes.memmove(base + offset, word, nbytes)
+            place = base + offset
+            value = self._value(self._symbols[number], kind in _CALLS) + addend
+            old = int.from_bytes(ctypes.string_at(place, nbytes), "little")
+            new = patch(kind, old, value, place) & (1 << 8 * nbytes) - 1
+            ctypes.memmove(place, new.to_bytes(nbytes, "little"), nbytes)
 
-    def _value(self, symbol: _Symbol) -> int:
+    def _value(self, symbol: _Symbol, called: bool) -> int:
         if symbol.section == 0:
-            return symbol_address(symbol.name)
+            address = symbol_address(symbol.name)
+            if not called or symbol.name not in self._veneers:
+                return address
+            veneer, code = self._start + self._veneers[symbol.name], _veneer(address)
+            ctypes.memmove(veneer, code, len(code))
+            return veneer
         if symbol.section >= _RESERVED:  # such as a variable without a section
             raise ValueError(f"{symbol.name} lies in section {symbol.section:#x}")
         return self._base(symbol.section) + symbol.value
@@ -199,8 +227,60 @@ class MachineCode:
 
 
 def is_supported(code: bytes) -> bool:
-    """Whether the bytes are an object file of the kind that `MachineCode` loads."""
-    return code[:7] == _ELF_X86_64 and code[16:20] == struct.pack("<HH", _RELOCATABLE, _X86_64)
+    """Whether the bytes are an object file that `MachineCode` loads on this machine."""
+    return code[:7] == _ELF and code[16:20] == struct.pack("<HH", _RELOCATABLE, _machine())
+
+
+@cache
+def _machine() -> int:
+    """ELF's number of this machine; 0 for machines whose code LLVM loads."""
+    return _MACHINES.get(platform.machine(), 0) if sys.platform == "linux" else 0
+
+
+def is_loaded_here() -> bool:
+    """Whether `MachineCode` loads the kernels of this machine."""
+    return _machine() != 0
+
+
+# ------------------------------------------------------------------------------------ relocations
+# The numbers are R_X86_64_64, _PC32, _PLT32 and R_AARCH64_ABS64, _MOVW_UABS_G0 to _G3 (with the
+# variants _NC), _JUMP26 and _CALL26. Those of the two machines differ.
+
+_WORDS = (1, 257)  # relocations of 8 bytes
+_CALLS = (282, 283)
+
+
+def _patch_x86_64(kind: int, old: int, value: int, place: int) -> int:
+    if kind == 1:
+        return value
+    if kind in (2, 4):
+        return _within(value - place, 32)
+    raise ValueError(f"relocations of type {kind} are not supported")
+
+
+def _patch_aarch64(kind: int, old: int, value: int, place: int) -> int:
+    if kind == 257:
+        return value
+    if 263 <= kind <= 269:  # 16 bits of an address in bits 5 to 20 of the instruction
+        part = value >> 16 * ((kind - 263) // 2) & 0xFFFF
+        return old & ~(0xFFFF << 5) | part << 5
+    if kind in _CALLS:
+        return old & ~0x3FFFFFF | _within(value - place, 28) >> 2 & 0x3FFFFFF
+    raise ValueError(f"relocations of type {kind} are not supported")
+
+
+def _within(distance: int, bits: int) -> int:
+    if not -(1 << bits - 1) <= distance < 1 << bits - 1:
+        raise ValueError("a relative address is too far away")
+    return distance
+
+
+def _veneer(address: int) -> bytes:
+    """AArch64 code that jumps to an address: ldr x16, .+8; br x16; the address."""
+    return struct.pack("<IIQ", 0x58000050, 0xD61F0200, address)
+
+
+# ----------------------------------------------------------------------------------------- memory
 
 
 def _align(offset: int, alignment: int) -> int:
