@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,15 @@ def test_without_float16_in_hardware_there_is_no_cpu_backend(kernels):
 
 # --------------------------------------------------------------------------------------- AArch64
 
-ARM = ISA("generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True, width=16)
+ARM = ISA(
+    "generic", x86=False, avx2=False, avx512=False, vnni=False, f16c=True, width=16, neon=True
+)
+ARMS = {"generic": ARM, "neoverse-n1": replace(ARM, dotprod=True)}
 
 
-def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | str) -> str:
+def assembly(
+    name: str, emit: Callable[..., Any], values: int, *literals: int | str, cpu: str = "generic"
+) -> str:
     """Assembly of ``emit(Emitter, *literals, *values)`` for a 64-bit Arm processor."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -149,14 +155,15 @@ def assembly(name: str, emit: Callable[..., Any], values: int, *literals: int | 
     word = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * values), name)
     builder = ir.IRBuilder(function.append_basic_block())
-    emit(Emitter(builder, ARM), *literals, *function.args)
+    emit(Emitter(builder, ARMS[cpu]), *literals, *function.args)
     builder.ret_void()
-    machine = binding.Target.from_triple(triple).create_target_machine(opt=2)
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=2)
     return machine.emit_assembly(binding.parse_assembly(str(module)))
 
 
+@pytest.mark.parametrize("cpu", ARMS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_microkernels_compile_for_arm(name):
+def test_microkernels_compile_for_arm(name, cpu):
     """To Arm vector instructions, without calls of library functions."""
     form = FORMATS[name]
     in_place = int(form.in_place_tokens(ARM) > 0)
@@ -164,21 +171,20 @@ def test_microkernels_compile_for_arm(name):
     def pack(e, name, *values):
         FORMATS[name].pack(e, *values)
 
-    floating = [
-        assembly("unpack_float", linear_float.unpack, 3, form.code),
-        assembly("pack_block", pack, 3, name),
+    codes = [
+        assembly("unpack_float", linear_float.unpack, 3, form.code, cpu=cpu),
+        assembly("pack_block", pack, 3, name, cpu=cpu),
     ]
     if form.block == 1:
-        floating.append(assembly("fused_float", linear_float.fused, 4, form.code))
+        codes.append(assembly("fused_float", linear_float.fused, 4, form.code, cpu=cpu))
     else:
-        for code in (
-            assembly("unpack", linear_integer.unpack, 3, form.code),
-            assembly("fused", linear_integer.fused, 6, form.code),
-            assembly("tile", linear_integer.tile, 11, form.code, in_place, 1, 4),
-        ):
-            assert ".16b" in code or ".4s" in code
-            floating.append(code)
-    assert not [line for code in floating for line in calls(code)]
+        codes.append(assembly("unpack", linear_integer.unpack, 3, form.code, cpu=cpu))
+        codes.append(assembly("fused", linear_integer.fused, 6, form.code, cpu=cpu))
+        literals = (form.code, in_place, 1, 4)
+        codes.append(assembly("tile", linear_integer.tile, 11, *literals, cpu=cpu))
+        assert all(".16b" in code or ".4s" in code for code in codes[2:])
+        assert all(("sdot" in code) == ARMS[cpu].dotprod for code in codes[3:])
+    assert not [line for code in codes for line in calls(code)]
 
 
 def test_the_rest_compiles_for_arm():

@@ -35,6 +35,8 @@ class ISA:
     width: int  # bytes of the widest vectors worth using
     fp16: bool = False  # arithmetic on float16 vectors
     avx_vnni: bool = False  # VNNI on vectors of 32 bytes
+    neon: bool = False  # 64-bit Arm
+    dotprod: bool = False  # Arm's dot products of bytes
 
     @property
     def lanes(self) -> int:
@@ -43,7 +45,10 @@ class ISA:
 
     def __str__(self) -> str:
         vnni = "vnni" if self.avx512 else "avx-vnni"
-        has = {"avx2": self.avx2, "avx512": self.avx512, vnni: self.vnni, "f16c": self.f16c}
+        has = {
+            "avx2": self.avx2, "avx512": self.avx512, vnni: self.vnni,
+            "f16c": self.f16c and self.x86, "neon": self.neon, "dotprod": self.dotprod,
+        }  # fmt: skip
         flags = [name for name, there in has.items() if there]
         return f"{self.name} ({', '.join(flags) or 'baseline'}, {self.width * 8}-bit vectors)"
 
@@ -102,6 +107,7 @@ _AVX2 = ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3", "x86-6
 _AVX_VNNI = ("alderlake", "raptorlake", "meteorlake", "sierraforest")
 _AVX512 = ("skylake-avx512", "x86-64-v4")
 _VNNI = ("cascadelake", "icelake-server", "sapphirerapids", "znver4", "znver5")
+_DOTPROD = ("cortex-a76", "neoverse-n1", "neoverse-n2", "neoverse-v1", "neoverse-v2", "apple-m1")
 _AVX2_SET = {"avx2", "fma", "f16c"}
 _AVX512_SET = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
@@ -120,7 +126,8 @@ def _implied(name: str) -> set[str]:
 def isa() -> ISA:
     """Instruction sets of the target: the host's unless Numba's variables name another CPU."""
     name, features = target()
-    x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    machine = platform.machine().lower()
+    x86, neon = machine in ("x86_64", "amd64", "i686"), machine in ("aarch64", "arm64")
     flags = features.split(",")
     on = {f[1:] for f in flags if f.startswith("+")} | (_implied(name) if x86 else set())
     on -= {f[1:] for f in flags if f.startswith("-")}
@@ -132,6 +139,7 @@ def isa() -> ISA:
     return ISA(
         name, x86, avx2, avx512, vnni, "f16c" in on or not x86, width,
         fp16=(avx512 and "avx512fp16" in on) or (not x86 and "fullfp16" in on), avx_vnni=avx_vnni,
+        neon=neon, dotprod=neon and ("dotprod" in on or name in _DOTPROD),
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from .vectors import (  # fmt: skip
     WORDS,
     Value,
     VectorBuilder,
+    vector,
 )
 
 Pairs = Sequence[tuple[Value, Value]]
@@ -113,6 +114,8 @@ class Emitter(VectorBuilder):
             for u, s in pairs:
                 total = self._vnni("vpdpbusd", self.i32(0) if total is None else total, u, s)
             return total
+        if self.isa.dotprod and largest < 128:
+            return self.dot_signed_bytes(pairs, total)
         if self.isa.avx2 and 2 * largest * 127 < 1 << 15:
             for run in self._i16_sums(pairs, largest):
                 total = self.dot_i16(run, self.i32(0x00010001), total)
@@ -127,9 +130,23 @@ class Emitter(VectorBuilder):
         for w, s in pairs:
             if self.isa.avx2:
                 total = self.dot_i16(self._multiply_by_sign(w, s), self.i32(0x00010001), total)
+            elif self.isa.dotprod:
+                total = self._dot_arm(self.i32(0) if total is None else total, w, s)
             else:
                 total = self._dot_split(*self.split_bytes(w), s, total)
         return total
+
+    def _dot_arm(self, total: Value, w: Value, s: Value) -> Value:
+        """``total`` plus dot products of signed bytes in each lane; four instructions."""
+        words, found = vector(I32, 4), []
+        for first in range(0, LANES, 4):
+            pick = ir.Constant(words, list(range(first, first + 4)))
+            part, *values = (self.b.shuffle_vector(v, v, pick) for v in (total, w, s))
+            halves = [self.b.bitcast(v, vector(I8, 16)) for v in values]
+            found.append(self._call("llvm.aarch64.neon.sdot.v4i32.v16i8", words, part, *halves))
+        eight = ir.Constant(vector(I32, 8), list(range(8)))
+        low, high = (self.b.shuffle_vector(*found[at : at + 2], eight) for at in (0, 2))
+        return self.b.shuffle_vector(low, high, ir.Constant(I32S, list(range(LANES))))
 
     def prepare_scale(self, scale: Value, narrow: bool = False) -> Value:
         """Convert int32 scales that fit int16 to operands of `dot_bytes_scaled`, `add_scaled`."""
