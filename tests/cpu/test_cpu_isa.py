@@ -28,7 +28,12 @@ from rotation import rotated
 from graphllm.backends import Options
 from graphllm.backends.cpu.formats import BLOCK_FORMATS, FORMATS
 from graphllm.backends.cpu.formats.encoder import BlockEncoder
-from graphllm.backends.cpu.kernels import linear_float, linear_integer, quantize
+from graphllm.backends.cpu.kernels import (
+    linear_float,
+    linear_integer,
+    linear_one_token,
+    quantize,
+)
 from graphllm.backends.cpu.runtime.isa import CPU_FEATURES, CPU_NAME, ISA, isa
 from graphllm.backends.cpu.simd.emitter import Emitter
 
@@ -179,7 +184,7 @@ def test_microkernels_compile_for_arm(name, cpu):
         codes.append(assembly("fused_float", linear_float.fused, 4, form.code, cpu=cpu))
     else:
         codes.append(assembly("unpack", linear_integer.unpack, 3, form.code, cpu=cpu))
-        codes.append(assembly("fused", linear_integer.fused, 6, form.code, cpu=cpu))
+        codes.append(assembly("fused", linear_one_token.fused, 6, form.code, cpu=cpu))
         literals = (form.code, in_place, 1, 4)
         codes.append(assembly("tile", linear_integer.tile, 11, *literals, cpu=cpu))
         assert all(".16b" in code or ".4s" in code for code in codes[2:])

@@ -6,6 +6,7 @@ Each family has a module, which is found here: a new one need not be added to th
 from importlib import import_module
 from pkgutil import iter_modules
 
+from .bit_layout import stacked
 from .packed_format import (
     BLOCK_FORMATS,
     FORMATS,
@@ -19,4 +20,13 @@ from .packed_format import (
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["BLOCK_FORMATS", "FORMATS", "Block32", "Block256", "PackedFormat", "by_code", "register"]
+__all__ = [
+    "BLOCK_FORMATS",
+    "FORMATS",
+    "Block32",
+    "Block256",
+    "PackedFormat",
+    "by_code",
+    "register",
+    "stacked",
+]

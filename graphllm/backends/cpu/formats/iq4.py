@@ -11,9 +11,18 @@ from dataclasses import dataclass
 
 from ....formats.iq4 import IQ4_VALUES
 from ..runtime.lazy_numba import ir
-from ..simd.emitter import I16S, I32S, VECTOR, Emitter, Value
+from ..simd.emitter import I16, I16S, I32, I32S, VECTOR, Emitter, Value
+from .bit_layout import FOUR_BITS
 from .encoder import BlockEncoder, fit_largest, runs_of_32, store_nibbles_of
-from .packed_format import HALVES, Block32, Block256, Codebook, Move, register
+from .packed_format import (
+    HALVES,
+    Block32,
+    Block256,
+    Codebook,
+    Move,
+    halves_of,
+    register,
+)
 
 _RUN = 32
 
@@ -22,13 +31,14 @@ _RUN = 32
 class CodebookBlock(Block32):
     """x = d * value, and four bits number a value."""
 
+    layout = FOUR_BITS
     codebook: Codebook
 
     def moves(self) -> list[Move]:
         return [*self.chunks("q", 0), *self.scalar("d", self.factors_at())]
 
-    def integers(self, e: Emitter, at: Value) -> list[Value]:
-        return self.codebook.look_up(e, [e.load(at, offset=VECTOR * j) for j in range(4)])
+    def words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
+        return ((j, self.codebook.look_up(e, word)) for j, word in super().words(e, at))
 
     def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e)
@@ -42,37 +52,39 @@ class IQ4XS(Block256):
     """x = d * scale * value, and four bits number a value."""
 
     minima = False
+    signed_scales = True
+    layout = FOUR_BITS
+    words_at = 2 * HALVES + VECTOR
     codebook: Codebook
 
     def moves(self) -> list[Move]:
-        scales = [*self.scalar("d", 0), *self.scalar("high", HALVES)]
-        scales += self.chunks("scales", 2 * HALVES)
-        return [*scales, *self.chunks("q", 2 * HALVES + VECTOR)]
+        return [*self.scalar("d", 0), *self.chunks("q", self.words_at)]
 
-    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
-        first = 2 * HALVES + VECTOR
+    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
+        low = e.load(source, I32, self.span("scales")[0])
+        top = e.b.zext(e.load(source, I16, self.span("high")[0]), I32)
+        nibbles, pairs = ir.Constant(I32, 0), ir.Constant(I32, 0)
         for k in range(8):
-            nibbles = [e.load(at, offset=first + VECTOR * (4 * k + j)) for j in range(4)]
-            yield k, self.codebook.look_up(e, nibbles)
+            nibbles = e.b.or_(nibbles, _move_bits(e.b, low, 4 * k, 4, _nibble_place(k)))
+            pairs = e.b.or_(pairs, _move_bits(e.b, top, 2 * k, 2, _pair_place(k)))
+        e.store(nibbles, e.at(target, e.times(row, 4)), 2 * HALVES)
+        e.store(e.b.trunc(pairs, I16), e.at(target, e.times(row, 2)), HALVES)
+        return super().pack(e, source, target, row)
 
-    def scales(self, e: Emitter, at: Value) -> list[Value]:
-        low = e.load(at, offset=2 * HALVES)
-        top = e.b.zext(e.load(at, I16S, HALVES), I32S)
-        sixes = []
-        for k in range(8):
-            moved = e.shl(top, 4 - 2 * k) if k < 2 else e.shr(top, 2 * k - 4)
-            sixes.append(e.b.or_(e.mask(e.shr(low, 4 * k), 15), e.mask(moved, 0x30)))
-        return [e.b.sub(six, e.i32(32)) for six in sixes]
+    def words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
+        return ((j, self.codebook.look_up(e, word)) for j, word in super().words(e, at))
+
+    def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:
+        low = halves_of(e, e.load(at, offset=2 * HALVES))[z]
+        top = e.shl(e.b.zext(e.load(at, I16S, HALVES), I32S), 4 * z)
+        tops = e.mask(e.b.or_(top, e.shl(top, 14)), 0x30303030)
+        return e.add_bytes(e.b.or_(low, tops), -32)
 
     def zero_point(self, e: Emitter) -> int:
         return self.codebook.zero_point(e) if e.isa.vnni else 0
 
     def has_offsets(self, e: Emitter) -> bool:
         return super().has_offsets(e) and not self.codebook.signed(e)
-
-    def offsets(self, e: Emitter, at: Value) -> list[Value]:
-        scales = self.scales(e, at)
-        return [e.pack_i16(scales[k], scales[k + 2]) for k in (0, 1, 4, 5)]
 
     def factors(self, e: Emitter, at: Value) -> list[Value]:
         return [e.load_f16(at)]
@@ -86,14 +98,30 @@ class IQ4XS(Block256):
         return e.mul(e.to_f32(total), factors[0])
 
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
-        scales, (d,) = self.scales(e, at), self.factors(e, at)
-        zero = self.codebook.zero_point(e)
-        for k, words in self.sub_blocks(e, at):
-            scale = e.mul(e.to_f32(scales[k]), d)
-            for j in range(32):
-                word, i = words[j // 4], j % 4
+        (d,), zero = self.factors(e, at), self.codebook.zero_point(e)
+        for j, word in self.all_words(e, at):
+            k = j // 8
+            scale = e.mul(self.to_f32(e, self.scale_bytes(e, at, k // 4), k), d)
+            for i in range(4):
                 q = e.b.sub(e.byte(word, i), e.i32(zero)) if zero else e.signed_byte(word, i)
-                yield 32 * k + j, e.mul(e.to_f32(q), scale)
+                yield 4 * j + i, e.mul(e.to_f32(q), scale)
+
+
+def _nibble_place(k: int) -> int:
+    """Bit of the low half of scale k in a tile: scales 0 to 3 in the low halves of four bytes, 4 to
+    7 in the high halves."""
+    return 8 * (k % 4) + 4 * (k // 4)
+
+
+def _pair_place(k: int) -> int:
+    """Bit of the top bits of scale k in a tile; see `IQ4XS.scale_bytes`."""
+    return (4, 12, 6, 14)[k % 4] - k // 4 * 4
+
+
+def _move_bits(b: ir.IRBuilder, x: Value, source: int, count: int, target: int) -> Value:
+    """``count`` bits of an int32 at bit ``source``, moved to bit ``target``."""
+    some = b.and_(b.lshr(x, ir.Constant(I32, source)), ir.Constant(I32, (1 << count) - 1))
+    return b.shl(some, ir.Constant(I32, target))
 
 
 # --------------------------------------------------------------------------------------- encoding

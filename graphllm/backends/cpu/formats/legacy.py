@@ -1,6 +1,6 @@
 """q4_0, q4_1, q5_0, q5_1 and q8_0 on the CPU: 32 integers with one scale.
 
-A block of a tile: eight (q8_0) or four vectors of q, for five bits a vector of fifth bits, d, m.
+A block of a tile: as many vectors of q as q has bits, d, m.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from functools import partial
 from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import I32, LANES, SIGN_BITS, VECTOR, Emitter, Value
+from ..simd.vectors import vector
+from .bit_layout import EIGHT_BITS, FIVE_BITS, FOUR_BITS, stored_run
 from .encoder import BlockEncoder, runs_of_32
-from .packed_format import Block32, Move, halves_of, register, with_bit
+from .packed_format import Block32, Move, register
 
 _RUN = 32
 
@@ -21,22 +23,24 @@ class SimpleBlock(Block32):
     """q, then the scales at the end of the block."""
 
     def moves(self) -> list[Move]:
+        return [*self.chunks("q", 0), *self.scale_moves()]
+
+    def scale_moves(self) -> list[Move]:
         scales = self.scalar("d", self.factors_at())
         if self.has_minimum:
             scales += self.scalar("m", self.factors_at() + 32)
-        return [*self.chunks("q", 0), *scales]
+        return scales
 
 
 class Bytes(SimpleBlock):
     """int8. VNNI multiplies unsigned by signed bytes, so there q + 128 is packed."""
 
+    layout = EIGHT_BITS
+
     def in_place_tokens(self, target: ISA) -> int:
         return (
             12 if target.avx512 and target.vnni else 1 << 30
         )  # a copy is aligned, and has float32 scales
-
-    def integers(self, e: Emitter, at: Value) -> list[Value]:
-        return [e.load(at, offset=VECTOR * j) for j in range(8)]
 
     def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
         bad = super().pack(e, source, target, row)
@@ -57,36 +61,40 @@ class Bytes(SimpleBlock):
 class Nibbles(SimpleBlock):
     """Four bits of each q."""
 
-    def integers(self, e: Emitter, at: Value) -> list[Value]:
-        return halves_of(e, [e.load(at, offset=VECTOR * j) for j in range(4)])
+    layout = FOUR_BITS
 
     def zero_point(self, e: Emitter) -> int:
         return 0 if self.has_minimum else (self.largest + 1) // 2
 
 
 class FiveBits(Nibbles):
-    """Nibbles, and a vector of fifth bits: bit 8 b + j of a row belongs to element 4 j + b, so that
-    they are unpacked in few steps."""
+    """Nibbles, and an int32 of fifth bits."""
 
-    def integers(self, e: Emitter, at: Value) -> list[Value]:
-        fifth = e.load(at, offset=4 * VECTOR)
-        return [with_bit(e, word, fifth, j, 4) for j, word in enumerate(super().integers(e, at))]
+    layout = FIVE_BITS
 
-    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
+    def moves(self) -> list[Move]:
+        return self.scale_moves()
+
+    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
+        q = e.load(source, vector(I32, 4), self.span("q")[0])
         fifth = _spread(e.b, e.load(source, I32, self.span("high")[0]))
-        e.store(fifth, e.at(target, e.times(row, 4)), 4 * VECTOR)
-        return super().pack(e, source, target, row)
+        each = vector(I32, 4)(ir.Undefined)
+        for i in range(4):
+            each = e.b.insert_element(each, e.b.lshr(fifth, I32(i)), I32(i))
+        return [
+            e.b.or_(stored_run(e.b, q, 4 * half, 4), stored_run(e.b, each, 4 * half, 1, to=4))
+            for half in range(2)
+        ]
 
 
 def _spread(b: ir.IRBuilder, fifth: Value) -> Value:
     """Bit 4 j + i of a block's fifth bits moved to bit 8 i + j."""
-    result = None
+    result = I32(0)
     for j in range(8):
-        four = b.and_(b.lshr(fifth, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
+        four = b.and_(b.lshr(fifth, I32(4 * j)), I32(15))
         # The product puts bit i at 8 i, among others.
-        apart = b.and_(b.mul(four, ir.Constant(I32, 0x00204081)), ir.Constant(I32, 0x01010101))
-        moved = b.shl(apart, ir.Constant(I32, j))
-        result = moved if result is None else b.or_(result, moved)
+        apart = b.and_(b.mul(four, I32(0x00204081)), I32(0x01010101))
+        result = b.or_(result, b.shl(apart, I32(j)))
     return result
 
 

@@ -24,10 +24,12 @@ from ....graph.dtype import DTYPES
 from ..runtime.isa import ISA
 from ..runtime.lazy_numba import ir
 from ..simd.emitter import I8, I16, I32, I64, LANES, VECTOR, Emitter, Value
+from .bit_layout import BitLayout
 from .encoder import Encoder
 
 HALVES = 32  # bytes of 16 float16
 NIBBLES = 0x0F0F0F0F
+SCALE_ORDER = (0, 2, 1, 3)  # of the scales in each four, in formats with 16 sub-blocks
 _INTEGERS = {1: I8, 2: I16, 4: I32}
 _EXPONENT = {1: 0xFF, 2: 0x7C00}  # bits that are all set in an infinite or NaN scale, by its bytes
 
@@ -152,15 +154,66 @@ def by_code(code: int) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block32(PackedFormat):
-    """32 integers with one scale: x = d * (q - zero point), or x = d * q + m."""
+class BlockFormat(PackedFormat):
+    """A format with integers that share scales."""
 
     largest: int  # unsigned q
-    has_minimum: bool = False  # has an m; then the zero point is 0
+    layout: ClassVar[BitLayout]  # of a chunk: a block of 32, or a part of a block of 256
+    words_at: ClassVar[int] = 0  # offset of the first chunk in a tile's block
 
-    def integers(self, e: Emitter, at: Value) -> list[Value]:
-        """Eight vectors of q in bytes: elements 4 j to 4 j + 3 in vector j."""
-        raise NotImplementedError
+    @property
+    def chunk(self) -> int:
+        """Elements of a chunk."""
+        return 4 * len(self.layout.words)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        return self.layout.vectors * VECTOR
+
+    def words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
+        """Yield (j, q of elements 4 j to 4 j + 3 of each row, a byte each) of the chunk at ``at``,
+        each j once.
+
+        The code of a word is emitted when it is asked for, in an order in which few vectors are
+        live at a time: AVX2 has 16 registers, and a vector takes two.
+        """
+        return self.layout.unpack(e, lambda i: e.load(at, offset=VECTOR * i))
+
+    def all_words(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
+        """As `words`, of all chunks of the block at ``at``."""
+        for c in range(self.block // self.chunk):
+            for j, word in self.words(e, e.at(at, self.words_at + c * self.chunk_nbytes)):
+                yield c * self.chunk // 4 + j, word
+
+    def stored_words(self, e: Emitter, source: Value) -> list[Value]:
+        """Vectors of int32 whose lanes are all words of the stored block at ``source``, in order;
+        none if `moves` packs them."""
+        return []
+
+    def pack(self, e: Emitter, source: Value, target: Value, row: Value) -> Value:
+        lanes = [
+            e.b.extract_element(run, ir.Constant(I32, i))
+            for run in self.stored_words(e, source)
+            for i in range(run.type.count)
+        ]
+        each, at = self.chunk // 4, e.at(target, self.words_at, e.times(row, 4))
+        for first in range(0, len(lanes), each):
+            for i, word in enumerate(self.layout.pack(e.b, lanes[first : first + each])):
+                e.store(word, at, first // each * self.chunk_nbytes + VECTOR * i)
+        return super().pack(e, source, target, row)
+
+    def dot(self, e: Emitter, pairs: list[tuple[Value, Value]], total: Value | None) -> Value:
+        """``total`` plus the sum of q times activations in each lane."""
+        if self.signed(e):
+            return e.dot_signed_bytes(pairs, total)
+        return e.dot_bytes(pairs, self.largest, total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block32(BlockFormat):
+    """32 integers with one scale: x = d * (q - zero point), or x = d * q + m."""
+
+    has_minimum: bool = False  # has an m; then the zero point is 0
 
     def zero_point(self, e: Emitter) -> int:
         """The integer that stands for zero."""
@@ -175,15 +228,9 @@ class Block32(PackedFormat):
         first = self.factors_at()
         return [e.load_f16(at, first + HALVES * i) for i in range(1 + self.has_minimum)]
 
-    def dot(self, e: Emitter, pairs: list[tuple[Value, Value]], total: Value) -> Value:
-        """``total`` plus the sum of q times activations in each lane."""
-        if self.signed(e):
-            return e.dot_signed_bytes(pairs, total)
-        return e.dot_bytes(pairs, self.largest, total)
-
     def values(self, e: Emitter, at: Value) -> Iterator[tuple[int, Value]]:
         (d, *m), zero = self.factors(e, at), self.zero_point(e)
-        for j, word in enumerate(self.integers(e, at)):
+        for j, word in self.all_words(e, at):
             for i in range(4):
                 q = e.byte(word, i) if zero or m else e.signed_byte(word, i)
                 q = e.b.sub(q, e.i32(zero)) if zero else q
@@ -192,21 +239,31 @@ class Block32(PackedFormat):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block256(PackedFormat):
+class Block256(BlockFormat):
     """A super-block of 256 elements, with an integer scale for each sub-block of ``sub`` elements:
     x = d * scale * q - (a term that does not depend on q)."""
 
     sub: int
-    largest: int  # unsigned q
     minima: ClassVar[bool]  # whether the term that does not depend on q has factors of its own
+    signed_scales: ClassVar[bool]
 
-    def sub_blocks(self, e: Emitter, at: Value) -> Iterator[tuple[int, list[Value]]]:
-        """Yield (sub-block, its vectors of q), each once, in the order with the fewest loads."""
+    def scale_bytes(self, e: Emitter, at: Value, z: int) -> Value:
+        """Scales of sub-blocks 4 z to 4 z + 3 of each row, a byte each: see `place`."""
         raise NotImplementedError
 
-    def scales(self, e: Emitter, at: Value) -> list[Value]:
-        """The integer scales of the sub-blocks."""
-        raise NotImplementedError
+    def place(self, k: int) -> int:
+        """The byte that has the scale of sub-block k: so that even and odd bytes are the pairs of
+        `offsets`."""
+        return (k if self.sub == 32 else SCALE_ORDER[k % 4]) % 4
+
+    def scale(self, e: Emitter, scale_bytes: Value, k: int) -> Value:
+        """The scale of sub-block k as `Emitter.scale` returns it."""
+        return e.scale(scale_bytes, self.place(k), self.signed_scales, self.fits_i16(e))
+
+    def to_f32(self, e: Emitter, scale_bytes: Value, k: int) -> Value:
+        """The scale or minimum of sub-block k, f32x16."""
+        get = e.signed_byte if self.signed_scales else e.byte
+        return e.to_f32(get(scale_bytes, self.place(k)))
 
     def zero_point(self, e: Emitter) -> int:
         """What VNNI dots subtract from q, by starting at minus this times the activation sums: to
@@ -231,10 +288,18 @@ class Block256(PackedFormat):
         """Whether there are `offsets`."""
         return self.minima or self.zero_point(e) == 0
 
+    def offset_bytes(self, e: Emitter, at: Value, z: int) -> Value:
+        """As `scale_bytes`, the numbers of `offsets`."""
+        return self.scale_bytes(e, at, z)
+
     def offsets(self, e: Emitter, at: Value) -> list[Value]:
         """Vectors of int16 pairs to multiply by pairs of activation sums: with sub-blocks of 16,
         eight (sums 0 1, 2 3, ...); with sub-blocks of 32, four (sums 0 2, 1 3, 4 6, 5 7)."""
-        raise NotImplementedError
+        return self.pairs(e, [self.offset_bytes(e, at, z) for z in range(64 // self.sub)])
+
+    def pairs(self, e: Emitter, scale_bytes: list[Value]) -> list[Value]:
+        """Bytes of sub-blocks as the int16 pairs of `offsets`."""
+        return [pair for each in scale_bytes for pair in e.split_bytes(each, self.signed_scales)]
 
     def factors(self, e: Emitter, at: Value) -> list[Value]:
         """The float scales, f32x16."""
@@ -254,26 +319,10 @@ class Block256(PackedFormat):
         """
         raise NotImplementedError
 
-    def dot(
-        self, e: Emitter, pairs: list[tuple[Value, Value]], scale: Value, total: Value | None
-    ) -> Value:
-        """``total`` plus, in each lane, q times activations times a scale of
-        `Emitter.prepare_scale`. Not for VNNI."""
-        if self.signed(e):
-            return e.dot_signed_bytes_scaled(pairs, scale, total)
-        return e.dot_bytes_scaled(pairs, self.largest, scale, total)
 
-
-def halves_of(e: Emitter, nibbles: list[Value]) -> list[Value]:
-    """The low halves of all bytes, then their high halves."""
-    high = [e.mask(e.shr(v, 4), NIBBLES) for v in nibbles]
-    return [e.mask(v, NIBBLES) for v in nibbles] + high
-
-
-def with_bit(e: Emitter, word: Value, bits: Value, bit: int, place: int) -> Value:
-    """Set bit ``place`` of each byte of ``word`` to bit ``bit`` of that byte of ``bits``."""
-    moved = e.shl(bits, place - bit) if bit < place else e.shr(bits, bit - place)
-    return e.b.or_(word, e.mask(moved, 0x01010101 << place))
+def halves_of(e: Emitter, v: Value) -> tuple[Value, Value]:
+    """The low halves of all bytes, and their high halves."""
+    return e.mask(v, NIBBLES), e.mask(e.shr(v, 4), NIBBLES)
 
 
 @dataclass(frozen=True)
@@ -296,7 +345,6 @@ class Codebook:
     def zero_point(self, e: Emitter) -> int:
         return 0 if self.signed(e) else -min(self.codes)
 
-    def look_up(self, e: Emitter, nibbles: list[Value]) -> list[Value]:
-        """The values of `halves_of` the nibbles."""
-        table = [(v + self.zero_point(e)) & 0xFF for v in self.codes]
-        return [e.lookup_bytes(half, table) for half in halves_of(e, nibbles)]
+    def look_up(self, e: Emitter, nibbles: Value) -> Value:
+        """The values of bytes below 16."""
+        return e.lookup_bytes(nibbles, [(v + self.zero_point(e)) & 0xFF for v in self.codes])

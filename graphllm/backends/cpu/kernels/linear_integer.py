@@ -1,19 +1,28 @@
-"""Code emitters of the integer microkernels; see `linear_microkernels`.
+"""Code emitters of the integer microkernels for several tokens; see `linear_microkernels`.
 
 A panel holds at most `CHUNK` columns of a group: vectors of unsigned bytes of q, then factors (for
 blocks of 32: after each block). A format that is multiplied as it is packed has no panels: in their
-place are the addresses of the groups' packed blocks. The dot product of unsigned with signed bytes
-starts at minus the format's offset times the sum of the activations, so that no subtraction is
-needed at the end.
+place are the addresses of the groups' packed blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 
 from ..formats import Block32, Block256, by_code
-from ..simd.emitter import F32, F32S, I16S, I32, I32S, I64, VECTOR, Emitter, Value
+from ..simd.emitter import F32S, I64, VECTOR, Emitter, Value
+from .linear_blocks import (
+    SUMS_BYTES,
+    add_32,
+    add_offsets,
+    dot_start_32,
+    dot_start_k,
+    factors_of,
+    prepare_sums,
+    scales_of,
+)
 
 CHUNK = 256  # columns per update of c
 _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
@@ -21,8 +30,6 @@ _BLOCK32_PANEL = 10 * VECTOR  # 8 vectors of q, d, and m if the format has one
 _K_WORDS = 64 * VECTOR
 PANEL = _K_WORDS + (16 + 8 + 2) * VECTOR
 _IN_PLACE_AHEAD = 4096  # prefetch distance in bytes of tiles that read packed weights
-_SUMS = 2 * VECTOR  # bytes of sums of a token and a super-block: initial dots, and pairs
-_AS_PAIRS = (0, 1, 4, 5), (2, 3, 6, 7)  # indices of paired sums; see `Block256.offsets`
 
 
 def token_rows(e: Emitter, tokens: int, left: Value, rows: Value) -> list[Value]:
@@ -41,24 +48,19 @@ def unpack(e: Emitter, code: int, w: Value, panel: Value, blocks: Value) -> None
     with e.loop(blocks) as loop:
         source = e.at(w, e.times(loop.index, f.nbytes))
         target = e.at(panel, e.times(loop.index, _BLOCK32_PANEL))
-        for j, word in enumerate([*f.integers(e, source), *f.factors(e, source)]):
+        for j, word in [*f.words(e, source), *enumerate(f.factors(e, source), 8)]:
             e.store(word, target, VECTOR * j)
 
 
 def _unpack_k(e: Emitter, f: Block256, w: Value, panel: Value) -> None:
-    for k, words in f.sub_blocks(e, w):
-        for j, word in enumerate(words):
-            e.store(word, panel, VECTOR * (k * f.sub // 4 + j))
-    for j, vector in enumerate([vector for kind in _factors_k(e, f, w) for vector in kind]):
-        e.store(vector, panel, _K_WORDS + VECTOR * j)
-
-
-def _factors_k(e: Emitter, f: Block256, w: Value) -> tuple[list[Value], ...]:
-    """Prepared scales, corrections, offsets and factors of a super-block."""
-    scales = [e.prepare_scale(scale, f.fits_i16(e)) for scale in f.scales(e, w)]
-    corrections = f.corrections(e, w) if f.has_corrections(e) else []
-    offsets = f.offsets(e, w) if f.has_offsets(e) else []
-    return scales, corrections, offsets, f.factors(e, w)
+    with e.loop(f.block // f.chunk) as loop:
+        source = e.at(w, f.words_at, e.times(loop.index, f.chunk_nbytes))
+        target = e.at(panel, e.times(loop.index, f.chunk // 4 * VECTOR))
+        for j, word in f.words(e, source):
+            e.store(word, target, VECTOR * j)
+    factors = (each for kind in factors_of(e, f, w) for each in kind)
+    for j, each in enumerate(chain(scales_of(e, f, w), factors)):
+        e.store(each, panel, _K_WORDS + VECTOR * j)
 
 
 def tile(
@@ -86,24 +88,6 @@ def tile(
     return _tile_32(e, f, rows, panels, blocks, q, d, s, c, prefetch)
 
 
-def fused(
-    e: Emitter, code: int, w: Value, blocks: Value, q: Value, d: Value, s: Value, c: Value
-) -> None:
-    f = by_code(code)
-    acc = e.variable(e.load(c, F32S))
-    sums_at = e.stack_buffer(_SUMS)
-    sums = 4 if f.block == 32 else 32  # bytes of sums a block
-    with e.loop(blocks) as loop:
-        i = loop.index
-        block, x = e.at(w, e.times(i, f.nbytes)), e.at(q, e.times(i, f.block))
-        at_d, at_s = e.at(d, e.times(i, 4)), e.at(s, e.times(i, sums))
-        if isinstance(f, Block256):
-            e.set(acc, _fused_k(e, f, e.get(acc), block, x, at_d, at_s, sums_at))
-        else:
-            e.set(acc, _fused_32(e, f, e.get(acc), block, x, at_d, at_s))
-    e.store(e.get(acc), c)
-
-
 def _whole_dots(
     e: Emitter, f: Block32 | Block256, panels: list[Value], count: int, rows: list[Value],
     begin: list[list[Value]], scales: list[Value],
@@ -115,7 +99,8 @@ def _whole_dots(
         x = [e.broadcast_i32(row, 4 * j) for j in range(count)]
         pairs = [list(zip(each, x)) for each in words]
         if isinstance(f, Block256):
-            dots.append([f.dot(e, *each) for each in zip(pairs, scales, totals)])
+            sums = [f.dot(e, each, None) for each in pairs]
+            dots.append([e.add_scaled(*each) for each in zip(sums, scales, totals)])
         else:
             dots.append([f.dot(e, *each) for each in zip(pairs, totals)])
     return dots
@@ -153,35 +138,6 @@ def _dots(
 # ------------------------------------------------------------------------------------ blocks of 32
 
 
-def _dot_start_32(e: Emitter, f: Block32, s: Value) -> Value:
-    """Initial value of a dot: minus the offset times the sum of the activations at ``s``."""
-    if not f.zero_point(e):
-        return e.i32(0)
-    return e.splat(e.b.mul(e.load(s, I32), I32(-f.zero_point(e))))
-
-
-def _add_32(
-    e: Emitter, f: Block32, acc: Value, dot: Value, factors: list[Value], d: Value, s: Value
-) -> Value:
-    """acc + dot * (scale * activation scale), and if the format has an m, then
-    + m * (sum of activations * activation scale)."""
-    acc = e.add(acc, e.mul(e.to_f32(dot), e.mul(factors[0], e.broadcast_f32(d))))
-    if not f.has_minimum:
-        return acc
-    total = e.mul(e.b.sitofp(e.load(s, I32), F32), e.load(d, F32))
-    return e.add(acc, e.mul(factors[1], e.splat(total)))
-
-
-def _fused_32(
-    e: Emitter, f: Block32, acc: Value, block: Value, x: Value, d: Value, s: Value
-) -> Value:
-    with e.prefetching():
-        words, factors = f.integers(e, block), f.factors(e, block)
-    pairs = [(word, e.broadcast_i32(x, 4 * j)) for j, word in enumerate(words)]
-    dot = f.dot(e, pairs, _dot_start_32(e, f, s))
-    return _add_32(e, f, acc, dot, factors, d, s)
-
-
 def _tile_32(
     e: Emitter, f: Block32, rows: list[Value], panels: list[Value], blocks: Value, q: Value,
     d: Value, s: Value, c: Value, prefetch: Callable[[Value], None] | None,
@@ -196,7 +152,7 @@ def _tile_32(
         at, four = [e.at(panel, step) for panel in panels], e.times(loop.index, 4)
         xs = [e.at(q, e.times(loop.index, 32), row) for row in rows]
         ds, ss = ([e.at(plane, four, row) for row in rows] for plane in (d, s))
-        begin = [[_dot_start_32(e, f, sums)] * count for sums in ss]
+        begin = [[dot_start_32(e, f, sums)] * count for sums in ss]
         with e.prefetching(_IN_PLACE_AHEAD) if in_place else nullcontext():
             dots = _dots(e, f, at, 8, xs, begin, [e.i32(0x00010001)] * count)
             each = range(8, 9 + f.has_minimum)
@@ -206,7 +162,7 @@ def _tile_32(
             ]
         for i, acc in enumerate(accs):
             t, g = divmod(i, count)
-            e.set(acc, _add_32(e, f, e.get(acc), dots[t][g], factors[g], ds[t], ss[t]))
+            e.set(acc, add_32(e, f, e.get(acc), dots[t][g], factors[g], ds[t], ss[t]))
     for i, acc in enumerate(accs):
         e.store(e.get(acc), c, VECTOR * i)
 
@@ -214,61 +170,15 @@ def _tile_32(
 # ------------------------------------------------------------------------------------ super-blocks
 
 
-def _sums_k(e: Emitter, f: Block256, s: Value, sums_at: Value) -> None:
-    """Prepare the sums of a token over 16 activations each, int16 at ``s``, in `_SUMS` bytes."""
-    sums = e.b.sext(e.load(s, I16S), I32S)
-    if f.sub == 32:
-        sums = e.b.add(e.select_lanes(sums, range(0, 16, 2)), e.select_lanes(sums, range(1, 16, 2)))
-        low, high = (e.select_lanes(sums, which) for which in _AS_PAIRS)
-        e.store(e.pack_i16(low, high), sums_at, VECTOR)
-    if f.zero_point(e):
-        e.store(e.b.mul(sums, e.i32(-f.zero_point(e))), sums_at)
-
-
-def _dot_start_k(e: Emitter, f: Block256, sums_at: Value) -> Value:
-    """Initial value of a sub-block's dot, from its place in the sums."""
-    return e.broadcast_i32(sums_at) if f.zero_point(e) else e.i32(0)
-
-
-def _add_offsets(
-    e: Emitter, pairs: list[Value], s: Value, sums_at: Value, total: Value | None = None
-) -> Value | None:
-    """``total`` plus offsets or corrections (see `Block256`) times the corresponding sums."""
-    at = s if len(pairs) == 8 else e.at(sums_at, VECTOR)
-    for j, pair in enumerate(pairs):
-        total = e.dot_i16(pair, e.broadcast_i32(at, 4 * j), total)
-    return total
-
-
-def _fused_k(
-    e: Emitter, f: Block256, acc: Value, block: Value, x: Value, d: Value, s: Value, sums_at: Value
-) -> Value:
-    """acc plus the contribution of a super-block."""
-    _sums_k(e, f, s, sums_at)
-    total = None
-    with e.prefetching():
-        scales, corrections, offsets, factors = _factors_k(e, f, block)
-        for k, words in f.sub_blocks(e, block):
-            pairs = [(word, e.broadcast_i32(x, k * f.sub + 4 * j)) for j, word in enumerate(words)]
-            if e.isa.vnni:
-                dot = e.dot_bytes(pairs, f.largest, _dot_start_k(e, f, e.at(sums_at, 4 * k)))
-                total = e.add_scaled(dot, scales[k], total, f.fits_i16(e))
-            else:
-                total = f.dot(e, pairs, scales[k], total)
-    total = _add_offsets(e, corrections, s, sums_at, total)
-    contribution = f.join(e, total, _add_offsets(e, offsets, s, sums_at), factors)
-    return e.add(acc, e.mul(contribution, e.broadcast_f32(d)))
-
-
 def _tile_k(
     e: Emitter, f: Block256, rows: list[Value], panels: list[Value], q: Value, d: Value, s: Value,
     c: Value, prefetch: Callable[[Value], None],
 ) -> None:  # fmt: skip
     count, per, subs = len(panels), f.sub // 4, CHUNK // f.sub
-    sums_at = e.stack_buffer(_SUMS * len(rows))
-    sums_of = [e.at(sums_at, _SUMS * t) for t in range(len(rows))]
+    sums_at = e.stack_buffer(SUMS_BYTES * len(rows))
+    sums_of = [e.at(sums_at, SUMS_BYTES * t) for t in range(len(rows))]
     for row, place in zip(rows, sums_of):
-        _sums_k(e, f, e.at(s, row), place)
+        prepare_sums(e, f, e.at(s, row), place)
     totals = [[e.variable(e.i32(0)) for _ in panels] for _ in rows]
     with e.loop(subs) as loop:
         prefetch(loop.index)
@@ -278,7 +188,7 @@ def _tile_k(
         xs = [e.at(q, e.times(loop.index, f.sub), row) for row in rows]
         if e.isa.vnni:
             four = e.times(loop.index, 4)
-            begin = [[_dot_start_k(e, f, e.at(place, four))] * count for place in sums_of]
+            begin = [[dot_start_k(e, f, e.at(place, four))] * count for place in sums_of]
             for total, dots in zip(totals, _dots(e, f, at, per, xs, begin, scales)):
                 for one, dot, scale in zip(total, dots, scales):
                     e.set(one, e.add_scaled(dot, scale, e.get(one), f.fits_i16(e)))
@@ -312,9 +222,9 @@ def _add_k(
     offsets = [e.load(at, offset=VECTOR * j) for j in range(each * f.has_offsets(e))]
     at = e.at(at, VECTOR * len(offsets))
     factors = [e.load(at, F32S, VECTOR * j) for j in range(1 + f.minima)]
-    total = _add_offsets(e, corrections, s, sums_at, total)
-    contribution = f.join(e, total, _add_offsets(e, offsets, s, sums_at), factors)
+    total = add_offsets(e, corrections, s, sums_at, total)
+    contribution = f.join(e, total, add_offsets(e, offsets, s, sums_at), factors)
     e.store(e.add(e.load(c, F32S), e.mul(contribution, e.broadcast_f32(d))), c)
 
 
-__all__ = ["CHUNK", "PANEL", "fused", "tile", "token_rows", "unpack"]
+__all__ = ["CHUNK", "PANEL", "tile", "token_rows", "unpack"]

@@ -9,7 +9,8 @@ result do not depend on the batch.
 Results are accumulated at ``c``: f32 [tokens][groups][16]. ``q``, ``d`` and ``s`` are the addresses
 of the int8 values, scales and sums of a row of activations (layout: `graphllm.graph.dtype`); in
 tiles the int64 at ``rows`` are the byte offsets of each token's row. All arguments are int64;
-arguments that select code are literals. The code is emitted by `linear_integer` and `linear_float`.
+arguments that select code are literals. The code is emitted by `linear_integer`,
+`linear_one_token` and `linear_float`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from ..runtime.lazy_numba import RequireLiteralValue, intrinsic, types
 from ..simd.emitter import Emitter, Value
-from . import linear_float, linear_integer
+from . import linear_float, linear_integer, linear_one_token
 
 
 def _emitted(literals: tuple[Any, ...], values: int, emit: Callable[..., None]) -> Any:
@@ -61,7 +62,7 @@ def tile(
 @intrinsic(prefer_literal=True)
 def fused(typingctx, fmt, w, blocks, q, d, s, c):
     """c += blocks of an integer format times one token's quantised activations."""
-    return _emitted((fmt,), 6, linear_integer.fused)
+    return _emitted((fmt,), 6, linear_one_token.fused)
 
 
 @intrinsic(prefer_literal=True)

@@ -53,9 +53,7 @@ class Emitter(VectorBuilder):
         """Replace each byte of x, which is below 16, by that entry of a table of 16 bytes."""
         if self.isa.avx2:
             entries = self.b.bitcast(ir.Constant(BYTES, [*table] * 4), I32S)
-            if self.isa.avx512:
-                return self._call_as("llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, entries, x)
-            return self._call_per_half("llvm.x86.avx2.pshuf.b", 32, I8, entries, x)
+            return self._shuffle_bytes(entries, x)
         index, zero = self.b.bitcast(x, BYTES), ir.Constant(BYTES, None)
         found = [ir.Constant(BYTES, [entry] * BYTES.count) for entry in table]
         for bit in (1, 2, 4, 8):
@@ -64,6 +62,12 @@ class Emitter(VectorBuilder):
             pairs = zip(found[::2], found[1::2])
             found = [self.b.select(odd, high, low) for low, high in pairs]
         return self.b.bitcast(found[0], I32S)
+
+    def _shuffle_bytes(self, x: Value, indices: Value) -> Value:
+        """Bytes of x at indices within 16 bytes; 0 for indices of 128 and more. Needs AVX2."""
+        if self.isa.avx512:
+            return self._call_as("llvm.x86.avx512.pshuf.b.512", BYTES, BYTES, x, indices)
+        return self._call_per_half("llvm.x86.avx2.pshuf.b", 32, I8, x, indices)
 
     def duplicate_i16(self, x: Value) -> Value:
         """Duplicate int32 lanes that fit int16 as pairs of int16."""
@@ -148,21 +152,17 @@ class Emitter(VectorBuilder):
         low, high = (self.b.shuffle_vector(*found[at : at + 2], eight) for at in (0, 2))
         return self.b.shuffle_vector(low, high, ir.Constant(I32S, list(range(LANES))))
 
-    def prepare_scale(self, scale: Value, narrow: bool = False) -> Value:
-        """Convert int32 scales that fit int16 to operands of `dot_bytes_scaled`, `add_scaled`."""
-        if narrow:
-            return self.mask(scale, 0xFFFF)
-        return self.duplicate_i16(scale) if self._scales_pairs else scale
-
-    def dot_bytes_scaled(
-        self, pairs: Pairs, largest: int, scale: Value, total: Value | None = None
-    ) -> Value:
-        """``total`` plus `dot_bytes` of the pairs times a scale (see `prepare_scale`) per lane."""
+    def scale(self, bytes_: Value, index: int, signed: bool, narrow: bool = False) -> Value:
+        """Byte ``index`` of each lane as an operand of `add_scaled` or, if `i16_terms` is not 0,
+        of `dot_i16`."""
         if not self._scales_pairs:
-            return self.add_scaled(self.dot_bytes(pairs, largest), scale, total)
-        for run in self._i16_sums(pairs, largest):
-            total = self.dot_i16(run, scale, total)
-        return total
+            scale = self.signed_byte(bytes_, index) if signed else self.byte(bytes_, index)
+            return self.mask(scale, 0xFFFF) if narrow and signed else scale
+        pair = (0x80, index) * 2 if signed else (index, 0x80) * 2
+        lanes = [min(4 * lane + byte, 0x80) for lane in range(4) for byte in pair]
+        indices = self.b.bitcast(ir.Constant(BYTES, lanes * 4), I32S)
+        found = self._shuffle_bytes(bytes_, indices)
+        return self.high_bytes(found, signed) if signed else found
 
     def add_scaled(
         self, x: Value, scale: Value, total: Value | None = None, narrow: bool = False
@@ -171,16 +171,6 @@ class Emitter(VectorBuilder):
         if narrow:  # the high half of x, which is its sign, is multiplied by 0
             return self.dot_i16(x, scale, total)
         return self._add_to(total, self.b.mul(x, scale))
-
-    def dot_signed_bytes_scaled(
-        self, pairs: Pairs, scale: Value, total: Value | None = None
-    ) -> Value:
-        """As `dot_bytes_scaled`, for operands as in `dot_signed_bytes`. Not for VNNI."""
-        if not self._scales_pairs:
-            return self._add_to(total, self.b.mul(self.dot_signed_bytes(pairs), scale))
-        for w, s in pairs:
-            total = self.dot_i16(self._multiply_by_sign(w, s), scale, total)
-        return total
 
     @property
     def _scales_pairs(self) -> bool:
@@ -234,12 +224,18 @@ class Emitter(VectorBuilder):
             moved = self._call_per_half("llvm.x86.avx2.psign.b", 32, I8, s, w)
         return self._multiply_bytes(self.b.bitcast(size, I32S), self.b.bitcast(moved, I32S))
 
-    def split_bytes(self, x: Value) -> tuple[Value, Value]:
-        """Bytes 0 and 2, and bytes 1 and 3, of each lane as sign-extended pairs of int16."""
-        words = self.b.bitcast(x, WORDS)
+    def split_bytes(self, x: Value, signed: bool = True) -> tuple[Value, Value]:
+        """Bytes 0 and 2, and bytes 1 and 3, of each lane as pairs of int16."""
+        if not signed:
+            return self.mask(x, 0x00FF00FF), self.high_bytes(x, signed)
         eight = ir.Constant(WORDS, [8] * WORDS.count)
-        even = self.b.ashr(self.b.shl(words, eight), eight)
-        return self.b.bitcast(even, I32S), self.b.bitcast(self.b.ashr(words, eight), I32S)
+        moved = self.b.bitcast(self.b.shl(self.b.bitcast(x, WORDS), eight), I32S)
+        return self.high_bytes(moved, signed=True), self.high_bytes(x, signed=True)
+
+    def high_bytes(self, x: Value, signed: bool) -> Value:
+        """Bytes 1 and 3 of each lane as pairs of int16, sign-extended if ``signed``."""
+        shift, words = self.b.ashr if signed else self.b.lshr, self.b.bitcast(x, WORDS)
+        return self.b.bitcast(shift(words, ir.Constant(WORDS, [8] * WORDS.count)), I32S)
 
     def _dot_split(self, even: Value, odd: Value, s: Value, total: Value | None) -> Value:
         s_even, s_odd = self.split_bytes(s)

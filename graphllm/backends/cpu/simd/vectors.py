@@ -82,12 +82,18 @@ class VectorBuilder:
     def _pointer(self, address: Value, kind: Any, offset: int) -> Value:
         return self.b.inttoptr(self.at(address, offset), kind.as_pointer())
 
-    def load(self, address: Value, kind: Any = I32S, offset: int = 0) -> Value:
-        """Load a vector or number from an address of any alignment."""
+    def load(
+        self, address: Value, kind: Any = I32S, offset: int = 0, streamed: bool = True
+    ) -> Value:
+        """Load a vector or number from an address of any alignment.
+
+        ``streamed``: whether a vector is part of what `prefetching` prefetches.
+        """
         loaded = self.b.load(self._pointer(address, kind, offset))
         loaded.align = 1
-        place = address, offset
-        if self._prefetch and isinstance(kind, ir.VectorType) and place not in self._prefetched:
+        place = address, offset // VECTOR
+        streamed = streamed and isinstance(kind, ir.VectorType)
+        if self._prefetch and streamed and place not in self._prefetched:
             self._prefetched.add(place)
             self._prefetch(address, offset)
         return loaded
